@@ -1,0 +1,181 @@
+"""The catalog: what a checkpoint holds, as logical tensors and the byte ranges that make them up.
+
+    Catalog
+      files       DataFile: path, size, mtime of every file that holds tensor bytes
+      tensors     LogicalTensor by key: the whole tensor as a one-rank model would hold it (dtype, global shape)
+        pieces    Piece: "this box of that stored tensor is that box of this logical tensor"
+          stored  StoredTensor: what one file holds: name, dtype, shape, (file, byte offset), strides, rank
+
+Formats make stored tensors, layout makes pieces, everything after that only sees boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpttool.dtypes import nbytes
+from ckpttool.errors import ConflictError, IncompleteError
+from ckpttool.geometry import Box, contiguous_strides, first_overlap, uncovered, whole
+
+
+class Key(NamedTuple):
+    """What identifies a logical tensor: the same name in two components is two tensors."""
+
+    name: str
+    component: str = "model"
+    state: str = ""
+
+    def __str__(self) -> str:
+        if self.component == "model":
+            return self.name
+        return f"{self.component}/{self.name}" + (f"/{self.state}" if self.state else "")
+
+
+class DataFile(NamedTuple):
+    """A file with tensor bytes, as it was when its header was read."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+class StoredTensor(NamedTuple):
+    """What one file holds under one name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: int
+    """Index into ``Catalog.files``."""
+    offset: int
+    """Byte of the first element in that file."""
+    rank: int = 0
+    strides: tuple[int, ...] | None = None
+    """Elements from one to the next per axis; None is row-major."""
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.dtype, prod(self.shape), where=self.name)
+
+    @property
+    def element_strides(self) -> tuple[int, ...]:
+        return contiguous_strides(self.shape) if self.strides is None else self.strides
+
+
+class Piece(NamedTuple):
+    """``local`` of ``stored`` is ``box`` of the logical tensor; both boxes have the same shape."""
+
+    stored: StoredTensor
+    local: Box
+    box: Box
+
+
+class Pad(NamedTuple):
+    """``local`` of ``stored`` is padding that belongs to no logical tensor; the row before it may have been copied."""
+
+    stored: StoredTensor
+    local: Box
+
+
+@dataclass(slots=True)
+class LogicalTensor:
+    """A whole tensor. ``pieces`` cover it without overlap (none for an empty tensor); ``replicas`` repeat their boxes."""
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    replicas: tuple[Piece, ...] = ()
+    pads: tuple[Pad, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.dtype, prod(self.shape), where=str(self.key))
+
+    @property
+    def box(self) -> Box:
+        return whole(self.shape)
+
+
+def whole_tensor(stored: StoredTensor, key: Key) -> LogicalTensor:
+    """The common case: one stored tensor is the whole logical tensor."""
+    box = whole(stored.shape)
+    return LogicalTensor(key, stored.dtype, stored.shape, (Piece(stored, box, box),))
+
+
+def logical_tensor(
+    key: Key, shape: tuple[int, ...], pieces: Iterable[Piece], pads: Iterable[Pad] = (), *, files: list[DataFile]
+) -> LogicalTensor:
+    """Put pieces together: equal boxes become replicas of the first, the rest must tile the tensor.
+
+    Raises ConflictError for different dtypes or partial overlaps, IncompleteError for a hole; both name the files.
+    """
+    pieces = list(pieces)
+    dtype = pieces[0].stored.dtype if pieces else "U8"
+    first: dict[Box, Piece] = {}
+    replicas = []
+    for p in pieces:
+        if p.stored.dtype != dtype:
+            raise ConflictError(
+                f"tensor `{key}` is {dtype} in one file and {p.stored.dtype} in another",
+                where=[_place(pieces[0].stored, files), _place(p.stored, files)],
+            )
+        if p.box.volume == 0:
+            continue
+        if p.box in first:
+            replicas.append(p)
+        else:
+            first[p.box] = p
+    unique = list(first.values())
+    if len(unique) > 1 and (clash := first_overlap([p.box for p in unique])):
+        a, b = unique[clash[0]], unique[clash[1]]
+        raise ConflictError(
+            f"two pieces of tensor `{key}` overlap without being equal: {a.box} and {b.box}",
+            where=[_place(a.stored, files), _place(b.stored, files)],
+            hint="the sizes given for the source (--tp, --ep, ...) or its family are probably wrong",
+        )
+    hole = uncovered(shape, [p.box for p in unique])
+    if hole is not None:
+        raise IncompleteError(
+            f"no file holds {hole} of tensor `{key}` {list(shape)}",
+            where=[_place(p.stored, files) for p in unique[:3]],
+            hint="a rank's file is missing, or the sizes given for the source (--tp, --pp, --ep) are too large",
+        )
+    return LogicalTensor(key, dtype, shape, tuple(unique), tuple(replicas), tuple(pads))
+
+
+def _place(stored: StoredTensor, files: list[DataFile]) -> str:
+    end = stored.offset + stored.nbytes
+    return f"{files[stored.file].path} [bytes {stored.offset:,}..{end:,}) `{stored.name}` {list(stored.shape)}"
+
+
+@dataclass(slots=True)
+class Catalog:
+    """The logical tensors of a checkpoint, in reading order."""
+
+    files: list[DataFile]
+    tensors: dict[Key, LogicalTensor]
+    aliases: Mapping[Key, Key] = field(default_factory=dict)
+    """Names that share another tensor's elements without being stored (tied embeddings): alias -> owner."""
+
+    def __iter__(self) -> Iterator[LogicalTensor]:
+        return iter(self.tensors.values())
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, name: str | Key) -> LogicalTensor:
+        return self.tensors[Key(name) if isinstance(name, str) else name]
+
+    def place(self, stored: StoredTensor) -> str:
+        """``file [bytes a..b) `name` [shape]`` for an error's ``where``."""
+        return _place(stored, self.files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all logical tensors, each counted once."""
+        return sum(t.nbytes for t in self)

@@ -1,0 +1,133 @@
+"""Opening a checkpoint: format, mesh, family and layout become one catalog.
+
+``open_checkpoint`` is the front door of every command and of the Python API. It reads headers and small JSON files,
+never tensor data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckpttool.catalog import Catalog, Key
+from ckpttool.errors import CkptError
+from ckpttool.formats.base import ReadOptions, StoredCheckpoint, list_source
+from ckpttool.formats.registry import by_name, detect
+from ckpttool.layout.assemble import Assembler, whole_catalog
+from ckpttool.layout.family import Family, Fuse, Op, find_family, load_family, no_family
+from ckpttool.layout.rules import Cutting
+from ckpttool.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOptions:
+    """What a caller says about a source; everything has a default that means "read it from the checkpoint"."""
+
+    format: str = ""
+    mesh: ReadOptions = field(default_factory=ReadOptions)
+    family: str = ""
+    replicate: Sequence[str] = ()
+    split: Sequence[str] = ()
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """An opened checkpoint."""
+
+    path: Path
+    stored: StoredCheckpoint
+    family: Family
+    """Without rules (``name == "none"``) when none is known and none was needed."""
+    catalog: Catalog
+    notes: list[str]
+
+    @property
+    def format(self) -> str:
+        return self.stored.format
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.stored.mesh
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.stored.config
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """Statements that lead from Hugging Face names to the names of this checkpoint."""
+        return naming_ops(self.family, self.stored.naming, self.stored.fused)
+
+
+def naming_ops(family: Family, naming: str, fused: str) -> tuple[Op, ...]:
+    """The statements of a naming, plus all fusions of the family when ``fused`` is "fuse" or "unfuse"."""
+    if family.name == "none" and naming in ("hf", ""):
+        return ()
+    ops = list(family.ops(naming or "hf"))
+    if fused:
+        for name in family.spec.fusions:
+            op = family.fusion(name)
+            if not any(isinstance(o, Fuse) and o.name == name for o in ops):
+                ops.append(replace(op, apart=fused == "unfuse"))
+    return tuple(ops)
+
+
+def pick_family(name: str, recorded: str, config: Mapping[str, Any]) -> Family:
+    """The named family, else the recorded one, else the one that the config names, else one without rules.
+
+    Raises UnsupportedError for an unknown name.
+    """
+    chosen = name or find_family(config) or recorded
+    return load_family(chosen, config) if chosen and chosen != "none" else no_family()
+
+
+def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Checkpoint:
+    """Index a checkpoint.
+
+    Raises UsageError (no such path or flag), IncompleteError (a file is missing), CorruptError (a header is wrong),
+    ConflictError (flags, config and files disagree), LayoutError (a tensor has no rule), UnsupportedError.
+    """
+    options = options or OpenOptions()
+    root = Path(path)
+    listing = list_source(root)
+    reader = by_name(options.format, "--from") if options.format else detect(listing)
+    if options.mesh.rank_pattern and not options.format:
+        reader = by_name("ranks", "--from")
+    elif options.format == "" and reader.name == "hf" and any(v > 1 for v in options.mesh.said().values()):
+        # The flags say that files are ranks; only the names did not show it.
+        if not any(n.endswith(".index.json") or n == "model.safetensors" for n in listing.names):
+            reader = by_name("ranks", "--from")
+    stored = reader.read(listing, options.mesh)
+    if not stored.config and listing.root.parent.joinpath("config.json").is_file() and stored.mesh.world > 1:
+        stored.notes.append("config.json is read from the parent directory")
+        stored.config = list_source(listing.root.parent).json("config.json")
+    notes = list(stored.notes)
+    family = pick_family(options.family, stored.family, stored.config)
+    if options.replicate or options.split:
+        family = family.with_overrides(options.replicate, options.split)
+    if stored.recorded is not None:
+        catalog = stored.recorded
+    elif stored.mesh.world == 1 and stored.naming == "hf":
+        catalog = whole_catalog(stored.files, stored.tensors)
+    else:
+        assembler = Assembler(
+            stored.files,
+            family,
+            naming_ops(family, stored.naming, stored.fused),
+            Cutting(stored.mesh, family.sizes, pad_vocab=stored.format != "deepseek"),
+            stored.config,
+            stored.local_layers,
+        )
+        try:
+            catalog = assembler.run(stored.tensors)
+        except CkptError as e:
+            e.where = (*e.where, f"while reading {root} as {stored.format} ({stored.mesh})")
+            raise
+        notes += assembler.notes
+    tied = bool(stored.config.get("tie_word_embeddings"))
+    names = {k.name for k in catalog.tensors}
+    if tied and "lm_head.weight" not in names and "model.embed_tokens.weight" in names:
+        catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}
+    return Checkpoint(root, stored, family, catalog, notes)

@@ -1,0 +1,262 @@
+"""The command line: options and help only. Heavy imports happen inside the commands, so that --help is instant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ckpttool import __version__
+from ckpttool.errors import CkptError, UsageError
+
+if TYPE_CHECKING:
+    from ckpttool.checkpoint import OpenOptions
+    from ckpttool.execute import RunOptions
+
+app = typer.Typer(
+    name="ckpttool",
+    help="Reshard, convert, inspect and merge checkpoints of large models, on one plain node, in bounded memory.",
+    rich_markup_mode=None,  # rich costs more than the whole rest of --help
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+SOURCE = "Source"
+TARGET = "Target"
+
+Src = Annotated[Path, typer.Argument(metavar="SRC", help="Directory or file to read.", show_default=False)]
+Dst = Annotated[Path, typer.Argument(metavar="DST", help="Directory to write; must not exist.", show_default=False)]
+Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks of SRC.", show_default=False)]
+Pp = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages of SRC.", show_default=False)]
+Ep = Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel ranks of SRC.", show_default=False)]
+Etp = Annotated[int | None, typer.Option("--etp", min=1, help="Expert-tensor-parallel ranks of SRC.", show_default=False)]
+TpOut = Annotated[int | None, typer.Option("--tp-out", min=1, help="Tensor-parallel ranks of DST.", show_default=False)]
+PpOut = Annotated[int | None, typer.Option("--pp-out", min=1, help="Pipeline stages of DST.", show_default=False)]
+EpOut = Annotated[int | None, typer.Option("--ep-out", min=1, help="Expert-parallel ranks of DST.", show_default=False)]
+EtpOut = Annotated[
+    int | None,
+    typer.Option("--etp-out", min=1, help="Expert-tensor-parallel ranks of DST; tp unless said.", show_default=False),
+]
+PpLayout = Annotated[
+    str, typer.Option("--pp-layout", metavar="N,N,...", help="Layers of each pipeline stage of DST.", show_default=False)
+]
+RanksOut = Annotated[
+    str, typer.Option("--ranks-out", metavar="0-3,7", help="Write only these ranks of DST.", show_default=False)
+]
+From = Annotated[
+    str,
+    typer.Option("--from", metavar="FORMAT", help="Format of SRC: hf, ranks, deepseek, vllm, trtllm.", show_default=False),
+]
+To = Annotated[
+    str,
+    typer.Option("--to", metavar="FORMAT", help="Format of DST: hf, ranks, deepseek, vllm, trtllm.", show_default=False),
+]
+RankPattern = Annotated[
+    str,
+    typer.Option(
+        "--rank-pattern",
+        metavar="PATTERN",
+        help="Names of anyone's rank files: 'model_{rank}.safetensors', 'tp{tp}/pp{pp}.safetensors'.",
+        show_default=False,
+    ),
+]
+FamilyName = Annotated[
+    str,
+    typer.Option("--family", metavar="NAME|FILE", help="Layout rules, when config.json does not name them.", show_default=False),
+]
+Replicate = Annotated[
+    list[str] | None,
+    typer.Option("--replicate", metavar="PATTERN", help="These tensors are whole on every rank.", show_default=False),
+]
+Split = Annotated[
+    list[str] | None,
+    typer.Option("--split", metavar="PATTERN=AXIS", help="These tensors are cut evenly on AXIS.", show_default=False),
+]
+RemoveKeys = Annotated[
+    list[str] | None,
+    typer.Option("--remove-keys", metavar="PATTERN", help="Leave these tensors out.", show_default=False),
+]
+KeepKeys = Annotated[
+    list[str] | None,
+    typer.Option("--keep-keys", metavar="PATTERN", help="Leave all other tensors out.", show_default=False),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option("--rename", metavar="OLD=NEW", help="Rename; * on both sides, or re:OLD=NEW.", show_default=False),
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", metavar="DTYPE", help="Cast floats to f64, f32, f16 or bf16.", show_default=False)
+]
+Fuse = Annotated[bool, typer.Option("--fuse", help="Fuse what the family can fuse (qkv, gate_up).")]
+Unfuse = Annotated[bool, typer.Option("--unfuse", help="Take fused tensors apart.")]
+MaxShard = Annotated[
+    str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of --to hf and vllm, e.g. 5GB.")
+]
+VocabMultiple = Annotated[
+    int, typer.Option("--vocab-multiple", min=1, metavar="N", help="Pad the vocabulary of cut embeddings to this.")
+]
+DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Print the plan and write nothing.")]
+Force = Annotated[bool, typer.Option("-f", "--force", help="Replace DST when it exists.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Read the output back and compare every element; exit 3 if not equal.")]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads that move bytes.", show_default=False)]
+Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory for all buffers together.")]
+Manifest = Annotated[bool, typer.Option("--manifest", help="Write a checksum per tensor, for inspect --check.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more about what was inferred.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"ckpttool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _app(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Reshard, convert, inspect and merge checkpoints of large models, on one plain node, in bounded memory."""
+
+
+def parse_size(text: str, option: str) -> int:
+    """``5GB``, ``512MiB``, ``64M`` or a number of bytes. KB, MB, GB are powers of 1000; KiB, MiB, GiB of 1024."""
+    import re
+
+    m = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if not m or (m[3] and not m[2]):
+        raise UsageError(f"{option} `{text}` is not a size", hint="write 5GB, 512MiB or a number of bytes")
+    value = int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
+    if value < 1:
+        raise UsageError(f"{option} must be positive")
+    return value
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    """``10,11,11`` or ``0-3,7``."""
+    out: list[int] = []
+    try:
+        for item in text.split(","):
+            first, dash, last = item.partition("-")
+            out += range(int(first), int(last) + 1) if dash else [int(first)]
+    except ValueError:
+        raise UsageError(f"{option} `{text}` is not a list of numbers", hint="for example 0-3,7") from None
+    return tuple(out)
+
+
+def _open_options(
+    *, fmt: str, tp: int | None, pp: int | None, ep: int | None, etp: int | None, rank_pattern: str, family: str,
+    replicate: list[str] | None, split: list[str] | None,
+) -> OpenOptions:
+    from ckpttool.checkpoint import OpenOptions
+    from ckpttool.formats.base import ReadOptions
+
+    return OpenOptions(
+        fmt, ReadOptions(tp, pp, ep, etp, (), rank_pattern), family, tuple(replicate or ()), tuple(split or ())
+    )
+
+
+def _run_options(*, memory: str, workers: int | None, force: bool, resume: bool, manifest: bool) -> RunOptions:
+    from ckpttool.execute import RunOptions
+
+    size = parse_size(memory, "--memory")
+    if size < 4 << 20:
+        raise UsageError(f"--memory {memory} is too small", hint="4MiB is the least, 64MiB the default")
+    extra: dict[str, Any] = {"workers": workers} if workers else {}
+    return RunOptions(memory=size, force=force, resume=resume, manifest=manifest, **extra)
+
+
+@app.command()
+def reshard(
+    src: Src,
+    dst: Dst,
+    tp: Tp = None,
+    pp: Pp = None,
+    ep: Ep = None,
+    etp: Etp = None,
+    tp_out: TpOut = None,
+    pp_out: PpOut = None,
+    ep_out: EpOut = None,
+    etp_out: EtpOut = None,
+    pp_layout: PpLayout = "",
+    ranks_out: RanksOut = "",
+    from_: From = "",
+    to: To = "",
+    rank_pattern: RankPattern = "",
+    family: FamilyName = "",
+    replicate: Replicate = None,
+    split: Split = None,
+    remove_keys: RemoveKeys = None,
+    keep_keys: KeepKeys = None,
+    rename: Rename = None,
+    dtype: Dtype = "",
+    fuse: Fuse = False,
+    unfuse: Unfuse = False,
+    max_shard_size: MaxShard = "5GB",
+    vocab_multiple: VocabMultiple = 1,
+    dry_run: DryRun = False,
+    force: Force = False,
+    resume: Resume = False,
+    verify: Verify = False,
+    workers: Workers = None,
+    memory: Memory = "64MiB",
+    manifest: Manifest = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write SRC for another number of ranks, in another format or under other names."""
+    from ckpttool import report
+    from ckpttool.ops.reshard import Selection, Target, execute, prepare
+
+    opened = _open_options(
+        fmt=from_, tp=tp, pp=pp, ep=ep, etp=etp, rank_pattern=rank_pattern, family=family,
+        replicate=replicate, split=split,
+    )
+    target = Target(
+        format=to,
+        tp=tp_out,
+        pp=pp_out,
+        ep=ep_out,
+        etp=etp_out,
+        pp_layout=_numbers(pp_layout, "--pp-layout") if pp_layout else (),
+        ranks=_numbers(ranks_out, "--ranks-out") if ranks_out else None,
+        max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+        dtype=dtype,
+        fuse=fuse,
+        unfuse=unfuse,
+        vocab_multiple=vocab_multiple,
+    )
+    run = _run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
+    selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()), tuple(rename or ()))
+    prepared = prepare(src, opened, target, selection)
+    if dry_run:
+        report.show_plan(prepared, run, as_json=json)
+        return
+    result = execute(prepared, dst, run, report.progress(quiet=quiet or json), verify=verify)
+    report.show_reshard(result, as_json=json, quiet=quiet, verbose=verbose)
+
+
+def main() -> NoReturn:
+    """Run the command line; expected failures print one clear error and set the exit code."""
+    try:
+        app(standalone_mode=True)
+    except CkptError as e:
+        sys.stderr.write(e.render() + "\n")
+        sys.exit(e.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output is gone (`| head`); that is no failure. Keep Python from writing to it at exit.
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    sys.exit(0)

@@ -1,0 +1,119 @@
+"""The one table of element types: name, bits, the numpy type that holds it, and the other names people use.
+
+Names and bit widths are those of the safetensors format (22 dtypes, in the order of its enum, which is also the order
+in which its writers sort tensors). Nothing here guesses: an unknown name is an error that says which tensor has it.
+numpy and ml_dtypes are imported on first use, because ``--help`` and header listings do not need them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpttool.errors import CorruptError, UnsupportedError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class DType(NamedTuple):
+    """One element type."""
+
+    name: str
+    bits: int
+    numpy: str
+    """Attribute of ``numpy`` or, where numpy lacks it, of ``ml_dtypes``; "" where neither has it."""
+    kind: str
+    """``float``, ``int``, ``bool`` or ``complex``; ``scale`` for the exponent-only E8M0."""
+    aliases: tuple[str, ...]
+    """Names used by torch, paddle and Hugging Face configs."""
+
+
+_TABLE = (
+    DType("BOOL", 8, "bool_", "bool", ("bool",)),
+    DType("F4", 4, "float4_e2m1fn", "float", ("float4_e2m1fn", "float4_e2m1fn_x2")),
+    DType("F6_E2M3", 6, "float6_e2m3fn", "float", ("float6_e2m3fn",)),
+    DType("F6_E3M2", 6, "float6_e3m2fn", "float", ("float6_e3m2fn",)),
+    DType("U8", 8, "uint8", "int", ("uint8",)),
+    DType("I8", 8, "int8", "int", ("int8",)),
+    DType("F8_E5M2", 8, "float8_e5m2", "float", ("float8_e5m2", "fp8_e5m2", "e5m2")),
+    DType("F8_E4M3", 8, "float8_e4m3fn", "float", ("float8_e4m3fn", "fp8", "fp8_e4m3", "e4m3", "e4m3fn")),
+    DType("F8_E8M0", 8, "float8_e8m0fnu", "scale", ("float8_e8m0fnu", "ue8m0", "e8m0")),
+    DType("F8_E4M3FNUZ", 8, "float8_e4m3fnuz", "float", ("float8_e4m3fnuz",)),
+    DType("F8_E5M2FNUZ", 8, "float8_e5m2fnuz", "float", ("float8_e5m2fnuz",)),
+    DType("I16", 16, "int16", "int", ("int16", "short")),
+    DType("U16", 16, "uint16", "int", ("uint16",)),
+    DType("F16", 16, "float16", "float", ("float16", "fp16", "half")),
+    DType("BF16", 16, "bfloat16", "float", ("bfloat16",)),
+    DType("I32", 32, "int32", "int", ("int32", "int")),
+    DType("U32", 32, "uint32", "int", ("uint32",)),
+    DType("F32", 32, "float32", "float", ("float32", "fp32", "float")),
+    DType("C64", 64, "complex64", "complex", ("complex64",)),
+    DType("F64", 64, "float64", "float", ("float64", "fp64", "double")),
+    DType("I64", 64, "int64", "int", ("int64", "long")),
+    DType("U64", 64, "uint64", "int", ("uint64",)),
+)
+
+DTYPES: dict[str, DType] = {d.name: d for d in _TABLE}
+ORDER: dict[str, int] = {d.name: i for i, d in enumerate(_TABLE)}
+"""Position in safetensors' enum; its writers put the highest first."""
+
+_BY_ALIAS = {alias: d.name for d in _TABLE for alias in (d.name.lower(), *d.aliases)}
+
+CASTABLE = frozenset({"F16", "BF16", "F32", "F64"})
+"""What ``--dtype`` converts from and to; FP8 needs a scale and is not a cast."""
+
+
+def lookup(name: str, *, where: str = "") -> DType:
+    """The entry for a safetensors dtype name. Raises UnsupportedError naming ``where``."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        known = ", ".join(DTYPES)
+        raise UnsupportedError(f"unknown dtype `{name}`", where=where or (), hint=f"known dtypes: {known}") from None
+
+
+def parse(text: str) -> DType:
+    """The entry for a name as people write it: ``bf16``, ``bfloat16``, ``torch.bfloat16``, ``F32``."""
+    key = text.strip().lower().removeprefix("torch.").removeprefix("paddle.")
+    if key not in _BY_ALIAS:
+        raise UnsupportedError(
+            f"unknown dtype `{text}`", hint="use one of " + ", ".join(sorted({d.name.lower() for d in _TABLE}))
+        )
+    return DTYPES[_BY_ALIAS[key]]
+
+
+def nbytes(dtype: str, count: int, *, where: str = "") -> int:
+    """Bytes that ``count`` elements take. Raises CorruptError when sub-byte elements do not fill whole bytes."""
+    bits = count * lookup(dtype, where=where).bits
+    if bits % 8:
+        raise CorruptError(f"{count} elements of {dtype} do not fill whole bytes", where=where or ())
+    return bits // 8
+
+
+@lru_cache(maxsize=None)
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype that holds these elements (ml_dtypes registers what numpy lacks). Sub-byte types have none."""
+    import numpy as np
+
+    entry = lookup(name)
+    if entry.bits < 8:
+        raise UnsupportedError(f"{name} has {entry.bits} bits an element and cannot be addressed one by one")
+    if hasattr(np, entry.numpy):
+        found: np.dtype[Any] = np.dtype(getattr(np, entry.numpy))
+    else:
+        import ml_dtypes
+
+        found = np.dtype(getattr(ml_dtypes, entry.numpy))
+    return found
+
+
+@lru_cache(maxsize=None)
+def itemsize(name: str) -> int:
+    """Bytes of one element. Raises UnsupportedError for sub-byte types, which can only be moved whole."""
+    entry = lookup(name)
+    if entry.bits % 8:
+        raise UnsupportedError(
+            f"{name} elements are smaller than a byte; such a tensor can be copied whole but not cut",
+        )
+    return entry.bits // 8

@@ -1,0 +1,85 @@
+"""Every error a user can meet: what went wrong, where, and what to do about it.
+
+One class per remedy, so that a caller can act on the class and a script on the exit code:
+
+=================  ====  ==========================================================
+class              exit  the remedy
+=================  ====  ==========================================================
+UsageError         2     change the command line
+CorruptError       1     the source's bytes are wrong: fetch or write it again
+IncompleteError    1     a part of the source is not there: find it
+ConflictError      1     two statements contradict each other: drop one
+LayoutError        1     the model cannot be cut that way: other sizes, or a rule
+UnsupportedError   1     ckpttool does not know this (dtype, family, format)
+OutputError        1     the destination: free space, permissions, ``--force``
+VerifyError        3     the output was checked and is not equal to the source
+=================  ====  ==========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class CkptError(Exception):
+    """Base of all expected failures; never raised itself.
+
+    ``what`` is one sentence, ``where`` names files, rules and byte ranges from near to far,
+    ``hint`` says what would work.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | Iterable[str] = (), hint: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = (where,) if isinstance(where, str) else tuple(where)
+        self.hint = hint
+
+    def render(self) -> str:
+        """The text shown on stderr; readable without colour."""
+        lines = [f"error: {self.what}"]
+        for i, place in enumerate(self.where):
+            lines.append(f"  --> {place}" if i == 0 else f"      {place}")
+        if self.hint:
+            lines += ["", f"hint: {self.hint}"]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.render().removeprefix("error: ")
+
+
+class UsageError(CkptError):
+    """The command line asks for something that makes no sense, whatever the data is."""
+
+    exit_code = 2
+
+
+class CorruptError(CkptError):
+    """A source file breaks its format, or two copies of one tensor differ."""
+
+
+class IncompleteError(CkptError):
+    """A file, a rank or a tensor that must exist is missing."""
+
+
+class ConflictError(CkptError):
+    """Flags, config and files say different things."""
+
+
+class LayoutError(CkptError):
+    """A tensor cannot be cut as asked, or no rule names it."""
+
+
+class UnsupportedError(CkptError):
+    """A dtype, family, format or feature that ckpttool does not know."""
+
+
+class OutputError(CkptError):
+    """The destination cannot be written."""
+
+
+class VerifyError(CkptError):
+    """A finished output was read back and differs from its source."""
+
+    exit_code = 3

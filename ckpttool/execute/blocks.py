@@ -1,0 +1,300 @@
+"""Moving the bytes of a part in bounded blocks.
+
+    Batch   runs up to a block's size are laid out in the order of their destinations; runs that follow each other in a
+            source are read in one call, scattered to their places; runs that follow each other in a destination are
+            written in one call
+    Rows    a block of rows: every source is read once and rearranged, every destination is written once
+    Tile    read in the order of the source, turned in memory, written in the order of the destination
+
+No byte is written that does not belong to a step. Each worker has one ``Carrier`` and with it one arena: all its
+buffers together, reused from block to block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from ckpttool.dtypes import itemsize
+from ckpttool.execute.files import IOV_MAX, FilePool
+from ckpttool.execute.hashing import Sums
+from ckpttool.execute.moves import ZEROS, Batch, Item, Lane, Linear, Move, Rows, Tile, arrange_row, tiles
+from ckpttool.execute.permute import Array, Permuter, store
+from ckpttool.execute.reader import Bytes, kinds, offsets, read_strided, read_turned
+
+BLOCK = 4 << 20
+"""Bytes of one block: it stays in the processor's cache between the read and the write."""
+
+WRITE = 1 << 20
+"""A block grows until each of its destinations gets a write of this size, where memory allows."""
+
+SCRATCH = 1 << 20
+_ALIGN = 64
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: another thread failed, or the user interrupted
+    """The run is to end now."""
+
+
+class Arena:
+    """All buffers of one worker. Memory is touched, and so counted by the system, only where it is used."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.size = max(nbytes, 4096)
+        self._memory: Bytes = np.empty(self.size + _ALIGN, np.uint8)
+        self._base = -self._memory.ctypes.data % _ALIGN
+        self._used = 0
+        self.peak = 0
+
+    def reset(self) -> None:
+        self._used = 0
+
+    def take(self, nbytes: int) -> Bytes:
+        """A buffer, valid until ``reset``. Raises MemoryError when the arena is too small."""
+        start = self._base + self._used
+        self._used += -(-nbytes // _ALIGN) * _ALIGN
+        if self._used > self.size + _ALIGN:
+            raise MemoryError(f"a block needs {self._used:,} bytes of {self.size:,}")
+        self.peak = max(self.peak, self._used)
+        return self._memory[start : start + nbytes]
+
+
+class Carrier:
+    """One worker's hands: moves items between the files of a plan."""
+
+    def __init__(
+        self, sources: Sequence[str], outputs: Sequence[str], pool: FilePool, memory: int, stop: threading.Event
+    ) -> None:
+        self.sources = sources
+        self.outputs = outputs
+        self.pool = pool
+        self.arena = Arena(memory)
+        self.stop = stop
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.sums: Sums | None = None
+        self._turn = Permuter()
+
+    # -- files
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
+        """Fill buffers with consecutive bytes of a source."""
+        if self.stop.is_set():
+            raise Stopped
+        self.pool.read(self.sources[file], offset, buffers, once=once)
+        self.bytes_read += buffers[0].nbytes if len(buffers) == 1 else sum([b.nbytes for b in buffers])
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Write consecutive bytes of an output, and take them into its checksums."""
+        if self.stop.is_set():
+            raise Stopped
+        self.pool.write(self.outputs[file], offset, data)
+        self.bytes_written += data.nbytes
+        if self.sums is not None:
+            self.sums.feed(file, offset, data)
+
+    def read_back(self, file: int, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with bytes that were written to an output."""
+        if self.stop.is_set():
+            raise Stopped
+        self.pool.read(self.outputs[file], offset, (buffer,), once=False)
+
+    # -- items
+
+    def carry(self, items: Sequence[Item]) -> None:
+        """Carry out the items, in order."""
+        for item in items:
+            if type(item) is Batch:
+                self._batch(item.runs)
+            elif type(item) is Rows:
+                self._rows(item)
+            elif type(item) is Tile:
+                self._tile(item.move)
+
+    def _batch(self, runs: Sequence[Linear]) -> None:
+        limit = min(BLOCK, self.arena.size)
+        block: list[Linear] = []
+        held = 0
+        for run in runs:
+            dst, to, nbytes, src, start = run
+            while nbytes:
+                if held == limit:
+                    self._block(block, held)
+                    block, held = [], 0
+                n = min(nbytes, limit - held)
+                block.append(Linear(dst, to, n, src, start))
+                held += n
+                to, nbytes = to + n, nbytes - n
+                if src != ZEROS:
+                    start += n
+        if block:
+            self._block(block, held)
+
+    def _block(self, runs: Sequence[Linear], held: int) -> None:
+        self.arena.reset()
+        memory = self.arena.take(held)
+        view = memoryview(memory)
+        places: list[tuple[int, int, int, int]] = []  # source, offset, place in memory, bytes
+        at = 0
+        for _, _, n, src, start in runs:
+            if src == ZEROS:
+                memory[at : at + n] = 0
+            else:
+                places.append((src, start, at, n))
+            at += n
+        places.sort()
+        self._scatter(places, view)
+        i = 0
+        at = 0
+        while i < len(runs):
+            dst, to, n, _, _ = runs[i]
+            i += 1
+            while i < len(runs) and runs[i].dst == dst and runs[i].to == to + n:
+                n += runs[i].nbytes
+                i += 1
+            self.write(dst, to, view[at : at + n])
+            at += n
+
+    def _scatter(self, places: Sequence[tuple[int, int, int, int]], view: memoryview) -> None:
+        """Read runs, sorted by source; those that follow each other there in one call."""
+        i = 0
+        while i < len(places):
+            src, start, at, n = places[i]
+            buffers: list[memoryview] = []
+            end, first, last = start + n, at, at + n
+            i += 1
+            while i < len(places) and len(buffers) < IOV_MAX - 1:
+                s, a, at, n = places[i]
+                if s != src or a != end:
+                    break
+                if at == last:
+                    last += n
+                else:
+                    buffers.append(view[first:last])
+                    first, last = at, at + n
+                end += n
+                i += 1
+            buffers.append(view[first:last])
+            self.read(src, start, buffers)
+
+    def _rows(self, item: Rows) -> None:
+        plan = self._row_blocks(item)
+        if plan is None:
+            for i in range(item.start, item.stop):
+                self.carry(arrange_row(item, i))
+            return
+        rows, scratch = plan
+        for a in range(item.start, item.stop, rows):
+            self._row_block(item, a, min(a + rows, item.stop), scratch)
+
+    def _row_blocks(self, item: Rows) -> tuple[int, int] | None:
+        """(rows in a block, bytes to read at once), or None when a row is too long for the memory."""
+        size = self.arena.size - _ALIGN * (len(item.writes) + 2)
+        longest = max([lane.width for lane in item.reads], default=0)
+        scratch = max(longest, min(SCRATCH, size // 4)) if item.reads else 0
+        room = min(size - scratch, max(BLOCK, WRITE * len(item.writes)))
+        rows = room // item.row_bytes if room > 0 else 0
+        return (rows, scratch) if rows else None
+
+    def _row_block(self, item: Rows, start: int, stop: int, scratch_bytes: int) -> None:
+        arena = self.arena
+        arena.reset()
+        n = stop - start
+        targets: dict[int, Array] = {}
+        held: list[Bytes] = []
+        for lane in item.writes:
+            memory = arena.take(n * lane.width)
+            held.append(memory)
+            for member in lane.members:
+                move = item.moves[member.move]
+                shape, strides = (n, *move.shape[1:]), (lane.width, *member.strides)
+                view: Array = np.ndarray(shape, kinds(move)[1], memoryview(memory), member.offset, strides)
+                if move.src == ZEROS:
+                    view[...] = 0
+                else:
+                    targets[member.move] = view
+        scratch = arena.take(scratch_bytes)
+        for lane in item.reads:
+            step = max(1, scratch_bytes // lane.width)
+            for a in range(0, n, step):
+                m = min(step, n - a)
+                self._read_rows(item, lane, start + a, m, scratch)
+                for member in lane.members:
+                    move = item.moves[member.move]
+                    shape, strides = (m, *move.shape[1:]), (lane.width, *member.strides)
+                    source: Array = np.ndarray(shape, kinds(move)[0], memoryview(scratch), member.offset, strides)
+                    store(source, targets[member.move][a : a + m])
+        for lane, memory in zip(item.writes, held, strict=True):
+            self._write_rows(item, lane, start, n, memory)
+
+    def _read_rows(self, item: Rows, lane: Lane, start: int, n: int, memory: Bytes) -> None:
+        offset = lane.offset + start * lane.stride
+        view = memoryview(memory)
+        if lane.joined:
+            self.read(lane.file, offset, (view[: lane.nbytes(n)],))
+        elif lane.solid:
+            for i in range(n):
+                at = i * lane.width
+                self.read(lane.file, offset + i * lane.stride, (view[at : at + lane.width],))
+        else:
+            move = item.moves[lane.members[0].move]
+
+            def read(at: int, buffer: memoryview) -> None:
+                self.read(lane.file, at, (buffer,))
+
+            # No scratch: gaps in such a row are longer than what is worth reading along.
+            shape, strides = (n, *move.shape[1:]), (lane.stride, *move.src_strides[1:])
+            size = itemsize(move.src_dtype)
+            read_strided(read, offset, strides, shape, size, memory[: n * lane.width], memory[:0])
+
+    def _write_rows(self, item: Rows, lane: Lane, start: int, n: int, memory: Bytes) -> None:
+        offset = lane.offset + start * lane.stride
+        view = memoryview(memory)
+        if lane.joined:
+            self.write(lane.file, offset, view)
+        elif lane.solid:
+            for i in range(n):
+                at = i * lane.width
+                self.write(lane.file, offset + i * lane.stride, view[at : at + lane.width])
+        else:
+            move = item.moves[lane.members[0].move]
+            shape, strides = (n, *move.shape[1:]), (lane.stride, *move.dst_strides[1:])
+            self._write_strided(lane.file, offset, strides, shape, itemsize(move.dst_dtype), view)
+
+    def _write_strided(
+        self, file: int, offset: int, strides: Sequence[int], shape: Sequence[int], size: int, view: memoryview
+    ) -> None:
+        """Write elements that are dense in memory to a strided block, run by run."""
+        k, run = len(shape), size
+        while k and (shape[k - 1] == 1 or strides[k - 1] == run):
+            run *= shape[k - 1]
+            k -= 1
+        at = 0
+        for start in offsets(shape[:k], strides[:k]):
+            self.write(file, offset + start, view[at : at + run])
+            at += run
+
+    def _tile(self, move: Move) -> None:
+        src_size, dst_size = itemsize(move.src_dtype), itemsize(move.dst_dtype)
+        room = self.arena.size - 2 * _ALIGN
+        scratch_bytes = min(SCRATCH, room // 4)
+        elements = max(1, (room - scratch_bytes) // (src_size + dst_size))
+
+        def read(at: int, buffer: memoryview) -> None:
+            # Other tiles share the pages, so they may stay in the page cache.
+            self.read(move.src, at, (buffer,), once=False)
+
+        for part in tiles(move, elements):
+            self.arena.reset()
+            volume = prod(part.shape)
+            tile, turned = self.arena.take(volume * src_size), self.arena.take(volume * dst_size)
+            scratch = self.arena.take(scratch_bytes)
+            target: Array = np.ndarray(part.shape, kinds(part)[1], memoryview(turned))
+            if part.src == ZEROS:
+                turned[...] = 0
+            else:
+                self._turn.move(read_turned(read, part, tile, scratch), target)
+            self._write_strided(part.dst, part.to, part.dst_strides, part.shape, dst_size, memoryview(turned))

@@ -1,0 +1,104 @@
+"""Steps that write nothing: replicas must hold the same bytes, padding must be padding."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from ckpttool.dtypes import itemsize, lookup, numpy_dtype
+from ckpttool.errors import CorruptError
+from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.files import span
+from ckpttool.execute.reader import Bytes, blocks, read_strided
+from ckpttool.plan import Block, Padding, Same
+
+_BLOCK = 2 << 20
+
+
+def check(step: Same | Padding, carrier: Carrier) -> None:
+    """Raises CorruptError when the sources contradict the step."""
+    if 0 in step.shape:
+        return
+    if type(step) is Same:
+        _same(step, carrier)
+    elif type(step) is Padding:
+        _padding(step, carrier)
+
+
+class _Reader:
+    """Reads boxes of blocks into the arena of a carrier."""
+
+    def __init__(self, carrier: Carrier, parts: int, size: int) -> None:
+        self.carrier = carrier
+        arena = carrier.arena
+        arena.reset()
+        each = max(size, min(_BLOCK, (arena.size - 64 * (parts + 1)) // (parts + 1)))
+        self.limit = each
+        self.buffers = [arena.take(each) for _ in range(parts)]
+        self.scratch = arena.take(each)
+
+    def __call__(self, which: int, block: Block, start: tuple[int, ...], shape: tuple[int, ...], size: int) -> Bytes:
+        out = self.buffers[which][: prod(shape) * size]
+
+        def read(at: int, buffer: memoryview) -> None:
+            self.carrier.read(block.file, at, (buffer,))
+
+        read_strided(read, _at(block, start), block.strides, shape, size, out, self.scratch)
+        return out
+
+
+def _at(block: Block, index: tuple[int, ...]) -> int:
+    return block.offset + sum([i * s for i, s in zip(index, block.strides, strict=True)])
+
+
+def _bytewise(step: Same) -> Same:
+    """A step over packed elements as one over bytes; such tensors are compared whole."""
+    size = prod(step.shape) * lookup(step.dtype).bits // 8
+    return step._replace(
+        a=step.a._replace(strides=(1,)), b=step.b._replace(strides=(1,)), shape=(size,), dtype="U8"
+    )
+
+
+def _same(step: Same, carrier: Carrier) -> None:
+    if lookup(step.dtype).bits % 8:
+        step = _bytewise(step)
+    size = itemsize(step.dtype)
+    read = _Reader(carrier, 2, size)
+    kind = np.dtype(f"u{size}")
+    done = 0
+    for box in blocks(step.shape, size, read.limit):
+        a = read(0, step.a, box.start, box.shape, size)
+        b = read(1, step.b, box.start, box.shape, size)
+        if not np.array_equal(a, b):
+            first = int(np.flatnonzero(a.view(kind) != b.view(kind))[0])
+            inside = np.unravel_index(first, box.shape) if box.shape else ()
+            index = tuple(int(i) + s for i, s in zip(inside, box.start, strict=True))
+            values = [str(x.view(numpy_dtype(step.dtype))[first]) for x in (a, b)]
+            raise CorruptError(
+                f"two copies of `{step.what}` differ, first at element {done + first:,}: {values[0]} and {values[1]}",
+                where=[
+                    f"{carrier.sources[block.file]} {span(_at(block, index), size)}" for block in (step.a, step.b)
+                ],
+            )
+        done += prod(box.shape)
+
+
+def _padding(step: Padding, carrier: Carrier) -> None:
+    size = itemsize(step.dtype)
+    read = _Reader(carrier, 2, size)
+    zeros, copies = True, step.like is not None
+    for box in blocks(step.shape, size, read.limit):
+        found = read(0, step.src, box.start, box.shape, size)
+        zeros = zeros and not found.any()
+        if copies and step.like is not None:
+            # A block is a number of whole rows, or a piece of one row: compare it with that piece of the row `like`.
+            shape = box.shape[1:]
+            row = read(1, step.like, box.start[1:], shape, size)
+            copies = bool((found.reshape(-1, row.size) == row).all())
+        if not zeros and not copies:
+            wanted = "zeros or copies of the last row" if step.like is not None else "zeros"
+            raise CorruptError(
+                f"the padding of `{step.what}` holds something else than {wanted}",
+                where=f"{carrier.sources[step.src.file]} {span(_at(step.src, box.start), found.size)}",
+            )

@@ -1,0 +1,267 @@
+"""The destination directory: absent, or complete.
+
+Everything is written in ``DST.partial/``. One rename makes it DST; when DST is to be replaced, the two exchange their
+names and the old one is deleted last. A crash leaves
+
+    before the rename   DST.partial/ with a journal: ``--resume`` goes on, ``--force`` starts over; DST is untouched
+    after the rename    DST complete; what was DST.partial/ holds the old DST, and ``--force`` clears it
+
+The journal is also the lock: whoever holds it writes this destination.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpttool.errors import OutputError
+from ckpttool.execute.files import write_error
+
+JOURNAL = ".journal"
+MANIFEST = "ckpttool.manifest.json"
+SLACK = 16 << 20
+"""Free space that stays beside the output: directories, journal, the filesystem's own records."""
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class Destination:
+    """DST and the directory it is built in."""
+
+    def __init__(self, dst: Path) -> None:
+        self.given = dst
+        parent = Path(os.path.realpath(dst.parent))
+        if dst.name in ("", ".", ".."):
+            resolved = Path(os.path.realpath(dst))
+            parent, name = resolved.parent, resolved.name
+        else:
+            name = dst.name
+        self.path = parent / name
+        self.partial = parent / (name + ".partial")
+        self._fd = -1
+
+    # -- checks, before anything is written
+
+    def check(self, sources: Iterable[str], roots: Iterable[str], *, force: bool) -> None:
+        """Raises OutputError when DST must not or cannot be written."""
+        parent = self.path.parent
+        if not self.path.name:
+            raise OutputError("the destination has no name", where=str(self.given))
+        if not parent.is_dir():
+            raise OutputError("the directory that is to hold the destination does not exist", where=str(parent))
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise OutputError("the directory that is to hold the destination cannot be written", where=str(parent))
+        self._check_sources(sources, roots)
+        if os.path.lexists(self.path) and not self._is_empty_directory():
+            if not force:
+                raise OutputError("the destination exists", where=str(self.given), hint="use --force to replace it")
+            here = Path(os.path.realpath(Path.cwd()))
+            if here.is_relative_to(self.path):
+                raise OutputError(
+                    "the destination holds the current directory and is not replaced", where=str(self.given)
+                )
+
+    def _check_sources(self, sources: Iterable[str], roots: Iterable[str]) -> None:
+        resolved = [os.path.realpath(s) for s in sources]
+        holders = [os.path.realpath(r) for r in roots] or sorted({os.path.dirname(s) for s in resolved})
+        for target in (self.path, self.partial):
+            target = Path(os.path.realpath(target)) if target.exists() else target
+            for s in resolved:
+                if Path(s).is_relative_to(target):
+                    raise OutputError(
+                        "the source lies inside the destination", where=[str(self.given), s], hint="choose another DST"
+                    )
+            for holder in holders:
+                if os.path.isdir(holder) and target.is_relative_to(holder):
+                    raise OutputError(
+                        "the destination lies inside the source",
+                        where=[str(self.given), holder],
+                        hint="choose a DST outside",
+                    )
+
+    def _is_empty_directory(self) -> bool:
+        try:
+            return not self.path.is_symlink() and not any(self.path.iterdir())
+        except OSError:
+            return False
+
+    def check_space(self, needed: int) -> None:
+        """Raises OutputError when the filesystem has less than ``needed`` bytes to spare."""
+        held = allocated(self.partial)
+        missing = needed - held
+        try:
+            st = os.statvfs(self.path.parent)
+        except OSError:
+            return
+        free = st.f_bavail * st.f_frsize
+        if missing > 0 and free < missing + SLACK:
+            raise OutputError(
+                f"not enough space: {missing + SLACK:,} bytes are needed, {free:,} are free",
+                where=str(self.path.parent),
+            )
+
+    # -- the partial directory
+
+    def open(self, *, force: bool, resume: bool) -> tuple[int, bool]:
+        """Lock the partial directory, making or emptying it as asked.
+
+        Returns the journal's descriptor and whether there is something to resume.
+        Raises OutputError when another run holds it, or when neither force nor resume says what to do with it.
+        """
+        try:
+            try:
+                self.partial.mkdir()
+                fresh = True
+            except FileExistsError:
+                fresh = False
+            self._lock(fresh=fresh)
+            left = not fresh and os.fstat(self._fd).st_size > 0
+            if not fresh and not resume and not force:
+                os.close(self._fd)
+                self._fd = -1
+                raise OutputError(
+                    "an interrupted run left a partial destination",
+                    where=str(self.partial),
+                    hint="--resume goes on where it stopped, --force starts over",
+                )
+            if not fresh and not (resume and left):
+                self._clear()
+                left = False
+        except OSError as e:
+            raise write_error(e, str(self.partial), 0, 0) from e
+        return self._fd, left
+
+    def _lock(self, *, fresh: bool) -> None:
+        path = self.partial / JOURNAL
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.path.samestat(os.fstat(fd), os.stat(path))
+        except BlockingIOError:
+            held = False
+        except FileNotFoundError:  # the other run has just finished
+            held = False
+        except OSError as e:
+            if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                os.close(fd)
+                raise
+            held = True  # a filesystem without locks: the partial directory alone has to do
+        if not held:
+            os.close(fd)
+            raise OutputError(
+                "another run is writing this destination",
+                where=str(self.partial),
+                hint="wait until it has finished, or choose another DST",
+            )
+        self._fd = fd
+
+    def _clear(self) -> None:
+        """Remove everything but the journal, which is locked."""
+        for entry in os.scandir(self.partial):
+            if entry.name != JOURNAL:
+                remove(Path(entry.path))
+        os.ftruncate(self._fd, 0)
+
+    def close(self) -> None:
+        """Let go of the lock; what was written stays for ``--resume``."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def discard(self) -> None:
+        """Leave nothing."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.close()
+
+    def seal(self, directories: Iterable[Path]) -> None:
+        """Make the names durable and drop the journal."""
+        try:
+            for d in directories:
+                sync_directory(d)
+            os.unlink(self.partial / JOURNAL)
+            sync_directory(self.partial)
+        except OSError as e:
+            raise write_error(e, str(self.partial), 0, 0) from e
+
+    def publish(self) -> str | None:
+        """Rename the partial directory to DST. Returns a note when an old DST could not be removed."""
+        note = None
+        try:
+            if os.path.lexists(self.path) and not self._is_empty_directory():
+                note = self._replace()
+            else:
+                os.rename(self.partial, self.path)
+            sync_directory(self.path.parent)
+        except OSError as e:
+            if e.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise OutputError("the destination appeared during the run", where=str(self.given)) from e
+            raise write_error(e, str(self.path), 0, 0) from e
+        finally:
+            self.close()
+        return note
+
+    def _replace(self) -> str | None:
+        old = self.partial
+        if not exchange(self.partial, self.path):
+            # No atomic exchange here: DST is away for a moment, and back if the second rename fails.
+            old = self.path.with_name(f"{self.path.name}.old-{os.getpid()}")
+            os.rename(self.path, old)
+            try:
+                os.rename(self.partial, self.path)
+            except OSError:
+                os.rename(old, self.path)
+                raise
+        sync_directory(self.path.parent)
+        try:
+            remove(old)
+        except OSError as e:
+            return f"the old destination could not be removed completely: {old}: {e.strerror}"
+        return None
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Exchange two names at once. False where the system or the filesystem cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if not libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), ctypes.c_uint(_RENAME_EXCHANGE)):
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(b))
+
+
+def allocated(directory: Path) -> int:
+    """Bytes of disk that the files of a directory take."""
+    total = 0
+    for root, _, files in os.walk(directory):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a whole directory."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,196 @@
+"""Reading boxes of logical tensors and comparing checkpoints, without a plan.
+
+``--verify``, ``inspect --diff --values`` and the Python API come through here: the address of every element is worked
+out from pieces and views with numpy indexing, so a fault of the planner or of the executor cannot hide itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ckpttool.catalog import Catalog, LogicalTensor, Piece
+from ckpttool.dtypes import itemsize, lookup, numpy_dtype
+from ckpttool.errors import UnsupportedError
+from ckpttool.execute.reader import blocks, read_block
+from ckpttool.geometry import Box
+from ckpttool.kernels.cast import cast as cast_block
+from ckpttool.relate import NONE, View
+
+BLOCK = 4 << 20
+"""Bytes compared at a time."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def read_piece(catalog: Catalog, piece: Piece, box: Box) -> Array:
+    """The elements of ``box`` (in the logical tensor, inside ``piece.box``) as an array of the stored dtype."""
+    stored = piece.stored
+    item = itemsize(stored.dtype)
+    strides = stored.element_strides
+    at = stored.offset + item * sum(
+        (b - p + q) * s for b, p, q, s in zip(box.start, piece.box.start, piece.local.start, strides, strict=True)
+    )
+    return read_block(
+        catalog.files[stored.file].path, at, tuple([s * item for s in strides]), box.shape, stored.dtype
+    )
+
+
+def read_tensor(catalog: Catalog, tensor: LogicalTensor, box: Box) -> Array:
+    """``box`` of a logical tensor, put together from its pieces."""
+    if lookup(tensor.dtype).bits % 8:
+        raise UnsupportedError(f"`{tensor.key}` is {tensor.dtype}; its elements are smaller than a byte")
+    out = np.empty(box.shape, numpy_dtype(tensor.dtype))
+    for piece in tensor.pieces:
+        common = piece.box.intersect(box) if box.start else box
+        if common is not None:
+            where = tuple([slice(a - o, b - o) for a, b, o in zip(common.start, common.stop, box.start, strict=True)])
+            out[where] = read_piece(catalog, piece, common)
+    return out
+
+
+def read_view(catalog: Catalog, view: View, box: Box) -> Array:
+    """``box`` of a view, read from the logical tensors that it is made of."""
+    if view.same is not None:
+        return read_tensor(catalog, view.same, box)
+    out = np.empty(box.shape, numpy_dtype(view.dtype))
+    for part in view.parts:
+        p = part.clip(box)
+        if p is None:
+            continue
+        low, high, order, picks = list(p.origin), [o + 1 for o in p.origin], [], [slice(None)] * len(p.origin)
+        for n, axis, stride in zip(p.size, p.axes, p.stride, strict=True):
+            if axis != NONE:
+                high[axis] = p.origin[axis] + (n - 1) * stride + 1
+                picks[axis] = slice(None, None, stride)
+                order.append(axis)
+        data = read_tensor(catalog, p.source, Box(tuple(low), tuple(high)))[tuple(picks)]
+        rest = [a for a in range(data.ndim) if a not in order]
+        data = data.transpose([*order, *rest]).reshape(p.size)
+        where = tuple(
+            [
+                slice(f - o, f - o + (n - 1) * s + 1, s)
+                for f, o, n, s in zip(p.first, box.start, p.size, p.step, strict=True)
+            ]
+        )
+        out[where] = data
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor whose values differ."""
+
+    name: str
+    elements: int
+    """How many differ."""
+    total: int
+    first: tuple[int, ...]
+    """Index of the first that differs."""
+    max_abs: float
+    """Largest absolute difference; NaN when either side is not a number there, 0 for dtypes without arithmetic."""
+
+    def __str__(self) -> str:
+        at = ", ".join(map(str, self.first))
+        return f"`{self.name}`: {self.elements:,} of {self.total:,} elements differ, first at [{at}]"
+
+
+def _bits(a: Array) -> Array:
+    a = np.ascontiguousarray(a)
+    return a.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[a.dtype.itemsize])
+
+
+def compare_one(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    left: Callable[[Box], Array],
+    right: Callable[[Box], Array],
+) -> Difference | None:
+    """Compare two readers of one tensor block by block, bit for bit."""
+    wrong, first, largest = 0, None, 0.0
+    for box in blocks(shape, itemsize(dtype), BLOCK):
+        a, b = left(box), right(box)
+        same = _bits(a) == _bits(b)
+        if same.all():
+            continue
+        bad = np.argwhere(~same)
+        wrong += len(bad)
+        if first is None:
+            first = tuple([int(x) + o for x, o in zip(bad[0], box.start, strict=True)])
+        if lookup(dtype).kind == "float":
+            with np.errstate(all="ignore"):
+                gap = np.abs(a[~same].astype(np.float64) - b[~same].astype(np.float64))
+            largest = float("nan") if np.isnan(gap).any() else max(largest, float(gap.max()))
+    return None if first is None else Difference(name, wrong, prod(shape), first, largest)
+
+
+def compare_views(
+    source: Catalog,
+    views: Iterable[View],
+    other: Catalog,
+    *,
+    cast: Callable[[str], str] = lambda dtype: dtype,
+    check_replicas: bool = False,
+    workers: int = 2,
+) -> list[Difference]:
+    """Tensors of ``other`` that are not what ``views`` of ``source`` say, after casting with ``cast``.
+
+    With ``check_replicas`` every copy of a box in ``other`` is compared too. Whole-byte dtypes only; tensors of
+    sub-byte elements are compared as bytes.
+    """
+
+    def one(view: View) -> list[Difference]:
+        tensor = other[view.name]
+        want = cast(view.dtype)
+        if tensor.shape != view.shape or tensor.dtype != want:
+            return [Difference(view.name, tensor.nbytes, tensor.nbytes, (0,) * len(tensor.shape), float("nan"))]
+        if not prod(view.shape):
+            return []
+        if lookup(view.dtype).bits % 8:
+            return _compare_raw(source, view, other, tensor)
+
+        def expected(box: Box) -> Array:
+            data = read_view(source, view, box)
+            if want == view.dtype:
+                return data
+            out = np.empty(data.shape, numpy_dtype(want))
+            cast_block(data, out)
+            return out
+
+        found = [compare_one(view.name, view.shape, want, expected, lambda box: read_tensor(other, tensor, box))]
+        if check_replicas:
+            for copy in tensor.replicas:
+                start = copy.box.start
+
+                def shifted(box: Box, start: tuple[int, ...] = start) -> Array:
+                    return expected(box.shift(start))
+
+                def written(box: Box, copy: Piece = copy, start: tuple[int, ...] = start) -> Array:
+                    return read_piece(other, copy, box.shift(start))
+
+                found.append(compare_one(view.name, copy.box.shape, want, shifted, written))
+        return [d for d in found if d is not None]
+
+    with ThreadPoolExecutor(workers) as pool:
+        return [d for found in pool.map(one, views) for d in found]
+
+
+def _compare_raw(source: Catalog, view: View, other: Catalog, tensor: LogicalTensor) -> list[Difference]:
+    """Elements smaller than a byte: whole tensors only, compared as bytes."""
+    if view.same is None or len(tensor.pieces) != 1:
+        raise UnsupportedError(f"`{view.name}` is {view.dtype} and cut; its elements share bytes")
+    a, b = view.same.pieces[0].stored, tensor.pieces[0].stored
+
+    def read(catalog: Catalog, file: int, offset: int) -> Callable[[Box], Array]:
+        return lambda box: read_block(catalog.files[file].path, offset + box.start[0], (1,), box.shape, "U8")
+
+    got = compare_one(
+        view.name, (a.nbytes,), "U8", read(source, a.file, a.offset), read(other, b.file, b.offset)
+    )
+    return [got] if got else []

@@ -1,0 +1,290 @@
+"""Open files and how bytes go through them: a bounded pool of descriptors, whole reads, and the write policy.
+
+Growing the page cache costs more than moving the bytes, so large writes leave nothing in it. Which call does that
+depends on kernel and filesystem; it is found out by the first write that is refused:
+
+    uncached      pwritev2 with RWF_DONTCACHE (Linux 6.14 and a filesystem that takes it)
+    write-behind  pwrite, then sync_file_range and fadvise(DONTNEED) one step behind
+    plain         pwrite
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckpttool.errors import CorruptError, OutputError
+
+RWF_DONTCACHE = 0x80
+"""Linux 6.14: pages that this call brings into the page cache leave it again; Python has no name for it yet."""
+
+UNCACHED_FROM = 256 << 10
+"""Smaller pieces go through the page cache: dropping a page that the next piece shares means reading it back."""
+
+PIECE = 8 << 20
+"""Longest single read or write: long enough to cost nothing, short enough to stop soon after Ctrl-C."""
+
+IOV_MAX = 1024
+
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ESPIPE)
+_SYNC_WRITE = 2
+_SYNC_WAIT_BEFORE_WRITE_WAIT_AFTER = 7
+
+
+class SourceReadError(CorruptError):
+    """A source could not be read this time; unlike wrong bytes, that may pass, so the run can be resumed."""
+
+
+def span(offset: int, nbytes: int) -> str:
+    """A byte range as errors show it."""
+    return f"[bytes {offset:,}..{offset + nbytes:,})"
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in ("sync_file_range", "fallocate"):
+        if hasattr(libc, name):
+            getattr(libc, name).restype = ctypes.c_int
+    return libc
+
+
+_LIBC = _libc()
+
+
+def descriptor_limit(reserve: int = 24) -> int:
+    """How many descriptors a pool may hold. Raises the soft limit to the hard one when that is worth it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < 4096 and (hard == resource.RLIM_INFINITY or hard > soft):
+        wanted = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError):
+            pass  # a container may forbid it; a small pool only opens files more often
+    if soft == resource.RLIM_INFINITY:
+        return 4096
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = 16
+    return max(8, min(4096, soft - used - reserve))
+
+
+class FilePool:
+    """Descriptors by path, least recently used closed first, so that any number of files works under any limit.
+
+    Safe to use from several threads: a descriptor in use is never closed.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit or descriptor_limit()
+        self._open: OrderedDict[str, list[int]] = OrderedDict()  # path -> [descriptor, users]
+        self._writable: set[str] = set()
+        self._lock = threading.Lock()
+        self._cached_reads: set[str] = set()  # files whose filesystem refuses uncached reads
+        self.policy = "uncached"
+        self._behind: dict[str, list[tuple[int, int]]] = {}
+
+    def __enter__(self) -> FilePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every descriptor that is not in use."""
+        with self._lock:
+            for path in [p for p, entry in self._open.items() if not entry[1]]:
+                os.close(self._open.pop(path)[0])
+
+    def expect_writes(self, path: str) -> None:
+        """Open this path for reading and writing from now on."""
+        self._writable.add(path)
+
+    def take(self, path: str) -> int:
+        """A descriptor, in use until ``give``."""
+        with self._lock:
+            entry = self._open.get(path)
+            if entry is None:
+                while len(self._open) >= self._limit:
+                    idle = next((p for p, e in self._open.items() if not e[1]), None)
+                    if idle is None:
+                        break
+                    os.close(self._open.pop(idle)[0])
+                flags = os.O_RDWR if path in self._writable else os.O_RDONLY
+                entry = self._open[path] = [os.open(path, flags | os.O_CLOEXEC), 0]
+            else:
+                self._open.move_to_end(path)
+            entry[1] += 1
+            return entry[0]
+
+    def give(self, path: str) -> None:
+        with self._lock:
+            self._open[path][1] -= 1
+
+    # -- reading
+
+    def read(self, path: str, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
+        """Fill ``buffers`` (at most IOV_MAX) with consecutive bytes.
+
+        ``once`` says that the bytes will not be needed again: pages that were not in the page cache before do not
+        stay there. Raises CorruptError when the file ends early, SourceReadError when the system cannot read it.
+        """
+        try:
+            fd = self.take(path)
+        except OSError as e:
+            raise _unreadable(e, path, offset, buffers) from e
+        try:
+            self._read(fd, path, offset, buffers, once=once)
+        except OSError as e:
+            raise _unreadable(e, path, offset, buffers) from e
+        finally:
+            self.give(path)
+
+    def _read(self, fd: int, path: str, offset: int, buffers: Sequence[memoryview], *, once: bool) -> None:
+        wanted = buffers[0].nbytes if len(buffers) == 1 else sum([b.nbytes for b in buffers])
+        flags = RWF_DONTCACHE if once and wanted >= UNCACHED_FROM and path not in self._cached_reads else 0
+        while wanted:
+            try:
+                got = os.preadv(fd, buffers, offset, flags)
+            except OSError as e:
+                if flags and e.errno in _UNSUPPORTED:
+                    self._cached_reads.add(path)
+                    flags = 0
+                    continue
+                raise
+            if got == wanted:
+                return
+            if not got:
+                size = os.fstat(fd).st_size
+                raise CorruptError(
+                    "a file is shorter than its index says",
+                    where=f"{path} {span(offset, wanted)}: the file has {size:,} bytes",
+                )
+            wanted -= got
+            offset += got
+            buffers = _after(buffers, got)
+
+    # -- writing
+
+    def write(self, path: str, offset: int, data: memoryview) -> None:
+        """Write all of ``data``, large pieces by the current policy. Raises OutputError."""
+        fd = self.take(path)
+        try:
+            for start in range(0, data.nbytes, PIECE) or (0,):
+                self._write(fd, path, offset + start, data[start : start + PIECE])
+        except OSError as e:
+            raise write_error(e, path, offset, data.nbytes) from e
+        finally:
+            self.give(path)
+
+    def _write(self, fd: int, path: str, offset: int, data: memoryview) -> None:
+        start, large = offset, data.nbytes >= UNCACHED_FROM
+        while data.nbytes:
+            if large and self.policy == "uncached":
+                try:
+                    n = os.pwritev(fd, (data,), offset, RWF_DONTCACHE)
+                except OSError as e:
+                    if e.errno not in _UNSUPPORTED:
+                        raise
+                    self.policy = "write-behind"
+                    continue
+            else:
+                n = os.pwrite(fd, data, offset)
+            offset += n
+            data = data[n:]
+        if large and self.policy == "write-behind":
+            self._write_behind(fd, path, start, offset - start)
+
+    def _write_behind(self, fd: int, path: str, offset: int, nbytes: int) -> None:
+        """Start writing this piece to disk; drop the one before last, which has had time to get there."""
+        if not hasattr(_LIBC, "sync_file_range"):
+            self.policy = "plain"
+            return
+        if _sync_range(fd, offset, nbytes, _SYNC_WRITE):
+            if ctypes.get_errno() in _UNSUPPORTED:
+                self.policy = "plain"
+            return
+        with self._lock:
+            queue = self._behind.setdefault(path, [])
+            queue.append((offset, nbytes))
+            old = queue.pop(0) if len(queue) > 4 else None
+        if old is not None:
+            _sync_range(fd, *old, _SYNC_WAIT_BEFORE_WRITE_WAIT_AFTER)
+            os.posix_fadvise(fd, *old, os.POSIX_FADV_DONTNEED)
+
+    def sync(self, path: str, *, metadata: bool = False) -> None:
+        """Make the file's bytes durable and let its pages leave the page cache. Raises OutputError."""
+        fd = self.take(path)
+        try:
+            (os.fsync if metadata else os.fdatasync)(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as e:
+            raise write_error(e, path, 0, 0) from e
+        finally:
+            self.give(path)
+
+
+def create(path: str, size: int) -> None:
+    """Make a file of ``size`` zero bytes with its space reserved, where the filesystem can, so that a full disk shows
+    before the work and not after it. A file of the right size that is already there keeps its bytes.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if os.fstat(fd).st_size != size:
+                os.ftruncate(fd, 0)
+                os.ftruncate(fd, size)
+            if size and hasattr(_LIBC, "fallocate"):
+                # The system call itself: glibc's posix_fallocate writes every block where the filesystem has no such call.
+                if _LIBC.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size)):
+                    code = ctypes.get_errno()
+                    if code not in (*_UNSUPPORTED, errno.EINTR, errno.ENODEV, errno.EPERM):
+                        raise OSError(code, os.strerror(code))
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise write_error(e, path, 0, size) from e
+
+
+def write_error(e: OSError, path: str, offset: int, nbytes: int) -> OutputError:
+    """The error a user sees for a failed write."""
+    where = f"{path} {span(offset, nbytes)}" if nbytes else path
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        try:
+            free = f"; {shutil.disk_usage(Path(path).parent).free:,} bytes are free"
+        except OSError:
+            free = ""
+        return OutputError(f"no space left on the destination{free}", where=where)
+    if e.errno == errno.EFBIG:
+        return OutputError("the destination does not take files of this size", where=where)
+    return OutputError(f"cannot write the destination: {e.strerror or e}", where=where)
+
+
+def _unreadable(e: OSError, path: str, offset: int, buffers: Sequence[memoryview]) -> CorruptError:
+    where = f"{path} {span(offset, sum(b.nbytes for b in buffers))}"
+    if e.errno in (errno.ENOENT, errno.ENOTDIR):
+        return CorruptError("a source file has vanished", where=path)
+    return SourceReadError(f"cannot read a source: {e.strerror or e}", where=where)
+
+
+def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    rest: list[memoryview] = []
+    for b in buffers:
+        if done >= b.nbytes:
+            done -= b.nbytes
+        else:
+            rest.append(b[done:] if done else b)
+            done = 0
+    return rest
+
+
+def _sync_range(fd: int, offset: int, nbytes: int, flags: int) -> int:
+    return int(_LIBC.sync_file_range(fd, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes), ctypes.c_uint(flags)))

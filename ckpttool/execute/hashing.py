@@ -1,0 +1,115 @@
+"""Checksums of stored tensors, taken while their bytes pass on the way to the disk.
+
+A hash needs a tensor's bytes in order. Parts of one unit run on one thread in order when a manifest is wanted, and
+nearly all of them write in order; what does not is read back, at the end of the part while it is still in memory, or
+at the end of the unit.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import xxhash
+
+from ckpttool.errors import CorruptError
+from ckpttool.plan import Target
+
+ALGORITHM = "xxh3_128"
+_CHUNK = 4 << 20
+
+ReadBack = Callable[[int, int, memoryview], None]
+"""(output file, offset, buffer): fill the buffer with what was written there."""
+
+
+def hash_range(path: str | os.PathLike[str], offset: int, nbytes: int) -> str:
+    """``xxh3_128:<hex>`` of a byte range of a file. Raises CorruptError when the file is too short."""
+    h = xxhash.xxh3_128()
+    buffer = memoryview(np.empty(max(1, min(_CHUNK, nbytes)), np.uint8))
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        end = offset + nbytes
+        while offset < end:
+            got = os.preadv(fd, (buffer[: min(_CHUNK, end - offset)],), offset)
+            if not got:
+                raise CorruptError("a file is shorter than its index says", where=os.fspath(path))
+            h.update(buffer[:got])
+            offset += got
+    finally:
+        os.close(fd)
+    return f"{ALGORITHM}:{h.hexdigest()}"
+
+
+class _Sum:
+    """The hash of one target so far."""
+
+    __slots__ = ("at", "hash", "key", "start", "stop", "top", "written")
+
+    def __init__(self, key: str, target: Target) -> None:
+        self.key = key
+        self.hash = xxhash.xxh3_128()
+        self.start = self.at = target.offset
+        self.stop = target.offset + target.nbytes
+        self.written = 0
+        """Bytes written beyond ``at``, out of order."""
+        self.top = 0
+        """Where the last of them ends."""
+
+
+class Sums:
+    """The hashes of the targets of the units that one task works on."""
+
+    def __init__(self, targets: Sequence[tuple[str, Target]]) -> None:
+        self._files: dict[int, tuple[list[int], list[_Sum]]] = {}
+        for key, target in sorted(targets, key=lambda t: (t[1].file, t[1].offset)):
+            starts, sums = self._files.setdefault(target.file, ([], []))
+            starts.append(target.offset)
+            sums.append(_Sum(key, target))
+
+    def feed(self, file: int, offset: int, data: memoryview) -> None:
+        """These bytes are being written there."""
+        entry = self._files.get(file)
+        if entry is None:
+            return
+        starts, sums = entry
+        end = offset + data.nbytes
+        i = max(0, bisect_right(starts, offset) - 1)
+        while i < len(sums) and sums[i].start < end:
+            s = sums[i]
+            a, b = max(offset, s.start), min(end, s.stop)
+            if a < b:
+                if a == s.at and not s.written:
+                    s.hash.update(data[a - offset : b - offset])
+                    s.at = b
+                else:
+                    s.written += b - a
+                    s.top = max(s.top, b)
+            i += 1
+
+    def part_done(self, read: ReadBack, buffer: memoryview) -> None:
+        """Read back what was written out of order and left no gap, while it is still in the page cache."""
+        for file, (_, sums) in self._files.items():
+            for s in sums:
+                if s.written and s.at + s.written == s.top:
+                    self._read_back(s, file, s.top, read, buffer)
+                    s.written = 0
+
+    def finish(self, read: ReadBack, buffer: memoryview) -> dict[str, str]:
+        """The hashes by key, reading back what has not been hashed on the way."""
+        out: dict[str, str] = {}
+        for file, (_, sums) in self._files.items():
+            for s in sums:
+                if s.at < s.stop:
+                    self._read_back(s, file, s.stop, read, buffer)
+                out[s.key] = s.hash.hexdigest()
+        return out
+
+    @staticmethod
+    def _read_back(s: _Sum, file: int, stop: int, read: ReadBack, buffer: memoryview) -> None:
+        while s.at < stop:
+            piece = buffer[: min(buffer.nbytes, stop - s.at)]
+            read(file, s.at, piece)
+            s.hash.update(piece)
+            s.at += piece.nbytes

@@ -1,0 +1,92 @@
+"""What a run is told and what it tells: options, progress and result. Plain data, no I/O."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+MIB = 1 << 20
+
+
+def default_workers() -> int:
+    """Threads that move bytes: two reach nearly all a disk gives, more than four only fight over the interpreter."""
+    return max(2, min(4, len(os.sched_getaffinity(0))))
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to execute a plan. Nothing here changes the bytes that are written."""
+
+    memory: int = 64 * MIB
+    """Bytes for all buffers together."""
+    workers: int = field(default_factory=default_workers)
+    force: bool = False
+    """Replace an existing DST, and drop what an interrupted run left."""
+    resume: bool = False
+    """Go on with what an interrupted run of the same plan left."""
+    manifest: bool = False
+    """Compute a checksum of every stored tensor and write them to ``ckpttool.manifest.json``."""
+    verify: Callable[[Path], None] | None = None
+    """Called with the finished, synced partial directory; when it raises, DST does not appear."""
+    source_roots: tuple[str, ...] = ()
+    """Directories the caller named as SRC; DST may not lie inside. Empty: the directories that hold the sources."""
+
+
+class Progress(Protocol):
+    """Receiver of progress. Called from the thread that called ``run``, at most a few times a second."""
+
+    def start(self, total_bytes: int, files: int) -> None: ...
+
+    def advance(self, nbytes: int) -> None: ...
+
+    def file_done(self, name: str, nbytes: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class NoProgress:
+    """Says nothing."""
+
+    def start(self, total_bytes: int, files: int) -> None: ...
+
+    def advance(self, nbytes: int) -> None: ...
+
+    def file_done(self, name: str, nbytes: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """One stored tensor of the output and the hash of its bytes."""
+
+    file: str
+    """Name of the output file, relative to DST."""
+    tensor: str
+    nbytes: int
+    digest: str
+    """``xxh3_128:`` and 32 hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run did."""
+
+    bytes_read: int
+    bytes_written: int
+    bytes_skipped: int
+    """Bytes that an earlier, interrupted run had already written."""
+    seconds: float
+    peak_buffer: int
+    """Most bytes of buffers in use at one time."""
+    policy: str
+    """How bytes were written: ``uncached``, ``write-behind`` or ``plain``."""
+    manifest: list[Checksum] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)

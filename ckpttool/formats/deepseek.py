@@ -1,0 +1,88 @@
+"""DeepSeek's inference files: ``model{rank}-mp{n}.safetensors``, native names, no metadata, no config.
+
+Source: inference/convert.py of DeepSeek-V3 (9b4e978). tp = ep = n: dense tensors are cut n ways, routed experts go
+whole to the rank ``id // (experts / n)`` under their global id, nothing is padded, layers from num_hidden_layers on
+(MTP) are left out, and companion files are those with ``token`` in their name. config.json is carried along too: the
+original does not write one, but the way back needs the number of heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpttool.errors import ConflictError, UsageError
+from ckpttool.formats.base import (
+    Listing,
+    ReadOptions,
+    Skeleton,
+    StoredCheckpoint,
+    WriteRequest,
+    build_files,
+    check_mesh,
+    companions,
+    contiguous_ranks,
+    read_files,
+)
+from ckpttool.mesh import Mesh
+
+_NAME = r"model(?P<rank>\d+)-mp(?P<world>\d+)\.safetensors"
+
+
+class DeepSeek:
+    """One file per model-parallel rank."""
+
+    name = "deepseek"
+    about = "DeepSeek inference files model{r}-mp{n}.safetensors with native names"
+    sharded = True
+
+    def detect(self, listing: Listing) -> bool:
+        return not listing.single and bool(listing.match(_NAME))
+
+    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+        found = listing.match(_NAME)
+        worlds = sorted({int(m["world"]) for _, m in found})
+        if len(worlds) > 1:
+            wanted = options.tp
+            if wanted not in worlds:
+                raise ConflictError(
+                    f"files of mp {', '.join(map(str, worlds))} lie in one directory",
+                    where=str(listing.root),
+                    hint="say which one with --tp",
+                )
+            worlds = [wanted]
+        n = worlds[0] if worlds else 0
+        names = {int(m["rank"]): name for name, m in found if int(m["world"]) == n}
+        contiguous_ranks(names, n, listing.root, f"model*-mp{n}.safetensors")
+        check_mesh(f"mp{n} in the file names", {"tp": n, "pp": 1, "ep": n, "etp": 1}, options, listing.root)
+        files, tensors, metadata = read_files(listing, [(names[r], r) for r in range(n)])
+        carried, notes = companions(listing, names.values())
+        return StoredCheckpoint(
+            self.name,
+            listing.root,
+            files,
+            tensors,
+            Mesh(tp=n, ep=n),
+            naming="deepseek",
+            config=listing.json("config.json"),
+            companions=carried,
+            family="deepseek",
+            notes=notes,
+            metadata=metadata[0] if metadata else {},
+        )
+
+    def naming(self) -> str:
+        return "deepseek"
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        for k, v in said.items():
+            if k != "tp" and v != (asked.tp if k == "ep" else 1):
+                raise UsageError(
+                    f"--{k}-out {v} is not possible for --to deepseek",
+                    hint="its ranks are tp = ep: --tp-out alone decides",
+                )
+        return Mesh(tp=asked.tp, ep=asked.tp)
+
+    def write(self, request: WriteRequest) -> Skeleton:
+        n = request.mesh.tp
+        groups = [(f"model{r}-mp{n}.safetensors", r, request.ranks[r], None) for r in request.chosen]
+        return build_files(groups, n)

@@ -1,0 +1,231 @@
+"""Hugging Face: ``model.safetensors``, or ``model-00001-of-000NN.safetensors`` with an index. Whole tensors.
+
+Headers are the truth and the index is only a hint: a missing, stale or wrong index is rebuilt and said so. What is
+refused is a checkpoint of which a shard is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from ckpttool.errors import ConflictError, IncompleteError, UsageError
+from ckpttool.formats.base import (
+    Listing,
+    OutFile,
+    ReadOptions,
+    Skeleton,
+    StoredCheckpoint,
+    WriteRequest,
+    build_files,
+    companions,
+    fill_files,
+    read_files,
+)
+from ckpttool.formats.safetensors import tensor_bytes
+from ckpttool.mesh import Mesh
+
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors\Z")
+_NOT_WEIGHTS = re.compile(r"(adapter_model|optimizer|master_weights|scheduler|training_args|consolidated)[-.]")
+
+
+class HuggingFace:
+    """One set of whole tensors."""
+
+    name = "hf"
+    about = "Hugging Face safetensors, single or sharded with an index"
+    sharded = False
+
+    def detect(self, listing: Listing) -> bool:
+        names = listing.safetensors()
+        if listing.single:
+            return listing.single.endswith(".safetensors")
+        return any(
+            n == "model.safetensors" or _NUMBERED.match(n) or n.endswith(".safetensors.index.json")
+            for n in (*names, *(x for x in listing.names if x.endswith(".json")))
+        )
+
+    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+        """Raises IncompleteError (a shard is missing), ConflictError (a tensor twice, two checkpoints in one place)."""
+        wrong = {k: v for k, v in options.said().items() if v != 1}
+        if wrong:
+            k, v = next(iter(wrong.items()))
+            raise ConflictError(
+                f"--{k} {v} contradicts the checkpoint: Hugging Face files hold whole tensors",
+                where=str(listing.root),
+                hint=f"leave --{k} away, or give --rank-pattern when these are one rank's tensors each",
+            )
+        names, index, notes = _shards(listing)
+        files, tensors, metadata = read_files(listing, [(n, 0) for n in names])
+        mapped: Mapping[str, str] = index or {}
+        seen: dict[str, int] = {}
+        keep = []
+        for t in tensors:
+            other = seen.get(t.name)
+            if other is None:
+                seen[t.name] = t.file
+                keep.append(t)
+                continue
+            a, b = files[other].path.name, files[t.file].path.name
+            if mapped.get(t.name) not in (a, b):
+                raise ConflictError(
+                    f"tensor `{t.name}` is in two shards",
+                    where=[str(files[other].path), str(files[t.file].path)],
+                    hint="remove the stale shard, or add an index that says which one counts",
+                )
+            notes.append(f"`{t.name}` is in {a} and {b}; the index says {mapped[t.name]}")
+            if mapped[t.name] == b:
+                keep = [k for k in keep if k.name != t.name] + [t]
+        if index is not None:
+            notes += _index_notes(index, {t.name: files[t.file].path.name for t in keep})
+        carried, more = companions(listing, names)
+        return StoredCheckpoint(
+            self.name,
+            listing.root,
+            files,
+            keep,
+            Mesh(),
+            config=listing.json("config.json"),
+            companions=carried,
+            notes=notes + more,
+            metadata=metadata[0] if metadata else {},
+        )
+
+    def naming(self) -> str:
+        return "hf"
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        wrong = [f"--{k}-out {v}" for k, v in said.items() if v != 1]
+        if wrong:
+            raise UsageError(
+                f"{' '.join(wrong)} makes no sense for --to hf: Hugging Face files hold whole tensors",
+                hint="use --to ranks (or vllm, deepseek, trtllm) for a cut checkpoint",
+            )
+        return Mesh()
+
+    def write(self, request: WriteRequest) -> Skeleton:
+        tensors = request.ranks[0]
+        groups = fill_files(tensors, request.max_shard_size)
+        meta = {"format": "pt"}
+        if len(groups) == 1:
+            return build_files([("model.safetensors", 0, groups[0], meta)], 1)
+        n = len(groups)
+        named = [(f"model-{i + 1:05d}-of-{n:05d}.safetensors", 0, g, meta) for i, g in enumerate(groups)]
+        skeleton = build_files(named, 1)
+        total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
+        weight_map = {t.name: name for name, _, group, _ in named for t in group}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+        skeleton.files.append(OutFile("model.safetensors.index.json", len(text), ((0, text),)))
+        return skeleton
+
+
+def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[str]]:
+    """Which files make up the checkpoint, the usable index, and notes."""
+    if listing.single:
+        return [listing.single], None, []
+    present = [n for n in listing.safetensors() if not _NOT_WEIGHTS.match(n)]
+    sets: dict[tuple[str, int], set[int]] = {}
+    for n in present:
+        if m := _NUMBERED.match(n):
+            sets.setdefault((m["stem"], int(m["total"])), set()).add(int(m["part"]))
+    complete = [k for k, parts in sets.items() if parts == set(range(1, k[1] + 1))]
+    indexes = [n for n in listing.names if n.endswith(".safetensors.index.json") and not _NOT_WEIGHTS.match(n)]
+    if len(indexes) > 1:
+        standard = [n for n in indexes if n == "model.safetensors.index.json"]
+        if not standard:
+            raise ConflictError(f"there are {len(indexes)} index files: {', '.join(indexes)}", where=str(listing.root))
+        indexes = standard
+    notes: list[str] = []
+    if indexes:
+        weight_map = _weight_map(listing, indexes[0], notes)
+        if weight_map is not None:
+            named = sorted(set(weight_map.values()))
+            missing = [n for n in named if n not in present]
+            if not missing:
+                same = {(m["stem"], int(m["total"])) for n in named if (m := _NUMBERED.match(n))}
+                for n in present:
+                    m = _NUMBERED.match(n)
+                    if n not in named and m and (m["stem"], int(m["total"])) in same:
+                        notes.append(f"{n} is not in the index; it is read, and the index rebuilt")
+                        named.append(n)
+                    elif n not in named:
+                        notes.append(f"{n} is not part of the checkpoint that {indexes[0]} describes; left out")
+                for key in same:
+                    _refuse_gaps(listing, key, sets[key])
+                return sorted(named), weight_map, notes
+            if len(complete) != 1 and "model.safetensors" not in present:
+                raise IncompleteError(
+                    f"{len(missing)} of {len(named)} shards that the index names are missing: {missing[0]}",
+                    where=str(listing.path(indexes[0])),
+                    hint="fetch the missing files; a checkpoint is only read whole",
+                )
+            notes.append(f"{indexes[0]} is stale (it names {missing[0]}, which is not there); rebuilt from the headers")
+    if "model.safetensors" in present and not sets:
+        names = ["model.safetensors"]
+    elif len(complete) == 1 and "model.safetensors" not in present:
+        stem, total = complete[0]
+        names = [f"{stem}-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+        others = [k for k in sets if k != complete[0]]
+        notes += [f"{len(sets[k])} shards of another set of {k[1]} are left out: it is not complete" for k in others]
+        if not indexes:
+            notes.append("there is no index; built from the headers")
+    elif sets and not complete:
+        key = max(sets, key=lambda k: len(sets[k]))
+        _refuse_gaps(listing, key, sets[key])
+        names = []
+    elif sets:
+        raise ConflictError(
+            "there is more than one checkpoint in this directory",
+            where=[str(listing.root), *(f"{s}-*-of-{t:05d}.safetensors" for s, t in sets)],
+            hint="give the path of the index or of model.safetensors, or remove the stale files",
+        )
+    else:
+        names = present
+    if not names:
+        raise IncompleteError(
+            "there are no safetensors files here",
+            where=str(listing.root),
+            hint="give the directory that holds the .safetensors files",
+        )
+    return names, None, notes
+
+
+def _refuse_gaps(listing: Listing, key: tuple[str, int], parts: set[int]) -> None:
+    gaps = [i for i in range(1, key[1] + 1) if i not in parts]
+    if gaps:
+        raise IncompleteError(
+            f"{len(gaps)} of {key[1]} shards are missing: {key[0]}-{gaps[0]:05d}-of-{key[1]:05d}.safetensors",
+            where=str(listing.root),
+            hint="fetch the missing files; a checkpoint is only read whole",
+        )
+
+
+def _weight_map(listing: Listing, name: str, notes: list[str]) -> dict[str, str] | None:
+    from ckpttool.errors import CorruptError
+
+    try:
+        data = listing.json(name)
+    except CorruptError as e:
+        notes.append(f"{name} is not usable ({e.what}); rebuilt from the headers")
+        return None
+    found = data.get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()) or not found:
+        notes.append(f"{name} has no weight_map; rebuilt from the headers")
+        return None
+    if any("/" in v or "\\" in v or v in (".", "..") for v in found.values()):
+        bad = next(v for v in found.values() if "/" in v or "\\" in v or v in (".", ".."))
+        raise ConflictError(f"the index names a file outside the checkpoint: `{bad}`", where=str(listing.path(name)))
+    return found
+
+
+def _index_notes(index: Mapping[str, str], real: Mapping[str, str]) -> list[str]:
+    notes = []
+    if gone := [n for n in index if n not in real]:
+        notes.append(f"the index names {len(gone)} tensors that no shard holds (`{gone[0]}`); rebuilt")
+    if extra := [n for n in real if n not in index]:
+        notes.append(f"{len(extra)} tensors are in shards but not in the index (`{extra[0]}`); rebuilt")
+    if moved := [n for n in real if n in index and index[n] != real[n]]:
+        notes.append(f"the index puts {len(moved)} tensors in the wrong shard (`{moved[0]}`); rebuilt")
+    return notes

@@ -1,0 +1,346 @@
+"""Rank-local safetensors that describe themselves, and anyone else's through ``--rank-pattern``.
+
+One file per rank, ``rank-00003-of-00008.safetensors``. ``__metadata__["ckpttool"]`` is JSON::
+
+    {"version": 1, "rank": 3, "mesh": {"tp": 8, ...}, "family": "llama", "naming": "hf", "fused": "",
+     "tensors": {"model.layers.0.mlp.down_proj.weight":
+                     {"shape": [4096, 11008], "boxes": [[[0, 0], [0, 4128], [4096, 1376]]]}}}
+
+Each box is (start in the stored tensor, start in the logical tensor, extent), so reading needs neither flags nor a
+family: geometry that is recorded can be checked. Tensors that a rank holds whole are not listed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from math import lcm, prod
+from pathlib import Path
+from typing import Any
+
+from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, StoredTensor, logical_tensor
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.formats.base import (
+    Listing,
+    OutTensor,
+    ReadOptions,
+    Skeleton,
+    StoredCheckpoint,
+    WriteRequest,
+    build_files,
+    check_mesh,
+    companions,
+    contiguous_ranks,
+    read_files,
+)
+from ckpttool.geometry import Box, uncovered, whole
+from ckpttool.mesh import Mesh
+
+_OURS = r"rank-(?P<rank>\d{5})-of-(?P<world>\d{5})\.safetensors"
+_COMMON = (
+    r"(?:[\w.-]*?[-_.])?rank[-_]?(?P<rank>\d+)\.safetensors",
+    r"(?:[\w.-]*?[-_.])?(?:tp|mp)[-_]?(?:rank[-_]?)?(?P<tp>\d+)(?:[-_]pp[-_]?(?P<pp>\d+))?\.safetensors",
+)
+"""Names that people give to rank files, tried when there is no --rank-pattern."""
+
+
+class Ranks:
+    """One file per rank."""
+
+    name = "ranks"
+    about = "rank-local safetensors that record their mesh and boxes; others' with --rank-pattern"
+    sharded = True
+
+    def detect(self, listing: Listing) -> bool:
+        if listing.single:
+            return False
+        return bool(listing.match(_OURS)) or any(listing.match(p) for p in _COMMON)
+
+    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+        if not options.rank_pattern and (ours := listing.match(_OURS)):
+            worlds = {int(m["world"]) for _, m in ours}
+            if len(worlds) > 1:
+                raise ConflictError(
+                    f"rank files of {len(worlds)} different checkpoints lie in one directory"
+                    f" (of {', '.join(map(str, sorted(worlds)))})",
+                    where=str(listing.root),
+                    hint="move all but one set away",
+                )
+            return self._described(listing, options, {int(m["rank"]): n for n, m in ours}, worlds.pop())
+        return self._foreign(listing, options)
+
+    def _described(
+        self, listing: Listing, options: ReadOptions, names: dict[int, str], world: int
+    ) -> StoredCheckpoint:
+        contiguous_ranks(names, world, listing.root, "rank-NNNNN-of-" + f"{world:05d}.safetensors")
+        files, tensors, metadata = read_files(listing, [(names[r], r) for r in range(world)])
+        records = [_record(m, files[r].path, r) for r, m in enumerate(metadata)]
+        mesh = Mesh.from_json(records[0]["mesh"])
+        for r, rec in enumerate(records):
+            if rec["mesh"] != records[0]["mesh"] or rec.get("family") != records[0].get("family"):
+                raise ConflictError(
+                    f"rank {r} was written for another mesh than rank 0",
+                    where=[str(files[0].path), str(files[r].path)],
+                    hint="the files belong to different checkpoints",
+                )
+        if mesh.world != world:
+            raise ConflictError(f"the files record {mesh}, that is {mesh.world} ranks, not {world}", where=str(listing.root))
+        check_mesh("ranks", {k: getattr(mesh, k) for k in ("tp", "pp", "ep", "etp")}, options, listing.root)
+        groups: dict[str, tuple[tuple[int, ...], list[Piece], list[Pad]]] = {}
+        for t in tensors:
+            _add(groups, t, records[t.rank]["tensors"].get(t.name), files[t.file].path)
+        logical: dict[Key, LogicalTensor] = {}
+        for name, (shape, pieces, pads) in groups.items():
+            key = Key(name)
+            if not pieces or prod(shape) == 0:
+                stored = pieces[0].stored if pieces else next(p.stored for p in pads)
+                logical[key] = LogicalTensor(key, stored.dtype, shape, ())
+            else:
+                logical[key] = logical_tensor(key, shape, pieces, pads, files=files)
+        rec = records[0]
+        carried, notes = companions(listing, names.values())
+        return StoredCheckpoint(
+            self.name,
+            listing.root,
+            files,
+            tensors,
+            mesh,
+            rec.get("naming", "hf"),
+            rec.get("fused", ""),
+            listing.json("config.json"),
+            carried,
+            rec.get("family", ""),
+            Catalog(files, logical),
+            notes=notes,
+            metadata=metadata[0],
+        )
+
+    def _foreign(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+        found, said_by_names, shown = _find(listing, options)
+        mesh, notes = _infer(len(found), said_by_names, options, listing.root, shown)
+        names: dict[int, str] = {}
+        for coords, name in found:
+            rank = coords["rank"] if "rank" in coords else mesh.rank_of(**coords)
+            if rank in names:
+                raise ConflictError(
+                    f"two files are rank {rank}: {names[rank]} and {name}",
+                    where=str(listing.root),
+                    hint="put every varying number of the names in --rank-pattern: {tp}, {pp}, {ep}, {etp} or {rank}",
+                )
+            names[rank] = name
+        if not any("rank" in c for c, _ in found) and len(names) < mesh.world:
+            names = _spread(found, mesh)
+        contiguous_ranks(names, mesh.world, listing.root, shown)
+        files, tensors, metadata = read_files(listing, [(names[r], r) for r in range(mesh.world)])
+        carried, more = companions(listing, names.values())
+        return StoredCheckpoint(
+            self.name,
+            listing.root,
+            files,
+            tensors,
+            mesh,
+            config=listing.json("config.json"),
+            companions=carried,
+            notes=notes + more,
+            metadata=metadata[0] if metadata else {},
+        )
+
+    def naming(self) -> str:
+        return ""
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        return asked
+
+    def write(self, request: WriteRequest) -> Skeleton:
+        world = request.mesh.world
+        groups = []
+        for r in request.chosen:
+            record = {
+                "version": 1,
+                "rank": r,
+                "mesh": request.mesh.to_json(),
+                "family": request.family,
+                "naming": request.naming,
+                "fused": request.fused,
+                "tensors": {t.name: _box_record(t) for t in request.ranks[r] if not _is_whole(t)},
+            }
+            meta = {"format": "pt", "ckpttool": json.dumps(record, separators=(",", ":"), ensure_ascii=False)}
+            groups.append((f"rank-{r:05d}-of-{world:05d}.safetensors", r, request.ranks[r], meta))
+        return build_files(groups, world)
+
+
+def _is_whole(t: OutTensor) -> bool:
+    return t.key == t.name and t.shape == t.whole and len(t.boxes) == 1 and t.boxes[0][0] == t.boxes[0][1]
+
+
+def _box_record(t: OutTensor) -> dict[str, Any]:
+    rec: dict[str, Any] = {"shape": list(t.whole)}
+    if t.key != t.name:
+        rec["key"] = t.key
+    rec["boxes"] = [[list(a.start), list(b.start), list(a.shape)] for a, b in t.boxes]
+    return rec
+
+
+def _record(metadata: Mapping[str, str], path: Path, rank: int) -> dict[str, Any]:
+    text = metadata.get("ckpttool")
+    if text is None:
+        raise IncompleteError(
+            "the file has the name of a self-describing rank file but no `ckpttool` metadata",
+            where=str(path),
+            hint="read it with --rank-pattern and --tp",
+        )
+    try:
+        rec = json.loads(text)
+        version = rec["version"]
+        Mesh.from_json(rec["mesh"])
+        if not isinstance(rec["tensors"], dict):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, UsageError, RecursionError):
+        raise CorruptError("the `ckpttool` metadata is not valid", where=str(path)) from None
+    if version != 1:
+        raise UnsupportedError(f"the file was written by a newer ckpttool (version {version})", where=str(path))
+    if rec["rank"] != rank:
+        raise ConflictError(f"the file is named rank {rank} but records rank {rec['rank']}", where=str(path))
+    out: dict[str, Any] = rec
+    return out
+
+
+def _add(
+    groups: dict[str, tuple[tuple[int, ...], list[Piece], list[Pad]]],
+    t: StoredTensor,
+    rec: dict[str, Any] | None,
+    path: Path,
+) -> None:
+    """Add what one rank's record says about one stored tensor."""
+    if rec is None:
+        box = whole(t.shape)
+        key, shape, boxes = t.name, t.shape, [(box, box)]
+    else:
+        try:
+            key = str(rec.get("key", t.name))
+            shape = tuple(int(n) for n in rec["shape"])
+            boxes = [
+                (
+                    Box(tuple(a), tuple(x + n for x, n in zip(a, size, strict=True))),
+                    Box(tuple(b), tuple(x + n for x, n in zip(b, size, strict=True))),
+                )
+                for a, b, size in rec["boxes"]
+            ]
+        except (KeyError, TypeError, ValueError):
+            raise CorruptError(f"the record of tensor `{t.name}` is not valid", where=str(path)) from None
+        for inner, outer in boxes:
+            if (
+                len(inner.start) != len(t.shape)
+                or not whole(t.shape).contains(inner)
+                or len(shape) != len(t.shape)
+                or not whole(shape).contains(outer)
+                or any(type(n) is not int or n < 0 for n in (*inner.start, *outer.start, *inner.shape))
+            ):
+                raise CorruptError(
+                    f"tensor `{t.name}` {list(t.shape)} records the box {outer} of {list(shape)}, which cannot be",
+                    where=str(path),
+                )
+    group = groups.setdefault(key, (shape, [], []))
+    if group[0] != shape:
+        raise ConflictError(
+            f"tensor `{key}` is {list(shape)} by one rank's record and {list(group[0])} by another's", where=str(path)
+        )
+    group[1].extend(Piece(t, inner, outer) for inner, outer in boxes)
+    held = [inner for inner, _ in boxes]
+    while (gap := uncovered(t.shape, held)) is not None:
+        held.append(gap)
+        group[2].append(Pad(t, gap))
+
+
+_FIELD = re.compile(r"\{(rank|tp|pp|ep|etp|part)(?::[^{}]*)?\}|\*")
+
+
+def rank_regex(pattern: str) -> str:
+    """The regular expression of a --rank-pattern. Raises UsageError when it has no coordinate."""
+    out, at, seen = [], 0, set()
+    for m in _FIELD.finditer(pattern):
+        out.append(re.escape(pattern[at : m.start()]))
+        at = m.end()
+        if m[1] is None:
+            out.append("[^/]*")
+        elif m[1] in seen:
+            out.append(rf"0*(?P={m[1]})")
+        else:
+            seen.add(m[1])
+            out.append(rf"(?P<{m[1]}>\d+)")
+    out.append(re.escape(pattern[at:]))
+    if not seen - {"part"}:
+        raise UsageError(
+            f"--rank-pattern `{pattern}` names no coordinate",
+            hint="for example 'model_{rank}.safetensors' or 'tp{tp:02d}/pp{pp}.safetensors'",
+        )
+    return "".join(out)
+
+
+def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, int], str]], dict[str, int], str]:
+    """(coordinates, file) of every rank file, the sizes that the coordinates imply, and the pattern for messages."""
+    if options.rank_pattern:
+        patterns = [rank_regex(options.rank_pattern)]
+        shown = options.rank_pattern
+        names = list(listing.names)
+        if "/" in options.rank_pattern:
+            names = [
+                str(Path(base, f).relative_to(listing.root)) for base, _, found in os.walk(listing.root) for f in found
+            ]
+    else:
+        patterns, shown, names = list(_COMMON), "*rank*.safetensors", list(listing.names)
+    for pattern in patterns:
+        rx = re.compile(pattern + r"\Z")
+        hits = [
+            ({k: int(v) for k, v in m.groupdict().items() if v is not None}, n) for n in sorted(names) if (m := rx.match(n))
+        ]
+        if hits:
+            sizes: dict[str, int] = {k: 1 + max(c.get(k, 0) for c, _ in hits) for k in ("tp", "pp", "ep", "etp") if k in hits[0][0]}
+            return hits, sizes, shown
+    raise IncompleteError(
+        f"no file matches the rank pattern `{shown}`",
+        where=str(listing.root),
+        hint="give the names with --rank-pattern, for example 'model_{rank}.safetensors'",
+    )
+
+
+def _infer(
+    count: int, named: dict[str, int], options: ReadOptions, root: Path, shown: str
+) -> tuple[Mesh, list[str]]:
+    """The source mesh from flags, file names and their number; what was inferred is noted."""
+    check_mesh(f"file names {shown}", named, options, root)
+    said = {**named, **options.said()}
+    notes = []
+    if not said:
+        said = {"tp": count}
+        notes.append(f"{count} rank files and no sizes given: taken as tp {count}")
+    tp, pp, ep = said.get("tp", 1), said.get("pp", 1), said.get("ep", 1)
+    etp = said.get("etp")
+    if etp is None:
+        options_etp = [tp, 1] if ep > 1 else [tp]
+        etp = next((e for e in options_etp if lcm(tp, ep * e) * pp == count), tp)
+        if ep > 1:
+            notes.append(f"etp {etp} follows from {count} rank files")
+    mesh = Mesh(tp, pp, ep, etp, options.layout)
+    if mesh.world != count and not named:
+        raise ConflictError(
+            f"{mesh} needs {mesh.world} rank files, there are {count}",
+            where=f"{root}/{shown}",
+            hint=f"--tp {count}?" if set(said) <= {"tp"} else "check --tp, --pp, --ep and --etp",
+        )
+    return mesh, notes
+
+
+def _spread(found: list[tuple[dict[str, int], str]], mesh: Mesh) -> dict[int, str]:
+    """One file per coordinate that the names have; ranks that differ only in others would have the same file."""
+    by = {tuple(sorted(c.items())): n for c, n in found}
+    out = {}
+    fields = [k for k in found[0][0] if k != "part"]
+    for c in mesh.all_coords():
+        name = by.get(tuple(sorted((k, getattr(c, k)) for k in fields)))
+        if name is not None:
+            out[c.rank] = name
+    return out
+

@@ -1,0 +1,50 @@
+"""All formats by name, and detection.
+
+Imported formats only; adding one is adding its module here.
+"""
+
+from __future__ import annotations
+
+from ckpttool.errors import ConflictError, UnsupportedError, UsageError
+from ckpttool.formats.base import Format, Listing
+from ckpttool.formats.deepseek import DeepSeek
+from ckpttool.formats.hf import HuggingFace
+from ckpttool.formats.ranks import Ranks
+from ckpttool.formats.trtllm import TensorRTLLM
+from ckpttool.formats.vllm import VLLM
+
+FORMATS: dict[str, Format] = {f.name: f for f in (HuggingFace(), Ranks(), DeepSeek(), VLLM(), TensorRTLLM())}
+
+
+def by_name(name: str, option: str) -> Format:
+    """The format that --from or --to names. Raises UsageError for an unknown one."""
+    if name not in FORMATS:
+        import difflib
+
+        close = difflib.get_close_matches(name, FORMATS, n=1)
+        raise UsageError(
+            f"{option} `{name}` is not a format",
+            hint=(f"did you mean `{close[0]}`? " if close else "") + "formats: " + ", ".join(FORMATS),
+        )
+    return FORMATS[name]
+
+
+def detect(listing: Listing) -> Format:
+    """The one format that a source looks like. Raises ConflictError with the candidates when there are several."""
+    found = [f for f in FORMATS.values() if f.detect(listing)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConflictError(
+            f"the source could be {' or '.join(f.name for f in found)}",
+            where=str(listing.root),
+            hint=f"say which: --from {found[0].name}",
+        )
+    if listing.safetensors():
+        return FORMATS["hf"]
+    shown = ", ".join(listing.names[:6]) + (" ..." if len(listing.names) > 6 else "")
+    raise UnsupportedError(
+        "no checkpoint format is recognised here",
+        where=[str(listing.root), f"files: {shown or 'none'}"],
+        hint="give the directory that holds the weight files; formats: " + ", ".join(FORMATS),
+    )

@@ -1,0 +1,267 @@
+"""The safetensors container: 8 bytes of header length, a JSON header, tensor data without holes.
+
+Parsed here and not with the safetensors package, because the package gives no byte offsets and cannot write a file
+piece by piece. Source: the format's README, and safetensors 0.8's behaviour where that says nothing (zero-element
+tensors and headers out of offset order are valid; holes, overlaps and trailing bytes are not).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpttool.catalog import DataFile, StoredTensor
+from ckpttool.dtypes import DTYPES, ORDER, nbytes
+from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
+
+MAX_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library."""
+
+
+class Header(NamedTuple):
+    """One parsed file."""
+
+    file: DataFile
+    metadata: dict[str, str]
+    tensors: list[StoredTensor]
+    """In offset order; ``file`` is the index given to ``read_header``."""
+    data_start: int
+
+
+class Problem(NamedTuple):
+    """Something wrong with one file; ``inspect --check`` lists all, reading raises the first."""
+
+    id: str
+    text: str
+    tensor: str = ""
+
+
+def read_raw(path: Path) -> tuple[DataFile, bytes]:
+    """The file's identity and its header bytes. Raises CorruptError or IncompleteError."""
+    try:
+        with path.open("rb", buffering=0) as f:
+            stat = os.fstat(f.fileno())
+            info = DataFile(path, stat.st_size, stat.st_mtime_ns)
+            # One read is enough for nearly every header.
+            first = f.read(65536)
+            if len(first) < 8:
+                raise CorruptError(
+                    f"the file has {len(first)} bytes, a safetensors file has at least 8",
+                    where=str(path),
+                    hint="the download or save was cut off; fetch the file again",
+                )
+            (size,) = struct.unpack("<Q", first[:8])
+            if size > MAX_HEADER or size > stat.st_size - 8:
+                pointer = first.startswith(b"version https://git-lfs")
+                raise CorruptError(
+                    f"the header claims {size:,} bytes, the file has {stat.st_size:,}",
+                    where=f"{path} [bytes 0..8)",
+                    hint="this is a git-lfs pointer, not the file: run `git lfs pull`"
+                    if pointer
+                    else "the file is cut off or is not safetensors; fetch it again",
+                )
+            raw = first[8 : 8 + size]
+            while len(raw) < size:
+                more = f.read(size - len(raw))
+                if not more:
+                    raise CorruptError("the header is cut off", where=str(path))
+                raw += more
+            return info, raw
+    except FileNotFoundError:
+        raise IncompleteError("the file does not exist", where=str(path)) from None
+    except IsADirectoryError:
+        raise CorruptError("this is a directory, not a safetensors file", where=str(path)) from None
+    except OSError as e:
+        raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        for k, _ in pairs:
+            if k in seen:
+                raise ValueError(f"the name `{k}` occurs twice")
+            seen.add(k)
+    return out
+
+
+def parse(raw: bytes, path: Path) -> dict[str, Any]:
+    """The header's JSON. Raises CorruptError."""
+    try:
+        data = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except UnicodeDecodeError:
+        raise CorruptError("the header is not UTF-8", where=str(path)) from None
+    except RecursionError:
+        raise CorruptError("the header is nested too deeply", where=str(path)) from None
+    except ValueError as e:
+        raise CorruptError(f"the header is not valid JSON: {e}", where=str(path)) from None
+    if not isinstance(data, dict):
+        raise CorruptError("the header is not a JSON object", where=str(path))
+    return data
+
+
+def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
+    """Everything wrong with a parsed header over ``payload`` bytes of tensor data."""
+    out: list[Problem] = []
+    spans: list[tuple[int, int, str]] = []
+    meta = data.get("__metadata__", {})
+    if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
+        out.append(Problem("metadata", "__metadata__ is not a map of strings"))
+    for name, entry in data.items():
+        if name == "__metadata__":
+            continue
+        if not isinstance(entry, dict):
+            out.append(Problem("entry", f"tensor `{name}` is not an object", name))
+            continue
+        dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if dtype not in DTYPES:
+            out.append(Problem("dtype", f"tensor `{name}` has the unknown dtype `{dtype}`", name))
+            continue
+        if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+            out.append(Problem("shape", f"tensor `{name}` has no valid shape: {str(shape)[:80]}", name))
+            continue
+        if (
+            not isinstance(offsets, list)
+            or len(offsets) != 2
+            or not all(type(n) is int and 0 <= n < 2**63 for n in offsets)
+        ):
+            out.append(Problem("offsets", f"tensor `{name}` has no valid data_offsets: {str(offsets)[:80]}", name))
+            continue
+        start, stop = offsets
+        bits = prod(shape) * DTYPES[dtype].bits
+        if start > stop:
+            out.append(Problem("offsets", f"tensor `{name}` ends at {stop} before it starts at {start}", name))
+        elif bits != (stop - start) * 8:
+            out.append(
+                Problem(
+                    "size",
+                    f"tensor `{name}` {dtype} {shape} needs {bits // 8:,} bytes, its data_offsets hold {stop - start:,}",
+                    name,
+                )
+            )
+        elif stop > payload:
+            out.append(
+                Problem(
+                    "truncated",
+                    f"tensor `{name}` ends at byte {stop:,} of the data, the file has {payload:,}",
+                    name,
+                )
+            )
+        if start <= stop:
+            spans.append((start, stop, name))
+    spans.sort()
+    at, last = 0, ""
+    for start, stop, name in spans:
+        if start == stop:
+            continue
+        if start < at:
+            out.append(Problem("overlap", f"tensors `{last}` and `{name}` overlap at byte {start:,} of the data", name))
+        elif start > at:
+            out.append(Problem("hole", f"bytes {at:,}..{start:,} of the data before `{name}` belong to no tensor", name))
+        if stop > at:
+            at, last = stop, name
+    if at < payload and not any(p.id in ("hole", "overlap", "truncated") for p in out):
+        out.append(Problem("trailing", f"{payload - at:,} bytes after the last tensor belong to no tensor"))
+    return out
+
+
+def read_header(path: Path, index: int = 0, rank: int = 0) -> Header:
+    """Parse and check one file. Raises CorruptError or UnsupportedError for the first problem."""
+    info, raw = read_raw(path)
+    data = parse(raw, path)
+    start = 8 + len(raw)
+    tensors = _fast(data, info.size - start, index, rank, start)
+    if tensors is None:
+        found = problems(data, info.size - start)
+        first = found[0]
+        more = f" (and {len(found) - 1} more problems; `ckpttool inspect --check` lists them)" if len(found) > 1 else ""
+        if first.id == "dtype":
+            raise UnsupportedError(first.text + more, where=str(path), hint="known dtypes: " + ", ".join(DTYPES))
+        raise CorruptError(first.text + more, where=str(path), hint="fetch or write the file again")
+    meta = data.get("__metadata__", {})
+    return Header(info, meta, tensors, start)
+
+
+def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) -> list[StoredTensor] | None:
+    """Stored tensors in offset order, or None when anything is not as it must be."""
+    out = []
+    try:
+        for name, entry in data.items():
+            if name == "__metadata__":
+                if not isinstance(entry, dict) or not all(isinstance(v, str) for v in entry.values()):
+                    return None
+                continue
+            dtype = entry["dtype"]
+            shape = entry["shape"]
+            start, stop = entry["data_offsets"]
+            count = 1
+            for n in shape:
+                if type(n) is not int or n < 0:
+                    return None
+                count *= n
+            if (
+                type(start) is not int
+                or type(stop) is not int
+                or start < 0
+                or count * DTYPES[dtype].bits != (stop - start) * 8
+            ):
+                return None
+            out.append(StoredTensor(name, dtype, tuple(shape), index, base + start, rank))
+    except (KeyError, TypeError, ValueError):
+        return None
+    out.sort(key=lambda t: t.offset)
+    at = base
+    for t in out:
+        size = prod(t.shape) * DTYPES[t.dtype].bits // 8
+        if size and t.offset != at:
+            return None
+        at += size
+    return out if at == base + payload else None
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor."""
+    return nbytes(dtype, prod(shape))
+
+
+class Placed(NamedTuple):
+    """One tensor of a file to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Byte in the file."""
+
+
+def layout_file(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[Placed], int]:
+    """Header bytes, the place of every tensor (in file order) and the file size.
+
+    Order and padding are those of the safetensors library (dtype descending in its enum, then name; header padded with
+    spaces to 8), so that a file written here is byte-identical to one that the library writes.
+    """
+    entries: dict[str, Any] = {}
+    if metadata:
+        entries["__metadata__"] = dict(metadata)
+    ordered = sorted(tensors, key=lambda t: (-ORDER[t[1]], t[0].encode("utf-8", "surrogateescape")))
+    at = 0
+    for name, dtype, shape in ordered:
+        size = nbytes(dtype, prod(shape), where=name)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    base = 8 + len(text)
+    placed, offset = [], base
+    for name, dtype, shape in ordered:
+        placed.append(Placed(name, dtype, shape, offset))
+        offset += nbytes(dtype, prod(shape), where=name)
+    return struct.pack("<Q", len(text)) + text, placed, offset

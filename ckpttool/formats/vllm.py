@@ -1,0 +1,109 @@
+"""vLLM sharded state: ``model-rank-{rank}-part-{part}.safetensors``, the runtime tensors of every rank.
+
+Source: vllm/model_executor/model_loader/sharded_state_loader.py (0.33). q, k, v and gate, up are fused per rank,
+key/value heads are copied when tp exceeds them, the vocabulary is padded to a multiple of 64. Tensors fill parts in
+model order; a part is closed when the next tensor would push it over the limit (5 GB unless said otherwise).
+With pipeline parallelism people pass the pattern ``model-pp-{pp}-tp-{tp}-part-{part}.safetensors``; both are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpttool.errors import ConflictError, IncompleteError
+from ckpttool.formats.base import (
+    Listing,
+    ReadOptions,
+    Skeleton,
+    StoredCheckpoint,
+    WriteRequest,
+    build_files,
+    check_mesh,
+    companions,
+    contiguous_ranks,
+    fill_files,
+    read_files,
+)
+from ckpttool.mesh import Mesh
+
+_PLAIN = r"model-rank-(?P<rank>\d+)-part-(?P<part>\d+)\.safetensors"
+_STAGED = r"model-pp-?(?P<pp>\d+)-tp-?(?P<tp>\d+)-part-(?P<part>\d+)\.safetensors"
+PART_LIMIT = 5 * 10**9
+"""Bytes; vLLM's default max_size is 5 GB."""
+VOCAB_MULTIPLE = 64
+"""DEFAULT_VOCAB_PADDING_SIZE."""
+
+
+class VLLM:
+    """One or more parts per rank."""
+
+    name = "vllm"
+    about = "vLLM sharded state model-rank-{r}-part-{p}.safetensors with fused layers"
+    sharded = True
+
+    def detect(self, listing: Listing) -> bool:
+        return not listing.single and bool(listing.match(_PLAIN) or listing.match(_STAGED))
+
+    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+        found = [(n, {k: int(v) for k, v in m.groupdict().items()}) for n, m in listing.match(_PLAIN)]
+        if found:
+            world = 1 + max(c["rank"] for _, c in found)
+            said = options.said()
+            pp = said.get("pp", 1)
+            if world % pp:
+                raise ConflictError(f"{world} ranks cannot be {pp} pipeline stages", where=str(listing.root))
+            sizes = {"tp": world // pp, "pp": pp}
+        else:
+            found = [(n, {k: int(v) for k, v in m.groupdict().items()}) for n, m in listing.match(_STAGED)]
+            if not found:
+                raise IncompleteError("there are no vLLM rank files here", where=str(listing.root))
+            sizes = {"tp": 1 + max(c["tp"] for _, c in found), "pp": 1 + max(c["pp"] for _, c in found)}
+            for _, c in found:
+                c["rank"] = c["pp"] * sizes["tp"] + c["tp"]
+        check_mesh("its rank files", sizes, options, listing.root)
+        ep = options.ep or 1
+        mesh = Mesh(
+            sizes["tp"], sizes["pp"], ep, options.etp or (1 if ep > 1 else sizes["tp"]), options.layout
+        )
+        parts: dict[int, dict[int, str]] = {}
+        for n, c in found:
+            parts.setdefault(c["rank"], {})[c["part"]] = n
+        contiguous_ranks(parts, mesh.world, listing.root, "model-rank-*-part-*.safetensors")
+        for r, have in parts.items():
+            gap = next((i for i in range(len(have)) if i not in have), None)
+            if gap is not None:
+                raise IncompleteError(f"part {gap} of rank {r} is missing", where=str(listing.root))
+        files, tensors, metadata = read_files(
+            listing, [(parts[r][p], r) for r in sorted(parts) for p in sorted(parts[r])]
+        )
+        carried, notes = companions(listing, [n for n, _ in found])
+        return StoredCheckpoint(
+            self.name,
+            listing.root,
+            files,
+            tensors,
+            mesh,
+            naming="vllm",
+            config=listing.json("config.json"),
+            companions=carried,
+            notes=notes,
+            metadata=metadata[0] if metadata else {},
+        )
+
+    def naming(self) -> str:
+        return "vllm"
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        if "ep" in said and said["ep"] > 1 and "etp" not in said:
+            return Mesh(asked.tp, asked.pp, asked.ep, 1, asked.layout)
+        return asked
+
+    def write(self, request: WriteRequest) -> Skeleton:
+        limit = request.max_shard_size or PART_LIMIT
+        groups = []
+        for r in request.chosen:
+            at = request.mesh.coords(r)
+            stem = f"model-rank-{r}" if request.mesh.pp == 1 else f"model-pp-{at.pp}-tp-{r % request.mesh.width}"
+            for p, part in enumerate(fill_files(request.ranks[r], limit)):
+                groups.append((f"{stem}-part-{p}.safetensors", r, part, None))
+        return build_files(groups, request.mesh.world)

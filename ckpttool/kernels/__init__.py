@@ -1,0 +1,1 @@
+"""Arithmetic on blocks of elements; no files, no plans."""

@@ -1,0 +1,250 @@
+"""Stored tensors of ranks -> logical tensors with pieces.
+
+For files that do not record where they belong: the rule of a name and the mesh say which box of the whole tensor each
+rank holds. What the rules expect is compared with every stored shape, so a wrong --tp or family is an error, not a
+wrong tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpttool.catalog import Catalog, DataFile, Key, LogicalTensor, Pad, Piece, StoredTensor, logical_tensor
+from ckpttool.catalog import whole_tensor as whole_logical
+from ckpttool.errors import ConflictError, LayoutError
+from ckpttool.geometry import Box, uncovered, whole
+from ckpttool.layout.family import Family, Op, Placement
+from ckpttool.layout.names import split_numbers
+from ckpttool.layout.rules import Cutting, Local, Uneven, cut_axis, global_shape, local_boxes
+from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
+from ckpttool.mesh import Coords, share
+
+LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d+)(?![^.])")
+"""The layer number of a name in any naming."""
+_EXPERT = re.compile(r"(?<![^.])experts\.(\d+)(?![^.])")
+
+
+def shift_layer(name: str, by: int) -> str:
+    """The name with its layer number changed."""
+    return LAYER.sub(lambda m: m[0][: m.start(1) - m.start()] + str(int(m[1]) + by), name, count=1)
+
+
+def is_bias(name: str) -> bool:
+    """A bias has only an output axis (names end with ``.bias`` or ``_bias``)."""
+    return name.endswith("bias")
+
+
+def cannot_cut(name: str, shape: Sequence[int], rule_place: str, why: Uneven, ways: str, works: str) -> LayoutError:
+    """The one error for every uneven cut."""
+    return LayoutError(
+        f"tensor `{name}` {list(shape)} cannot be cut for {ways}: {why.why}", where=rule_place, hint=works or None
+    )
+
+
+def no_rule(names: Iterable[str], family: Family) -> LayoutError:
+    """The error that lists tensors without a rule, one line per name template."""
+    templates = sorted({split_numbers(n)[0].replace("#", "{n}") for n in names})
+    shown = templates[:12] + ([f"... and {len(templates) - 12} more"] if len(templates) > 12 else [])
+    origin = f"family `{family.name}`" if family.name != "none" else "no family (config.json names none that is known)"
+    first = templates[0].replace("{n}", "*")
+    return LayoutError(
+        f"no layout rule names {len(templates)} kind{'s' if len(templates) > 1 else ''} of tensor",
+        where=[origin, *shown],
+        hint=f"say how they are held: --replicate '{first}' or --split '{first}=0' (the axis that is cut),"
+        " or --family NAME|FILE.yaml",
+    )
+
+
+@dataclass(slots=True)
+class Assembler:
+    """Builds the catalog of one sharded source; ``notes`` collects what was inferred."""
+
+    files: list[DataFile]
+    family: Family
+    ops: tuple[Op, ...]
+    cutting: Cutting
+    config: Mapping[str, Any]
+    local_layers: bool = False
+    notes: list[str] = field(default_factory=list)
+    _locals: dict[Any, Local] = field(default_factory=dict)
+    _coords: list[Coords] = field(default_factory=list)
+
+    def run(self, stored: Iterable[StoredTensor]) -> Catalog:
+        """Raises LayoutError (no rule, uneven), ConflictError (shapes that contradict), IncompleteError (holes)."""
+        self._coords = list(self.cutting.mesh.all_coords())
+        named = self._global_names(list(stored))
+        placements = {name: self.family.placement(name, self.ops) for name in named}
+        placements.update({n: p for n in named if (p := self._override(n)) is not None})
+        known = {n: p for n, p in placements.items() if p is not None}
+        weights = {n: w for n in named if (w := weight_of(n, named)) is not None}
+        missing = [n for n in named if n not in known and n not in weights]
+        if missing:
+            raise no_rule(missing, self.family)
+        tensors: dict[str, LogicalTensor] = {}
+        for name, group in named.items():
+            if name not in weights:
+                place = known[name]
+                place = _replicated(place) if is_lone(name, group[0].shape) else place
+                tensors[name] = self._one(name, group, place, None)
+        for name, weight in weights.items():
+            tensors[name] = self._scales(name, named[name], known.get(weight) or known[name], tensors[weight])
+        return Catalog(self.files, {Key(n): tensors[n] for n in named})
+
+    def _override(self, name: str) -> Placement | None:
+        return override(self.family, name)
+
+    def _global_names(self, stored: list[StoredTensor]) -> dict[str, list[StoredTensor]]:
+        """Group by name after giving layers and experts that a rank numbers from 0 their global numbers."""
+        mesh = self.cutting.mesh
+        layer_offset = self._layer_offsets(stored) if mesh.pp > 1 else {}
+        expert_offset = self._expert_offsets(stored) if mesh.ep > 1 else {}
+        out: dict[str, list[StoredTensor]] = {}
+        for t in stored:
+            name = t.name
+            at = self._coords[t.rank]
+            if by := layer_offset.get(at.pp):
+                name = shift_layer(name, by)
+            if by := expert_offset.get(at.ep):
+                name = _EXPERT.sub(lambda m, by=by: f"experts.{int(m[1]) + by}", name, count=1)  # type: ignore[misc]
+            out.setdefault(name, []).append(t)
+        return out
+
+    def _layer_offsets(self, stored: list[StoredTensor]) -> dict[int, int]:
+        """First layer of each stage, when the stages number their layers from 0."""
+        seen: dict[int, set[int]] = {}
+        for t in stored:
+            if m := LAYER.search(t.name):
+                seen.setdefault(self._coords[t.rank].pp, set()).add(int(m[1]))
+        if not self.local_layers and (len(seen) < 2 or not all(0 in s for s in seen.values())):
+            return {}
+        out, at = {}, 0
+        for stage in range(self.cutting.mesh.pp):
+            out[stage] = at
+            at += max(seen.get(stage, {-1})) + 1
+        self.notes.append("layers are numbered from 0 in every pipeline stage; renumbered globally")
+        return out
+
+    def _expert_offsets(self, stored: list[StoredTensor]) -> dict[int, int]:
+        """First expert of each ep rank, when the ranks number their experts from 0."""
+        total = self.family.size("experts")
+        seen: dict[int, set[int]] = {}
+        for t in stored:
+            if m := _EXPERT.search(t.name):
+                seen.setdefault(self._coords[t.rank].ep, set()).add(int(m[1]))
+        ep = self.cutting.mesh.ep
+        if not total or len(seen) < 2 or any(max(s) + 1 > -(-total // ep) for s in seen.values()):
+            return {}
+        self.notes.append("experts are numbered from 0 on every ep rank; renumbered globally")
+        return {r: share(total, ep, r)[0] for r in range(ep)}
+
+    def _one(
+        self, name: str, group: list[StoredTensor], place: Placement, blocks: tuple[LogicalTensor, tuple[int, ...]] | None
+    ) -> LogicalTensor:
+        rule, bias, cutting = place.rule, is_bias(name), self.cutting
+        mesh = self.cutting.mesh
+        first = group[0]
+        try:
+            unit: tuple[int, ...] = ()
+            if blocks is None:
+                experts = 0
+                if rule.grouped:
+                    per_rank = {self._coords[t.rank].ep: t.shape[0] for t in group if t.shape}
+                    experts = sum(per_rank.values()) if len(per_rank) == mesh.ep else self.family.size("experts") or 0
+                shape = global_shape(rule, first.shape, experts, self.cutting, bias=bias)
+                base = shape
+                if rule.verb == "vocab" and cutting.pad_vocab and shape:
+                    # How far the writer padded is in the files; formats and versions differ.
+                    cutting = replace(cutting, vocab_rows=first.shape[cut_axis(rule, len(shape), bias) or 0] * mesh.tp)
+            else:
+                base, unit = blocks[0].shape, blocks[1]
+                shape = tuple(-(-n // b) if b else 1 for n, b in zip(base, unit, strict=True))
+            pieces, pads = [], []
+            for t in group:
+                at = self._coords[t.rank]
+                key = (id(rule), base, unit, bias, cutting.vocab_rows, at.tp, at.ep, at.etp)
+                local = self._locals.get(key)
+                if local is None:
+                    local = self._locals[key] = local_boxes(rule, base, cutting, at, bias=bias, blocks=unit)
+                if local.shape != t.shape:
+                    raise self._wrong_shape(name, t, first, local, shape, place)
+                for inner, outer in local.boxes:
+                    pieces.append(Piece(t, inner, outer))
+                pads += [Pad(t, box) for box in pad_boxes(local)]
+        except Uneven as e:
+            raise cannot_cut(name, first.shape, rule.place, e, str(mesh), "") from None
+        if len(pieces) == 1 and not pads and pieces[0].box == whole(shape):
+            return LogicalTensor(Key(name), first.dtype, shape, tuple(pieces))
+        if not pieces:
+            return LogicalTensor(Key(name), first.dtype, shape, ())
+        return logical_tensor(Key(name), shape, pieces, pads, files=self.files)
+
+    def _scales(self, name: str, group: list[StoredTensor], place: Placement, weight: LogicalTensor) -> LogicalTensor:
+        first = group[0]
+        piece = weight.pieces[0] if weight.pieces else None
+        if piece is None or all(n == 1 for n in first.shape):
+            return self._one(name, group, _replicated(place), None)
+        same_rank = [p.stored.shape for p in weight.pieces if p.stored.rank == first.rank]
+        block = block_of(
+            same_rank[0] if same_rank else piece.stored.shape, first.shape, config_block(self.config), name=name
+        )
+        if block is None:
+            return self._one(name, group, _replicated(place), None)
+        if len(block) == 1:
+            return self._one(name, group, place, None)
+        return self._one(name, group, place, (weight, block))
+
+    def _wrong_shape(
+        self, name: str, t: StoredTensor, first: StoredTensor, local: Local, shape: tuple[int, ...], place: Placement
+    ) -> ConflictError:
+        mesh = self.cutting.mesh
+        return ConflictError(
+            f"tensor `{name}` of rank {t.rank} is {list(t.shape)}, but {mesh} of a {list(shape)} tensor is"
+            f" {list(local.shape)}",
+            where=[
+                str(self.files[t.file].path),
+                place.rule.place,
+                f"(the whole shape follows from rank {first.rank}'s {list(first.shape)})",
+            ],
+            hint="check --tp, --ep and --etp of the source, the family, and the sizes in config.json",
+        )
+
+
+def _replicated(place: Placement) -> Placement:
+    return replace(place, rule=replace(place.rule, verb="replicate", text="replicate (one scale for the tensor)"))
+
+
+def override(family: Family, name: str) -> Placement | None:
+    """What --replicate or --split says about a name."""
+    for regex, rule in family.overrides:
+        if regex.search(name):
+            m = LAYER.search(name)
+            return Placement(rule, "layers" if m else "first", int(m[1]) if m else None)
+    return None
+
+
+def pad_boxes(local: Local) -> list[Box]:
+    """Boxes of a stored tensor that hold padding."""
+    held = [inner for inner, _ in local.boxes]
+    out: list[Box] = []
+    while (gap := uncovered(local.shape, held + out)) is not None:
+        out.append(gap)
+    return out
+
+
+def whole_catalog(files: list[DataFile], stored: Iterable[StoredTensor]) -> Catalog:
+    """The catalog of a source whose stored tensors are whole; needs no rules."""
+    tensors: dict[Key, LogicalTensor] = {}
+    for t in stored:
+        key = Key(t.name)
+        if key in tensors:
+            other = tensors[key].pieces[0].stored if tensors[key].pieces else t
+            raise ConflictError(
+                f"tensor `{t.name}` is in two files",
+                where=[str(files[other.file].path), str(files[t.file].path)],
+                hint="remove the stale file, or keep an index that says which one counts",
+            )
+        tensors[key] = whole_logical(t, key)
+    return Catalog(files, tensors)

@@ -1,0 +1,416 @@
+"""Families: the files in ``families/`` (and the user's own), read, checked and ready to answer for a tensor name.
+
+A family file says, in names as its Hugging Face checkpoints have them, which rule each tensor has (``first``,
+``layers`` and ``last`` say on which pipeline stage it lives), which config fields its sizes come from, which tensors
+can be fused (``fusions``), and how other software names the same model (``namings``). docs/layouts.md explains each
+key with an example.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ckpttool.errors import LayoutError, UnsupportedError, UsageError
+from ckpttool.layout.names import expand, pattern_regex, split_numbers
+from ckpttool.layout.rules import Rule, Size, Sizes, fused_rule, parse_rule, part_rule
+from ckpttool.select import compile_pattern
+
+FAMILIES = Path(__file__).with_name("families")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SizeSpec(_Strict):
+    """Where a size comes from: the first config field that is there, else the default."""
+
+    fields: list[str] = Field(alias="from")
+    default: int | str | None = None
+    """A number, or the name of another size."""
+    shared: bool = False
+
+
+class FusionSpec(_Strict):
+    """``parts`` joined on the output axis are ``whole``."""
+
+    whole: str
+    parts: list[str]
+    units: list[str] = []
+    """Size that each part is a multiple of; [] when all parts are equal."""
+    groups: str = ""
+    """Interleaved: the axis is ``groups`` times (share of part 1, share of part 2, ...). "" is one after the other."""
+
+
+class OpSpec(_Strict):
+    """One statement of a naming; exactly one key is set."""
+
+    rename: dict[str, str] | None = None
+    fuse: str | None = None
+    unfuse: str | None = None
+    stack: dict[str, str] | None = None
+    """whole pattern: part pattern with {expert}."""
+    drop_layers_from: str | None = None
+    """Layers numbered from this size on do not exist in this naming (MTP)."""
+
+
+class LayersSpec(_Strict):
+    prefix: str
+    rules: dict[str, str]
+
+
+class FamilySpec(_Strict):
+    """A family file."""
+
+    family: str
+    about: str = ""
+    model_types: list[str] = []
+    architectures: list[str] = []
+    orientation: str = "out_in"
+    sizes: dict[str, SizeSpec | str | list[str]] = {}
+    first: dict[str, str] = {}
+    layers: LayersSpec
+    last: dict[str, str] = {}
+    fusions: dict[str, FusionSpec] = {}
+    namings: dict[str, list[OpSpec]] = {}
+    local_layers: list[str] = []
+    """Namings that number the layers of each pipeline stage from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one tensor lives and how it is cut."""
+
+    rule: Rule
+    stage: str
+    """``first``, ``last`` or ``layers``."""
+    layer: int | None = None
+    expert: int | None = None
+    position: int = 0
+    """Of its rule in the family file, which lists tensors in the order in which a model holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Names only; the first pattern that matches decides."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+    def forward(self, name: str) -> str:
+        return _rename(self.pairs, name)
+
+    def backward(self, name: str) -> str:
+        return _rename(tuple((b, a) for a, b in self.pairs), name)
+
+
+@dataclass(frozen=True, slots=True)
+class Fuse:
+    """Parts become one tensor (or, with ``apart``, one tensor becomes its parts)."""
+
+    name: str
+    whole: str
+    parts: tuple[str, ...]
+    units: tuple[str, ...]
+    """One per part; "" is equal parts."""
+    groups: str = ""
+    apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One tensor per expert becomes one tensor with an axis of experts (or back, with ``apart``)."""
+
+    whole: str
+    part: str
+    apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DropLayers:
+    """Layers from this size on are left out."""
+
+    size: str
+
+
+Op = Rename | Fuse | Stack | DropLayers
+
+
+def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
+    for old, new in pairs:
+        if m := pattern_regex(old).match(name):
+            return expand(new, m.groupdict())
+    return name
+
+
+def inverse(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """The statements that undo ``ops``. Dropped layers stay dropped."""
+    out: list[Op] = []
+    for op in reversed(ops):
+        if isinstance(op, Rename):
+            out.append(Rename(tuple((b, a) for a, b in op.pairs)))
+        elif isinstance(op, Fuse | Stack):
+            out.append(replace(op, apart=not op.apart))
+    return tuple(out)
+
+
+@dataclass(slots=True)
+class Family:
+    """A family file with a model's sizes filled in."""
+
+    spec: FamilySpec
+    origin: str
+    """File name, for messages."""
+    sizes: Sizes = field(default_factory=dict)
+    overrides: tuple[tuple[re.Pattern[str], Rule], ...] = ()
+    """From --replicate and --split; before every rule of the file."""
+    _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
+    _cache: dict[tuple[str, tuple[Op, ...]], tuple[Placement, int, int] | None] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.spec.family
+
+    def ops(self, naming: str) -> tuple[Op, ...]:
+        """The statements that lead from the Hugging Face naming to ``naming``."""
+        if naming == "hf":
+            return ()
+        if naming not in self.spec.namings:
+            known = ", ".join(["hf", *self.spec.namings])
+            raise UnsupportedError(
+                f"family `{self.name}` has no {naming} naming",
+                where=self.origin,
+                hint=f"it has: {known}. Add a `namings: {naming}:` section in a file given with --family",
+            )
+        out: list[Op] = []
+        for spec in self.spec.namings[naming]:
+            if spec.rename is not None:
+                out.append(Rename(tuple(spec.rename.items())))
+            elif spec.fuse is not None:
+                out.append(self.fusion(spec.fuse))
+            elif spec.unfuse is not None:
+                out.append(replace(self.fusion(spec.unfuse), apart=True))
+            elif spec.stack is not None:
+                out += [Stack(w, p) for w, p in spec.stack.items()]
+            elif spec.drop_layers_from is not None:
+                out.append(DropLayers(spec.drop_layers_from))
+        return tuple(out)
+
+    def fusion(self, name: str) -> Fuse:
+        if name not in self.spec.fusions:
+            raise LayoutError(f"`{name}` is not in the fusions of family `{self.name}`", where=self.origin)
+        spec = self.spec.fusions[name]
+        return Fuse(name, spec.whole, tuple(spec.parts), tuple(spec.units or [""] * len(spec.parts)), spec.groups)
+
+    def size(self, name: str) -> int | None:
+        got = self.sizes.get(name)
+        return got.value if got else None
+
+    def placement(self, name: str, ops: tuple[Op, ...] = ()) -> Placement | None:
+        """Rule and stage of a tensor named as after ``ops``; None when no rule names it."""
+        template, numbers = split_numbers(name)
+        key = (template, ops)
+        if key not in self._cache:
+            got = self._resolve(name, ops)
+            if got is None:
+                self._cache[key] = None
+            else:
+                # Remember which of the numbers is which, so that the next layer's tensor needs no matching.
+                at = [-1, -1]
+                for i, value in enumerate((got.layer, got.expert)):
+                    if value is not None:
+                        texts = [int(n) for n in numbers]
+                        at[i] = texts.index(value) if i == 0 else len(texts) - 1 - texts[::-1].index(value)
+                self._cache[key] = (got, at[0], at[1])
+        known = self._cache[key]
+        if known is None:
+            return None
+        place, layer_at, expert_at = known
+        if layer_at < 0:
+            return place
+        return Placement(
+            place.rule,
+            place.stage,
+            int(numbers[layer_at]),
+            int(numbers[expert_at]) if expert_at >= 0 else None,
+            place.position,
+        )
+
+    def _resolve(self, name: str, ops: tuple[Op, ...]) -> Placement | None:
+        if not ops:
+            return self._base(name)
+        *before, op = ops
+        earlier = tuple(before)
+        if isinstance(op, Rename):
+            return self._resolve(op.backward(name), earlier)
+        if isinstance(op, Fuse):
+            if op.apart:
+                for i, part in enumerate(op.parts):
+                    if m := pattern_regex(part).match(name):
+                        got = self._resolve(expand(op.whole, m.groupdict()), earlier)
+                        if got is None:
+                            continue
+                        if got.rule.verb in ("fused", "replicate"):
+                            return replace(got, rule=part_rule(got.rule, i))
+                        units = op.units[i]
+                        return replace(got, rule=replace(got.rule, units=units, text=f"column {units}".strip()))
+            elif m := pattern_regex(op.whole).match(name):
+                parts = [self._resolve(expand(p, m.groupdict()), earlier) for p in op.parts]
+                if None not in parts:
+                    found = [p for p in parts if p is not None]
+                    if op.groups:
+                        return replace(found[0], rule=replace(found[0].rule, units=op.groups))
+                    names = [p.rsplit(".", 2)[-2] if "." in p else p for p in op.parts]
+                    return replace(found[0], rule=fused_rule([(n, p.rule) for n, p in zip(names, found, strict=True)]))
+        if isinstance(op, Stack):
+            if op.apart:
+                if m := pattern_regex(op.part).match(name):
+                    captures = m.groupdict()
+                    got = self._resolve(expand(op.whole, captures), earlier)
+                    if got is not None:
+                        return replace(got, rule=replace(got.rule, grouped=False), expert=int(captures["expert"]))
+            elif m := pattern_regex(op.whole).match(name):
+                got = self._resolve(expand(op.part, {**m.groupdict(), "expert": "0"}), earlier)
+                if got is not None:
+                    return replace(got, rule=replace(got.rule, grouped=True), expert=None)
+        return self._resolve(name, earlier)
+
+    def _base(self, name: str) -> Placement | None:
+        for position, (regex, rule, stage, layered) in enumerate(self._rules):
+            if m := regex.match(name):
+                got = m.groupdict()
+                layer = int(got["layer"]) if layered else None
+                expert = int(got["expert"]) if got.get("expert") else None
+                return Placement(rule, stage, layer, expert, position)
+        return None
+
+    def order(self, name: str, ops: tuple[Op, ...] = ()) -> tuple[int, int, int, int, str]:
+        """Sort key for model order: embedding, layers as the file lists their tensors, head."""
+        place = self.placement(name, ops)
+        if place is None:
+            return (1, 1 << 30, 0, 0, name)
+        stage = ("first", "layers", "last").index(place.stage)
+        return (stage, place.layer or 0, place.position, place.expert or 0, name)
+
+    def with_overrides(self, replicate: Sequence[str], split: Sequence[str]) -> Family:
+        """The same family with rules from the command line first. Raises UsageError for a malformed one."""
+        rules = [(compile_pattern(p), parse_rule("replicate", origin=f"--replicate '{p}'")) for p in replicate]
+        for text in split:
+            pattern, eq, axis = text.rpartition("=")
+            if not eq or not axis.lstrip("-").isdigit():
+                raise UsageError(f"--split `{text}` is not PATTERN=AXIS", hint="--split '*.my_proj.weight=0'")
+            rules.append((compile_pattern(pattern), parse_rule(f"column axis={axis}", origin=f"--split '{text}'")))
+        return replace(self, overrides=tuple(rules), _cache={})
+
+
+def no_family() -> Family:
+    """A family without rules: only what --replicate and --split name can be cut."""
+    return Family(FamilySpec(family="none", layers=LayersSpec(prefix="", rules={})), "")
+
+
+@lru_cache(maxsize=1)
+def _builtin() -> dict[str, tuple[Path, dict[str, Any]]]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    out = {}
+    for path in sorted(FAMILIES.glob("*.yaml")):
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        out[data["family"]] = (path, data)
+    return out
+
+
+def family_names() -> list[str]:
+    return sorted(_builtin())
+
+
+def find_family(config: Mapping[str, Any]) -> str | None:
+    """The family whose architectures or model types the config names, or None."""
+    architectures = config.get("architectures") or []
+    for known in ("architectures", "model_types"):
+        wanted = architectures if known == "architectures" else [config.get("model_type")]
+        for name, (_, data) in _builtin().items():
+            if any(w in data.get(known, []) for w in wanted):
+                return name
+    return None
+
+
+def load_family(name: str, config: Mapping[str, Any]) -> Family:
+    """A built-in family by name, or a file by path, with its sizes taken from ``config``.
+
+    Raises UnsupportedError for an unknown name and LayoutError for a file that is not valid, with the wrong key.
+    """
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as e:
+            raise UsageError(f"cannot read the family file: {e.strerror}", where=str(path)) from None
+        except (yaml.YAMLError, UnicodeDecodeError) as e:
+            raise LayoutError(f"the family file is not valid YAML: {e}", where=str(path)) from None
+    else:
+        if name not in _builtin():
+            import difflib
+
+            close = difflib.get_close_matches(name, family_names(), n=1)
+            raise UnsupportedError(
+                f"unknown family `{name}`",
+                hint=(f"did you mean `{close[0]}`? " if close else "")
+                + f"known: {', '.join(family_names())}; or --family FILE.yaml",
+            )
+        path, data = _builtin()[name]
+    try:
+        spec = FamilySpec.model_validate(data)
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(str(x) for x in first["loc"])
+        raise LayoutError(f"the family file is not valid at `{where}`: {first['msg']}", where=str(path.name)) from None
+    family = Family(spec, path.name)
+    family.sizes = read_sizes(spec, config)
+    family._rules = _compile(spec, path.name)
+    return family
+
+
+def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule, str, bool]]:
+    out = []
+    transposed = spec.orientation == "in_out"
+    for stage, prefix, rules in (
+        ("first", "", spec.first),
+        ("layers", spec.layers.prefix, spec.layers.rules),
+        ("last", "", spec.last),
+    ):
+        for pattern, text in rules.items():
+            rule = parse_rule(
+                text, origin=f"{origin}: {prefix}{pattern}", in_out=transposed, expert="{expert}" in pattern
+            )
+            out.append((pattern_regex(prefix + pattern), rule, stage, stage == "layers"))
+    return out
+
+
+def read_sizes(spec: FamilySpec, config: Mapping[str, Any]) -> dict[str, Size]:
+    """Sizes from a config; a size without field or default is left out, and an error only if a rule needs it."""
+    text = config.get("text_config")
+    places = [config, *([text] if isinstance(text, dict) else [])]
+    out: dict[str, Size] = {}
+    for name, raw in spec.sizes.items():
+        if isinstance(raw, str):
+            raw = SizeSpec.model_validate({"from": [raw]})
+        elif isinstance(raw, list):
+            raw = SizeSpec.model_validate({"from": raw})
+        value = None
+        for key in raw.fields:
+            for place in places:
+                if value is None and isinstance(place.get(key), int) and not isinstance(place.get(key), bool):
+                    value = place[key]
+        if value is None:
+            value = out[raw.default].value if isinstance(raw.default, str) and raw.default in out else raw.default
+        if isinstance(value, int):
+            if value < 1:
+                continue
+            out[name] = Size(value, raw.shared)
+    return out

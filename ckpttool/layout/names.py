@@ -1,0 +1,92 @@
+"""Tensor name patterns with captures, and a cache that works on name templates.
+
+A pattern is a name in which ``{layer}`` and ``{expert}`` stand for a number, any other ``{word}`` for any text
+(dots included), ``{a,b}`` for alternatives and ``*`` for any text that is not kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+from ckpttool.errors import UnsupportedError
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A number that is a whole dot-separated component, as layer and expert numbers are (``w1`` is not)."""
+_TOKEN = re.compile(r"\{([^{}]*)\}|\*")
+
+
+@lru_cache(maxsize=None)
+def pattern_regex(pattern: str) -> re.Pattern[str]:
+    """The compiled regular expression; a capture that occurs twice must match the same text twice."""
+    out, at, seen = [], 0, set()
+    for m in _TOKEN.finditer(pattern):
+        out.append(re.escape(pattern[at : m.start()]))
+        at = m.end()
+        word = m[1]
+        if word is None:
+            out.append(".*")
+        elif "," in word:
+            out.append("(?:" + "|".join(re.escape(w) for w in word.split(",")) + ")")
+        elif not word.isidentifier():
+            raise UnsupportedError(f"pattern `{pattern}`: `{{{word}}}` is not a capture", hint="use a word: {layer}")
+        elif word in seen:
+            out.append(f"(?P={word})")
+        else:
+            seen.add(word)
+            out.append(f"(?P<{word}>{r'[0-9]+' if word in ('layer', 'expert') else '.*'})")
+    out.append(re.escape(pattern[at:]))
+    return re.compile("".join(out) + r"\Z", re.DOTALL)
+
+
+def expand(pattern: str, captures: dict[str, str]) -> str:
+    """The name that a pattern gives with these captures."""
+    return _TOKEN.sub(lambda m: captures[m[1]], pattern)
+
+
+def split_numbers(name: str) -> tuple[str, tuple[str, ...]]:
+    """``a.3.b.17.c`` -> (``a.#.b.#.c``, (``3``, ``17``))."""
+    numbers = tuple(_NUMBER.findall(name))
+    return (_NUMBER.sub("#", name), numbers) if numbers else (name, numbers)
+
+
+class Renamer:
+    """A name -> name function, evaluated once per template where that is provably the same.
+
+    The result for a template is reused when the function keeps the numbers of a name in order, which is checked on
+    two names that differ in every number before the template is trusted.
+    """
+
+    def __init__(self, function: Callable[[str], str | None]) -> None:
+        self._function = function
+        self._known: dict[str, tuple[str | None] | None] = {}
+
+    def __call__(self, name: str) -> str | None:
+        template, numbers = split_numbers(name)
+        known = self._known.get(template, False)
+        if known is False:
+            known = self._known[template] = self._learn(template, numbers)
+        if known is None:
+            return self._function(name)
+        assert isinstance(known, tuple)
+        result = known[0]
+        if result is None or not numbers:
+            return result
+        head, *tail = result.split("#")
+        return head + "".join([n + t for n, t in zip(numbers, tail, strict=True)])
+
+    def _learn(self, template: str, numbers: tuple[str, ...]) -> tuple[str | None] | None:
+        results: list[str | None] = []
+        for probe in (numbers, tuple(str(700001 + i) for i in range(len(numbers)))):
+            parts = template.split("#")
+            name = parts[0] + "".join(n + t for n, t in zip(probe, parts[1:], strict=True))
+            out = self._function(name)
+            if out is None:
+                results.append(None)
+                continue
+            shape, kept = split_numbers(out)
+            if kept != probe or "#" in out:
+                return None
+            results.append(shape)
+        return (results[0],) if results[0] == results[1] else None

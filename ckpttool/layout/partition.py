@@ -1,0 +1,173 @@
+"""Logical tensors -> what each rank of a mesh stores. The inverse of ``assemble``, through the same local_boxes()."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from ckpttool.errors import LayoutError
+from ckpttool.geometry import Box, whole
+from ckpttool.layout.assemble import LAYER, cannot_cut, is_bias, no_rule, override, pad_boxes, shift_layer
+from ckpttool.layout.family import Family, Op, Placement
+from ckpttool.layout.rules import Cutting, Local, Uneven, local_boxes
+from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
+from ckpttool.mesh import Coords, share
+
+
+class Whole(Protocol):
+    """What is partitioned: a logical tensor, or a view of one."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class RankTensor(NamedTuple):
+    """What one rank stores of one logical tensor."""
+
+    name: str
+    """In the rank's file; layers may be numbered locally."""
+    source: str
+    """Name of the logical tensor."""
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[Box, Box], ...]
+    """(box in the stored tensor, box in the logical tensor)."""
+    pads: tuple[Box, ...] = ()
+    """Boxes of the stored tensor that are padding."""
+
+
+@dataclass(slots=True)
+class Partitioner:
+    """Cuts tensors for one target mesh."""
+
+    family: Family
+    ops: tuple[Op, ...]
+    cutting: Cutting
+    config: dict[str, Any]
+    local_layers: bool = False
+    tied: bool = False
+    """The last stage needs the input embedding too, as its output head."""
+    flag: str = "out"
+    """Which flags a hint names: --tp-out, or --tp."""
+    _locals: dict[Any, tuple[Local, tuple[Box, ...]]] = field(default_factory=dict)
+
+    def run(self, tensors: Sequence[Whole], ranks: Iterable[int] | None = None) -> list[list[RankTensor]]:
+        """Per rank what it stores, in the order of ``tensors``; other ranks than ``ranks`` stay empty.
+
+        Raises LayoutError when a tensor has no rule or cannot be cut, with the sizes that would work.
+        """
+        mesh = self.cutting.mesh
+        out: list[list[RankTensor]] = [[] for _ in range(mesh.world)]
+        if mesh.world == 1 and self.cutting.vocab_multiple == 1:
+            for t in tensors:
+                box = whole(t.shape)
+                out[0].append(RankTensor(t.name, t.name, t.shape, ((box, box),)))
+            return out
+        chosen = set(range(mesh.world) if ranks is None else ranks)
+        coords = [c for c in mesh.all_coords() if c.rank in chosen]
+        by_stage: dict[int, list[Coords]] = {}
+        by_owner: dict[tuple[int, int], list[Coords]] = {}
+        for c in coords:
+            by_stage.setdefault(c.pp, []).append(c)
+            by_owner.setdefault((c.pp, c.ep), []).append(c)
+        shapes = {t.name: t.shape for t in tensors}
+        weights = {n: w for n in shapes if (w := weight_of(n, shapes)) is not None}
+        placed: list[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]] = []
+        missing = []
+        for t in tensors:
+            place = override(self.family, t.name) if self.family.overrides else None
+            if place is None:
+                place = self.family.placement(t.name, self.ops)
+            base: tuple[int, ...] = t.shape
+            blocks: tuple[int, ...] = ()
+            if t.name in weights:
+                weight = weights[t.name]
+                place = self.family.placement(weight, self.ops) or place
+                block = block_of(shapes[weight], t.shape, config_block(self.config), name=t.name)
+                if place is not None and block is None:
+                    place = replace(place, rule=replace(place.rule, verb="replicate"))
+                elif block is not None and len(block) == len(shapes[weight]):
+                    base, blocks = shapes[weight], block
+            elif place is not None and is_lone(t.name, t.shape):
+                place = replace(place, rule=replace(place.rule, verb="replicate"))
+            if place is None:
+                missing.append(t.name)
+            else:
+                placed.append((t, place, base, blocks))
+        if missing:
+            raise no_rule(missing, self.family)
+        stages = self._stages(t.name for t in tensors)
+        experts = self.family.size("experts") or 1 + max((p.expert or 0 for _, p, _, _ in placed), default=0)
+        if experts % mesh.ep and not self.cutting.ragged_experts and any(p.expert is not None for _, p, _, _ in placed):
+            raise LayoutError(
+                f"{experts} experts cannot be shared evenly by {mesh.ep} ranks",
+                hint=f"use --ep-{self.flag} {_choices(d for d in range(1, experts + 1) if experts % d == 0)}",
+            )
+        owner = {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
+        first_layer = {s: min((n for n, at in stages.items() if at == s), default=0) for s in range(mesh.pp)}
+        for t, place, base, blocks in placed:
+            stage = self._stage(place, stages)
+            holders = by_stage.get(stage, ()) if place.expert is None else by_owner.get((stage, owner[place.expert]), ())
+            if self.tied and place.stage == "first" and place.rule.verb == "vocab" and mesh.pp > 1:
+                holders = [*holders, *by_stage.get(mesh.pp - 1, ())]
+            name = t.name
+            if self.local_layers and place.layer is not None:
+                name = shift_layer(name, -first_layer[stage])
+            bias = is_bias(t.name)
+            for at in holders:
+                key = (id(place.rule), base, blocks, bias, at.tp, at.ep, at.etp)
+                known = self._locals.get(key)
+                if known is None:
+                    try:
+                        local = local_boxes(place.rule, base, self.cutting, at, bias=bias, blocks=blocks)
+                    except Uneven as e:
+                        works = self._works(placed, place.rule.expert)
+                        raise cannot_cut(t.name, t.shape, place.rule.place, e, str(mesh), works) from None
+                    known = self._locals[key] = (local, tuple(pad_boxes(local)))
+                local, pads = known
+                out[at.rank].append(RankTensor(name, t.name, local.shape, local.boxes, pads))
+        return out
+
+    def _stages(self, names: Iterable[str]) -> dict[int, int]:
+        """Stage of each layer number."""
+        mesh = self.cutting.mesh
+        if mesh.pp == 1:
+            return {}
+        seen = 1 + max((int(m[1]) for n in names if (m := LAYER.search(n))), default=-1)
+        layers = self.family.size("layers") or seen
+        if seen and seen < layers:
+            layers = seen
+        stages = mesh.stage_layers(layers)
+        return {n: s for s, numbers in enumerate(stages) for n in numbers}
+
+    def _stage(self, place: Placement, stages: dict[int, int]) -> int:
+        last = self.cutting.mesh.pp - 1
+        if place.stage == "layers" and place.layer is not None:
+            return stages.get(place.layer, last)  # a layer after the last one is multi-token prediction
+        return 0 if place.stage == "first" else last
+
+    def _works(self, placed: Sequence[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]], expert: bool) -> str:
+        """The hint: sizes with which every tensor can be cut."""
+        distinct = {
+            (id(p.rule), base, blocks, is_bias(t.name)): (p.rule, base, blocks, is_bias(t.name))
+            for t, p, base, blocks in placed
+            if p.rule.expert == expert
+        }
+        good = []
+        for n in [*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128]:
+            mesh = replace(self.cutting.mesh, **({"etp": n} if expert else {"tp": n}))
+            cutting = replace(self.cutting, mesh=mesh)
+            try:
+                for rule, base, blocks, bias in distinct.values():
+                    local_boxes(rule, base, cutting, mesh.coords(0), bias=bias, blocks=blocks)
+                    local_boxes(rule, base, cutting, mesh.coords(mesh.world - 1), bias=bias, blocks=blocks)
+            except Uneven:
+                continue
+            good.append(n)
+        return f"use --{'etp' if expert else 'tp'}-{self.flag} {_choices(good)}"
+
+
+def _choices(numbers: Iterable[int]) -> str:
+    texts = [str(n) for n in numbers][:16]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]

@@ -1,0 +1,392 @@
+"""Layout rules: the verbs of tensor parallelism and the one function that gives them meaning.
+
+===============  =========================================================================================
+verb             what a rank holds
+===============  =========================================================================================
+replicate        all of it
+column [UNITS]   an equal share of the output axis, cut between UNITS (heads) so that no unit is torn
+row [UNITS]      an equal share of the input axis; a bias is replicated
+vocab            an equal share of the output axis, padded up to a multiple of the ranks
+fused A:U B:V    an equal share of each part of the output axis, one after the other: [A_r; B_r]
+grouped VERB     experts stacked on axis 0, shared out by expert, each cut by VERB over expert-TP
+===============  =========================================================================================
+
+UNITS names a size of the family (``heads``, ``kv_heads``). A size that is marked ``shared`` may be copied: with more
+ranks than key/value heads, several ranks hold the same head. The output axis is the last but one for weights stored
+[out, in] (torch) and the last for [in, out] (Paddle, GPT-2's Conv1D); a bias has only an output axis.
+``axis=N`` names it outright.
+
+``local_boxes`` is used both ways: ``assemble`` asks where a stored tensor belongs, ``partition`` what to store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import gcd, lcm
+from typing import NamedTuple
+
+from ckpttool.errors import LayoutError
+from ckpttool.geometry import Box, whole
+from ckpttool.mesh import Coords, Mesh, share
+
+VERBS = ("replicate", "column", "row", "vocab", "fused")
+
+
+class Size(NamedTuple):
+    """A number of the model that a cut must respect."""
+
+    value: int
+    shared: bool = False
+    """More ranks than this: several hold the same one (key/value heads)."""
+
+
+Sizes = Mapping[str, Size]
+
+
+class PartSpec(NamedTuple):
+    """One part of a fused output axis."""
+
+    name: str
+    units: str = ""
+    """Size that gives its weight among the parts and its granularity; "" is weight 1 and no granularity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A parsed rule; ``text`` and ``origin`` are for messages."""
+
+    verb: str
+    units: str = ""
+    parts: tuple[PartSpec, ...] = ()
+    grouped: bool = False
+    axis: int | None = None
+    in_out: bool = False
+    """Stored [in, out]."""
+    expert: bool = False
+    """Belongs to one expert: cut over expert-TP, not TP."""
+    text: str = ""
+    origin: str = ""
+
+    @property
+    def place(self) -> str:
+        """For an error's ``where``."""
+        return f"{self.origin}: `{self.text}`" if self.origin else f"rule `{self.text}`"
+
+
+def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: bool = False) -> Rule:
+    """Read one rule. Raises LayoutError naming the word that is wrong."""
+    words = str(text).split()
+    grouped = bool(words) and words[0] == "grouped"
+    words = words[1:] if grouped else words
+    axis = None
+    rest = []
+    for w in words:
+        if w.startswith("axis="):
+            try:
+                axis = int(w[5:])
+            except ValueError:
+                raise LayoutError(f"`{w}` is not an axis", where=origin) from None
+        elif w in ("in_out", "out_in"):
+            in_out = w == "in_out"
+        else:
+            rest.append(w)
+    verb, args = (rest[0], rest[1:]) if rest else ("", [])
+    if verb not in VERBS:
+        raise LayoutError(f"`{text}` is not a layout rule", where=origin, hint=f"the verbs are {', '.join(VERBS)}")
+    if verb in ("replicate", "vocab") and args or verb in ("column", "row") and len(args) > 1:
+        raise LayoutError(f"`{text}`: too many words after {verb}", where=origin)
+    if verb == "fused":
+        if len(args) < 2:
+            raise LayoutError(f"`{text}`: fused needs at least two parts", where=origin, hint="fused gate up")
+        parts = tuple(PartSpec(*a.split(":", 1)) for a in args)
+        return Rule(verb, "", parts, grouped, axis, in_out, expert or grouped, str(text), origin)
+    return Rule(verb, args[0] if args else "", (), grouped, axis, in_out, expert or grouped, str(text), origin)
+
+
+class Segment(NamedTuple):
+    """``length`` elements at ``local`` of the stored axis are those at ``logical`` of the whole axis."""
+
+    local: int
+    logical: int
+    length: int
+
+
+class AxisShare(NamedTuple):
+    """What one rank holds of one axis."""
+
+    size: int
+    """Length of the stored axis, padding included."""
+    segments: tuple[Segment, ...]
+
+
+class Local(NamedTuple):
+    """What one rank holds of one tensor."""
+
+    shape: tuple[int, ...]
+    """Of the stored tensor, padding included."""
+    boxes: tuple[tuple[Box, Box], ...]
+    """(box in the stored tensor, box in the logical tensor)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """Everything besides a rule and a shape that decides a cut."""
+
+    mesh: Mesh
+    sizes: Sizes
+    vocab_multiple: int = 1
+    """The padded vocabulary is a multiple of this and of the ranks."""
+    vocab_rows: int = 0
+    """Rows of the padded vocabulary when they are known from the files; 0 computes them."""
+    pad_vocab: bool = True
+    """False refuses a vocabulary that does not divide instead of padding it."""
+    ragged_experts: bool = True
+    """Experts that do not divide go to the first ranks; False refuses them (engines that assume equal shares)."""
+
+
+def cut_axis(rule: Rule, ndim: int, bias: bool) -> int | None:
+    """The axis that the rule cuts, or None when the tensor is held whole (row bias, replicate, scalars)."""
+    first = 1 if rule.grouped else 0
+    if rule.verb == "replicate" or ndim <= first:
+        return None
+    if rule.axis is not None:
+        return rule.axis % ndim
+    if ndim - first == 1 or bias:
+        return None if rule.verb == "row" else ndim - 1
+    output = rule.verb != "row"
+    return ndim - 1 if output == rule.in_out else ndim - 2
+
+
+def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
+    """The size behind a units word. Raises LayoutError when the model's config does not give it."""
+    if not units:
+        return None
+    if units.isdigit():
+        return Size(int(units))
+    if units not in sizes:
+        raise LayoutError(
+            f"the size `{units}` is not known, because the config does not have the field it comes from",
+            where=rule.place,
+            hint="put the model's config.json beside the checkpoint",
+        )
+    return sizes[units]
+
+
+def _even(n: int, units: Size | None, ways: int, index: int) -> AxisShare:
+    """Equal shares. Raises ValueError with the divisors that would work."""
+    count = units.value if units else n
+    if n % max(count, 1):
+        raise Uneven(f"{n} is no multiple of its {count} units", ())
+    if units and units.shared and ways > count:
+        if ways % count:
+            raise Uneven(f"{ways} ranks cannot share {count} heads evenly", _divisors(count, shared=True))
+        unit = n // count
+        return AxisShare(unit, (Segment(0, index * count // ways * unit, unit),))
+    if count % ways:
+        raise Uneven(f"{count} is no multiple of {ways}", _divisors(count, shared=bool(units and units.shared)))
+    each = n // ways
+    return AxisShare(each, (Segment(0, index * each, each),))
+
+
+class Uneven(Exception):
+    """A share that does not come out even; becomes a LayoutError once the tensor's name is known."""
+
+    def __init__(self, why: str, works: tuple[int, ...]) -> None:
+        super().__init__(why)
+        self.why = why
+        self.works = works
+
+
+def _divisors(n: int, *, shared: bool = False) -> tuple[int, ...]:
+    found = [d for d in range(1, min(n, 256) + 1) if n % d == 0]
+    if shared:
+        found += [n * k for k in (2, 4, 8) if n * k <= 256]
+    return tuple(found)
+
+
+def _weights(rule: Rule, sizes: Sizes) -> list[tuple[int, Size | None]]:
+    out = []
+    for part in rule.parts:
+        size = unit_count(part.units, sizes, rule)
+        out.append((size.value if size else 1, size))
+    return out
+
+
+def part_lengths(rule: Rule, n: int, sizes: Sizes) -> list[int]:
+    """Lengths of the parts of a fused axis of ``n`` elements."""
+    weights = [w for w, _ in _weights(rule, sizes)]
+    unit, rest = divmod(n, sum(weights))
+    if rest:
+        raise Uneven(f"{n} does not divide into parts {':'.join(map(str, weights))}", ())
+    return [w * unit for w in weights]
+
+
+def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: Cutting) -> AxisShare:
+    """What rank ``index`` of ``ways`` holds of an axis of ``n`` elements. Raises Uneven."""
+    if rule.verb == "vocab":
+        if not cutting.pad_vocab and n % ways:
+            raise Uneven(f"{n} rows are no multiple of {ways}, and this format does not pad", _divisors(n))
+        multiple = lcm(cutting.vocab_multiple, ways)
+        each = (cutting.vocab_rows or -(-n // multiple) * multiple) // ways
+        start = min(index * each, n)
+        length = min(start + each, n) - start
+        return AxisShare(each, (Segment(0, start, length),) if length else ())
+    if rule.verb == "fused":
+        segments, local, logical = [], 0, 0
+        for (_, size), length in zip(
+            _weights(rule, cutting.sizes), part_lengths(rule, n, cutting.sizes), strict=True
+        ):
+            got = _even(length, size, ways, index)
+            segments += [Segment(local + s.local, logical + s.logical, s.length) for s in got.segments]
+            local += got.size
+            logical += length
+        return AxisShare(local, tuple(segments))
+    return _even(n, unit_count(rule.units, cutting.sizes, rule), ways, index)
+
+
+def whole_axis(n: int) -> AxisShare:
+    return AxisShare(n, (Segment(0, 0, n),))
+
+
+def blocked(got: AxisShare, n: int, block: int) -> AxisShare:
+    """The share of a scale axis, given the share of the weight's axis of ``n`` elements in blocks of ``block``.
+
+    A block of 0 is all of the axis. Raises Uneven when a cut does not fall between two blocks: one scale would belong
+    to two ranks.
+    """
+    if not block:
+        return whole_axis(1)
+    segments = []
+    for local, logical, length in got.segments:
+        at_end = logical + length == n
+        if logical % block or local % block or (length % block and not at_end):
+            raise Uneven(
+                f"the cut at {logical if logical % block else logical + length} of {n} falls inside a scale block"
+                f" of {block}",
+                (),
+            )
+        segments.append(Segment(local // block, logical // block, -(-length // block)))
+    return AxisShare(-(-got.size // block), tuple(segments))
+
+
+def local_boxes(
+    rule: Rule,
+    shape: tuple[int, ...],
+    cutting: Cutting,
+    at: Coords,
+    *,
+    bias: bool = False,
+    blocks: tuple[int, ...] = (),
+) -> Local:
+    """What the rank at ``at`` stores of a logical tensor of ``shape``, and which boxes of it.
+
+    With ``blocks`` the tensor is a weight's scale grid: ``shape`` is the weight's, blocks[i] its elements per scale
+    along axis i (0: the whole axis has one), and the result is in scales. Raises Uneven; which pipeline stage and which single expert a rank
+    holds is not decided here.
+    """
+    mesh = cutting.mesh
+    ways, index = (mesh.etp, at.etp) if rule.expert else (mesh.tp, at.tp)
+    cut = cut_axis(rule, len(shape), bias)
+    shares = []
+    for axis, n in enumerate(shape):
+        if axis == cut:
+            got = axis_share(rule, n, ways, index, cutting)
+        elif axis == 0 and rule.grouped:
+            if n % mesh.ep and not cutting.ragged_experts:
+                raise Uneven(f"{n} experts cannot be shared evenly by {mesh.ep} ranks", _divisors(n))
+            start, stop = share(n, mesh.ep, at.ep)
+            got = AxisShare(stop - start, (Segment(0, start, stop - start),))
+        else:
+            got = whole_axis(n)
+        shares.append(blocked(got, n, blocks[axis]) if blocks else got)
+    if all(len(s.segments) == 1 and s.size == s.segments[0].length for s in shares):
+        # By far the most common: one box, no padding.
+        segs = [s.segments[0] for s in shares]
+        size = tuple([s.length for s in segs])
+        return Local(
+            size,
+            ((whole(size), Box(tuple([s.logical for s in segs]), tuple([s.logical + s.length for s in segs]))),),
+        )
+    boxes = []
+    for combo in product(*(s.segments for s in shares)):
+        boxes.append(
+            (
+                Box(tuple(s.local for s in combo), tuple(s.local + s.length for s in combo)),
+                Box(tuple(s.logical for s in combo), tuple(s.logical + s.length for s in combo)),
+            )
+        )
+    return Local(tuple(s.size for s in shares), tuple(boxes))
+
+
+def global_axis(rule: Rule, local: int, ways: int, cutting: Cutting) -> int:
+    """Length of the whole cut axis from one rank's share (files that do not record it). Raises Uneven."""
+    sizes = cutting.sizes
+    if rule.verb == "vocab":
+        vocab = sizes.get("vocab")
+        padded = local * ways
+        return vocab.value if cutting.pad_vocab and vocab and vocab.value <= padded else padded
+    if rule.verb == "fused":
+        weights = _weights(rule, sizes)
+        # local = unit * (a copied part counts one unit, any other w / ways); multiplied by ways to stay in integers
+        held = sum(ways if size and size.shared and ways > w else w for w, size in weights)
+        unit, rest = divmod(local * ways, held)
+        if rest:
+            raise Uneven(f"{local} does not divide into the parts of {ways} ranks", ())
+        return unit * sum(w for w, _ in weights)
+    units = unit_count(rule.units, sizes, rule)
+    if units and units.shared and ways > units.value:
+        return local * units.value
+    return local * ways
+
+
+def global_shape(
+    rule: Rule, shape: tuple[int, ...], experts: int, cutting: Cutting, *, bias: bool = False
+) -> tuple[int, ...]:
+    """Shape of the logical tensor from one rank's stored shape; ``experts`` is the stacked total (0: unknown)."""
+    mesh = cutting.mesh
+    cut = cut_axis(rule, len(shape), bias)
+    out = list(shape)
+    if cut is not None:
+        out[cut] = global_axis(rule, shape[cut], mesh.etp if rule.expert else mesh.tp, cutting)
+    if rule.grouped and shape:
+        out[0] = experts or shape[0] * mesh.ep
+    return tuple(out)
+
+
+def fused_rule(parts: list[tuple[str, Rule]]) -> Rule:
+    """The rule of a tensor made by joining tensors with these rules on their output axis.
+
+    Raises LayoutError when the parts are not all cut on the output axis.
+    """
+    verbs = {r.verb for _, r in parts}
+    first = parts[0][1]
+    if verbs == {"replicate"}:
+        return first
+    if verbs != {"column"}:
+        raise LayoutError(
+            f"{', '.join(n for n, _ in parts)} cannot be fused: their rules are {', '.join(sorted(verbs))}",
+            where=first.place,
+        )
+    specs = tuple(PartSpec(name, rule.units) for name, rule in parts)
+    text = "fused " + " ".join(f"{p.name}:{p.units}" if p.units else p.name for p in specs)
+    return replace(first, verb="fused", units="", parts=specs, text=text)
+
+
+def part_rule(rule: Rule, index: int) -> Rule:
+    """The rule of one part of a fused tensor, stored on its own."""
+    if rule.verb == "replicate":
+        return rule
+    if rule.verb != "fused":
+        raise LayoutError("only a fused tensor can be taken apart", where=rule.place)
+    part = rule.parts[index]
+    return replace(rule, verb="column", units=part.units, parts=(), text=f"column {part.units}".strip())
+
+
+def common_sizes(counts: list[int]) -> tuple[int, ...]:
+    """Numbers of ranks that divide all counts, for a hint."""
+    g = 0
+    for c in counts:
+        g = gcd(g, c)
+    return _divisors(g) if g else ()

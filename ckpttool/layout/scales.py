@@ -1,0 +1,79 @@
+"""Scale grids: which tensor scales which weight, and how many elements share a scale along each axis.
+
+A scale grid is cut where its weight is cut, so a cut must fall between two blocks. Sources of the names: DeepSeek and
+Hugging Face finegrained FP8 (``weight_scale_inv``), compressed-tensors and ModelOpt (``weight_scale``), DeepSeek's
+inference code (``scale``), transformers' fused experts (``gate_up_proj_scale_inv``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from math import prod
+from typing import Any
+
+from ckpttool.errors import LayoutError
+
+_SUFFIXES = (
+    ("weight_scale_inv", "weight"),
+    ("weight_scale", "weight"),
+    (".qscale_weight", ".weight"),
+    (".scale", ".weight"),
+    ("_proj_scale_inv", "_proj"),
+)
+
+
+def weight_of(name: str, names: Collection[str]) -> str | None:
+    """The weight that ``name`` scales, if it is a scale by its name and that weight exists."""
+    for suffix, weight in _SUFFIXES:
+        if name.endswith(suffix):
+            partner = name[: -len(suffix)] + weight
+            if partner in names:
+                return partner
+    return None
+
+
+def is_lone(name: str, shape: tuple[int, ...]) -> bool:
+    """One number for a whole tensor (``input_scale``, ``k_scale``): every rank holds it."""
+    return name.endswith("scale") and prod(shape) == 1
+
+
+def config_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """``weight_block_size`` of the quantization config, if it has one."""
+    quant = config.get("quantization_config")
+    block = quant.get("weight_block_size") if isinstance(quant, dict) else None
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
+        return (block[0], block[1])
+    return None
+
+
+def block_of(
+    weight: tuple[int, ...], scale: tuple[int, ...], config: tuple[int, int] | None, *, name: str
+) -> tuple[int, ...] | None:
+    """Elements per scale along each axis, or None for a scale that is one number for the whole weight.
+
+    0 is "all of the axis, however long": one scale for each output, stored [out, 1]. Otherwise the config's block
+    counts when it explains the shape, then 128, then an exact division. Raises LayoutError when nothing explains it.
+    """
+    if all(s == 1 for s in scale):
+        return None
+    if len(scale) == 1 and len(weight) == 2 and scale[0] == weight[0]:
+        return (1,)
+    if len(scale) != len(weight):
+        raise LayoutError(f"the scales `{name}` {list(scale)} do not fit their weight {list(weight)}")
+    if scale == (*weight[:-1], 1):
+        return (*[1] * (len(weight) - 1), 0)
+    out = []
+    for i, (n, s) in enumerate(zip(weight, scale, strict=True)):
+        named = config[i - len(weight)] if config and i >= len(weight) - 2 else 0
+        for block in (named, 128, n // s if s and n % s == 0 else 0):
+            if block and -(-n // block) == s:
+                out.append(block)
+                break
+        else:
+            if s != 1:
+                raise LayoutError(
+                    f"the scales `{name}` {list(scale)} do not fit their weight {list(weight)} in blocks of 128",
+                    hint="give the block in config.json: quantization_config.weight_block_size",
+                )
+            out.append(n)
+    return tuple(out)

@@ -1,0 +1,310 @@
+"""``ckpttool reshard``: the same tensors for another mesh, another format or another naming.
+
+    open SRC -> views (names, fusions, selections) -> ranks of DST -> skeleton -> plan -> execute -> verify
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckpttool.checkpoint import Checkpoint, OpenOptions, naming_ops, open_checkpoint
+from ckpttool.dtypes import CASTABLE, parse
+from ckpttool.errors import UsageError, VerifyError
+from ckpttool.execute import Progress, RunOptions, RunResult, run
+from ckpttool.execute.compare import compare_views
+from ckpttool.formats.base import OutTensor, WriteRequest
+from ckpttool.formats.registry import by_name
+from ckpttool.layout.family import Family, inverse
+from ckpttool.layout.partition import Partitioner, RankTensor
+from ckpttool.layout.rules import Cutting
+from ckpttool.mesh import Mesh
+from ckpttool.plan import Plan
+from ckpttool.planner import build_plan, cast_dtype
+from ckpttool.relate import View, Views, apply_ops, identity, keep, rename_by_rules
+from ckpttool.select import matching
+
+PARALLEL_FIELDS = {
+    "tp": ("tensor_parallel_degree", "tensor_model_parallel_size", "tensor_parallel_size", "tp_size", "model_parallel_size"),
+    "pp": ("pipeline_parallel_degree", "pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size"),
+    "ep": ("expert_parallel_degree", "expert_model_parallel_size", "expert_parallel_size", "ep_size"),
+}
+"""Fields of a config that name a parallel size, in Paddle's, Megatron's and vLLM's words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What DST shall be; None is "not said"."""
+
+    format: str = ""
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    pp_layout: tuple[int, ...] = ()
+    ranks: tuple[int, ...] | None = None
+    """Only these ranks are written."""
+    max_shard_size: int | None = None
+    dtype: str = ""
+    fuse: bool = False
+    unfuse: bool = False
+    vocab_multiple: int = 1
+
+    def said(self) -> dict[str, int]:
+        return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tensors, and under which names."""
+
+    remove: Sequence[str] = ()
+    keep: Sequence[str] = ()
+    rename: Sequence[str] = ()
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Everything known before a byte is written."""
+
+    source: Checkpoint
+    target: Target
+    format: str
+    mesh: Mesh
+    family: Family
+    views: Views
+    plan: Plan
+    dtype: str
+    notes: list[str]
+    """In the order in which they were found."""
+    removed: tuple[int, int] = (0, 0)
+    """(tensors, bytes) that --remove-keys or --keep-keys left out."""
+
+
+@dataclass(slots=True)
+class ReshardResult:
+    """What ``reshard`` reports."""
+
+    prepared: Prepared
+    dst: Path
+    run: RunResult
+    verified: bool
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare(src: str | Path, options: OpenOptions, target: Target, selection: Selection | None = None) -> Prepared:
+    """Plan a reshard. Raises a CkptError subclass; nothing is written."""
+    return plan_target(open_checkpoint(src, options), target, selection or Selection())
+
+
+def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Prepared:
+    """Plan how ``source`` becomes ``target``."""
+    if target.fuse and target.unfuse:
+        raise UsageError("--fuse and --unfuse exclude each other")
+    notes = list(source.notes)
+    fmt, mesh = _target_mesh(source, target, notes)
+    dtype = parse(target.dtype).name if target.dtype else ""
+    if dtype and dtype not in CASTABLE:
+        raise UsageError(
+            f"--dtype {target.dtype} is not a cast: it needs scales",
+            hint="cast to one of " + ", ".join(sorted(d.lower() for d in CASTABLE)),
+        )
+    writer = by_name(fmt, "--to")
+    family = source.family
+    fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
+    naming = writer.naming()
+    if not naming:
+        naming, fused = source.stored.naming, fused or source.stored.fused
+    views, removed = _select(identity(source.catalog), selection, notes)
+    before = source.ops
+    after = naming_ops(family, naming, fused)
+    if before != after:
+        canonical = apply_ops(views, inverse(before), family, before)
+        views = apply_ops(canonical, after, family)
+    views = rename_by_rules(views, selection.rename)
+    views.table = {v.name: v for v in sorted(views, key=lambda v: family.order(v.name, after))}
+    notes += views.notes
+    cutting = Cutting(
+        mesh,
+        family.sizes,
+        vocab_multiple=max(target.vocab_multiple, 64 if fmt == "vllm" else 1),
+        pad_vocab=fmt != "deepseek",
+        ragged_experts=fmt == "ranks",
+    )
+    partitioner = Partitioner(
+        family,
+        after,
+        cutting,
+        source.config,
+        local_layers=naming in family.spec.local_layers,
+        tied=bool(source.config.get("tie_word_embeddings")),
+    )
+    chosen = _chosen(target, mesh)
+    ranks = partitioner.run(list(views), chosen)
+    config = _config(source, mesh, dtype, fmt)
+    request = WriteRequest(
+        [[_out(t, views.table[t.source], dtype) for t in tensors] for tensors in ranks],
+        chosen,
+        mesh,
+        family.name,
+        naming,
+        fused,
+        config,
+        dtype,
+        target.max_shard_size,
+        source.stored.companions,
+    )
+    skeleton = writer.write(request)
+    root = source.stored.root
+    literal = [("config.json", (json.dumps(request.config, indent=2, ensure_ascii=False) + "\n").encode())]
+    if request.config == source.config and (root / "config.json").is_file():
+        literal, carried = [], [(str(root / "config.json"), "config.json")]
+    else:
+        carried = []
+    if not request.config:
+        literal, carried = [], []
+    carried += [(str(root / n), n) for n in source.stored.companions]
+    plan = build_plan(
+        source.catalog, views.table, ranks, skeleton, dtype=dtype, carried=carried, literal_files=literal
+    )
+    notes += plan.notes
+    plan.notes = notes
+    return Prepared(source, target, fmt, mesh, family, views, plan, dtype, notes, removed)
+
+
+def execute(
+    prepared: Prepared, dst: str | Path, options: RunOptions, progress: Progress, *, verify: bool = False
+) -> ReshardResult:
+    """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
+    path = Path(dst)
+    if verify:
+        if prepared.target.ranks is not None:
+            raise UsageError(
+                "--verify needs all ranks, --ranks-out writes only some",
+                hint="verify when all ranks are there: ckpttool inspect SRC --diff DST --values",
+            )
+        options = replace(options, verify=lambda partial: verify_output(prepared, partial))
+    result = run(prepared.plan, path, options, progress)
+    return ReshardResult(prepared, path, result, verify)
+
+
+def verify_output(prepared: Prepared, written: Path) -> None:
+    """Read ``written`` back through its format's reader and compare every element with the source.
+
+    Knows nothing of the plan: the source side goes through pieces and views, the written side through its own headers.
+    Raises VerifyError naming the first tensors that differ.
+    """
+    out = open_checkpoint(
+        written,
+        OpenOptions(
+            format=prepared.format,
+            family=prepared.family.name if prepared.family.name != "none" else "",
+            replicate=[],
+            split=[],
+        ),
+    )
+    expected = prepared.views.table
+    have = {k.name for k in out.catalog.tensors}
+    missing, extra = sorted(set(expected) - have), sorted(have - set(expected))
+    if missing or extra:
+        raise VerifyError(
+            f"the output has {len(extra)} unexpected tensors and lacks {len(missing)}: {(missing + extra)[0]}",
+            where=str(written),
+        )
+    wrong = compare_views(
+        prepared.source.catalog,
+        expected.values(),
+        out.catalog,
+        cast=lambda dtype: cast_dtype(dtype, prepared.dtype),
+        check_replicas=True,
+    )
+    if wrong:
+        raise VerifyError(
+            f"{len(wrong)} of {len(expected)} tensors differ from the source",
+            where=[str(w) for w in wrong[:5]],
+            hint="nothing was kept. This is a fault of ckpttool or of the disk: please report it with the command line",
+        )
+
+
+def _out(t: RankTensor, view: View, dtype: str) -> OutTensor:
+    return OutTensor(t.name, cast_dtype(view.dtype, dtype), t.shape, t.source, view.shape, t.boxes)
+
+
+def _chosen(target: Target, mesh: Mesh) -> tuple[int, ...]:
+    if target.ranks is None:
+        return tuple(range(mesh.world))
+    wrong = [r for r in target.ranks if r >= mesh.world]
+    if wrong:
+        raise UsageError(f"--ranks-out names rank {wrong[0]}, the output has ranks 0 to {mesh.world - 1}")
+    return tuple(sorted(set(target.ranks)))
+
+
+def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[str, Mesh]:
+    """Format and mesh of DST. What is not said stays as it is in SRC."""
+    said = target.said()
+    src = source.mesh
+    tp = said.get("tp", src.tp)
+    pp = said.get("pp", src.pp)
+    ep = said.get("ep")
+    if ep is None:
+        folded = src.ep > 1 and src.ep == src.tp and src.etp == 1
+        ep = tp if folded else src.ep
+        if folded and ep != src.ep:
+            notes.append(f"ep {ep}: the source has ep = tp; say --ep-out for another")
+    etp = said.get("etp")
+    if etp is None:
+        etp = tp if src.etp == src.tp else src.etp
+        if ep > 1 and etp > 1 and "ep" in said:
+            notes.append(f"etp {etp} = tp, so the output has {Mesh(tp, 1, ep, etp).width} ranks a stage; --etp-out 1 for whole experts")
+    layout = target.pp_layout or (src.layout if pp == src.pp else ())
+    if target.pp_layout and "pp" not in said:
+        pp = len(target.pp_layout)
+    asked = Mesh(tp, pp, ep, etp, layout)
+    name = target.format
+    if not name:
+        if asked.world == 1:
+            name = "hf"
+        else:
+            name = source.format if source.stored.mesh.world > 1 or by_name(source.format, "").sharded else "ranks"
+        notes.append(f"written as {name}" + ("" if name == source.format else " (--to chooses another format)"))
+    writer = by_name(name, "--to")
+    if not writer.sharded:
+        return name, writer.target_mesh(Mesh(), said)
+    return name, writer.target_mesh(asked, said)
+
+
+def _select(views: Views, selection: Selection, notes: list[str]) -> tuple[Views, tuple[int, int]]:
+    names = set(views.table)
+    wanted = set(names)
+    if selection.keep:
+        wanted = matching(selection.keep, names, option="--keep-keys")
+    if selection.remove:
+        wanted -= matching(selection.remove, names, option="--remove-keys")
+    gone = [views.table[n] for n in views.table if n not in wanted]
+    if not wanted:
+        raise UsageError("no tensor is left: the patterns remove all of them")
+    if gone:
+        size = sum(v.nbytes for v in gone)
+        notes.append(f"{len(gone)} tensors left out, {size:,} bytes")
+        return keep(views, wanted), (len(gone), size)
+    return views, (0, 0)
+
+
+def _config(source: Checkpoint, mesh: Mesh, dtype: str, fmt: str) -> dict[str, Any]:
+    """config.json for the target: fields that name parallel sizes or the dtype are updated, the rest is kept."""
+    config = dict(source.config)
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep}
+    for dimension, fields in PARALLEL_FIELDS.items():
+        for f in fields:
+            if f in config:
+                config[f] = sizes[dimension]
+    if dtype:
+        name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}[dtype]
+        for f in ("dtype", "torch_dtype"):
+            if f in config:
+                config[f] = name
+    return config
+

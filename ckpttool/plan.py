@@ -1,0 +1,184 @@
+"""A plan: every step that writes the output, complete before a byte is written. Pure, no I/O.
+
+    Plan
+      sources   files that are read, with the size and time they had when planned
+      outputs   files that are written: name, exact size, literal bytes (headers), or a companion carried over
+      units     the work, in order; a unit is the smallest thing that is scheduled, journalled and resumed
+        Copy    a strided block of a source -> a strided block of an output (a cast when the dtypes differ)
+        Fill    a constant into a strided block of an output (padding)
+        Same    two strided blocks of sources must be equal (replicas)
+        Padding a strided block of a source must be padding (zeros, or copies of the row before it)
+
+A block is (file, byte offset, byte stride per axis); the shape belongs to the step. Boxes, never byte runs: a
+row-parallel cut of a 70B model is a thousand boxes but ten million runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from ckpttool.dtypes import itemsize, lookup
+
+
+class Block(NamedTuple):
+    """A strided N-d block in a file."""
+
+    file: int
+    """Index into ``Plan.sources`` or ``Plan.outputs``."""
+    offset: int
+    """Byte of the first element."""
+    strides: tuple[int, ...]
+    """Bytes from one element to the next, per axis of the step's shape; never negative."""
+
+
+class Copy(NamedTuple):
+    """Move ``shape`` elements from ``src`` to ``dst``; cast when the dtypes differ."""
+
+    src: Block
+    dst: Block
+    shape: tuple[int, ...]
+    src_dtype: str
+    dst_dtype: str
+
+
+class Fill(NamedTuple):
+    """Write zeros to ``dst``."""
+
+    dst: Block
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Same(NamedTuple):
+    """``a`` and ``b`` hold the same bytes, or the source contradicts itself."""
+
+    a: Block
+    b: Block
+    shape: tuple[int, ...]
+    dtype: str
+    what: str
+    """Tensor name for the error."""
+
+
+class Padding(NamedTuple):
+    """``src`` holds padding: zeros, or copies of the row at ``like``."""
+
+    src: Block
+    shape: tuple[int, ...]
+    dtype: str
+    like: Block | None
+    """The last true row (strides of the trailing axes only), or None when only zeros are right."""
+    what: str
+
+
+Step = Copy | Fill | Same | Padding
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file that is read, as it was when the plan was made; a change in between is an error."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A file that is written."""
+
+    name: str
+    """Path relative to DST, with forward slashes."""
+    size: int
+    literals: tuple[tuple[int, bytes], ...] = ()
+    """(offset, bytes) runs that do not depend on tensor data, headers for example."""
+    carried: str = ""
+    """Path of a companion file whose bytes become this file (no units then); "" otherwise."""
+
+
+class Target(NamedTuple):
+    """Where one stored tensor of the output lies; what a manifest lists."""
+
+    name: str
+    file: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Steps that are done together and journalled as one; the steps of one unit write only their own targets."""
+
+    name: str
+    steps: tuple[Step, ...]
+    targets: tuple[Target, ...] = ()
+    """Stored tensors that this unit, and no other, writes completely."""
+
+    @property
+    def written(self) -> int:
+        """Bytes that the unit writes."""
+        total = 0
+        for s in self.steps:
+            if type(s) is Copy:
+                total += prod(s.shape) * lookup(s.dst_dtype).bits // 8
+            elif type(s) is Fill:
+                total += prod(s.shape) * itemsize(s.dtype)
+        return total
+
+
+@dataclass(slots=True)
+class Plan:
+    """All steps; ``notes`` are sentences for the report (what was inferred, derived or dropped)."""
+
+    sources: list[Source]
+    outputs: list[Output]
+    units: list[Unit]
+    notes: list[str] = field(default_factory=list)
+    ranks: list[list[int]] = field(default_factory=list)
+    """Output file indices of each target rank, for the report."""
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(o.size for o in self.outputs)
+
+    @property
+    def boxes(self) -> int:
+        return sum(1 for u in self.units for s in u.steps if type(s) is Copy)
+
+    def digest(self) -> str:
+        """Hash of everything that decides the output's bytes; a resumed run must have the same one."""
+        h = hashlib.sha256()
+        for line in self._lines():
+            h.update(line)
+        return h.hexdigest()
+
+    def _lines(self) -> Iterator[bytes]:
+        for s in self.sources:
+            yield f"source {s.path} {s.size} {s.mtime_ns}\n".encode()
+        for o in self.outputs:
+            yield f"output {o.name} {o.size} {o.carried}\n".encode()
+            for offset, data in o.literals:
+                yield f"{offset} ".encode() + data
+        for u in self.units:
+            yield u.name.encode(errors="surrogateescape") + b"\n"
+            yield from (repr(tuple(s)).encode(errors="backslashreplace") for s in u.steps)
+
+
+def merged_axes(shape: Sequence[int], *strides: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Drop axes of one element and join neighbours that are contiguous in every block.
+
+    Returns (shape, one stride tuple per block). Steps are stored in this form, so an executor sees the fewest loops.
+    """
+    dims: list[tuple[int, tuple[int, ...]]] = []
+    for n, step in zip(shape, zip(*strides, strict=True), strict=True):
+        if n == 1:
+            continue
+        if dims and all(outer == inner * n for outer, inner in zip(dims[-1][1], step, strict=True)):
+            dims[-1] = (dims[-1][0] * n, step)
+        else:
+            dims.append((n, step))
+    return tuple([n for n, _ in dims]), [tuple([d[1][i] for d in dims]) for i in range(len(strides))]

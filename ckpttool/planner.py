@@ -1,0 +1,255 @@
+"""From views and ranks to steps: the only place where boxes become byte addresses. Pure, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, StoredTensor
+from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
+from ckpttool.errors import IncompleteError, LayoutError
+from ckpttool.formats.base import Skeleton
+from ckpttool.geometry import Box, contiguous_strides, whole
+from ckpttool.layout.partition import RankTensor
+from ckpttool.plan import Block, Copy, Fill, Output, Padding, Plan, Same, Source, Step, Target, Unit, merged_axes
+from ckpttool.relate import NONE, Part, View
+
+
+def cast_dtype(dtype: str, wanted: str) -> str:
+    """What ``--dtype`` makes of a dtype: floats of 16 bits and more are cast, everything else keeps its own."""
+    return wanted if wanted and dtype in CASTABLE else dtype
+
+
+def build_plan(
+    catalog: Catalog,
+    views: dict[str, View],
+    ranks: Sequence[Sequence[RankTensor]],
+    skeleton: Skeleton,
+    *,
+    dtype: str = "",
+    carried: Sequence[tuple[str, str]] = (),
+    literal_files: Sequence[tuple[str, bytes]] = (),
+    check_replicas: bool = True,
+) -> Plan:
+    """All steps for writing ``ranks`` (what each rank stores of which view) into the files of ``skeleton``.
+
+    ``carried`` are (source path, name) of companion files, ``literal_files`` (name, bytes) of generated ones.
+    Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte.
+    """
+    outputs = [Output(f.name, f.size, f.literals) for f in skeleton.files]
+    steps: dict[str, list[Step]] = {}
+    targets: dict[str, list[Target]] = {}
+    used: dict[int, LogicalTensor] = {}
+    for rank, tensors in enumerate(ranks):
+        places = skeleton.places[rank]
+        for t in tensors:
+            view = views[t.source]
+            file, offset = places[t.name]
+            out_dtype = cast_dtype(view.dtype, dtype)
+            todo = steps.setdefault(view.name, [])
+            size = nbytes(out_dtype, prod(t.shape), where=t.name)
+            targets.setdefault(view.name, []).append(Target(t.name, file, offset, size))
+            _rank_steps(todo, view, t, file, offset, out_dtype, used)
+    units = [
+        Unit(name, tuple(todo), tuple(targets[name])) for name, todo in steps.items() if todo or targets[name]
+    ]
+    units.sort(key=_order)
+    if check_replicas:
+        units = _checks(used.values()) + units
+    sources = [Source(str(f.path), f.size, f.mtime_ns) for f in catalog.files]
+    for path, name, size in _sized(carried):
+        outputs.append(Output(name, size, (), path))
+    for name, data in literal_files:
+        outputs.append(Output(name, len(data), ((0, data),)))
+    return Plan(sources, outputs, units, list(skeleton.notes), skeleton.rank_files)
+
+
+def _sized(carried: Sequence[tuple[str, str]]) -> list[tuple[str, str, int]]:
+    import os
+
+    return [(path, name, os.stat(path).st_size) for path, name in carried]
+
+
+def _order(unit: Unit) -> tuple[int, int, int]:
+    """By output file, then by where the bytes come from, so that sources are read forwards."""
+    first = min((t.file for t in unit.targets), default=0)
+    for s in unit.steps:
+        if isinstance(s, Copy):
+            return (first, s.src.file, s.src.offset)
+    return (first, 0, 0)
+
+
+def _rank_steps(
+    todo: list[Step],
+    view: View,
+    t: RankTensor,
+    file: int,
+    offset: int,
+    dtype: str,
+    used: dict[int, LogicalTensor],
+) -> None:
+    same = view.same
+    if (
+        same is not None
+        and len(same.pieces) == 1
+        and len(t.boxes) == 1
+        and t.shape == view.shape
+        and same.pieces[0].stored.shape == view.shape
+        and same.pieces[0].stored.strides is None
+    ):
+        # A whole tensor that stays whole: one run of bytes, also for elements smaller than a byte.
+        stored = same.pieces[0].stored
+        used[id(same)] = same
+        if stored.dtype == dtype:
+            count, unit, kind = stored.nbytes, 1, "U8"
+            if not lookup(dtype).bits % 8:
+                unit, kind = itemsize(dtype), dtype
+                count //= unit
+            if count:
+                todo.append(
+                    Copy(Block(stored.file, stored.offset, (unit,)), Block(file, offset, (unit,)), (count,), kind, kind)
+                )
+            return
+    out_strides = contiguous_strides(t.shape)
+    out_item = _item(dtype, view.name)
+    for inner, outer in t.boxes:
+        need = outer.volume
+        if not need:
+            continue
+        for part in view.parts:
+            clipped = part if outer == whole(view.shape) else part.clip(outer)
+            if clipped is None:
+                continue
+            used[id(part.source)] = part.source
+            for piece in part.source.pieces:
+                c = clipped.clip_source(piece.box)
+                if c is None:
+                    continue
+                need -= prod(c.size)
+                todo.append(_copy(c, piece, inner, outer, out_strides, out_item, file, offset, dtype))
+        if need:
+            raise IncompleteError(
+                f"{need:,} elements of `{view.name}` {list(view.shape)} come from nowhere",
+                hint="this is a fault of the family file's fusions or namings: its sizes do not add up",
+            )
+    for pad in t.pads:
+        if pad.volume:
+            at = offset + sum(a * s for a, s in zip(pad.start, out_strides, strict=True)) * out_item
+            shape, (strides,) = merged_axes(pad.shape, [s * out_item for s in out_strides])
+            todo.append(Fill(Block(file, at, strides), shape, dtype))
+
+
+def _item(dtype: str, name: str) -> int:
+    if lookup(dtype).bits % 8:
+        raise LayoutError(
+            f"tensor `{name}` is {dtype}: its elements share bytes, so it cannot be cut or fused",
+            hint="keep it whole: --replicate",
+        )
+    return itemsize(dtype)
+
+
+def _copy(
+    c: Part,
+    piece: Piece,
+    inner: Box,
+    outer: Box,
+    out_strides: Sequence[int],
+    out_item: int,
+    file: int,
+    offset: int,
+    dtype: str,
+) -> Copy:
+    stored = piece.stored
+    item = _item(stored.dtype, stored.name)
+    strides = stored.element_strides
+    start = sum(
+        (at - box + local) * s
+        for at, box, local, s in zip(c.origin, piece.box.start, piece.local.start, strides, strict=True)
+    )
+    src_strides = [
+        0 if axis == NONE else by * strides[axis] * item for axis, by in zip(c.axes, c.stride, strict=True)
+    ]
+    dst = sum(
+        (at - box + local) * s
+        for at, box, local, s in zip(c.first, outer.start, inner.start, out_strides, strict=True)
+    )
+    dst_strides = [step * s * out_item for step, s in zip(c.step, out_strides, strict=True)]
+    shape, (a, b) = merged_axes(c.size, src_strides, dst_strides)
+    if not shape:
+        shape, a, b = (1,), (item,), (out_item,)
+    return Copy(
+        Block(stored.file, stored.offset + start * item, a),
+        Block(file, offset + dst * out_item, b),
+        shape,
+        stored.dtype,
+        dtype,
+    )
+
+
+def block_of(stored: StoredTensor, box: Box) -> tuple[Block, tuple[int, ...]]:
+    """The block of a box of a stored tensor, and its shape with contiguous axes joined."""
+    item = _item(stored.dtype, stored.name)
+    strides = stored.element_strides
+    at = stored.offset + sum(a * s for a, s in zip(box.start, strides, strict=True)) * item
+    shape, (out,) = merged_axes(box.shape, [s * item for s in strides])
+    if not shape:
+        shape, out = (1,), (item,)
+    return Block(stored.file, at, out), shape
+
+
+def _checks(tensors: Iterable[LogicalTensor]) -> list[Unit]:
+    """Replicas must agree and padding must be padding, or the source contradicts itself."""
+    units = []
+    for tensor in tensors:
+        if not tensor.replicas and not tensor.pads:
+            continue
+        steps: list[Step] = []
+        primary = {p.box: p for p in tensor.pieces}
+        for other in tensor.replicas:
+            mine = primary[other.box]
+            item = _item(tensor.dtype, str(tensor.key))
+            a, b = mine.stored, other.stored
+            sa = [s * item for s in a.element_strides]
+            sb = [s * item for s in b.element_strides]
+            shape, (x, y) = merged_axes(other.box.shape, sa, sb)
+            if not shape:
+                shape, x, y = (1,), (item,), (item,)
+            steps.append(
+                Same(
+                    Block(a.file, a.offset + _at(mine.local, sa), x),
+                    Block(b.file, b.offset + _at(other.local, sb), y),
+                    shape,
+                    tensor.dtype,
+                    str(tensor.key),
+                )
+            )
+        steps += [_padding(tensor, pad) for pad in tensor.pads if pad.local.volume]
+        units.append(Unit(f"check {tensor.key}", tuple(steps)))
+    return units
+
+
+def _at(box: Box, strides: Sequence[int]) -> int:
+    return sum(a * s for a, s in zip(box.start, strides, strict=True))
+
+
+def _padding(tensor: LogicalTensor, pad: Pad) -> Padding:
+    """Zeros or copies of the last true row, which may be in another rank's file."""
+    item = _item(tensor.dtype, str(tensor.key))
+    strides = [s * item for s in pad.stored.element_strides]
+    rows, inner = pad.local.shape[0], pad.local.shape[1:]
+    shape, (tail,) = merged_axes(inner, strides[1:])
+    like = None
+    ends = [p for p in tensor.pieces if p.box.stop and p.box.stop[0] == tensor.shape[0]]
+    if len(ends) == 1 and ends[0].box.shape[1:] == inner and len(pad.local.shape) > 1:
+        p = ends[0]
+        last = [s * item for s in p.stored.element_strides]
+        row = Box((p.local.stop[0] - 1, *p.local.start[1:]), p.local.stop)
+        _, (like_strides,) = merged_axes(inner, last[1:])
+        like = Block(p.stored.file, p.stored.offset + _at(row, last), like_strides)
+    return Padding(
+        Block(pad.stored.file, pad.stored.offset + _at(pad.local, strides), (strides[0], *tail)),
+        (rows, *shape),
+        tensor.dtype,
+        like,
+        str(tensor.key),
+    )

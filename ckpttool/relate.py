@@ -1,0 +1,457 @@
+"""Relations: how the logical tensors of one naming become those of another.
+
+A ``View`` is a logical tensor of the new naming, expressed as parts of logical tensors of the old one. A part is a
+loop nest with one loop per axis of the view: position ``first + step * k`` of the view is position ``origin + stride
+* k`` of an axis of the source. Steps other than 1 are what interleaving needs (gpt-oss keeps gate and up in alternate
+columns); everything else is a translation.
+
+Renaming, fusing, taking apart, stacking experts and dropping layers are functions from one table of views to the
+next, so namings compose by applying them in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from ckpttool.catalog import Catalog, Key, LogicalTensor
+from ckpttool.errors import ConflictError, IncompleteError, LayoutError
+from ckpttool.geometry import Box, whole
+from ckpttool.layout.assemble import LAYER, is_bias
+from ckpttool.layout.family import DropLayers, Family, Fuse, Op, Rename, Stack
+from ckpttool.layout.names import Renamer, expand, pattern_regex
+from ckpttool.layout.rules import Rule, cut_axis, unit_count
+from ckpttool.select import renamer
+
+NONE = -1
+"""In ``Part.axes``: the axis of the view has one element and no counterpart."""
+
+
+class Part(NamedTuple):
+    """A loop nest from a source tensor to a view; all tuples but ``origin`` have one entry per axis of the view."""
+
+    size: tuple[int, ...]
+    first: tuple[int, ...]
+    step: tuple[int, ...]
+    source: LogicalTensor
+    origin: tuple[int, ...]
+    """Per axis of the source."""
+    axes: tuple[int, ...]
+    """Axis of the source that each axis of the view walks, or NONE."""
+    stride: tuple[int, ...]
+    """Source elements per loop step, per axis of the view."""
+
+    def clip(self, box: Box) -> Part | None:
+        """The part of the part that lies in ``box`` of the view."""
+        size, first, origin = list(self.size), list(self.first), list(self.origin)
+        for i, (n, at, step) in enumerate(zip(self.size, self.first, self.step, strict=True)):
+            lo = max(0, -(-(box.start[i] - at) // step))
+            hi = min(n, -(-(box.stop[i] - at) // step))
+            if lo >= hi:
+                return None
+            if lo or hi != n:
+                size[i], first[i] = hi - lo, at + lo * step
+                if self.axes[i] != NONE:
+                    origin[self.axes[i]] += lo * self.stride[i]
+        return self._replace(size=tuple(size), first=tuple(first), origin=tuple(origin))
+
+    def clip_source(self, box: Box) -> Part | None:
+        """The part of the part that reads from ``box`` of the source."""
+        size, first, origin = list(self.size), list(self.first), list(self.origin)
+        walked = set(self.axes)
+        for axis, at in enumerate(self.origin):
+            if axis not in walked and not box.start[axis] <= at < box.stop[axis]:
+                return None
+        for i, axis in enumerate(self.axes):
+            if axis == NONE:
+                continue
+            n, at, stride = size[i], origin[axis], self.stride[i]
+            lo = max(0, -(-(box.start[axis] - at) // stride))
+            hi = min(n, -(-(box.stop[axis] - at) // stride))
+            if lo >= hi:
+                return None
+            if lo or hi != n:
+                size[i], first[i], origin[axis] = hi - lo, first[i] + lo * self.step[i], at + lo * stride
+        return self._replace(size=tuple(size), first=tuple(first), origin=tuple(origin))
+
+
+@dataclass(slots=True)
+class View:
+    """A logical tensor of the target naming. ``same`` is set when it is a source tensor unchanged."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    same: LogicalTensor | None = None
+    _parts: tuple[Part, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        if self.same is None:
+            return self._parts
+        n = len(self.shape)
+        return (Part(self.shape, (0,) * n, (1,) * n, self.same, (0,) * n, tuple(range(n)), (1,) * n),)
+
+    @property
+    def nbytes(self) -> int:
+        from ckpttool.dtypes import nbytes
+
+        return nbytes(self.dtype, prod(self.shape), where=self.name)
+
+
+@dataclass(slots=True)
+class Views:
+    """The table of views while statements are applied to it."""
+
+    table: dict[str, View]
+    notes: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[View]:
+        return iter(self.table.values())
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+def identity(catalog: Catalog) -> Views:
+    return Views({t.key.name: View(t.key.name, t.dtype, t.shape, t) for t in catalog})
+
+
+def _put(views: Views, table: dict[str, View], view: View, why: str) -> None:
+    if view.name in table:
+        raise ConflictError(f"two tensors would both be named `{view.name}`", where=why)
+    table[view.name] = view
+
+
+def rename(views: Views, function: Callable[[str], str | None], why: str) -> Views:
+    """Give every view the name ``function`` returns (None keeps it)."""
+    cached = Renamer(function)
+    table: dict[str, View] = {}
+    for view in views:
+        new = cached(view.name)
+        if new is not None and new != view.name:
+            view = View(new, view.dtype, view.shape, view.same, view._parts)
+        _put(views, table, view, why)
+    return Views(table, views.notes)
+
+
+def rename_by_rules(views: Views, rules: Sequence[str]) -> Views:
+    """--rename OLD=NEW; a rule that matches nothing is an error."""
+    for regex, replacement, text in renamer(rules):
+        hits = [n for n in views.table if regex.search(n)]
+        if not hits:
+            from ckpttool.errors import UsageError
+            from ckpttool.select import nearest_hint
+
+            raise UsageError(f"--rename `{text}` matches no tensor", hint=nearest_hint(text.split("=")[0], views.table))
+        views = rename(views, lambda n, r=regex, to=replacement: r.sub(to, n), f"--rename {text}")  # type: ignore[misc]
+    return views
+
+
+def keep(views: Views, names: Iterable[str]) -> Views:
+    wanted = set(names)
+    return Views({n: v for n, v in views.table.items() if n in wanted}, views.notes)
+
+
+def concat(name: str, parts: Sequence[View], axis: int) -> View:
+    """Join along ``axis``. Raises LayoutError when dtypes or other axes differ."""
+    first = parts[0]
+    for p in parts[1:]:
+        if p.dtype != first.dtype or len(p.shape) != len(first.shape):
+            raise LayoutError(
+                f"`{first.name}` is {first.dtype} {list(first.shape)} and `{p.name}` is {p.dtype} {list(p.shape)}:"
+                f" they cannot be fused into `{name}`",
+            )
+        if any(a != b for i, (a, b) in enumerate(zip(p.shape, first.shape, strict=True)) if i != axis):
+            raise LayoutError(
+                f"`{first.name}` {list(first.shape)} and `{p.name}` {list(p.shape)} differ besides axis {axis}:"
+                f" they cannot be fused into `{name}`",
+            )
+    out, at = [], 0
+    for p in parts:
+        for q in p.parts:
+            out.append(q._replace(first=_add(q.first, axis, at)))
+        at += p.shape[axis]
+    shape = (*first.shape[:axis], at, *first.shape[axis + 1 :])
+    return View(name, first.dtype, shape, None, tuple(out))
+
+
+def _add(t: tuple[int, ...], axis: int, by: int) -> tuple[int, ...]:
+    return (*t[:axis], t[axis] + by, *t[axis + 1 :])
+
+
+def _set(t: tuple[int, ...], axis: int, to: int) -> tuple[int, ...]:
+    return (*t[:axis], to, *t[axis + 1 :])
+
+
+def take(name: str, view: View, axis: int, start: int, stop: int) -> View:
+    """The slab ``[start, stop)`` of an axis, as a tensor of its own."""
+    box = whole(view.shape)
+    box = Box(_set(box.start, axis, start), _set(box.stop, axis, stop))
+    parts = [c._replace(first=_add(c.first, axis, -start)) for p in view.parts if (c := p.clip(box)) is not None]
+    return View(name, view.dtype, _set(view.shape, axis, stop - start), None, tuple(parts))
+
+
+def weave(name: str, parts: Sequence[View], axis: int, groups: int) -> View:
+    """Interleave along ``axis``: ``groups`` times (1/groups of part 1, 1/groups of part 2, ...)."""
+    each = [p.shape[axis] // groups for p in parts]
+    for p in parts:
+        if p.shape[axis] % groups:
+            raise LayoutError(f"`{p.name}` {list(p.shape)} does not divide into {groups} groups on axis {axis}")
+    joined = concat(name, parts, axis)
+    period = sum(each)
+    out: list[Part] = []
+    at = 0
+    for p, n in zip(parts, each, strict=True):
+        if n == 1:
+            for q in p.parts:
+                out.append(
+                    q._replace(
+                        first=_set(q.first, axis, q.first[axis] * period + at),
+                        step=_set(q.step, axis, q.step[axis] * period),
+                    )
+                )
+        else:
+            for g in range(groups):
+                for q in take("", p, axis, g * n, (g + 1) * n).parts:
+                    out.append(q._replace(first=_add(q.first, axis, g * period + at)))
+        at += n
+    return View(name, joined.dtype, joined.shape, None, tuple(out))
+
+
+def unweave(name: str, view: View, axis: int, groups: int, start: int, length: int, period: int) -> View:
+    """The inverse of ``weave`` for one part: rows ``[start, start + length)`` of every period."""
+    if length == 1 and all(p.step[axis] == 1 for p in view.parts):
+        out = []
+        for p in view.parts:
+            # View positions first + k that are start modulo period become loop steps of their own.
+            lead = (start - p.first[axis]) % period
+            steps = -(-(p.size[axis] - lead) // period)
+            if steps <= 0:
+                continue
+            origin = list(p.origin)
+            if p.axes[axis] != NONE:
+                origin[p.axes[axis]] += lead * p.stride[axis]
+            out.append(
+                p._replace(
+                    size=_set(p.size, axis, steps),
+                    first=_set(p.first, axis, (p.first[axis] + lead - start) // period),
+                    origin=tuple(origin),
+                    stride=_set(p.stride, axis, p.stride[axis] * period),
+                )
+            )
+        return View(name, view.dtype, _set(view.shape, axis, groups), None, tuple(out))
+    slabs = [take("", view, axis, g * period + start, g * period + start + length) for g in range(groups)]
+    return concat(name, slabs, axis)
+
+
+def stack(name: str, parts: Sequence[View]) -> View:
+    """Put tensors of one shape on a new first axis."""
+    first = parts[0]
+    out = []
+    for e, p in enumerate(parts):
+        if p.shape != first.shape or p.dtype != first.dtype:
+            raise LayoutError(
+                f"`{p.name}` is {p.dtype} {list(p.shape)}, `{first.name}` is {first.dtype} {list(first.shape)}:"
+                f" they cannot be stacked into `{name}`"
+            )
+        for q in p.parts:
+            out.append(
+                Part((1, *q.size), (e, *q.first), (1, *q.step), q.source, q.origin, (NONE, *q.axes), (1, *q.stride))
+            )
+    return View(name, first.dtype, (len(parts), *first.shape), None, tuple(out))
+
+
+def unstack(name: str, view: View, index: int) -> View:
+    """One tensor of a stack."""
+    slab = take("", view, 0, index, index + 1)
+    parts = [
+        Part(p.size[1:], p.first[1:], p.step[1:], p.source, p.origin, p.axes[1:], p.stride[1:]) for p in slab.parts
+    ]
+    return View(name, view.dtype, view.shape[1:], None, tuple(parts))
+
+
+def permute(name: str, view: View, order: Sequence[int]) -> View:
+    """Axis i of the result is axis ``order[i]`` of the view; metadata only."""
+
+    def pick(t: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(t[a] for a in order)
+
+    parts = [
+        Part(pick(p.size), pick(p.first), pick(p.step), p.source, p.origin, pick(p.axes), pick(p.stride))
+        for p in view.parts
+    ]
+    return View(name, view.dtype, pick(view.shape), None, tuple(parts))
+
+
+def apply_ops(views: Views, ops: Sequence[Op], family: Family, before: Sequence[Op] = ()) -> Views:
+    """Apply the statements of a naming. ``before`` are those that led to the names ``views`` has now."""
+    done = list(before)
+    for op in ops:
+        if isinstance(op, Rename):
+            views = rename(views, op.forward, f"naming of family `{family.name}`")
+        elif isinstance(op, DropLayers):
+            views = _drop_layers(views, op, family)
+        elif isinstance(op, Fuse):
+            views = (_take_apart if op.apart else _fuse)(views, op, family, tuple(done))
+        elif op.apart:
+            views = _unstack_all(views, op)
+        else:
+            views = _stack_all(views, op)
+        done.append(op)
+    return views
+
+
+def _drop_layers(views: Views, op: DropLayers, family: Family) -> Views:
+    limit = family.size(op.size)
+    if limit is None:
+        raise LayoutError(f"the size `{op.size}` is not known", hint="put the model's config.json beside the checkpoint")
+    kept, dropped = {}, []
+    for name, view in views.table.items():
+        m = LAYER.search(name)
+        if m and int(m[1]) >= limit:
+            dropped.append(view)
+        else:
+            kept[name] = view
+    if dropped:
+        size = sum(v.nbytes for v in dropped)
+        views.notes.append(
+            f"{len(dropped)} tensors ({size:,} bytes) of layers from {limit} on are left out:"
+            " the target has no multi-token-prediction layer"
+        )
+    return Views(kept, views.notes)
+
+
+def _axis_of(view_name: str, ndim: int, family: Family, ops: tuple[Op, ...]) -> int:
+    """The output axis of a tensor, from its rule."""
+    place = family.placement(view_name, ops)
+    if place is None or ndim == 0:
+        return 0
+    rule = place.rule
+    if rule.verb == "replicate":
+        # Fused although every rank holds all of it: the rule does not say an axis, its orientation does.
+        return ndim - 1 if rule.in_out or is_bias(view_name) or ndim == 1 else ndim - 2
+    axis = cut_axis(rule, ndim, is_bias(view_name))
+    return ndim - 1 if axis is None else axis
+
+
+def _fuse(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) -> Views:
+    first = pattern_regex(op.parts[0])
+    others = [pattern_regex(p) for p in op.parts[1:]]
+    table: dict[str, View] = {}
+    used: set[str] = set()
+    for name, view in views.table.items():
+        if name in used:
+            continue
+        m = first.match(name)
+        if not m:
+            if any(r.match(name) for r in others):
+                table.setdefault(name, view)  # placed now, removed when its first part turns up
+            else:
+                table[name] = view
+            continue
+        names = [expand(p, m.groupdict()) for p in op.parts]
+        missing = [n for n in names if n not in views.table]
+        if missing:
+            raise IncompleteError(
+                f"`{name}` cannot be fused ({op.name}): `{missing[0]}` is not in the checkpoint",
+                hint="without that fusion: leave --fuse away",
+            )
+        parts = [views.table[n] for n in names]
+        whole_name = expand(op.whole, m.groupdict())
+        if not view.shape or prod(view.shape) == 1:
+            raise LayoutError(
+                f"`{name}` is one scale for its whole tensor; the fused `{whole_name}` has only one for all parts",
+                hint="dequantise first, or keep the parts apart (--unfuse)",
+            )
+        axis = _axis_of(name, len(view.shape), family, before)
+        if op.groups:
+            size = unit_count(op.groups, family.sizes, _no_rule(op))
+            assert size is not None
+            fused = weave(whole_name, parts, axis, size.value)
+        else:
+            fused = concat(whole_name, parts, axis)
+        used.update(names)
+        for n in names:
+            table.pop(n, None)
+        table[whole_name] = fused
+    return Views(table, views.notes)
+
+
+def _no_rule(op: Fuse) -> Rule:
+    """Where a size is needed by a fusion and not by a rule."""
+    return Rule("fused", text=f"fusion {op.name}")
+
+
+def _take_apart(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) -> Views:
+    regex = pattern_regex(op.whole)
+    table: dict[str, View] = {}
+    for name, view in views.table.items():
+        m = regex.match(name)
+        if not m:
+            _put(views, table, view, f"fusion {op.name}")
+            continue
+        names = [expand(p, m.groupdict()) for p in op.parts]
+        axis = _axis_of(name, len(view.shape), family, before)
+        units = [unit_count(u, family.sizes, _no_rule(op)) for u in op.units]
+        weights = [u.value if u else 1 for u in units]
+        n = view.shape[axis] if view.shape else 0
+        if not n or n % sum(weights):
+            raise LayoutError(
+                f"`{name}` {list(view.shape)} does not divide into parts {':'.join(map(str, weights))} on axis {axis}",
+                hint="the sizes in config.json do not fit this tensor, or it has one scale for all its parts",
+            )
+        unit = n // sum(weights)
+        lengths = [w * unit for w in weights]
+        if op.groups:
+            size = unit_count(op.groups, family.sizes, _no_rule(op))
+            assert size is not None
+            each = [x // size.value for x in lengths]
+            at = 0
+            for part, length in zip(names, each, strict=True):
+                got = unweave(part, view, axis, size.value, at, length, sum(each))
+                _put(views, table, got, f"fusion {op.name}")
+                at += length
+            continue
+        at = 0
+        for part, length in zip(names, lengths, strict=True):
+            _put(views, table, take(part, view, axis, at, at + length), f"fusion {op.name}")
+            at += length
+    return Views(table, views.notes)
+
+
+def _stack_all(views: Views, op: Stack) -> Views:
+    regex = pattern_regex(op.part)
+    groups: dict[str, dict[int, View]] = {}
+    table: dict[str, View] = {}
+    for name, view in views.table.items():
+        if m := regex.match(name):
+            captures = m.groupdict()
+            target = expand(op.whole, captures)
+            if target not in groups:
+                groups[target] = {}
+                table[target] = view  # keeps the place of the first expert
+            groups[target][int(captures["expert"])] = view
+        else:
+            table[name] = view
+    for target, experts in groups.items():
+        missing = sorted(set(range(len(experts))) - set(experts))
+        if missing:
+            raise IncompleteError(f"`{target}` cannot be stacked: expert {missing[0]} is not in the checkpoint")
+        table[target] = stack(target, [experts[e] for e in range(len(experts))])
+    return Views(table, views.notes)
+
+
+def _unstack_all(views: Views, op: Stack) -> Views:
+    regex = pattern_regex(op.whole)
+    table: dict[str, View] = {}
+    for name, view in views.table.items():
+        if m := regex.match(name):
+            for e in range(view.shape[0]):
+                part = unstack(expand(op.part, {**m.groupdict(), "expert": str(e)}), view, e)
+                _put(views, table, part, f"naming of family (experts of {name})")
+        else:
+            _put(views, table, view, "naming of family")
+    return Views(table, views.notes)

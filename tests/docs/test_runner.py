@@ -1,0 +1,212 @@
+"""The runner of the pages: it runs what it should, and it can fail."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.docs.runner import PageError, Session, blocks, commands, output_matches, problems, updated
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE = """\
+    # A page
+
+    ```console
+    $ echo one; echo two >&2
+    one
+    two
+
+    $ printf 'a\\nb\\nc\\n'
+    a
+    ...
+    $ cat fixtures/f.txt
+    hel...rld
+    $ false
+    [exit 1]
+    $ echo no; exit 3
+    no
+    [exit 3]
+    ```
+
+    - in a list:
+
+      ```console
+      $ cat > made.txt <<'EOF'
+      > x = 1
+      >
+      >   y = 2
+      > EOF
+      $ wc -l \\
+          < made.txt
+      3
+      ```
+
+    ```python
+    from pathlib import Path
+
+    made = Path("made.txt").read_text()
+    print("not compared")
+    ```
+
+    ```python
+    assert made.startswith("x = 1")
+    Path("from_python.txt").write_text("hi")
+    ```
+
+    ````console
+    $ cat from_python.txt
+    hi
+    ````
+    """
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    root = tmp_path / "root"
+    (root / "fixtures").mkdir(parents=True)
+    (root / "fixtures" / "f.txt").write_text("hello world\n")
+    folder = tmp_path / "page"
+    folder.mkdir()
+    return Session(folder, root=root)
+
+
+def page(text: str) -> str:
+    return textwrap.dedent(text)
+
+
+def console(*lines: str) -> str:
+    return "\n".join(["```console", *lines, "```", ""])
+
+
+def test_a_true_page_passes(session: Session) -> None:
+    assert list(session.check(page(PAGE), "page.md")) == []
+    assert list(problems(page(PAGE))) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["$ echo one", "two"], "got:\n  one"),
+        (["$ echo one"], "expected:\n  (nothing)"),
+        (["$ true", "one"], "got:\n  (nothing)"),
+        (["$ echo one; echo two", "one"], "  two"),
+        (["$ echo one", "one", "...", "two"], "got:\n  one"),
+        (["$ false"], "exit status: expected 0, got 1"),
+        (["$ true", "[exit 1]"], "exit status: expected 1, got 0"),
+        (["$ no-such-command-here", "..."], "got 127"),
+        (["$ echo a >&2", "b"], "got:\n  a"),
+    ],
+)
+def test_a_false_page_fails(session: Session, lines: list[str], words: str) -> None:
+    (difference,) = session.check(console(*lines), "page.md")
+    assert difference.startswith("page.md:2: $ ")
+    assert words in difference
+
+
+def test_every_difference_is_told(session: Session) -> None:
+    text = console("$ echo one", "two") + console("$ echo fine", "fine", "$ echo three", "four")
+    assert [difference.split(": ")[0] for difference in session.check(text, "p.md")] == ["p.md:2", "p.md:8"]
+
+
+def test_python_that_raises_fails(session: Session) -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(session.check("```python\n1 / 0\n```\n", "page.md"))
+
+
+def test_examples_do_not_see_the_repository(session: Session) -> None:
+    differences = list(session.check(console("$ echo bye > fixtures/f.txt"), "page.md"))
+    assert differences == []
+    assert (session.folder.parent / "root" / "fixtures" / "f.txt").read_text() == "hello world\n"
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "same"),
+    [
+        ([], [], True),
+        ([], ["a"], False),
+        (["..."], [], True),
+        (["..."], ["a", "b"], True),
+        (["a", "...", "d"], ["a", "b", "c", "d"], True),
+        (["a", "...", "d"], ["a", "d", "c"], False),
+        (["...", "b", "...", "c"], ["b", "x", "b", "c"], True),
+        (["...", "b", "...", "b"], ["b"], False),
+        (["x...z"], ["xyz"], True),
+        (["x...z"], ["xy", "z"], False),
+        (["size (MB) ..."], ["size (MB) 12"], True),
+        (["a", "..."], ["a"], True),
+    ],
+)
+def test_wildcards(expected: list[str], actual: list[str], same: bool) -> None:
+    assert output_matches(tuple(expected), tuple(actual)) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("```console notest\n$ ckpttool --help\n```\n", "every console block runs"),
+        ("```bash\nckpttool inspect x\n```\n", "never runs"),
+        ("```sh\ncd x && ckpttool inspect x\n```\n", "never runs"),
+        ("```text\n$ ckpttool inspect x\n```\n", "never runs"),
+        ("```\n$ ckpttool inspect x\n```\n", "never runs"),
+    ],
+)
+def test_blocks_that_would_not_run_are_found(text: str, words: str) -> None:
+    (problem,) = problems(text)
+    assert words in problem
+
+
+def test_other_blocks_are_left_alone() -> None:
+    assert list(problems("```sh\nmake setup\npip install ckpttool\n```\n\n```yaml\ntool: ckpttool\n```\n")) == []
+
+
+def test_bad_markdown_is_told() -> None:
+    with pytest.raises(PageError, match="line 3: this block is never closed"):
+        blocks("a\n\n```console\n$ x\n")
+    (block,) = blocks("```console\noutput first\n```\n")
+    with pytest.raises(PageError, match="line 2: a console block starts with a command"):
+        commands(block)
+
+
+def test_update_changes_only_what_differs(session: Session) -> None:
+    text = "\n".join(
+        [
+            "before",
+            "",
+            console("$ echo one; echo two", "one", "...", "", "$ echo new", "old", "[exit 2]", "$ exit 3", "x"),
+            "- in a list",
+            "  ```console",
+            "  $ printf 'a\\n\\nb\\n'",
+            "  ```",
+            "```sh",
+            "echo untouched",
+            "```",
+            "after",
+            "",
+        ]
+    )
+    assert updated(text, session, "page.md") == "\n".join(
+        [
+            "before",
+            "",
+            console("$ echo one; echo two", "one", "...", "", "$ echo new", "new", "$ exit 3", "[exit 3]"),
+            "- in a list",
+            "  ```console",
+            "  $ printf 'a\\n\\nb\\n'",
+            "  a",
+            "",
+            "  b",
+            "  ```",
+            "```sh",
+            "echo untouched",
+            "```",
+            "after",
+            "",
+        ]
+    )
+    (second := session.folder.parent / "second").mkdir()
+    again = updated(text, session, "page.md")
+    assert updated(again, Session(second, root=second), "page.md") == again

@@ -1,0 +1,13 @@
+"""Keeps this folder out of an ordinary run: its tests import libraries that only the peers extra brings."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Collect the folder only where the command line names it, as `make test-peers` does."""
+    named = (config.invocation_params.dir / argument.split("::")[0] for argument in config.args)
+    return None if any(path.resolve().is_relative_to(HERE) for path in named) else True

@@ -1,0 +1,394 @@
+"""The shape of the package: who may import whom, what stays out of a start, and what is never called.
+
+Everything but the last part reads the sources with `ast` and imports nothing of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "ckpttool"
+
+# The hourglass: a module imports only from rows above its own. The public API stands beside ops: it may use ops and
+# everything above it, and report does not need it.
+ROWS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("dtypes",),
+    ("geometry",),
+    ("mesh",),
+    ("catalog",),
+    ("select",),
+    ("formats",),
+    ("layout",),
+    ("relate",),
+    ("plan",),
+    ("kernels",),
+    ("execute",),
+    ("ops",),
+    ("report", "api", "__init__"),
+    ("cli",),
+    ("__main__",),
+)
+ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
+
+# What a format may share with the other formats, besides files whose name starts with an underscore.
+SHARED_FORMATS = {"base", "safetensors"}
+
+# Python API only: handing out torch tensors is what torch is a dependency for.
+TORCH_MODULES = {"ckpttool", "ckpttool.api"}
+
+# Each of these runs what it reads.
+BANNED_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+BANNED_CALLS = {"eval", "exec"}
+
+# `ckpttool --help` and a reshard have no use for these. (pydantic is not among them: Typer itself loads it to read a
+# command's parameters.)
+HEAVY_FOR_HELP = ("torch", "numpy", "yaml", "safetensors", "ml_dtypes", "rich")
+HEAVY_FOR_RESHARD = ("torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file of the package."""
+
+    module: str
+    """Dotted name; a package is named like its folder."""
+    path: Path
+    tree: ast.Module
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One name that a file imports."""
+
+    target: str
+    """Absolute dotted name of a module, or of a name inside one."""
+    line: int
+    at_start: bool
+    """Whether it runs when the module is imported (not in a function, not under TYPE_CHECKING)."""
+
+
+def sources(root: Path) -> list[Source]:
+    """Every module of the package below `root`."""
+    found = []
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = list(path.relative_to(root).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        found.append(Source(".".join(parts), path, ast.parse(path.read_text(encoding="utf-8"), str(path))))
+    return found
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    """Whether the condition of an `if` is `TYPE_CHECKING` or `typing.TYPE_CHECKING`."""
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", None)
+    return name == "TYPE_CHECKING"
+
+
+def imports(source: Source) -> Iterator[Import]:
+    """Every import of a file, wherever it stands, with relative ones made absolute."""
+    package = source.module.split(".")
+    if source.path.name != "__init__.py":
+        package.pop()
+
+    def visit(node: ast.AST, *, at_start: bool) -> Iterator[Import]:
+        match node:
+            case ast.Import(names=names):
+                for name in names:
+                    yield Import(name.name, node.lineno, at_start)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = package[: len(package) - level + 1] if level else []
+                prefix = ".".join([*base, *([module] if module else [])])
+                for name in names:
+                    yield Import(f"{prefix}.{name.name}", node.lineno, at_start)
+            case ast.Call(func=function, args=[ast.Constant(value=str(target)), *_]) if getattr(
+                function, "attr", getattr(function, "id", None)
+            ) in {"import_module", "__import__"}:
+                yield Import(target, node.lineno, at_start)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            # Decorators and defaults run at import; nobody imports there, so the whole function counts as later.
+            at_start = False
+        if isinstance(node, ast.If) and is_type_checking(node.test):
+            for statement in node.body:
+                yield from visit(statement, at_start=False)
+            for statement in node.orelse:
+                yield from visit(statement, at_start=at_start)
+            return
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, at_start=at_start)
+
+    yield from visit(source.tree, at_start=True)
+
+
+def top(dotted: str) -> str:
+    """The first part of a dotted name."""
+    return dotted.partition(".")[0]
+
+
+def row_name(module: str) -> str:
+    """The name by which a module of the package stands in ROWS."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def resolve(target: str, modules: set[str]) -> str:
+    """The module that an imported name belongs to: the name itself, or what it is a member of."""
+    while target not in modules and "." in target:
+        target = target.rpartition(".")[0]
+    return target
+
+
+def order_problems(found: list[Source]) -> Iterator[str]:
+    """Imports against the order of ROWS, and modules that have no row."""
+    modules = {source.module for source in found}
+    for source in found:
+        own = row_name(source.module)
+        if own not in ROW_OF:
+            yield f"{source.module}: has no row in the order"
+            continue
+        for imported in imports(source):
+            # The version is a constant of the package's own file and pulls nothing in.
+            if top(imported.target) != PACKAGE or imported.target == f"{PACKAGE}.__version__":
+                continue
+            target = resolve(imported.target, modules)
+            row = row_name(target)
+            if ROW_OF.get(row, len(ROWS)) > ROW_OF[own]:
+                yield f"{source.module}:{imported.line}: imports {imported.target}, which stands below it"
+            elif row != own and ROW_OF.get(row) == ROW_OF[own] and {row, own} != {"api", "__init__"}:
+                yield f"{source.module}:{imported.line}: imports {imported.target}, which stands beside it"
+
+
+def format_problems(found: list[Source]) -> Iterator[str]:
+    """Formats that import another format, or the registry that lists them all."""
+    modules = {source.module for source in found}
+    prefix = f"{PACKAGE}.formats"
+    for source in found:
+        if not source.module.startswith(prefix + "."):
+            continue
+        own = source.module.split(".")[2]
+        for imported in imports(source):
+            target = resolve(imported.target, modules)
+            if target == prefix:
+                yield f"{source.module}:{imported.line}: a format imports the registry of formats"
+            elif target.startswith(prefix + "."):
+                other = target.split(".")[2]
+                if other != own and not other.startswith("_") and other not in SHARED_FORMATS:
+                    yield f"{source.module}:{imported.line}: a format imports another format, {target}"
+
+
+def rich_problems(found: list[Source]) -> Iterator[str]:
+    """Uses of rich outside report."""
+    for source in found:
+        for imported in imports(source):
+            if top(imported.target) == "rich" and row_name(source.module) != "report":
+                yield f"{source.module}:{imported.line}: only report imports rich"
+
+
+def torch_problems(found: list[Source]) -> Iterator[str]:
+    """Imports of torch when a module is loaded, or outside the Python API."""
+    for source in found:
+        for imported in imports(source):
+            if top(imported.target) != "torch":
+                continue
+            if imported.at_start:
+                yield f"{source.module}:{imported.line}: imports torch when it is loaded"
+            elif source.module not in TORCH_MODULES:
+                yield f"{source.module}:{imported.line}: torch belongs to the Python API only"
+
+
+def execution_problems(found: list[Source]) -> Iterator[str]:
+    """Modules and calls that run what they read."""
+    for source in found:
+        for imported in imports(source):
+            if top(imported.target) in BANNED_MODULES:
+                yield f"{source.module}:{imported.line}: imports {top(imported.target)}, which runs what it reads"
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            if isinstance(node.func, ast.Name) and node.func.id in BANNED_CALLS:
+                yield f"{source.module}:{node.lineno}: calls {node.func.id}"
+            for keyword in node.keywords:
+                allowed = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg == "allow_pickle" and not allowed:
+                    yield f"{source.module}:{node.lineno}: lets numpy unpickle"
+
+
+CHECKS = (order_problems, format_problems, rich_problems, torch_problems, execution_problems)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_package(check):  # type: ignore[no-untyped-def]  # the type of a parametrised function says nothing more
+    found = sources(ROOT)
+    assert len(found) > 1, "the package was not found"
+    problems = list(check(found))
+    assert not problems, "\n".join(problems)
+
+
+def files_without_docstring(root: Path) -> list[str]:
+    """Python files of the project that do not say what they are for."""
+    paths = [path for folder in (PACKAGE, "tests", "scripts", "bench") for path in (root / folder).rglob("*.py")]
+    return sorted(
+        str(path.relative_to(root))
+        for path in paths
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+    )
+
+
+def test_every_file_has_a_docstring() -> None:
+    assert files_without_docstring(ROOT) == []
+
+
+# Each bad file, with words that one of the checks must say about it. The files around it are good.
+BAD = {
+    "order": ("geometry.py", "from ckpttool import catalog", "stands below it"),
+    "order relative": ("mesh.py", "from .plan import Step", "stands below it"),
+    "order relative in a folder": ("layout/rules.py", "from ..ops import inspect", "stands below it"),
+    "order in a function": ("plan.py", "def f():\n    from ckpttool.execute import run", "stands below it"),
+    "order for types": ("dtypes.py", "if TYPE_CHECKING:\n    from ckpttool.mesh import Mesh", "stands below it"),
+    "order by importlib": ("mesh.py", "importlib.import_module('ckpttool.ops')", "stands below it"),
+    "order of the root": ("ops/merge.py", "import ckpttool", "stands below it"),
+    "beside": ("report.py", "import ckpttool.api", "stands beside it"),
+    "no row": ("helpers.py", "X = 1", "has no row"),
+    "format": ("formats/hf.py", "from ckpttool.formats import paddle", "imports another format"),
+    "format relative": ("formats/hf.py", "def f():\n    from .paddle import read", "imports another format"),
+    "format registry": ("formats/hf.py", "from ckpttool.formats import detect", "the registry"),
+    "format helper": ("formats/_zip.py", "from .hf import read", "imports another format"),
+    "rich": ("ops/inspect.py", "def f():\n    import rich.table", "only report imports rich"),
+    "torch at start": ("api.py", "import torch.nn", "imports torch when it is loaded"),
+    "torch in a class": ("api.py", "class A:\n    try:\n        import torch\n    except E: pass", "when it is loaded"),
+    "torch elsewhere": ("ops/merge.py", "def f():\n    import torch", "belongs to the Python API"),
+    "torch by name": ("plan.py", "def f():\n    __import__('torch')", "belongs to the Python API"),
+    "pickle": ("formats/hf.py", "import pickle", "imports pickle"),
+    "marshal": ("formats/hf.py", "def f():\n    from marshal import loads", "imports marshal"),
+    "eval": ("relate.py", "def f(x):\n    return eval(x)", "calls eval"),
+    "exec": ("relate.py", "exec('x')", "calls exec"),
+    "numpy": ("formats/hf.py", "numpy.load(f, allow_pickle=True)", "lets numpy unpickle"),
+}
+
+GOOD = {
+    "__init__.py": "__version__ = '1'\ndef __getattr__(name):\n    from ckpttool import api\n    import torch",
+    "errors.py": "class Error(Exception): pass",
+    "dtypes.py": "from ckpttool.errors import Error",
+    "geometry.py": "from . import errors",
+    "mesh.py": "import ckpttool.errors",
+    "catalog.py": "from .geometry import Box",
+    "formats/__init__.py": "def read():\n    from . import hf, paddle",
+    "formats/base.py": "from ckpttool.catalog import Catalog\nfrom ckpttool import __version__",
+    "formats/safetensors.py": "from . import base",
+    "formats/_zip.py": "from .base import File",
+    "formats/hf.py": "from .safetensors import read\nfrom ._zip import members\nfrom .base import File",
+    "formats/paddle/__init__.py": "from . import names",
+    "formats/paddle/names.py": "from ckpttool.formats._zip import members",
+    "layout/rules.py": "from ..formats.base import File",
+    "relate.py": "from re import compile",
+    "plan.py": "from ckpttool.geometry import Box",
+    "execute/__init__.py": "from ..plan import Plan",
+    "ops/inspect.py": "from ckpttool.plan import Plan",
+    "ops/merge.py": "from ckpttool.ops.inspect import inspect\nnumpy.load(f, allow_pickle=False)",
+    "report.py": "from ckpttool.ops.inspect import Result\ndef f():\n    import rich",
+    "api.py": "from ckpttool.ops import inspect\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import torch",
+    "cli.py": "def f():\n    from ckpttool import report, __version__",
+    "__main__.py": "from ckpttool.cli import main",
+}
+
+
+def write_tree(root: Path, files: dict[str, str]) -> None:
+    """A package of these files."""
+    for name, text in files.items():
+        path = root / PACKAGE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def problems_of(root: Path) -> list[str]:
+    """What all checks say about the package below `root`."""
+    found = sources(root)
+    return [problem for check in CHECKS for problem in check(found)]
+
+
+def test_checks_accept_a_good_package(tmp_path: Path) -> None:
+    write_tree(tmp_path, GOOD)
+    assert problems_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_checks_find_a_bad_import(tmp_path: Path, case: str) -> None:
+    name, text, words = BAD[case]
+    write_tree(tmp_path, GOOD | {name: text})
+    problems = problems_of(tmp_path)
+    assert len(problems) == 1, problems
+    assert words in problems[0]
+
+
+def test_docstring_check_finds_a_bare_file(tmp_path: Path) -> None:
+    write_tree(tmp_path, {"good.py": '"""Says why."""\n', "bad.py": "# a comment is none\nX = 1\n"})
+    assert files_without_docstring(tmp_path) == ["ckpttool/bad.py"]
+
+
+# Runs the tool as its console script does and says which of the given modules that has loaded.
+PROBE = """
+import json, sys
+from ckpttool.cli import main
+
+heavy, runs = json.loads(sys.argv[1])
+for arguments in runs:
+    sys.argv = ["ckpttool", *arguments]
+    try:
+        status = main()
+    except SystemExit as stop:
+        status = stop.code
+    print(json.dumps([arguments, status or 0, [name for name in heavy if name in sys.modules]]), file=sys.stderr)
+"""
+
+
+def loaded_by(heavy: tuple[str, ...], runs: list[list[str]], cwd: Path) -> list[tuple[list[str], int, list[str]]]:
+    """For each run of the tool, in one process: its arguments, exit status and which heavy modules are there after."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps([heavy, runs])],
+        cwd=cwd,
+        # Without this a machine's own setting could hide what the tool does by itself.
+        env={name: value for name, value in os.environ.items() if not name.startswith(("TYPER_", "PYTHON"))},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[[")]
+    assert len(lines) == len(runs), done.stderr
+    return [tuple(json.loads(line)) for line in lines]
+
+
+def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
+    from typer.main import get_command
+
+    from ckpttool.cli import app
+
+    commands = getattr(get_command(app), "commands", {})
+    assert {"reshard", "inspect"} <= commands.keys()
+    runs = [["--help"], *([name, "--help"] for name in commands)]
+    for arguments, status, heavy in loaded_by(HEAVY_FOR_HELP, runs, tmp_path):
+        assert (status, heavy) == (0, []), f"ckpttool {' '.join(arguments)}"
+
+
+def test_reshard_does_not_load_torch(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "fixtures" / "llama_tp8", tmp_path / "src")
+    arguments = ["reshard", "src", "dst", "--tp-out", "2"]
+    # Seen from the inside (what is loaded after the run) and from the effect (there is an output).
+    assert loaded_by(HEAVY_FOR_RESHARD, [arguments], tmp_path) == [(arguments, 0, [])]
+    assert any((tmp_path / "dst").iterdir())
