@@ -81,6 +81,24 @@ class Pad(NamedTuple):
     local: Box
 
 
+class RankTensor(NamedTuple):
+    """What one rank of a target stores of one logical tensor."""
+
+    name: str
+    """In the rank's file; layers may be numbered locally."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the stored tensor, padding included."""
+    key: str
+    """Name of the logical tensor."""
+    whole: tuple[int, ...]
+    """Shape of the logical tensor."""
+    boxes: tuple[tuple[Box, Box], ...]
+    """(box in the stored tensor, box in the logical tensor)."""
+    pads: tuple[Box, ...] = ()
+    """Boxes of the stored tensor that are padding."""
+
+
 @dataclass(slots=True)
 class LogicalTensor:
     """A whole tensor. ``pieces`` cover it without overlap (none for an empty tensor); ``replicas`` repeat their boxes."""

@@ -127,7 +127,10 @@ class Mesh:
 
     def __str__(self) -> str:
         parts = [f"tp {self.tp}"]
-        parts += [f"{n} {getattr(self, n)}" for n in ("pp", "ep", "etp") if getattr(self, n) > 1]
+        if self.pp > 1:
+            parts.append(f"pp {self.pp}")
+        if self.ep > 1 or self.etp != self.tp:
+            parts.append(f"ep {self.ep}, etp {self.etp}")
         if self.layout:
             parts.append("layers " + ",".join(map(str, self.layout)))
         return ", ".join(parts)

@@ -109,8 +109,7 @@ class Target(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """Steps that are done together and journalled as one; the steps of one unit write only their own targets."""
 
     name: str

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, StoredTensor
+from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, RankTensor, StoredTensor
 from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
 from ckpttool.errors import IncompleteError, LayoutError
 from ckpttool.formats.base import Skeleton
 from ckpttool.geometry import Box, contiguous_strides, whole
-from ckpttool.layout.partition import RankTensor
 from ckpttool.plan import Block, Copy, Fill, Output, Padding, Plan, Same, Source, Step, Target, Unit, merged_axes
 from ckpttool.relate import NONE, Part, View
 
@@ -26,7 +25,6 @@ def build_plan(
     ranks: Sequence[Sequence[RankTensor]],
     skeleton: Skeleton,
     *,
-    dtype: str = "",
     carried: Sequence[tuple[str, str]] = (),
     literal_files: Sequence[tuple[str, bytes]] = (),
     check_replicas: bool = True,
@@ -43,13 +41,12 @@ def build_plan(
     for rank, tensors in enumerate(ranks):
         places = skeleton.places[rank]
         for t in tensors:
-            view = views[t.source]
+            view = views[t.key]
             file, offset = places[t.name]
-            out_dtype = cast_dtype(view.dtype, dtype)
             todo = steps.setdefault(view.name, [])
-            size = nbytes(out_dtype, prod(t.shape), where=t.name)
+            size = nbytes(t.dtype, prod(t.shape), where=t.name)
             targets.setdefault(view.name, []).append(Target(t.name, file, offset, size))
-            _rank_steps(todo, view, t, file, offset, out_dtype, used)
+            _rank_steps(todo, view, t, file, offset, used)
     units = [
         Unit(name, tuple(todo), tuple(targets[name])) for name, todo in steps.items() if todo or targets[name]
     ]
@@ -85,10 +82,9 @@ def _rank_steps(
     t: RankTensor,
     file: int,
     offset: int,
-    dtype: str,
     used: dict[int, LogicalTensor],
 ) -> None:
-    same = view.same
+    same, dtype = view.same, t.dtype
     if (
         same is not None
         and len(same.pieces) == 1
@@ -99,7 +95,7 @@ def _rank_steps(
     ):
         # A whole tensor that stays whole: one run of bytes, also for elements smaller than a byte.
         stored = same.pieces[0].stored
-        used[id(same)] = same
+        _note_used(used, same)
         if stored.dtype == dtype:
             count, unit, kind = stored.nbytes, 1, "U8"
             if not lookup(dtype).bits % 8:
@@ -120,7 +116,7 @@ def _rank_steps(
             clipped = part if outer == whole(view.shape) else part.clip(outer)
             if clipped is None:
                 continue
-            used[id(part.source)] = part.source
+            _note_used(used, part.source)
             for piece in part.source.pieces:
                 c = clipped.clip_source(piece.box)
                 if c is None:
@@ -137,6 +133,12 @@ def _rank_steps(
             at = offset + sum(a * s for a, s in zip(pad.start, out_strides, strict=True)) * out_item
             shape, (strides,) = merged_axes(pad.shape, [s * out_item for s in out_strides])
             todo.append(Fill(Block(file, at, strides), shape, dtype))
+
+
+def _note_used(used: dict[int, LogicalTensor], tensor: LogicalTensor) -> None:
+    """Remember a source tensor that has something to check."""
+    if tensor.replicas or tensor.pads:
+        used[id(tensor)] = tensor
 
 
 def _item(dtype: str, name: str) -> int:

@@ -127,10 +127,9 @@ def _put(views: Views, table: dict[str, View], view: View, why: str) -> None:
 
 def rename(views: Views, function: Callable[[str], str | None], why: str) -> Views:
     """Give every view the name ``function`` returns (None keeps it)."""
-    cached = Renamer(function)
     table: dict[str, View] = {}
     for view in views:
-        new = cached(view.name)
+        new = function(view.name)
         if new is not None and new != view.name:
             view = View(new, view.dtype, view.shape, view.same, view._parts)
         _put(views, table, view, why)
@@ -289,10 +288,18 @@ def permute(name: str, view: View, order: Sequence[int]) -> View:
 def apply_ops(views: Views, ops: Sequence[Op], family: Family, before: Sequence[Op] = ()) -> Views:
     """Apply the statements of a naming. ``before`` are those that led to the names ``views`` has now."""
     done = list(before)
-    for op in ops:
+    renames: list[Rename] = []
+    for op in [*ops, None]:
         if isinstance(op, Rename):
-            views = rename(views, op.forward, f"naming of family `{family.name}`")
-        elif isinstance(op, DropLayers):
+            renames.append(op)  # neighbours are applied in one pass over the names
+            continue
+        if renames:
+            views = rename(views, _all_of(renames), f"naming of family `{family.name}`")
+            done += renames
+            renames = []
+        if op is None:
+            break
+        if isinstance(op, DropLayers):
             views = _drop_layers(views, op, family)
         elif isinstance(op, Fuse):
             views = (_take_apart if op.apart else _fuse)(views, op, family, tuple(done))
@@ -302,6 +309,21 @@ def apply_ops(views: Views, ops: Sequence[Op], family: Family, before: Sequence[
             views = _stack_all(views, op)
         done.append(op)
     return views
+
+
+def _all_of(renames: Sequence[Rename]) -> Callable[[str], str]:
+    """One function for several renamings, evaluated per template where no pattern names a number."""
+    steps = [op.forward for op in renames]
+
+    def forward(name: str) -> str:
+        for step in steps:
+            name = step(name)
+        return name
+
+    if not all(op.by_template for op in renames):
+        return forward
+    cached = Renamer(forward)
+    return lambda name: cached(name) or name
 
 
 def _drop_layers(views: Views, op: DropLayers, family: Family) -> Views:

@@ -21,7 +21,7 @@ import numpy as np
 from ckpttool.dtypes import itemsize
 from ckpttool.execute.files import IOV_MAX, FilePool
 from ckpttool.execute.hashing import Sums
-from ckpttool.execute.moves import ZEROS, Batch, Item, Lane, Linear, Move, Rows, Tile, arrange_row, tiles
+from ckpttool.execute.moves import ZEROS, Batch, Item, Lane, Linear, Move, Rows, arrange_row, tiles
 from ckpttool.execute.permute import Array, Permuter, store
 from ckpttool.execute.reader import Bytes, kinds, offsets, read_strided, read_turned
 
@@ -102,16 +102,26 @@ class Carrier:
             raise Stopped
         self.pool.read(self.outputs[file], offset, (buffer,), once=False)
 
+    def copy_file(self, path: str, file: int, nbytes: int) -> None:
+        """Copy a whole companion file to an output of the same size."""
+        self.arena.reset()
+        view = self.arena.take(min(BLOCK, self.arena.size)).data
+        for a in range(0, nbytes, view.nbytes):
+            piece = view[: min(view.nbytes, nbytes - a)]
+            self.pool.read(path, a, (piece,))
+            self.bytes_read += piece.nbytes
+            self.write(file, a, piece)
+
     # -- items
 
     def carry(self, items: Sequence[Item]) -> None:
         """Carry out the items, in order."""
         for item in items:
-            if type(item) is Batch:
+            if isinstance(item, Batch):
                 self._batch(item.runs)
-            elif type(item) is Rows:
+            elif isinstance(item, Rows):
                 self._rows(item)
-            elif type(item) is Tile:
+            else:
                 self._tile(item.move)
 
     def _batch(self, runs: Sequence[Linear]) -> None:
@@ -136,7 +146,7 @@ class Carrier:
     def _block(self, runs: Sequence[Linear], held: int) -> None:
         self.arena.reset()
         memory = self.arena.take(held)
-        view = memoryview(memory)
+        view = memory.data
         places: list[tuple[int, int, int, int]] = []  # source, offset, place in memory, bytes
         at = 0
         for _, _, n, src, start in runs:
@@ -211,7 +221,7 @@ class Carrier:
             for member in lane.members:
                 move = item.moves[member.move]
                 shape, strides = (n, *move.shape[1:]), (lane.width, *member.strides)
-                view: Array = np.ndarray(shape, kinds(move)[1], memoryview(memory), member.offset, strides)
+                view: Array = np.ndarray(shape, kinds(move)[1], memory.data, member.offset, strides)
                 if move.src == ZEROS:
                     view[...] = 0
                 else:
@@ -225,14 +235,14 @@ class Carrier:
                 for member in lane.members:
                     move = item.moves[member.move]
                     shape, strides = (m, *move.shape[1:]), (lane.width, *member.strides)
-                    source: Array = np.ndarray(shape, kinds(move)[0], memoryview(scratch), member.offset, strides)
+                    source: Array = np.ndarray(shape, kinds(move)[0], scratch.data, member.offset, strides)
                     store(source, targets[member.move][a : a + m])
         for lane, memory in zip(item.writes, held, strict=True):
             self._write_rows(item, lane, start, n, memory)
 
     def _read_rows(self, item: Rows, lane: Lane, start: int, n: int, memory: Bytes) -> None:
         offset = lane.offset + start * lane.stride
-        view = memoryview(memory)
+        view = memory.data
         if lane.joined:
             self.read(lane.file, offset, (view[: lane.nbytes(n)],))
         elif lane.solid:
@@ -252,7 +262,7 @@ class Carrier:
 
     def _write_rows(self, item: Rows, lane: Lane, start: int, n: int, memory: Bytes) -> None:
         offset = lane.offset + start * lane.stride
-        view = memoryview(memory)
+        view = memory.data
         if lane.joined:
             self.write(lane.file, offset, view)
         elif lane.solid:
@@ -292,9 +302,9 @@ class Carrier:
             volume = prod(part.shape)
             tile, turned = self.arena.take(volume * src_size), self.arena.take(volume * dst_size)
             scratch = self.arena.take(scratch_bytes)
-            target: Array = np.ndarray(part.shape, kinds(part)[1], memoryview(turned))
+            target: Array = np.ndarray(part.shape, kinds(part)[1], turned.data)
             if part.src == ZEROS:
                 turned[...] = 0
             else:
                 self._turn.move(read_turned(read, part, tile, scratch), target)
-            self._write_strided(part.dst, part.to, part.dst_strides, part.shape, dst_size, memoryview(turned))
+            self._write_strided(part.dst, part.to, part.dst_strides, part.shape, dst_size, turned.data)

@@ -16,13 +16,13 @@ from ckpttool.plan import Block, Padding, Same
 _BLOCK = 2 << 20
 
 
-def check(step: Same | Padding, carrier: Carrier) -> None:
-    """Raises CorruptError when the sources contradict the step."""
+def check(step: Same | Padding, carrier: Carrier, first: int = 0) -> None:
+    """Raises CorruptError when the sources contradict the step; ``first`` is the number of its first element."""
     if 0 in step.shape:
         return
-    if type(step) is Same:
-        _same(step, carrier)
-    elif type(step) is Padding:
+    if isinstance(step, Same):
+        _same(step, carrier, first)
+    else:
         _padding(step, carrier)
 
 
@@ -55,31 +55,26 @@ def _at(block: Block, index: tuple[int, ...]) -> int:
 def _bytewise(step: Same) -> Same:
     """A step over packed elements as one over bytes; such tensors are compared whole."""
     size = prod(step.shape) * lookup(step.dtype).bits // 8
-    return step._replace(
-        a=step.a._replace(strides=(1,)), b=step.b._replace(strides=(1,)), shape=(size,), dtype="U8"
-    )
+    return step._replace(a=step.a._replace(strides=(1,)), b=step.b._replace(strides=(1,)), shape=(size,), dtype="U8")
 
 
-def _same(step: Same, carrier: Carrier) -> None:
+def _same(step: Same, carrier: Carrier, done: int) -> None:
     if lookup(step.dtype).bits % 8:
         step = _bytewise(step)
     size = itemsize(step.dtype)
     read = _Reader(carrier, 2, size)
     kind = np.dtype(f"u{size}")
-    done = 0
     for box in blocks(step.shape, size, read.limit):
         a = read(0, step.a, box.start, box.shape, size)
         b = read(1, step.b, box.start, box.shape, size)
         if not np.array_equal(a, b):
-            first = int(np.flatnonzero(a.view(kind) != b.view(kind))[0])
-            inside = np.unravel_index(first, box.shape) if box.shape else ()
+            at = int(np.flatnonzero(a.view(kind) != b.view(kind))[0])
+            inside = np.unravel_index(at, box.shape) if box.shape else ()
             index = tuple(int(i) + s for i, s in zip(inside, box.start, strict=True))
-            values = [str(x.view(numpy_dtype(step.dtype))[first]) for x in (a, b)]
+            values = [str(x.view(numpy_dtype(step.dtype))[at]) for x in (a, b)]
             raise CorruptError(
-                f"two copies of `{step.what}` differ, first at element {done + first:,}: {values[0]} and {values[1]}",
-                where=[
-                    f"{carrier.sources[block.file]} {span(_at(block, index), size)}" for block in (step.a, step.b)
-                ],
+                f"two copies of `{step.what}` differ, first at element {done + at:,}: {values[0]} and {values[1]}",
+                where=[f"{carrier.sources[block.file]} {span(_at(block, index), size)}" for block in (step.a, step.b)],
             )
         done += prod(box.shape)
 

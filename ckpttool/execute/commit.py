@@ -69,16 +69,15 @@ class Destination:
 
     def _check_sources(self, sources: Iterable[str], roots: Iterable[str]) -> None:
         resolved = [os.path.realpath(s) for s in sources]
-        holders = [os.path.realpath(r) for r in roots] or sorted({os.path.dirname(s) for s in resolved})
-        for target in (self.path, self.partial):
-            target = Path(os.path.realpath(target)) if target.exists() else target
+        holders = [os.path.realpath(r) for r in roots] or sorted({str(Path(s).parent) for s in resolved})
+        for target in {self.path, self.partial, Path(os.path.realpath(self.path))}:
             for s in resolved:
                 if Path(s).is_relative_to(target):
                     raise OutputError(
                         "the source lies inside the destination", where=[str(self.given), s], hint="choose another DST"
                     )
             for holder in holders:
-                if os.path.isdir(holder) and target.is_relative_to(holder):
+                if Path(holder).is_dir() and target.is_relative_to(holder):
                     raise OutputError(
                         "the destination lies inside the source",
                         where=[str(self.given), holder],
@@ -120,7 +119,7 @@ class Destination:
                 fresh = True
             except FileExistsError:
                 fresh = False
-            self._lock(fresh=fresh)
+            self._lock()
             left = not fresh and os.fstat(self._fd).st_size > 0
             if not fresh and not resume and not force:
                 os.close(self._fd)
@@ -137,12 +136,12 @@ class Destination:
             raise write_error(e, str(self.partial), 0, 0) from e
         return self._fd, left
 
-    def _lock(self, *, fresh: bool) -> None:
+    def _lock(self) -> None:
         path = self.partial / JOURNAL
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = os.path.samestat(os.fstat(fd), os.stat(path))
+            held = os.path.samestat(os.fstat(fd), path.stat())
         except BlockingIOError:
             held = False
         except FileNotFoundError:  # the other run has just finished
@@ -184,19 +183,19 @@ class Destination:
         try:
             for d in directories:
                 sync_directory(d)
-            os.unlink(self.partial / JOURNAL)
+            (self.partial / JOURNAL).unlink()
             sync_directory(self.partial)
         except OSError as e:
             raise write_error(e, str(self.partial), 0, 0) from e
 
-    def publish(self) -> str | None:
+    def publish(self, *, force: bool) -> str | None:
         """Rename the partial directory to DST. Returns a note when an old DST could not be removed."""
         note = None
         try:
-            if os.path.lexists(self.path) and not self._is_empty_directory():
+            if force and os.path.lexists(self.path) and not self._is_empty_directory():
                 note = self._replace()
             else:
-                os.rename(self.partial, self.path)
+                self.partial.rename(self.path)
             sync_directory(self.path.parent)
         except OSError as e:
             if e.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
@@ -211,11 +210,11 @@ class Destination:
         if not exchange(self.partial, self.path):
             # No atomic exchange here: DST is away for a moment, and back if the second rename fails.
             old = self.path.with_name(f"{self.path.name}.old-{os.getpid()}")
-            os.rename(self.path, old)
+            self.path.rename(old)
             try:
-                os.rename(self.partial, self.path)
+                self.partial.rename(self.path)
             except OSError:
-                os.rename(old, self.path)
+                old.rename(self.path)
                 raise
         sync_directory(self.path.parent)
         try:
@@ -244,7 +243,7 @@ def allocated(directory: Path) -> int:
     for root, _, files in os.walk(directory):
         for name in files:
             try:
-                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+                total += Path(root, name).lstat().st_blocks * 512
             except OSError:
                 continue
     return total

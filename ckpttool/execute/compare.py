@@ -36,9 +36,7 @@ def read_piece(catalog: Catalog, piece: Piece, box: Box) -> Array:
     at = stored.offset + item * sum(
         (b - p + q) * s for b, p, q, s in zip(box.start, piece.box.start, piece.local.start, strides, strict=True)
     )
-    return read_block(
-        catalog.files[stored.file].path, at, tuple([s * item for s in strides]), box.shape, stored.dtype
-    )
+    return read_block(catalog.files[stored.file].path, at, tuple([s * item for s in strides]), box.shape, stored.dtype)
 
 
 def read_tensor(catalog: Catalog, tensor: LogicalTensor, box: Box) -> Array:
@@ -190,7 +188,5 @@ def _compare_raw(source: Catalog, view: View, other: Catalog, tensor: LogicalTen
     def read(catalog: Catalog, file: int, offset: int) -> Callable[[Box], Array]:
         return lambda box: read_block(catalog.files[file].path, offset + box.start[0], (1,), box.shape, "U8")
 
-    got = compare_one(
-        view.name, (a.nbytes,), "U8", read(source, a.file, a.offset), read(other, b.file, b.offset)
-    )
+    got = compare_one(view.name, (a.nbytes,), "U8", read(source, a.file, a.offset), read(other, b.file, b.offset))
     return [got] if got else []

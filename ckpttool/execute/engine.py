@@ -1,87 +1,463 @@
-"""Run a plan (first, plain version)."""
+"""Running a plan: checks, workers, journal, and the one rename at the end.
+
+    check     destination, space, open-file limit, sources as they were when planned
+    prepare   lock DST.partial/, make every file at its full size, write the literal bytes
+    work      workers take tasks in order; the calling thread shows progress; a third thread makes finished parts
+              durable and then records them in the journal
+    finish    sync, check the sources again, manifest, verify, remove the journal, rename
+
+When something fails, what is left depends on whether trying again can help: a full disk, an I/O error or Ctrl-C leave
+DST.partial/ for ``--resume``; wrong input leaves nothing.
+"""
 
 from __future__ import annotations
 
-import mmap
-import os
-import shutil
+import contextlib
+import json
+import signal
+import threading
 import time
-from math import prod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
-import numpy as np
+from ckpttool.errors import CkptError, CorruptError, OutputError
+from ckpttool.execute.blocks import Carrier, Stopped
+from ckpttool.execute.checks import check
+from ckpttool.execute.commit import MANIFEST, Destination
+from ckpttool.execute.files import FilePool, SourceReadError, create, write_error
+from ckpttool.execute.hashing import ALGORITHM, Sums
+from ckpttool.execute.journal import Finished, Journal
+from ckpttool.execute.moves import arrange
+from ckpttool.execute.options import Checksum, NoProgress, Progress, RunOptions, RunResult
+from ckpttool.execute.schedule import Part, Task, schedule
+from ckpttool.plan import Plan
 
-from ckpttool.dtypes import numpy_dtype
-from ckpttool.errors import CorruptError, OutputError
-from ckpttool.execute.options import NoProgress, Progress, RunOptions, RunResult
-from ckpttool.kernels.cast import cast
-from ckpttool.plan import Copy, Fill, Plan, Same
+_MIB = 1 << 20
+_SMALLEST_ARENA = 64 << 10
+_TICK = 0.2
+"""Seconds between calls of the progress interface: often enough to look alive, too seldom to hold up the workers."""
+_RECORD_EVERY = 2.0
+"""Seconds after which finished parts are recorded, however few."""
 
 
 def run(plan: Plan, dst: Path, options: RunOptions | None = None, progress: Progress | None = None) -> RunResult:
-    """Write the plan's outputs into ``dst``."""
-    options, progress = options or RunOptions(), progress or NoProgress()
-    began = time.perf_counter()
-    partial = dst.with_name(dst.name + ".partial")
-    if dst.exists() and any(dst.iterdir()) and not options.force:
-        raise OutputError("the destination exists", where=str(dst), hint="use --force to replace it")
-    for s in plan.sources:
-        st = os.stat(s.path)
-        if (st.st_size, st.st_mtime_ns) != (s.size, s.mtime_ns):
-            raise CorruptError("source changed since it was planned", where=s.path)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
-    progress.start(plan.bytes_written, len(plan.outputs))
-    out = []
-    for o in plan.outputs:
-        path = partial / o.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if o.carried:
-            shutil.copyfile(o.carried, path)
-            out.append(None)
-            continue
-        with open(path, "w+b") as f:
-            f.truncate(o.size)
-            for offset, data in o.literals:
-                f.seek(offset)
-                f.write(data)
-            f.flush()
-            out.append(mmap.mmap(f.fileno(), o.size) if o.size else None)
-    src = []
-    for s in plan.sources:
-        with open(s.path, "rb") as f:
-            src.append(mmap.mmap(f.fileno(), s.size, access=mmap.ACCESS_READ) if s.size else None)
+    """Write the outputs of ``plan`` to the directory ``dst``, whole or not at all.
 
-    def view(m, block, shape, dtype):  # type: ignore
-        return np.ndarray(shape, numpy_dtype(dtype), m, block.offset, block.strides)
+    Raises OutputError when the destination cannot be written, CorruptError when a source is not what the plan says,
+    ConflictError when ``resume`` meets the remains of another plan, whatever ``options.verify`` raises, and
+    KeyboardInterrupt on Ctrl-C or SIGTERM.
+    """
+    return _Run(plan, Path(dst), options or RunOptions(), progress or NoProgress()).go()
 
-    for u in plan.units:
-        for step in u.steps:
-            if not prod(step.shape):
-                continue
-            if isinstance(step, Copy):
-                a = view(src[step.src.file], step.src, step.shape, step.src_dtype)
-                b = view(out[step.dst.file], step.dst, step.shape, step.dst_dtype)
-                if step.src_dtype == step.dst_dtype:
-                    b[...] = a
-                else:
-                    cast(a, b)
-            elif isinstance(step, Fill):
-                view(out[step.dst.file], step.dst, step.shape, step.dtype)[...] = 0
-            elif isinstance(step, Same):
-                a = view(src[step.a.file], step.a, step.shape, step.dtype)
-                b = view(src[step.b.file], step.b, step.shape, step.dtype)
-                if a.tobytes() != b.tobytes():
-                    raise CorruptError(f"two copies of `{step.what}` differ")
-    for m in out:
-        if m is not None:
-            m.flush()
-    if options.verify:
-        options.verify(partial)
-    if dst.exists():
-        shutil.rmtree(dst)
-    partial.rename(dst)
-    progress.finish()
-    n = plan.bytes_written
-    return RunResult(n, n, 0, time.perf_counter() - began, 0, "plain", [], list(plan.notes))
+
+@dataclass(slots=True)
+class _Record:
+    """Parts that a worker has finished."""
+
+    parts: list[Part]
+    sums: dict[str, str]
+
+
+class _Ledger:
+    """Finished parts on their way to the journal. Workers post, the calling thread takes."""
+
+    def __init__(self, batch: int, most: int) -> None:
+        self.batch = batch
+        self.wake = threading.Event()
+        self._most = most
+        self._records: deque[_Record] = deque()
+        self._changed = threading.Condition()
+        self._unsaved = 0
+
+    def post(self, record: _Record, stop: threading.Event) -> None:
+        """Add a record. Waits while so much is unrecorded that a crash now would cost too much."""
+        nbytes = sum([p.nbytes for p in record.parts])
+        with self._changed:
+            self._records.append(record)
+            self._unsaved += nbytes
+            if self._unsaved >= self.batch:
+                self.wake.set()
+            while self._unsaved > self._most and not stop.is_set():
+                self._changed.wait(0.2)
+
+    def take(self) -> list[_Record]:
+        with self._changed:
+            records = list(self._records)
+            self._records.clear()
+            return records
+
+    def saved(self, nbytes: int) -> None:
+        with self._changed:
+            self._unsaved -= nbytes
+            self._changed.notify_all()
+
+
+class _Run:
+    def __init__(self, plan: Plan, dst: Path, options: RunOptions, progress: Progress) -> None:
+        self.plan = plan
+        self.options = options
+        self.progress = progress
+        self.destination = Destination(dst)
+        self.paths = [str(self.destination.partial / o.name) for o in plan.outputs]
+        self.sources = [s.path for s in plan.sources]
+        self.stop = threading.Event()
+        self.failures: list[BaseException] = []
+        self.tasks: deque[Task] = deque()
+        self.carriers: list[Carrier] = []
+        self.threads: list[threading.Thread] = []
+        self.sums: dict[str, str] = {}
+        self.notes = list(plan.notes)
+        self.pending = [0] * len(plan.outputs)
+        self.skipped = 0
+        self.recorded = 0
+        self.shown = 0
+        self.unrecorded: list[_Record] = []
+
+    def go(self) -> RunResult:
+        began = time.perf_counter()
+        carried = [o.carried for o in self.plan.outputs if o.carried]
+        self.destination.check([*self.sources, *carried], self.options.source_roots, force=self.options.force)
+        self._check_sources()
+        self.destination.check_space(self.plan.bytes_written)
+        with _signals() as signals, FilePool() as pool:
+            fd, left = self.destination.open(force=self.options.force, resume=self.options.resume)
+            journal = Journal(fd, str(self.destination.partial))
+            try:
+                self._work(journal, pool, self._begin(journal, pool, left=left))
+                self._finish(pool)
+                signals.hold()
+                self.destination.seal(self._directories())
+            except BaseException as e:
+                error = self._give_up(e, journal, pool)
+                if error is e:
+                    raise
+                raise error from e
+            note = self.destination.publish(force=self.options.force)
+        if note:
+            self.notes.append(note)
+        self._show(self.plan.bytes_written)
+        self.progress.finish()
+        return RunResult(
+            bytes_read=sum(c.bytes_read for c in self.carriers),
+            bytes_written=sum(c.bytes_written for c in self.carriers),
+            bytes_skipped=self.skipped,
+            seconds=time.perf_counter() - began,
+            peak_buffer=sum(c.arena.peak for c in self.carriers),
+            policy=pool.policy,
+            manifest=self._checksums() if self.options.manifest else [],
+            notes=self.notes,
+        )
+
+    # -- check
+
+    def _check_sources(self) -> None:
+        """Raises CorruptError when a source is not the file that was planned."""
+        for s in self.plan.sources:
+            try:
+                st = Path(s.path).stat()
+            except OSError as e:
+                raise CorruptError(f"a source cannot be read: {e.strerror}", where=s.path) from e
+            if st.st_size != s.size or st.st_mtime_ns != s.mtime_ns:
+                raise CorruptError("a source has changed since it was planned", where=s.path, hint="repeat the command")
+        for o in self.plan.outputs:
+            if o.carried:
+                try:
+                    size = Path(o.carried).stat().st_size
+                except OSError as e:
+                    raise CorruptError(f"a source cannot be read: {e.strerror}", where=o.carried) from e
+                if size != o.size:
+                    raise CorruptError(
+                        "a source has changed since it was planned", where=o.carried, hint="repeat the command"
+                    )
+
+    # -- prepare
+
+    def _begin(self, journal: Journal, pool: FilePool, *, left: bool) -> Finished:
+        """Make the files, read or start the journal, list the tasks. Returns what was finished before."""
+        self.tasks = deque(schedule(self.plan, chained=self.options.manifest))
+        parts = [p for t in self.tasks for p in t.parts]
+        digest = self.plan.digest()
+        finished = Finished()
+        if left:
+            finished = journal.load(digest, len(parts))
+        else:
+            journal.begin(digest, len(parts))
+        made = set()
+        for i, (output, path) in enumerate(zip(self.plan.outputs, self.paths, strict=True)):
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise write_error(e, path, 0, 0) from e
+            if not create(path, output.size):
+                made.add(i)
+            pool.expect_writes(path)
+            for offset, data in output.literals:
+                pool.write(path, offset, memoryview(data))
+        # A file that was not there at its full size cannot hold what the journal says.
+        finished.parts -= {p.number for p in parts if not made.isdisjoint(p.files)}
+        self.progress.start(self.plan.bytes_written, len(self.paths))
+        for p in parts:
+            for file in p.files:
+                self.pending[file] += 1
+        for p in parts:
+            if p.number in finished.parts:
+                self.skipped += p.nbytes
+                self._file_progress(p)
+        for file, n in enumerate(self.pending):
+            if not n and not any(file in p.files for p in parts):
+                self.progress.file_done(self.plan.outputs[file].name, self.plan.outputs[file].size)
+        self.recorded = len(finished.parts)
+        self._show(self.skipped)
+        return finished
+
+    def _file_progress(self, part: Part) -> None:
+        for file in part.files:
+            self.pending[file] -= 1
+            if not self.pending[file]:
+                output = self.plan.outputs[file]
+                self.progress.file_done(output.name, output.size)
+
+    def _show(self, done: int) -> None:
+        if done > self.shown:
+            self.progress.advance(done - self.shown)
+            self.shown = done
+
+    # -- work
+
+    def _work(self, journal: Journal, pool: FilePool, finished: Finished) -> None:
+        self.sums = finished.sums if self.options.manifest else {}
+        self.tasks = deque(self._remaining(self.tasks, finished))
+        memory = max(self.options.memory, _SMALLEST_ARENA)
+        workers = max(1, min(self.options.workers, memory // _SMALLEST_ARENA, len(self.tasks)))
+        total = self.plan.bytes_written
+        ledger = _Ledger(max(4 * _MIB, min(256 * _MIB, total // 32)), max(16 * _MIB, total // 12))
+        for i in range(workers):
+            carrier = Carrier(self.sources, self.paths, pool, memory // workers, self.stop)
+            self.carriers.append(carrier)
+            thread = threading.Thread(target=self._worker, args=(carrier, ledger), name=f"worker-{i}", daemon=True)
+            self.threads.append(thread)
+        for thread in self.threads:
+            thread.start()
+        with ThreadPoolExecutor(1, thread_name_prefix="journal") as recorder:
+            self._watch(journal, pool, ledger, recorder)
+
+    def _remaining(self, tasks: Sequence[Task], finished: Finished) -> Iterator[Task]:
+        """What is still to do; the checksums of tensors that an earlier run wrote without them, too."""
+        for task in tasks:
+            done = sum([p.number in finished.parts for p in task.parts])
+            if self.options.manifest:
+                targets = [(key, target) for key, target in task.targets if key not in finished.sums]
+            else:
+                targets = []
+            if done < len(task.parts) or targets:
+                parts = [p for p in task.parts if p.number not in finished.parts] if done else task.parts
+                yield Task(parts, targets)
+
+    def _worker(self, carrier: Carrier, ledger: _Ledger) -> None:
+        try:
+            while not self.stop.is_set():
+                try:
+                    task = self.tasks.popleft()
+                except IndexError:
+                    break
+                self._task(task, carrier, ledger)
+        except Stopped:
+            pass
+        except BaseException as e:  # noqa: BLE001 - raised again by the thread that called run
+            self.failures.append(e)
+            self.stop.set()
+        ledger.wake.set()
+
+    def _task(self, task: Task, carrier: Carrier, ledger: _Ledger) -> None:
+        carrier.sums = sums = Sums(task.targets) if task.targets else None
+        together = [p for p in task.parts if p.items is None and p.carried < 0]
+        if together:
+            carrier.carry(arrange([step for p in together for step in p.steps]))
+            for p in together:
+                for c in p.checks:
+                    check(c.step, carrier, c.first)
+            done = _Record(together, {})
+            self._close(done, sums, carrier, last=len(together) == len(task.parts))
+            ledger.post(done, self.stop)
+        rest = [p for p in task.parts if p.items is not None or p.carried >= 0]
+        for i, part in enumerate(rest):
+            if part.carried >= 0:
+                self._carry_file(part.carried, carrier)
+            else:
+                carrier.carry(part.items or ())
+                for c in part.checks:
+                    check(c.step, carrier, c.first)
+            done = _Record([part], {})
+            self._close(done, sums, carrier, last=i == len(rest) - 1)
+            ledger.post(done, self.stop)
+        if not task.parts and sums is not None:  # written by an earlier run that made no manifest
+            done = _Record([], {})
+            self._close(done, sums, carrier, last=True)
+            ledger.post(done, self.stop)
+
+    def _close(self, record: _Record, sums: Sums | None, carrier: Carrier, *, last: bool) -> None:
+        """Take the checksums forward to the end of a part."""
+        if sums is None:
+            return
+        carrier.arena.reset()
+        buffer = carrier.arena.take(min(_MIB, carrier.arena.size)).data
+        sums.part_done(carrier.read_back, buffer)
+        if last:
+            record.sums = sums.finish(carrier.read_back, buffer)
+
+    def _carry_file(self, output: int, carrier: Carrier) -> None:
+        carrier.copy_file(self.plan.outputs[output].carried, output, self.plan.outputs[output].size)
+
+    def _watch(self, journal: Journal, pool: FilePool, ledger: _Ledger, recorder: ThreadPoolExecutor) -> None:
+        """Show progress and have finished parts recorded, until the workers have ended."""
+        saving: Future[None] | None = None
+        shown = recorded = time.monotonic()
+        while True:
+            running = any(t.is_alive() for t in self.threads)
+            if running:
+                ledger.wake.wait(_TICK)
+                ledger.wake.clear()
+            now = time.monotonic()
+            for record in ledger.take():
+                self.unrecorded.append(record)
+                self.sums.update(record.sums)
+                for part in record.parts:
+                    self._file_progress(part)
+            if now - shown >= _TICK:
+                shown = now
+                self._show(self.skipped + sum(c.bytes_written for c in self.carriers))
+            if saving is not None and saving.done():
+                saving.result()
+                saving = None
+            held = sum([p.nbytes for r in self.unrecorded for p in r.parts])
+            if saving is None and self.unrecorded and (held >= ledger.batch or now - recorded >= _RECORD_EVERY):
+                records, self.unrecorded = self.unrecorded, []
+                saving = recorder.submit(self._record, journal, pool, records, ledger)
+                recorded = now
+            if not running:
+                break
+        if saving is not None:
+            saving.result()
+        if self.failures:
+            raise self.failures[0]
+
+    def _record(
+        self, journal: Journal, pool: FilePool, records: Sequence[_Record], ledger: _Ledger | None = None
+    ) -> None:
+        """Make parts durable, then say so in the journal."""
+        parts = [p for r in records for p in r.parts]
+        for file in sorted({file for p in parts for file in p.files}):
+            pool.sync(self.paths[file])
+        journal.append([p.number for p in parts], {k: v for r in records for k, v in r.sums.items()})
+        self.recorded += len(parts)
+        if ledger is not None:
+            ledger.saved(sum([p.nbytes for p in parts]))
+
+    # -- finish
+
+    def _finish(self, pool: FilePool) -> None:
+        """Everything durable and checked; only the name is missing."""
+        with ThreadPoolExecutor(8, thread_name_prefix="sync") as syncing:
+            for done in [syncing.submit(pool.sync, path, metadata=True) for path in self.paths]:
+                done.result()
+        self._check_sources()
+        if self.options.manifest:
+            self._write_manifest(pool)
+        if self.options.verify is not None:
+            self.options.verify(self.destination.partial)
+
+    def _checksums(self) -> list[Checksum]:
+        out = []
+        for u, unit in enumerate(self.plan.units):
+            for t, target in enumerate(unit.targets):
+                digest = f"{ALGORITHM}:{self.sums[f'{u}.{t}']}"
+                out.append(Checksum(self.plan.outputs[target.file].name, target.name, target.nbytes, digest))
+        out.sort(key=lambda c: (c.file, c.tensor))
+        return out
+
+    def _write_manifest(self, pool: FilePool) -> None:
+        tensors: dict[str, dict[str, str]] = {}
+        for c in self._checksums():
+            tensors.setdefault(c.file, {})[c.tensor] = c.digest.removeprefix(f"{ALGORITHM}:")
+        files = {o.name: o.size for o in sorted(self.plan.outputs, key=lambda o: o.name)}
+        manifest = {"version": 1, "algorithm": ALGORITHM, "tensors": tensors, "files": files}
+        target = self.destination.partial / MANIFEST
+        data = json.dumps(manifest, ensure_ascii=False, indent=1).encode(errors="surrogateescape")
+        target.unlink(missing_ok=True)
+        path = str(target)
+        create(path, len(data))
+        pool.expect_writes(path)
+        pool.write(path, 0, memoryview(data))
+        pool.sync(path, metadata=True)
+
+    def _directories(self) -> list[Path]:
+        """Every directory of the output, the deepest first."""
+        found = {self.destination.partial}
+        for path in self.paths:
+            parent = Path(path).parent
+            while parent not in found:
+                found.add(parent)
+                parent = parent.parent
+        return sorted(found, key=lambda p: -len(p.parts))
+
+    # -- failure
+
+    def _give_up(self, error: BaseException, journal: Journal, pool: FilePool) -> BaseException:
+        """Stop the workers; keep or remove what there is. Returns the error to raise."""
+        self.stop.set()
+        for thread in self.threads:
+            thread.join()
+        again = not isinstance(error, CkptError) or isinstance(error, OutputError | SourceReadError)
+        if self.options.verify is not None and not self.tasks and not isinstance(error, CkptError | KeyboardInterrupt):
+            again = False
+        if again:
+            with contextlib.suppress(CkptError):
+                self._record(journal, pool, self.unrecorded)
+        if not again or not self.recorded:
+            self.destination.discard()
+            return error
+        self.destination.close()
+        return _resumable(error)
+
+
+def _resumable(error: BaseException) -> BaseException:
+    """The error with the way on in its hint."""
+    how = "repeat the command with --resume to go on where it stopped"
+    if isinstance(error, KeyboardInterrupt):
+        return KeyboardInterrupt(f"interrupted; {how}")
+    if isinstance(error, CkptError):
+        error.hint = f"{error.hint}; then {how}" if error.hint else how
+    return error
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM end a run in the same way, except while names are exchanged."""
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def hold(self) -> None:
+        """From now on the run is as good as finished: let it."""
+        self._held = True
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._held:
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Signals]:
+    signals = _Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    old = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield signals
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

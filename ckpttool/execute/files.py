@@ -19,6 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from ckpttool.errors import CorruptError, OutputError
 
@@ -71,7 +72,7 @@ def descriptor_limit(reserve: int = 24) -> int:
     if soft == resource.RLIM_INFINITY:
         return 4096
     try:
-        used = len(os.listdir("/proc/self/fd"))
+        used = sum(1 for _ in Path("/proc/self/fd").iterdir())
     except OSError:
         used = 16
     return max(8, min(4096, soft - used - reserve))
@@ -92,7 +93,7 @@ class FilePool:
         self.policy = "uncached"
         self._behind: dict[str, list[tuple[int, int]]] = {}
 
-    def __enter__(self) -> FilePool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -232,26 +233,35 @@ class FilePool:
             self.give(path)
 
 
-def create(path: str, size: int) -> None:
+def create(path: str, size: int) -> bool:
     """Make a file of ``size`` zero bytes with its space reserved, where the filesystem can, so that a full disk shows
-    before the work and not after it. A file of the right size that is already there keeps its bytes.
+    before the work and not after it.
+
+    A file of that size which is already there keeps its bytes; returns whether that was so.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if os.fstat(fd).st_size != size:
+            kept = os.fstat(fd).st_size == size
+            if not kept:
                 os.ftruncate(fd, 0)
                 os.ftruncate(fd, size)
-            if size and hasattr(_LIBC, "fallocate"):
-                # The system call itself: glibc's posix_fallocate writes every block where the filesystem has no such call.
-                if _LIBC.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size)):
-                    code = ctypes.get_errno()
-                    if code not in (*_UNSUPPORTED, errno.EINTR, errno.ENODEV, errno.EPERM):
-                        raise OSError(code, os.strerror(code))
+            _reserve(fd, size)
         finally:
             os.close(fd)
     except OSError as e:
         raise write_error(e, path, 0, size) from e
+    return kept
+
+
+def _reserve(fd: int, size: int) -> None:
+    # The system call itself: where the filesystem lacks it, glibc's posix_fallocate writes to every block.
+    if not size or not hasattr(_LIBC, "fallocate"):
+        return
+    if _LIBC.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)):
+        code = ctypes.get_errno()
+        if code not in (*_UNSUPPORTED, errno.EINTR, errno.ENODEV, errno.EPERM):
+            raise OSError(code, os.strerror(code))
 
 
 def write_error(e: OSError, path: str, offset: int, nbytes: int) -> OutputError:

@@ -27,7 +27,7 @@ ReadBack = Callable[[int, int, memoryview], None]
 def hash_range(path: str | os.PathLike[str], offset: int, nbytes: int) -> str:
     """``xxh3_128:<hex>`` of a byte range of a file. Raises CorruptError when the file is too short."""
     h = xxhash.xxh3_128()
-    buffer = memoryview(np.empty(max(1, min(_CHUNK, nbytes)), np.uint8))
+    buffer = np.empty(max(1, min(_CHUNK, nbytes)), np.uint8).data
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         end = offset + nbytes

@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpttool.errors import ConflictError
 from ckpttool.execute.files import write_error
@@ -69,11 +70,12 @@ class Journal:
         good = len(lines[0]) + 1
         for line in lines[1:]:
             entry = _parse(line)
-            if not _valid(entry, parts):
+            done, sums = entry.get("done"), entry.get("sums", {})
+            if done is None or not _ranges_within(done, parts) or not isinstance(sums, dict):
                 break
-            for a, b in entry["done"]:
+            for a, b in done:
                 found.parts.update(range(a, b))
-            found.sums.update(entry.get("sums", {}))
+            found.sums.update(sums)
             good += len(line) + 1
         if good != size:
             os.ftruncate(self._fd, good)
@@ -109,7 +111,7 @@ def ranges(numbers: Iterable[int]) -> list[list[int]]:
     return out
 
 
-def _parse(line: bytes) -> dict[str, object]:
+def _parse(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError:
@@ -117,10 +119,7 @@ def _parse(line: bytes) -> dict[str, object]:
     return entry if isinstance(entry, dict) else {}
 
 
-def _valid(entry: dict[str, object], parts: int) -> bool:
-    done, sums = entry.get("done"), entry.get("sums", {})
-    return (
-        isinstance(done, list)
-        and all(isinstance(r, list) and len(r) == 2 and 0 <= r[0] <= r[1] <= parts for r in done)
-        and isinstance(sums, dict)
+def _ranges_within(done: object, parts: int) -> bool:
+    return isinstance(done, list) and all(
+        isinstance(r, list) and len(r) == 2 and 0 <= r[0] <= r[1] <= parts for r in done
     )

@@ -142,22 +142,20 @@ Item = Batch | Rows | Tile
 
 def item_bytes(item: Item) -> int:
     """Bytes that an item writes."""
-    if type(item) is Batch:
+    if isinstance(item, Batch):
         return sum([r.nbytes for r in item.runs])
-    if type(item) is Rows:
+    if isinstance(item, Rows):
         return item.row_bytes * (item.stop - item.start)
-    assert type(item) is Tile
     return item.move.nbytes
 
 
 def item_files(item: Item) -> Iterator[tuple[int, int]]:
     """(destination file, bytes written to it); a file may come more than once."""
-    if type(item) is Batch:
+    if isinstance(item, Batch):
         yield from ((r.dst, r.nbytes) for r in item.runs)
-    elif type(item) is Rows:
+    elif isinstance(item, Rows):
         yield from ((lane.file, lane.width * (item.stop - item.start)) for lane in item.writes)
     else:
-        assert type(item) is Tile
         yield item.move.dst, item.move.nbytes
 
 
@@ -167,10 +165,9 @@ def item_files(item: Item) -> Iterator[tuple[int, int]]:
 def normal(step: Copy | Fill) -> Linear | Move | None:
     """The step as a run of bytes if it is one, else in normal form; None when it moves nothing."""
     shape = step.shape
-    if type(step) is Fill:
+    if isinstance(step, Fill):
         src, dst, src_dtype, dst_dtype = step.dst._replace(file=ZEROS), step.dst, step.dtype, step.dtype
     else:
-        assert type(step) is Copy
         src, dst, src_dtype, dst_dtype = step.src, step.dst, step.src_dtype, step.dst_dtype
     if 0 in shape:
         return None
@@ -224,29 +221,26 @@ def _arrange(found: Sequence[Linear | Move]) -> list[Item]:
     moves: list[Move] = []
     placed: list[tuple[int, int, Item]] = []
     for m in found:
-        if type(m) is Linear:
+        if isinstance(m, Linear):
             linear.append(m)
+        elif not m.shape:  # a single element to cast
+            sizes = (itemsize(m.dst_dtype),), (itemsize(m.src_dtype),)
+            moves.append(m._replace(shape=(1,), dst_strides=sizes[0], src_strides=sizes[1]))
+        elif _in_order(m):
+            moves.append(m)
         else:
-            assert type(m) is Move
-            if m.shape and _in_order(m):
-                moves.append(m)
-            elif m.shape:
-                placed.append((m.dst, m.to, Tile(m)))
-            else:  # a single element to cast
-                one = m._replace(shape=(1,), dst_strides=(itemsize(m.dst_dtype),), src_strides=(itemsize(m.src_dtype),))
-                moves.append(one)
+            placed.append((m.dst, m.to, Tile(m)))
     if not placed and not moves:
         linear.sort()
         return [Batch(tuple(linear))] if linear else []
     for group in _components(moves):
-        for rows in _rows(group):
-            placed.append((*min((lane.file, lane.offset) for lane in rows.writes), rows))
+        placed += [(*min((lane.file, lane.offset) for lane in rows.writes), rows) for rows in _rows(group)]
     placed += [(run.dst, run.to, Batch((run,))) for run in linear]
     placed.sort(key=lambda p: p[:2])
     out: list[Item] = []
     runs: list[Linear] = []
     for _, _, item in placed:
-        if type(item) is Batch:
+        if isinstance(item, Batch):
             runs += item.runs
             continue
         if runs:
@@ -444,7 +438,7 @@ class _Parts:
         if self.size and self.size + size > self.limit:
             self.close()
         last = self.current[-1] if self.current else None
-        if type(item) is Batch and type(last) is Batch:
+        if isinstance(item, Batch) and isinstance(last, Batch):
             self.current[-1] = Batch(last.runs + item.runs)
         else:
             self.current.append(item)
@@ -469,11 +463,11 @@ def _divide(items: Sequence[Item], parts: _Parts) -> None:
         size = item_bytes(item)
         if size <= parts.limit:
             parts.add(item, size)
-        elif type(item) is Batch:
+        elif isinstance(item, Batch):
             for run in item.runs:
                 for piece in _pieces(run, parts.limit):
                     parts.add(Batch((piece,)), piece.nbytes)
-        elif type(item) is Rows:
+        elif isinstance(item, Rows):
             each = parts.limit // item.row_bytes
             if not each:
                 for i in range(item.start, item.stop):
@@ -483,7 +477,6 @@ def _divide(items: Sequence[Item], parts: _Parts) -> None:
                 part = item._replace(start=a, stop=min(a + each, item.stop))
                 parts.add(part, item_bytes(part))
         else:
-            assert type(item) is Tile
             for move in tiles(item.move, parts.limit // itemsize(item.move.dst_dtype), panels=True):
                 parts.add(Tile(move), move.nbytes)
 

@@ -71,7 +71,7 @@ def _fill(pool: FilePool, path: str, offset: int, strides: tuple[int, ...], out:
     flat = out.reshape(-1).view(np.uint8)
     turn = Permuter()
     for part in tiles(whole, max(1, tile.nbytes // size)):
-        target: Array = np.ndarray(part.shape, kinds(part)[1], memoryview(flat), part.to, part.dst_strides)
+        target: Array = np.ndarray(part.shape, kinds(part)[1], flat.data, part.to, part.dst_strides)
         turn.move(read_turned(read, part, tile, scratch), target)
 
 
@@ -84,7 +84,7 @@ def read_turned(read: ReadAt, move: Move, tile: Bytes, scratch: Bytes) -> Array:
     nbytes = prod(shape) * kind.itemsize
     read_strided(read, move.start, strides, shape, kind.itemsize, tile[:nbytes], scratch)
     back = sorted(range(len(order)), key=order.__getitem__)
-    block: Array = np.ndarray(shape, kind, memoryview(tile))
+    block: Array = np.ndarray(shape, kind, tile.data)
     return block.transpose(back)
 
 
@@ -126,7 +126,7 @@ def read_strided(
         run *= shape[k - 1]
         k -= 1
     if not k:
-        view = memoryview(out)
+        view = out.data
         for a in range(0, run, _CHUNK):
             read(offset + a, view[a : min(a + _CHUNK, run)])
         return
@@ -138,19 +138,19 @@ def read_strided(
         if extent > scratch.nbytes:
             break
     if j == k:
-        view, at = memoryview(out), 0
+        view, at = out.data, 0
         for start in offsets(shape[:k], strides[:k]):
             read(offset + start, view[at : at + run])
             at += run
         return
-    inner = tuple(shape[j + 1 : k]) + (run // size,)
+    inner = (*shape[j + 1 : k], run // size)
     inner_strides = (*strides[j + 1 : k], size)
     row = sum([(n - 1) * s for n, s in zip(inner, inner_strides, strict=True)]) + size
     rows, step = shape[j], strides[j]
     at_once = max(1, (scratch.nbytes - row) // step + 1)
     kind = np.dtype(f"u{size}")
-    result: Array = np.ndarray((prod(shape[:j]), rows, *inner), kind, memoryview(out))
-    view = memoryview(scratch)
+    result: Array = np.ndarray((prod(shape[:j]), rows, *inner), kind, out.data)
+    view = scratch.data
     for i, start in enumerate(offsets(shape[:j], strides[:j])):
         for a in range(0, rows, at_once):
             n = min(at_once, rows - a)

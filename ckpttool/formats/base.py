@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ckpttool.catalog import Catalog, DataFile, StoredTensor
+from ckpttool.catalog import Catalog, DataFile, RankTensor, StoredTensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.formats.safetensors import layout_file, read_header, tensor_bytes
 from ckpttool.mesh import Mesh
@@ -130,25 +130,11 @@ class StoredCheckpoint:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-class OutTensor(NamedTuple):
-    """A stored tensor to be written, with what a self-describing format records about it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    key: str
-    """Name of the logical tensor."""
-    whole: tuple[int, ...]
-    """Shape of the logical tensor."""
-    boxes: tuple[Any, ...]
-    """((box in the stored tensor, box in the logical tensor), ...)."""
-
-
 @dataclass(slots=True)
 class WriteRequest:
     """Everything a format needs to say what it will write."""
 
-    ranks: list[list[OutTensor]]
+    ranks: list[list[RankTensor]]
     chosen: tuple[int, ...]
     """Ranks to write."""
     mesh: Mesh
@@ -269,12 +255,12 @@ def contiguous_ranks(found: Mapping[int, Any], world: int, where: Path, naming: 
         )
 
 
-def fill_files(tensors: Sequence[OutTensor], limit: int | None) -> list[list[OutTensor]]:
+def fill_files(tensors: Sequence[RankTensor], limit: int | None) -> list[list[RankTensor]]:
     """Share tensors out to files in order: a file is closed when the next tensor would push it over ``limit`` bytes.
 
     A tensor larger than the limit gets a file of its own.
     """
-    groups: list[list[OutTensor]] = [[]]
+    groups: list[list[RankTensor]] = [[]]
     size = 0
     for t in tensors:
         n = tensor_bytes(t.dtype, t.shape)
@@ -287,7 +273,7 @@ def fill_files(tensors: Sequence[OutTensor], limit: int | None) -> list[list[Out
 
 
 def build_files(
-    groups: Sequence[tuple[str, int, Sequence[OutTensor], Mapping[str, str] | None]], ranks: int
+    groups: Sequence[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]], ranks: int
 ) -> Skeleton:
     """A skeleton of safetensors files from (file name, rank, tensors, metadata)."""
     files: list[OutFile] = []

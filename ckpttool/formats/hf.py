@@ -26,7 +26,7 @@ from ckpttool.formats.base import (
 from ckpttool.formats.safetensors import tensor_bytes
 from ckpttool.mesh import Mesh
 
-_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors\Z")
+_NUMBERED = re.compile(r"(?P<stem>(?!rank-)[^/]+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors\Z")
 _NOT_WEIGHTS = re.compile(r"(adapter_model|optimizer|master_weights|scheduler|training_args|consolidated)[-.]")
 
 

@@ -20,11 +20,10 @@ from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, StoredTensor, logical_tensor
+from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, RankTensor, StoredTensor, logical_tensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import (
     Listing,
-    OutTensor,
     ReadOptions,
     Skeleton,
     StoredCheckpoint,
@@ -171,11 +170,11 @@ class Ranks:
         return build_files(groups, world)
 
 
-def _is_whole(t: OutTensor) -> bool:
+def _is_whole(t: RankTensor) -> bool:
     return t.key == t.name and t.shape == t.whole and len(t.boxes) == 1 and t.boxes[0][0] == t.boxes[0][1]
 
 
-def _box_record(t: OutTensor) -> dict[str, Any]:
+def _box_record(t: RankTensor) -> dict[str, Any]:
     rec: dict[str, Any] = {"shape": list(t.whole)}
     if t.key != t.name:
         rec["key"] = t.key

@@ -11,6 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,6 +189,12 @@ def read_header(path: Path, index: int = 0, rank: int = 0) -> Header:
     return Header(info, meta, tensors, start)
 
 
+@lru_cache(maxsize=65536)
+def _shared(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """One object for equal shapes: a checkpoint has a hundred shapes and a hundred thousand tensors."""
+    return shape
+
+
 def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) -> list[StoredTensor] | None:
     """Stored tensors in offset order, or None when anything is not as it must be."""
     out = []
@@ -197,7 +204,7 @@ def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) 
                 if not isinstance(entry, dict) or not all(isinstance(v, str) for v in entry.values()):
                     return None
                 continue
-            dtype = entry["dtype"]
+            dtype = DTYPES[entry["dtype"]]
             shape = entry["shape"]
             start, stop = entry["data_offsets"]
             count = 1
@@ -209,10 +216,10 @@ def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) 
                 type(start) is not int
                 or type(stop) is not int
                 or start < 0
-                or count * DTYPES[dtype].bits != (stop - start) * 8
+                or count * dtype.bits != (stop - start) * 8
             ):
                 return None
-            out.append(StoredTensor(name, dtype, tuple(shape), index, base + start, rank))
+            out.append(StoredTensor(name, dtype.name, _shared(tuple(shape)), index, base + start, rank))
     except (KeyError, TypeError, ValueError):
         return None
     out.sort(key=lambda t: t.offset)

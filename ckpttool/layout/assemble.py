@@ -76,7 +76,8 @@ class Assembler:
         """Raises LayoutError (no rule, uneven), ConflictError (shapes that contradict), IncompleteError (holes)."""
         self._coords = list(self.cutting.mesh.all_coords())
         named = self._global_names(list(stored))
-        placements = {name: self.family.placement(name, self.ops) for name in named}
+        place_of = self.family.placer(self.ops)
+        placements = {name: place_of(name) for name in named}
         placements.update({n: p for n in named if (p := self._override(n)) is not None})
         known = {n: p for n, p in placements.items() if p is not None}
         weights = {n: w for n in named if (w := weight_of(n, named)) is not None}
@@ -213,7 +214,7 @@ class Assembler:
 
 
 def _replicated(place: Placement) -> Placement:
-    return replace(place, rule=replace(place.rule, verb="replicate", text="replicate (one scale for the tensor)"))
+    return place._replace(rule=replace(place.rule, verb="replicate", text="replicate (one scale for the tensor)"))
 
 
 def override(family: Family, name: str) -> Placement | None:

@@ -9,17 +9,17 @@ key with an example.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
-from ckpttool.layout.names import expand, pattern_regex, split_numbers
+from ckpttool.layout.names import expand, has_literal_number, pattern_regex, split_numbers
 from ckpttool.layout.rules import Rule, Size, Sizes, fused_rule, parse_rule, part_rule
 from ckpttool.select import compile_pattern
 
@@ -85,8 +85,7 @@ class FamilySpec(_Strict):
     """Namings that number the layers of each pipeline stage from 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where one tensor lives and how it is cut."""
 
     rule: Rule
@@ -103,6 +102,11 @@ class Rename:
     """Names only; the first pattern that matches decides."""
 
     pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def by_template(self) -> bool:
+        """Names that differ only in their numbers are renamed alike."""
+        return not any(has_literal_number(p) for pair in self.pairs for p in pair)
 
     def forward(self, name: str) -> str:
         return _rename(self.pairs, name)
@@ -172,7 +176,9 @@ class Family:
     overrides: tuple[tuple[re.Pattern[str], Rule], ...] = ()
     """From --replicate and --split; before every rule of the file."""
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
-    _cache: dict[tuple[str, tuple[Op, ...]], tuple[Placement, int, int] | None] = field(default_factory=dict)
+    _by_name: bool = False
+    """Some pattern names one number, so that names of one template may have different rules."""
+    _cache: dict[tuple[Op, ...], dict[str, tuple[Placement, int, int] | None]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -215,33 +221,47 @@ class Family:
 
     def placement(self, name: str, ops: tuple[Op, ...] = ()) -> Placement | None:
         """Rule and stage of a tensor named as after ``ops``; None when no rule names it."""
-        template, numbers = split_numbers(name)
-        key = (template, ops)
-        if key not in self._cache:
-            got = self._resolve(name, ops)
-            if got is None:
-                self._cache[key] = None
-            else:
-                # Remember which of the numbers is which, so that the next layer's tensor needs no matching.
-                at = [-1, -1]
-                for i, value in enumerate((got.layer, got.expert)):
-                    if value is not None:
-                        texts = [int(n) for n in numbers]
-                        at[i] = texts.index(value) if i == 0 else len(texts) - 1 - texts[::-1].index(value)
-                self._cache[key] = (got, at[0], at[1])
-        known = self._cache[key]
-        if known is None:
+        return self.placer(ops)(name)
+
+    def placer(self, ops: tuple[Op, ...]) -> Callable[[str], Placement | None]:
+        """``placement`` for many names of one naming: one lookup for each name template, not for each name."""
+        if self._by_name:
+            return lambda name: self._resolve(name, ops)
+        known = self._cache.setdefault(ops, {})
+
+        def place(name: str) -> Placement | None:
+            template, numbers = split_numbers(name)
+            try:
+                hit = known[template]
+            except KeyError:
+                hit = known[template] = self._remember(name, numbers, ops)
+            if hit is None:
+                return None
+            found, layer_at, expert_at = hit
+            if layer_at < 0 and expert_at < 0:
+                return found
+            return Placement(
+                found.rule,
+                found.stage,
+                int(numbers[layer_at]) if layer_at >= 0 else None,
+                int(numbers[expert_at]) if expert_at >= 0 else None,
+                found.position,
+            )
+
+        return place
+
+    def _remember(
+        self, name: str, numbers: tuple[str, ...], ops: tuple[Op, ...]
+    ) -> tuple[Placement, int, int] | None:
+        """The placement of a name, and which of its numbers are the layer and the expert."""
+        got = self._resolve(name, ops)
+        if got is None:
             return None
-        place, layer_at, expert_at = known
-        if layer_at < 0:
-            return place
-        return Placement(
-            place.rule,
-            place.stage,
-            int(numbers[layer_at]),
-            int(numbers[expert_at]) if expert_at >= 0 else None,
-            place.position,
-        )
+        values = [int(n) for n in numbers]
+        layer_at = values.index(got.layer) if got.layer is not None else -1
+        # The layer comes first in a name and the expert last, which tells them apart when they are equal.
+        expert_at = len(values) - 1 - values[::-1].index(got.expert) if got.expert is not None else -1
+        return got, layer_at, expert_at
 
     def _resolve(self, name: str, ops: tuple[Op, ...]) -> Placement | None:
         if not ops:
@@ -258,28 +278,28 @@ class Family:
                         if got is None:
                             continue
                         if got.rule.verb in ("fused", "replicate"):
-                            return replace(got, rule=part_rule(got.rule, i))
+                            return got._replace(rule=part_rule(got.rule, i))
                         units = op.units[i]
-                        return replace(got, rule=replace(got.rule, units=units, text=f"column {units}".strip()))
+                        return got._replace(rule=replace(got.rule, units=units, text=f"column {units}".strip()))
             elif m := pattern_regex(op.whole).match(name):
                 parts = [self._resolve(expand(p, m.groupdict()), earlier) for p in op.parts]
                 if None not in parts:
                     found = [p for p in parts if p is not None]
                     if op.groups:
-                        return replace(found[0], rule=replace(found[0].rule, units=op.groups))
+                        return found[0]._replace(rule=replace(found[0].rule, units=op.groups))
                     names = [p.rsplit(".", 2)[-2] if "." in p else p for p in op.parts]
-                    return replace(found[0], rule=fused_rule([(n, p.rule) for n, p in zip(names, found, strict=True)]))
+                    return found[0]._replace(rule=fused_rule([(n, p.rule) for n, p in zip(names, found, strict=True)]))
         if isinstance(op, Stack):
             if op.apart:
                 if m := pattern_regex(op.part).match(name):
                     captures = m.groupdict()
                     got = self._resolve(expand(op.whole, captures), earlier)
                     if got is not None:
-                        return replace(got, rule=replace(got.rule, grouped=False), expert=int(captures["expert"]))
+                        return got._replace(rule=replace(got.rule, grouped=False), expert=int(captures["expert"]))
             elif m := pattern_regex(op.whole).match(name):
                 got = self._resolve(expand(op.part, {**m.groupdict(), "expert": "0"}), earlier)
                 if got is not None:
-                    return replace(got, rule=replace(got.rule, grouped=True), expert=None)
+                    return got._replace(rule=replace(got.rule, grouped=True), expert=None)
         return self._resolve(name, earlier)
 
     def _base(self, name: str) -> Placement | None:
@@ -291,13 +311,18 @@ class Family:
                 return Placement(rule, stage, layer, expert, position)
         return None
 
-    def order(self, name: str, ops: tuple[Op, ...] = ()) -> tuple[int, int, int, int, str]:
-        """Sort key for model order: embedding, layers as the file lists their tensors, head."""
-        place = self.placement(name, ops)
-        if place is None:
-            return (1, 1 << 30, 0, 0, name)
-        stage = ("first", "layers", "last").index(place.stage)
-        return (stage, place.layer or 0, place.position, place.expert or 0, name)
+    def model_order(self, ops: tuple[Op, ...]) -> Callable[[str], tuple[int, int, int, int, str]]:
+        """Sort key for model order: embedding, layers with their tensors as the file lists them, head."""
+        place_of = self.placer(ops)
+        stages = {"first": 0, "layers": 1, "last": 2}
+
+        def key(name: str) -> tuple[int, int, int, int, str]:
+            place = place_of(name)
+            if place is None:
+                return (1, 1 << 30, 0, 0, name)
+            return (stages[place.stage], place.layer or 0, place.position, place.expert or 0, name)
+
+        return key
 
     def with_overrides(self, replicate: Sequence[str], split: Sequence[str]) -> Family:
         """The same family with rules from the command line first. Raises UsageError for a malformed one."""
@@ -373,7 +398,20 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
     family = Family(spec, path.name)
     family.sizes = read_sizes(spec, config)
     family._rules = _compile(spec, path.name)
+    family._by_name = any(has_literal_number(p) for p in _patterns(spec))
     return family
+
+
+def _patterns(spec: FamilySpec) -> Iterator[str]:
+    """Every pattern of a family file."""
+    for rules in (spec.first, spec.layers.rules, spec.last):
+        yield from rules
+    yield spec.layers.prefix
+    for fusion in spec.fusions.values():
+        yield from (fusion.whole, *fusion.parts)
+    for op in (op for naming in spec.namings.values() for op in naming):
+        for pairs in (op.rename or {}, op.stack or {}):
+            yield from (*pairs.keys(), *pairs.values())
 
 
 def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule, str, bool]]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ckpttool.errors import UnsupportedError
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 """A number that is a whole dot-separated component, as layer and expert numbers are (``w1`` is not)."""
 _TOKEN = re.compile(r"\{([^{}]*)\}|\*")
 
@@ -47,15 +47,20 @@ def expand(pattern: str, captures: dict[str, str]) -> str:
 
 def split_numbers(name: str) -> tuple[str, tuple[str, ...]]:
     """``a.3.b.17.c`` -> (``a.#.b.#.c``, (``3``, ``17``))."""
-    numbers = tuple(_NUMBER.findall(name))
-    return (_NUMBER.sub("#", name), numbers) if numbers else (name, numbers)
+    parts = _NUMBER.split(name)
+    return "#".join(parts[::2]), tuple(parts[1::2])
+
+
+def has_literal_number(pattern: str) -> bool:
+    """Whether a pattern names one number (``layers.0.x``), so that names of one template may differ in it."""
+    return re.search(r"(?<![^.{,])\d+(?![^.},])", pattern) is not None
 
 
 class Renamer:
-    """A name -> name function, evaluated once per template where that is provably the same.
+    """A name -> name function, evaluated once per template.
 
-    The result for a template is reused when the function keeps the numbers of a name in order, which is checked on
-    two names that differ in every number before the template is trusted.
+    Only for functions that treat all numbers alike (see ``has_literal_number``). The result for a template is reused
+    when the function keeps the numbers of a name in order, which is checked on two names that differ in every number.
     """
 
     def __init__(self, function: Callable[[str], str | None]) -> None:
@@ -63,6 +68,8 @@ class Renamer:
         self._known: dict[str, tuple[str | None] | None] = {}
 
     def __call__(self, name: str) -> str | None:
+        if "#" in name:  # it would look like a template
+            return self._function(name)
         template, numbers = split_numbers(name)
         known = self._known.get(template, False)
         if known is False:

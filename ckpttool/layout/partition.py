@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from ckpttool.catalog import RankTensor
 from ckpttool.errors import LayoutError
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, cannot_cut, is_bias, no_rule, override, pad_boxes, shift_layer
@@ -23,20 +24,6 @@ class Whole(Protocol):
     shape: tuple[int, ...]
 
 
-class RankTensor(NamedTuple):
-    """What one rank stores of one logical tensor."""
-
-    name: str
-    """In the rank's file; layers may be numbered locally."""
-    source: str
-    """Name of the logical tensor."""
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[Box, Box], ...]
-    """(box in the stored tensor, box in the logical tensor)."""
-    pads: tuple[Box, ...] = ()
-    """Boxes of the stored tensor that are padding."""
-
-
 @dataclass(slots=True)
 class Partitioner:
     """Cuts tensors for one target mesh."""
@@ -45,6 +32,8 @@ class Partitioner:
     ops: tuple[Op, ...]
     cutting: Cutting
     config: dict[str, Any]
+    dtype_of: Callable[[str], str] = str
+    """Dtype that a tensor is stored as."""
     local_layers: bool = False
     tied: bool = False
     """The last stage needs the input embedding too, as its output head."""
@@ -62,7 +51,7 @@ class Partitioner:
         if mesh.world == 1 and self.cutting.vocab_multiple == 1:
             for t in tensors:
                 box = whole(t.shape)
-                out[0].append(RankTensor(t.name, t.name, t.shape, ((box, box),)))
+                out[0].append(RankTensor(t.name, self.dtype_of(t.dtype), t.shape, t.name, t.shape, ((box, box),)))
             return out
         chosen = set(range(mesh.world) if ranks is None else ranks)
         coords = [c for c in mesh.all_coords() if c.rank in chosen]
@@ -75,22 +64,24 @@ class Partitioner:
         weights = {n: w for n in shapes if (w := weight_of(n, shapes)) is not None}
         placed: list[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]] = []
         missing = []
+        place_of = self.family.placer(self.ops)
+        block_size = config_block(self.config)
         for t in tensors:
             place = override(self.family, t.name) if self.family.overrides else None
             if place is None:
-                place = self.family.placement(t.name, self.ops)
+                place = place_of(t.name)
             base: tuple[int, ...] = t.shape
             blocks: tuple[int, ...] = ()
             if t.name in weights:
                 weight = weights[t.name]
-                place = self.family.placement(weight, self.ops) or place
-                block = block_of(shapes[weight], t.shape, config_block(self.config), name=t.name)
+                place = place_of(weight) or place
+                block = block_of(shapes[weight], t.shape, block_size, name=t.name)
                 if place is not None and block is None:
-                    place = replace(place, rule=replace(place.rule, verb="replicate"))
+                    place = place._replace(rule=replace(place.rule, verb="replicate"))
                 elif block is not None and len(block) == len(shapes[weight]):
                     base, blocks = shapes[weight], block
             elif place is not None and is_lone(t.name, t.shape):
-                place = replace(place, rule=replace(place.rule, verb="replicate"))
+                place = place._replace(rule=replace(place.rule, verb="replicate"))
             if place is None:
                 missing.append(t.name)
             else:
@@ -114,7 +105,7 @@ class Partitioner:
             name = t.name
             if self.local_layers and place.layer is not None:
                 name = shift_layer(name, -first_layer[stage])
-            bias = is_bias(t.name)
+            bias, dtype = is_bias(t.name), self.dtype_of(t.dtype)
             for at in holders:
                 key = (id(place.rule), base, blocks, bias, at.tp, at.ep, at.etp)
                 known = self._locals.get(key)
@@ -126,7 +117,7 @@ class Partitioner:
                         raise cannot_cut(t.name, t.shape, place.rule.place, e, str(mesh), works) from None
                     known = self._locals[key] = (local, tuple(pad_boxes(local)))
                 local, pads = known
-                out[at.rank].append(RankTensor(name, t.name, local.shape, local.boxes, pads))
+                out[at.rank].append(RankTensor(name, dtype, local.shape, t.name, t.shape, local.boxes, pads))
         return out
 
     def _stages(self, names: Iterable[str]) -> dict[int, int]:

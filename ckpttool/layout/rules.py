@@ -174,18 +174,18 @@ def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
     return sizes[units]
 
 
-def _even(n: int, units: Size | None, ways: int, index: int) -> AxisShare:
-    """Equal shares. Raises ValueError with the divisors that would work."""
+def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisShare:
+    """Equal shares of an axis; ``word`` names what is shared. Raises Uneven with the divisors that would work."""
     count = units.value if units else n
     if n % max(count, 1):
-        raise Uneven(f"{n} is no multiple of its {count} units", ())
+        raise Uneven(f"an axis of {n} does not divide into {count} {word}", ())
     if units and units.shared and ways > count:
         if ways % count:
-            raise Uneven(f"{ways} ranks cannot share {count} heads evenly", _divisors(count, shared=True))
+            raise Uneven(f"{ways} ranks cannot share {count} {word} evenly", _divisors(count, shared=True))
         unit = n // count
         return AxisShare(unit, (Segment(0, index * count // ways * unit, unit),))
     if count % ways:
-        raise Uneven(f"{count} is no multiple of {ways}", _divisors(count, shared=bool(units and units.shared)))
+        raise Uneven(f"{count} {word} do not divide by {ways}", _divisors(count, shared=bool(units and units.shared)))
     each = n // ways
     return AxisShare(each, (Segment(0, index * each, each),))
 
@@ -235,15 +235,14 @@ def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: Cutting) -> A
         return AxisShare(each, (Segment(0, start, length),) if length else ())
     if rule.verb == "fused":
         segments, local, logical = [], 0, 0
-        for (_, size), length in zip(
-            _weights(rule, cutting.sizes), part_lengths(rule, n, cutting.sizes), strict=True
-        ):
-            got = _even(length, size, ways, index)
+        lengths = part_lengths(rule, n, cutting.sizes)
+        for part, (_, size), length in zip(rule.parts, _weights(rule, cutting.sizes), lengths, strict=True):
+            got = _even(length, size, ways, index, part.units or f"elements of {part.name}")
             segments += [Segment(local + s.local, logical + s.logical, s.length) for s in got.segments]
             local += got.size
             logical += length
         return AxisShare(local, tuple(segments))
-    return _even(n, unit_count(rule.units, cutting.sizes, rule), ways, index)
+    return _even(n, unit_count(rule.units, cutting.sizes, rule), ways, index, rule.units or "elements")
 
 
 def whole_axis(n: int) -> AxisShare:

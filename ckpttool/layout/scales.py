@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from math import prod
+from functools import lru_cache
 from typing import Any
 
 from ckpttool.errors import LayoutError
@@ -54,12 +55,22 @@ def block_of(
     0 is "all of the axis, however long": one scale for each output, stored [out, 1]. Otherwise the config's block
     counts when it explains the shape, then 128, then an exact division. Raises LayoutError when nothing explains it.
     """
+    try:
+        return _block(weight, scale, config)
+    except LayoutError as e:
+        raise LayoutError(e.what.replace("the scales", f"the scales `{name}`"), hint=e.hint) from None
+
+
+@lru_cache(maxsize=4096)
+def _block(
+    weight: tuple[int, ...], scale: tuple[int, ...], config: tuple[int, int] | None
+) -> tuple[int, ...] | None:
     if all(s == 1 for s in scale):
         return None
     if len(scale) == 1 and len(weight) == 2 and scale[0] == weight[0]:
         return (1,)
     if len(scale) != len(weight):
-        raise LayoutError(f"the scales `{name}` {list(scale)} do not fit their weight {list(weight)}")
+        raise LayoutError(f"the scales {list(scale)} do not fit their weight {list(weight)}")
     if scale == (*weight[:-1], 1):
         return (*[1] * (len(weight) - 1), 0)
     out = []
@@ -72,7 +83,7 @@ def block_of(
         else:
             if s != 1:
                 raise LayoutError(
-                    f"the scales `{name}` {list(scale)} do not fit their weight {list(weight)} in blocks of 128",
+                    f"the scales {list(scale)} do not fit their weight {list(weight)} in blocks of 128",
                     hint="give the block in config.json: quantization_config.weight_block_size",
                 )
             out.append(n)

@@ -16,15 +16,15 @@ from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
-from ckpttool.formats.base import OutTensor, WriteRequest
+from ckpttool.formats.base import WriteRequest
 from ckpttool.formats.registry import by_name
 from ckpttool.layout.family import Family, inverse
-from ckpttool.layout.partition import Partitioner, RankTensor
+from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
 from ckpttool.planner import build_plan, cast_dtype
-from ckpttool.relate import View, Views, apply_ops, identity, keep, rename_by_rules
+from ckpttool.relate import Views, apply_ops, identity, keep, rename_by_rules
 from ckpttool.select import matching
 
 PARALLEL_FIELDS = {
@@ -125,7 +125,7 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
         canonical = apply_ops(views, inverse(before), family, before)
         views = apply_ops(canonical, after, family)
     views = rename_by_rules(views, selection.rename)
-    views.table = {v.name: v for v in sorted(views, key=lambda v: family.order(v.name, after))}
+    views.table = {n: views.table[n] for n in sorted(views.table, key=family.model_order(after))}
     notes += views.notes
     cutting = Cutting(
         mesh,
@@ -139,6 +139,7 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
         after,
         cutting,
         source.config,
+        lambda have: cast_dtype(have, dtype),
         local_layers=naming in family.spec.local_layers,
         tied=bool(source.config.get("tie_word_embeddings")),
     )
@@ -146,7 +147,7 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
     ranks = partitioner.run(list(views), chosen)
     config = _config(source, mesh, dtype, fmt)
     request = WriteRequest(
-        [[_out(t, views.table[t.source], dtype) for t in tensors] for tensors in ranks],
+        ranks,
         chosen,
         mesh,
         family.name,
@@ -168,7 +169,7 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
         literal, carried = [], []
     carried += [(str(root / n), n) for n in source.stored.companions]
     plan = build_plan(
-        source.catalog, views.table, ranks, skeleton, dtype=dtype, carried=carried, literal_files=literal
+        source.catalog, views.table, ranks, skeleton, carried=carried, literal_files=literal
     )
     notes += plan.notes
     plan.notes = notes
@@ -180,6 +181,7 @@ def execute(
 ) -> ReshardResult:
     """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
     path = Path(dst)
+    options = replace(options, source_roots=(str(prepared.source.path),))
     if verify:
         if prepared.target.ranks is not None:
             raise UsageError(
@@ -227,10 +229,6 @@ def verify_output(prepared: Prepared, written: Path) -> None:
             where=[str(w) for w in wrong[:5]],
             hint="nothing was kept. This is a fault of ckpttool or of the disk: please report it with the command line",
         )
-
-
-def _out(t: RankTensor, view: View, dtype: str) -> OutTensor:
-    return OutTensor(t.name, cast_dtype(view.dtype, dtype), t.shape, t.source, view.shape, t.boxes)
 
 
 def _chosen(target: Target, mesh: Mesh) -> tuple[int, ...]:

@@ -1,0 +1,151 @@
+"""Cutting a plan into parts and tasks. Pure.
+
+A part is what the journal records: a small unit, a slice of a large one, or a carried file. A task is what one worker
+does in one go: one part; many small units, whose runs are then read and written together; or, when checksums are
+wanted, all parts of a unit, because a hash takes its bytes in order.
+
+Part numbers depend on the plan alone, so that a run can be resumed with other workers, other memory, and with or
+without a manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from ckpttool.dtypes import lookup
+from ckpttool.execute.moves import Item, arrange, divide, item_bytes, item_files
+from ckpttool.plan import Copy, Fill, Padding, Plan, Same, Target, Unit
+
+_MIB = 1 << 20
+_LARGEST_PART = 64 * _MIB
+_BATCH = 4 * _MIB
+"""Small units are done together up to this many bytes."""
+_BATCH_UNITS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A Same or Padding step, or a slice of one that begins at element ``first``."""
+
+    step: Same | Padding
+    first: int = 0
+
+
+@dataclass(slots=True)
+class Part:
+    """The smallest thing that is recorded as finished."""
+
+    number: int
+    nbytes: int
+    """Bytes written."""
+    files: tuple[int, ...]
+    """Outputs it writes to."""
+    items: list[Item] | None = None
+    """None when the unit is arranged together with its neighbours in the task."""
+    checks: tuple[Check, ...] = ()
+    steps: tuple[Copy | Fill, ...] = ()
+    carried: int = -1
+    """Output that is a companion file, copied whole."""
+
+
+@dataclass(slots=True)
+class Task:
+    """Parts that one worker does, in order."""
+
+    parts: list[Part]
+    targets: list[tuple[str, Target]] = field(default_factory=list)
+    """Stored tensors that the parts complete, with the keys of their checksums in the journal."""
+
+
+def part_limit(total: int) -> int:
+    """Bytes of a part: small enough that a crash costs little of a small output, large enough for long runs."""
+    return max(_MIB, min(_LARGEST_PART, total // 64 // _MIB * _MIB))
+
+
+def schedule(plan: Plan, *, chained: bool) -> list[Task]:
+    """All tasks of a plan. ``chained`` keeps the parts of a unit in one task."""
+    limit = part_limit(plan.bytes_written)
+    tasks: list[Task] = []
+    number = 0
+    batch: Task | None = None
+    held = 0
+    for i, output in enumerate(plan.outputs):
+        if output.carried:
+            tasks.append(Task([Part(number, output.size, (i,), carried=i)]))
+            number += 1
+    for u, unit in enumerate(plan.units):
+        moves, checks, written, checked, files = _measure(unit)
+        targets = [(f"{u}.{t}", target) for t, target in enumerate(unit.targets)]
+        if written <= limit and checked <= limit:
+            if batch is None or held + written + checked > _BATCH or len(batch.parts) >= _BATCH_UNITS:
+                batch = Task([])
+                tasks.append(batch)
+                held = 0
+            held += written + checked
+            batch.parts.append(Part(number, written, files, None, tuple(map(Check, checks)), moves))
+            batch.targets += targets
+            number += 1
+            continue
+        batch = None
+        slices = [Part(0, sum(map(item_bytes, p)), _files(p), p) for p in divide(arrange(moves), limit)]
+        judged = [Part(0, 0, (), [], (c,)) for step in checks for c in _slices(step, limit)]
+        for part in (*slices, *judged):
+            part.number = number
+            number += 1
+        if chained:
+            tasks.append(Task(slices, targets))
+        else:
+            tasks += [Task([p]) for p in slices]
+        tasks += [Task([p]) for p in judged]
+    return tasks
+
+
+def _files(items: Sequence[Item]) -> tuple[int, ...]:
+    return tuple(sorted({file for item in items for file, _ in item_files(item)}))
+
+
+def _measure(
+    unit: Unit,
+) -> tuple[tuple[Copy | Fill, ...], list[Same | Padding], int, int, tuple[int, ...]]:
+    """The unit's copies, its checks, the bytes of both, and the files written."""
+    moves: list[Copy | Fill] = []
+    checks: list[Same | Padding] = []
+    written = checked = 0
+    files = set()
+    for step in unit.steps:
+        if isinstance(step, Copy):
+            moves.append(step)
+            written += prod(step.shape) * lookup(step.dst_dtype).bits // 8
+            files.add(step.dst.file)
+        elif isinstance(step, Fill):
+            moves.append(step)
+            written += prod(step.shape) * lookup(step.dtype).bits // 8
+            files.add(step.dst.file)
+        else:
+            checks.append(step)
+            checked += prod(step.shape) * lookup(step.dtype).bits // 8
+    return tuple(moves), checks, written, checked, tuple(files)
+
+
+def _slices(step: Same | Padding, limit: int) -> Iterator[Check]:
+    """A large comparison in slices along its first axis. Padding is judged whole: rows must agree in what they are."""
+    bits = lookup(step.dtype).bits
+    size = prod(step.shape) * bits // 8
+    if isinstance(step, Padding) or size <= limit or bits % 8 or not step.shape:
+        yield Check(step)
+        return
+    row = prod(step.shape[1:])
+    rows = max(1, limit * 8 // bits // row)
+    for a in range(0, step.shape[0], rows):
+        shape = (min(rows, step.shape[0] - a), *step.shape[1:])
+        x, y = step.a, step.b
+        yield Check(
+            step._replace(
+                a=x._replace(offset=x.offset + a * x.strides[0]),
+                b=y._replace(offset=y.offset + a * y.strides[0]),
+                shape=shape,
+            ),
+            a * row,
+        )

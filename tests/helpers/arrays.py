@@ -1,0 +1,52 @@
+"""Views as numpy arrays: relations say where elements come from, numpy shows what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ckpttool.catalog import Catalog, Key, LogicalTensor
+from ckpttool.relate import NONE, View
+
+Array = np.ndarray[Any, np.dtype[np.int64]]
+EMPTY = -1
+
+
+def catalog_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Catalog, dict[str, Array]]:
+    """A catalog without files, and for each tensor an array in which no two elements of all tensors are the same."""
+    arrays: dict[str, Array] = {}
+    tensors: dict[Key, LogicalTensor] = {}
+    at = 0
+    for name, shape in shapes.items():
+        n = int(np.prod(shape))
+        arrays[name] = np.arange(at, at + n).reshape(shape)
+        tensors[Key(name)] = LogicalTensor(Key(name), "F32", shape, ())
+        at += n
+    return Catalog([], tensors), arrays
+
+
+def slices(start: tuple[int, ...], count: tuple[int, ...], step: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + s * (n - 1) + 1, s) for a, n, s in zip(start, count, step, strict=True))
+
+
+def materialise(view: View, arrays: Mapping[str, Array]) -> Array:
+    """The elements of a view. Every element must come from exactly one part."""
+    out = np.full(view.shape, EMPTY, np.int64)
+    for part in view.parts:
+        source = arrays[part.source.key.name]
+        index: list[Any] = list(part.origin)
+        for i, axis in enumerate(part.axes):
+            if axis != NONE:
+                (index[axis],) = slices((part.origin[axis],), (part.size[i],), (part.stride[i],))
+        block = np.asarray(source[(..., *index)])
+        walked = sorted(axis for axis in part.axes if axis != NONE)
+        block = block.transpose([walked.index(axis) for axis in part.axes if axis != NONE])
+        block = block.reshape(part.size)  # puts in the axes that the source does not have
+        into = out[(..., *slices(part.first, part.size, part.step))]
+        assert into.shape == block.shape, f"a part of {view.name} reaches outside of it"
+        assert (into == EMPTY).all(), f"two parts of {view.name} overlap"
+        into[...] = block
+    assert (out != EMPTY).all(), f"no part of {view.name} fills some of its elements"
+    return out

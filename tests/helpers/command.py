@@ -1,0 +1,62 @@
+"""Running the command line inside the test process, through the same ``main`` as the console script."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+from ckpttool.cli import main
+
+
+class Done(NamedTuple):
+    """What a run left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+def ckpttool(*arguments: object) -> Done:
+    """Run with these arguments. An exception that ``main`` does not turn into an exit code passes through."""
+    out, err = io.StringIO(), io.StringIO()
+    collecting = gc.isenabled()
+    code = 0
+    try:
+        with (
+            patch.object(sys, "argv", ["ckpttool", *map(str, arguments)]),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    finally:
+        if collecting:
+            gc.enable()  # the command line switches it off for its own process
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def reshard(src: Path | str, dst: Path | str, *options: object) -> Done:
+    """``ckpttool reshard``, which must succeed."""
+    done = ckpttool("reshard", src, dst, *options)
+    assert done.code == 0, f"ckpttool reshard {src} {dst} {' '.join(map(str, options))}\n{done.err}"
+    return done
+
+
+def refused(src: Path | str, dst: Path | str, *options: object, code: int = 1) -> str:
+    """``ckpttool reshard``, which must fail with ``code``, one clear error and nothing left. Returns that error."""
+    dst = Path(dst)
+    before = dst.exists()
+    done = ckpttool("reshard", src, dst, *options)
+    assert done.code == code, (done.code, done.err)
+    assert done.out == ""
+    assert done.err.count("error: ") == 1, done.err
+    assert "Traceback" not in done.err
+    assert before or not dst.exists()
+    assert not dst.with_name(dst.name + ".partial").exists()
+    return done.err[done.err.index("error: ") :]

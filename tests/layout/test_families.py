@@ -1,0 +1,408 @@
+"""The family files: every tensor that checkpoints of a family hold has a rule that cuts it, under every naming."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpttool.errors import LayoutError, UnsupportedError
+from ckpttool.layout.assemble import is_bias
+from ckpttool.layout.family import (
+    DropLayers,
+    Family,
+    Op,
+    Placement,
+    Rename,
+    Stack,
+    family_names,
+    find_family,
+    inverse,
+    load_family,
+)
+from ckpttool.layout.names import pattern_regex
+from ckpttool.layout.partition import Partitioner, RankTensor
+from ckpttool.layout.rules import Cutting
+from ckpttool.mesh import Mesh
+from ckpttool.relate import Views, apply_ops, identity
+from tests.helpers.arrays import Array, catalog_of, materialise
+from tests.helpers.tiny_names import Listed, all_lists, family_lists
+
+LISTS = all_lists()
+MESHES = [
+    Mesh(),
+    Mesh(tp=2, etp=2),
+    Mesh(tp=4, etp=4),
+    Mesh(tp=2, ep=2, etp=1),
+    Mesh(tp=4, ep=2, etp=2, pp=2),
+    Mesh(tp=1, pp=2, layout=(2, 0)),
+]
+PUBLISHED = sorted(key for key in LISTS if "@" not in key[1])
+NAMINGS = [
+    (family, variant, naming)
+    for family, variant in PUBLISHED
+    for naming in load_family(family, {}).spec.namings
+]
+
+
+def loaded(family: str, variant: str) -> tuple[Family, Listed, dict[str, tuple[int, ...]]]:
+    listed = LISTS[family, variant]
+    return load_family(family, listed.config), listed, {n: tuple(s) for n, s in listed.tensors.items()}
+
+
+def cut(
+    family: Family, ops: tuple[Op, ...], mesh: Mesh, views: Views, config: dict[str, Any]
+) -> list[list[RankTensor]]:
+    """What every rank of a mesh stores."""
+    return Partitioner(family, ops, Cutting(mesh, family.sizes), config).run(list(views))
+
+
+def of_rank(tensors: list[RankTensor], arrays: dict[str, Array]) -> Array:
+    """All elements that a rank stores, sorted."""
+    parts = [
+        arrays[t.key][(..., *(slice(a, b) for a, b in zip(*outer, strict=True)))].ravel()
+        for t in tensors
+        for _, outer in t.boxes
+    ]
+    return np.sort(np.concatenate([*parts, np.empty(0, np.int64)]))
+
+
+def test_every_family_has_its_lists() -> None:
+    assert family_names() == sorted({family for family, _ in LISTS})
+
+
+@pytest.mark.parametrize(("family", "variant"), sorted(LISTS))
+def test_the_config_chooses_the_family(family: str, variant: str) -> None:
+    config = LISTS[family, variant].config
+    assert find_family(config) == family
+    assert find_family({"model_type": config["model_type"]}) == family
+
+
+@pytest.mark.parametrize(("family", "variant"), sorted(LISTS))
+def test_the_config_gives_every_size(family: str, variant: str) -> None:
+    got = load_family(family, LISTS[family, variant].config)
+    assert set(got.sizes) == set(got.spec.sizes)
+    assert got.sizes["vocab"].value == LISTS[family, variant].config["vocab_size"]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("family", "variant"), sorted(LISTS))
+def test_the_ranks_together_hold_every_tensor(family: str, variant: str, mesh: Mesh) -> None:
+    got, listed, shapes = loaded(family, variant)
+    catalog, arrays = catalog_of(shapes)
+    ranks = cut(got, (), mesh, identity(catalog), listed.config)
+    together = np.unique(np.concatenate([of_rank(tensors, arrays) for tensors in ranks]))
+    assert len(together) == sum(a.size for a in arrays.values())
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_no_rule_is_dead(family: str) -> None:
+    """Every pattern decides about at least one tensor that checkpoints of the family hold."""
+    names = {n for listed in family_lists(family).values() for n in listed.tensors}
+    got = load_family(family, {})
+    deciding = {next(rule.origin for regex, rule, _, _ in got._rules if regex.match(n)) for n in names}
+    assert [rule.origin for _, rule, _, _ in got._rules if rule.origin not in deciding] == []
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_no_statement_of_a_naming_is_dead(family: str) -> None:
+    got = load_family(family, {})
+    for naming in got.spec.namings:
+        live = set()
+        ops = got.ops(naming)
+        wanted = {(i, pair) for i, op in enumerate(ops) if isinstance(op, Rename) for pair in op.pairs}
+        wanted |= {(i, op.part) for i, op in enumerate(ops) if isinstance(op, Stack)}
+        for family_, variant in PUBLISHED:
+            if family_ != family:
+                continue
+            sized, _, shapes = loaded(family, variant)
+            views = identity(catalog_of(shapes)[0])
+            for i, op in enumerate(ops):
+                names = list(views.table)
+                if isinstance(op, Rename):
+                    live |= {(i, next((p for p in op.pairs if pattern_regex(p[0]).match(n)), None)) for n in names}
+                elif isinstance(op, Stack) and any(pattern_regex(op.part).match(n) for n in names):
+                    live.add((i, op.part))
+                views = apply_ops(views, (op,), sized, ops[:i])
+        assert wanted - live == set(), naming
+
+
+@pytest.mark.parametrize(("family", "variant", "naming"), NAMINGS)
+def test_a_naming_can_be_undone(family: str, variant: str, naming: str) -> None:
+    got, _, shapes = loaded(family, variant)
+    catalog, arrays = catalog_of(shapes)
+    ops = got.ops(naming)
+    back = apply_ops(apply_ops(identity(catalog), ops, got), inverse(ops), got, ops)
+    layers = got.size("layers")
+    dropped = any(isinstance(op, DropLayers) for op in ops)
+    kept = {n for n in shapes if not dropped or (got.placement(n) or Placement(None, "")).layer != layers}  # type: ignore[arg-type]
+    assert set(back.table) == kept
+    for view in back:
+        np.testing.assert_array_equal(materialise(view, arrays), arrays[view.name])
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("family", "variant", "naming"), NAMINGS)
+def test_a_rank_holds_the_same_elements_under_every_naming(
+    family: str, variant: str, naming: str, mesh: Mesh
+) -> None:
+    """Renamed, fused and stacked tensors are cut as their parts are."""
+    got, listed, shapes = loaded(family, variant)
+    catalog, arrays = catalog_of(shapes)
+    ops = got.ops(naming)
+    views = apply_ops(identity(catalog), ops, got)
+    sources = {p.source.key.name for v in views for p in v.parts}
+    plain = Views({n: v for n, v in identity(catalog).table.items() if n in sources})
+    named_arrays = {v.name: materialise(v, arrays) for v in views}
+    there = cut(got, ops, mesh, views, listed.config)
+    here = cut(got, (), mesh, plain, listed.config)
+    for a, b in zip(there, here, strict=True):
+        np.testing.assert_array_equal(of_rank(a, named_arrays), of_rank(b, arrays))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("family", "variant"), PUBLISHED)
+def test_a_rank_holds_the_same_elements_fused_and_apart(family: str, variant: str, apart: bool) -> None:
+    """Each fusion of a family, there and back, for as many ranks as copy the key/value heads."""
+    from dataclasses import replace
+
+    got, listed, shapes = loaded(family, variant)
+    if any("input_scale" in n for n in shapes):
+        return  # these cannot be fused, see below
+    catalog, arrays = catalog_of(shapes)
+    mesh = Mesh(tp=4, etp=4)
+    here = cut(got, (), mesh, identity(catalog), listed.config)
+    for name in got.spec.fusions:
+        ops = (replace(got.fusion(name), apart=apart),)
+        views = apply_ops(identity(catalog), ops, got)
+        named = {v.name: materialise(v, arrays) for v in views}
+        for a, b in zip(cut(got, ops, mesh, views, listed.config), here, strict=True):
+            np.testing.assert_array_equal(of_rank(a, named), of_rank(b, arrays))
+        back = apply_ops(views, inverse(ops), got, ops)
+        assert {v.name: v.shape for v in back} == shapes
+
+
+@pytest.mark.parametrize(("family", "variant"), PUBLISHED)
+def test_fused_parts_lie_one_after_the_other_on_every_rank(family: str, variant: str) -> None:
+    """Rank r stores [q_r; k_r; v_r] and [gate_r; up_r]."""
+    got, listed, shapes = loaded(family, variant)
+    catalog, arrays = catalog_of(shapes)
+    mesh = Mesh(tp=2, etp=2)
+    plain = [{t.name: t for t in tensors} for tensors in cut(got, (), mesh, identity(catalog), listed.config)]
+    for name in got.spec.fusions:
+        op = got.fusion(name)
+        if op.groups or any("input_scale" in n for n in shapes):
+            continue
+        views = apply_ops(identity(catalog), (op,), got)
+        ranks = cut(got, (op,), mesh, views, listed.config)
+        for view in views:
+            if view.same is not None:
+                continue
+            whole = materialise(view, arrays)
+            parts = list(dict.fromkeys(p.source.key.name for p in view.parts))
+            for rank, tensors in enumerate(ranks):
+                mine = next((t for t in tensors if t.name == view.name), None)
+                if mine is None:
+                    assert parts[0] not in plain[rank]
+                    continue
+                want = np.concatenate([local(plain[rank][p], arrays[p]) for p in parts])
+                np.testing.assert_array_equal(local(mine, whole), want)
+
+
+def local(t: RankTensor, whole: Array) -> Array:
+    """What a rank stores of one tensor."""
+    out = np.full(t.shape, -1, np.int64)
+    for inner, outer in t.boxes:
+        out[(..., *(slice(a, b) for a, b in zip(*inner, strict=True)))] = whole[
+            (..., *(slice(a, b) for a, b in zip(*outer, strict=True)))
+        ]
+    return out
+
+
+# Where tensors live
+
+
+def test_the_prediction_layer_lives_on_the_last_stage() -> None:
+    for family, variant in (("deepseek", "deepseek_v3_fp8"), ("glm4_moe", "glm4_moe_mtp")):
+        got, listed, shapes = loaded(family, variant)
+        ranks = cut(got, (), Mesh(pp=2), identity(catalog_of(shapes)[0]), listed.config)
+        stages = {t.name: stage for stage, tensors in enumerate(ranks) for t in tensors}
+        assert stages["model.embed_tokens.weight"] == 0
+        assert {stages[n] for n in shapes if n.startswith("model.layers.0.")} == {0}
+        assert {stages[n] for n in shapes if n.startswith(("model.layers.1.", "model.layers.2."))} == {1}
+        assert stages["model.layers.2.embed_tokens.weight"] == 1
+        assert stages["lm_head.weight"] == stages["model.norm.weight"] == 1
+
+
+@pytest.mark.parametrize(("family", "variant"), sorted(LISTS))
+def test_layers_and_experts_are_told_from_the_name(family: str, variant: str) -> None:
+    """The cache of placements answers as the rules do, whatever it has seen before."""
+    got, _, shapes = loaded(family, variant)
+    for name in shapes:
+        place, direct = got.placement(name), got._base(name)
+        assert place == direct
+        assert place is not None
+        assert (place.layer is not None) == ("layers." in name or ".h." in f".{name}")
+
+
+def test_experts_are_cut_by_their_own_grid() -> None:
+    got, _, shapes = loaded("qwen3_moe", "qwen3_moe")
+    placed = {n: got.placement(n) for n in shapes}
+    assert {bool(p and p.rule.expert) for n, p in placed.items() if ".experts." in n} == {True}
+    assert {bool(p and p.rule.expert) for n, p in placed.items() if ".experts." not in n} == {False}
+
+
+def test_biases_of_row_parallel_layers_are_whole() -> None:
+    got, listed, shapes = loaded("llama", "llama_tied")
+    ranks = cut(got, (), Mesh(tp=4), identity(catalog_of(shapes)[0]), listed.config)
+    for t in ranks[2]:
+        if is_bias(t.name):
+            assert (t.shape == shapes[t.name]) == t.name.endswith(("o_proj.bias", "down_proj.bias"))
+
+
+def test_no_cut_parts_gate_from_up_in_gpt_oss() -> None:
+    got, listed, shapes = loaded("gpt_oss", "gpt_oss")
+    catalog, arrays = catalog_of(shapes)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    for rank, tensors in enumerate(cut(got, (), Mesh(tp=3, etp=3, ep=1), identity_of(name, catalog), listed.config)):
+        (mine,) = tensors
+        np.testing.assert_array_equal(local(mine, arrays[name]), arrays[name][:, :, 64 * rank : 64 * (rank + 1)])
+    with pytest.raises(LayoutError, match="96 is no multiple of 64"):
+        cut(got, (), Mesh(etp=64), identity_of(name, catalog), listed.config)
+
+
+def test_mxfp4_is_cut_between_blocks() -> None:
+    """256 inputs are 8 blocks: 4 ranks hold 2 each, 3 ranks cannot share them."""
+    got, listed, shapes = loaded("gpt_oss", "gpt_oss_mxfp4")
+    catalog, _ = catalog_of(shapes)
+    for kind, tail in (("blocks", (16,)), ("scales", ())):
+        name = f"model.layers.0.mlp.experts.down_proj_{kind}"
+        ranks = cut(got, (), Mesh(etp=4), identity_of(name, catalog), listed.config)
+        assert [t.shape for tensors in ranks for t in tensors] == [(4, 64, 2, *tail)] * 4
+        with pytest.raises(LayoutError, match="8 is no multiple of 3"):
+            cut(got, (), Mesh(etp=3), identity_of(name, catalog), listed.config)
+
+
+def identity_of(name: str, catalog: Any) -> Views:
+    return Views({name: identity(catalog).table[name]})
+
+
+def test_scale_grids_are_cut_with_their_weights() -> None:
+    got, listed, shapes = loaded("deepseek", "deepseek_v3_fp8")
+    views = identity(catalog_of(shapes)[0])
+    rank = {t.name: t.shape for t in cut(got, (), Mesh(tp=4, etp=4), views, listed.config)[1]}
+    for name, shape in rank.items():
+        if name.endswith("_scale_inv"):
+            weight = rank[name.removesuffix("_scale_inv")]
+            assert shape == tuple(-(-n // 128) for n in weight)
+    with pytest.raises(LayoutError, match="falls inside a scale block of 128"):
+        cut(got, (), Mesh(tp=8, etp=8), views, listed.config)
+
+
+def test_scales_of_outputs_follow_their_weights() -> None:
+    got, listed, shapes = loaded("llama", "llama_per_channel")
+    rank = {t.name: t.shape for t in cut(got, (), Mesh(tp=2), identity(catalog_of(shapes)[0]), listed.config)[0]}
+    at = "model.layers.0."
+    assert rank[at + "self_attn.q_proj.weight_scale"] == (48, 1)
+    assert rank[at + "self_attn.o_proj.weight_scale"] == (64, 1)
+    assert rank[at + "mlp.down_proj.weight_scale"] == (64, 1)
+    assert rank[at + "mlp.down_proj.input_scale"] == (1,)
+
+
+# Names of other software
+
+
+def test_names_of_deepseek() -> None:
+    """inference/convert.py of DeepSeek-V3 and V3.2, by whole names."""
+    got, _, shapes = loaded("deepseek", "deepseek_v32_fp8")
+    names = set(apply_ops(identity(catalog_of(shapes)[0]), got.ops("deepseek"), got).table)
+    assert {n for n in names if not n.startswith("layers.")} == {"embed.weight", "head.weight", "norm.weight"}
+    layer = {n.removeprefix("layers.1.") for n in names if n.startswith("layers.1.")}
+    weights = {"attn.wq_a", "attn.wq_b", "attn.wkv_a", "attn.wkv_b", "attn.wo", "attn.indexer.wq_b", "attn.indexer.wk"}
+    weights |= {f"ffn.{where}.w{i}" for where in ("shared_experts", *(f"experts.{e}" for e in range(4))) for i in "123"}
+    plain = {"attn_norm", "ffn_norm", "attn.q_norm", "attn.kv_norm", "ffn.gate", "attn.indexer.weights_proj"}
+    indexer = {"attn.indexer.k_norm.weight", "attn.indexer.k_norm.bias"}
+    assert layer == {f"{w}.{k}" for w in weights for k in ("weight", "scale")} | {f"{n}.weight" for n in plain} | {
+        "ffn.gate.bias"
+    } | indexer
+    assert not any(n.startswith("layers.2.") for n in names)
+
+
+@pytest.mark.parametrize(("family", "variant"), sorted(key for key in LISTS if "@" in key[1]))
+def test_the_names_of_transformers(family: str, variant: str) -> None:
+    """From the published names to those of the modules: the list that transformers itself writes."""
+    published = variant.partition("@")[0]
+    got, _, shapes = loaded(family, published)
+    views = apply_ops(identity(catalog_of(shapes)[0]), got.ops("transformers"), got)
+    assert {v.name: list(v.shape) for v in views} == LISTS[family, variant].tensors
+
+
+# Finding and reading
+
+
+def test_an_unknown_naming_says_what_there_is() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        load_family("llama", {}).ops("nemo")
+    assert "it has: hf, " in str(caught.value.hint)
+
+
+def test_an_unknown_family_says_the_nearest() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        load_family("lama", {})
+    assert "did you mean `llama`?" in str(caught.value.hint)
+
+
+def test_a_config_that_names_no_known_family() -> None:
+    assert find_family({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}) is None
+    assert find_family({}) is None
+
+
+def test_a_family_from_a_file(tmp_path: Any) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "family: mine\n"
+        "sizes: {heads: n_heads}\n"
+        "layers:\n"
+        "  prefix: 'blocks.{layer}.'\n"
+        "  rules:\n"
+        "    attn.*: column heads\n"
+        "    special.*: replicate\n"
+        "first:\n"
+        "  blocks.0.attn.first: replicate\n",
+        encoding="utf-8",
+    )
+    got = load_family(str(path), {"n_heads": 4})
+    assert got.size("heads") == 4
+    # A rule for one layer does not spread to the others of its template.
+    rules = [got.placement(f"blocks.{i}.attn.first") for i in (1, 0, 2)]
+    assert [p.rule.verb for p in rules if p] == ["column", "replicate", "column"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("family: x", "not valid at `layers`"),
+        ("family: x\nlayers: {prefix: a, rules: {}, rulez: {}}", "not valid at `layers.rulez`"),
+        ("family: x\nlayers: {prefix: a, rules: {b: colunm}}", "`colunm` is not a layout rule"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_family_file_that_is_wrong_names_the_place(tmp_path: Any, text: str, says: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(LayoutError) as caught:
+        load_family(str(path), {})
+    assert says in str(caught.value)
+
+
+def test_sizes_come_from_the_text_model_of_a_larger_one() -> None:
+    config = {"text_config": {"num_attention_heads": 8, "num_hidden_layers": 2}, "model_type": "x"}
+    got = load_family("llama", config)
+    assert (got.size("heads"), got.size("kv_heads"), got.size("layers")) == (8, 8, 2)
+
+
+def test_null_fields_count_as_not_given() -> None:
+    got = load_family("llama", json.loads('{"num_attention_heads": 8, "num_key_value_heads": null}'))
+    assert got.size("kv_heads") == 8
