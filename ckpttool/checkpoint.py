@@ -13,8 +13,8 @@ from typing import Any
 
 from ckpttool.catalog import Catalog, Key
 from ckpttool.errors import CkptError
-from ckpttool.formats.base import ReadOptions, StoredCheckpoint, list_source
-from ckpttool.formats.registry import by_name, detect
+from ckpttool.formats.base import ReadOptions, StoredCheckpoint
+from ckpttool.formats.registry import read_source
 from ckpttool.layout.assemble import Assembler, whole_catalog
 from ckpttool.layout.family import Family, Fuse, Op, find_family, load_family, no_family
 from ckpttool.layout.rules import Cutting
@@ -67,10 +67,11 @@ def naming_ops(family: Family, naming: str, fused: str) -> tuple[Op, ...]:
         return ()
     ops = list(family.ops(naming or "hf"))
     if fused:
+        apart = fused == "unfuse"
         for name in family.spec.fusions:
-            op = family.fusion(name)
-            if not any(isinstance(o, Fuse) and o.name == name for o in ops):
-                ops.append(replace(op, apart=fused == "unfuse"))
+            # What is published in the wanted form needs no statement, and one would be undone on the way back.
+            if family.publishes_fused(name) == apart and not any(isinstance(o, Fuse) and o.name == name for o in ops):
+                ops.append(replace(family.fusion(name), apart=apart))
     return tuple(ops)
 
 
@@ -90,19 +91,11 @@ def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Che
     ConflictError (flags, config and files disagree), LayoutError (a tensor has no rule), UnsupportedError.
     """
     options = options or OpenOptions()
-    root = Path(path)
-    listing = list_source(root)
-    reader = by_name(options.format, "--from") if options.format else detect(listing)
-    if options.mesh.rank_pattern and not options.format:
-        reader = by_name("ranks", "--from")
-    elif options.format == "" and reader.name == "hf" and any(v > 1 for v in options.mesh.said().values()):
-        # The flags say that files are ranks; only the names did not show it.
-        if not any(n.endswith(".index.json") or n == "model.safetensors" for n in listing.names):
-            reader = by_name("ranks", "--from")
-    stored = reader.read(listing, options.mesh)
-    if not stored.config and listing.root.parent.joinpath("config.json").is_file() and stored.mesh.world > 1:
-        stored.notes.append("config.json is read from the parent directory")
-        stored.config = list_source(listing.root.parent).json("config.json")
+    return assemble(read_source(Path(path), options.format, options.mesh), Path(path), options)
+
+
+def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions) -> Checkpoint:
+    """The second half of opening: family and layout turn stored tensors into the catalog. Raises as above."""
     notes = list(stored.notes)
     family = pick_family(options.family, stored.family, stored.config)
     if options.replicate or options.split:
@@ -116,7 +109,9 @@ def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Che
             stored.files,
             family,
             naming_ops(family, stored.naming, stored.fused),
-            Cutting(stored.mesh, family.sizes, pad_vocab=stored.format != "deepseek"),
+            Cutting(
+                stored.mesh, family.sizes, optional=family.guards(), pad_vocab=stored.format != "deepseek"
+            ),
             stored.config,
             stored.local_layers,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 
 from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, RankTensor, StoredTensor
@@ -10,13 +10,23 @@ from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
 from ckpttool.errors import IncompleteError, LayoutError
 from ckpttool.formats.base import Skeleton
 from ckpttool.geometry import Box, contiguous_strides, whole
+from ckpttool.layout.scales import weight_of
 from ckpttool.plan import Block, Copy, Fill, Output, Padding, Plan, Same, Source, Step, Target, Unit, merged_axes
 from ckpttool.relate import NONE, Part, View
 
 
-def cast_dtype(dtype: str, wanted: str) -> str:
-    """What ``--dtype`` makes of a dtype: floats of 16 bits and more are cast, everything else keeps its own."""
-    return wanted if wanted and dtype in CASTABLE else dtype
+def caster(names: Collection[str], wanted: str) -> Callable[[str, str], str]:
+    """(name, dtype) -> the dtype that ``--dtype`` makes of it.
+
+    Floats of 16 bits and more are cast. Scales are not: their weights were rounded with just these values.
+    """
+
+    def cast(name: str, dtype: str) -> str:
+        if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None:
+            return dtype
+        return wanted
+
+    return cast
 
 
 def build_plan(

@@ -23,6 +23,7 @@ from ckpttool.layout.assemble import LAYER, is_bias
 from ckpttool.layout.family import DropLayers, Family, Fuse, Op, Rename, Stack
 from ckpttool.layout.names import Renamer, expand, pattern_regex
 from ckpttool.layout.rules import Rule, cut_axis, unit_count
+from ckpttool.layout.scales import block_of, weight_of
 from ckpttool.select import renamer
 
 NONE = -1
@@ -389,9 +390,19 @@ def _fuse(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) -> Vie
                 hint="dequantise first, or keep the parts apart (--unfuse)",
             )
         axis = _axis_of(name, len(view.shape), family, before)
+        block = _scale_block(views, name, family)
+        for n in names[:-1] if block else ():
+            rows = views.table[_weight(views, n)].shape[axis]
+            if rows % block[axis]:
+                raise LayoutError(
+                    f"`{n}` cannot be fused into `{whole_name}`: its weight's {rows} rows end inside a scale block"
+                    f" of {block[axis]}",
+                    hint="keep the parts apart (--unfuse), or dequantise first",
+                )
         if op.groups:
             size = unit_count(op.groups, family.sizes, _no_rule(op))
-            assert size is not None
+            if size is None or (block and block[axis] != 1):
+                raise LayoutError(f"`{name}` cannot be interleaved into `{whole_name}`: one scale is for several rows")
             fused = weave(whole_name, parts, axis, size.value)
         else:
             fused = concat(whole_name, parts, axis)
@@ -407,6 +418,21 @@ def _no_rule(op: Fuse) -> Rule:
     return Rule("fused", text=f"fusion {op.name}")
 
 
+def _weight(views: Views, name: str) -> str:
+    """The weight that a scale belongs to, or the name itself."""
+    return weight_of(name, views.table) or name
+
+
+def _scale_block(views: Views, name: str, family: Family) -> tuple[int, ...]:
+    """Elements per scale along each axis when ``name`` is a scale grid of its weight's rank, else ()."""
+    weight = weight_of(name, views.table)
+    if weight is None:
+        return ()
+    shape, grid = views.table[weight].shape, views.table[name].shape
+    block = block_of(shape, grid, family.block, name=name)
+    return block if block and len(block) == len(shape) else ()
+
+
 def _take_apart(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) -> Views:
     regex = pattern_regex(op.whole)
     table: dict[str, View] = {}
@@ -419,17 +445,26 @@ def _take_apart(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) 
         axis = _axis_of(name, len(view.shape), family, before)
         units = [unit_count(u, family.sizes, _no_rule(op)) for u in op.units]
         weights = [u.value if u else 1 for u in units]
-        n = view.shape[axis] if view.shape else 0
+        block = _scale_block(views, name, family)
+        whole_shape = views.table[_weight(views, name)].shape if block else view.shape
+        n = whole_shape[axis] if whole_shape else 0
         if not n or n % sum(weights):
             raise LayoutError(
                 f"`{name}` {list(view.shape)} does not divide into parts {':'.join(map(str, weights))} on axis {axis}",
                 hint="the sizes in config.json do not fit this tensor, or it has one scale for all its parts",
             )
-        unit = n // sum(weights)
-        lengths = [w * unit for w in weights]
+        lengths = [w * (n // sum(weights)) for w in weights]
+        rows = block[axis] if block else 1
+        if any(x % rows for x in lengths[:-1]):
+            raise LayoutError(
+                f"`{name}` cannot be taken apart: parts of {lengths} rows end inside a scale block of {rows}",
+                hint="keep it fused, or dequantise first",
+            )
+        lengths = [-(-x // rows) for x in lengths]
         if op.groups:
             size = unit_count(op.groups, family.sizes, _no_rule(op))
-            assert size is not None
+            if size is None or rows != 1:
+                raise LayoutError(f"`{name}` cannot be taken apart: one scale is for rows of several parts")
             each = [x // size.value for x in lengths]
             at = 0
             for part, length in zip(names, each, strict=True):

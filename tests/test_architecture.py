@@ -182,9 +182,11 @@ def format_problems(found: list[Source]) -> Iterator[str]:
         if not source.module.startswith(prefix + "."):
             continue
         own = source.module.split(".")[2]
+        if own == "registry":
+            continue
         for imported in imports(source):
             target = resolve(imported.target, modules)
-            if target == prefix:
+            if target in (prefix, f"{prefix}.registry"):
                 yield f"{source.module}:{imported.line}: a format imports the registry of formats"
             elif target.startswith(prefix + "."):
                 other = target.split(".")[2]

@@ -4,7 +4,7 @@
             source are read in one call, scattered to their places; runs that follow each other in a destination are
             written in one call
     Rows    a block of rows: every source is read once and rearranged, every destination is written once
-    Tile    read in the order of the source, turned in memory, written in the order of the destination
+    Tile    read in the order of the source, turned on the way, written in the order of the destination
 
 No byte is written that does not belong to a step. Each worker has one ``Carrier`` and with it one arena: all its
 buffers together, reused from block to block.
@@ -21,7 +21,20 @@ import numpy as np
 from ckpttool.dtypes import itemsize
 from ckpttool.execute.files import IOV_MAX, FilePool
 from ckpttool.execute.hashing import Sums
-from ckpttool.execute.moves import ZEROS, Batch, Item, Lane, Linear, Move, Rows, arrange_row, tiles
+from ckpttool.execute.moves import (
+    TILES,
+    ZEROS,
+    Batch,
+    Item,
+    Lane,
+    Linear,
+    Move,
+    Rows,
+    arrange_row,
+    by_strips,
+    tiles,
+    untangle,
+)
 from ckpttool.execute.permute import Array, Permuter, store
 from ckpttool.execute.reader import Bytes, kinds, offsets, read_strided, read_turned
 
@@ -192,6 +205,11 @@ class Carrier:
 
     def _rows(self, item: Rows) -> None:
         plan = self._row_blocks(item)
+        if item.turned:
+            how = by_strips(item, self.arena.size - plan[1] if plan else 0)
+            if how == TILES:
+                self.carry(list(untangle(item)))
+                return
         if plan is None:
             for i in range(item.start, item.stop):
                 self.carry(arrange_row(item, i))
@@ -204,8 +222,13 @@ class Carrier:
         """(rows in a block, bytes to read at once), or None when a row is too long for the memory."""
         size = self.arena.size - _ALIGN * (len(item.writes) + 2)
         longest = max([lane.width for lane in item.reads], default=0)
-        scratch = max(longest, min(SCRATCH, size // 4)) if item.reads else 0
-        room = min(size - scratch, max(BLOCK, WRITE * len(item.writes)))
+        if item.turned:
+            # The more rows, the wider the strips that are read for them.
+            scratch = max(longest, min(BLOCK, size // 4))
+            room = size - scratch
+        else:
+            scratch = max(longest, min(SCRATCH, size // 4)) if item.reads else 0
+            room = min(size - scratch, max(BLOCK, WRITE * len(item.writes)))
         rows = room // item.row_bytes if room > 0 else 0
         return (rows, scratch) if rows else None
 
@@ -237,6 +260,10 @@ class Carrier:
                     shape, strides = (m, *move.shape[1:]), (lane.width, *member.strides)
                     source: Array = np.ndarray(shape, kinds(move)[0], scratch.data, member.offset, strides)
                     store(source, targets[member.move][a : a + m])
+        for i in item.turned:
+            move = item.moves[i]
+            stops = (stop, *move.shape[1:])
+            self._read_turned(move.cut((start, *[0] * len(move.shape[1:])), stops), targets[i], scratch)
         for lane, memory in zip(item.writes, held, strict=True):
             self._write_rows(item, lane, start, n, memory)
 
@@ -287,24 +314,23 @@ class Carrier:
             self.write(file, offset + start, view[at : at + run])
             at += run
 
-    def _tile(self, move: Move) -> None:
-        src_size, dst_size = itemsize(move.src_dtype), itemsize(move.dst_dtype)
-        room = self.arena.size - 2 * _ALIGN
-        scratch_bytes = min(SCRATCH, room // 4)
-        elements = max(1, (room - scratch_bytes) // (src_size + dst_size))
-
+    def _read_turned(self, move: Move, target: Array, scratch: Bytes) -> None:
         def read(at: int, buffer: memoryview) -> None:
-            # Other tiles share the pages, so they may stay in the page cache.
+            # The next strip lies in the same pages, so they may stay in the page cache.
             self.read(move.src, at, (buffer,), once=False)
 
-        for part in tiles(move, elements):
+        read_turned(read, move, target, scratch, self._turn)
+
+    def _tile(self, move: Move) -> None:
+        size = itemsize(move.dst_dtype)
+        room = self.arena.size - 2 * _ALIGN
+        scratch_bytes = max(itemsize(move.src_dtype), min(BLOCK, room // 4))
+        for part in tiles(move, max(1, (room - scratch_bytes) // size)):
             self.arena.reset()
-            volume = prod(part.shape)
-            tile, turned = self.arena.take(volume * src_size), self.arena.take(volume * dst_size)
-            scratch = self.arena.take(scratch_bytes)
-            target: Array = np.ndarray(part.shape, kinds(part)[1], turned.data)
+            memory = self.arena.take(prod(part.shape) * size)
             if part.src == ZEROS:
-                turned[...] = 0
+                memory[...] = 0
             else:
-                self._turn.move(read_turned(read, part, tile, scratch), target)
-            self._write_strided(part.dst, part.to, part.dst_strides, part.shape, dst_size, turned.data)
+                target: Array = np.ndarray(part.shape, kinds(part)[1], memory.data)
+                self._read_turned(part, target, self.arena.take(scratch_bytes))
+            self._write_strided(part.dst, part.to, part.dst_strides, part.shape, size, memory.data)

@@ -133,11 +133,11 @@ def compare_views(
     views: Iterable[View],
     other: Catalog,
     *,
-    cast: Callable[[str], str] = lambda dtype: dtype,
+    cast: Callable[[str, str], str] = lambda _, dtype: dtype,
     check_replicas: bool = False,
     workers: int = 2,
 ) -> list[Difference]:
-    """Tensors of ``other`` that are not what ``views`` of ``source`` say, after casting with ``cast``.
+    """Tensors of ``other`` that are not what ``views`` of ``source`` say, after ``cast`` (name, dtype) said what each becomes.
 
     With ``check_replicas`` every copy of a box in ``other`` is compared too. Whole-byte dtypes only; tensors of
     sub-byte elements are compared as bytes.
@@ -145,7 +145,7 @@ def compare_views(
 
     def one(view: View) -> list[Difference]:
         tensor = other[view.name]
-        want = cast(view.dtype)
+        want = cast(view.name, view.dtype)
         if tensor.shape != view.shape or tensor.dtype != want:
             return [Difference(view.name, tensor.nbytes, tensor.nbytes, (0,) * len(tensor.shape), float("nan"))]
         if not prod(view.shape):

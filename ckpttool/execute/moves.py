@@ -2,8 +2,9 @@
 
     Linear  a run of bytes that is dense on both sides; neighbours are read and written in one call
     Rows    copies that interleave in a file (slices of one matrix): the same number of rows in all of them, so a block
-            of rows is read once per source, rearranged in memory and written once per destination
-    Tile    one copy whose sides differ in the order of their axes (a transpose), cut into tiles with long runs on both
+            of rows is read once per source, rearranged in memory and written once per destination. Copies that
+            transpose may be among them: their sources are then read in strips
+    Tile    one copy that transposes and whose rows are too long for that, cut into tiles with runs on both sides
 
 ``arrange`` sorts copies into these, ``divide`` cuts them into parts. Both see the plan only, never the memory or the
 number of workers, so parts can be journalled and the bytes do not depend on either.
@@ -26,8 +27,11 @@ ZEROS = -1
 BRIDGE = 32 << 10
 """A gap of unneeded bytes up to this long is read along: one call costs as much as moving it."""
 
-RUN = 4 << 10
-"""A transpose is cut into tiles whose runs are at least this long, where the tensor allows it."""
+NOMINAL = 24 << 20
+"""Memory for which ``arrange`` chooses between rows and tiles; the bytes do not depend on it."""
+
+TURNED_PART = 16 << 20
+"""Smallest part of rows that transpose: shorter ones would read their sources in slivers."""
 
 
 class Linear(NamedTuple):
@@ -118,6 +122,8 @@ class Rows(NamedTuple):
     moves: tuple[Move, ...]
     reads: tuple[Lane, ...]
     writes: tuple[Lane, ...]
+    turned: tuple[int, ...] = ()
+    """Moves whose source has its axes in another order; they are in no lane of ``reads``."""
 
     @property
     def row_bytes(self) -> int:
@@ -226,15 +232,18 @@ def _arrange(found: Sequence[Linear | Move]) -> list[Item]:
         elif not m.shape:  # a single element to cast
             sizes = (itemsize(m.dst_dtype),), (itemsize(m.src_dtype),)
             moves.append(m._replace(shape=(1,), dst_strides=sizes[0], src_strides=sizes[1]))
-        elif _in_order(m):
+        elif _nested(m.shape, m.dst_strides, itemsize(m.dst_dtype)):
             moves.append(m)
         else:
             placed.append((m.dst, m.to, Tile(m)))
     if not placed and not moves:
         linear.sort()
         return [Batch(tuple(linear))] if linear else []
-    for group in _components(moves):
-        placed += [(*min((lane.file, lane.offset) for lane in rows.writes), rows) for rows in _rows(group)]
+    for item in _grouped(moves):
+        if isinstance(item, Rows):
+            placed.append((*min((lane.file, lane.offset) for lane in item.writes), item))
+        else:
+            placed.append((item.move.dst, item.move.to, item))
     placed += [(run.dst, run.to, Batch((run,))) for run in linear]
     placed.sort(key=lambda p: p[:2])
     out: list[Item] = []
@@ -257,18 +266,79 @@ def _extent(shape: Sequence[int], strides: Sequence[int], size: int) -> int:
     return sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)]) + size
 
 
-def _in_order(move: Move) -> bool:
-    """Both sides go through the elements in the same order, and no two of them share a byte."""
-    for strides, size in (
-        (move.dst_strides, itemsize(move.dst_dtype)),
-        (move.src_strides, itemsize(move.src_dtype)),
-    ):
-        extent = size
-        for n, s in zip(reversed(move.shape), reversed(strides), strict=True):
-            if s < extent:
-                return False
-            extent += (n - 1) * s
+def _nested(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
+    """Every axis steps over all that the axes behind it reach."""
+    extent = size
+    for n, s in zip(reversed(shape), reversed(strides), strict=True):
+        if s < extent:
+            return False
+        extent += (n - 1) * s
     return True
+
+
+def _is_turned(move: Move) -> bool:
+    return not _nested(move.shape, move.src_strides, itemsize(move.src_dtype))
+
+
+def _grouped(moves: Sequence[Move]) -> Iterator[Rows | Tile]:
+    for group in _components(moves):
+        for rows in _rows(group):
+            if rows.turned and by_strips(rows, NOMINAL) == TILES:
+                yield from untangle(rows)
+            else:
+                yield rows
+
+
+def untangle(rows: Rows) -> Iterator[Rows | Tile]:
+    """The same work with a Tile for each move that transposes."""
+    cut = []
+    for m in rows.moves:
+        stop = (rows.stop, *m.shape[1:])
+        cut.append(m.cut((rows.start, *[0] * len(m.shape[1:])), stop))
+    for i in rows.turned:
+        yield Tile(cut[i])
+    yield from _grouped([m for i, m in enumerate(cut) if i not in rows.turned])
+
+
+STRIPS, DESCEND, TILES = "strips", "descend", "tiles"
+
+
+def by_strips(rows: Rows, room: int) -> str:
+    """How rows that transpose are done best in ``room`` bytes of memory.
+
+    Whole rows are written in long runs, but the fewer of them fit, the thinner the strips that are read for them;
+    tiles have runs of middling length on both sides. Rows that are themselves transposed and do not fit are done one
+    by one.
+    """
+    n = min(rows.stop - rows.start, room // rows.row_bytes)
+    if not n:
+        return DESCEND if any(_is_turned(rows.moves[i].row(0)) for i in rows.turned) else TILES
+    count = rows.stop - rows.start
+    strips = sum([count * _WRITE_CALL for lane in rows.writes if not lane.joined])
+    tiled = 0.0
+    for i in rows.turned:
+        move = rows.moves[i]
+        sides = _sides(move)
+        height = (n, *move.shape[1:])
+        strips += move.nbytes * _read_cost(sides[0], height)
+        tile = tile_shape(move, room // 2 // itemsize(move.dst_dtype))
+        tiled += move.nbytes * (_read_cost(sides[0], tile) + _WRITE_CALL / sides[1].run(tile))
+    return STRIPS if strips <= tiled else TILES
+
+
+_READ_CALL = 4000.0
+_WRITE_CALL = 8000.0
+_READ_BYTE = 0.12
+"""Nanoseconds, measured: a small read, a small write that shares its pages with others, a byte of a long read."""
+
+
+def _read_cost(side: _Side, tile: Sequence[int]) -> float:
+    """Nanoseconds per byte that is needed."""
+    run, stride = side.run(tile), side.next_stride(tile)
+    calls = _READ_CALL / run
+    if run <= stride <= run + BRIDGE:
+        return min(calls, _READ_BYTE * stride / run)
+    return calls if stride else _READ_BYTE
 
 
 def _components(moves: Sequence[Move]) -> list[list[Move]]:
@@ -294,12 +364,15 @@ def _components(moves: Sequence[Move]) -> list[list[Move]]:
 
 
 def _overlapping(moves: Sequence[Move], *, source: bool) -> list[list[int]]:
-    """Indices of moves whose spans in one file overlap, in the order of the spans."""
+    """Indices of moves whose spans in one file overlap, in the order of the spans.
+
+    Transposed sources count as overlapping nothing: they are read in strips, which no other move can share.
+    """
     spans = []
     for i, m in enumerate(moves):
         if not source:
             spans.append((m.dst, m.to, m.to + _extent(m.shape, m.dst_strides, itemsize(m.dst_dtype)), i))
-        elif m.src != ZEROS:
+        elif m.src != ZEROS and not _is_turned(m):
             spans.append((m.src, m.start, m.start + _extent(m.shape, m.src_strides, itemsize(m.src_dtype)), i))
     spans.sort()
     out: list[list[int]] = []
@@ -328,7 +401,8 @@ def _rows(group: list[Move]) -> Iterator[Rows]:
         writes += _write_lanes(moves, cluster)
     for cluster in _overlapping(moves, source=True):
         reads += _read_lanes(moves, cluster)
-    yield Rows(0, n, moves, tuple(reads), tuple(writes))
+    turned = tuple([i for i, m in enumerate(moves) if m.src != ZEROS and _is_turned(m)])
+    yield Rows(0, n, moves, tuple(reads), tuple(writes), turned)
 
 
 def _unmerge(m: Move, n: int) -> Move:
@@ -367,7 +441,8 @@ def _write_lanes(moves: Sequence[Move], cluster: Sequence[int]) -> list[Lane]:
     return lanes
 
 
-def _dense(shape: Sequence[int], size: int) -> tuple[int, ...]:
+def dense(shape: Sequence[int], size: int) -> tuple[int, ...]:
+    """Byte strides of a row-major block."""
     strides = [size] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * shape[i + 1]
@@ -377,10 +452,10 @@ def _dense(shape: Sequence[int], size: int) -> tuple[int, ...]:
 def _loose_write(moves: Sequence[Move], i: int) -> Lane:
     m = moves[i]
     size = itemsize(m.dst_dtype)
-    dense = _dense(m.shape[1:], size)
-    solid = dense == m.dst_strides[1:]
+    close = dense(m.shape[1:], size)
+    solid = close == m.dst_strides[1:]
     width = prod(m.shape[1:]) * size
-    return Lane(m.dst, m.to, m.dst_strides[0], width, width, (Member(i, 0, dense),), solid)
+    return Lane(m.dst, m.to, m.dst_strides[0], width, width, (Member(i, 0, close),), solid)
 
 
 def _read_lanes(moves: Sequence[Move], cluster: Sequence[int]) -> list[Lane]:
@@ -416,10 +491,10 @@ def _read_lanes(moves: Sequence[Move], cluster: Sequence[int]) -> list[Lane]:
 def _loose_read(moves: Sequence[Move], i: int) -> Lane:
     m = moves[i]
     size = itemsize(m.src_dtype)
-    dense = _dense(m.shape[1:], size)
-    solid = dense == m.src_strides[1:]
+    close = dense(m.shape[1:], size)
+    solid = close == m.src_strides[1:]
     width = prod(m.shape[1:]) * size
-    return Lane(m.src, m.start, m.src_strides[0], width, width, (Member(i, 0, dense),), solid)
+    return Lane(m.src, m.start, m.src_strides[0], width, width, (Member(i, 0, close),), solid)
 
 
 # -- parts
@@ -468,7 +543,8 @@ def _divide(items: Sequence[Item], parts: _Parts) -> None:
                 for piece in _pieces(run, parts.limit):
                     parts.add(Batch((piece,)), piece.nbytes)
         elif isinstance(item, Rows):
-            each = parts.limit // item.row_bytes
+            limit = max(parts.limit, TURNED_PART) if item.turned else parts.limit
+            each = limit // item.row_bytes
             if not each:
                 for i in range(item.start, item.stop):
                     _divide(arrange_row(item, i), parts)
@@ -477,7 +553,8 @@ def _divide(items: Sequence[Item], parts: _Parts) -> None:
                 part = item._replace(start=a, stop=min(a + each, item.stop))
                 parts.add(part, item_bytes(part))
         else:
-            for move in tiles(item.move, parts.limit // itemsize(item.move.dst_dtype), panels=True):
+            limit = max(parts.limit, TURNED_PART) // itemsize(item.move.dst_dtype)
+            for move in tiles(item.move, limit):
                 parts.add(Tile(move), move.nbytes)
 
 
@@ -490,13 +567,9 @@ def _pieces(run: Linear, limit: int) -> Iterator[Linear]:
         at = stop
 
 
-def tiles(move: Move, elements: int, *, panels: bool = False) -> Iterator[Move]:
-    """Cut a copy into boxes of at most ``elements`` elements, in the order of the destination.
-
-    The boxes have long runs on both sides. ``panels`` prefers boxes that are dense in the destination, if that leaves
-    runs of a fair length in the source.
-    """
-    for start, stop in boxes(move.shape, tile_shape(move, elements, panels=panels)):
+def tiles(move: Move, elements: int) -> Iterator[Move]:
+    """Cut a copy into boxes of at most ``elements`` elements, in the order of the destination."""
+    for start, stop in boxes(move.shape, tile_shape(move, elements)):
         yield move.cut(start, stop)
 
 
@@ -511,22 +584,10 @@ def boxes(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[tuple[int
             yield (a, *start), (b, *stop)
 
 
-def tile_shape(move: Move, elements: int, *, panels: bool = False) -> tuple[int, ...]:
+def tile_shape(move: Move, elements: int) -> tuple[int, ...]:
     """Edges of a box of at most ``elements`` elements with runs as long as possible on both sides."""
-    rank = len(move.shape)
-    sides = (
-        _Side.of(move.shape, move.src_strides, itemsize(move.src_dtype)),
-        _Side.of(move.shape, move.dst_strides, itemsize(move.dst_dtype)),
-    )
-    if panels:
-        dense = [1] * rank
-        for i in reversed(range(rank)):
-            dense[i] = min(move.shape[i], max(1, elements // prod(dense)))
-            if dense[i] < move.shape[i]:
-                break
-        if sides[0].run(dense) >= RUN // 2:
-            return tuple(dense)
-    tile = [1] * rank
+    sides = _sides(move)
+    tile = [1] * len(move.shape)
     while True:
         volume = prod(tile)
         for side in sorted(sides, key=lambda side: side.run(tile)):  # the shorter run grows first
@@ -539,6 +600,13 @@ def tile_shape(move: Move, elements: int, *, panels: bool = False) -> tuple[int,
                 break
         else:
             return tuple(tile)
+
+
+def _sides(move: Move) -> tuple[_Side, _Side]:
+    return (
+        _Side.of(move.shape, move.src_strides, itemsize(move.src_dtype)),
+        _Side.of(move.shape, move.dst_strides, itemsize(move.dst_dtype)),
+    )
 
 
 class _Side(NamedTuple):
@@ -563,3 +631,17 @@ class _Side(NamedTuple):
             if tile[i] < self.shape[i]:
                 break
         return run
+
+    def next_stride(self, tile: Sequence[int]) -> int:
+        """Bytes from one such run to the next, 0 when there is only one."""
+        run = self.size
+        joined = True
+        for i in self.order:
+            if joined and self.strides[i] == run:
+                run *= tile[i]
+                joined = tile[i] == self.shape[i]
+            elif tile[i] > 1:
+                return self.strides[i]
+            else:
+                joined = False
+        return 0

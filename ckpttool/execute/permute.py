@@ -14,6 +14,9 @@ Array = np.ndarray[Any, Any]
 _HEIGHT, _WIDTH = 128, 512
 """A tile that stays in the first cache levels while it is read along one axis and written along the other."""
 
+_SMALL = 4096
+"""Planes below this many elements stay in cache anyway; one call for all of them beats one call for each."""
+
 _PAD = 16
 """Elements between the rows of the tile, so that a column does not fall on one cache set."""
 
@@ -28,7 +31,7 @@ class Permuter:
         """``dst[...] = src`` with a cast where the types differ; both have the same shape."""
         fast = _fastest(src)
         last = _fastest(dst)
-        if fast == last or src.shape[fast] < 8 or src.shape[last] < 8:
+        if fast == last or src.shape[fast] * src.shape[last] < _SMALL:
             store(src, dst)
             return
         rest = [i for i in range(src.ndim) if i not in (fast, last)]

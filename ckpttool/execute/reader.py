@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.execute.files import FilePool
-from ckpttool.execute.moves import BRIDGE, Move, tiles
+from ckpttool.execute.moves import BRIDGE, Move, dense, tiles
 from ckpttool.execute.permute import Array, Permuter
 from ckpttool.geometry import Box
 
@@ -55,37 +55,17 @@ def _fill(pool: FilePool, path: str, offset: int, strides: tuple[int, ...], out:
     def read(at: int, buffer: memoryview) -> None:
         pool.read(path, at, (buffer,), once=False)
 
-    size = out.itemsize
-    long = [i for i, n in enumerate(out.shape) if n > 1]
-    strides = tuple([strides[i] for i in long])
-    out = out.reshape([out.shape[i] for i in long])
-    order = _falling(strides, out.shape)
-    scratch = np.empty(min(_SCRATCH, max(size, out.nbytes)), np.uint8)
-    if order == sorted(order):
-        read_strided(read, offset, strides, out.shape, size, out.reshape(-1).view(np.uint8), scratch)
-        return
-    # The file holds the axes in another order: read tiles in the order of the file and turn them in memory.
-    dense = tuple([s * size for s in _steps(out.shape)])
-    whole = Move(out.shape, 0, 0, dense, 0, offset, strides, dtype, dtype)
-    tile = np.empty(min(_CHUNK, out.nbytes), np.uint8)
     flat = out.reshape(-1).view(np.uint8)
+    move = Move(out.shape, 0, 0, dense(out.shape, out.itemsize), 0, offset, strides, dtype, dtype)
+    scratch = np.empty(min(_SCRATCH, max(out.itemsize, out.nbytes)), np.uint8)
+    shape, steps = _long_axes(out.shape, strides)
+    if all(a >= b for a, b in zip(steps, steps[1:], strict=False)):
+        read_strided(read, offset, steps, shape, out.itemsize, flat, scratch)
+        return
     turn = Permuter()
-    for part in tiles(whole, max(1, tile.nbytes // size)):
+    for part in tiles(move, max(1, _CHUNK // out.itemsize)):
         target: Array = np.ndarray(part.shape, kinds(part)[1], flat.data, part.to, part.dst_strides)
-        turn.move(read_turned(read, part, tile, scratch), target)
-
-
-def read_turned(read: ReadAt, move: Move, tile: Bytes, scratch: Bytes) -> Array:
-    """A move's source block, read into ``tile`` in the order of the file, as a view with the axes of the move."""
-    kind = kinds(move)[0]
-    order = _falling(move.src_strides, move.shape)
-    shape = tuple([move.shape[i] for i in order])
-    strides = [move.src_strides[i] for i in order]
-    nbytes = prod(shape) * kind.itemsize
-    read_strided(read, move.start, strides, shape, kind.itemsize, tile[:nbytes], scratch)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    block: Array = np.ndarray(shape, kind, tile.data)
-    return block.transpose(back)
+        read_turned(read, part, target, scratch, turn)
 
 
 def kinds(move: Move) -> tuple[np.dtype[Any], np.dtype[Any]]:
@@ -96,16 +76,14 @@ def kinds(move: Move) -> tuple[np.dtype[Any], np.dtype[Any]]:
     return numpy_dtype(move.src_dtype), numpy_dtype(move.dst_dtype)
 
 
-def _falling(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """The axes from the slowest to the fastest in the file."""
-    return sorted(range(len(strides)), key=lambda i: (-strides[i] if shape[i] > 1 else 0, i))
-
-
-def _steps(shape: Sequence[int]) -> list[int]:
-    steps = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        steps[i] = steps[i + 1] * shape[i + 1]
-    return steps
+def read_turned(read: ReadAt, move: Move, target: Array, scratch: Bytes, turn: Permuter) -> None:
+    """Fill ``target`` from a move's source, which is read in the order of the file, a scratch buffer at a time."""
+    shape, strides = _long_axes(move.shape, move.src_strides)
+    order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
+    turned = target.squeeze().transpose(order)
+    ordered = [strides[i] for i in order]
+    for index, found in _pieces(read, move.start, ordered, turned.shape, kinds(move)[0], scratch):
+        turn.move(found, turned[index])
 
 
 def read_strided(
@@ -121,42 +99,75 @@ def read_strided(
 
     Runs with small gaps between them are read in one call through ``scratch``, gaps included; others one by one.
     """
+    shape, strides = _long_axes(shape, strides)
     k, run = len(shape), size
-    while k and (shape[k - 1] == 1 or strides[k - 1] == run):
+    while k and strides[k - 1] == run:
         run *= shape[k - 1]
         k -= 1
+    view = out.data
     if not k:
-        view = out.data
         for a in range(0, run, _CHUNK):
             read(offset + a, view[a : min(a + _CHUNK, run)])
-        return
-    # Axes j and later are read along with their gaps, one span per index of the axes before j.
-    j, extent = k, run
-    while j and 0 <= strides[j - 1] - extent <= BRIDGE and extent + strides[j - 1] <= scratch.nbytes:
-        j -= 1
-        extent += (shape[j] - 1) * strides[j]
-        if extent > scratch.nbytes:
-            break
-    if j == k:
-        view, at = out.data, 0
+    elif 0 <= strides[k - 1] - run <= BRIDGE and run + strides[k - 1] <= scratch.nbytes:
+        result: Array = np.ndarray(shape, np.dtype(f"u{size}"), view)
+        for index, found in _pieces(read, offset, strides, shape, result.dtype, scratch):
+            np.copyto(result[index], found)
+    else:
+        at = 0
         for start in offsets(shape[:k], strides[:k]):
             read(offset + start, view[at : at + run])
             at += run
+
+
+def _pieces(
+    read: ReadAt, offset: int, strides: Sequence[int], shape: Sequence[int], kind: np.dtype[Any], scratch: Bytes
+) -> Iterator[tuple[tuple[int | slice, ...], Array]]:
+    """Read a block piece by piece: (where in the block, its elements), valid until the next piece.
+
+    The axes from ``j`` on, gaps included, are one span. Either several of its rows are one read, or, where spans lie
+    too far apart, several spans are read one by one, close together.
+    """
+    j, span, room, view = len(shape), kind.itemsize, scratch.nbytes, scratch.data
+    row = span
+    apart = True
+    while j and span <= room:
+        step = strides[j - 1]
+        apart = not 0 <= step - span <= BRIDGE
+        if apart or span + step > room:
+            break
+        j -= 1
+        row, span = span, span + (shape[j] - 1) * step
+    if j < len(shape) and not (apart and j):
+        step = strides[j]
+        at_once = min(shape[j], (room - row) // step + 1)
+        for outer, start in _walk(shape[:j], strides[:j]):
+            for a in range(0, shape[j], at_once):
+                n = min(at_once, shape[j] - a)
+                read(offset + start + a * step, view[: (n - 1) * step + row])
+                yield (*outer, slice(a, a + n)), np.ndarray((n, *shape[j + 1 :]), kind, view, 0, (*strides[j:],))
         return
-    inner = (*shape[j + 1 : k], run // size)
-    inner_strides = (*strides[j + 1 : k], size)
-    row = sum([(n - 1) * s for n, s in zip(inner, inner_strides, strict=True)]) + size
-    rows, step = shape[j], strides[j]
-    at_once = max(1, (scratch.nbytes - row) // step + 1)
-    kind = np.dtype(f"u{size}")
-    result: Array = np.ndarray((prod(shape[:j]), rows, *inner), kind, out.data)
-    view = scratch.data
-    for i, start in enumerate(offsets(shape[:j], strides[:j])):
-        for a in range(0, rows, at_once):
-            n = min(at_once, rows - a)
-            read(offset + start + a * step, view[: (n - 1) * step + row])
-            found: Array = np.ndarray((n, *inner), kind, view, 0, (step, *inner_strides))
-            np.copyto(result[i, a : a + n], found)
+    if not j:
+        read(offset, view[:span])
+        yield (), np.ndarray((), kind, view)
+        return
+    at_once = max(1, room // span)
+    for outer, start in _walk(shape[: j - 1], strides[: j - 1]):
+        for a in range(0, shape[j - 1], at_once):
+            n = min(at_once, shape[j - 1] - a)
+            for i in range(n):
+                read(offset + start + (a + i) * strides[j - 1], view[i * span : (i + 1) * span])
+            yield (*outer, slice(a, a + n)), np.ndarray((n, *shape[j:]), kind, view, 0, (span, *strides[j:]))
+
+
+def _long_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Without the axes of one element, whose strides mean nothing."""
+    long = [i for i, n in enumerate(shape) if n > 1]
+    return tuple([shape[i] for i in long]), tuple([strides[i] for i in long])
+
+
+def _walk(shape: Sequence[int], strides: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(index, byte offset) of all indices, the last axis fastest."""
+    return zip(itertools.product(*[range(n) for n in shape]), offsets(shape, strides), strict=True)
 
 
 def offsets(shape: Sequence[int], strides: Sequence[int]) -> Iterator[int]:

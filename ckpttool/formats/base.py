@@ -29,7 +29,7 @@ class Listing:
     names: tuple[str, ...]
     """Plain files directly in it, sorted by natural order."""
     single: str = ""
-    """Set when SRC is one file and not a directory."""
+    """The file that SRC names, when it is a weight file or an index and not a directory."""
 
     def path(self, name: str) -> Path:
         return self.root / name
@@ -67,7 +67,8 @@ def list_source(path: Path) -> Listing:
             siblings = _files(path.parent)
         except OSError:
             siblings = [path.name]
-        names = [n for n in siblings if n == path.name or not n.endswith(_WEIGHTS)]
+        index = path.name.endswith(".index.json")
+        names = [n for n in siblings if index or n == path.name or not n.endswith(_WEIGHTS)]
         return Listing(path.parent, tuple(sorted(names, key=natural)), path.name)
     if not path.exists():
         raise UsageError("the source does not exist", where=str(path), hint=_near(path))
@@ -210,7 +211,7 @@ def companions(listing: Listing, weights: Iterable[str]) -> tuple[tuple[str, ...
     """Small files that belong to the model but hold no tensors; and a note about those too large to carry."""
     skip = set(weights)
     keep, notes = [], []
-    if listing.single:
+    if listing.single.endswith(".safetensors"):
         return (), []
     for name in listing.names:
         if name in skip or name == "config.json" or name.startswith("."):

@@ -40,7 +40,7 @@ class HuggingFace:
     def detect(self, listing: Listing) -> bool:
         names = listing.safetensors()
         if listing.single:
-            return listing.single.endswith(".safetensors")
+            return listing.single.endswith((".safetensors", ".safetensors.index.json"))
         return any(
             n == "model.safetensors" or _NUMBERED.match(n) or n.endswith(".safetensors.index.json")
             for n in (*names, *(x for x in listing.names if x.endswith(".json")))
@@ -59,6 +59,7 @@ class HuggingFace:
         names, index, notes = _shards(listing)
         files, tensors, metadata = read_files(listing, [(n, 0) for n in names])
         mapped: Mapping[str, str] = index or {}
+        shards = [f.path.name for f in files]
         seen: dict[str, int] = {}
         keep = []
         for t in tensors:
@@ -67,7 +68,7 @@ class HuggingFace:
                 seen[t.name] = t.file
                 keep.append(t)
                 continue
-            a, b = files[other].path.name, files[t.file].path.name
+            a, b = shards[other], shards[t.file]
             if mapped.get(t.name) not in (a, b):
                 raise ConflictError(
                     f"tensor `{t.name}` is in two shards",
@@ -78,7 +79,7 @@ class HuggingFace:
             if mapped[t.name] == b:
                 keep = [k for k in keep if k.name != t.name] + [t]
         if index is not None:
-            notes += _index_notes(index, {t.name: files[t.file].path.name for t in keep})
+            notes += _index_notes(index, {t.name: shards[t.file] for t in keep})
         carried, more = companions(listing, names)
         return StoredCheckpoint(
             self.name,
@@ -123,7 +124,7 @@ class HuggingFace:
 
 def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[str]]:
     """Which files make up the checkpoint, the usable index, and notes."""
-    if listing.single:
+    if listing.single.endswith(".safetensors"):
         return [listing.single], None, []
     present = [n for n in listing.safetensors() if not _NOT_WEIGHTS.match(n)]
     sets: dict[tuple[str, int], set[int]] = {}
@@ -132,6 +133,8 @@ def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[st
             sets.setdefault((m["stem"], int(m["total"])), set()).add(int(m["part"]))
     complete = [k for k, parts in sets.items() if parts == set(range(1, k[1] + 1))]
     indexes = [n for n in listing.names if n.endswith(".safetensors.index.json") and not _NOT_WEIGHTS.match(n)]
+    if listing.single:
+        indexes = [listing.single]
     if len(indexes) > 1:
         standard = [n for n in indexes if n == "model.safetensors.index.json"]
         if not standard:

@@ -40,7 +40,7 @@ from ckpttool.mesh import Mesh
 _OURS = r"rank-(?P<rank>\d{5})-of-(?P<world>\d{5})\.safetensors"
 _COMMON = (
     r"(?:[\w.-]*?[-_.])?rank[-_]?(?P<rank>\d+)\.safetensors",
-    r"(?:[\w.-]*?[-_.])?(?:tp|mp)[-_]?(?:rank[-_]?)?(?P<tp>\d+)(?:[-_]pp[-_]?(?P<pp>\d+))?\.safetensors",
+    r"(?:[\w.-]*?[-_.])?(?:tp[-_]?(?:rank[-_]?)?|mp[-_]?rank[-_]?)(?P<tp>\d+)(?:[-_]pp[-_]?(?P<pp>\d+))?\.safetensors",
 )
 """Names that people give to rank files, tried when there is no --rank-pattern."""
 

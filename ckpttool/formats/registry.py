@@ -5,8 +5,10 @@ Imported formats only; adding one is adding its module here.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
-from ckpttool.formats.base import Format, Listing
+from ckpttool.formats.base import Format, Listing, ReadOptions, StoredCheckpoint, list_source
 from ckpttool.formats.deepseek import DeepSeek
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.ranks import Ranks
@@ -48,3 +50,31 @@ def detect(listing: Listing) -> Format:
         where=[str(listing.root), f"files: {shown or 'none'}"],
         hint="give the directory that holds the weight files; formats: " + ", ".join(FORMATS),
     )
+
+
+def choose(listing: Listing, name: str, options: ReadOptions) -> Format:
+    """The format named by --from, else the one that the files and the other flags show."""
+    if name:
+        return by_name(name, "--from")
+    if options.rank_pattern:
+        return FORMATS["ranks"]
+    found = detect(listing)
+    if found.name == "hf" and any(v > 1 for v in options.said().values()):
+        # The flags say that files are ranks; only the names did not show it.
+        if not any(n.endswith(".index.json") or n == "model.safetensors" for n in listing.names):
+            return FORMATS["ranks"]
+    return found
+
+
+def read_source(path: Path, name: str, options: ReadOptions) -> StoredCheckpoint:
+    """Index the headers of a checkpoint; ``name`` is what --from says, or "".
+
+    Raises UsageError (no such path or format), IncompleteError (a file is missing), CorruptError (a header is wrong),
+    ConflictError (flags and files disagree, several formats fit), UnsupportedError (no format fits).
+    """
+    listing = list_source(path)
+    stored = choose(listing, name, options).read(listing, options)
+    if not stored.config and stored.mesh.world > 1 and listing.root.parent.joinpath("config.json").is_file():
+        stored.notes.append("config.json is read from the parent directory")
+        stored.config = list_source(listing.root.parent).json("config.json")
+    return stored

@@ -24,6 +24,14 @@ MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
 
+class HeaderError(CorruptError):
+    """A file whose header cannot be used at all; ``id`` says why, in the words of ``inspect --check``."""
+
+    def __init__(self, id_: str, what: str, *, where: str, hint: str | None = None) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.id = id_
+
+
 class Header(NamedTuple):
     """One parsed file."""
 
@@ -51,7 +59,8 @@ def read_raw(path: Path) -> tuple[DataFile, bytes]:
             # One read is enough for nearly every header.
             first = f.read(65536)
             if len(first) < 8:
-                raise CorruptError(
+                raise HeaderError(
+                    "header-length",
                     f"the file has {len(first)} bytes, a safetensors file has at least 8",
                     where=str(path),
                     hint="the download or save was cut off; fetch the file again",
@@ -59,7 +68,8 @@ def read_raw(path: Path) -> tuple[DataFile, bytes]:
             (size,) = struct.unpack("<Q", first[:8])
             if size > MAX_HEADER or size > stat.st_size - 8:
                 pointer = first.startswith(b"version https://git-lfs")
-                raise CorruptError(
+                raise HeaderError(
+                    "header-length",
                     f"the header claims {size:,} bytes, the file has {stat.st_size:,}",
                     where=f"{path} [bytes 0..8)",
                     hint="this is a git-lfs pointer, not the file: run `git lfs pull`"
@@ -70,15 +80,19 @@ def read_raw(path: Path) -> tuple[DataFile, bytes]:
             while len(raw) < size:
                 more = f.read(size - len(raw))
                 if not more:
-                    raise CorruptError("the header is cut off", where=str(path))
+                    raise HeaderError("header-length", "the header is cut off", where=str(path))
                 raw += more
             return info, raw
     except FileNotFoundError:
         raise IncompleteError("the file does not exist", where=str(path)) from None
     except IsADirectoryError:
-        raise CorruptError("this is a directory, not a safetensors file", where=str(path)) from None
+        raise HeaderError("unreadable", "this is a directory, not a safetensors file", where=str(path)) from None
     except OSError as e:
-        raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
+        raise HeaderError("unreadable", f"the file cannot be read: {e.strerror}", where=str(path)) from None
+
+
+class _TwiceError(ValueError):
+    """A name that a JSON object has twice."""
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -87,24 +101,44 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for k, _ in pairs:
             if k in seen:
-                raise ValueError(f"the name `{k}` occurs twice")
+                raise _TwiceError(k)
             seen.add(k)
     return out
 
 
 def parse(raw: bytes, path: Path) -> dict[str, Any]:
-    """The header's JSON. Raises CorruptError."""
+    """The header's JSON. Raises HeaderError."""
+    where = str(path)
     try:
-        data = json.loads(raw, object_pairs_hook=_no_duplicates)
+        text = raw.decode()
+        data = json.loads(text)
+        # Looking for names that occur twice takes a call for each tensor, and the text tells whether there can be any.
+        if not isinstance(data, dict) or _colons(data) != text.count(":") or "\\u" in text:
+            data = json.loads(text, object_pairs_hook=_no_duplicates)
     except UnicodeDecodeError:
-        raise CorruptError("the header is not UTF-8", where=str(path)) from None
+        raise HeaderError("header-utf8", "the header is not UTF-8", where=where) from None
     except RecursionError:
-        raise CorruptError("the header is nested too deeply", where=str(path)) from None
+        raise HeaderError("header-json", "the header is nested too deeply", where=where) from None
+    except _TwiceError as e:
+        raise HeaderError("duplicate-key", f"the name `{e}` occurs twice in the header", where=where) from None
     except ValueError as e:
-        raise CorruptError(f"the header is not valid JSON: {e}", where=str(path)) from None
+        raise HeaderError("header-json", f"the header is not valid JSON: {e}", where=where) from None
     if not isinstance(data, dict):
-        raise CorruptError("the header is not a JSON object", where=str(path))
+        raise HeaderError("header-json", "the header is not a JSON object", where=where)
     return data
+
+
+def _colons(data: dict[str, Any]) -> int:
+    """How many colons the JSON text of a header has when no name occurs twice: one per pair, and those in strings.
+
+    A name that occurs twice leaves a pair that ``data`` does not have, and so a higher count in the text.
+    """
+    count = 4 * len(data) + "".join(data).count(":")
+    meta = data.get("__metadata__")
+    if isinstance(meta, dict):
+        texts = "".join([str(v) for v in meta.values()])
+        count += len(meta) - 3 + "".join(meta).count(":") + texts.count(":")
+    return count
 
 
 def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
@@ -198,6 +232,7 @@ def _shared(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) -> list[StoredTensor] | None:
     """Stored tensors in offset order, or None when anything is not as it must be."""
     out = []
+    at, ordered = 0, True
     try:
         for name, entry in data.items():
             if name == "__metadata__":
@@ -219,17 +254,23 @@ def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) 
                 or count * dtype.bits != (stop - start) * 8
             ):
                 return None
-            out.append(StoredTensor(name, dtype.name, _shared(tuple(shape)), index, base + start, rank))
+            if start == at:
+                at = stop
+            elif count:
+                ordered = False
+            out.append((name, dtype.name, _shared(tuple(shape)), index, base + start, rank, None))
     except (KeyError, TypeError, ValueError):
         return None
-    out.sort(key=lambda t: t.offset)
-    at = base
-    for t in out:
-        size = prod(t.shape) * DTYPES[t.dtype].bits // 8
-        if size and t.offset != at:
-            return None
-        at += size
-    return out if at == base + payload else None
+    tensors = list(map(StoredTensor._make, out))
+    if not ordered:
+        tensors.sort(key=lambda t: t.offset)
+        at = 0
+        for t in tensors:
+            size = prod(t.shape) * DTYPES[t.dtype].bits // 8
+            if size and t.offset != base + at:
+                return None
+            at += size
+    return tensors if at == payload else None
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:

@@ -19,8 +19,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
-from ckpttool.layout.names import expand, has_literal_number, pattern_regex, split_numbers
+from ckpttool.layout.names import expand, has_literal_number, pattern_regex, samples, split_numbers
 from ckpttool.layout.rules import Rule, Size, Sizes, fused_rule, parse_rule, part_rule
+from ckpttool.layout.scales import config_block
 from ckpttool.select import compile_pattern
 
 FAMILIES = Path(__file__).with_name("families")
@@ -173,6 +174,8 @@ class Family:
     origin: str
     """File name, for messages."""
     sizes: Sizes = field(default_factory=dict)
+    block: tuple[int, int] | None = None
+    """Elements of one scale of FP8 weights, from the config."""
     overrides: tuple[tuple[re.Pattern[str], Rule], ...] = ()
     """From --replicate and --split; before every rule of the file."""
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
@@ -214,6 +217,18 @@ class Family:
             raise LayoutError(f"`{name}` is not in the fusions of family `{self.name}`", where=self.origin)
         spec = self.spec.fusions[name]
         return Fuse(name, spec.whole, tuple(spec.parts), tuple(spec.units or [""] * len(spec.parts)), spec.groups)
+
+    def publishes_fused(self, name: str) -> bool:
+        """Whether the published checkpoints hold the whole of this fusion, which is then what the rules name."""
+        spec = self.spec
+        patterns = [*spec.first, *(spec.layers.prefix + p for p in spec.layers.rules), *spec.last]
+        whole = pattern_regex(spec.fusions[name].whole)
+        return any(whole.match(sample) for pattern in patterns for sample in samples(pattern))
+
+    def guards(self) -> frozenset[str]:
+        """Sizes that are not needed to put ranks together: no rank ever holds another's share of them."""
+        shared = {n for n, s in self.spec.sizes.items() if isinstance(s, SizeSpec) and s.shared}
+        return frozenset(self.spec.sizes) - shared
 
     def size(self, name: str) -> int | None:
         got = self.sizes.get(name)
@@ -397,6 +412,7 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
         raise LayoutError(f"the family file is not valid at `{where}`: {first['msg']}", where=str(path.name)) from None
     family = Family(spec, path.name)
     family.sizes = read_sizes(spec, config)
+    family.block = config_block(config)
     family._rules = _compile(spec, path.name)
     family._by_name = any(has_literal_number(p) for p in _patterns(spec))
     return family

@@ -40,6 +40,16 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(out) + r"\Z", re.DOTALL)
 
 
+def samples(pattern: str) -> list[str]:
+    """Names that the pattern matches, one for each choice among its alternatives; a capture becomes ``0``."""
+    out, at = [""], 0
+    for m in _TOKEN.finditer(pattern):
+        choices = m[1].split(",") if m[1] and "," in m[1] else ["0"]
+        out = [start + pattern[at : m.start()] + choice for start in out for choice in choices]
+        at = m.end()
+    return [start + pattern[at:] for start in out]
+
+
 def expand(pattern: str, captures: dict[str, str]) -> str:
     """The name that a pattern gives with these captures."""
     return _TOKEN.sub(lambda m: captures[m[1]], pattern)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -31,8 +31,8 @@ class Partitioner:
     family: Family
     ops: tuple[Op, ...]
     cutting: Cutting
-    config: dict[str, Any]
-    dtype_of: Callable[[str], str] = str
+    config: Mapping[str, Any]
+    dtype_of: Callable[[Whole], str] = lambda t: t.dtype
     """Dtype that a tensor is stored as."""
     local_layers: bool = False
     tied: bool = False
@@ -51,7 +51,7 @@ class Partitioner:
         if mesh.world == 1 and self.cutting.vocab_multiple == 1:
             for t in tensors:
                 box = whole(t.shape)
-                out[0].append(RankTensor(t.name, self.dtype_of(t.dtype), t.shape, t.name, t.shape, ((box, box),)))
+                out[0].append(RankTensor(t.name, self.dtype_of(t), t.shape, t.name, t.shape, ((box, box),)))
             return out
         chosen = set(range(mesh.world) if ranks is None else ranks)
         coords = [c for c in mesh.all_coords() if c.rank in chosen]
@@ -105,7 +105,7 @@ class Partitioner:
             name = t.name
             if self.local_layers and place.layer is not None:
                 name = shift_layer(name, -first_layer[stage])
-            bias, dtype = is_bias(t.name), self.dtype_of(t.dtype)
+            bias, dtype = is_bias(t.name), self.dtype_of(t)
             for at in holders:
                 key = (id(place.rule), base, blocks, bias, at.tp, at.ep, at.etp)
                 known = self._locals.get(key)

@@ -140,6 +140,8 @@ class Cutting:
     """The padded vocabulary is a multiple of this and of the ranks."""
     vocab_rows: int = 0
     """Rows of the padded vocabulary when they are known from the files; 0 computes them."""
+    optional: frozenset[str] = frozenset()
+    """Sizes that only guard against torn units; a source whose config lacks them is still read."""
     pad_vocab: bool = True
     """False refuses a vocabulary that does not divide instead of padding it."""
     ragged_experts: bool = True
@@ -172,6 +174,13 @@ def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
             hint="put the model's config.json beside the checkpoint",
         )
     return sizes[units]
+
+
+def _guard(rule: Rule, cutting: Cutting) -> Size | None:
+    """The size that a plain cut must respect, or None when nothing is known that it could tear."""
+    if rule.units in cutting.optional and rule.units not in cutting.sizes:
+        return None
+    return unit_count(rule.units, cutting.sizes, rule)
 
 
 def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisShare:
@@ -242,7 +251,7 @@ def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: Cutting) -> A
             local += got.size
             logical += length
         return AxisShare(local, tuple(segments))
-    return _even(n, unit_count(rule.units, cutting.sizes, rule), ways, index, rule.units or "elements")
+    return _even(n, _guard(rule, cutting), ways, index, rule.units or "elements")
 
 
 def whole_axis(n: int) -> AxisShare:
@@ -334,7 +343,7 @@ def global_axis(rule: Rule, local: int, ways: int, cutting: Cutting) -> int:
         if rest:
             raise Uneven(f"{local} does not divide into the parts of {ways} ranks", ())
         return unit * sum(w for w, _ in weights)
-    units = unit_count(rule.units, sizes, rule)
+    units = _guard(rule, cutting)
     if units and units.shared and ways > units.value:
         return local * units.value
     return local * ways

@@ -23,7 +23,7 @@ from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
-from ckpttool.planner import build_plan, cast_dtype
+from ckpttool.planner import build_plan, caster
 from ckpttool.relate import Views, apply_ops, identity, keep, rename_by_rules
 from ckpttool.select import matching
 
@@ -134,12 +134,13 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
         pad_vocab=fmt != "deepseek",
         ragged_experts=fmt == "ranks",
     )
+    cast = caster(views.table, dtype)
     partitioner = Partitioner(
         family,
         after,
         cutting,
         source.config,
-        lambda have: cast_dtype(have, dtype),
+        lambda t: cast(t.name, t.dtype),
         local_layers=naming in family.spec.local_layers,
         tied=bool(source.config.get("tie_word_embeddings")),
     )
@@ -220,7 +221,7 @@ def verify_output(prepared: Prepared, written: Path) -> None:
         prepared.source.catalog,
         expected.values(),
         out.catalog,
-        cast=lambda dtype: cast_dtype(dtype, prepared.dtype),
+        cast=caster(expected, prepared.dtype),
         check_replicas=True,
     )
     if wrong:

@@ -98,9 +98,9 @@ def _prediction_layer(tensors: Shapes, layers: int, hidden: int, vocab: int) -> 
 def _deepseek_published(variant: str) -> Listed:
     """Large enough for blocks of 128 that four ranks can share."""
     big = {
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "vocab_size": 256,
         "q_lora_rank": 128,
         "kv_lora_rank": 128,
         "qk_nope_head_dim": 128,
@@ -111,7 +111,7 @@ def _deepseek_published(variant: str) -> Listed:
         "num_nextn_predict_layers": 1,
     }
     tensors = _written(variant, **big)
-    prediction = _prediction_layer(tensors, 2, 256, 512)
+    prediction = _prediction_layer(tensors, 2, 128, 256)
     config = {
         **_sizes(tiny_config(variant, **big).to_dict()),
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]},
@@ -164,14 +164,13 @@ def _ernie_prediction(tensors: Shapes) -> Shapes:
 
 
 def _per_channel(tensors: Shapes) -> Shapes:
-    """FP8 with one scale for each output, as compressed-tensors writes it, and one for the activations."""
+    """FP8 with one scale for each output, as compressed-tensors writes it; the last layer has one for its inputs."""
     out: Shapes = {}
     for name, shape in tensors.items():
         out[name] = shape
         if name.endswith("_proj.weight"):
             out[f"{name}_scale"] = [shape[0], 1]
-            out[name.removesuffix("weight") + "input_scale"] = [1]
-    return out
+    return out | {"model.layers.1.mlp.down_proj.input_scale": [1]}
 
 
 def expected_lists() -> dict[str, dict[str, Listed]]:
@@ -192,6 +191,8 @@ def expected_lists() -> dict[str, dict[str, Listed]]:
     glm = made["glm4_moe"].tensors
     derive("glm4_moe", "glm4_moe_mtp", "glm4_moe", glm | _prediction_layer(glm, 2, 64, 160))
     derive("ernie4_5_moe", "ernie4_5_moe_mtp", "ernie4_5_moe", _ernie_prediction(made["ernie4_5_moe"].tensors))
+    derive("gemma", "gemma_untied", "gemma", made["gemma"].tensors | {"lm_head.weight": [160, 64]})
+    derive("gpt2", "gpt2_untied", "gpt2", made["gpt2"].tensors | {"lm_head.weight": [157, 64]})
     derive("gpt2", "gpt2_published", "gpt2", _published_gpt2(made["gpt2"].tensors))
     derive("gpt_neox", "gpt_neox_published", "gpt_neox", _published_gpt_neox(made["gpt_neox"].tensors))
     out["deepseek"]["deepseek_v3_fp8"] = _deepseek_published("deepseek_v3")

@@ -1,0 +1,185 @@
+"""Which rank holds which box of which tensor, one picture for each kind of tensor.
+
+Tensors whose names differ only in numbers are drawn once: the numbers (layers, experts) that some ranks hold and
+others do not become groups, and each group is one matrix cut into boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from ckpttool.catalog import Catalog, LogicalTensor
+from ckpttool.geometry import Box
+from ckpttool.ops.inspect.tree import SLOT, ranges, templates
+
+Ranks = tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """A box of a tensor and the ranks that hold it."""
+
+    box: Box
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that the same ranks hold in the same way."""
+
+    label: str
+    """Which of the numbers of the name, where that decides: ``layers 0..15, experts 0..31``."""
+    count: int
+    held: tuple[Held, ...]
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks that hold something of it."""
+        return tuple(sorted({r for h in self.held for r in h.ranks}))
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One kind of tensor and who holds it."""
+
+    name: str
+    """With the numbers collapsed."""
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    groups: tuple[Group, ...]
+    padding: int
+    """Elements of padding that the ranks store besides, in one of these tensors."""
+
+    @property
+    def cut_axes(self) -> tuple[int, ...]:
+        """Axes along which boxes differ."""
+        axes = range(len(self.shape))
+        return tuple(
+            a for a in axes if any(h.box.stop[a] - h.box.start[a] != self.shape[a] for g in self.groups for h in g.held)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The whole picture."""
+
+    mesh: str
+    world: int
+    holdings: tuple[Holding, ...]
+    bytes_of_rank: dict[int, int]
+    """Bytes of tensors that each rank stores, copies and padding included."""
+
+
+_Pattern = tuple[str, tuple[int, ...], tuple[Held, ...], int]
+
+
+def layout_of(catalog: Catalog, mesh: str, world: int, names: set[str], stored: dict[int, int]) -> Layout:
+    """The layout of the tensors in ``names``; ``stored`` are the bytes that each rank stores."""
+    tensors = [t for t in catalog if str(t.key) in names]
+    kinds: dict[tuple[str, str, tuple[int, ...]], dict[_Pattern, list[tuple[int, ...]]]] = {}
+    known: dict[tuple[object, ...], _Pattern] = {}
+    for (template, numbers), tensor in zip(templates([str(t.key) for t in tensors]), tensors, strict=True):
+        raw = _raw_pattern(tensor)
+        pattern = known.get(raw)
+        if pattern is None:
+            pattern = known[raw] = _pattern(tensor)
+        kinds.setdefault((template, tensor.dtype, tensor.shape), {}).setdefault(pattern, []).append(numbers)
+    holdings = []
+    for (template, dtype, shape), patterns in kinds.items():
+        everything = [n for numbers in patterns.values() for n in numbers]
+        slots = _slots(everything)
+        groups = []
+        for (_, _, held, _), numbers in patterns.items():
+            groups += [Group(label, count, held) for label, count in _labels(template, numbers, slots)]
+        padding = max(p[3] for p in patterns)
+        holdings.append(Holding(_fill(template, slots), dtype, shape, len(everything), tuple(groups), padding))
+    return Layout(mesh, world, tuple(holdings), stored)
+
+
+def _raw_pattern(tensor: LogicalTensor) -> tuple[object, ...]:
+    """Equal for tensors that are held alike; cheap."""
+    pieces = tuple([(p.box, p.stored.rank) for p in tensor.pieces])
+    return (tensor.dtype, tensor.shape, pieces, *[(p.box, p.stored.rank) for p in tensor.replicas], len(tensor.pads))
+
+
+def _pattern(tensor: LogicalTensor) -> _Pattern:
+    owners: dict[Box, set[int]] = {}
+    for p in (*tensor.pieces, *tensor.replicas):
+        owners.setdefault(p.box, set()).add(p.stored.rank)
+    held = merge([Held(box, tuple(sorted(ranks))) for box, ranks in owners.items()])
+    return (tensor.dtype, tensor.shape, tuple(held), sum(p.local.volume for p in tensor.pads))
+
+
+def merge(held: Iterable[Held]) -> list[Held]:
+    """Join neighbouring boxes of the same ranks, so that what is drawn is what is cut."""
+    out = sorted(held, key=lambda h: h.box.start)
+    for axis in range(len(out[0].box.start) if out else 0):
+        rows: dict[tuple[object, ...], list[Held]] = {}
+        for h in out:
+            other = (h.box.start[:axis], h.box.stop[:axis], h.box.start[axis + 1 :], h.box.stop[axis + 1 :], h.ranks)
+            line = rows.setdefault(other, [])
+            if line and line[-1].box.stop[axis] == h.box.start[axis]:
+                line[-1] = Held(Box(line[-1].box.start, h.box.stop), h.ranks)
+            else:
+                line.append(h)
+        out = sorted((h for line in rows.values() for h in line), key=lambda h: h.box.start)
+    return out
+
+
+def _slots(numbers: list[tuple[int, ...]]) -> list[frozenset[int]]:
+    """The values that occur in each slot."""
+    return [frozenset(n) for n in zip(*numbers, strict=True)]
+
+
+def _fill(template: str, slots: list[frozenset[int]]) -> str:
+    parts = template.split(SLOT)
+    out = parts[0]
+    for slot, text in zip(slots, parts[1:], strict=True):
+        out += ("{" + ranges(slot) + "}" if len(slot) > 1 else str(next(iter(slot)))) + text
+    return out
+
+
+def _labels(template: str, numbers: list[tuple[int, ...]], slots: list[frozenset[int]]) -> list[tuple[str, int]]:
+    """What tells these tensors from the others of their kind; several labels when no product of ranges does."""
+    found = _slots(numbers)
+    if prod(len(s) for s in found) == len(numbers):
+        products = [found]
+    else:
+        rest: dict[frozenset[tuple[int, ...]], list[int]] = {}
+        by_first: dict[int, list[tuple[int, ...]]] = {}
+        for n in numbers:
+            by_first.setdefault(n[0], []).append(n[1:])
+        for first, tails in by_first.items():
+            rest.setdefault(frozenset(tails), []).append(first)
+        products = []
+        for tails_set, firsts in rest.items():
+            tails = list(tails_set)
+            if prod(len(s) for s in _slots(tails)) == len(tails):
+                products.append([frozenset(firsts), *_slots(tails)])
+            else:
+                products += [[frozenset(firsts), *(frozenset([n]) for n in tail)] for tail in tails]
+    words = [part.rstrip(".").rpartition(".")[2] for part in template.split(SLOT)[:-1]]
+    out = []
+    for values in products:
+        named = [f"{w} {ranges(v)}" for w, v, every in zip(words, values, slots, strict=True) if v != every]
+        out.append((", ".join(named), prod(len(v) for v in values)))
+    return out
+
+
+def grid(held: tuple[Held, ...], axes: tuple[int, ...]) -> tuple[list[list[int]], list[tuple[tuple[int, ...], Ranks]]]:
+    """Edges along each of ``axes`` and the ranks of each cell between them, cells without an owner left out."""
+    edges = [sorted({e for h in held for e in (h.box.start[a], h.box.stop[a])}) for a in axes]
+    cells = []
+    for index in product(*(range(len(e) - 1) for e in edges)):
+        for h in held:
+            if all(
+                h.box.start[a] <= edges[i][n] and edges[i][n + 1] <= h.box.stop[a]
+                for i, (a, n) in enumerate(zip(axes, index, strict=True))
+            ):
+                cells.append((index, h.ranks))
+                break
+    return edges, cells

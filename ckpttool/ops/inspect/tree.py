@@ -1,0 +1,214 @@
+"""Names that differ only in numbers become one line: ``model.layers.{0..60}.mlp.experts.{0..255}.up_proj.weight``.
+
+Numbers are put together only where everything below them is the same, so ``layers.{0..2}`` and ``layers.{3..60}``
+are two lines when the first three layers have another structure. A line therefore says exactly which tensors there
+are. The work is done on name templates, of which there are dozens, and not on names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from ckpttool.formats.base import natural
+from ckpttool.ops.inspect.listing import Row
+
+_NUMBER = re.compile(r"\.(0|[1-9][0-9]*)(?=[.\n])")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+SLOT = "\0"
+"""Stands for a number in a template."""
+
+
+def printable(name: str) -> str:
+    """The name with control characters (and broken UTF-16) written as escapes, so that one tensor is one line."""
+    return _CONTROL.sub(lambda m: m[0].encode("unicode_escape").decode(), name)
+
+
+def templates(names: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """(template, numbers) of each name; a number is a whole component between dots, as layers and experts are."""
+    blob = "".join([f".{n}\n" for n in names])
+    if blob.count("\n") != len(names) or _CONTROL.search(blob.replace("\n", "")):
+        names = [printable(n) for n in names]
+        blob = "".join([f".{n}\n" for n in names])
+    # One pass of the regular expression over all names is several times faster than one for each name.
+    numbers = list(map(int, _NUMBER.findall(blob)))
+    out, at = [], 0
+    for text in _NUMBER.sub("." + SLOT, blob).split("\n")[:-1]:
+        end = at + text.count(SLOT)
+        out.append((text[1:], tuple(numbers[at:end])))
+        at = end
+    return out
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``0..2,5`` for 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join([str(a) if a == b else f"{a}..{b}" if b > a + 1 else f"{a},{b}" for a, b in runs])
+
+
+@dataclass(slots=True)
+class Node:
+    """A line of the tree. ``label`` is what it adds to the name of its parent."""
+
+    label: str
+    count: int = 0
+    """Tensors."""
+    elements: int = 0
+    nbytes: int = 0
+    dtype: str = ""
+    """"" for a line that is no tensor."""
+    shape: tuple[int, ...] = ()
+    times: int = 1
+    """How often the children stand in the checkpoint: the number of numbers in the label."""
+    children: list[Node] = field(default_factory=list)
+
+
+class _Leaf(NamedTuple):
+    text: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class _Numbered(NamedTuple):
+    text: str
+    numbers: tuple[int, ...]
+    content: int
+    """What stands below each of the numbers."""
+
+
+_Item = _Leaf | _Numbered
+_Below = dict[str, dict[tuple[int, ...], list[int]]]
+"""Template up to its last slot -> numbers in the slots -> items that stand there."""
+
+
+def collapse(rows: Sequence[Row]) -> Node:
+    """The tree of all rows; the root has no label."""
+    items: dict[_Item, int] = {}
+    """Every distinct thing that can stand below a parent, numbered."""
+    below: dict[int, _Below] = {}
+    """By number of slots."""
+    known: dict[str, tuple[str, dict[tuple[int, ...], list[int]], dict[tuple[str, tuple[int, ...]], int]]] = {}
+    for (template, numbers), row in zip(templates([r.name for r in rows]), rows, strict=True):
+        if template not in known:
+            cut = template.rfind(SLOT) + 1
+            known[template] = (template[cut:], below.setdefault(len(numbers), {}).setdefault(template[:cut], {}), {})
+        text, places, leaves = known[template]
+        kind = row[1:3]
+        item = leaves.get(kind)
+        if item is None:
+            item = leaves[kind] = items.setdefault(_Leaf(text, row.dtype, row.shape, row.nbytes), len(items))
+        if numbers in places:
+            places[numbers].append(item)
+        else:
+            places[numbers] = [item]
+    contents: dict[frozenset[int], int] = {}
+    for depth in range(max(below, default=0), 0, -1):
+        for prefix, places in below.get(depth, {}).items():
+            grouped: dict[tuple[tuple[int, ...], int], list[int]] = {}
+            for numbers, found in places.items():
+                content = contents.setdefault(frozenset(found), len(contents))
+                grouped.setdefault((numbers[:-1], content), []).append(numbers[-1])
+            cut = prefix.rfind(SLOT, 0, -1) + 1
+            outer = below.setdefault(depth - 1, {}).setdefault(prefix[:cut], {})
+            for (parent, content), same in grouped.items():
+                numbered = _Numbered(prefix[cut:-1], tuple(sorted(same)), content)
+                outer.setdefault(parent, []).append(items.setdefault(numbered, len(items)))
+    top = below.get(0, {}).get("", {}).get((), [])
+    return _Builder(list(items), [list(c) for c in contents]).node("", top, 1)
+
+
+class _Trie:
+    """Components of names on the way to what stands below them."""
+
+    __slots__ = ("children", "items")
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Trie] = {}
+        self.items: list[_Item] = []
+
+
+@dataclass(slots=True)
+class _Builder:
+    items: list[_Item]
+    contents: list[list[int]]
+
+    def node(self, label: str, content: Iterable[int], times: int) -> Node:
+        trie = _Trie()
+        for number in content:
+            item = self.items[number]
+            at = trie
+            *path, last = item.text.strip(".").split(".")
+            for word in path:
+                at = at.children.setdefault(word, _Trie())
+            if isinstance(item, _Numbered) and last:
+                at = at.children.setdefault(last, _Trie())
+            at.items.append(item)
+        return self._from_trie(label, trie, times)
+
+    def _from_trie(self, label: str, trie: _Trie, times: int) -> Node:
+        children = []
+        for item in trie.items:
+            if isinstance(item, _Leaf):
+                name = item.text.strip(".").rpartition(".")[2]
+                children.append(Node(name, 1, prod(item.shape), item.nbytes, item.dtype, item.shape))
+            else:
+                braces = "{" + ranges(item.numbers) + "}" if len(item.numbers) > 1 else str(item.numbers[0])
+                children.append(self.node(braces, self.contents[item.content], len(item.numbers)))
+        children += [self._from_trie(word, below, 1) for word, below in trie.children.items()]
+        flat: list[Node] = []
+        for child in children:
+            if not child.dtype and len(child.children) == 1:
+                # A line with one line below it says nothing by itself.
+                (only,) = child.children
+                only.label = f"{child.label}.{only.label}"
+                only.times *= child.times
+                only.count, only.elements, only.nbytes = child.count, child.elements, child.nbytes
+                child = only
+            elif not child.dtype and all(c.label.startswith("{") or c.label[:1].isdigit() for c in child.children):
+                # `layers` and below it `{0..2}` and `{3..60}`: the numbers belong on the line of the word.
+                for c in child.children:
+                    c.label = f"{child.label}.{c.label}"
+                flat += child.children
+                continue
+            flat.append(child)
+        flat.sort(key=lambda n: natural(n.label.replace("{", "")))
+        node = Node(label, times=times, children=flat)
+        node.count = times * sum(c.count for c in flat)
+        node.elements = times * sum(c.elements for c in flat)
+        node.nbytes = times * sum(c.nbytes for c in flat)
+        return node
+
+
+class Line(NamedTuple):
+    """A node where it stands: how deep, with its full name, and over how many numbers."""
+
+    depth: int
+    name: str
+    node: Node
+    times: int
+    """How often the node itself stands in the checkpoint."""
+
+
+def lines(root: Node, depth: int | None = None) -> list[Line]:
+    """The tree from top to bottom; with ``depth`` only so many levels."""
+    out: list[Line] = []
+
+    def walk(node: Node, level: int, name: str, times: int) -> None:
+        full = f"{name}.{node.label}" if name else node.label
+        out.append(Line(level, full, node, times))
+        if depth is None or level + 1 < depth:
+            for child in node.children:
+                walk(child, level + 1, full, times * node.times)
+
+    for child in root.children:
+        walk(child, 0, "", root.times)
+    return out

@@ -1,0 +1,71 @@
+"""1 -> 8 -> 2 -> 4 -> 1 ranks and back to the same bits, for every family; every element encodes its origin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpttool.layout.family import family_names
+from tests.helpers.command import reshard
+from tests.helpers.families import MODELS, Model
+from tests.helpers.tensorfile import Tensors, assert_same, read_all, save_hf
+
+FUSED = {"phi3", "gpt_neox", "gpt2", "gpt2_published"}
+"""Published with fused tensors: these are first taken apart, the others first fused."""
+
+
+def source(model: Model, folder: Path) -> Tensors:
+    tensors = model.tensors()
+    save_hf(folder, tensors, model.config)
+    return tensors
+
+
+def chain(start: Path, *steps: tuple[object, ...]) -> Path:
+    """One reshard after the other; returns the last output."""
+    at = start
+    for i, options in enumerate(steps):
+        to = start.with_name(f"step{i}")
+        reshard(at, to, "-q", *options)
+        at = to
+    return at
+
+
+def meshes(model: Model) -> list[tuple[object, ...]]:
+    """8, then 2 x 2 stages, then 4, each with experts over other ranks."""
+    layers = model.config.get("num_hidden_layers", model.config.get("n_layer"))
+    uneven = ("--pp-out", 2, "--pp-layout", f"{layers - 1},1")
+    if not model.moe:
+        return [
+            ("--tp-out", 8),
+            ("--tp-out", 2, *uneven),
+            ("--tp-out", 4, "--pp-out", 1),
+        ]
+    return [
+        ("--tp-out", 8),
+        ("--tp-out", 2, "--ep-out", 4, "--etp-out", 1, *uneven),  # six experts on four ranks: 2, 2, 1, 1
+        ("--tp-out", 4, "--pp-out", 1, "--ep-out", 2, "--etp-out", 2),
+    ]
+
+
+def test_every_family_has_a_model() -> None:
+    assert {m.family for m in MODELS.values()} == set(family_names())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    tensors = source(model, tmp_path / "src")
+    last = chain(tmp_path / "src", *meshes(model), ("--to", "hf"))
+    assert_same(read_all(last), tensors)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip_fused(name: str, tmp_path: Path) -> None:
+    """The names change on the way; the last step brings back what was published."""
+    model = MODELS[name]
+    tensors = source(model, tmp_path / "src")
+    first, second, third = meshes(model)
+    there, back = ("--unfuse", "--fuse") if name in FUSED else ("--fuse", "--unfuse")
+    last = chain(tmp_path / "src", (*first, there), second, (*third, back), ("--to", "hf"))
+    assert_same(read_all(last), tensors)
