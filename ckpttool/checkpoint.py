@@ -14,9 +14,9 @@ from typing import Any
 from ckpttool.catalog import Catalog, Key
 from ckpttool.errors import CkptError
 from ckpttool.formats.base import ReadOptions, StoredCheckpoint
-from ckpttool.formats.registry import read_source
+from ckpttool.formats.registry import by_name, read_source
 from ckpttool.layout.assemble import Assembler, whole_catalog
-from ckpttool.layout.family import Family, Fuse, Op, find_family, load_family, no_family
+from ckpttool.layout.family import Family, Fuse, Op, family_names, find_family, load_family, no_family
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
 
@@ -78,9 +78,9 @@ def naming_ops(family: Family, naming: str, fused: str) -> tuple[Op, ...]:
 def pick_family(name: str, recorded: str, config: Mapping[str, Any]) -> Family:
     """The named family, else the recorded one, else the one that the config names, else one without rules.
 
-    Raises UnsupportedError for an unknown name.
+    A recorded name that is not known is that of a user's file. Raises UnsupportedError for an unknown ``name``.
     """
-    chosen = name or find_family(config) or recorded
+    chosen = name or (recorded if recorded in family_names() else "") or find_family(config)
     return load_family(chosen, config) if chosen and chosen != "none" else no_family()
 
 
@@ -94,12 +94,18 @@ def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Che
     return assemble(read_source(Path(path), options.format, options.mesh), Path(path), options)
 
 
-def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions) -> Checkpoint:
-    """The second half of opening: family and layout turn stored tensors into the catalog. Raises as above."""
+def assemble(
+    stored: StoredCheckpoint, root: Path, options: OpenOptions, family: Family | None = None
+) -> Checkpoint:
+    """The second half of opening: family and layout turn stored tensors into the catalog. Raises as above.
+
+    ``family`` is for callers that have one already.
+    """
     notes = list(stored.notes)
-    family = pick_family(options.family, stored.family, stored.config)
+    family = family or pick_family(options.family, stored.family, stored.config)
     if options.replicate or options.split:
         family = family.with_overrides(options.replicate, options.split)
+    habits = by_name(stored.format, "--from").habits
     if stored.recorded is not None:
         catalog = stored.recorded
     elif stored.mesh.world == 1 and stored.naming == "hf":
@@ -107,13 +113,11 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions) -> Chec
     else:
         assembler = Assembler(
             stored.files,
-            family,
+            family.with_whole(stored.whole),
             naming_ops(family, stored.naming, stored.fused),
-            Cutting(
-                stored.mesh, family.sizes, optional=family.guards(), pad_vocab=stored.format != "deepseek"
-            ),
+            Cutting(stored.mesh, family.sizes, optional=family.guards(), pad_vocab=habits.pad_vocab),
             stored.config,
-            stored.local_layers,
+            habits.local_layers,
         )
         try:
             catalog = assembler.run(stored.tensors)

@@ -28,8 +28,8 @@ app = typer.Typer(
 SOURCE = "Source"
 TARGET = "Target"
 
-Src = Annotated[Path, typer.Argument(metavar="SRC", help="Directory or file to read.", show_default=False)]
-Dst = Annotated[Path, typer.Argument(metavar="DST", help="Directory to write; must not exist.", show_default=False)]
+Src = Annotated[Path, typer.Argument(metavar="SRC", readable=False, help="Directory or file to read.", show_default=False)]
+Dst = Annotated[Path, typer.Argument(metavar="DST", readable=False, help="Directory to write; must not exist.", show_default=False)]
 Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks of SRC.", show_default=False)]
 Pp = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages of SRC.", show_default=False)]
 Ep = Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel ranks of SRC.", show_default=False)]
@@ -145,7 +145,10 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     try:
         for item in text.split(","):
             first, dash, last = item.partition("-")
-            out += range(int(first), int(last) + 1) if dash else [int(first)]
+            numbers = range(int(first), int(last) + 1) if dash else [int(first)]
+            if not numbers:
+                raise ValueError  # 3-0
+            out += numbers
     except ValueError:
         raise UsageError(f"{option} `{text}` is not a list of numbers", hint="for example 0-3,7") from None
     return tuple(out)

@@ -120,7 +120,11 @@ class Mesh:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Mesh:
-        return cls(**{**data, "layout": tuple(data.get("layout", ()))})
+        """The inverse of ``to_json``. Raises TypeError for anything else than whole numbers, UsageError as ever."""
+        mesh = cls(**{**data, "layout": tuple(data.get("layout", ()))})
+        if not all(type(n) is int for n in (mesh.tp, mesh.pp, mesh.ep, mesh.etp, *mesh.layout)):
+            raise TypeError("the sizes of a mesh are whole numbers")
+        return mesh
 
     def with_layout(self, layout: Sequence[int]) -> Mesh:
         return replace(self, layout=tuple(layout))

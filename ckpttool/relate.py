@@ -20,7 +20,7 @@ from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, is_bias
-from ckpttool.layout.family import DropLayers, Family, Fuse, Op, Rename, Stack
+from ckpttool.layout.family import DropLayers, Family, Fuse, Op, Rename, Stack, Tie
 from ckpttool.layout.names import Renamer, expand, pattern_regex
 from ckpttool.layout.rules import Rule, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
@@ -300,7 +300,9 @@ def apply_ops(views: Views, ops: Sequence[Op], family: Family, before: Sequence[
             renames = []
         if op is None:
             break
-        if isinstance(op, DropLayers):
+        if isinstance(op, Tie):
+            views = _tie(views, op, family)
+        elif isinstance(op, DropLayers):
             views = _drop_layers(views, op, family)
         elif isinstance(op, Fuse):
             views = (_take_apart if op.apart else _fuse)(views, op, family, tuple(done))
@@ -325,6 +327,20 @@ def _all_of(renames: Sequence[Rename]) -> Callable[[str], str]:
         return forward
     cached = Renamer(forward)
     return lambda name: cached(name) or name
+
+
+def _tie(views: Views, op: Tie, family: Family) -> Views:
+    owner = views.table.get(op.owner)
+    if not family.tied or owner is None:
+        return views
+    table = dict(views.table)
+    if op.apart:
+        if table.pop(op.name, None) is not None:
+            views.notes.append(f"`{op.name}` is left out: the config ties it to `{op.owner}`")
+    elif op.name not in table:
+        table[op.name] = View(op.name, owner.dtype, owner.shape, owner.same, owner._parts)
+        views.notes.append(f"`{op.name}` is written as a copy of `{op.owner}`, to which the config ties it")
+    return Views(table, views.notes)
 
 
 def _drop_layers(views: Views, op: DropLayers, family: Family) -> Views:

@@ -224,63 +224,102 @@ def arrange_row(rows: Rows, i: int) -> list[Item]:
 
 def _arrange(found: Sequence[Linear | Move]) -> list[Item]:
     linear: list[Linear] = []
-    moves: list[Move] = []
-    placed: list[tuple[int, int, Item]] = []
+    moves: list[_Placed] = []
+    items: list[Item] = []
     for m in found:
         if isinstance(m, Linear):
             linear.append(m)
-        elif not m.shape:  # a single element to cast
+            continue
+        if m.shape:
+            placed = _Placed.of(m)
+        else:  # a single element to cast
             sizes = (itemsize(m.dst_dtype),), (itemsize(m.src_dtype),)
-            moves.append(m._replace(shape=(1,), dst_strides=sizes[0], src_strides=sizes[1]))
-        elif _nested(m.shape, m.dst_strides, itemsize(m.dst_dtype)):
-            moves.append(m)
+            placed = _Placed.of(m._replace(shape=(1,), dst_strides=sizes[0], src_strides=sizes[1]))
+        if placed.dst.nested:
+            moves.append(placed)
         else:
-            placed.append((m.dst, m.to, Tile(m)))
-    if not placed and not moves:
+            items.append(Tile(m))
+    items += _grouped(moves)
+    if not items:
         linear.sort()
         return [Batch(tuple(linear))] if linear else []
-    for item in _grouped(moves):
-        if isinstance(item, Rows):
-            placed.append((*min((lane.file, lane.offset) for lane in item.writes), item))
-        else:
-            placed.append((item.move.dst, item.move.to, item))
-    placed += [(run.dst, run.to, Batch((run,))) for run in linear]
-    placed.sort(key=lambda p: p[:2])
-    out: list[Item] = []
+    items += [Batch((run,)) for run in linear]
+    items.sort(key=_place)
+    return list(_joined(items))
+
+
+def _place(item: Item) -> tuple[int, int]:
+    """The first destination: (file, offset)."""
+    if isinstance(item, Batch):
+        return item.runs[0].dst, item.runs[0].to
+    if isinstance(item, Rows):
+        return min((lane.file, lane.offset) for lane in item.writes)
+    return item.move.dst, item.move.to
+
+
+def _joined(items: Sequence[Item]) -> Iterator[Item]:
+    """The same, with batches that follow each other as one."""
     runs: list[Linear] = []
-    for _, _, item in placed:
+    for item in items:
         if isinstance(item, Batch):
             runs += item.runs
             continue
         if runs:
-            out.append(Batch(tuple(runs)))
+            yield Batch(tuple(runs))
             runs = []
-        out.append(item)
+        yield item
     if runs:
-        out.append(Batch(tuple(runs)))
-    return out
+        yield Batch(tuple(runs))
 
 
-def _extent(shape: Sequence[int], strides: Sequence[int], size: int) -> int:
-    """Bytes from the first to behind the last element."""
-    return sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)]) + size
+class _Span(NamedTuple):
+    """Where one side of a move lies in its file."""
+
+    file: int
+    start: int
+    stop: int
+    row: int
+    """End of the first row."""
+    held: int
+    """Bytes of a row that belong to the move."""
+    stride: int
+    """Bytes from one row to the next."""
+    nested: bool
+    """Every axis steps over all that the axes behind it reach: the file holds the axes in the order of the move."""
 
 
-def _nested(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
-    """Every axis steps over all that the axes behind it reach."""
-    extent = size
-    for n, s in zip(reversed(shape), reversed(strides), strict=True):
-        if s < extent:
-            return False
-        extent += (n - 1) * s
-    return True
+def _span(file: int, start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> _Span:
+    reach, nested = size, True
+    for i in range(len(shape) - 1, 0, -1):
+        if strides[i] < reach:
+            nested = False
+        reach += (shape[i] - 1) * strides[i]
+    stop = start + reach + (shape[0] - 1) * strides[0]
+    held = prod(shape[1:]) * size
+    return _Span(file, start, stop, start + reach, held, strides[0], nested and strides[0] >= reach)
+
+
+class _Placed(NamedTuple):
+    """A move, and where its sides lie."""
+
+    move: Move
+    dst: _Span
+    src: _Span
+
+    @classmethod
+    def of(cls, m: Move) -> _Placed:
+        return cls(
+            m,
+            _span(m.dst, m.to, m.shape, m.dst_strides, itemsize(m.dst_dtype)),
+            _span(m.src, m.start, m.shape, m.src_strides, itemsize(m.src_dtype)),
+        )
 
 
 def _is_turned(move: Move) -> bool:
-    return not _nested(move.shape, move.src_strides, itemsize(move.src_dtype))
+    return bool(move.shape) and not _Placed.of(move).src.nested
 
 
-def _grouped(moves: Sequence[Move]) -> Iterator[Rows | Tile]:
+def _grouped(moves: Sequence[_Placed]) -> Iterator[Rows | Tile]:
     for group in _components(moves):
         for rows in _rows(group):
             if rows.turned and by_strips(rows, NOMINAL) == TILES:
@@ -297,7 +336,7 @@ def untangle(rows: Rows) -> Iterator[Rows | Tile]:
         cut.append(m.cut((rows.start, *[0] * len(m.shape[1:])), stop))
     for i in rows.turned:
         yield Tile(cut[i])
-    yield from _grouped([m for i, m in enumerate(cut) if i not in rows.turned])
+    yield from _grouped([_Placed.of(m) for i, m in enumerate(cut) if i not in rows.turned])
 
 
 STRIPS, DESCEND, TILES = "strips", "descend", "tiles"
@@ -341,7 +380,7 @@ def _read_cost(side: _Side, tile: Sequence[int]) -> float:
     return calls if stride else _READ_BYTE
 
 
-def _components(moves: Sequence[Move]) -> list[list[Move]]:
+def _components(moves: Sequence[_Placed]) -> list[list[_Placed]]:
     """Moves that interleave in a file, directly or through others, belong together."""
     if len(moves) < 2:
         return [[m] for m in moves]
@@ -353,92 +392,131 @@ def _components(moves: Sequence[Move]) -> list[list[Move]]:
             i = parent[i]
         return i
 
-    for group in (*_overlapping(moves, source=False), *_overlapping(moves, source=True)):
+    for group in (*_overlapping(_targets(moves)), *_overlapping(_sources(moves))):
         first = root(group[0])
         for i in group[1:]:
             parent[root(i)] = first
-    out: dict[int, list[Move]] = {}
+    out: dict[int, list[_Placed]] = {}
     for i, m in enumerate(moves):
         out.setdefault(root(i), []).append(m)
     return list(out.values())
 
 
-def _overlapping(moves: Sequence[Move], *, source: bool) -> list[list[int]]:
-    """Indices of moves whose spans in one file overlap, in the order of the spans.
+def _targets(moves: Sequence[_Placed]) -> list[tuple[int, int, int, int]]:
+    return [(m.dst.file, m.dst.start, m.dst.stop, i) for i, m in enumerate(moves)]
 
-    Transposed sources count as overlapping nothing: they are read in strips, which no other move can share.
-    """
-    spans = []
-    for i, m in enumerate(moves):
-        if not source:
-            spans.append((m.dst, m.to, m.to + _extent(m.shape, m.dst_strides, itemsize(m.dst_dtype)), i))
-        elif m.src != ZEROS and not _is_turned(m):
-            spans.append((m.src, m.start, m.start + _extent(m.shape, m.src_strides, itemsize(m.src_dtype)), i))
+
+def _sources(moves: Sequence[_Placed]) -> list[tuple[int, int, int, int]]:
+    """Without transposed sources: they are read in strips, which no other move can share."""
+    return [
+        (m.src.file, m.src.start, m.src.stop, i) for i, m in enumerate(moves) if m.src.nested and m.src.file != ZEROS
+    ]
+
+
+def _overlapping(spans: list[tuple[int, int, int, int]]) -> list[list[int]]:
+    """(file, start, stop, index) -> lists of indices whose spans overlap, in the order of the spans."""
     spans.sort()
     out: list[list[int]] = []
-    file, end = -1, 0
+    file, end = ZEROS, 0
     for f, a, b, i in spans:
         if f == file and a < end:
             out[-1].append(i)
-            end = max(end, b)
+            if b > end:
+                end = b
         else:
             out.append([i])
             file, end = f, b
     return out
 
 
-def _rows(group: list[Move]) -> Iterator[Rows]:
+def _rows(group: Sequence[_Placed]) -> Iterator[Rows]:
     """One group of rows, or one per move when the moves have no number of rows in common."""
-    n = gcd(*[m.shape[0] for m in group])
-    if n == 1 and len(group) > 1 and any(m.shape[0] > 1 for m in group):
+    n = gcd(*[m.move.shape[0] for m in group])
+    if n == 1 and len(group) > 1 and any(m.move.shape[0] > 1 for m in group):
         for m in group:
             yield from _rows([m])
         return
-    moves = tuple([m if m.shape[0] == n else _unmerge(m, n) for m in group])
-    reads: list[Lane] = []
-    writes: list[Lane] = []
-    for cluster in _overlapping(moves, source=False):
-        writes += _write_lanes(moves, cluster)
-    for cluster in _overlapping(moves, source=True):
-        reads += _read_lanes(moves, cluster)
-    turned = tuple([i for i, m in enumerate(moves) if m.src != ZEROS and _is_turned(m)])
-    yield Rows(0, n, moves, tuple(reads), tuple(writes), turned)
+    group = [m if m.move.shape[0] == n else _unmerge(m.move, n) for m in group]
+    writes = [lane for cluster in _overlapping(_targets(group)) for lane in _write_lanes(group, cluster)]
+    reads = [lane for cluster in _overlapping(_sources(group)) for lane in _read_lanes(group, cluster)]
+    turned = tuple([i for i, m in enumerate(group) if not m.src.nested and m.src.file != ZEROS])
+    yield Rows(0, n, tuple([m.move for m in group]), tuple(reads), tuple(writes), turned)
 
 
-def _unmerge(m: Move, n: int) -> Move:
+def _unmerge(m: Move, n: int) -> _Placed:
     inner = m.shape[0] // n
-    return m._replace(
-        shape=(n, inner, *m.shape[1:]),
-        dst_strides=(inner * m.dst_strides[0], *m.dst_strides),
-        src_strides=(inner * m.src_strides[0], *m.src_strides),
+    return _Placed.of(
+        m._replace(
+            shape=(n, inner, *m.shape[1:]),
+            dst_strides=(inner * m.dst_strides[0], *m.dst_strides),
+            src_strides=(inner * m.src_strides[0], *m.src_strides),
+        )
     )
 
 
-def _write_lanes(moves: Sequence[Move], cluster: Sequence[int]) -> list[Lane]:
-    """Joined spans of the row that are written whole; a span with holes is written move by move."""
-    stride = moves[cluster[0]].dst_strides[0]
-    spans: list[tuple[int, int, int, list[int]]] = []  # start, end, bytes of the moves, moves
+class _RowSpan(NamedTuple):
+    """Members of a cluster whose bytes in a row touch or nearly touch."""
+
+    start: int
+    stop: int
+    held: int
+    members: list[int]
+
+
+def _row_spans(spans: Sequence[_Span], cluster: Sequence[int], gap: int) -> list[_RowSpan] | None:
+    """The row of a cluster, joined over gaps of up to ``gap`` bytes; None when its members have no row in common."""
+    stride = spans[cluster[0]].stride
+    out: list[_RowSpan] = []
     for i in cluster:
-        m = moves[i]
-        size = itemsize(m.dst_dtype)
-        end = m.to + _extent(m.shape[1:], m.dst_strides[1:], size)
-        held = prod(m.shape[1:]) * size
-        if spans and m.to <= spans[-1][1]:
-            start, last, total, inside = spans[-1]
-            spans[-1] = (start, max(last, end), total + held, [*inside, i])
+        s = spans[i]
+        if s.stride != stride:
+            return None
+        if out and s.start <= out[-1].stop + gap:
+            last = out[-1]
+            out[-1] = _RowSpan(last.start, max(last.stop, s.row), last.held + s.held, [*last.members, i])
         else:
-            spans.append((m.to, end, held, [i]))
-    aligned = all(moves[i].dst_strides[0] == stride for i in cluster) and spans[-1][1] - spans[0][0] <= stride
-    if not aligned:
-        return [_loose_write(moves, i) for i in cluster]
-    lanes: list[Lane] = []
-    for start, end, total, inside in spans:
-        if total == end - start:
-            members = tuple([Member(i, moves[i].to - start, moves[i].dst_strides[1:]) for i in inside])
-            lanes.append(Lane(moves[inside[0]].dst, start, stride, end - start, end - start, members, solid=True))
+            out.append(_RowSpan(s.start, s.row, s.held, [i]))
+    return out if out[-1].stop - out[0].start <= stride else None
+
+
+def _write_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[Lane]:
+    """Joined spans of the row that are written whole; a span with holes is written move by move."""
+    row = _row_spans([m.dst for m in group], cluster, 0)
+    for span in row or [_RowSpan(0, 0, -1, list(cluster))]:
+        if span.held == span.stop - span.start:
+            first = group[span.members[0]].dst
+            members = tuple(
+                [Member(i, group[i].dst.start - span.start, group[i].move.dst_strides[1:]) for i in span.members]
+            )
+            yield Lane(first.file, span.start, first.stride, span.held, span.held, members, solid=True)
         else:
-            lanes += [_loose_write(moves, i) for i in inside]
-    return lanes
+            for i in span.members:
+                m = group[i].move
+                yield _loose(i, group[i].dst, m.shape[1:], m.dst_strides[1:], itemsize(m.dst_dtype))
+
+
+def _read_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[Lane]:
+    """Spans of the row that are read together, unneeded bytes in between included when they are few."""
+    row = _row_spans([m.src for m in group], cluster, BRIDGE)
+    for span in row or [_RowSpan(0, 1 << 62, 0, list(cluster))]:
+        first = group[span.members[0]].src
+        width = span.stop - span.start
+        if width > span.held + max(BRIDGE, 3 * span.held):
+            for i in span.members:
+                m = group[i].move
+                yield _loose(i, group[i].src, m.shape[1:], m.src_strides[1:], itemsize(m.src_dtype))
+            continue
+        members = tuple(
+            [Member(i, group[i].src.start - span.start, group[i].move.src_strides[1:]) for i in span.members]
+        )
+        alone = row is not None and len(row) == 1 and first.stride - width <= BRIDGE
+        yield Lane(first.file, span.start, first.stride, first.stride if alone else width, width, members, solid=True)
+
+
+def _loose(i: int, span: _Span, shape: Sequence[int], strides: tuple[int, ...], size: int) -> Lane:
+    """A lane of one move whose elements stand close together in memory."""
+    close = dense(shape, size)
+    return Lane(span.file, span.start, span.stride, span.held, span.held, (Member(i, 0, close),), close == strides)
 
 
 def dense(shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -447,54 +525,6 @@ def dense(shape: Sequence[int], size: int) -> tuple[int, ...]:
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * shape[i + 1]
     return tuple(strides)
-
-
-def _loose_write(moves: Sequence[Move], i: int) -> Lane:
-    m = moves[i]
-    size = itemsize(m.dst_dtype)
-    close = dense(m.shape[1:], size)
-    solid = close == m.dst_strides[1:]
-    width = prod(m.shape[1:]) * size
-    return Lane(m.dst, m.to, m.dst_strides[0], width, width, (Member(i, 0, close),), solid)
-
-
-def _read_lanes(moves: Sequence[Move], cluster: Sequence[int]) -> list[Lane]:
-    """Spans of the row that are read together, unneeded bytes in between included when they are few."""
-    stride = moves[cluster[0]].src_strides[0]
-    spans: list[tuple[int, int, int, list[int]]] = []
-    for i in cluster:
-        m = moves[i]
-        size = itemsize(m.src_dtype)
-        end = m.start + _extent(m.shape[1:], m.src_strides[1:], size)
-        held = prod(m.shape[1:]) * size
-        if spans and m.start <= spans[-1][1] + BRIDGE:
-            start, last, total, inside = spans[-1]
-            spans[-1] = (start, max(last, end), total + held, [*inside, i])
-        else:
-            spans.append((m.start, end, held, [i]))
-    aligned = all(moves[i].src_strides[0] == stride for i in cluster) and spans[-1][1] - spans[0][0] <= stride
-    if not aligned:
-        return [_loose_read(moves, i) for i in cluster]
-    lanes: list[Lane] = []
-    for start, end, total, inside in spans:
-        width = tail = end - start
-        if width > total + max(BRIDGE, 3 * total):
-            lanes += [_loose_read(moves, i) for i in inside]
-            continue
-        if len(spans) == 1 and stride - width <= BRIDGE:
-            width = stride
-        members = tuple([Member(i, moves[i].start - start, moves[i].src_strides[1:]) for i in inside])
-        lanes.append(Lane(moves[inside[0]].src, start, stride, width, tail, members, solid=True))
-    return lanes
-
-
-def _loose_read(moves: Sequence[Move], i: int) -> Lane:
-    m = moves[i]
-    size = itemsize(m.src_dtype)
-    close = dense(m.shape[1:], size)
-    solid = close == m.src_strides[1:]
-    width = prod(m.shape[1:]) * size
-    return Lane(m.src, m.start, m.src_strides[0], width, width, (Member(i, 0, close),), solid)
 
 
 # -- parts
@@ -512,16 +542,12 @@ class _Parts:
     def add(self, item: Item, size: int) -> None:
         if self.size and self.size + size > self.limit:
             self.close()
-        last = self.current[-1] if self.current else None
-        if isinstance(item, Batch) and isinstance(last, Batch):
-            self.current[-1] = Batch(last.runs + item.runs)
-        else:
-            self.current.append(item)
+        self.current.append(item)
         self.size += size
 
     def close(self) -> None:
         if self.current:
-            self.done.append(self.current)
+            self.done.append(list(_joined(self.current)))
         self.current, self.size = [], 0
 
 

@@ -59,7 +59,7 @@ def _fill(pool: FilePool, path: str, offset: int, strides: tuple[int, ...], out:
     move = Move(out.shape, 0, 0, dense(out.shape, out.itemsize), 0, offset, strides, dtype, dtype)
     scratch = np.empty(min(_SCRATCH, max(out.itemsize, out.nbytes)), np.uint8)
     shape, steps = _long_axes(out.shape, strides)
-    if all(a >= b for a, b in zip(steps, steps[1:], strict=False)):
+    if all(a >= b for a, b in itertools.pairwise(steps)):
         read_strided(read, offset, steps, shape, out.itemsize, flat, scratch)
         return
     turn = Permuter()
@@ -83,7 +83,7 @@ def read_turned(read: ReadAt, move: Move, target: Array, scratch: Bytes, turn: P
     turned = target.squeeze().transpose(order)
     ordered = [strides[i] for i in order]
     for index, found in _pieces(read, move.start, ordered, turned.shape, kinds(move)[0], scratch):
-        turn.move(found, turned[index])
+        turn.move(found, turned[(*index, ...)])
 
 
 def read_strided(
@@ -111,7 +111,7 @@ def read_strided(
     elif 0 <= strides[k - 1] - run <= BRIDGE and run + strides[k - 1] <= scratch.nbytes:
         result: Array = np.ndarray(shape, np.dtype(f"u{size}"), view)
         for index, found in _pieces(read, offset, strides, shape, result.dtype, scratch):
-            np.copyto(result[index], found)
+            np.copyto(result[(*index, ...)], found)
     else:
         at = 0
         for start in offsets(shape[:k], strides[:k]):

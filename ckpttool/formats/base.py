@@ -126,7 +126,10 @@ class StoredCheckpoint:
     """Recorded by the format; "" leaves it to config.json."""
     recorded: Catalog | None = None
     """The catalog, when the files themselves say which box each tensor is."""
-    local_layers: bool = False
+    whole: tuple[str, ...] = ()
+    """Patterns of tensors that these files do not cut, whatever the family's rules say."""
+    native_config: dict[str, Any] = field(default_factory=dict)
+    """config.json as it is, where ``config`` is a translation into Hugging Face's fields."""
     notes: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -146,8 +149,23 @@ class WriteRequest:
     dtype: str
     """Cast target (safetensors name) or ""."""
     max_shard_size: int | None
-    companions: tuple[str, ...]
-    """Names of files carried along, besides config.json."""
+    native_config: dict[str, Any]
+    """The source's own config when it has this format and fields of its own, else {}."""
+
+
+class Habits(NamedTuple):
+    """How a format cuts, where formats differ."""
+
+    vocab_multiple: int = 1
+    """The padded vocabulary is a multiple of this."""
+    pad_vocab: bool = True
+    """False: a vocabulary that does not divide is refused."""
+    ragged_experts: bool = False
+    """True: ranks may hold different numbers of experts."""
+    local_layers: bool = False
+    """Layers are numbered from 0 in every pipeline stage."""
+    whole: tuple[str, ...] = ()
+    """Patterns of tensors that are not cut, whatever the family's rules say."""
 
 
 class OutFile(NamedTuple):
@@ -175,9 +193,13 @@ class Format(Protocol):
     about: str
     sharded: bool
     """Holds one set of tensors per rank; otherwise only whole tensors."""
+    habits: Habits
 
-    def detect(self, listing: Listing) -> bool:
-        """True when the files look like this format (names and small JSON only)."""
+    def detect(self, listing: Listing) -> int:
+        """How surely the files are this format, by names and small JSON only.
+
+        0: they are not. 1: their names fit, but others use such names too. 2: names or fields that are its own.
+        """
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         """Index the headers."""
@@ -189,7 +211,7 @@ class Format(Protocol):
         """The mesh that this target will have when ``asked`` for; ``said`` are the sizes that a flag named."""
 
     def write(self, request: WriteRequest) -> Skeleton:
-        """Name the files, their exact sizes and headers."""
+        """Name the files, their exact sizes and headers; ``request.config`` may be replaced by the format's own."""
 
 
 def read_files(

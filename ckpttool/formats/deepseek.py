@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpttool.errors import ConflictError, UsageError
+from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import (
+    Habits,
     Listing,
     ReadOptions,
     Skeleton,
@@ -34,9 +35,10 @@ class DeepSeek:
     name = "deepseek"
     about = "DeepSeek inference files model{r}-mp{n}.safetensors with native names"
     sharded = True
+    habits = Habits(pad_vocab=False)
 
-    def detect(self, listing: Listing) -> bool:
-        return not listing.single and bool(listing.match(_NAME))
+    def detect(self, listing: Listing) -> int:
+        return 2 if not listing.single and listing.match(_NAME) else 0
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         found = listing.match(_NAME)
@@ -50,7 +52,11 @@ class DeepSeek:
                     hint="say which one with --tp",
                 )
             worlds = [wanted]
-        n = worlds[0] if worlds else 0
+        if not worlds:
+            raise IncompleteError(
+                "there are no DeepSeek files model{rank}-mp{n}.safetensors here", where=str(listing.root)
+            )
+        n = worlds[0]
         names = {int(m["rank"]): name for name, m in found if int(m["world"]) == n}
         contiguous_ranks(names, n, listing.root, f"model*-mp{n}.safetensors")
         check_mesh(f"mp{n} in the file names", {"tp": n, "pp": 1, "ep": n, "etp": 1}, options, listing.root)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import (
+    Habits,
     Listing,
     OutFile,
     ReadOptions,
@@ -36,14 +37,17 @@ class HuggingFace:
     name = "hf"
     about = "Hugging Face safetensors, single or sharded with an index"
     sharded = False
+    habits = Habits()
 
-    def detect(self, listing: Listing) -> bool:
+    def detect(self, listing: Listing) -> int:
         names = listing.safetensors()
         if listing.single:
-            return listing.single.endswith((".safetensors", ".safetensors.index.json"))
-        return any(
-            n == "model.safetensors" or _NUMBERED.match(n) or n.endswith(".safetensors.index.json")
-            for n in (*names, *(x for x in listing.names if x.endswith(".json")))
+            return int(listing.single.endswith((".safetensors", ".safetensors.index.json")))
+        return int(
+            any(
+                n == "model.safetensors" or _NUMBERED.match(n) or n.endswith(".safetensors.index.json")
+                for n in (*names, *(x for x in listing.names if x.endswith(".json")))
+            )
         )
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:

@@ -23,6 +23,7 @@ from typing import Any
 from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, RankTensor, StoredTensor, logical_tensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import (
+    Habits,
     Listing,
     ReadOptions,
     Skeleton,
@@ -51,11 +52,14 @@ class Ranks:
     name = "ranks"
     about = "rank-local safetensors that record their mesh and boxes; others' with --rank-pattern"
     sharded = True
+    habits = Habits(ragged_experts=True)
 
-    def detect(self, listing: Listing) -> bool:
+    def detect(self, listing: Listing) -> int:
         if listing.single:
-            return False
-        return bool(listing.match(_OURS)) or any(listing.match(p) for p in _COMMON)
+            return 0
+        if listing.match(_OURS):
+            return 2
+        return int(any(listing.match(p) for p in _COMMON))
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         if not options.rank_pattern and (ours := listing.match(_OURS)):
@@ -70,9 +74,7 @@ class Ranks:
             return self._described(listing, options, {int(m["rank"]): n for n, m in ours}, worlds.pop())
         return self._foreign(listing, options)
 
-    def _described(
-        self, listing: Listing, options: ReadOptions, names: dict[int, str], world: int
-    ) -> StoredCheckpoint:
+    def _described(self, listing: Listing, options: ReadOptions, names: dict[int, str], world: int) -> StoredCheckpoint:
         contiguous_ranks(names, world, listing.root, "rank-NNNNN-of-" + f"{world:05d}.safetensors")
         files, tensors, metadata = read_files(listing, [(names[r], r) for r in range(world)])
         records = [_record(m, files[r].path, r) for r, m in enumerate(metadata)]
@@ -85,7 +87,9 @@ class Ranks:
                     hint="the files belong to different checkpoints",
                 )
         if mesh.world != world:
-            raise ConflictError(f"the files record {mesh}, that is {mesh.world} ranks, not {world}", where=str(listing.root))
+            raise ConflictError(
+                f"the files record {mesh}, that is {mesh.world} ranks, not {world}", where=str(listing.root)
+            )
         check_mesh("ranks", {k: getattr(mesh, k) for k in ("tp", "pp", "ep", "etp")}, options, listing.root)
         groups: dict[str, tuple[tuple[int, ...], list[Piece], list[Pad]]] = {}
         for t in tensors:
@@ -218,6 +222,8 @@ def _add(
         key, shape, boxes = t.name, t.shape, [(box, box)]
     else:
         try:
+            if not isinstance(rec, dict):
+                raise TypeError
             key = str(rec.get("key", t.name))
             shape = tuple(int(n) for n in rec["shape"])
             boxes = [
@@ -293,10 +299,14 @@ def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, 
     for pattern in patterns:
         rx = re.compile(pattern + r"\Z")
         hits = [
-            ({k: int(v) for k, v in m.groupdict().items() if v is not None}, n) for n in sorted(names) if (m := rx.match(n))
+            ({k: int(v) for k, v in m.groupdict().items() if v is not None}, n)
+            for n in sorted(names)
+            if (m := rx.match(n))
         ]
         if hits:
-            sizes: dict[str, int] = {k: 1 + max(c.get(k, 0) for c, _ in hits) for k in ("tp", "pp", "ep", "etp") if k in hits[0][0]}
+            sizes: dict[str, int] = {
+                k: 1 + max(c.get(k, 0) for c, _ in hits) for k in ("tp", "pp", "ep", "etp") if k in hits[0][0]
+            }
             return hits, sizes, shown
     raise IncompleteError(
         f"no file matches the rank pattern `{shown}`",
@@ -305,9 +315,7 @@ def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, 
     )
 
 
-def _infer(
-    count: int, named: dict[str, int], options: ReadOptions, root: Path, shown: str
-) -> tuple[Mesh, list[str]]:
+def _infer(count: int, named: dict[str, int], options: ReadOptions, root: Path, shown: str) -> tuple[Mesh, list[str]]:
     """The source mesh from flags, file names and their number; what was inferred is noted."""
     check_mesh(f"file names {shown}", named, options, root)
     said = {**named, **options.said()}
@@ -342,4 +350,3 @@ def _spread(found: list[tuple[dict[str, int], str]], mesh: Mesh) -> dict[int, st
         if name is not None:
             out[c.rank] = name
     return out
-

@@ -32,8 +32,9 @@ def by_name(name: str, option: str) -> Format:
 
 
 def detect(listing: Listing) -> Format:
-    """The one format that a source looks like. Raises ConflictError with the candidates when there are several."""
-    found = [f for f in FORMATS.values() if f.detect(listing)]
+    """The format that a source looks most like. Raises ConflictError with the candidates when several are equal."""
+    sure = {f.name: f.detect(listing) for f in FORMATS.values()}
+    found = [f for f in FORMATS.values() if sure[f.name] and sure[f.name] == max(sure.values())]
     if len(found) == 1:
         return found[0]
     if found:

@@ -155,7 +155,7 @@ def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
             out.append(Problem("entry", f"tensor `{name}` is not an object", name))
             continue
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             out.append(Problem("dtype", f"tensor `{name}` has the unknown dtype `{dtype}`", name))
             continue
         if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
@@ -198,7 +198,9 @@ def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
         if start < at:
             out.append(Problem("overlap", f"tensors `{last}` and `{name}` overlap at byte {start:,} of the data", name))
         elif start > at:
-            out.append(Problem("hole", f"bytes {at:,}..{start:,} of the data before `{name}` belong to no tensor", name))
+            out.append(
+                Problem("hole", f"bytes {at:,}..{start:,} of the data before `{name}` belong to no tensor", name)
+            )
         if stop > at:
             at, last = stop, name
     if at < payload and not any(p.id in ("hole", "overlap", "truncated") for p in out):
@@ -247,12 +249,7 @@ def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) 
                 if type(n) is not int or n < 0:
                     return None
                 count *= n
-            if (
-                type(start) is not int
-                or type(stop) is not int
-                or start < 0
-                or count * dtype.bits != (stop - start) * 8
-            ):
+            if type(start) is not int or type(stop) is not int or start < 0 or count * dtype.bits != (stop - start) * 8:
                 return None
             if start == at:
                 at = stop

@@ -1,15 +1,19 @@
 """TensorRT-LLM checkpoints: ``rank{N}.safetensors`` and a ``config.json`` with the mapping.
 
-Source: TensorRT-LLM's checkpoint documentation and its models' convert functions. rank = pp_rank * tp_size + tp_rank;
-layers are numbered from 0 in every pipeline stage; experts lie over the tp ranks as moe_tp x moe_ep with moe_ep the
-fastest; q, k, v are fused per rank.
+Source: tensorrt_llm/mapping.py and models/llama/convert.py (0.2x). rank = pp_rank * tp_size + tp_rank; experts lie over
+the tp ranks as moe_tp x moe_ep with moe_ep the fastest; every pipeline stage numbers its layers from 0; q, k, v are
+fused per rank; the embedding is whole on every rank unless ``use_parallel_embedding``; the head is padded to a multiple
+of tp_size. The config has its own field names; inside ckpttool they are Hugging Face's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import (
+    Habits,
     Listing,
     ReadOptions,
     Skeleton,
@@ -24,6 +28,33 @@ from ckpttool.formats.base import (
 from ckpttool.mesh import Mesh
 
 _NAME = r"rank(?P<rank>\d+)\.safetensors"
+_EMBEDDING = "transformer.vocab_embedding.*"
+
+_FIELDS = {
+    "architecture": "architectures",
+    "dtype": "torch_dtype",
+    "head_size": "head_dim",
+    "norm_epsilon": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+    "rotary_scaling": "rope_scaling",
+}
+"""TensorRT-LLM's name of a field: Hugging Face's, where they differ."""
+_SAME = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+_MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+}
 
 
 class TensorRTLLM:
@@ -32,21 +63,35 @@ class TensorRTLLM:
     name = "trtllm"
     about = "TensorRT-LLM checkpoints rank{N}.safetensors with config.json"
     sharded = True
+    habits = Habits(local_layers=True, whole=(_EMBEDDING,))
 
-    def detect(self, listing: Listing) -> bool:
-        return not listing.single and bool(listing.match(_NAME)) and "mapping" in listing.json("config.json")
+    def detect(self, listing: Listing) -> int:
+        return 2 if not listing.single and listing.match(_NAME) and "mapping" in listing.json("config.json") else 0
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         config = listing.json("config.json")
-        mapping = config.get("mapping") or {}
-        tp, pp = int(mapping.get("tp_size", 1)), int(mapping.get("pp_size", 1))
-        ep = int(mapping.get("moe_ep_size", 1))
-        etp = int(mapping.get("moe_tp_size", tp // max(ep, 1)))
+        mapping = config.get("mapping")
+        if not isinstance(mapping, dict):
+            raise IncompleteError(
+                "there is no `mapping` in config.json, so the parallel sizes are not known",
+                where=str(listing.root),
+                hint="read the files as anyone's: --rank-pattern 'rank{rank}.safetensors' --tp N",
+            )
+        if _size(mapping, "cp_size", 1, listing) > 1:
+            raise UnsupportedError("context-parallel TensorRT-LLM checkpoints are not read", where=str(listing.root))
+        tp, pp, ep = (_size(mapping, k, 1, listing) for k in ("tp_size", "pp_size", "moe_ep_size"))
+        etp = _size(mapping, "moe_tp_size", max(tp // ep, 1), listing)
         check_mesh("mapping in config.json", {"tp": tp, "pp": pp, "ep": ep, "etp": etp}, options, listing.root)
         mesh = Mesh(tp, pp, ep, etp, options.layout, experts="ep-etp")
         names = {int(m["rank"]): n for n, m in listing.match(_NAME)}
         contiguous_ranks(names, mesh.world, listing.root, "rank*.safetensors")
         files, tensors, metadata = read_files(listing, [(names[r], r) for r in range(mesh.world)])
+        if config.get("use_parallel_embedding") and config.get("embedding_sharding_dim") == 1:
+            raise UnsupportedError(
+                "an embedding that is cut over the hidden size is not read",
+                where=str(listing.path("config.json")),
+                hint="convert with --embedding_sharding_dim 0",
+            )
         carried, notes = companions(listing, names.values())
         return StoredCheckpoint(
             self.name,
@@ -55,9 +100,10 @@ class TensorRTLLM:
             tensors,
             mesh,
             naming="trtllm",
-            config=config,
+            config=to_hugging_face(config),
             companions=carried,
-            local_layers=True,
+            whole=() if config.get("use_parallel_embedding") else (_EMBEDDING,),
+            native_config=config,
             notes=notes,
             metadata=metadata[0] if metadata else {},
         )
@@ -66,10 +112,89 @@ class TensorRTLLM:
         return "trtllm"
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
-        ep = asked.ep
-        etp = said.get("etp", max(asked.tp // ep, 1))
-        return Mesh(asked.tp, asked.pp, ep, etp, asked.layout, experts="ep-etp")
+        """Moe_tp x moe_ep is tp, always."""
+        if asked.tp % asked.ep or said.get("etp", asked.tp // asked.ep) * asked.ep != asked.tp:
+            raise UsageError(
+                f"ep {asked.ep} and etp {said.get('etp', 'unsaid')} do not make tp {asked.tp}",
+                hint="in TensorRT-LLM checkpoints ep x etp = tp",
+            )
+        return Mesh(asked.tp, asked.pp, asked.ep, asked.tp // asked.ep, asked.layout, experts="ep-etp")
 
     def write(self, request: WriteRequest) -> Skeleton:
+        mesh = request.mesh
+        config = request.native_config or from_hugging_face(request.config)
+        request.config = {
+            **config,
+            "use_parallel_embedding": False,
+            "mapping": {
+                "world_size": mesh.world,
+                "tp_size": mesh.tp,
+                "pp_size": mesh.pp,
+                "moe_tp_size": mesh.etp,
+                "moe_ep_size": mesh.ep,
+            },
+        }
+        if request.dtype:
+            request.config["dtype"] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(
+                request.dtype, "float32"
+            )
         groups = [(f"rank{r}.safetensors", r, request.ranks[r], None) for r in request.chosen]
-        return build_files(groups, request.mesh.world)
+        return build_files(groups, mesh.world)
+
+
+def to_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a TensorRT-LLM config that describe the model, under Hugging Face's names."""
+    out: dict[str, Any] = {k: config[k] for k in _SAME if k in config}
+    for theirs, ours in _FIELDS.items():
+        if config.get(theirs) is not None:
+            out[ours] = [config[theirs]] if ours == "architectures" else config[theirs]
+    architecture = config.get("architecture")
+    if architecture in _MODEL_TYPES:
+        out["model_type"] = _MODEL_TYPES[architecture]
+    if config.get("hidden_act"):
+        out["hidden_act"] = "silu" if config["hidden_act"] == "swiglu" else config["hidden_act"]
+    moe = config.get("moe")
+    if isinstance(moe, dict) and moe.get("num_experts"):
+        out["num_local_experts"] = moe["num_experts"]
+        out["num_experts_per_tok"] = moe.get("top_k", 0)
+    return out
+
+
+def from_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A TensorRT-LLM config from Hugging Face's fields; the mapping is added by ``write``."""
+    out: dict[str, Any] = {k: config[k] for k in _SAME if k in config}
+    for theirs, ours in _FIELDS.items():
+        if ours in config:
+            out[theirs] = config[ours][0] if ours == "architectures" and config[ours] else config[ours]
+    out.setdefault("dtype", str(config.get("dtype", "bfloat16")))
+    out["logits_dtype"] = "float32"
+    out["position_embedding_type"] = "rope_gpt_neox"
+    heads = config.get("num_attention_heads")
+    if "head_size" not in out and heads and "hidden_size" in config:
+        out["head_size"] = config["hidden_size"] // heads
+    out["num_key_value_heads"] = config.get("num_key_value_heads", heads)
+    experts = config.get("num_local_experts", 0)
+    out["hidden_act"] = "swiglu" if experts else config.get("hidden_act", "silu")
+    if experts:
+        # 1: the router's weights are normalised after the top k are chosen, as in Mixtral
+        out["moe"] = {
+            "num_experts": experts,
+            "top_k": config.get("num_experts_per_tok", 2),
+            "normalization_mode": 1,
+        }
+    if config.get("model_type") == "qwen2":
+        out["qwen_type"] = "qwen2"
+        out["attn_bias"] = True
+    out["embedding_sharding_dim"] = 0
+    out["quantization"] = {"quant_algo": None, "kv_cache_quant_algo": None}
+    return out
+
+
+def _size(mapping: Mapping[str, Any], name: str, default: int, listing: Listing) -> int:
+    """A parallel size of the mapping. Raises CorruptError when it is none."""
+    value = mapping.get(name, default)
+    if type(value) is not int or value < 1:
+        raise CorruptError(
+            f"`mapping.{name}` is not a number of ranks: {value}", where=str(listing.path("config.json"))
+        )
+    return value

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpttool.errors import ConflictError, IncompleteError
+from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import (
+    Habits,
     Listing,
     ReadOptions,
     Skeleton,
@@ -40,9 +41,10 @@ class VLLM:
     name = "vllm"
     about = "vLLM sharded state model-rank-{r}-part-{p}.safetensors with fused layers"
     sharded = True
+    habits = Habits(vocab_multiple=VOCAB_MULTIPLE)
 
-    def detect(self, listing: Listing) -> bool:
-        return not listing.single and bool(listing.match(_PLAIN) or listing.match(_STAGED))
+    def detect(self, listing: Listing) -> int:
+        return 2 if not listing.single and (listing.match(_PLAIN) or listing.match(_STAGED)) else 0
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         found = [(n, {k: int(v) for k, v in m.groupdict().items()}) for n, m in listing.match(_PLAIN)]
@@ -62,9 +64,7 @@ class VLLM:
                 c["rank"] = c["pp"] * sizes["tp"] + c["tp"]
         check_mesh("its rank files", sizes, options, listing.root)
         ep = options.ep or 1
-        mesh = Mesh(
-            sizes["tp"], sizes["pp"], ep, options.etp or (1 if ep > 1 else sizes["tp"]), options.layout
-        )
+        mesh = Mesh(sizes["tp"], sizes["pp"], ep, options.etp or (1 if ep > 1 else sizes["tp"]), options.layout)
         parts: dict[int, dict[int, str]] = {}
         for n, c in found:
             parts.setdefault(c["rank"], {})[c["part"]] = n
@@ -94,9 +94,14 @@ class VLLM:
         return "vllm"
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
-        if "ep" in said and said["ep"] > 1 and "etp" not in said:
-            return Mesh(asked.tp, asked.pp, asked.ep, 1, asked.layout)
-        return asked
+        if asked.ep == 1:
+            return asked
+        if asked.ep != asked.tp or said.get("etp", 1) != 1:
+            raise UsageError(
+                f"--ep-out {asked.ep} is not possible for --to vllm with tp {asked.tp}",
+                hint=f"its tp ranks hold whole experts (--ep-out {asked.tp}) or a share of each (--ep-out 1)",
+            )
+        return Mesh(asked.tp, asked.pp, asked.ep, 1, asked.layout)
 
     def write(self, request: WriteRequest) -> Skeleton:
         limit = request.max_shard_size or PART_LIMIT

@@ -19,7 +19,7 @@ from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.layout.family import Family, Op, Placement
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.rules import Cutting, Local, Uneven, cut_axis, global_shape, local_boxes
-from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
+from ckpttool.layout.scales import block_of, config_block, is_lone, single_block, weight_of
 from ckpttool.mesh import Coords, share
 
 LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d+)(?![^.])")
@@ -77,8 +77,7 @@ class Assembler:
         self._coords = list(self.cutting.mesh.all_coords())
         named = self._global_names(list(stored))
         place_of = self.family.placer(self.ops)
-        placements = {name: place_of(name) for name in named}
-        placements.update({n: p for n in named if (p := self._override(n)) is not None})
+        placements = {name: overridden(self.family, name, place_of(name)) for name in named}
         known = {n: p for n, p in placements.items() if p is not None}
         weights = {n: w for n in named if (w := weight_of(n, named)) is not None}
         missing = [n for n in named if n not in known and n not in weights]
@@ -93,9 +92,6 @@ class Assembler:
         for name, weight in weights.items():
             tensors[name] = self._scales(name, named[name], known.get(weight) or known[name], tensors[weight])
         return Catalog(self.files, {Key(n): tensors[n] for n in named})
-
-    def _override(self, name: str) -> Placement | None:
-        return override(self.family, name)
 
     def _global_names(self, stored: list[StoredTensor]) -> dict[str, list[StoredTensor]]:
         """Group by name after giving layers and experts that a rank numbers from 0 their global numbers."""
@@ -184,13 +180,14 @@ class Assembler:
 
     def _scales(self, name: str, group: list[StoredTensor], place: Placement, weight: LogicalTensor) -> LogicalTensor:
         first = group[0]
-        piece = weight.pieces[0] if weight.pieces else None
-        if piece is None or all(n == 1 for n in first.shape):
+        if not weight.pieces:
             return self._one(name, group, _replicated(place), None)
         same_rank = [p.stored.shape for p in weight.pieces if p.stored.rank == first.rank]
-        block = block_of(
-            same_rank[0] if same_rank else piece.stored.shape, first.shape, config_block(self.config), name=name
-        )
+        local = same_rank[0] if same_rank else weight.pieces[0].stored.shape
+        if all(n == 1 for n in first.shape):
+            block = single_block(local, weight.shape, first.shape, config_block(self.config))
+        else:
+            block = block_of(local, first.shape, config_block(self.config), name=name)
         if block is None:
             return self._one(name, group, _replicated(place), None)
         if len(block) == 1:
@@ -217,13 +214,15 @@ def _replicated(place: Placement) -> Placement:
     return place._replace(rule=replace(place.rule, verb="replicate", text="replicate (one scale for the tensor)"))
 
 
-def override(family: Family, name: str) -> Placement | None:
-    """What --replicate or --split says about a name."""
+def overridden(family: Family, name: str, base: Placement | None) -> Placement | None:
+    """``base``, with the rule that --replicate, --split or the format says where one of them names the tensor."""
     for regex, rule in family.overrides:
         if regex.search(name):
+            if base is not None:
+                return base._replace(rule=replace(rule, expert=base.rule.expert))
             m = LAYER.search(name)
             return Placement(rule, "layers" if m else "first", int(m[1]) if m else None)
-    return None
+    return base
 
 
 def pad_boxes(local: Local) -> list[Box]:

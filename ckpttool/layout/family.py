@@ -49,6 +49,8 @@ class FusionSpec(_Strict):
     """Size that each part is a multiple of; [] when all parts are equal."""
     groups: str = ""
     """Interleaved: the axis is ``groups`` times (share of part 1, share of part 2, ...). "" is one after the other."""
+    only_named: bool = False
+    """Used by namings, and not by --fuse and --unfuse."""
 
 
 class OpSpec(_Strict):
@@ -61,6 +63,8 @@ class OpSpec(_Strict):
     """whole pattern: part pattern with {expert}."""
     drop_layers_from: str | None = None
     """Layers numbered from this size on do not exist in this naming (MTP)."""
+    tie: dict[str, str] | None = None
+    """name: owner. With tie_word_embeddings this naming stores a copy of the owner under the name."""
 
 
 class LayersSpec(_Strict):
@@ -82,8 +86,6 @@ class FamilySpec(_Strict):
     last: dict[str, str] = {}
     fusions: dict[str, FusionSpec] = {}
     namings: dict[str, list[OpSpec]] = {}
-    local_layers: list[str] = []
-    """Namings that number the layers of each pipeline stage from 0."""
 
 
 class Placement(NamedTuple):
@@ -145,7 +147,16 @@ class DropLayers:
     size: str
 
 
-Op = Rename | Fuse | Stack | DropLayers
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A tied tensor is stored as a copy under its own name too (or, with ``apart``, only by its owner)."""
+
+    name: str
+    owner: str
+    apart: bool = False
+
+
+Op = Rename | Fuse | Stack | DropLayers | Tie
 
 
 def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
@@ -161,7 +172,7 @@ def inverse(ops: Sequence[Op]) -> tuple[Op, ...]:
     for op in reversed(ops):
         if isinstance(op, Rename):
             out.append(Rename(tuple((b, a) for a, b in op.pairs)))
-        elif isinstance(op, Fuse | Stack):
+        elif isinstance(op, Fuse | Stack | Tie):
             out.append(replace(op, apart=not op.apart))
     return tuple(out)
 
@@ -176,6 +187,8 @@ class Family:
     sizes: Sizes = field(default_factory=dict)
     block: tuple[int, int] | None = None
     """Elements of one scale of FP8 weights, from the config."""
+    tied: bool = False
+    """tie_word_embeddings of the config."""
     overrides: tuple[tuple[re.Pattern[str], Rule], ...] = ()
     """From --replicate and --split; before every rule of the file."""
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
@@ -210,6 +223,8 @@ class Family:
                 out += [Stack(w, p) for w, p in spec.stack.items()]
             elif spec.drop_layers_from is not None:
                 out.append(DropLayers(spec.drop_layers_from))
+            elif spec.tie is not None:
+                out += [Tie(n, owner) for n, owner in spec.tie.items()]
         return tuple(out)
 
     def fusion(self, name: str) -> Fuse:
@@ -339,6 +354,13 @@ class Family:
 
         return key
 
+    def with_whole(self, patterns: Sequence[str]) -> Family:
+        """The same family in which tensors with these names are never cut; earlier overrides stay ahead of it."""
+        if not patterns:
+            return self
+        rules = [(compile_pattern(p), parse_rule("replicate", origin=f"the format keeps `{p}` whole")) for p in patterns]
+        return replace(self, overrides=(*self.overrides, *rules), _cache={})
+
     def with_overrides(self, replicate: Sequence[str], split: Sequence[str]) -> Family:
         """The same family with rules from the command line first. Raises UsageError for a malformed one."""
         rules = [(compile_pattern(p), parse_rule("replicate", origin=f"--replicate '{p}'")) for p in replicate]
@@ -347,7 +369,7 @@ class Family:
             if not eq or not axis.lstrip("-").isdigit():
                 raise UsageError(f"--split `{text}` is not PATTERN=AXIS", hint="--split '*.my_proj.weight=0'")
             rules.append((compile_pattern(pattern), parse_rule(f"column axis={axis}", origin=f"--split '{text}'")))
-        return replace(self, overrides=tuple(rules), _cache={})
+        return replace(self, overrides=(*rules, *self.overrides), _cache={})
 
 
 def no_family() -> Family:
@@ -413,6 +435,7 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
     family = Family(spec, path.name)
     family.sizes = read_sizes(spec, config)
     family.block = config_block(config)
+    family.tied = bool(config.get("tie_word_embeddings"))
     family._rules = _compile(spec, path.name)
     family._by_name = any(has_literal_number(p) for p in _patterns(spec))
     return family

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ckpttool.catalog import RankTensor
-from ckpttool.errors import LayoutError
+from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.geometry import Box, whole
-from ckpttool.layout.assemble import LAYER, cannot_cut, is_bias, no_rule, override, pad_boxes, shift_layer
+from ckpttool.layout.assemble import LAYER, cannot_cut, is_bias, no_rule, overridden, pad_boxes, shift_layer
 from ckpttool.layout.family import Family, Op, Placement
 from ckpttool.layout.rules import Cutting, Local, Uneven, local_boxes
 from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
@@ -37,6 +37,8 @@ class Partitioner:
     local_layers: bool = False
     tied: bool = False
     """The last stage needs the input embedding too, as its output head."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What a tensor is called in the output (--rename) where that is not its name; rules go by the name."""
     flag: str = "out"
     """Which flags a hint names: --tp-out, or --tp."""
     _locals: dict[Any, tuple[Local, tuple[Box, ...]]] = field(default_factory=dict)
@@ -51,7 +53,8 @@ class Partitioner:
         if mesh.world == 1 and self.cutting.vocab_multiple == 1:
             for t in tensors:
                 box = whole(t.shape)
-                out[0].append(RankTensor(t.name, self.dtype_of(t), t.shape, t.name, t.shape, ((box, box),)))
+                name = self.names.get(t.name, t.name)
+                out[0].append(RankTensor(name, self.dtype_of(t), t.shape, name, t.shape, ((box, box),)))
             return out
         chosen = set(range(mesh.world) if ranks is None else ranks)
         coords = [c for c in mesh.all_coords() if c.rank in chosen]
@@ -67,9 +70,7 @@ class Partitioner:
         place_of = self.family.placer(self.ops)
         block_size = config_block(self.config)
         for t in tensors:
-            place = override(self.family, t.name) if self.family.overrides else None
-            if place is None:
-                place = place_of(t.name)
+            place = overridden(self.family, t.name, place_of(t.name))
             base: tuple[int, ...] = t.shape
             blocks: tuple[int, ...] = ()
             if t.name in weights:
@@ -95,6 +96,11 @@ class Partitioner:
                 f"{experts} experts cannot be shared evenly by {mesh.ep} ranks",
                 hint=f"use --ep-{self.flag} {_choices(d for d in range(1, experts + 1) if experts % d == 0)}",
             )
+        if above := next((t.name for t, p, _, _ in placed if (p.expert or 0) >= experts), None):
+            raise ConflictError(
+                f"tensor `{above}` is of an expert that config.json does not count: it says {experts}",
+                hint="correct the number of experts in config.json",
+            )
         owner = {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
         first_layer = {s: min((n for n, at in stages.items() if at == s), default=0) for s in range(mesh.pp)}
         for t, place, base, blocks in placed:
@@ -102,7 +108,7 @@ class Partitioner:
             holders = by_stage.get(stage, ()) if place.expert is None else by_owner.get((stage, owner[place.expert]), ())
             if self.tied and place.stage == "first" and place.rule.verb == "vocab" and mesh.pp > 1:
                 holders = [*holders, *by_stage.get(mesh.pp - 1, ())]
-            name = t.name
+            name = logical = self.names.get(t.name, t.name)
             if self.local_layers and place.layer is not None:
                 name = shift_layer(name, -first_layer[stage])
             bias, dtype = is_bias(t.name), self.dtype_of(t)
@@ -117,7 +123,7 @@ class Partitioner:
                         raise cannot_cut(t.name, t.shape, place.rule.place, e, str(mesh), works) from None
                     known = self._locals[key] = (local, tuple(pad_boxes(local)))
                 local, pads = known
-                out[at.rank].append(RankTensor(name, dtype, local.shape, t.name, t.shape, local.boxes, pads))
+                out[at.rank].append(RankTensor(name, dtype, local.shape, logical, t.shape, local.boxes, pads))
         return out
 
     def _stages(self, names: Iterable[str]) -> dict[int, int]:

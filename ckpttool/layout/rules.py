@@ -149,11 +149,16 @@ class Cutting:
 
 
 def cut_axis(rule: Rule, ndim: int, bias: bool) -> int | None:
-    """The axis that the rule cuts, or None when the tensor is held whole (row bias, replicate, scalars)."""
+    """The axis that the rule cuts, or None when the tensor is held whole (row bias, replicate, scalars).
+
+    Raises LayoutError for a rule that names an axis which the tensor does not have.
+    """
     first = 1 if rule.grouped else 0
     if rule.verb == "replicate" or ndim <= first:
         return None
     if rule.axis is not None:
+        if not -ndim <= rule.axis < ndim:
+            raise LayoutError(f"the rule cuts axis {rule.axis} of a tensor with {ndim} axes", where=rule.place)
         return rule.axis % ndim
     if ndim - first == 1 or bias:
         return None if rule.verb == "row" else ndim - 1

@@ -88,3 +88,17 @@ def _block(
                 )
             out.append(n)
     return tuple(out)
+
+
+def single_block(
+    local: tuple[int, ...], whole: tuple[int, ...], scale: tuple[int, ...], config: tuple[int, int] | None
+) -> tuple[int, ...] | None:
+    """The block of a rank's scale grid that has one element, or None when that is the scale of the whole weight.
+
+    It is one block of a larger grid exactly if the rank's share of the weight is one block long wherever it is cut.
+    """
+    if local == whole or len(scale) != len(local):
+        return None
+    block = (1,) * (len(local) - 2) + (config or (128, 128))
+    fits = all(n == b if n != total else n <= b for n, total, b in zip(local, whole, block, strict=True))
+    return block if fits else None

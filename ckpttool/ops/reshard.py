@@ -8,24 +8,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, OpenOptions, naming_ops, open_checkpoint
+from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
-from ckpttool.formats.base import WriteRequest
-from ckpttool.formats.registry import by_name
-from ckpttool.layout.family import Family, inverse
+from ckpttool.formats.base import ReadOptions, WriteRequest
+from ckpttool.formats.registry import by_name, read_source
+from ckpttool.layout.family import Family, Tie, inverse
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
 from ckpttool.planner import build_plan, caster
 from ckpttool.relate import Views, apply_ops, identity, keep, rename_by_rules
-from ckpttool.select import matching
+from ckpttool.select import matching, nearest_hint
 
 PARALLEL_FIELDS = {
     "tp": ("tensor_parallel_degree", "tensor_model_parallel_size", "tensor_parallel_size", "tp_size", "model_parallel_size"),
@@ -78,6 +79,9 @@ class Prepared:
     views: Views
     plan: Plan
     dtype: str
+    """What --dtype casts to, or ""."""
+    dtypes: dict[str, str]
+    """Of every tensor of the output, by its name there."""
     notes: list[str]
     """In the order in which they were found."""
     removed: tuple[int, int] = (0, 0)
@@ -113,7 +117,13 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
             hint="cast to one of " + ", ".join(sorted(d.lower() for d in CASTABLE)),
         )
     writer = by_name(fmt, "--to")
+    if target.vocab_multiple > 1 and (fmt == "deepseek" or not writer.sharded):
+        raise UsageError(
+            f"--vocab-multiple {target.vocab_multiple} pads cut embeddings, and --to {fmt} does not pad",
+            hint="leave it away, or use --to ranks",
+        )
     family = source.family
+    habits = writer.habits
     fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
     naming = writer.naming()
     if not naming:
@@ -124,29 +134,33 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
     if before != after:
         canonical = apply_ops(views, inverse(before), family, before)
         views = apply_ops(canonical, after, family)
-    views = rename_by_rules(views, selection.rename)
+    _check_overrides(family, {t.name for t in source.stored.tensors} | {*views.table})
     views.table = {n: views.table[n] for n in sorted(views.table, key=family.model_order(after))}
+    cut = list(views)
+    views = rename_by_rules(views, selection.rename)
+    names = dict(zip((v.name for v in cut), views.table, strict=True))
     notes += views.notes
     cutting = Cutting(
         mesh,
         family.sizes,
-        vocab_multiple=max(target.vocab_multiple, 64 if fmt == "vllm" else 1),
-        pad_vocab=fmt != "deepseek",
-        ragged_experts=fmt == "ranks",
+        vocab_multiple=lcm(target.vocab_multiple, habits.vocab_multiple),
+        pad_vocab=habits.pad_vocab,
+        ragged_experts=habits.ragged_experts,
     )
-    cast = caster(views.table, dtype)
+    cast = caster(names, dtype)
     partitioner = Partitioner(
-        family,
+        family.with_whole(habits.whole),
         after,
         cutting,
         source.config,
         lambda t: cast(t.name, t.dtype),
-        local_layers=naming in family.spec.local_layers,
-        tied=bool(source.config.get("tie_word_embeddings")),
+        local_layers=habits.local_layers,
+        tied=family.tied and not any(isinstance(op, Tie) for op in after),
+        names=names,
     )
     chosen = _chosen(target, mesh)
-    ranks = partitioner.run(list(views), chosen)
-    config = _config(source, mesh, dtype, fmt)
+    ranks = partitioner.run(cut, chosen)
+    config = _config(source, mesh, dtype)
     request = WriteRequest(
         ranks,
         chosen,
@@ -157,24 +171,24 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
         config,
         dtype,
         target.max_shard_size,
-        source.stored.companions,
+        source.stored.native_config if source.format == fmt else {},
     )
     skeleton = writer.write(request)
     root = source.stored.root
-    literal = [("config.json", (json.dumps(request.config, indent=2, ensure_ascii=False) + "\n").encode())]
-    if request.config == source.config and (root / "config.json").is_file():
-        literal, carried = [], [(str(root / "config.json"), "config.json")]
-    else:
-        carried = []
-    if not request.config:
-        literal, carried = [], []
+    literal: list[tuple[str, bytes]] = []
+    carried: list[tuple[str, str]] = []
+    if (root / "config.json").is_file() and request.config == (source.stored.native_config or source.config):
+        carried = [(str(root / "config.json"), "config.json")]
+    elif request.config:
+        literal = [("config.json", (json.dumps(request.config, indent=2, ensure_ascii=False) + "\n").encode())]
     carried += [(str(root / n), n) for n in source.stored.companions]
     plan = build_plan(
         source.catalog, views.table, ranks, skeleton, carried=carried, literal_files=literal
     )
     notes += plan.notes
     plan.notes = notes
-    return Prepared(source, target, fmt, mesh, family, views, plan, dtype, notes, removed)
+    dtypes = {names[v.name]: cast(v.name, v.dtype) for v in cut}
+    return Prepared(source, target, fmt, mesh, family, views, plan, dtype, dtypes, notes, removed)
 
 
 def execute(
@@ -200,15 +214,10 @@ def verify_output(prepared: Prepared, written: Path) -> None:
     Knows nothing of the plan: the source side goes through pieces and views, the written side through its own headers.
     Raises VerifyError naming the first tensors that differ.
     """
-    out = open_checkpoint(
-        written,
-        OpenOptions(
-            format=prepared.format,
-            family=prepared.family.name if prepared.family.name != "none" else "",
-            replicate=[],
-            split=[],
-        ),
-    )
+    mesh = prepared.mesh
+    said = ReadOptions(mesh.tp, mesh.pp, mesh.ep, mesh.etp, mesh.layout)
+    stored = read_source(written, prepared.format, said)
+    out = assemble(stored, written, OpenOptions(prepared.format, said), prepared.family)
     expected = prepared.views.table
     have = {k.name for k in out.catalog.tensors}
     missing, extra = sorted(set(expected) - have), sorted(have - set(expected))
@@ -221,7 +230,7 @@ def verify_output(prepared: Prepared, written: Path) -> None:
         prepared.source.catalog,
         expected.values(),
         out.catalog,
-        cast=caster(expected, prepared.dtype),
+        cast=lambda name, _: prepared.dtypes[name],
         check_replicas=True,
     )
     if wrong:
@@ -230,6 +239,13 @@ def verify_output(prepared: Prepared, written: Path) -> None:
             where=[str(w) for w in wrong[:5]],
             hint="nothing was kept. This is a fault of ckpttool or of the disk: please report it with the command line",
         )
+
+
+def _check_overrides(family: Family, names: set[str]) -> None:
+    """A --replicate or --split that matches nothing is a typo."""
+    for regex, rule in family.overrides:
+        if not any(regex.search(n) for n in names):
+            raise UsageError(f"{rule.origin} matches no tensor", hint=nearest_hint(rule.origin.split("'")[1], names))
 
 
 def _chosen(target: Target, mesh: Mesh) -> tuple[int, ...]:
@@ -292,7 +308,7 @@ def _select(views: Views, selection: Selection, notes: list[str]) -> tuple[Views
     return views, (0, 0)
 
 
-def _config(source: Checkpoint, mesh: Mesh, dtype: str, fmt: str) -> dict[str, Any]:
+def _config(source: Checkpoint, mesh: Mesh, dtype: str) -> dict[str, Any]:
     """config.json for the target: fields that name parallel sizes or the dtype are updated, the rest is kept."""
     config = dict(source.config)
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep}

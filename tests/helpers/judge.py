@@ -149,13 +149,13 @@ _GPT2: list[tuple[str, Callable[[Array, Seat], Array]]] = [
 ]
 _TABLE: list[tuple[str, Callable[[Array, Seat], Array]]] = [
     (r"indexer\.", whole),
+    (r"qkv_proj\.", qkv),
+    (r"gate_up_proj\.", halves),
     (r"(embed_tokens|lm_head|embed_in|embed_out|shared_head\.head)\.weight", vocab),
     (r"experts\.\d+\.(gate_proj|up_proj|w1|w3)\.", expert_part(0)),
     (r"experts\.\d+\.(down_proj|w2)\.", expert_part(1)),
     (r"(q_proj|q_b_proj|kv_b_proj|query_key_value|dense_h_to_4h|sinks)\b", column),
     (r"(k_proj|v_proj)\.", kv),
-    (r"qkv_proj\.", qkv),
-    (r"gate_up_proj\.", halves),
     (r"(gate_proj|up_proj)\.", column),
     (r"(o_proj|down_proj|attention\.dense|dense_4h_to_h)\.weight", row),
     (r"", whole),

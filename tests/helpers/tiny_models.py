@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 SEED = 20_240_229
+TOKENS = [[3, 17, 81, 99, 150, 140, 2, 7, 55, 120, 31, 64], [44, 0, 156, 9, 78, 21, 133, 100, 5, 60, 111, 38]]
+"""Two sentences with tokens from all quarters of the smallest vocabulary."""
 
 _PLAIN: dict[str, Any] = {
     "vocab_size": 160,

@@ -312,7 +312,7 @@ def test_scales_of_outputs_follow_their_weights() -> None:
     assert rank[at + "self_attn.q_proj.weight_scale"] == (48, 1)
     assert rank[at + "self_attn.o_proj.weight_scale"] == (64, 1)
     assert rank[at + "mlp.down_proj.weight_scale"] == (64, 1)
-    assert rank[at + "mlp.down_proj.input_scale"] == (1,)
+    assert rank["model.layers.1.mlp.down_proj.input_scale"] == (1,)
 
 
 # Names of other software

@@ -31,12 +31,21 @@ def test_ranks_hold_what_numpy_says(name: str, grid: str, tmp_path: Path) -> Non
         assert_same(found, held(model, want, rank))
 
 
+PATTERNS = {
+    "tp2": "model_{rank}.safetensors",
+    "tp8": "tp{tp:02d}/weights.safetensors",
+    "tp2 pp3 ep4": "stage{pp}/ep_{ep:03d}.safetensors",  # tp follows from ep here: four ranks a stage, all in ep
+    "tp4 pp2 ep2 virtual": "mp_rank_{tp:02d}_{pp:03d}.safetensors",
+}
+
+
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_cut_by_numpy_are_put_together(name: str, grid: str, tmp_path: Path) -> None:
     """Files of another tool: no metadata, what is where must follow from names, config and flags."""
     model = MODELS[name]
     given = GRIDS[grid] if model.moe else GRIDS[grid].dense()
-    write_ranks(tmp_path / "src", model, given)
-    reshard(tmp_path / "src", tmp_path / "dst", "-q", "--to", "hf", *given.flags(""))
+    pattern = PATTERNS[grid] if given.ep == GRIDS[grid].ep else PATTERNS[grid].replace("{ep:03d}", "{tp}")
+    write_ranks(tmp_path / "src", model, given, pattern)
+    reshard(tmp_path / "src", tmp_path / "dst", "-q", "--to", "hf", "--rank-pattern", pattern, *given.flags(""))
     assert_same(read_all(tmp_path / "dst"), model.tensors())

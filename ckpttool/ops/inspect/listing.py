@@ -234,7 +234,7 @@ class FileRow:
 def file_rows(listing: Listing) -> list[FileRow]:
     """The data files of a source, in reading order."""
     root = listing.stored.root
-    out = [FileRow(_relative(f.path, root), f.size) for f in listing.files]
+    out = [FileRow(relative(f.path, root), f.size) for f in listing.files]
     ranks: list[set[int]] = [set() for _ in out]
     for t in listing.stored.tensors:
         row = out[t.file]
@@ -246,7 +246,8 @@ def file_rows(listing: Listing) -> list[FileRow]:
     return out
 
 
-def _relative(path: Path, root: Path) -> str:
+def relative(path: Path, root: Path) -> str:
+    """The name of a file as listings show it."""
     try:
         return path.relative_to(root).as_posix()
     except ValueError:

@@ -1,0 +1,40 @@
+"""All human, TSV and JSON output of results, and progress. The only place that imports rich.
+
+    text.py       sizes, tables, TSV, JSON; what a terminal gets and what a pipe gets
+    progress.py   a bar on a terminal, a line for each finished file elsewhere
+    reshard.py    plans and results of reshard
+    inspect.py    what inspect found
+    layout.py     who holds what, drawn with characters
+    svg.py        the same as a picture
+
+stdout carries data, stderr messages and progress.
+"""
+
+from ckpttool.report.inspect import (
+    show_check,
+    show_diff,
+    show_files,
+    show_layout,
+    show_list,
+    show_metadata,
+    show_slices,
+    show_tree,
+    show_values,
+)
+from ckpttool.report.progress import progress
+from ckpttool.report.reshard import show_plan, show_reshard
+
+__all__ = [
+    "progress",
+    "show_check",
+    "show_diff",
+    "show_files",
+    "show_layout",
+    "show_list",
+    "show_metadata",
+    "show_plan",
+    "show_reshard",
+    "show_slices",
+    "show_tree",
+    "show_values",
+]

@@ -1,0 +1,163 @@
+"""What ``reshard`` is going to write, and what it wrote."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.report import text
+from ckpttool.report.text import aligned, count, dump, message, plain, size
+
+if TYPE_CHECKING:
+    from ckpttool.execute import RunOptions
+    from ckpttool.ops.reshard import Prepared, ReshardResult
+    from ckpttool.plan import Plan
+
+PLAN_SCHEMA = "ckpttool.plan/1"
+RESHARD_SCHEMA = "ckpttool.reshard/1"
+
+
+def _source(prepared: Prepared) -> dict[str, Any]:
+    src = prepared.source
+    return {
+        "path": str(src.path),
+        "format": src.format,
+        "mesh": src.mesh.to_json(),
+        "family": src.family.name,
+        "files": len(src.catalog.files),
+        "bytes": sum(f.size for f in src.catalog.files),
+        "tensors": len(src.catalog),
+        "tensor_bytes": src.catalog.nbytes,
+    }
+
+
+def _target(prepared: Prepared) -> dict[str, Any]:
+    plan = prepared.plan
+    return {
+        "format": prepared.format,
+        "mesh": prepared.mesh.to_json(),
+        "files": len(plan.outputs),
+        "bytes": plan.bytes_written,
+        "tensors": len(prepared.views),
+        "removed_tensors": prepared.removed[0],
+        "removed_bytes": prepared.removed[1],
+        "dtype": prepared.dtype or None,
+    }
+
+
+def _ranks_of(plan: Plan) -> list[list[int]]:
+    """Ranks of each output file."""
+    out: list[list[int]] = [[] for _ in plan.outputs]
+    for rank, files in enumerate(plan.ranks):
+        for f in files:
+            out[f].append(rank)
+    return out
+
+
+def _kind(plan: Plan, number: int) -> str:
+    output = plan.outputs[number]
+    if output.carried:
+        return "carried"
+    return "tensors" if any(number in files for files in plan.ranks) else "generated"
+
+
+def peak_memory(run: RunOptions) -> int:
+    """Bytes that the run will need at most: what this process has used to make the plan, and all buffers."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (used if sys.platform == "darwin" else used << 10) + run.memory
+
+
+def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
+    """``--dry-run``: the files that would be written, and what that takes."""
+    plan = prepared.plan
+    ranks = _ranks_of(plan)
+    if as_json:
+        dump(
+            {
+                "schema": PLAN_SCHEMA,
+                "source": _source(prepared),
+                "target": _target(prepared),
+                "boxes": plan.boxes,
+                "units": len(plan.units),
+                "buffers": run.memory,
+                "peak_memory_estimate": peak_memory(run),
+                "files": [
+                    {"name": o.name, "bytes": o.size, "kind": _kind(plan, i), "ranks": ranks[i]}
+                    for i, o in enumerate(plan.outputs)
+                ],
+                "notes": prepared.notes,
+            },
+            entries=len(plan.outputs),
+        )
+        return
+    text.notes(prepared.notes)
+    src = _source(prepared)
+    rows = [
+        ("source", f"{src['path']}: {src['format']}, {prepared.source.mesh}"),
+        ("", f"{count(src['tensors'], 'tensor')} in {count(src['files'], 'file')}, {size(src['bytes'])}"),
+        ("target", f"{prepared.format}, {prepared.mesh}"),
+        ("", f"{count(len(prepared.views), 'tensor')} in {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}"),
+        ("work", f"{count(plan.boxes, 'box', 'boxes')} to move"),
+        ("memory", f"{text.short(peak_memory(run))} at most, of which {text.short(run.memory)} are buffers (--memory)"),
+    ]
+    if text.on_terminal():
+        text.write(aligned(rows) + "\n")
+    else:
+        for label, line in rows:
+            message(f"{label or ' ' * 6:6}  {line}".rstrip())
+    text.table(
+        ("file", "bytes", "kind", "ranks"),
+        [(plain(o.name), f"{o.size:,}", _kind(plan, i), text.ranks(ranks[i])) for i, o in enumerate(plan.outputs)],
+        right=(1,),
+    )
+
+
+def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """What was written, how fast, and whether it was verified."""
+    prepared, run = result.prepared, result.run
+    plan = prepared.plan
+    notes = list(dict.fromkeys([*prepared.notes, *result.notes, *run.notes]))
+    if as_json:
+        ranks = _ranks_of(plan)
+        dump(
+            {
+                "schema": RESHARD_SCHEMA,
+                "path": str(result.dst),
+                "source": _source(prepared),
+                "target": _target(prepared),
+                "bytes_read": run.bytes_read,
+                "bytes_written": run.bytes_written,
+                "bytes_resumed": run.bytes_skipped,
+                "seconds": round(run.seconds, 6),
+                "bytes_per_second": round(run.bytes_written / run.seconds) if run.seconds else None,
+                "peak_buffers": run.peak_buffer,
+                "write_policy": run.policy,
+                "verified": result.verified,
+                "files": [
+                    {"name": o.name, "bytes": o.size, "kind": _kind(plan, i), "ranks": ranks[i]}
+                    for i, o in enumerate(plan.outputs)
+                ],
+                "checksums": [
+                    {"file": c.file, "tensor": c.tensor, "bytes": c.nbytes, "digest": c.digest} for c in run.manifest
+                ],
+                "notes": notes,
+            },
+            entries=len(plan.outputs) + len(run.manifest),
+        )
+        return
+    if quiet:
+        return
+    text.notes(notes)
+    if run.bytes_skipped:
+        message(f"note: {size(run.bytes_skipped)} were already written by the interrupted run")
+    if verbose:
+        message(f"read {size(run.bytes_read)}; {count(plan.boxes, 'box', 'boxes')}; writes: {run.policy};")
+        message(f"at most {size(run.peak_buffer)} of buffers")
+    rate = f" in {run.seconds:.1f} s, {text.short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
+    text.write(
+        f"{result.dst}: {prepared.format}, {prepared.mesh}, {count(len(prepared.views), 'tensor')} in"
+        f" {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}{rate}\n"
+    )
+    if result.verified:
+        text.write("verified: every element is equal to the source\n")

@@ -1,0 +1,126 @@
+"""Sizes, tables and JSON, and the difference between a terminal and a pipe."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+_DECIMAL = ("bytes", "kB", "MB", "GB", "TB", "PB")
+_BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+COMPACT_FROM = 2000
+"""Entries from which JSON is written without line breaks: indenting takes longer than finding the data."""
+
+
+def _unit(n: int, base: int, names: tuple[str, ...]) -> str:
+    value, at = float(n), 0
+    while value >= base and at < len(names) - 1:
+        value /= base
+        at += 1
+    return f"{value:.2f} {names[at]}"
+
+
+def size(n: int) -> str:
+    """``688,574,839,360 bytes (688.57 GB, 641.29 GiB)``; small numbers stand alone."""
+    if n < 1000:
+        return f"{n} byte" if n == 1 else f"{n} bytes"
+    binary = f", {_unit(n, 1024, _BINARY)}" if n >= 1024 else ""
+    return f"{n:,} bytes ({_unit(n, 1000, _DECIMAL)}{binary})"
+
+
+def short(n: int) -> str:
+    """``688.57 GB``."""
+    return f"{n} bytes" if n < 1000 else _unit(n, 1000, _DECIMAL)
+
+
+def count(n: int, noun: str, plural: str = "") -> str:
+    """``1 file``, ``1,000 files``."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {plural or noun + 's'}"
+
+
+def shape(dims: Iterable[int]) -> str:
+    """``[4096, 11008]``."""
+    return "[" + ", ".join(map(str, dims)) + "]"
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """``0-3,7``."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join([str(a) if a == b else f"{a}-{b}" for a, b in runs])
+
+
+def plain(text: str) -> str:
+    """Text in which nothing ends a line or a column."""
+    return _CONTROL.sub(lambda m: m[0].encode("unicode_escape").decode(), text)
+
+
+def on_terminal() -> bool:
+    """Whether a person reads stdout as it is written."""
+    return sys.stdout.isatty()
+
+
+def write(text: str, to: TextIO | None = None) -> None:
+    """Print; a name that the terminal's encoding does not have is written with escapes."""
+    stream = to or sys.stdout
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "ascii"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def message(text: str) -> None:
+    """A line on stderr."""
+    write(text + "\n", sys.stderr)
+
+
+def notes(lines: Iterable[str]) -> None:
+    """What was inferred or left out, on stderr."""
+    for line in lines:
+        message(f"note: {plain(line)}")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> None:
+    """Aligned columns on a terminal; elsewhere tab-separated values with a header line. ``right`` aligns to the right.
+
+    For TSV, numbers lose the commas between their thousands.
+    """
+    right = set(right)
+    if not on_terminal():
+        lines = ["\t".join(header)]
+        for row in rows:
+            lines.append("\t".join([cell.replace(",", "") if i in right else cell for i, cell in enumerate(row)]))
+        write("\n".join(lines) + "\n")
+        return
+    write(aligned([header, *rows], right=right))
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), indent: str = "") -> str:
+    """Rows as columns two spaces apart."""
+    if not rows:
+        return ""
+    right = set(right)
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    out = []
+    for row in rows:
+        cells = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        out.append(indent + "  ".join(cells).rstrip())
+    return "\n".join(out) + "\n"
+
+
+def dump(data: dict[str, Any], *, entries: int = 0) -> None:
+    """Print JSON. ``entries`` is about how many there are."""
+    if entries >= COMPACT_FROM:
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    else:
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2)
+    write(text + "\n")
