@@ -27,7 +27,7 @@ def main(src: Path, dst: Path, ways: int) -> None:
     """Reshard ``src`` to ``ways`` ranks in ``dst``."""
     ranks = [load_file(f) for f in sorted(src.glob("*.safetensors"))]
     out: list[dict[str, torch.Tensor]] = [{} for _ in range(ways)]
-    for name in ranks[0]:
+    for name in list(ranks[0]):
         cut = axis(name)
         if cut is None:
             for r in range(ways):

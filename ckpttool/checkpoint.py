@@ -6,30 +6,21 @@ never tensor data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key
 from ckpttool.errors import CkptError
-from ckpttool.formats.base import ReadOptions, StoredCheckpoint
+from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import by_name, read_source
 from ckpttool.layout.assemble import Assembler, whole_catalog
 from ckpttool.layout.family import Family, Fuse, Op, family_names, find_family, load_family, no_family
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
 
-
-@dataclass(frozen=True, slots=True)
-class OpenOptions:
-    """What a caller says about a source; everything has a default that means "read it from the checkpoint"."""
-
-    format: str = ""
-    mesh: ReadOptions = field(default_factory=ReadOptions)
-    family: str = ""
-    replicate: Sequence[str] = ()
-    split: Sequence[str] = ()
+__all__ = ["Checkpoint", "OpenOptions", "assemble", "naming_ops", "open_checkpoint", "pick_family"]
 
 
 @dataclass(slots=True)

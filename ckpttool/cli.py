@@ -28,8 +28,13 @@ app = typer.Typer(
 SOURCE = "Source"
 TARGET = "Target"
 
-Src = Annotated[Path, typer.Argument(metavar="SRC", readable=False, help="Directory or file to read.", show_default=False)]
-Dst = Annotated[Path, typer.Argument(metavar="DST", readable=False, help="Directory to write; must not exist.", show_default=False)]
+# readable=False leaves the check, and its error, to the code that reads.
+Src = Annotated[
+    Path, typer.Argument(metavar="SRC", readable=False, help="Directory or file to read.", show_default=False)
+]
+Dst = Annotated[
+    Path, typer.Argument(metavar="DST", readable=False, help="Directory to write; must not exist.", show_default=False)
+]
 Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks of SRC.", show_default=False)]
 Pp = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages of SRC.", show_default=False)]
 Ep = Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel ranks of SRC.", show_default=False)]
@@ -106,6 +111,54 @@ Verify = Annotated[bool, typer.Option("--verify", help="Read the output back and
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads that move bytes.", show_default=False)]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory for all buffers together.")]
 Manifest = Annotated[bool, typer.Option("--manifest", help="Write a checksum per tensor, for inspect --check.")]
+List = Annotated[bool, typer.Option("--list", help="One tensor a line.")]
+Files = Annotated[bool, typer.Option("--files", help="One file a line.")]
+Ranks = Annotated[bool, typer.Option("--ranks", help="Draw which rank holds which box of which tensor.")]
+Svg = Annotated[
+    Path | None,
+    typer.Option("--svg", metavar="FILE", help="With --ranks: write the picture to FILE, too.", show_default=False),
+]
+Stats = Annotated[
+    bool, typer.Option("--stats", help="Min, max, mean, std, amax, NaN, Inf, zeros and saturated FP8 of each tensor.")
+]
+Hist = Annotated[bool, typer.Option("--hist", help="A histogram of each tensor.")]
+Hash = Annotated[bool, typer.Option("--hash", help="A checksum of each whole tensor, the same for every sharding.")]
+Show = Annotated[
+    list[str] | None,
+    typer.Option("--show", metavar="NAME[INDEX]", help="Elements: 'a.weight[:8, -1]', as in numpy.", show_default=False),
+]
+Metadata = Annotated[bool, typer.Option("--metadata", help="What the files' headers say besides tensors.")]
+Check = Annotated[
+    bool, typer.Option("--check", help="Look for problems, and prove a manifest's checksums; exit 3 on an error.")
+]
+Diff = Annotated[
+    Path | None,
+    typer.Option("--diff", metavar="OTHER", help="Compare with OTHER; exit 3 when they differ.", show_default=False),
+]
+Values = Annotated[bool, typer.Option("--values", help="With --diff and --check: read the elements, too.")]
+Atol = Annotated[
+    float | None,
+    typer.Option("--atol", min=0, help="With --diff: absolute tolerance, dtypes may differ.", show_default=False),
+]
+Rtol = Annotated[
+    float | None,
+    typer.Option("--rtol", min=0, help="With --diff: tolerance relative to OTHER.", show_default=False),
+]
+Filter = Annotated[
+    list[str] | None,
+    typer.Option("--filter", metavar="PATTERN", help="Only these tensors: a glob or re:REGEX.", show_default=False),
+]
+OfDtype = Annotated[
+    list[str] | None,
+    typer.Option("--dtype", metavar="DTYPE", help="Only tensors of this dtype.", show_default=False),
+]
+MinSize = Annotated[
+    str, typer.Option("--min-size", metavar="SIZE", help="Only tensors at least this large.", show_default=False)
+]
+Sort = Annotated[str, typer.Option("--sort", metavar="KEY", help="Order by name, size, offset or file.")]
+Depth = Annotated[
+    int | None, typer.Option("--depth", min=1, metavar="N", help="Levels of the tree.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more about what was inferred.")]
@@ -158,8 +211,7 @@ def _open_options(
     *, fmt: str, tp: int | None, pp: int | None, ep: int | None, etp: int | None, rank_pattern: str, family: str,
     replicate: list[str] | None, split: list[str] | None,
 ) -> OpenOptions:
-    from ckpttool.checkpoint import OpenOptions
-    from ckpttool.formats.base import ReadOptions
+    from ckpttool.formats.base import OpenOptions, ReadOptions
 
     return OpenOptions(
         fmt, ReadOptions(tp, pp, ep, etp, (), rank_pattern), family, tuple(replicate or ()), tuple(split or ())
@@ -247,6 +299,82 @@ def reshard(
         return
     result = execute(prepared, dst, run, report.progress(quiet=quiet or json), verify=verify)
     report.show_reshard(result, as_json=json, quiet=quiet, verbose=verbose)
+
+
+@app.command()
+def inspect(
+    src: Src,
+    list_: List = False,
+    files: Files = False,
+    ranks: Ranks = False,
+    svg: Svg = None,
+    stats: Stats = False,
+    hist: Hist = False,
+    hash_: Hash = False,
+    show: Show = None,
+    metadata: Metadata = False,
+    check: Check = False,
+    diff: Diff = None,
+    values: Values = False,
+    atol: Atol = None,
+    rtol: Rtol = None,
+    filter_: Filter = None,
+    dtype: OfDtype = None,
+    min_size: MinSize = "",
+    sort: Sort = "name",
+    depth: Depth = None,
+    tp: Tp = None,
+    pp: Pp = None,
+    ep: Ep = None,
+    etp: Etp = None,
+    from_: From = "",
+    rank_pattern: RankPattern = "",
+    family: FamilyName = "",
+    replicate: Replicate = None,
+    split: Split = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show what is inside SRC: a tree of its tensors, or what the options ask for."""
+    from ckpttool import report
+    from ckpttool.ops.inspect.answer import Question
+    from ckpttool.ops.inspect.answer import inspect as look
+    from ckpttool.ops.inspect.listing import Choice
+
+    opened = _open_options(
+        fmt=from_,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        rank_pattern=rank_pattern,
+        family=family,
+        replicate=replicate,
+        split=split,
+    )
+    smallest = parse_size(min_size, "--min-size") if min_size else 0
+    question = Question(
+        choice=Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, sort),
+        list=list_,
+        files=files,
+        ranks=ranks,
+        metadata=metadata,
+        show=tuple(show or ()),
+        stats=stats,
+        histogram=hist,
+        digest=hash_,
+        check=check,
+        diff=diff,
+        values=values,
+        atol=atol,
+        rtol=rtol,
+        depth=depth,
+        svg=svg,
+    )
+    answer = look(src, opened, question, report.progress(quiet=quiet or json) if question.reads_bytes else None)
+    report.show_inspect(answer, as_json=json, quiet=quiet)
+    if not answer.ok:
+        raise typer.Exit(3)
 
 
 def main() -> NoReturn:

@@ -16,6 +16,7 @@ row-parallel cut of a 70B model is a thousand boxes but ten million runs.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -156,14 +157,15 @@ class Plan:
         return h.hexdigest()
 
     def _lines(self) -> Iterator[bytes]:
+        # File names need not be UTF-8, and tensor names come from other people's headers.
         for s in self.sources:
-            yield f"source {s.path} {s.size} {s.mtime_ns}\n".encode()
+            yield os.fsencode(f"source {s.path} {s.size} {s.mtime_ns}\n")
         for o in self.outputs:
-            yield f"output {o.name} {o.size} {o.carried}\n".encode()
+            yield os.fsencode(f"output {o.name} {o.size} {o.carried}\n")
             for offset, data in o.literals:
                 yield f"{offset} ".encode() + data
         for u in self.units:
-            yield u.name.encode(errors="surrogateescape") + b"\n"
+            yield f"{u.name}\n".encode(errors="backslashreplace")
             yield from (repr(tuple(s)).encode(errors="backslashreplace") for s in u.steps)
 
 

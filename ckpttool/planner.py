@@ -215,29 +215,32 @@ def _checks(tensors: Iterable[LogicalTensor]) -> list[Unit]:
     for tensor in tensors:
         if not tensor.replicas and not tensor.pads:
             continue
-        steps: list[Step] = []
         primary = {p.box: p for p in tensor.pieces}
-        for other in tensor.replicas:
-            mine = primary[other.box]
-            item = _item(tensor.dtype, str(tensor.key))
-            a, b = mine.stored, other.stored
-            sa = [s * item for s in a.element_strides]
-            sb = [s * item for s in b.element_strides]
-            shape, (x, y) = merged_axes(other.box.shape, sa, sb)
-            if not shape:
-                shape, x, y = (1,), (item,), (item,)
-            steps.append(
-                Same(
-                    Block(a.file, a.offset + _at(mine.local, sa), x),
-                    Block(b.file, b.offset + _at(other.local, sb), y),
-                    shape,
-                    tensor.dtype,
-                    str(tensor.key),
-                )
-            )
+        steps: list[Step] = [_same(tensor, primary[other.box], other) for other in tensor.replicas]
         steps += [_padding(tensor, pad) for pad in tensor.pads if pad.local.volume]
         units.append(Unit(f"check {tensor.key}", tuple(steps)))
     return units
+
+
+def _same(tensor: LogicalTensor, mine: Piece, other: Piece) -> Same:
+    """Two pieces that hold the same box."""
+    a, b, what = mine.stored, other.stored, str(tensor.key)
+    if lookup(tensor.dtype).bits % 8 and mine.local == whole(a.shape) and other.local == whole(b.shape):
+        # Elements that share bytes are never cut, so these are copies of the whole.
+        return Same(Block(a.file, a.offset, (1,)), Block(b.file, b.offset, (1,)), (a.nbytes,), "U8", what)
+    item = _item(tensor.dtype, what)
+    sa = [s * item for s in a.element_strides]
+    sb = [s * item for s in b.element_strides]
+    shape, (x, y) = merged_axes(other.box.shape, sa, sb)
+    if not shape:
+        shape, x, y = (1,), (item,), (item,)
+    return Same(
+        Block(a.file, a.offset + _at(mine.local, sa), x),
+        Block(b.file, b.offset + _at(other.local, sb), y),
+        shape,
+        tensor.dtype,
+        what,
+    )
 
 
 def _at(box: Box, strides: Sequence[int]) -> int:

@@ -95,8 +95,10 @@ def renamer(rules: Iterable[str]) -> list[tuple[re.Pattern[str], str, str]]:
             raise UsageError(f"--rename `{rule}` is not OLD=NEW")
         if regex:
             try:
-                out.append((re.compile(old), new, rule))
-            except re.error as e:
+                regex_of_rule = re.compile(old)
+                regex_of_rule.sub(new, "")  # a group that does not exist shows here
+                out.append((regex_of_rule, new, rule))
+            except (re.error, IndexError) as e:
                 raise UsageError(f"--rename `{rule}` is not valid: {e}") from None
             continue
         if old.count("*") != new.count("*"):

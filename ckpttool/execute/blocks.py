@@ -2,7 +2,7 @@
 
     Batch   runs up to a block's size are laid out in the order of their destinations; runs that follow each other in a
             source are read in one call, scattered to their places; runs that follow each other in a destination are
-            written in one call
+            written in one call. Small rows join in
     Rows    a block of rows: every source is read once and rearranged, every destination is written once
     Tile    read in the order of the source, turned on the way, written in the order of the destination
 
@@ -30,6 +30,7 @@ from ckpttool.execute.moves import (
     Linear,
     Move,
     Rows,
+    Tile,
     arrange_row,
     by_strips,
     tiles,
@@ -45,6 +46,10 @@ WRITE = 1 << 20
 """A block grows until each of its destinations gets a write of this size, where memory allows."""
 
 SCRATCH = 1 << 20
+SMALL = 256 << 10
+"""Rows of up to this many bytes, read and written, are done together with others."""
+_ROWS = -2
+"""Source number of a run that is put together from rows."""
 _ALIGN = 64
 
 
@@ -128,57 +133,73 @@ class Carrier:
     # -- items
 
     def carry(self, items: Sequence[Item]) -> None:
-        """Carry out the items, in order."""
+        """Carry out the items, in order; small ones that follow each other share a block."""
+        limit = min(BLOCK, self.arena.size)
+        runs: list[Linear] = []
+        small: list[Rows] = []
+        room = limit
         for item in items:
             if isinstance(item, Batch):
-                self._batch(item.runs)
-            elif isinstance(item, Rows):
+                for run in item.runs:
+                    rest = run
+                    while rest.nbytes > room:
+                        head, rest = rest.split(room)
+                        self._block([*runs, head], small)
+                        runs, small, room = [], [], limit
+                    runs.append(rest)
+                    room -= rest.nbytes
+                continue
+            need = _room_for(item, min(SMALL, limit))
+            if need is None or need > room:
+                self._block(runs, small)
+                runs, small, room = [], [], limit
+            if isinstance(item, Tile):
+                self._tile(item.move)
+            elif need is None:
                 self._rows(item)
             else:
-                self._tile(item.move)
+                small.append(item)
+                room -= need
+        self._block(runs, small)
 
-    def _batch(self, runs: Sequence[Linear]) -> None:
-        limit = min(BLOCK, self.arena.size)
-        block: list[Linear] = []
-        held = 0
-        for run in runs:
-            dst, to, nbytes, src, start = run
-            while nbytes:
-                if held == limit:
-                    self._block(block, held)
-                    block, held = [], 0
-                n = min(nbytes, limit - held)
-                block.append(Linear(dst, to, n, src, start))
-                held += n
-                to, nbytes = to + n, nbytes - n
-                if src != ZEROS:
-                    start += n
-        if block:
-            self._block(block, held)
-
-    def _block(self, runs: Sequence[Linear], held: int) -> None:
+    def _block(self, runs: Sequence[Linear], small: Sequence[Rows]) -> None:
+        """Read everything, rearrange the rows, write everything; each in as few calls as the places allow."""
         self.arena.reset()
-        memory = self.arena.take(held)
-        view = memory.data
+        pieces = [*runs, *[_lane_run(lane, item) for item in small for lane in item.writes]]
+        pieces.sort()
         places: list[tuple[int, int, int, int]] = []  # source, offset, place in memory, bytes
+        targets: dict[tuple[int, int], int] = {}
+        zeros = []
         at = 0
-        for _, _, n, src, start in runs:
-            if src == ZEROS:
-                memory[at : at + n] = 0
-            else:
+        for dst, to, n, src, start in pieces:
+            if src >= 0:
                 places.append((src, start, at, n))
+            elif src == ZEROS:
+                zeros.append((at, n))
+            else:
+                targets[dst, to] = at
             at += n
+        written = at
+        sources: dict[tuple[int, int], int] = {}
+        for src, start, n in sorted([_lane_read(lane, item) for item in small for lane in item.reads]):
+            places.append((src, start, at, n))
+            sources[src, start] = at
+            at += n
+        memory = self.arena.take(at)
+        for start, n in zeros:
+            memory[start : start + n] = 0
         places.sort()
-        self._scatter(places, view)
-        i = 0
-        at = 0
-        while i < len(runs):
-            dst, to, n, _, _ = runs[i]
+        self._scatter(places, memory.data)
+        for item in small:
+            _rearrange(item, memory, targets, sources)
+        at = i = 0
+        while at < written:
+            dst, to, n, _, _ = pieces[i]
             i += 1
-            while i < len(runs) and runs[i].dst == dst and runs[i].to == to + n:
-                n += runs[i].nbytes
+            while i < len(pieces) and pieces[i].dst == dst and pieces[i].to == to + n:
+                n += pieces[i].nbytes
                 i += 1
-            self.write(dst, to, view[at : at + n])
+            self.write(dst, to, memory[at : at + n].data)
             at += n
 
     def _scatter(self, places: Sequence[tuple[int, int, int, int]], view: memoryview) -> None:
@@ -334,3 +355,44 @@ class Carrier:
                 target: Array = np.ndarray(part.shape, kinds(part)[1], memory.data)
                 self._read_turned(part, target, self.arena.take(scratch_bytes))
             self._write_strided(part.dst, part.to, part.dst_strides, part.shape, size, memory.data)
+
+
+def _room_for(item: Rows | Tile, most: int) -> int | None:
+    """Memory for doing an item in one block with others, None when it is better done by itself."""
+    if isinstance(item, Tile) or item.turned or not all(lane.joined for lane in (*item.writes, *item.reads)):
+        return None
+    rows = item.stop - item.start
+    need = item.row_bytes * rows + sum([lane.nbytes(rows) for lane in item.reads])
+    return need if need <= most else None
+
+
+def _lane_run(lane: Lane, item: Rows) -> Linear:
+    return Linear(lane.file, lane.offset + item.start * lane.stride, lane.nbytes(item.stop - item.start), _ROWS, 0)
+
+
+def _lane_read(lane: Lane, item: Rows) -> tuple[int, int, int]:
+    return lane.file, lane.offset + item.start * lane.stride, lane.nbytes(item.stop - item.start)
+
+
+def _rearrange(
+    item: Rows, memory: Bytes, targets: dict[tuple[int, int], int], sources: dict[tuple[int, int], int]
+) -> None:
+    """Move the rows from where they were read to where they are written, all in ``memory``."""
+    rows = item.stop - item.start
+    found: dict[int, Array] = {}
+    for lane in item.reads:
+        base = sources[_lane_read(lane, item)[:2]]
+        for member in lane.members:
+            move = item.moves[member.move]
+            shape, strides = (rows, *move.shape[1:]), (lane.width, *member.strides)
+            found[member.move] = np.ndarray(shape, kinds(move)[0], memory.data, base + member.offset, strides)
+    for lane in item.writes:
+        base = targets[lane.file, lane.offset + item.start * lane.stride]
+        for member in lane.members:
+            move = item.moves[member.move]
+            shape, strides = (rows, *move.shape[1:]), (lane.width, *member.strides)
+            target: Array = np.ndarray(shape, kinds(move)[1], memory.data, base + member.offset, strides)
+            if move.src == ZEROS:
+                target[...] = 0
+            else:
+                store(found[member.move], target)

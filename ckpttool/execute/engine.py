@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -33,7 +33,7 @@ from ckpttool.execute.hashing import ALGORITHM, Sums
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
 from ckpttool.execute.options import Checksum, NoProgress, Progress, RunOptions, RunResult
-from ckpttool.execute.schedule import Part, Task, schedule
+from ckpttool.execute.schedule import Part, Task, schedule, separate
 from ckpttool.plan import Plan
 
 _MIB = 1 << 20
@@ -59,7 +59,7 @@ class _Record:
     """Parts that a worker has finished."""
 
     parts: list[Part]
-    sums: dict[str, str]
+    sums: dict[str, str] = field(default_factory=dict)
 
 
 class _Ledger:
@@ -274,43 +274,38 @@ class _Run:
 
     def _task(self, task: Task, carrier: Carrier, ledger: _Ledger) -> None:
         carrier.sums = sums = Sums(task.targets) if task.targets else None
-        together = [p for p in task.parts if p.items is None and p.carried < 0]
-        if together:
-            carrier.carry(arrange([step for p in together for step in p.steps]))
-            for p in together:
-                for c in p.checks:
-                    check(c.step, carrier, c.first)
-            done = _Record(together, {})
-            self._close(done, sums, carrier, last=len(together) == len(task.parts))
-            ledger.post(done, self.stop)
-        rest = [p for p in task.parts if p.items is not None or p.carried >= 0]
-        for i, part in enumerate(rest):
-            if part.carried >= 0:
-                self._carry_file(part.carried, carrier)
-            else:
-                carrier.carry(part.items or ())
-                for c in part.checks:
-                    check(c.step, carrier, c.first)
-            done = _Record([part], {})
-            self._close(done, sums, carrier, last=i == len(rest) - 1)
-            ledger.post(done, self.stop)
-        if not task.parts and sums is not None:  # written by an earlier run that made no manifest
-            done = _Record([], {})
-            self._close(done, sums, carrier, last=True)
-            ledger.post(done, self.stop)
-
-    def _close(self, record: _Record, sums: Sums | None, carrier: Carrier, *, last: bool) -> None:
-        """Take the checksums forward to the end of a part."""
-        if sums is None:
+        whole = [p for p in task.parts if p.unit >= 0]
+        if whole:
+            moves, checks = [], []
+            for p in whole:
+                some, more = separate(self.plan.units[p.unit])
+                moves += some
+                checks += more
+            carrier.carry(arrange(moves))
+            for step in checks:
+                check(step, carrier)
+            self._close(_Record(whole), sums, carrier, ledger, last=True)
             return
-        carrier.arena.reset()
-        buffer = carrier.arena.take(min(_MIB, carrier.arena.size)).data
-        sums.part_done(carrier.read_back, buffer)
-        if last:
-            record.sums = sums.finish(carrier.read_back, buffer)
+        for i, part in enumerate(task.parts):
+            if part.carried >= 0:
+                output = self.plan.outputs[part.carried]
+                carrier.copy_file(output.carried, part.carried, output.size)
+            carrier.carry(part.items)
+            for c in part.checks:
+                check(c.step, carrier, c.first)
+            self._close(_Record([part]), sums, carrier, ledger, last=i == len(task.parts) - 1)
+        if not task.parts:  # written by an earlier run that made no manifest
+            self._close(_Record([]), sums, carrier, ledger, last=True)
 
-    def _carry_file(self, output: int, carrier: Carrier) -> None:
-        carrier.copy_file(self.plan.outputs[output].carried, output, self.plan.outputs[output].size)
+    def _close(self, record: _Record, sums: Sums | None, carrier: Carrier, ledger: _Ledger, *, last: bool) -> None:
+        """Take the checksums forward to the end of a part, and pass the part on."""
+        if sums is not None:
+            carrier.arena.reset()
+            buffer = carrier.arena.take(min(_MIB, carrier.arena.size)).data
+            sums.part_done(carrier.read_back, buffer)
+            if last:
+                record.sums = sums.finish(carrier.read_back, buffer)
+        ledger.post(record, self.stop)
 
     def _watch(self, journal: Journal, pool: FilePool, ledger: _Ledger, recorder: ThreadPoolExecutor) -> None:
         """Show progress and have finished parts recorded, until the workers have ended."""

@@ -24,6 +24,11 @@ ReadBack = Callable[[int, int, memoryview], None]
 """(output file, offset, buffer): fill the buffer with what was written there."""
 
 
+def hasher() -> xxhash.xxh3_128:
+    """A running hash of the same algorithm, for bytes that lie in no single range."""
+    return xxhash.xxh3_128()
+
+
 def hash_range(path: str | os.PathLike[str], offset: int, nbytes: int) -> str:
     """``xxh3_128:<hex>`` of a byte range of a file. Raises CorruptError when the file is too short."""
     h = xxhash.xxh3_128()

@@ -43,6 +43,12 @@ class Linear(NamedTuple):
     src: int
     start: int
 
+    def split(self, at: int) -> tuple[Linear, Linear]:
+        """The first ``at`` bytes, and the rest."""
+        start = self.start if self.src == ZEROS else self.start + at
+        rest = Linear(self.dst, self.to + at, self.nbytes - at, self.src, start)
+        return self._replace(nbytes=at), rest
+
 
 class Move(NamedTuple):
     """A Copy or Fill in normal form: axes by falling destination stride, without axes of one element."""
@@ -421,8 +427,7 @@ def _overlapping(spans: list[tuple[int, int, int, int]]) -> list[list[int]]:
     for f, a, b, i in spans:
         if f == file and a < end:
             out[-1].append(i)
-            if b > end:
-                end = b
+            end = max(end, b)
         else:
             out.append([i])
             file, end = f, b
@@ -586,11 +591,10 @@ def _divide(items: Sequence[Item], parts: _Parts) -> None:
 
 def _pieces(run: Linear, limit: int) -> Iterator[Linear]:
     """Cut at multiples of ``limit`` of the destination file, so that two parts share no page."""
-    at, end = run.to, run.to + run.nbytes
-    while at < end:
-        stop = min(end, (at // limit + 1) * limit)
-        yield Linear(run.dst, at, stop - at, run.src, run.start if run.src == ZEROS else run.start + at - run.to)
-        at = stop
+    while (room := limit - run.to % limit) < run.nbytes:
+        head, run = run.split(room)
+        yield head
+    yield run
 
 
 def tiles(move: Move, elements: int) -> Iterator[Move]:

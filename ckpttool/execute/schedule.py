@@ -42,12 +42,12 @@ class Part:
     """Bytes written."""
     files: tuple[int, ...]
     """Outputs it writes to."""
-    items: list[Item] | None = None
-    """None when the unit is arranged together with its neighbours in the task."""
-    checks: tuple[Check, ...] = ()
-    steps: tuple[Copy | Fill, ...] = ()
+    unit: int = -1
+    """A whole unit, which is arranged together with its neighbours in the task; -1 otherwise."""
+    items: Sequence[Item] = ()
+    checks: Sequence[Check] = ()
     carried: int = -1
-    """Output that is a companion file, copied whole."""
+    """Output that is a companion file, copied whole; -1 otherwise."""
 
 
 @dataclass(slots=True)
@@ -76,21 +76,22 @@ def schedule(plan: Plan, *, chained: bool) -> list[Task]:
             tasks.append(Task([Part(number, output.size, (i,), carried=i)]))
             number += 1
     for u, unit in enumerate(plan.units):
-        moves, checks, written, checked, files = _measure(unit)
-        targets = [(f"{u}.{t}", target) for t, target in enumerate(unit.targets)]
+        written, checked, files = _measure(unit)
+        targets = [(f"{u}.{t}", target) for t, target in enumerate(unit.targets)] if chained else []
         if written <= limit and checked <= limit:
             if batch is None or held + written + checked > _BATCH or len(batch.parts) >= _BATCH_UNITS:
                 batch = Task([])
                 tasks.append(batch)
                 held = 0
             held += written + checked
-            batch.parts.append(Part(number, written, files, None, tuple(map(Check, checks)), moves))
+            batch.parts.append(Part(number, written, files, unit=u))
             batch.targets += targets
             number += 1
             continue
         batch = None
-        slices = [Part(0, sum(map(item_bytes, p)), _files(p), p) for p in divide(arrange(moves), limit)]
-        judged = [Part(0, 0, (), [], (c,)) for step in checks for c in _slices(step, limit)]
+        moves, checks = separate(unit)
+        slices = [Part(0, sum(map(item_bytes, p)), _files(p), items=p) for p in divide(arrange(moves), limit)]
+        judged = [Part(0, 0, (), checks=(c,)) for step in checks for c in _slices(step, limit)]
         for part in (*slices, *judged):
             part.number = number
             number += 1
@@ -106,27 +107,32 @@ def _files(items: Sequence[Item]) -> tuple[int, ...]:
     return tuple(sorted({file for item in items for file, _ in item_files(item)}))
 
 
-def _measure(
-    unit: Unit,
-) -> tuple[tuple[Copy | Fill, ...], list[Same | Padding], int, int, tuple[int, ...]]:
-    """The unit's copies, its checks, the bytes of both, and the files written."""
+def separate(unit: Unit) -> tuple[list[Copy | Fill], list[Same | Padding]]:
+    """What a unit moves, and what it checks."""
     moves: list[Copy | Fill] = []
     checks: list[Same | Padding] = []
+    for step in unit.steps:
+        if isinstance(step, Copy | Fill):
+            moves.append(step)
+        else:
+            checks.append(step)
+    return moves, checks
+
+
+def _measure(unit: Unit) -> tuple[int, int, tuple[int, ...]]:
+    """Bytes that a unit writes, bytes that it only checks, and the files it writes."""
     written = checked = 0
     files = set()
     for step in unit.steps:
         if isinstance(step, Copy):
-            moves.append(step)
             written += prod(step.shape) * lookup(step.dst_dtype).bits // 8
             files.add(step.dst.file)
         elif isinstance(step, Fill):
-            moves.append(step)
             written += prod(step.shape) * lookup(step.dtype).bits // 8
             files.add(step.dst.file)
         else:
-            checks.append(step)
             checked += prod(step.shape) * lookup(step.dtype).bits // 8
-    return tuple(moves), checks, written, checked, tuple(files)
+    return written, checked, tuple(files)
 
 
 def _slices(step: Same | Padding, limit: int) -> Iterator[Check]:

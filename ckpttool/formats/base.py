@@ -108,6 +108,17 @@ class ReadOptions:
         return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class OpenOptions:
+    """What a caller says about a source; everything has a default that means "read it from the checkpoint"."""
+
+    format: str = ""
+    mesh: ReadOptions = field(default_factory=ReadOptions)
+    family: str = ""
+    replicate: Sequence[str] = ()
+    split: Sequence[str] = ()
+
+
 @dataclass(slots=True)
 class StoredCheckpoint:
     """What a format's ``read`` returns: headers turned into stored tensors."""

@@ -27,8 +27,10 @@ from ckpttool.formats.base import (
 from ckpttool.formats.safetensors import tensor_bytes
 from ckpttool.mesh import Mesh
 
-_NUMBERED = re.compile(r"(?P<stem>(?!rank-)[^/]+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors\Z")
-_NOT_WEIGHTS = re.compile(r"(adapter_model|optimizer|master_weights|scheduler|training_args|consolidated)[-.]")
+NUMBERED = re.compile(r"(?P<stem>(?!rank-)[^/]+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors\Z")
+"""Names of shards: stem, part and total."""
+NOT_WEIGHTS = re.compile(r"(adapter_model|optimizer|master_weights|scheduler|training_args|consolidated)[-.]")
+"""Files that lie beside a model and are not part of it."""
 
 
 class HuggingFace:
@@ -45,7 +47,7 @@ class HuggingFace:
             return int(listing.single.endswith((".safetensors", ".safetensors.index.json")))
         return int(
             any(
-                n == "model.safetensors" or _NUMBERED.match(n) or n.endswith(".safetensors.index.json")
+                n == "model.safetensors" or NUMBERED.match(n) or n.endswith(".safetensors.index.json")
                 for n in (*names, *(x for x in listing.names if x.endswith(".json")))
             )
         )
@@ -130,13 +132,13 @@ def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[st
     """Which files make up the checkpoint, the usable index, and notes."""
     if listing.single.endswith(".safetensors"):
         return [listing.single], None, []
-    present = [n for n in listing.safetensors() if not _NOT_WEIGHTS.match(n)]
+    present = [n for n in listing.safetensors() if not NOT_WEIGHTS.match(n)]
     sets: dict[tuple[str, int], set[int]] = {}
     for n in present:
-        if m := _NUMBERED.match(n):
+        if m := NUMBERED.match(n):
             sets.setdefault((m["stem"], int(m["total"])), set()).add(int(m["part"]))
     complete = [k for k, parts in sets.items() if parts == set(range(1, k[1] + 1))]
-    indexes = [n for n in listing.names if n.endswith(".safetensors.index.json") and not _NOT_WEIGHTS.match(n)]
+    indexes = [n for n in listing.names if n.endswith(".safetensors.index.json") and not NOT_WEIGHTS.match(n)]
     if listing.single:
         indexes = [listing.single]
     if len(indexes) > 1:
@@ -151,9 +153,9 @@ def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[st
             named = sorted(set(weight_map.values()))
             missing = [n for n in named if n not in present]
             if not missing:
-                same = {(m["stem"], int(m["total"])) for n in named if (m := _NUMBERED.match(n))}
+                same = {(m["stem"], int(m["total"])) for n in named if (m := NUMBERED.match(n))}
                 for n in present:
-                    m = _NUMBERED.match(n)
+                    m = NUMBERED.match(n)
                     if n not in named and m and (m["stem"], int(m["total"])) in same:
                         notes.append(f"{n} is not in the index; it is read, and the index rebuilt")
                         named.append(n)

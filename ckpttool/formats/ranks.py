@@ -124,6 +124,9 @@ class Ranks:
         found, said_by_names, shown = _find(listing, options)
         mesh, notes = _infer(len(found), said_by_names, options, listing.root, shown)
         names: dict[int, str] = {}
+        if options.said() and "rank" in found[0][0] and {c["rank"] for c, _ in found} == set(range(1, mesh.world + 1)):
+            notes.append("the ranks are numbered from 1")
+            found = [({**c, "rank": c["rank"] - 1}, n) for c, n in found]
         for coords, name in found:
             rank = coords["rank"] if "rank" in coords else mesh.rank_of(**coords)
             if rank in names:
@@ -308,11 +311,23 @@ def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, 
                 k: 1 + max(c.get(k, 0) for c, _ in hits) for k in ("tp", "pp", "ep", "etp") if k in hits[0][0]
             }
             return hits, sizes, shown
+    if options.said() and not options.rank_pattern and (numbered := _numbered(listing)):
+        return [({"rank": r}, n) for r, n in numbered.items()], {}, "*{rank}*.safetensors"
     raise IncompleteError(
         f"no file matches the rank pattern `{shown}`",
         where=str(listing.root),
         hint="give the names with --rank-pattern, for example 'model_{rank}.safetensors'",
     )
+
+
+def _numbered(listing: Listing) -> dict[int, str]:
+    """Files that differ in one number, which goes from 0 (or 1) without a gap; {} when there is anything else."""
+    names = listing.safetensors()
+    found = {m[2]: (m[1], m[3], n) for n in names if (m := re.fullmatch(r"(.*?)(\d+)(\D*)\.safetensors", n))}
+    first = 0 if any(int(k) == 0 for k in found) else 1
+    out = {int(k) - first: n for k, (_, _, n) in found.items()}
+    alike = len({(a, b) for a, b, _ in found.values()}) == 1 and len(found) == len(names)
+    return dict(sorted(out.items())) if alike and out.keys() == set(range(len(names))) else {}
 
 
 def _infer(count: int, named: dict[str, int], options: ReadOptions, root: Path, shown: str) -> tuple[Mesh, list[str]]:

@@ -60,10 +60,9 @@ def choose(listing: Listing, name: str, options: ReadOptions) -> Format:
     if options.rank_pattern:
         return FORMATS["ranks"]
     found = detect(listing)
-    if found.name == "hf" and any(v > 1 for v in options.said().values()):
-        # The flags say that files are ranks; only the names did not show it.
-        if not any(n.endswith(".index.json") or n == "model.safetensors" for n in listing.names):
-            return FORMATS["ranks"]
+    published = any(n.endswith(".index.json") or n == "model.safetensors" for n in listing.names)
+    if found.name == "hf" and not published and any(v > 1 for v in options.said().values()):
+        return FORMATS["ranks"]  # the flags say that files are ranks; only the names did not show it
     return found
 
 

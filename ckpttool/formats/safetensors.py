@@ -115,7 +115,8 @@ def parse(raw: bytes, path: Path) -> dict[str, Any]:
         # Looking for names that occur twice takes a call for each tensor, and the text tells whether there can be any.
         if not isinstance(data, dict) or _colons(data) != text.count(":") or "\\u" in text:
             data = json.loads(text, object_pairs_hook=_no_duplicates)
-    except UnicodeDecodeError:
+            json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair, written as \ud800
+    except UnicodeError:
         raise HeaderError("header-utf8", "the header is not UTF-8", where=where) from None
     except RecursionError:
         raise HeaderError("header-json", "the header is nested too deeply", where=where) from None
@@ -176,7 +177,8 @@ def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
             out.append(
                 Problem(
                     "size",
-                    f"tensor `{name}` {dtype} {shape} needs {bits // 8:,} bytes, its data_offsets hold {stop - start:,}",
+                    f"tensor `{name}` {dtype} {shape} needs {bits // 8:,} bytes,"
+                    f" its data_offsets hold {stop - start:,}",
                     name,
                 )
             )
@@ -225,6 +227,28 @@ def read_header(path: Path, index: int = 0, rank: int = 0) -> Header:
     return Header(info, meta, tensors, start)
 
 
+def examine(path: Path, index: int = 0) -> tuple[Header | None, list[Problem]]:
+    """Everything wrong with one file, and what can be used of it all the same: entries that are right by themselves."""
+    try:
+        info, raw = read_raw(path)
+        data = parse(raw, path)
+    except HeaderError as e:
+        return None, [Problem(e.id, e.what)]
+    start = 8 + len(raw)
+    tensors = _fast(data, info.size - start, index, 0, start)
+    found: list[Problem] = []
+    if tensors is None:
+        found = problems(data, info.size - start)
+        wrong = {p.tensor for p in found if p.id not in ("hole", "overlap")}
+        tensors = [
+            StoredTensor(name, e["dtype"], tuple(e["shape"]), index, start + e["data_offsets"][0])
+            for name, e in data.items()
+            if name not in wrong and name != "__metadata__"
+        ]
+    meta = data.get("__metadata__")
+    return Header(info, meta if isinstance(meta, dict) else {}, tensors, start), found
+
+
 @lru_cache(maxsize=65536)
 def _shared(shape: tuple[int, ...]) -> tuple[int, ...]:
     """One object for equal shapes: a checkpoint has a hundred shapes and a hundred thousand tensors."""
@@ -243,6 +267,8 @@ def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) 
                 continue
             dtype = DTYPES[entry["dtype"]]
             shape = entry["shape"]
+            if type(shape) is not list:
+                return None
             start, stop = entry["data_offsets"]
             count = 1
             for n in shape:

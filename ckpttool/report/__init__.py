@@ -10,31 +10,8 @@
 stdout carries data, stderr messages and progress.
 """
 
-from ckpttool.report.inspect import (
-    show_check,
-    show_diff,
-    show_files,
-    show_layout,
-    show_list,
-    show_metadata,
-    show_slices,
-    show_tree,
-    show_values,
-)
+from ckpttool.report.inspect import show_inspect
 from ckpttool.report.progress import progress
 from ckpttool.report.reshard import show_plan, show_reshard
 
-__all__ = [
-    "progress",
-    "show_check",
-    "show_diff",
-    "show_files",
-    "show_layout",
-    "show_list",
-    "show_metadata",
-    "show_plan",
-    "show_reshard",
-    "show_slices",
-    "show_tree",
-    "show_values",
-]
+__all__ = ["progress", "show_inspect", "show_plan", "show_reshard"]

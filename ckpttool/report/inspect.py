@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ from ckpttool.report import text
 from ckpttool.report.text import aligned, count, dump, plain, shape, size
 
 if TYPE_CHECKING:
+    from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown
     from ckpttool.ops.inspect.check import CheckResult
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
@@ -16,6 +19,41 @@ if TYPE_CHECKING:
     from ckpttool.ops.inspect.values import Slice, Values
 
 SCHEMA = "ckpttool.inspect/1"
+BAR = 50
+"""Characters of the longest bar of a histogram."""
+
+
+def show_inspect(
+    answer: Listed | Drawn | Measured | Shown | CheckResult | DiffResult, *, as_json: bool, quiet: bool = False
+) -> None:
+    """Print what ``ops.inspect`` answered; ``quiet`` leaves notes out."""
+    from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown
+
+    if not as_json and not quiet:
+        text.notes(answer.listing.notes if isinstance(answer, Listed | Drawn | Measured | Shown) else answer.notes)
+    if isinstance(answer, Listed):
+        listing, question = answer.listing, answer.question
+        if question.list:
+            show_list(listing, as_json=as_json)
+        elif question.files:
+            show_files(listing, answer.files, as_json=as_json)
+        elif question.metadata:
+            show_metadata(listing, answer.metadata, as_json=as_json)
+        else:
+            show_tree(listing, depth=question.depth, as_json=as_json)
+    elif isinstance(answer, Drawn):
+        show_layout(answer.listing, answer.layout, svg=answer.question.svg, as_json=as_json)
+    elif isinstance(answer, Measured):
+        show_values(answer.listing, answer.values, as_json=as_json)
+    elif isinstance(answer, Shown):
+        show_slices(answer.listing, answer.slices, as_json=as_json)
+    else:
+        from ckpttool.ops.inspect.check import CheckResult
+
+        if isinstance(answer, CheckResult):
+            show_check(answer, as_json=as_json)
+        else:
+            show_diff(answer, as_json=as_json)
 
 
 def _head(listing: Listing, view: str) -> dict[str, Any]:
@@ -74,7 +112,6 @@ def show_tree(listing: Listing, *, depth: int | None, as_json: bool) -> None:
         ]
         dump({**_head(listing, "tree"), "tree": tree}, entries=len(found))
         return
-    text.notes(listing.notes)
     rows = []
     for line in found:
         node, n = line.node, line.times * line.node.count
@@ -109,21 +146,14 @@ def show_list(listing: Listing, *, as_json: bool) -> None:
         ]
         dump({**_head(listing, "list"), "list": tensors}, entries=len(tensors))
         return
-    text.notes(listing.notes)
     header = ("name", "dtype", "shape", "bytes", "pieces", "file", "offset")
+    names = [*map(plain, names), "-"]  # an empty tensor is in file -1
+    shapes = {dims: shape(dims) for dims in {r.shape for r in listing.rows}}
     rows = [
-        (
-            plain(r.name),
-            r.dtype,
-            shape(r.shape),
-            f"{r.nbytes:,}",
-            str(r.pieces),
-            plain(names[r.file]) if r.file >= 0 else "-",
-            f"{r.offset:,}" if r.file >= 0 else "-",
-        )
-        for r in listing.rows
+        (plain(name), dtype, shapes[dims], size, pieces, names[file], offset if file >= 0 else "-")
+        for name, dtype, dims, size, file, offset, pieces in listing.rows
     ]
-    text.table(header, rows, right=(3, 4, 6))
+    text.table(header, rows)
 
 
 def _file_names(listing: Listing) -> list[str]:
@@ -132,7 +162,7 @@ def _file_names(listing: Listing) -> list[str]:
     return [relative(f.path, listing.stored.root) for f in listing.files]
 
 
-def show_files(listing: Listing, files: list[FileRow], *, as_json: bool) -> None:
+def show_files(listing: Listing, files: Sequence[FileRow], *, as_json: bool) -> None:
     """One file a line."""
     if as_json:
         rows = [
@@ -141,11 +171,9 @@ def show_files(listing: Listing, files: list[FileRow], *, as_json: bool) -> None
         ]
         dump({**_head(listing, "files"), "list": rows}, entries=len(rows))
         return
-    text.notes(listing.notes)
     text.table(
         ("file", "bytes", "tensors", "tensor bytes", "rank"),
-        [(plain(f.name), f"{f.nbytes:,}", f"{f.tensors:,}", f"{f.data:,}", text.ranks(f.ranks)) for f in files],
-        right=(1, 2, 3),
+        [(plain(f.name), f.nbytes, f.tensors, f.data, text.ranks(f.ranks)) for f in files],
     )
 
 
@@ -154,7 +182,6 @@ def show_metadata(listing: Listing, metadata: dict[str, dict[str, str]], *, as_j
     if as_json:
         dump({**_head(listing, "metadata"), "config": listing.stored.config, "metadata": metadata})
         return
-    text.notes(listing.notes)
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, found in metadata.items():
         groups.setdefault(tuple(sorted(found.items())), []).append(name)
@@ -198,7 +225,6 @@ def show_layout(listing: Listing, layout: Layout, *, svg: Path | None, as_json: 
         return
     from ckpttool.report.layout import draw
 
-    text.notes(listing.notes)
     text.write(draw(layout))
 
 
@@ -212,21 +238,223 @@ def _write_svg(layout: Layout, path: Path, title: str) -> None:
         raise OutputError(f"the picture cannot be written: {e.strerror}", where=str(path)) from None
 
 
-def show_values(listing: Listing, values: list[Values], *, as_json: bool) -> None:
+def _number(value: float | None) -> str:
+    """A number with as many digits as tell it from its neighbours among float32s."""
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.9g}"
+
+
+def _plain_number(value: float | None) -> float | str | None:
+    """JSON has no NaN and no infinity: they are written as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show_values(listing: Listing, values: Sequence[Values], *, as_json: bool) -> None:
     """Statistics, histograms and checksums."""
-    raise NotImplementedError
+    if as_json:
+        found = []
+        for v in values:
+            entry: dict[str, Any] = {"name": v.row.name, "dtype": v.row.dtype, "shape": list(v.row.shape)}
+            if v.stats is not None:
+                s = v.stats
+                entry["stats"] = {
+                    "elements": s.elements,
+                    "min": _plain_number(s.minimum),
+                    "max": _plain_number(s.maximum),
+                    "mean": _plain_number(s.mean),
+                    "std": _plain_number(s.std),
+                    "amax": _plain_number(s.amax),
+                    "nan": s.nan,
+                    "inf": s.inf,
+                    "zeros": s.zeros,
+                    "saturated": s.saturated,
+                }
+            if v.histogram is not None:
+                entry["histogram"] = {"edges": list(v.histogram.edges), "counts": list(v.histogram.counts)}
+            if v.digest is not None:
+                entry["digest"] = v.digest
+            found.append(entry)
+        dump({**_head(listing, "values"), "list": found}, entries=len(found))
+        return
+    if any(v.stats is not None or v.digest is not None for v in values):
+        _values_table(values)
+    if any(v.histogram is not None for v in values):
+        for v in values:
+            _bars(v)
 
 
-def show_slices(listing: Listing, slices: list[Slice], *, as_json: bool) -> None:
-    """Elements."""
-    raise NotImplementedError
+def _values_table(values: Sequence[Values]) -> None:
+    stats, digests = (any(v.stats is not None for v in values), any(v.digest is not None for v in values))
+    header = ["name", "dtype", "shape"]
+    if stats:
+        header += ["min", "max", "mean", "std", "amax", "nan", "inf", "zeros", "saturated"]
+    if digests:
+        header += ["digest"]
+    rows = []
+    for v in values:
+        row: list[str | int] = [plain(v.row.name), v.row.dtype, shape(v.row.shape)]
+        if stats:
+            s = v.stats
+            if s is None:
+                row += ["-"] * 9
+            else:
+                row += [_number(n) for n in (s.minimum, s.maximum, s.mean, s.std, s.amax)]
+                row += [s.nan, s.inf, s.zeros, "-" if s.saturated is None else s.saturated]
+        if digests:
+            row.append(v.digest or "-")
+        rows.append(row)
+    text.table(header, rows, right=range(3, 8) if stats else ())
+
+
+def _bars(v: Values) -> None:
+    """A histogram of one tensor, as bars."""
+    h = v.histogram
+    if h is None:
+        text.write(f"\n{plain(v.row.name)}  {v.row.dtype}: elements smaller than a byte are not counted\n")
+        return
+    text.write(f"\n{plain(v.row.name)}  {v.row.dtype} {shape(v.row.shape)}\n")
+    if not h.counts:
+        text.write("  no finite element\n")
+        return
+    most = max(h.counts)
+    rows = []
+    for a, b, n in zip(h.edges[:-1], h.edges[1:], h.counts, strict=True):
+        bar = "#" * max(1, round(BAR * n / most)) if n else ""
+        rows.append((f"{a:.4g}", f"{b:.4g}", f"{n:,}", bar))
+    text.write(aligned(rows, right=(0, 1, 2), indent="  "))
+
+
+def show_slices(listing: Listing, slices: Sequence[Slice], *, as_json: bool) -> None:
+    """Elements, all of them up to a thousand."""
+    import numpy as np
+
+    if as_json:
+        found = [
+            {
+                "name": s.name,
+                "dtype": s.dtype,
+                "shape": list(s.shape),
+                "index": s.index,
+                "shown_shape": list(np.shape(s.values)),
+                "values": _nested(_wide(s.values).tolist()),
+            }
+            for s in slices
+        ]
+        dump({**_head(listing, "show"), "list": found}, entries=sum(s.values.size for s in slices))
+        return
+    for s in slices:
+        where = f"[{s.index}]" if s.index else ""
+        cut = f" of {shape(s.shape)}" if s.index else ""
+        text.write(f"{plain(s.name)}{where}  {s.dtype} {shape(np.shape(s.values))}{cut}\n")
+        with np.printoptions(threshold=1000, edgeitems=4, linewidth=110, precision=9, floatmode="unique"):
+            text.write(f"{_wide(s.values)}\n")
+
+
+def _wide(values: Any) -> Any:
+    """The same values in a dtype that numpy prints by itself."""
+    import numpy as np
+
+    data = np.asarray(values)
+    return data.astype(np.float32) if data.dtype.kind == "V" or data.dtype.name not in np.sctypeDict else data
+
+
+def _nested(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_nested(v) for v in value]
+    if isinstance(value, complex):
+        return [_plain_number(value.real), _plain_number(value.imag)]
+    return _plain_number(value)
 
 
 def show_check(result: CheckResult, *, as_json: bool) -> None:
-    """Findings."""
-    raise NotImplementedError
+    """What was checked, and every finding."""
+    if as_json:
+        dump(
+            {
+                "schema": SCHEMA,
+                "view": "check",
+                "path": str(result.path),
+                "format": result.format or None,
+                "ok": result.ok,
+                "checked": result.checked,
+                "findings": [
+                    {"id": f.id, "severity": f.severity, "where": f.where, "text": f.text, "hint": f.hint or None}
+                    for f in result.findings
+                ],
+            },
+            entries=len(result.findings),
+        )
+        return
+    for f in result.findings:
+        text.write(f"{f.severity}: {plain(f.text)} [{f.id}]\n")
+        if f.where:
+            text.write(f"  --> {plain(f.where)}\n")
+        if f.hint:
+            text.write(f"  hint: {plain(f.hint)}\n")
+    if result.findings:
+        text.write("\n")
+    counted = [count(sum(f.severity == s for f in result.findings), s) for s in ("error", "warning")]
+    infos = sum(f.severity == "info" for f in result.findings)
+    checked = ", ".join(count(n, what, f"{what}s") for what, n in result.checked.items())
+    text.write(f"{plain(str(result.path))}: {', '.join(counted)}" + (f", {infos} info" if infos else "") + "\n")
+    text.write(f"checked {checked}\n")
 
 
 def show_diff(result: DiffResult, *, as_json: bool) -> None:
-    """Differences."""
-    raise NotImplementedError
+    """Every difference."""
+    if as_json:
+        dump(_diff_json(result), entries=len(result.only_left) + len(result.only_right) + len(result.elements))
+        return
+    kinds = [("only in SRC", name, "") for name in result.only_left]
+    kinds += [("only in OTHER", name, "") for name in result.only_right]
+    kinds += [("shape", m.name, f"{m.left} and {m.right}") for m in result.shapes]
+    kinds += [("dtype", m.name, f"{m.left} and {m.right}") for m in result.dtypes]
+    for d in result.elements:
+        at = ", ".join(map(str, d.first))
+        gap = f", largest difference {d.max_abs:.9g}" if d.max_abs else ""
+        kinds.append(("values", d.name, f"{d.elements:,} of {d.total:,} elements, first at [{at}]{gap}"))
+    if kinds:
+        text.table(("difference", "name", "what"), [(k, plain(n), w) for k, n, w in kinds])
+    what = "names, dtypes, shapes"
+    if result.values:
+        within = ""
+        if result.tolerance is not None:
+            within = f" within {result.tolerance.atol:g} + {result.tolerance.rtol:g} * |OTHER|"
+            what = "names and shapes"
+        what += f" and every element{within}" if result.tolerance is None else f", and every element{within}"
+    naming = ", both under Hugging Face names" if result.renamed else ""
+    if result.ok:
+        text.write(f"equal: {count(result.compared, 'tensor')} by {what}{naming}\n")
+    else:
+        text.message(f"different: {count(result.compared, 'tensor')} compared by {what}{naming}")
+
+
+def _diff_json(result: DiffResult) -> dict[str, Any]:
+    tolerance = result.tolerance
+    return {
+        "schema": SCHEMA,
+        "view": "diff",
+        "left": {"path": str(result.left.path), "format": result.left.format, "mesh": result.left.mesh.to_json()},
+        "right": {"path": str(result.right.path), "format": result.right.format, "mesh": result.right.mesh.to_json()},
+        "equal": result.ok,
+        "values": result.values,
+        "tolerance": None if tolerance is None else {"atol": tolerance.atol, "rtol": tolerance.rtol},
+        "compared": result.compared,
+        "renamed": result.renamed,
+        "only_left": result.only_left,
+        "only_right": result.only_right,
+        "shapes": [{"name": m.name, "left": m.left, "right": m.right} for m in result.shapes],
+        "dtypes": [{"name": m.name, "left": m.left, "right": m.right} for m in result.dtypes],
+        "elements": [
+            {
+                "name": d.name,
+                "different": d.elements,
+                "of": d.total,
+                "first": list(d.first),
+                "max_abs": _plain_number(d.max_abs),
+            }
+            for d in result.elements
+        ],
+        "notes": result.notes,
+    }

@@ -54,7 +54,7 @@ def _matrix(group: Group, axes: tuple[int, ...]) -> list[str]:
     if len(axes) == 2:
         edges, cells = grid(group.held, axes)
         if len(edges[0]) * len(edges[1]) <= 400:
-            return _grid(edges, {index: owners for index, owners in cells}, axes)
+            return _grid(edges, dict(cells), axes)
     return [f"{h.box}  {_holders(h.ranks)}" for h in group.held]
 
 
@@ -70,16 +70,16 @@ def _strip(held: tuple[Held, ...], axis: int) -> list[str]:
     widths = [max(round(WIDTH * (b - a) / total), len(label) + 2, len(str(a)) + 1) for a, b, label in parts]
     if sum(widths) + len(widths) > WIDEST:
         width = max(len(f"{a}:{b}") for a, b, _ in parts)
-        return [f"axis {axis} {f'{a}:{b}':>{width}}  {_holders(h.ranks)}" for (a, b, _), h in zip(parts, held, strict=True)]
+        return [
+            f"axis {axis} {f'{a}:{b}':>{width}}  {_holders(h.ranks)}" for (a, b, _), h in zip(parts, held, strict=True)
+        ]
     head = f"axis {axis}  "
     bar = "|" + "|".join(label.center(w) for (_, _, label), w in zip(parts, widths, strict=True)) + "|"
     scale = "".join(str(a).ljust(w + 1) for (a, _, _), w in zip(parts, widths, strict=True)) + str(parts[-1][1])
     return [head + bar, " " * len(head) + scale]
 
 
-def _grid(
-    edges: list[list[int]], cells: dict[tuple[int, ...], tuple[int, ...]], axes: tuple[int, ...]
-) -> list[str]:
+def _grid(edges: list[list[int]], cells: dict[tuple[int, ...], tuple[int, ...]], axes: tuple[int, ...]) -> list[str]:
     """Two axes: rows and columns with the ranks in the cells."""
     columns = [f"{a}:{b}" for a, b in zip(edges[1], edges[1][1:], strict=False)]
     rows = [f"{a}:{b}" for a, b in zip(edges[0], edges[0][1:], strict=False)]

@@ -97,7 +97,10 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
         ("source", f"{src['path']}: {src['format']}, {prepared.source.mesh}"),
         ("", f"{count(src['tensors'], 'tensor')} in {count(src['files'], 'file')}, {size(src['bytes'])}"),
         ("target", f"{prepared.format}, {prepared.mesh}"),
-        ("", f"{count(len(prepared.views), 'tensor')} in {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}"),
+        (
+            "",
+            f"{count(len(prepared.views), 'tensor')} in {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}",
+        ),
         ("work", f"{count(plan.boxes, 'box', 'boxes')} to move"),
         ("memory", f"{text.short(peak_memory(run))} at most, of which {text.short(run.memory)} are buffers (--memory)"),
     ]
@@ -108,8 +111,7 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
             message(f"{label or ' ' * 6:6}  {line}".rstrip())
     text.table(
         ("file", "bytes", "kind", "ranks"),
-        [(plain(o.name), f"{o.size:,}", _kind(plan, i), text.ranks(ranks[i])) for i, o in enumerate(plan.outputs)],
-        right=(1,),
+        [(plain(o.name), o.size, _kind(plan, i), text.ranks(ranks[i])) for i, o in enumerate(plan.outputs)],
     )
 
 
@@ -154,7 +156,9 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
     if verbose:
         message(f"read {size(run.bytes_read)}; {count(plan.boxes, 'box', 'boxes')}; writes: {run.policy};")
         message(f"at most {size(run.peak_buffer)} of buffers")
-    rate = f" in {run.seconds:.1f} s, {text.short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
+    rate = (
+        f" in {run.seconds:.1f} s, {text.short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
+    )
     text.write(
         f"{result.dst}: {prepared.format}, {prepared.mesh}, {count(len(prepared.views), 'tensor')} in"
         f" {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}{rate}\n"

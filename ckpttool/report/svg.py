@@ -186,9 +186,7 @@ def _panels(group: Group, dims: tuple[int, ...]) -> list[tuple[str, list[Held]]]
     return out
 
 
-def _matrix(
-    d: _Drawing, held: list[Held], dims: tuple[int, ...], place: tuple[float, float, float, float]
-) -> None:
+def _matrix(d: _Drawing, held: list[Held], dims: tuple[int, ...], place: tuple[float, float, float, float]) -> None:
     x, y, width, height = place
     columns = dims[-1] if dims else 1
     rows = dims[-2] if len(dims) > 1 else 1

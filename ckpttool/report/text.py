@@ -60,6 +60,8 @@ def ranks(numbers: Sequence[int]) -> str:
 
 def plain(text: str) -> str:
     """Text in which nothing ends a line or a column."""
+    if text.isprintable():
+        return text
     return _CONTROL.sub(lambda m: m[0].encode("unicode_escape").decode(), text)
 
 
@@ -89,19 +91,17 @@ def notes(lines: Iterable[str]) -> None:
         message(f"note: {plain(line)}")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> None:
-    """Aligned columns on a terminal; elsewhere tab-separated values with a header line. ``right`` aligns to the right.
+def table(header: Sequence[str], rows: Sequence[Sequence[str | int]], *, right: Iterable[int] = ()) -> None:
+    """Aligned columns on a terminal; elsewhere tab-separated values with a header line.
 
-    For TSV, numbers lose the commas between their thousands.
+    Integers are aligned to the right and have commas between thousands, in TSV neither. ``right`` aligns other columns.
     """
-    right = set(right)
     if not on_terminal():
-        lines = ["\t".join(header)]
-        for row in rows:
-            lines.append("\t".join([cell.replace(",", "") if i in right else cell for i, cell in enumerate(row)]))
-        write("\n".join(lines) + "\n")
+        write("\n".join(["\t".join(header), *["\t".join(map(str, row)) for row in rows]]) + "\n")
         return
-    write(aligned([header, *rows], right=right))
+    numbers = {i for row in rows for i, cell in enumerate(row) if isinstance(cell, int)}
+    cells = [[f"{c:,}" if isinstance(c, int) else c for c in row] for row in rows]
+    write(aligned([header, *cells], right={*numbers, *right}))
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), indent: str = "") -> str:

@@ -150,10 +150,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shape of floats": (_entry(shape=[48.0]), "shape"),
     "a huge shape": (_entry(shape=[2**62, 2**62]), "needs"),
     "a shape that is text": (_entry(shape="48"), "shape"),
+    "a shape that is empty text": (_entry(shape=""), "shape"),
+    "a shape that is an object": (_entry(shape={}), "shape"),
+    "half a surrogate pair": (_raw_header(rb'{"\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'), "UTF-8"),
     "offsets in the wrong order": (_entry(data_offsets=[96, 0]), "before it starts"),
     "offsets that do not fit": (_entry(data_offsets=[0, 1]), "data_offsets hold 1"),
     "one offset": (_entry(data_offsets=[0]), "data_offsets"),
-    "metadata that is no text": (lambda p: rewrite_header(p, lambda h: h.update(__metadata__={"a": 1})), "__metadata__"),
+    "metadata that is no text": (
+        lambda p: rewrite_header(p, lambda h: h.update(__metadata__={"a": 1})),
+        "__metadata__",
+    ),
 }
 
 
@@ -454,6 +460,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], int, tuple[str, ...]]] = {
     "rename without =": (("--rename", "model"), 2, ("is not OLD=NEW",)),
     "rename with other stars": (("--rename", "*.q_proj.weight=q"), 2, ("same number of *",)),
     "rename to one name": (("--rename", "re:.*norm.weight=x"), 1, ("would both be named `x`",)),
+    "rename to a group that is not there": (("--rename", r"re:norm=\2"), 2, ("is not valid", "group")),
     "rename to nothing": (("--rename", r"re:^model\.norm\.weight$="), 2, ("is not OLD=NEW",)),
     "fuse and unfuse": (("--fuse", "--unfuse"), 2, ("exclude each other",)),
     "split without an axis": (("--tp-out", 2, "--split", "*.norm.weight"), 2, ("PATTERN=AXIS",)),

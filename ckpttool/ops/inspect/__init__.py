@@ -1,6 +1,7 @@
 """``ckpttool inspect``: what is inside a checkpoint, whether it is sound, and how it differs from another.
 
     listing.py    the tensors of a source, chosen and sorted; headers only
+    names.py      names without their numbers
     tree.py       names that differ only in numbers become one line: ``layers.{0..60}``
     holdings.py   which rank holds which box of which tensor
     values.py     statistics, histograms, checksums and single elements; the only part that reads tensor data by itself

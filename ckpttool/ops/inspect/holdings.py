@@ -12,9 +12,10 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.catalog import Catalog, LogicalTensor
+from ckpttool.catalog import LogicalTensor
 from ckpttool.geometry import Box
-from ckpttool.ops.inspect.tree import SLOT, ranges, templates
+from ckpttool.ops.inspect.listing import Listing
+from ckpttool.ops.inspect.names import SLOT, ranges, templates
 
 Ranks = tuple[int, ...]
 
@@ -77,9 +78,13 @@ class Layout:
 _Pattern = tuple[str, tuple[int, ...], tuple[Held, ...], int]
 
 
-def layout_of(catalog: Catalog, mesh: str, world: int, names: set[str], stored: dict[int, int]) -> Layout:
-    """The layout of the tensors in ``names``; ``stored`` are the bytes that each rank stores."""
-    tensors = [t for t in catalog if str(t.key) in names]
+def layout_of(listing: Listing) -> Layout:
+    """Who holds the listed tensors. Raises LayoutError when ranks' tensors cannot be put together."""
+    chosen = {r.name for r in listing.rows}
+    tensors = [t for t in listing.checkpoint().catalog if str(t.key) in chosen]
+    stored = dict.fromkeys(range(listing.mesh.world), 0)
+    for s in listing.stored.tensors:
+        stored[s.rank] += s.nbytes
     kinds: dict[tuple[str, str, tuple[int, ...]], dict[_Pattern, list[tuple[int, ...]]]] = {}
     known: dict[tuple[object, ...], _Pattern] = {}
     for (template, numbers), tensor in zip(templates([str(t.key) for t in tensors]), tensors, strict=True):
@@ -90,14 +95,14 @@ def layout_of(catalog: Catalog, mesh: str, world: int, names: set[str], stored: 
         kinds.setdefault((template, tensor.dtype, tensor.shape), {}).setdefault(pattern, []).append(numbers)
     holdings = []
     for (template, dtype, shape), patterns in kinds.items():
-        everything = [n for numbers in patterns.values() for n in numbers]
+        everything = [n for alike in patterns.values() for n in alike]
         slots = _slots(everything)
         groups = []
-        for (_, _, held, _), numbers in patterns.items():
-            groups += [Group(label, count, held) for label, count in _labels(template, numbers, slots)]
+        for (_, _, held, _), alike in patterns.items():
+            groups += [Group(label, count, held) for label, count in _labels(template, alike, slots)]
         padding = max(p[3] for p in patterns)
         holdings.append(Holding(_fill(template, slots), dtype, shape, len(everything), tuple(groups), padding))
-    return Layout(mesh, world, tuple(holdings), stored)
+    return Layout(str(listing.mesh), listing.mesh.world, tuple(holdings), stored)
 
 
 def _raw_pattern(tensor: LogicalTensor) -> tuple[object, ...]:

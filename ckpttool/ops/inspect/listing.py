@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.catalog import Catalog, DataFile, StoredTensor
 from ckpttool.dtypes import nbytes, parse
 from ckpttool.errors import LayoutError, UsageError
-from ckpttool.formats.base import ReadOptions, StoredCheckpoint, natural
+from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import read_source
 from ckpttool.mesh import Mesh
+from ckpttool.ops.inspect.names import natural_order
 from ckpttool.select import matching
 
 if TYPE_CHECKING:
-    from ckpttool.checkpoint import Checkpoint, OpenOptions
+    from ckpttool.checkpoint import Checkpoint
 
 SORTS = ("name", "size", "offset", "file")
 
@@ -72,7 +74,7 @@ class Listing:
     logical: bool
     """Rows are whole tensors; False when no layout rule says how ranks' tensors fit together and each is listed."""
     notes: list[str]
-    options: OpenOptions | None
+    options: OpenOptions
     _checkpoint: Checkpoint | None = None
 
     @property
@@ -101,11 +103,11 @@ class Listing:
     def totals(self) -> list[DtypeTotal]:
         """The chosen tensors by dtype, most bytes first."""
         found: dict[str, list[int]] = {}
-        for r in self.rows:
-            t = found.setdefault(r.dtype, [0, 0, 0])
-            t[0] += 1
-            t[1] += prod(r.shape)
-            t[2] += r.nbytes
+        for (dtype, shape, size), n in Counter(map(itemgetter(1, 2, 3), self.rows)).items():
+            t = found.setdefault(dtype, [0, 0, 0])
+            t[0] += n
+            t[1] += n * prod(shape)
+            t[2] += n * size
         out = [DtypeTotal(d, *t) for d, t in found.items()]
         return sorted(out, key=lambda t: (-t.nbytes, t.dtype))
 
@@ -117,11 +119,10 @@ def list_tensors(
 
     With ``stored_too``, ranks whose tensors no rule can put together are listed as they are stored.
     """
-    path, choice = Path(src), choice or Choice()
-    fmt, mesh = (options.format, options.mesh) if options else ("", ReadOptions())
-    stored = read_source(path, fmt, mesh)
+    path, choice, options = Path(src), choice or Choice(), options or OpenOptions()
+    stored = read_source(path, options.format, options.mesh)
     listing = Listing(path, stored, [], 0, logical=True, notes=list(stored.notes), options=options)
-    if stored.mesh.world == 1 and stored.naming == "hf" and stored.recorded is None and not (options and _rules(options)):
+    if stored.mesh.world == 1 and stored.naming == "hf" and stored.recorded is None and not _rules(options):
         rows = _stored_rows(stored.tensors)
     else:
         try:
@@ -146,10 +147,10 @@ def _rules(options: OpenOptions) -> bool:
     return bool(options.family or options.replicate or options.split)
 
 
-def _assemble(stored: StoredCheckpoint, path: Path, options: OpenOptions | None) -> Checkpoint:
-    from ckpttool.checkpoint import OpenOptions, assemble  # loads the layout rules, which most listings do not need
+def _assemble(stored: StoredCheckpoint, path: Path, options: OpenOptions) -> Checkpoint:
+    from ckpttool.checkpoint import assemble  # loads the layout rules, which most listings do not need
 
-    return assemble(stored, path, options or OpenOptions())
+    return assemble(stored, path, options)
 
 
 @lru_cache(maxsize=65536)
@@ -206,7 +207,7 @@ def choose(rows: list[Row], choice: Choice) -> list[Row]:
 def sort(rows: list[Row], by: str) -> list[Row]:
     """By name (numbers as numbers), size (largest first), place in the files, or file."""
     if by == "name":
-        return sorted(rows, key=lambda r: natural(r.name))
+        return [rows[i] for i in natural_order([r.name for r in rows])]
     if by == "size":
         return sorted(sort(rows, "name"), key=attrgetter("nbytes"), reverse=True)
     if by == "offset":

@@ -7,7 +7,6 @@ are. The work is done on name templates, of which there are dozens, and not on n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -15,43 +14,7 @@ from typing import NamedTuple
 
 from ckpttool.formats.base import natural
 from ckpttool.ops.inspect.listing import Row
-
-_NUMBER = re.compile(r"\.(0|[1-9][0-9]*)(?=[.\n])")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
-SLOT = "\0"
-"""Stands for a number in a template."""
-
-
-def printable(name: str) -> str:
-    """The name with control characters (and broken UTF-16) written as escapes, so that one tensor is one line."""
-    return _CONTROL.sub(lambda m: m[0].encode("unicode_escape").decode(), name)
-
-
-def templates(names: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
-    """(template, numbers) of each name; a number is a whole component between dots, as layers and experts are."""
-    blob = "".join([f".{n}\n" for n in names])
-    if blob.count("\n") != len(names) or _CONTROL.search(blob.replace("\n", "")):
-        names = [printable(n) for n in names]
-        blob = "".join([f".{n}\n" for n in names])
-    # One pass of the regular expression over all names is several times faster than one for each name.
-    numbers = list(map(int, _NUMBER.findall(blob)))
-    out, at = [], 0
-    for text in _NUMBER.sub("." + SLOT, blob).split("\n")[:-1]:
-        end = at + text.count(SLOT)
-        out.append((text[1:], tuple(numbers[at:end])))
-        at = end
-    return out
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """``0..2,5`` for 0, 1, 2, 5."""
-    runs: list[list[int]] = []
-    for n in sorted(numbers):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join([str(a) if a == b else f"{a}..{b}" if b > a + 1 else f"{a},{b}" for a, b in runs])
+from ckpttool.ops.inspect.names import SLOT, ranges, templates
 
 
 @dataclass(slots=True)
@@ -172,14 +135,16 @@ class _Builder:
                 only.label = f"{child.label}.{only.label}"
                 only.times *= child.times
                 only.count, only.elements, only.nbytes = child.count, child.elements, child.nbytes
-                child = only
+                flat.append(only)
             elif not child.dtype and all(c.label.startswith("{") or c.label[:1].isdigit() for c in child.children):
                 # `layers` and below it `{0..2}` and `{3..60}`: the numbers belong on the line of the word.
                 for c in child.children:
                     c.label = f"{child.label}.{c.label}"
+                    c.times, c.count = c.times * child.times, c.count * child.times
+                    c.elements, c.nbytes = c.elements * child.times, c.nbytes * child.times
                 flat += child.children
-                continue
-            flat.append(child)
+            else:
+                flat.append(child)
         flat.sort(key=lambda n: natural(n.label.replace("{", "")))
         node = Node(label, times=times, children=flat)
         node.count = times * sum(c.count for c in flat)

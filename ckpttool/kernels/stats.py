@@ -1,0 +1,260 @@
+"""Statistics and histograms of blocks, added up in bounded memory.
+
+Two ways, chosen by the width of an element:
+
+* up to 16 bits there are at most 65,536 different elements, so counting them says everything, exactly and whatever
+  the order of the blocks;
+* wider elements go through float64 sums. Blocks must then come in a fixed order, because sums of floats depend on it.
+
+NaN and infinities are counted and left out of everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from ckpttool.dtypes import lookup, numpy_dtype
+from ckpttool.errors import UnsupportedError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What is known of all elements; None where there is no finite element to know it of."""
+
+    elements: int
+    minimum: Number | None
+    maximum: Number | None
+    mean: float | None
+    std: float | None
+    """Of the population: the root of the mean squared distance from the mean."""
+    amax: Number | None
+    """Largest absolute value."""
+    nan: int
+    inf: int
+    zeros: int
+    saturated: int | None
+    """Elements at the largest finite value of an FP8 dtype, where casts that overflow end; None for other dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Finite elements by value, in bins of equal width."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+class Collector(Protocol):
+    """Takes blocks of one tensor."""
+
+    def add(self, block: Array) -> None:
+        """Count a block in."""
+
+    def stats(self) -> Stats:
+        """Of everything added so far."""
+
+    def histogram(self, bins: int) -> Histogram | None:
+        """Of everything added so far; None when it takes another pass over the blocks with ``Binning``."""
+
+
+def collector(dtype: str) -> Collector:
+    """A fresh collector. Raises UnsupportedError for elements smaller than a byte."""
+    entry = lookup(dtype)
+    if entry.bits < 8:
+        raise UnsupportedError(f"{dtype} elements are smaller than a byte and have no statistics")
+    return _Patterns(dtype) if entry.bits <= 16 else _Sums(dtype)
+
+
+@lru_cache(maxsize=32)
+def _values(dtype: str) -> Array:
+    """The value of every bit pattern, as float64."""
+    kind = numpy_dtype(dtype)
+    bits = np.arange(1 << 8 * kind.itemsize, dtype=np.uint32).astype(f"u{kind.itemsize}")
+    if lookup(dtype).kind == "bool":
+        bits = (bits != 0).astype(np.uint8)
+        kind = np.dtype(np.uint8)
+    with np.errstate(all="ignore"):
+        values: Array = bits.view(kind).astype(np.float64)
+    return values
+
+
+class _Patterns:
+    """Counts how often each bit pattern occurs."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._kind = np.dtype(f"u{numpy_dtype(dtype).itemsize}")
+        self._counts = np.zeros(1 << 8 * self._kind.itemsize, np.int64)
+
+    def add(self, block: Array) -> None:
+        flat = np.ascontiguousarray(block).reshape(-1).view(self._kind)
+        self._counts += np.bincount(flat, minlength=self._counts.size)
+
+    def _finite(self) -> tuple[Array, Array]:
+        """Values that occur, and how often, smallest first."""
+        values = _values(self._dtype)
+        there = (self._counts > 0) & np.isfinite(values)
+        values, counts = values[there], self._counts[there]
+        order = np.argsort(values, kind="stable")
+        return values[order], counts[order]
+
+    def stats(self) -> Stats:
+        every, counts = _values(self._dtype), self._counts
+        values, times = self._finite()
+        n = int(times.sum())
+        saturated = None
+        if lookup(self._dtype).kind == "float" and self._kind.itemsize == 1:
+            largest = np.abs(every[np.isfinite(every)]).max()
+            saturated = int(counts[np.abs(every) == largest].sum())
+        mean = std = low = high = amax = None
+        if n:
+            mean = float(np.dot(values, times) / n)
+            std = float(np.sqrt(np.dot((values - mean) ** 2, times) / n))
+            low, high = _number(values[0], self._dtype), _number(values[-1], self._dtype)
+            amax = max(abs(low), abs(high))
+        return Stats(
+            int(counts.sum()),
+            low,
+            high,
+            mean,
+            std,
+            amax,
+            int(counts[np.isnan(every)].sum()),
+            int(counts[np.isinf(every)].sum()),
+            int(counts[every == 0].sum()),
+            saturated,
+        )
+
+    def histogram(self, bins: int) -> Histogram | None:
+        values, times = self._finite()
+        if not values.size:
+            return Histogram((), ())
+        binning = Binning(float(values[0]), float(values[-1]), bins)
+        binning.count(values, times)
+        return binning.result()
+
+
+class _Sums:
+    """Adds up wider elements."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._n = self._nan = self._inf = self._zeros = self._all = 0
+        self._low: Number | None = None
+        self._high: Number | None = None
+        self._amax: Number | None = None
+        self._mean = self._squares = 0.0
+
+    def add(self, block: Array) -> None:
+        data = block.reshape(-1)
+        self._all += data.size
+        self._zeros += data.size - int(np.count_nonzero(data))
+        data = finite(data)
+        if data.size < block.size:
+            nan = int(np.isnan(block).sum())
+            self._nan += nan
+            self._inf += block.size - data.size - nan
+        if not data.size:
+            return
+        real = np.abs(data) if data.dtype.kind == "c" else data
+        low, high = _number(real.min(), self._dtype), _number(real.max(), self._dtype)
+        self._low = low if self._low is None else min(self._low, low)
+        self._high = high if self._high is None else max(self._high, high)
+        # Joining means and squared distances (Chan, Golub and LeVeque) loses nothing to cancellation.
+        with np.errstate(over="ignore", invalid="ignore"):
+            wide = real.astype(np.float64)
+            mean = float(wide.mean())
+            wide -= mean
+            squares = float(np.dot(wide, wide))
+            n = self._n + data.size
+            gap = mean - self._mean
+            self._mean += gap * data.size / n
+            self._squares += squares + gap * gap * self._n * data.size / n
+            self._n = n
+
+    def stats(self) -> Stats:
+        some = self._n > 0
+        amax = None if self._low is None or self._high is None else max(abs(self._low), abs(self._high))
+        return Stats(
+            self._all,
+            self._low,
+            self._high,
+            self._mean if some else None,
+            float(np.sqrt(self._squares / self._n)) if some else None,
+            amax,
+            self._nan,
+            self._inf,
+            self._zeros,
+            None,
+        )
+
+    def histogram(self, bins: int) -> Histogram | None:  # noqa: ARG002 - the range is only known after all blocks
+        return Histogram((), ()) if not self._n else None
+
+
+def finite(data: Array) -> Array:
+    """The elements that are numbers, in order."""
+    if data.dtype.kind not in "fc":
+        return data
+    good = np.isfinite(data)
+    return data if good.all() else data[good]
+
+
+class Binning:
+    """Counts elements into bins of equal width between two values."""
+
+    def __init__(self, low: float, high: float, bins: int) -> None:
+        self._edges = np.linspace(low, high, bins + 1) if high > low else np.array([low, high])
+        self._counts = np.zeros(len(self._edges) - 1, np.int64)
+
+    def add(self, block: Array) -> None:
+        """Count a block in."""
+        data = finite(block.reshape(-1))
+        self.count(np.abs(data) if data.dtype.kind == "c" else data)
+
+    def count(self, values: Array, times: Array | None = None) -> None:
+        """Count finite values in, each so many times."""
+        # The first edge is below every value; the last bin takes its right edge, the others do not.
+        place = np.searchsorted(self._edges[1:-1], values.astype(np.float64), side="right")
+        if times is None:
+            self._counts += np.bincount(place, minlength=self._counts.size)
+        else:
+            np.add.at(self._counts, place, times)
+
+    def result(self) -> Histogram:
+        """The counts so far."""
+        return Histogram(tuple(map(float, self._edges)), tuple(map(int, self._counts)))
+
+
+def _number(value: Any, dtype: str) -> Number:
+    """A Python number: an int for integers, which floats cannot hold exactly."""
+    return int(value) if lookup(dtype).kind in ("int", "bool") else float(value)
+
+
+def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array, float]:
+    """Where two blocks differ by more than ``atol + rtol * |right|``, and the largest absolute difference there.
+
+    NaN equals NaN and an infinity itself; the difference from a NaN is NaN.
+    """
+    kind = np.complex128 if "c" in (left.dtype.kind, right.dtype.kind) else np.float64
+    with np.errstate(all="ignore"):
+        a, b = left.astype(kind), right.astype(kind)
+        close = np.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
+        if close.all():
+            return ~close, 0.0
+        gap = np.abs(a[~close] - b[~close])
+    return ~close, float("nan") if np.isnan(gap).any() else float(gap.max())
+
+
+def first_index(wrong: Array, start: Sequence[int]) -> tuple[int, ...]:
+    """The index in the tensor of the first element that is set, for a block that begins at ``start``."""
+    at = np.unravel_index(int(np.argmax(wrong)), wrong.shape) if wrong.shape else ()
+    return tuple([int(i) + s for i, s in zip(at, start, strict=True)])

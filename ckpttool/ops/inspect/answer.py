@@ -1,0 +1,184 @@
+"""From a question to its answer: which part of ``inspect`` looks at what.
+
+Only the part that is asked for is imported, because listing a checkpoint is done before numpy would be loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import UsageError
+from ckpttool.formats.base import OpenOptions
+from ckpttool.formats.safetensors import read_header
+from ckpttool.ops.inspect.listing import Choice, FileRow, Listing, file_rows, list_tensors, relative
+
+if TYPE_CHECKING:
+    from ckpttool.execute import Progress
+    from ckpttool.ops.inspect.check import CheckResult
+    from ckpttool.ops.inspect.diff import DiffResult
+    from ckpttool.ops.inspect.holdings import Layout
+    from ckpttool.ops.inspect.values import Slice, Values
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to show; exactly one of the views, or none for the tree."""
+
+    choice: Choice = field(default_factory=Choice)
+    list: bool = False
+    files: bool = False
+    ranks: bool = False
+    metadata: bool = False
+    show: tuple[str, ...] = ()
+    stats: bool = False
+    histogram: bool = False
+    digest: bool = False
+    check: bool = False
+    diff: Path | None = None
+    values: bool = False
+    """With ``diff`` and ``check``."""
+    atol: float | None = None
+    rtol: float | None = None
+    depth: int | None = None
+    svg: Path | None = None
+
+    @property
+    def reads_values(self) -> bool:
+        """Statistics, histogram and checksum are one view: they read the same elements."""
+        return self.stats or self.histogram or self.digest
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether it can take long."""
+        return self.reads_values or self.check or self.diff is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Headers only: the tree, the list, the files or their metadata."""
+
+    question: Question
+    listing: Listing
+    files: tuple[FileRow, ...] = ()
+    metadata: dict[str, dict[str, str]] = field(default_factory=dict)
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Who holds what."""
+
+    question: Question
+    listing: Listing
+    layout: Layout
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Statistics, histograms, checksums."""
+
+    question: Question
+    listing: Listing
+    values: tuple[Values, ...]
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Elements."""
+
+    question: Question
+    listing: Listing
+    slices: tuple[Slice, ...]
+    ok: bool = True
+
+
+def inspect(
+    src: str | Path, options: OpenOptions, question: Question, progress: Progress | None = None
+) -> Listed | Drawn | Measured | Shown | CheckResult | DiffResult:
+    """Look into ``src``. ``ok`` of the answer is False when a check found an error or two checkpoints differ.
+
+    Raises UsageError for a question that makes no sense, and what ``open_checkpoint`` raises.
+    """
+    _sensible(question)
+    if question.check:
+        from ckpttool.execute import NoProgress
+        from ckpttool.ops.inspect.check import check
+
+        return check(src, options, progress or NoProgress(), values=question.values)
+    if question.diff is not None:
+        from ckpttool.execute import NoProgress
+        from ckpttool.ops.inspect.diff import Tolerance, diff
+
+        tolerance = None
+        if question.atol is not None or question.rtol is not None:
+            tolerance = Tolerance(question.atol or 0.0, question.rtol or 0.0)
+        patterns = tuple(question.choice.patterns)
+        return diff(
+            src,
+            question.diff,
+            options,
+            progress or NoProgress(),
+            patterns=patterns,
+            values=question.values or tolerance is not None,
+            tolerance=tolerance,
+        )
+    if question.show:
+        from ckpttool.ops.inspect.values import show
+
+        listing = list_tensors(src, options)
+        return Shown(question, listing, tuple(show(listing, question.show)))
+    if question.reads_values:
+        from ckpttool.execute import NoProgress
+        from ckpttool.ops.inspect.values import Wanted, measure
+
+        listing = list_tensors(src, options, question.choice, stored_too=False)
+        wanted = Wanted(question.stats, question.histogram, question.digest)
+        return Measured(question, listing, tuple(measure(listing, wanted, progress or NoProgress())))
+    if question.ranks:
+        from ckpttool.ops.inspect.holdings import layout_of
+
+        listing = list_tensors(src, options, question.choice, stored_too=False)
+        return Drawn(question, listing, layout_of(listing))
+    choice = question.choice if question.list else replace(question.choice, sort="")  # the tree has an order of its own
+    listing = list_tensors(src, options, choice)
+    files = tuple(file_rows(listing)) if question.files else ()
+    return Listed(question, listing, files, _metadata(listing) if question.metadata else {})
+
+
+def _sensible(question: Question) -> None:
+    """Options that contradict each other, or do nothing."""
+    views = {
+        "--list": question.list,
+        "--files": question.files,
+        "--ranks": question.ranks,
+        "--metadata": question.metadata,
+        "--show": bool(question.show),
+        "--stats, --hist and --hash": question.reads_values,
+        "--check": question.check,
+        "--diff": question.diff is not None,
+    }
+    chosen = [name for name, said in views.items() if said]
+    if len(chosen) > 1:
+        raise UsageError(f"{' and '.join(chosen)} are different questions", hint="ask one at a time")
+    if question.values and not (question.check or question.diff):
+        raise UsageError("--values belongs to --diff and --check", hint="--stats and --show read values by themselves")
+    if (question.atol is not None or question.rtol is not None) and question.diff is None:
+        raise UsageError("--atol and --rtol belong to --diff")
+    if question.svg is not None and not question.ranks:
+        raise UsageError("--svg belongs to --ranks")
+    if question.depth is not None and chosen:
+        raise UsageError(f"--depth belongs to the tree, not to {chosen[0]}")
+    choice = question.choice
+    if (question.check or question.show) and (choice.patterns or choice.dtypes or choice.min_size):
+        raise UsageError(f"{chosen[0]} looks at a whole checkpoint or at what it names; filters do not apply")
+    if question.diff is not None and (choice.dtypes or choice.min_size):
+        raise UsageError("--dtype and --min-size do not apply to --diff", hint="use --filter")
+
+
+def _metadata(listing: Listing) -> dict[str, dict[str, str]]:
+    """``__metadata__`` of each file."""
+    return {relative(f.path, listing.stored.root): read_header(f.path).metadata for f in listing.files}

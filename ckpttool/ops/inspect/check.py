@@ -1,0 +1,560 @@
+"""Is this checkpoint sound? Every problem by name, in the order in which one would repair them.
+
+    files      each file's header and bytes by themselves
+    set        index, shards and tensor names against each other
+    opening    whatever the format, the mesh and the layout rules object to
+    tensors    scale grids and their weights; config.json and the tensors
+    manifest   sizes and checksums that were written with the files
+    values     replicas, padding, scales and tied copies; only when values may be read
+
+A step works with whatever the steps before it could read, and does not report again what follows from an earlier
+finding. The identifiers are stable: scripts may rely on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpttool.catalog import DataFile, StoredTensor
+from ckpttool.checkpoint import Checkpoint, assemble
+from ckpttool.errors import (
+    CkptError,
+    ConflictError,
+    CorruptError,
+    IncompleteError,
+    LayoutError,
+    UnsupportedError,
+)
+from ckpttool.execute import Progress
+from ckpttool.execute.hashing import ALGORITHM, hash_range
+from ckpttool.formats.base import Listing, OpenOptions, StoredCheckpoint, list_source
+from ckpttool.formats.hf import NOT_WEIGHTS, NUMBERED
+from ckpttool.formats.registry import choose, read_source
+from ckpttool.formats.safetensors import examine
+from ckpttool.ops.inspect.names import ranges
+from ckpttool.ops.inspect.soundness import Named, tensor_findings
+
+MANIFEST = "ckpttool.manifest.json"
+
+ERROR, WARNING, INFO = "error", "warning", "info"
+
+SEVERITY = {
+    "unreadable": ERROR,
+    "header-length": ERROR,
+    "header-utf8": ERROR,
+    "header-json": ERROR,
+    "duplicate-key": ERROR,
+    "metadata": ERROR,
+    "entry": ERROR,
+    "dtype": ERROR,
+    "shape": ERROR,
+    "offsets": ERROR,
+    "size": ERROR,
+    "truncated": ERROR,
+    "overlap": ERROR,
+    "hole": ERROR,
+    "trailing": ERROR,
+    "shard-missing": ERROR,
+    "shard-numbering": WARNING,
+    "orphan-shard": WARNING,
+    "no-index": WARNING,
+    "index-json": ERROR,
+    "index-shard": ERROR,
+    "index-missing": ERROR,
+    "index-extra": ERROR,
+    "total-size": WARNING,
+    "duplicate-tensor": ERROR,
+    "format": ERROR,
+    "corrupt": ERROR,
+    "incomplete": ERROR,
+    "conflict": ERROR,
+    "layout": ERROR,
+    "unsupported": ERROR,
+    "scale-missing": ERROR,
+    "scale-orphan": ERROR,
+    "scale-shape": ERROR,
+    "scale-shard": INFO,
+    "unscaled": INFO,
+    "config-json": ERROR,
+    "config-missing": INFO,
+    "config-architecture": INFO,
+    "config-layers": ERROR,
+    "config-extra-layers": WARNING,
+    "config-vocab": ERROR,
+    "config-vocab-padding": WARNING,
+    "config-tie": ERROR,
+    "config-tied-copy": INFO,
+    "manifest-json": ERROR,
+    "manifest-file": ERROR,
+    "manifest-size": ERROR,
+    "manifest-tensor": ERROR,
+    "manifest-checksum": ERROR,
+    "replica": ERROR,
+    "padding": ERROR,
+    "scale-value": ERROR,
+    "tied-differ": ERROR,
+}
+"""Every identifier and how bad it is: an error makes the answer "no"."""
+
+
+class Finding(NamedTuple):
+    """One problem."""
+
+    id: str
+    text: str
+    where: str = ""
+    hint: str = ""
+
+    @property
+    def severity(self) -> str:
+        return SEVERITY[self.id]
+
+
+@dataclass(slots=True)
+class CheckResult:
+    """What was looked at, and what was found."""
+
+    path: Path
+    format: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+    """How many files, tensors, checksums, ... were looked at, by noun."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is an error."""
+        return all(f.severity != ERROR for f in self.findings)
+
+    def add(self, id_: str, text: str, where: object = "", hint: str | None = None) -> None:
+        """Report a finding."""
+        self.findings.append(Finding(id_, text, str(where), hint or ""))
+
+
+@dataclass(slots=True)
+class _File:
+    """One file as far as it can be read."""
+
+    name: str
+    info: DataFile | None
+    tensors: list[StoredTensor]
+    sound: bool
+
+    @property
+    def names(self) -> set[str]:
+        return {t.name for t in self.tensors}
+
+
+def check(
+    src: str | Path, options: OpenOptions, progress: Progress, *, values: bool = False, workers: int = 2
+) -> CheckResult:
+    """Find every problem. Raises UsageError when there is no such source; everything else is a finding."""
+    path = Path(src)
+    listing = list_source(path)
+    result = CheckResult(path)
+    stored = _read(path, options)
+    names = _names(listing, stored)
+    files = [_examine(listing, name, i, result) for i, name in enumerate(names)]
+    result.checked["file"] = len(files)
+    result.format = stored.format if isinstance(stored, StoredCheckpoint) else _format(listing, options, result)
+    complete = all(f.sound for f in files)
+    config = _config(listing, stored, result)
+    whole = result.format in ("hf", "")
+    mapped: Mapping[str, str] | None = None
+    if whole:
+        found = _check_set(listing, files, result)
+        complete, mapped = complete and found[0], found[1]
+    checkpoint = _open(path, stored, options, result)
+    named = _named(checkpoint, files, mapped) if checkpoint is not None or whole else {}
+    result.checked["tensor"] = len(named) or sum(len(f.tensors) for f in files)
+    for finding in tensor_findings(named, config, complete=complete):
+        result.findings.append(Finding(*finding))
+    _check_manifest(listing, files, result, progress, workers)
+    if values and checkpoint is not None:
+        from ckpttool.ops.inspect.values_check import value_findings  # reads tensor data, which needs numpy
+
+        for finding in value_findings(checkpoint, result.checked, progress):
+            result.findings.append(Finding(*finding))
+    return result
+
+
+# -- files
+
+
+def _read(path: Path, options: OpenOptions) -> StoredCheckpoint | CkptError:
+    try:
+        return read_source(path, options.format, options.mesh)
+    except CkptError as e:
+        return e
+
+
+def _names(listing: Listing, stored: StoredCheckpoint | CkptError) -> list[str]:
+    """Files to examine: those that make up the checkpoint, and others beside them that look like a part of it."""
+    out: dict[str, None] = {}
+    if isinstance(stored, StoredCheckpoint):
+        for f in stored.files:
+            try:
+                out[f.path.relative_to(listing.root).as_posix()] = None
+            except ValueError:
+                out[str(f.path)] = None
+    if not listing.single.endswith(".safetensors"):
+        out |= dict.fromkeys(n for n in listing.safetensors() if not NOT_WEIGHTS.match(n))
+    elif listing.single:
+        out[listing.single] = None
+    return list(out)
+
+
+def _examine(listing: Listing, name: str, index: int, result: CheckResult) -> _File:
+    path = listing.path(name)
+    try:
+        head, problems = examine(path, index)
+    except IncompleteError as e:
+        result.add("unreadable", e.what, path)
+        return _File(name, None, [], sound=False)
+    for p in problems:
+        result.add(p.id, p.text, path)
+    if head is None:
+        return _File(name, None, [], sound=False)
+    return _File(name, head.file, head.tensors, sound=not problems)
+
+
+# -- index and shards
+
+
+def _check_set(listing: Listing, files: list[_File], result: CheckResult) -> tuple[bool, Mapping[str, str] | None]:
+    """Index, shard names and tensor names. Returns whether all tensors are known, and the usable index."""
+    by_name = {f.name: f for f in files}
+    sets: dict[tuple[str, int], set[int]] = {}
+    for name in by_name:
+        if m := NUMBERED.match(name):
+            sets.setdefault((m["stem"], int(m["total"])), set()).add(int(m["part"]))
+    index = None if listing.single.endswith(".safetensors") else _index(listing, result)
+    mapped = index.mapped if index is not None else None
+    wanted = dict.fromkeys((mapped or {}).values())
+    missing = [n for n in wanted if n not in by_name]
+    for name in missing:
+        result.add("shard-missing", f"the index names {name}, which is not there", listing.root, "fetch the file")
+    if not listing.single.endswith(".safetensors"):
+        _check_numbers(listing, sets, wanted, result)
+    members = [f for f in files if _is_member(f.name, wanted)]
+    for f in files:
+        if f not in members:
+            result.add(
+                "orphan-shard",
+                f"{f.name} is no part of the checkpoint that the index describes",
+                listing.path(f.name),
+                "move it away, or write the index anew if it belongs to the checkpoint",
+            )
+    _check_duplicates(listing, members, mapped, result)
+    if index is not None:
+        _check_mapping(listing, members, index, set(missing), result)
+    return not missing and not any(f.id == "shard-missing" for f in result.findings), mapped
+
+
+def _is_member(name: str, wanted: Mapping[str, None]) -> bool:
+    """Whether a file is a part of what the index describes: named by it, or a shard of the same set."""
+    if not wanted or name in wanted:
+        return True
+    m = NUMBERED.match(name)
+    same = {(x["stem"], x["total"]) for n in wanted if (x := NUMBERED.match(n))}
+    return m is not None and (m["stem"], m["total"]) in same
+
+
+class _Index(NamedTuple):
+    """What an index says."""
+
+    mapped: dict[str, str]
+    total: float | None
+
+
+def _index(listing: Listing, result: CheckResult) -> _Index | None:
+    """The index, its findings reported; None when there is none that can be used."""
+    names = [n for n in listing.names if n.endswith(".safetensors.index.json") and not NOT_WEIGHTS.match(n)]
+    if listing.single:
+        names = [listing.single]
+    elif "model.safetensors.index.json" in names:
+        names = ["model.safetensors.index.json"]
+    if not names:
+        shards = [n for n in listing.safetensors() if NUMBERED.match(n) and not NOT_WEIGHTS.match(n)]
+        if len(shards) > 1:
+            result.add("no-index", f"{len(shards)} shards have no index", listing.root, "`ckpttool reshard` writes one")
+        return None
+    where = listing.path(names[0])
+    try:
+        data = listing.json(names[0])
+    except CorruptError as e:
+        result.add("index-json", e.what, where)
+        return None
+    weight_map = data.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        result.add("index-json", f"{names[0]} has no weight_map of names", where)
+        return None
+    outside = {v for v in weight_map.values() if "/" in v or "\\" in v or v in (".", "..")}
+    for v in sorted(outside):
+        result.add("index-json", f"the index names a file outside the checkpoint: `{v}`", where)
+    meta = data.get("metadata")
+    total = meta.get("total_size") if isinstance(meta, dict) else None
+    return _Index(
+        {k: v for k, v in weight_map.items() if v not in outside}, total if isinstance(total, int | float) else None
+    )
+
+
+def _check_numbers(
+    listing: Listing, sets: Mapping[tuple[str, int], set[int]], wanted: Mapping[str, None], result: CheckResult
+) -> None:
+    """Gaps and mixtures in ``stem-00001-of-00004``."""
+    for (stem, total), parts in sets.items():
+        mine = any((m := NUMBERED.match(n)) and (m["stem"], int(m["total"])) == (stem, total) for n in wanted)
+        if wanted and not mine:
+            continue
+        gaps = sorted(set(range(1, total + 1)) - parts)
+        named = {int(m["part"]) for n in wanted if (m := NUMBERED.match(n)) and m["stem"] == stem}
+        gaps = [g for g in gaps if g not in named]  # those that the index names are reported already
+        if gaps:
+            result.add(
+                "shard-missing",
+                f"{len(gaps)} of {total} shards are missing: {stem}-{{{ranges(gaps)}}}-of-{total:05d}.safetensors",
+                listing.root,
+                "fetch the files",
+            )
+        beyond = sorted(p for p in parts if p > total or p < 1)
+        if beyond:
+            text = f"there is a shard {beyond[-1]} of {total}"
+            result.add("shard-numbering", text, f"{listing.root}/{stem}-*-of-{total:05d}.safetensors")
+    if len(sets) > 1 and not wanted:
+        shown = ", ".join(f"{s}-*-of-{t:05d}" for s, t in sets)
+        text = f"shards of {len(sets)} sets lie in one directory: {shown}"
+        result.add("shard-numbering", text, listing.root, "move all but one set away")
+
+
+def _check_duplicates(
+    listing: Listing, files: Iterable[_File], mapped: Mapping[str, str] | None, result: CheckResult
+) -> None:
+    seen: dict[str, str] = {}
+    for f in files:
+        for t in f.tensors:
+            if t.name in seen:
+                said = (mapped or {}).get(t.name)
+                says = f"; the index says {said}" if said in (seen[t.name], f.name) else ""
+                text = f"tensor `{t.name}` is in {seen[t.name]} and in {f.name}{says}"
+                result.add("duplicate-tensor", text, listing.root, "remove the stale copy")
+            else:
+                seen[t.name] = f.name
+
+
+def _check_mapping(listing: Listing, files: list[_File], index: _Index, missing: set[str], result: CheckResult) -> None:
+    """The index against the headers."""
+    unknown = missing | {f.name for f in files if not f.sound}
+    places: dict[str, list[str]] = {}
+    for f in files:
+        for t in f.tensors:
+            places.setdefault(t.name, []).append(f.name)
+    mapped = index.mapped
+    for name, shard in mapped.items():
+        held = places.get(name)
+        if held is None:
+            if shard not in unknown:
+                text = f"the index puts tensor `{name}` in {shard}, and no shard holds it"
+                result.add(
+                    "index-missing", text, listing.path(shard), "the model lacks a tensor, or the index is stale"
+                )
+        elif shard not in held and shard not in unknown:
+            text = f"the index puts tensor `{name}` in {shard}; it is in {held[0]}"
+            result.add("index-shard", text, listing.path(shard), "write the index anew: `ckpttool reshard` does")
+    for name, held in places.items():
+        if name not in mapped:
+            result.add(
+                "index-extra",
+                f"tensor `{name}` of {held[0]} is not in the index, so loaders do not see it",
+                listing.path(held[0]),
+                "write the index anew: `ckpttool reshard` does",
+            )
+    said = index.total
+    if said is not None and not unknown:
+        tensors = {t.name: t for f in files for t in f.tensors}.values()
+        real = sum(t.nbytes for t in tensors)
+        if said != real:
+            why = _explain_total(said, list(tensors), sum(f.info.size for f in files if f.info is not None))
+            text = f"the index says total_size {said:,}, the tensors have {real:,} bytes{why}"
+            result.add("total-size", text, listing.root)
+
+
+def _explain_total(said: float, tensors: list[StoredTensor], file_bytes: int) -> str:
+    """What was counted instead, where that is known."""
+    real = sum(t.nbytes for t in tensors)
+
+    def of(dtypes: tuple[str, ...]) -> int:
+        return sum(t.nbytes for t in tensors if t.dtype in dtypes)
+
+    e5m2, bools = of(("F8_E5M2",)), of(("BOOL",))
+    fp8 = of(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+    named = "the size of an element was taken from the digits at the end of its dtype's name"
+    guesses: list[tuple[float, str]] = [
+        (real - e5m2, f"F8_E5M2 was counted as nothing: {named}"),
+        (real - bools + bools // 8, f"BOOL was counted as one bit: {named}"),
+        (real - e5m2 - bools + bools // 8, f"F8_E5M2 was counted as nothing and BOOL as one bit: {named}"),
+        (real - fp8, "FP8 tensors were left out"),
+        (real + fp8, "FP8 tensors were counted with two bytes an element, as before they were quantised"),
+        (sum(prod(t.shape) for t in tensors), "this is the number of elements"),
+        (file_bytes, "this is the size of the files, headers included"),
+    ]
+    for value, why in guesses:
+        if said == value != real:
+            return f" ({why})"
+    return ""
+
+
+# -- opening
+
+
+def _format(listing: Listing, options: OpenOptions, result: CheckResult) -> str:
+    """The format of a source that cannot be read."""
+    try:
+        return choose(listing, options.format, options.mesh).name
+    except CkptError as e:
+        if not any(f.severity == ERROR for f in result.findings):
+            result.add("format", e.what, "; ".join(e.where), e.hint)
+        return ""
+
+
+_CLASSES: tuple[tuple[type[CkptError], str], ...] = (
+    (CorruptError, "corrupt"),
+    (IncompleteError, "incomplete"),
+    (LayoutError, "layout"),
+    (UnsupportedError, "unsupported"),
+    (ConflictError, "conflict"),
+)
+
+
+def _open(
+    path: Path, stored: StoredCheckpoint | CkptError, options: OpenOptions, result: CheckResult
+) -> Checkpoint | None:
+    """The catalog, or a finding that says why there is none, unless that follows from an earlier one."""
+    if isinstance(stored, StoredCheckpoint):
+        try:
+            return assemble(stored, path, options)
+        except CkptError as e:
+            error = e
+    else:
+        error = stored
+    if not any(f.severity == ERROR for f in result.findings):
+        id_ = next((i for c, i in _CLASSES if isinstance(error, c)), "conflict")
+        result.add(id_, error.what, "; ".join(error.where), error.hint)
+    return None
+
+
+def _named(checkpoint: Checkpoint | None, files: list[_File], mapped: Mapping[str, str] | None) -> dict[str, Named]:
+    """Dtype, shape and file of each tensor: of whole tensors where there is a catalog, else of those in the files."""
+    if checkpoint is not None:
+        return {
+            str(t.key): Named(t.dtype, t.shape, tuple({p.stored.file for p in t.pieces})) for t in checkpoint.catalog
+        }
+    out: dict[str, Named] = {}
+    for f in files:
+        for t in f.tensors:
+            if t.name not in out or (mapped or {}).get(t.name) == f.name:
+                out[t.name] = Named(t.dtype, t.shape, (t.file,))
+    return out
+
+
+def _config(listing: Listing, stored: StoredCheckpoint | CkptError, result: CheckResult) -> dict[str, Any]:
+    if isinstance(stored, StoredCheckpoint) and stored.config:
+        return stored.config
+    if "config.json" not in listing.names:
+        if not listing.single:
+            text = "there is no config.json; tensors are not compared with it"
+            result.add("config-missing", text, listing.root)
+        return {}
+    try:
+        return listing.json("config.json")
+    except CorruptError as e:
+        result.add("config-json", e.what, listing.path("config.json"))
+        return {}
+
+
+# -- manifest
+
+
+def _check_manifest(
+    listing: Listing, files: list[_File], result: CheckResult, progress: Progress, workers: int
+) -> None:
+    """Prove files against the checksums that were taken when they were written."""
+    if MANIFEST not in listing.names or listing.single.endswith(".safetensors"):
+        return
+    where = listing.path(MANIFEST)
+    try:
+        data = listing.json(MANIFEST)
+    except CorruptError as e:
+        result.add("manifest-json", e.what, where)
+        return
+    sizes, sums = data.get("files"), data.get("tensors")
+    if not isinstance(sizes, dict) or not isinstance(sums, dict) or not all(isinstance(v, dict) for v in sums.values()):
+        result.add("manifest-json", "the manifest has no `files` and `tensors`", where)
+        return
+    if data.get("version") != 1 or data.get("algorithm") != ALGORITHM:
+        text = f"the manifest is of version {data.get('version')} and algorithm {data.get('algorithm')}"
+        result.add("manifest-json", text, where, f"this ckpttool knows version 1 and {ALGORITHM}")
+        return
+    wrong = _check_sizes(listing, sizes, result)
+    by_name = {f.name: f for f in files}
+    todo: list[tuple[_File, StoredTensor, str]] = []
+    for name, tensors in sums.items():
+        f = by_name.get(name)
+        if f is None or name in wrong or not f.sound:
+            continue
+        there = {t.name: t for t in f.tensors}
+        for tensor, digest in tensors.items():
+            if tensor in there:
+                todo.append((f, there[tensor], str(digest)))
+            else:
+                text = f"the manifest lists tensor `{tensor}` of {name}, which is not in it"
+                result.add("manifest-tensor", text, listing.path(name))
+        for tensor in there:
+            if tensor not in tensors:
+                text = f"tensor `{tensor}` of {name} is not in the manifest"
+                result.add("manifest-tensor", text, listing.path(name))
+    result.checked["checksum"] = len(todo)
+    _prove(todo, listing, result, progress, workers)
+
+
+def _check_sizes(listing: Listing, sizes: Mapping[str, Any], result: CheckResult) -> set[str]:
+    """Files that are missing or have another size."""
+    wrong = set()
+    for name, size in sizes.items():
+        try:
+            real = listing.path(name).stat().st_size
+        except OSError:
+            wrong.add(name)
+            result.add("manifest-file", f"the manifest lists {name}, which is not there", listing.root)
+            continue
+        if real != size:
+            wrong.add(name)
+            text = f"{name} has {real:,} bytes, the manifest says {size:,}"
+            result.add("manifest-size", text, listing.path(name))
+    return wrong
+
+
+def _prove(
+    todo: list[tuple[_File, StoredTensor, str]],
+    listing: Listing,
+    result: CheckResult,
+    progress: Progress,
+    workers: int,
+) -> None:
+    def one(item: tuple[_File, StoredTensor, str]) -> str:
+        f, t, _ = item
+        return hash_range(listing.path(f.name), t.offset, t.nbytes).removeprefix(f"{ALGORITHM}:")
+
+    progress.start(sum(t.nbytes for _, t, _ in todo), len({f.name for f, _, _ in todo}))
+    with ThreadPoolExecutor(workers) as pool:
+        for (f, t, wanted), found in zip(todo, pool.map(one, todo), strict=True):
+            progress.advance(t.nbytes)
+            if found != wanted:
+                text = f"the bytes of tensor `{t.name}` are not those that were written: {found}, written {wanted}"
+                result.add("manifest-checksum", text, listing.path(f.name), "fetch or write the file again")
+    progress.finish()

@@ -1,0 +1,61 @@
+"""Name templates: what is left of a hundred thousand names when their numbers are taken out, a few dozen texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ckpttool.formats.base import natural
+
+_NUMBER = re.compile(r"\.(0|[1-9][0-9]*)(?=[.\n])")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+SLOT = "\0"
+"""Stands for a number in a template."""
+
+
+def printable(name: str) -> str:
+    """The name with control characters (and broken UTF-16) written as escapes, so that one tensor is one line."""
+    return _CONTROL.sub(lambda m: m[0].encode("unicode_escape").decode(), name)
+
+
+def templates(names: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """(template, numbers) of each name; a number is a whole component between dots, as layers and experts are."""
+    blob = "".join([f".{n}\n" for n in names])
+    if blob.count("\n") != len(names) or _CONTROL.search(blob.replace("\n", "")):
+        names = [printable(n) for n in names]
+        blob = "".join([f".{n}\n" for n in names])
+    # One pass of the regular expression over all names is several times faster than one for each name.
+    numbers = list(map(int, _NUMBER.findall(blob)))
+    out, at = [], 0
+    for text in _NUMBER.sub("." + SLOT, blob).split("\n")[:-1]:
+        end = at + text.count(SLOT)
+        out.append((text[1:], tuple(numbers[at:end])))
+        at = end
+    return out
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``0..2,5`` for 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join([str(a) if a == b else f"{a}..{b}" for a, b in runs])
+
+
+def natural_order(names: Sequence[str]) -> list[int]:
+    """Positions of the names in natural order: numbers as numbers, and ``layers.2`` before ``layers.10``."""
+    known: dict[str, list[Any]] = {}
+    keys = []
+    for template, numbers in templates(names):
+        texts = known.get(template)
+        if texts is None:
+            texts = known[template] = [natural(text) for text in template.split(SLOT)]
+        key = [texts[0]]
+        for number, text in zip(numbers, texts[1:], strict=True):
+            key += (number, text)
+        keys.append(key)
+    return sorted(range(len(keys)), key=keys.__getitem__)

@@ -1,0 +1,215 @@
+"""What the elements say: statistics, histograms, checksums, and the elements themselves.
+
+Tensors are read in blocks, so memory does not depend on how large they are, and put together from their pieces, so
+the answers do not depend on how they are sharded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ckpttool.catalog import Catalog, Key, LogicalTensor
+from ckpttool.dtypes import itemsize, lookup
+from ckpttool.errors import UnsupportedError, UsageError
+from ckpttool.execute import Progress
+from ckpttool.execute.compare import BLOCK, read_tensor
+from ckpttool.execute.hashing import ALGORITHM, hash_range, hasher
+from ckpttool.execute.reader import blocks
+from ckpttool.geometry import Box
+from ckpttool.kernels.stats import Binning, Collector, Histogram, Stats, collector
+from ckpttool.ops.inspect.listing import Listing, Row
+from ckpttool.select import nearest_hint
+
+BINS = 20
+SHOWN = 64 << 20
+"""Most bytes that --show reads."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What was asked about one tensor; None for what was not, and for what its dtype does not have."""
+
+    row: Row
+    stats: Stats | None = None
+    histogram: Histogram | None = None
+    digest: str | None = None
+    """``xxh3_128:`` of the elements in row-major order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to find out."""
+
+    stats: bool = False
+    histogram: bool = False
+    digest: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements of one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    index: str
+    """As given, "" for all of it."""
+    values: Array
+
+
+def tensors_of(listing: Listing) -> list[tuple[Row, LogicalTensor]]:
+    """The listed rows with their tensors. Raises LayoutError when ranks' tensors cannot be put together."""
+    catalog = listing.checkpoint().catalog
+    by_name = {str(key): t for key, t in catalog.tensors.items()}
+    return [(row, by_name[row.name]) for row in listing.rows]
+
+
+def measure(listing: Listing, wanted: Wanted, progress: Progress, workers: int = 2) -> list[Values]:
+    """Read the listed tensors once (twice for a histogram of wide elements), in order of the listing."""
+    catalog = listing.checkpoint().catalog
+    todo = tensors_of(listing)
+    progress.start(sum(row.nbytes for row, _ in todo), len(listing.files))
+    out = []
+    with ThreadPoolExecutor(workers) as pool:
+        for values in pool.map(lambda item: measure_one(catalog, item[0], item[1], wanted), todo):
+            out.append(values)
+            progress.advance(values.row.nbytes)
+    progress.finish()
+    return out
+
+
+def measure_one(catalog: Catalog, row: Row, tensor: LogicalTensor, wanted: Wanted) -> Values:
+    """One tensor. Elements smaller than a byte have a checksum where they lie in one run, and no statistics."""
+    counted = (wanted.stats or wanted.histogram) and lookup(tensor.dtype).bits >= 8
+    if not counted:
+        return Values(row, digest=digest(catalog, tensor) if wanted.digest else None)
+    numbers = collector(tensor.dtype)
+    h = hasher() if wanted.digest else None
+    for block in read_blocks(catalog, tensor):
+        numbers.add(block)
+        if h is not None:
+            h.update(block.data.cast("B") if block.dtype.kind in "iufb" else block.view(np.uint8).data)
+    stats = numbers.stats()
+    histogram = _histogram(catalog, tensor, numbers, stats) if wanted.histogram else None
+    return Values(
+        row, stats if wanted.stats else None, histogram, f"{ALGORITHM}:{h.hexdigest()}" if h is not None else None
+    )
+
+
+def _histogram(catalog: Catalog, tensor: LogicalTensor, numbers: Collector, stats: Stats) -> Histogram:
+    found = numbers.histogram(BINS)
+    if found is None:
+        binning = Binning(float(stats.minimum or 0), float(stats.maximum or 0), BINS)
+        for block in read_blocks(catalog, tensor):
+            binning.add(block)
+        found = binning.result()
+    return found
+
+
+def read_blocks(catalog: Catalog, tensor: LogicalTensor) -> Iterator[Array]:
+    """The elements in row-major order, in blocks that are the same for every sharding."""
+    for box in blocks(tensor.shape, itemsize(tensor.dtype), BLOCK):
+        yield read_tensor(catalog, tensor, box)
+
+
+def digest(catalog: Catalog, tensor: LogicalTensor) -> str | None:
+    """The checksum of a tensor's elements in row-major order, or None for a cut tensor of elements below a byte."""
+    first = tensor.pieces[0] if tensor.pieces else None
+    if first is not None and first.stored.strides is None and first.stored.shape == first.local.shape == tensor.shape:
+        return hash_range(catalog.files[first.stored.file].path, first.stored.offset, tensor.nbytes)
+    if lookup(tensor.dtype).bits % 8 and prod(tensor.shape):
+        return None
+    h = hasher()
+    if prod(tensor.shape):
+        for block in read_blocks(catalog, tensor):
+            h.update(block.view(np.uint8).data if block.shape else block.tobytes())
+    return f"{ALGORITHM}:{h.hexdigest()}"
+
+
+# -- elements
+
+
+def show(listing: Listing, wanted: Sequence[str]) -> list[Slice]:
+    """The elements that ``NAME`` or ``NAME[index]`` name.
+
+    Raises UsageError for an unknown name or index.
+    """
+    catalog = listing.checkpoint().catalog
+    return [_show(catalog, text) for text in wanted]
+
+
+def _show(catalog: Catalog, text: str) -> Slice:
+    tensors = {str(key): t for key, t in catalog.tensors.items()}
+    for alias, owner in catalog.aliases.items():
+        tensors[str(alias)] = catalog.tensors[Key(owner.name)]
+    name, index = text, ""
+    if text not in tensors and (m := re.fullmatch(r"(.*)\[([^\[\]]*)\]", text, re.DOTALL)):
+        name, index = m[1], m[2].strip()
+    if name not in tensors:
+        raise UsageError(f"--show `{name}`: there is no such tensor", hint=nearest_hint(name, list(tensors)))
+    tensor = tensors[name]
+    if lookup(tensor.dtype).bits % 8:
+        raise UnsupportedError(f"`{name}` is {tensor.dtype}: its elements are smaller than a byte and cannot be shown")
+    box, picks = parse_index(index, tensor.shape, name)
+    size = box.volume * itemsize(tensor.dtype)
+    if size > SHOWN:
+        raise UsageError(
+            f"--show `{text}` is {size:,} bytes, too much to read as text",
+            hint=f"give a part of it, for example '{name}[{', '.join([':4'] * len(tensor.shape))}]'",
+        )
+    return Slice(name, tensor.dtype, tensor.shape, index, read_tensor(catalog, tensor, box)[picks])
+
+
+def parse_index(index: str, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[slice | int, ...]]:
+    """The box to read and what to pick from it, for an index as numpy writes it: integers, slices and ``...``.
+
+    Raises UsageError, naming what is wrong.
+    """
+    items = [i.strip() for i in index.split(",")] if index else []
+    if items and items[-1] == "" and len(items) > 1:
+        items.pop()
+    if items.count("...") > 1:
+        raise UsageError(f"`{name}[{index}]` has more than one ...")
+    given = len(items) - items.count("...")
+    if given > len(shape):
+        raise UsageError(f"`{name}` has {len(shape)} axes, the index [{index}] has {given}")
+    at = items.index("...") if "..." in items else len(items)
+    items = [*items[:at], *[":"] * (len(shape) - given), *items[at + 1 :]]
+    start, stop, picks = [], [], []
+    for item, n in zip(items, shape, strict=True):
+        a, b, pick = _parse_item(item, n, f"{name}[{index}]")
+        start.append(a)
+        stop.append(b)
+        picks.append(pick)
+    return Box(tuple(start), tuple(stop)), tuple(picks)
+
+
+def _parse_item(item: str, n: int, text: str) -> tuple[int, int, slice | int]:
+    """[start, stop) on an axis of n elements, and what to pick of that."""
+    try:
+        parts = [int(p) if p.strip() else None for p in item.split(":")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or parts == [None]:
+        raise UsageError(f"`{text}`: `{item}` is not an index", hint="write 3, -1, 2:8, ::4 or ...")
+    if len(parts) == 1:
+        i = parts[0] or 0
+        if not -n <= i < n:
+            raise UsageError(f"`{text}`: {i} is outside an axis of {n} elements")
+        return i % n, i % n + 1, 0
+    a, b, step = slice(*parts).indices(n) if parts[2:] != [0] else (0, 0, 0)
+    if step < 1:
+        raise UsageError(f"`{text}`: the step {step} is not positive")
+    # Whole steps only, so that nothing is read which is not shown.
+    count = max(0, -(-(b - a) // step))
+    return (a, a + (count - 1) * step + 1, slice(None, None, step)) if count else (0, 0, slice(None))
