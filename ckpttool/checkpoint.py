@@ -61,6 +61,8 @@ def naming_ops(family: Family, naming: str, fused: str) -> tuple[Op, ...]:
         apart = fused == "unfuse"
         for name in family.spec.fusions:
             # What is published in the wanted form needs no statement, and one would be undone on the way back.
+            if family.spec.fusions[name].only_named:
+                continue
             if family.publishes_fused(name) == apart and not any(isinstance(o, Fuse) and o.name == name for o in ops):
                 ops.append(replace(family.fusion(name), apart=apart))
     return tuple(ops)

@@ -81,8 +81,9 @@ def noise(name: str, count: int) -> Array:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     x ^= x >> np.uint64(31)
-    parts = [(x >> np.uint64(16 * i)).astype(np.uint16).astype(np.int64) for i in range(4)]
-    return (sum(parts) - 2 * 65535).astype(np.float32) / np.float32(65535)
+    parts = np.stack([(x >> np.uint64(16 * i)).astype(np.uint16) for i in range(4)])
+    out: Array = (parts.sum(0, np.int64) - 2 * 65535).astype(np.float32) / np.float32(65535)
+    return out
 
 
 def bf16(values: Array) -> Array:
@@ -156,6 +157,7 @@ def llama_slice(name: str, whole: Array, rank: int) -> Array:
 
 
 def write_llama(folder: Path) -> None:
+    """The ranks, the config and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = llama()
     for rank in range(TP):
@@ -224,7 +226,6 @@ def write_tokenizer(folder: Path) -> None:
 
 def deepseek_shapes() -> dict[str, tuple[int, ...]]:
     """Every tensor of the published form but the scale grids, in model order."""
-    c = DEEPSEEK_CONFIG
     hidden, heads, inter, width = 128, 4, 256, 128
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (258, hidden)}
     for i in range(2):
@@ -240,7 +241,7 @@ def deepseek_shapes() -> dict[str, tuple[int, ...]]:
             at + "input_layernorm.weight": (hidden,),
             at + "post_attention_layernorm.weight": (hidden,),
         }
-        if i < c["first_k_dense_replace"]:
+        if i == 0:
             groups = {"mlp.": inter}
         else:
             groups = {f"mlp.experts.{e}.": width for e in range(4)} | {"mlp.shared_experts.": 2 * width}
@@ -276,12 +277,13 @@ def deepseek() -> dict[str, tuple[str, Array]]:
 
 
 def write_deepseek(folder: Path) -> None:
+    """Two shards with an index, and the config."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = deepseek()
     names = list(tensors)
     half = names.index("model.layers.1.mlp.experts.1.up_proj.weight")  # inside an expert, as in the published model
     shards = {"model-00001-of-00002.safetensors": names[:half], "model-00002-of-00002.safetensors": names[half:]}
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard, held in shards.items():
         save(folder / shard, {n: tensors[n] for n in held}, {"format": "pt"})
         weight_map |= dict.fromkeys(held, shard)

@@ -126,6 +126,8 @@ def parse(raw: bytes, path: Path) -> dict[str, Any]:
         raise HeaderError("header-json", f"the header is not valid JSON: {e}", where=where) from None
     if not isinstance(data, dict):
         raise HeaderError("header-json", "the header is not a JSON object", where=where)
+    if data.get("__metadata__", data) is None:
+        del data["__metadata__"]  # the library takes null for none
     return data
 
 
@@ -149,49 +151,35 @@ def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
     meta = data.get("__metadata__", {})
     if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
         out.append(Problem("metadata", "__metadata__ is not a map of strings"))
+    lost = False  # the bytes of some tensor are not known, so bytes without a tensor say nothing
     for name, entry in data.items():
         if name == "__metadata__":
             continue
         if not isinstance(entry, dict):
             out.append(Problem("entry", f"tensor `{name}` is not an object", name))
+            lost = True
             continue
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            out.append(Problem("dtype", f"tensor `{name}` has the unknown dtype `{dtype}`", name))
-            continue
-        if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
-            out.append(Problem("shape", f"tensor `{name}` has no valid shape: {str(shape)[:80]}", name))
-            continue
+        span = None
         if (
             not isinstance(offsets, list)
             or len(offsets) != 2
             or not all(type(n) is int and 0 <= n < 2**63 for n in offsets)
         ):
             out.append(Problem("offsets", f"tensor `{name}` has no valid data_offsets: {str(offsets)[:80]}", name))
-            continue
-        start, stop = offsets
-        bits = prod(shape) * DTYPES[dtype].bits
-        if start > stop:
-            out.append(Problem("offsets", f"tensor `{name}` ends at {stop} before it starts at {start}", name))
-        elif bits != (stop - start) * 8:
-            out.append(
-                Problem(
-                    "size",
-                    f"tensor `{name}` {dtype} {shape} needs {bits // 8:,} bytes,"
-                    f" its data_offsets hold {stop - start:,}",
-                    name,
-                )
-            )
-        elif stop > payload:
-            out.append(
-                Problem(
-                    "truncated",
-                    f"tensor `{name}` ends at byte {stop:,} of the data, the file has {payload:,}",
-                    name,
-                )
-            )
-        if start <= stop:
-            spans.append((start, stop, name))
+        elif offsets[0] > offsets[1]:
+            text = f"tensor `{name}` ends at {offsets[1]} before it starts at {offsets[0]}"
+            out.append(Problem("offsets", text, name))
+        else:
+            span = (offsets[0], offsets[1])
+            spans.append((*span, name))
+        lost = lost or span is None
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            out.append(Problem("dtype", f"tensor `{name}` has the unknown dtype `{dtype}`", name))
+        elif not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+            out.append(Problem("shape", f"tensor `{name}` has no valid shape: {str(shape)[:80]}", name))
+        elif span is not None:
+            out += _span_problems(name, dtype, shape, span, payload)
     spans.sort()
     at, last = 0, ""
     for start, stop, name in spans:
@@ -199,15 +187,28 @@ def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
             continue
         if start < at:
             out.append(Problem("overlap", f"tensors `{last}` and `{name}` overlap at byte {start:,} of the data", name))
-        elif start > at:
+        elif start > at and not lost:
             out.append(
                 Problem("hole", f"bytes {at:,}..{start:,} of the data before `{name}` belong to no tensor", name)
             )
         if stop > at:
             at, last = stop, name
-    if at < payload and not any(p.id in ("hole", "overlap", "truncated") for p in out):
+    if at < payload and not lost and not any(p.id in ("hole", "overlap", "truncated") for p in out):
         out.append(Problem("trailing", f"{payload - at:,} bytes after the last tensor belong to no tensor"))
     return out
+
+
+def _span_problems(name: str, dtype: str, shape: list[int], span: tuple[int, int], payload: int) -> list[Problem]:
+    """What is wrong with the place of one tensor."""
+    start, stop = span
+    bits = prod(shape) * DTYPES[dtype].bits
+    if bits != (stop - start) * 8:
+        text = f"tensor `{name}` {dtype} {shape} needs {bits // 8:,} bytes, its data_offsets hold {stop - start:,}"
+        return [Problem("size", text, name)]
+    if stop > payload:
+        text = f"tensor `{name}` ends at byte {stop:,} of the data, the file has {payload:,}"
+        return [Problem("truncated", text, name)]
+    return []
 
 
 def read_header(path: Path, index: int = 0, rank: int = 0) -> Header:
@@ -275,7 +276,9 @@ def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) 
                 if type(n) is not int or n < 0:
                     return None
                 count *= n
-            if type(start) is not int or type(stop) is not int or start < 0 or count * dtype.bits != (stop - start) * 8:
+            if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= payload:
+                return None
+            if count * dtype.bits != (stop - start) * 8:
                 return None
             if start == at:
                 at = stop

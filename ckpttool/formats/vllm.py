@@ -1,19 +1,25 @@
 """vLLM sharded state: ``model-rank-{rank}-part-{part}.safetensors``, the runtime tensors of every rank.
 
 Source: vllm/model_executor/model_loader/sharded_state_loader.py (0.33). q, k, v and gate, up are fused per rank,
-key/value heads are copied when tp exceeds them, the vocabulary is padded to a multiple of 64. Tensors fill parts in
-model order; a part is closed when the next tensor would push it over the limit (5 GB unless said otherwise).
+key/value heads are copied when tp exceeds them, the vocabulary is padded with zeros to a multiple of 64. Tensors fill
+parts in model order; a part is closed when the next tensor would push it over the limit (5 GB unless said otherwise).
+Since 0.16 every attention layer also has four F32 scalars (scales of its cache, 1.0 unless calibrated) without which
+loading fails; they are written as one part of their own, since parts may be split in any way, and left out on reading.
 With pipeline parallelism people pass the pattern ``model-pp-{pp}-tp-{tp}-part-{part}.safetensors``; both are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import struct
+from collections.abc import Mapping, Sequence
 
+from ckpttool.catalog import RankTensor
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import (
     Habits,
     Listing,
+    OutFile,
     ReadOptions,
     Skeleton,
     StoredCheckpoint,
@@ -25,6 +31,7 @@ from ckpttool.formats.base import (
     fill_files,
     read_files,
 )
+from ckpttool.formats.safetensors import layout_file
 from ckpttool.mesh import Mesh
 
 _PLAIN = r"model-rank-(?P<rank>\d+)-part-(?P<part>\d+)\.safetensors"
@@ -33,6 +40,10 @@ PART_LIMIT = 5 * 10**9
 """Bytes; vLLM's default max_size is 5 GB."""
 VOCAB_MULTIPLE = 64
 """DEFAULT_VOCAB_PADDING_SIZE."""
+
+_CACHE_SCALES = ("._k_scale", "._v_scale", "._q_scale", "._prob_scale")
+_ATTENTION = re.compile(r"(.*\.(?:self_attn|attn|attention))\.(?:qkv_proj|c_attn|query_key_value)\.weight\Z")
+"""The attention module of a layer, by the one tensor that every kind has."""
 
 
 class VLLM:
@@ -77,6 +88,10 @@ class VLLM:
             listing, [(parts[r][p], r) for r in sorted(parts) for p in sorted(parts[r])]
         )
         carried, notes = companions(listing, [n for n, _ in found])
+        scales = sum(t.name.endswith(_CACHE_SCALES) for t in tensors)
+        if scales:
+            tensors = [t for t in tensors if not t.name.endswith(_CACHE_SCALES)]
+            notes.append(f"{scales} scales of vLLM's attention cache are left out: they belong to its runtime")
         return StoredCheckpoint(
             self.name,
             listing.root,
@@ -106,9 +121,26 @@ class VLLM:
     def write(self, request: WriteRequest) -> Skeleton:
         limit = request.max_shard_size or PART_LIMIT
         groups = []
+        scales = []
         for r in request.chosen:
             at = request.mesh.coords(r)
             stem = f"model-rank-{r}" if request.mesh.pp == 1 else f"model-pp-{at.pp}-tp-{r % request.mesh.width}"
-            for p, part in enumerate(fill_files(request.ranks[r], limit)):
-                groups.append((f"{stem}-part-{p}.safetensors", r, part, None))
-        return build_files(groups, request.mesh.world)
+            parts = fill_files(request.ranks[r], limit)
+            groups += [(f"{stem}-part-{p}.safetensors", r, part, None) for p, part in enumerate(parts)]
+            scales.append((f"{stem}-part-{len(parts)}.safetensors", _cache_scales(request.ranks[r])))
+        skeleton = build_files(groups, request.mesh.world)
+        for r, (name, data) in zip(request.chosen, scales, strict=True):
+            if data:
+                skeleton.rank_files[r].append(len(skeleton.files))
+                skeleton.files.append(OutFile(name, len(data), ((0, data),)))
+        return skeleton
+
+
+def _cache_scales(tensors: Sequence[RankTensor]) -> bytes:
+    """A safetensors file with the cache scales of a rank's attention layers, or b"" when it has none."""
+    layers = dict.fromkeys(m[1] for t in tensors if (m := _ATTENTION.match(t.name)))
+    names = [f"{layer}.attn{s}" for layer in layers for s in _CACHE_SCALES]
+    if not names:
+        return b""
+    header, _, size = layout_file([(n, "F32", ()) for n in names], None)
+    return header + struct.pack("<f", 1.0) * ((size - len(header)) // 4)

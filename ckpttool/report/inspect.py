@@ -117,7 +117,7 @@ def show_tree(listing: Listing, *, depth: int | None, as_json: bool) -> None:
         node, n = line.node, line.times * line.node.count
         rows.append(
             (
-                "  " * line.depth + plain(node.label),
+                "  " * line.depth + (plain(node.label) or "."),
                 node.dtype,
                 shape(node.shape) if node.dtype else "",
                 f"{n:,}" if n > 1 or not node.dtype else "",

@@ -15,7 +15,11 @@ _INDENT = "    "
 def draw(layout: Layout) -> str:
     """The whole picture as text."""
     out = [f"{layout.world} rank{'s' if layout.world != 1 else ''}: {layout.mesh}"]
-    out += [f"  rank {r}: {size(n)}" for r, n in layout.bytes_of_rank.items()]
+    alike: dict[int, list[int]] = {}
+    for r, n in layout.bytes_of_rank.items():
+        alike.setdefault(n, []).append(r)
+    for n, numbers in alike.items():
+        out.append(f"  {_holders(tuple(numbers))}: {size(n)}" + (" each" if len(numbers) > 1 else ""))
     for h in layout.holdings:
         times = f"   {h.count:,} tensors" if h.count > 1 else ""
         out += ["", f"{plain(h.name)}   {h.dtype} {shape(h.shape)}{times}"]

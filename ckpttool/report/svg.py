@@ -21,8 +21,8 @@ EVERY = "#dfe3e8"
 """What every rank holds."""
 INK = "#1f2933"
 FAINT = "#6b7785"
-_CHAR = 6.1
-"""Width of a character of the small font, about."""
+_CHAR, _TEXT, _BOLD = 6.1, 7.3, 7.8
+"""Widths of a character of the small, the middle and the bold font, about."""
 
 # Told apart by people who see colours differently, and dark text stays readable on all of them.
 _PALETTE = (
@@ -102,8 +102,7 @@ def picture(layout: Layout, title: str) -> str:
     d.text(MARGIN, d.y, f"{count(layout.world, 'rank')}: {layout.mesh}", "f")
     d.y += 12
     _legend(d, layout)
-    for h in layout.holdings:
-        _holding(d, h)
+    _blocks(d, layout.holdings)
     height = d.y + MARGIN
     style = (
         "text{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;"
@@ -136,31 +135,61 @@ def _legend(d: _Drawing, layout: Layout) -> None:
     d.y += LINE + 16
 
 
-def _holding(d: _Drawing, h: Holding) -> None:
-    d.y += 18
-    d.text(MARGIN, d.y, h.name, "n")
-    times = f"   {h.count:,} tensors" if h.count > 1 else ""
-    pad = f"   {h.padding:,} elements of padding" if h.padding else ""
-    d.y += LINE
-    d.text(MARGIN, d.y, f"{h.dtype} {shape(h.shape)}{times}{pad}", "f")
-    d.y += 8
-    width, height = _extent(h.shape)
+def _blocks(d: _Drawing, holdings: tuple[Holding, ...]) -> None:
+    """All kinds of tensor, side by side where they fit."""
     x, tallest = float(MARGIN), 0.0
-    for group in h.groups:
-        for label, held in _panels(group, h.shape):
-            left = max((len(str(h.box.start[-2])) for h in held), default=0) * 5.4 + 6 if len(h.shape) > 1 else 0.0
-            need = max(left + width, len(label) * _CHAR)
-            if x > MARGIN and x + need > PAGE - MARGIN:
-                x = float(MARGIN)
-                d.y += tallest + 10
-                tallest = 0.0
-            top = d.y + (LINE if label else 4)
-            if label:
-                d.text(x, d.y + 12, label)
-            _matrix(d, held, h.shape, (x + left, top, width, height))
-            tallest = max(tallest, top - d.y + height + 14)
-            x += need + GAP
-    d.y += tallest + 6
+    for h in holdings:
+        panels = [p for group in h.groups for p in _panels(group, h.shape)]
+        details = f"{h.dtype} {shape(h.shape)}"
+        details += f"   {h.count:,} tensors" if h.count > 1 else ""
+        details += f"   {h.padding:,} elements of padding" if h.padding else ""
+        rows = _arrange(panels, h.shape)
+        widest = max((at + need for row in rows for at, need in row), default=0.0)
+        need = max(len(h.name) * _BOLD, len(details) * _TEXT, widest)
+        if x > MARGIN and x + need > PAGE - MARGIN:
+            x = float(MARGIN)
+            d.y += tallest
+            tallest = 0.0
+        top = d.y + 18
+        d.text(x, top, h.name, "n")
+        d.text(x, top + LINE, details, "f")
+        y = top + LINE + 8
+        left = _gutter(panels, h.shape)
+        width, height = _extent(h.shape)
+        todo = iter(panels)
+        for row in rows:
+            labelled = False
+            for at, _ in row:
+                label, held = next(todo)
+                labelled = labelled or bool(label)
+                if label:
+                    d.text(x + at, y + 9, label)
+                _matrix(d, held, h.shape, (x + at + left, y + (LINE if label else 4), width, height))
+            y += (LINE if labelled else 4) + height + 22
+        tallest = max(tallest, y - d.y + 8)
+        x += need + GAP + 12
+    d.y += tallest
+
+
+def _gutter(panels: list[tuple[str, list[Held]]], dims: tuple[int, ...]) -> float:
+    """Room for the numbers of the rows, left of a matrix."""
+    if len(dims) < 2:
+        return 0.0
+    return max((len(str(h.box.start[-2])) for _, held in panels for h in held), default=0) * 5.4 + 6
+
+
+def _arrange(panels: list[tuple[str, list[Held]]], dims: tuple[int, ...]) -> list[list[tuple[float, float]]]:
+    """Rows of (x, width) of the panels, broken where the page ends."""
+    rows: list[list[tuple[float, float]]] = [[]]
+    x = 0.0
+    for label, _ in panels:
+        need = max(_gutter(panels, dims) + _extent(dims)[0], len(label) * _CHAR)
+        if rows[-1] and x + need > PAGE - 2 * MARGIN:
+            rows.append([])
+            x = 0.0
+        rows[-1].append((x, need))
+        x += need + GAP
+    return rows
 
 
 def _extent(dims: tuple[int, ...]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ two dimensions have the same length, so an axis taken for another shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class Model:
         return {n: origin(i + 1, self.dtype(n), shape) for i, (n, shape) in enumerate(self.shapes.items())}
 
 
-def _weights(at: str, parts: dict[str, Shape], *, bias: tuple[str, ...] = ()) -> Entries:
+def _weights(at: str, parts: Mapping[str, Shape], *, bias: tuple[str, ...] = ()) -> Entries:
     for part, shape in parts.items():
         yield f"{at}{part}.weight", shape
         if part in bias:
@@ -154,7 +154,7 @@ def _plain(name: str, family: str, architecture: str, **options: Any) -> Model:
     return _model(options.get("label", name), family, config, layers, more, dtypes={"inv_freq": "F32"})
 
 
-def _mixture(name: str, architecture: str, *, grouped: bool = False, **config: object) -> Model:
+def _mixture(name: str, architecture: str, *, grouped: bool = False, **config: int) -> Model:
     """A dense first layer, then experts; what else a family has is told by its name."""
     shared = {"qwen2_moe": "shared_expert.", "glm4_moe": "shared_experts.", "ernie4_5_moe": "shared_experts."}.get(name)
     attention: dict[str, Any] = {"norms": name in ("qwen3_moe", "glm4_moe")}
@@ -188,7 +188,7 @@ def _mixture(name: str, architecture: str, *, grouped: bool = False, **config: o
     return _model(
         name + ("@transformers" if grouped else ""),
         name,
-        _config(name, architecture, moe_intermediate_size=M, num_experts_per_tok=2, **config),
+        {**_config(name, architecture, moe_intermediate_size=M, num_experts_per_tok=2), **config},
         layers,
         more,
         dtypes={"e_score_correction_bias": "F32", "mlp.gate.weight": "F32" if name == "ernie4_5_moe" else "BF16"},
@@ -261,7 +261,9 @@ def quantised(model: Model, block: int) -> Model:
     dtypes = {"weight_scale_inv": "F32", **model.dtypes}
     for name, shape in model.shapes.items():
         shapes[name] = shape
-        if name.endswith(("_proj.weight", "_mqa.weight")) and not name.endswith(("eh_proj.weight", "weights_proj.weight")):
+        if name.endswith(("_proj.weight", "_mqa.weight")) and not name.endswith(
+            ("eh_proj.weight", "weights_proj.weight")
+        ):
             shapes[name + "_scale_inv"] = tuple(-(-n // block) for n in shape)
             dtypes[name] = "F8_E4M3"
     config = {**model.config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [block, block]}}
@@ -395,9 +397,7 @@ MODELS = {
         _plain("qwen3", "qwen3", "Qwen3ForCausalLM", attention={"norms": True}),
         _plain("gemma", "gemma", "GemmaForCausalLM", attention={"kv": 1}, config={"num_key_value_heads": 1}, tied=True),
         _plain("gemma2", "gemma", "Gemma2ForCausalLM", norms=_FOUR_NORMS, tied=True),
-        _plain(
-            "gemma3_text", "gemma", "Gemma3ForCausalLM", attention={"norms": True}, norms=_FOUR_NORMS, tied=True
-        ),
+        _plain("gemma3_text", "gemma", "Gemma3ForCausalLM", attention={"norms": True}, norms=_FOUR_NORMS, tied=True),
         _plain("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", tied=True),
         _phi3(),
         _gpt_neox(),

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import lcm
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class Grid:
         """Of one stage."""
         counts = self.layout or (LAYERS // self.pp,) * self.pp
         edges = np.cumsum([0, *counts])
-        chunks = [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        chunks = [range(a, b) for a, b in pairwise(edges)]
         return [n for chunk in chunks[stage :: self.pp] for n in chunk]
 
     def flags(self, suffix: str = "-out") -> list[object]:
@@ -174,10 +175,7 @@ _STACKED: dict[str, list[tuple[str, Callable[[Array, Seat], Array]]]] = {
 
 def cut(model: Model, name: str, bits: Array, at: Seat) -> Array:
     """What a rank holds of one tensor."""
-    if model.family == "gpt2":
-        table = _GPT2
-    else:
-        table = _STACKED.get(model.family, _STACKED[""]) + _TABLE
+    table = _GPT2 if model.family == "gpt2" else _STACKED.get(model.family, _STACKED[""]) + _TABLE
     function = next(f for pattern, f in table if re.search(pattern, name))
     if function is kv and model.config["num_key_value_heads"] != K:
         return kv(bits, at, model.config["num_key_value_heads"])
@@ -192,9 +190,8 @@ def held(model: Model, grid: Grid, rank: int, tensors: Tensors | None = None) ->
     owner = [ep for ep, ids in enumerate(np.array_split(np.arange(E), grid.ep)) for _ in ids]
     out: Tensors = {}
     for name, raw in (tensors or model.tensors()).items():
-        if m := re.search(r"experts\.(\d+)\.", name):
-            if owner[int(m[1])] != at.ep:
-                continue
+        if (m := re.search(r"experts\.(\d+)\.", name)) and owner[int(m[1])] != at.ep:
+            continue
         if grid.pp > 1 and stage not in stages_of(model, grid, name):
             continue
         out[name] = Raw(raw.dtype, cut(model, name, raw.bits, at))
@@ -222,4 +219,3 @@ def write_ranks(folder: Path, model: Model, grid: Grid, pattern: str = "model_{r
         write(folder / name, held(model, grid, rank, tensors))
     (folder / "config.json").write_text(json.dumps(model.config), encoding="utf-8")
     return folder
-

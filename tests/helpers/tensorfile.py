@@ -108,7 +108,7 @@ def save_hf(folder: Path, tensors: Mapping[str, Raw], config: Mapping[str, Any] 
 def assert_same(found: Mapping[str, Raw], wanted: Mapping[str, Raw]) -> None:
     """Equal names, dtypes, shapes and bits; the message names the first tensor and element that is not."""
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    assert not missing and not extra, f"missing {missing[:5]}, unexpected {extra[:5]}"
+    assert not missing + extra, f"missing {missing[:5]}, unexpected {extra[:5]}"
     for name, want in wanted.items():
         have = found[name]
         assert have.dtype == want.dtype, f"{name}: {have.dtype}, not {want.dtype}"

@@ -18,9 +18,7 @@ def test_generated_fixtures_are_what_the_script_writes(tmp_path: Path) -> None:
     module.main(tmp_path)
     made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     folders = {p.parts[0] for p in made}
-    there = {
-        p.relative_to(FIXTURES): p.read_bytes() for f in folders for p in (FIXTURES / f).rglob("*") if p.is_file()
-    }
+    there = {p.relative_to(FIXTURES): p.read_bytes() for f in folders for p in (FIXTURES / f).rglob("*") if p.is_file()}
     assert made.keys() == there.keys()
     assert [str(p) for p in made if made[p] != there[p]] == []
 

@@ -109,9 +109,9 @@ class Case:
                 rules["first" if t.name == "embed" else "last"][t.name] = t.rule
             else:
                 short = t.name.split(".", 2)[2]
-                rules["layers"][short if t.expert is None else short.replace(f"experts.{t.expert}", "experts.{expert}")] = (
-                    t.rule
-                )
+                rules["layers"][
+                    short if t.expert is None else short.replace(f"experts.{t.expert}", "experts.{expert}")
+                ] = t.rule
         return yaml.safe_dump(
             {
                 "family": "made_up",
@@ -195,11 +195,10 @@ def rank_tensors(case: Case, mesh: Sizes, rank: int, whole: Tensors) -> Tensors:
     out: Tensors = {}
     for t in case.tensors:
         where = positions(t, mesh, rank)
-        if t.layer is not None:
-            here = mesh.stage(t.layer)
-        else:
-            here = 0 if t.name == "embed" else mesh.pp - 1
-        if here == stage and (t.expert is None or owner[t.expert] == ep):
+        here = {"embed": 0, "head": mesh.pp - 1}.get(t.name)
+        if (mesh.stage(t.layer or 0) if here is None else here) == stage and (
+            t.expert is None or owner[t.expert] == ep
+        ):
             out[t.name] = Raw("U32", taken(whole[t.name].bits, where))
     return out
 
@@ -222,10 +221,9 @@ def meshes(draw: st.DrawFn, layers: int) -> Sizes:
 
 
 @st.composite
-def rules(draw: st.DrawFn, name: str, heads: Units, kv: Units, **fields: int | None) -> Tensor:
+def rules(draw: st.DrawFn, /, name: str, heads: Units, kv: Units, experts: int, *, expert: bool = False) -> Tensor:
     """A tensor of one to three axes whose cut axis its units divide."""
-    expert = fields.get("expert")
-    grouped = expert is None and fields.get("layer") is not None and draw(st.booleans())
+    grouped = not expert and draw(st.booleans())
     verb = draw(st.sampled_from(("replicate", "column", "row", "fused")))
     units = draw(st.sampled_from((None, heads, kv))) if verb in ("column", "row") else None
     parts: tuple[Units | None, ...] = ()
@@ -238,10 +236,12 @@ def rules(draw: st.DrawFn, name: str, heads: Units, kv: Units, **fields: int | N
     if verb != "replicate" and not (verb == "row" and axes == 1):
         axis = axes - 1 if axes == 1 or (verb == "row") != in_out else 0
         each = sum(u.count if u else 1 for u in parts) if parts else units.count if units else 12
-        shape[axis] = each * draw(st.integers(0, 2) if units else st.integers(1, 3)) * (12 if parts and not parts[0] else 1)
+        shape[axis] = (
+            each * draw(st.integers(0, 2) if units else st.integers(1, 3)) * (12 if parts and not parts[0] else 1)
+        )
     if grouped:
-        shape.insert(0, fields["experts"] or 1)
-    return Tensor(name, tuple(shape), verb, units, parts, grouped, in_out, expert, fields.get("layer"))
+        shape.insert(0, experts)
+    return Tensor(name, tuple(shape), verb, units, parts, grouped, in_out)
 
 
 @st.composite
@@ -251,11 +251,10 @@ def cases(draw: st.DrawFn) -> Case:
     kv = Units("kv", draw(st.sampled_from((1, 2, 3, 12))), shared=True)
     vocab = draw(st.integers(1, 30))
     tensors = [Tensor("embed", (vocab, 5), "vocab"), Tensor("head", (vocab, 3), "vocab", in_out=False)]
-    model = [draw(rules(f"t{i}", heads, kv, layer=0, experts=experts)) for i in range(draw(st.integers(1, 4)))]
-    one = draw(rules("w", heads, kv, layer=0, expert=0))
+    model = [draw(rules(f"t{i}", heads, kv, experts)) for i in range(draw(st.integers(1, 4)))]
+    one = draw(rules("w", heads, kv, experts, expert=True))
     for layer in range(layers):
-        for t in model:
-            tensors.append(_renamed(t, f"layers.{layer}.{t.name}", layer, None))
+        tensors += [_renamed(t, f"layers.{layer}.{t.name}", layer, None) for t in model]
         tensors += [_renamed(one, f"layers.{layer}.experts.{e}.w", layer, e) for e in range(experts)]
     pair = draw(meshes(layers)), draw(meshes(layers))
     return Case(tuple(tensors), pair, experts, layers, vocab, heads, kv)

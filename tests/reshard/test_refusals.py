@@ -108,8 +108,8 @@ def _overlap(path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
 
 
-def _raw_header(text: bytes) -> Callable[[Path], None]:
-    return lambda path: (path.write_bytes(struct.pack("<Q", len(text)) + text), None)[1]
+def _raw_header(text: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(struct.pack("<Q", len(text)) + text)
 
 
 def _entry(**fields: object) -> Callable[[Path], None]:
@@ -127,10 +127,10 @@ def _lfs(path: Path) -> None:
     )
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (_cut, "ends at byte"),
-    "empty file": (lambda p: p.write_bytes(b"") and None, "0 bytes"),
-    "seven bytes": (lambda p: p.write_bytes(b"1234567") and None, "7 bytes"),
+    "empty file": (lambda p: p.write_bytes(b""), "0 bytes"),
+    "seven bytes": (lambda p: p.write_bytes(b"1234567"), "7 bytes"),
     "header longer than the file": (_header_too_long, "the header claims 1,099,511,627,776 bytes"),
     "header shorter than it is": (_header_too_short, "not valid JSON"),
     "git-lfs pointer": (_lfs, "git lfs pull"),

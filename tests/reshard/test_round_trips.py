@@ -8,7 +8,7 @@ import pytest
 
 from ckpttool.layout.family import family_names
 from tests.helpers.command import reshard
-from tests.helpers.families import MODELS, Model
+from tests.helpers.families import LAYERS, MODELS, Model
 from tests.helpers.tensorfile import Tensors, assert_same, read_all, save_hf
 
 FUSED = {"phi3", "gpt_neox", "gpt2", "gpt2_published"}
@@ -33,8 +33,7 @@ def chain(start: Path, *steps: tuple[object, ...]) -> Path:
 
 def meshes(model: Model) -> list[tuple[object, ...]]:
     """8, then 2 x 2 stages, then 4, each with experts over other ranks."""
-    layers = model.config.get("num_hidden_layers", model.config.get("n_layer"))
-    uneven = ("--pp-out", 2, "--pp-layout", f"{layers - 1},1")
+    uneven = ("--pp-out", 2, "--pp-layout", f"{LAYERS - 1},1")
     if not model.moe:
         return [
             ("--tp-out", 8),

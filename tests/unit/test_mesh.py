@@ -98,7 +98,9 @@ def test_json(mesh: Mesh, layout: list[int]) -> None:
     assert Mesh.from_json(mesh.to_json()) == mesh
 
 
-@pytest.mark.parametrize("data", [{"tp": "2"}, {"tp": 2.5}, {"tp": None}, {"tp": True}, {"x": 1}, {"layout": ["1"]}, {"tp": 0}])
+@pytest.mark.parametrize(
+    "data", [{"tp": "2"}, {"tp": 2.5}, {"tp": None}, {"tp": True}, {"x": 1}, {"layout": ["1"]}, {"tp": 0}]
+)
 def test_json_that_is_no_mesh(data: dict[str, object]) -> None:
     with pytest.raises((TypeError, CkptError)):
         Mesh.from_json(data)
@@ -114,5 +116,5 @@ def test_shares(total: int, ways: int) -> None:
 
 
 def test_text() -> None:
-    assert str(Mesh(tp=8)) == "tp 8"
-    assert str(Mesh(tp=2, pp=2, ep=4, layout=(1, 2))) == "tp 2, pp 2, ep 4, layers 1,2"
+    assert str(Mesh(tp=8, etp=8)) == "tp 8"
+    assert str(Mesh(tp=2, pp=2, ep=4, layout=(1, 2))) == "tp 2, pp 2, ep 4, etp 1, layers 1,2"

@@ -56,7 +56,7 @@ def test_patterns_that_mean_nothing(pattern: str) -> None:
 
 
 def test_a_typo_is_an_error_with_the_nearest_name() -> None:
-    with pytest.raises(UsageError, match="--keep-keys `model.embed_token.weight` matches no tensor") as caught:
+    with pytest.raises(UsageError, match=r"--keep-keys `model\.embed_token\.weight` matches no tensor") as caught:
         matching(["*", "model.embed_token.weight"], NAMES, option="--keep-keys")
     assert "did you mean `model.embed_tokens.weight`?" in caught.value.render()
     assert matching(["lm_*", "re:embed"], NAMES, option="x") == {"lm_head.weight", "model.embed_tokens.weight"}

@@ -60,7 +60,7 @@ SEVERITY = {
     "hole": ERROR,
     "trailing": ERROR,
     "shard-missing": ERROR,
-    "shard-numbering": WARNING,
+    "shard-numbering": ERROR,
     "orphan-shard": WARNING,
     "no-index": WARNING,
     "index-json": ERROR,
@@ -250,7 +250,8 @@ def _check_set(listing: Listing, files: list[_File], result: CheckResult) -> tup
                 listing.path(f.name),
                 "move it away, or write the index anew if it belongs to the checkpoint",
             )
-    _check_duplicates(listing, members, mapped, result)
+    if wanted or len(sets) < 2:
+        _check_duplicates(listing, members, mapped, result)
     if index is not None:
         _check_mapping(listing, members, index, set(missing), result)
     return not missing and not any(f.id == "shard-missing" for f in result.findings), mapped
@@ -280,8 +281,8 @@ def _index(listing: Listing, result: CheckResult) -> _Index | None:
     elif "model.safetensors.index.json" in names:
         names = ["model.safetensors.index.json"]
     if not names:
-        shards = [n for n in listing.safetensors() if NUMBERED.match(n) and not NOT_WEIGHTS.match(n)]
-        if len(shards) > 1:
+        shards = [m for n in listing.safetensors() if (m := NUMBERED.match(n)) and not NOT_WEIGHTS.match(n)]
+        if len(shards) > 1 and len({(m["stem"], m["total"]) for m in shards}) == 1:
             result.add("no-index", f"{len(shards)} shards have no index", listing.root, "`ckpttool reshard` writes one")
         return None
     where = listing.path(names[0])
@@ -308,6 +309,11 @@ def _check_numbers(
     listing: Listing, sets: Mapping[tuple[str, int], set[int]], wanted: Mapping[str, None], result: CheckResult
 ) -> None:
     """Gaps and mixtures in ``stem-00001-of-00004``."""
+    if len(sets) > 1 and not wanted:
+        shown = ", ".join(f"{s}-*-of-{t:05d}" for s, t in sets)
+        text = f"shards of {len(sets)} sets lie in one directory: {shown}"
+        result.add("shard-numbering", text, listing.root, "move all but one set away")
+        return
     for (stem, total), parts in sets.items():
         mine = any((m := NUMBERED.match(n)) and (m["stem"], int(m["total"])) == (stem, total) for n in wanted)
         if wanted and not mine:
@@ -326,10 +332,6 @@ def _check_numbers(
         if beyond:
             text = f"there is a shard {beyond[-1]} of {total}"
             result.add("shard-numbering", text, f"{listing.root}/{stem}-*-of-{total:05d}.safetensors")
-    if len(sets) > 1 and not wanted:
-        shown = ", ".join(f"{s}-*-of-{t:05d}" for s, t in sets)
-        text = f"shards of {len(sets)} sets lie in one directory: {shown}"
-        result.add("shard-numbering", text, listing.root, "move all but one set away")
 
 
 def _check_duplicates(

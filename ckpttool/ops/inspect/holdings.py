@@ -80,8 +80,8 @@ _Pattern = tuple[str, tuple[int, ...], tuple[Held, ...], int]
 
 def layout_of(listing: Listing) -> Layout:
     """Who holds the listed tensors. Raises LayoutError when ranks' tensors cannot be put together."""
-    chosen = {r.name for r in listing.rows}
-    tensors = [t for t in listing.checkpoint().catalog if str(t.key) in chosen]
+    by_name = {str(t.key): t for t in listing.checkpoint().catalog}
+    tensors = [by_name[r.name] for r in listing.rows]
     stored = dict.fromkeys(range(listing.mesh.world), 0)
     for s in listing.stored.tensors:
         stored[s.rank] += s.nbytes

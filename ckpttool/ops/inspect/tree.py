@@ -34,6 +34,11 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
 
+def _join(one: str, other: str) -> str:
+    """Two parts of a name; a tensor whose name ends in a number adds nothing to that."""
+    return f"{one}.{other}" if one and other else one or other
+
+
 class _Leaf(NamedTuple):
     text: str
     dtype: str
@@ -132,14 +137,14 @@ class _Builder:
             if not child.dtype and len(child.children) == 1:
                 # A line with one line below it says nothing by itself.
                 (only,) = child.children
-                only.label = f"{child.label}.{only.label}"
+                only.label = _join(child.label, only.label)
                 only.times *= child.times
                 only.count, only.elements, only.nbytes = child.count, child.elements, child.nbytes
                 flat.append(only)
             elif not child.dtype and all(c.label.startswith("{") or c.label[:1].isdigit() for c in child.children):
                 # `layers` and below it `{0..2}` and `{3..60}`: the numbers belong on the line of the word.
                 for c in child.children:
-                    c.label = f"{child.label}.{c.label}"
+                    c.label = _join(child.label, c.label)
                     c.times, c.count = c.times * child.times, c.count * child.times
                     c.elements, c.nbytes = c.elements * child.times, c.nbytes * child.times
                 flat += child.children
@@ -168,7 +173,7 @@ def lines(root: Node, depth: int | None = None) -> list[Line]:
     out: list[Line] = []
 
     def walk(node: Node, level: int, name: str, times: int) -> None:
-        full = f"{name}.{node.label}" if name else node.label
+        full = _join(name, node.label)
         out.append(Line(level, full, node, times))
         if depth is None or level + 1 < depth:
             for child in node.children:

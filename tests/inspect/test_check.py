@@ -1,0 +1,424 @@
+"""Every identifier of ``inspect --check`` has a checkpoint that is broken in that way, and in no other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from ckpttool.ops.inspect.check import ERROR, INFO, SEVERITY, WARNING
+from tests.helpers.command import ckpttool, reshard
+from tests.helpers.tensorfile import Raw, origin, read, write
+from tests.inspect.models import (
+    CONFIG,
+    FIRST,
+    FP8_CONFIG,
+    INDEX,
+    SECOND,
+    edit_header,
+    edit_json,
+    flip,
+    fp8_llama,
+    header_text,
+    llama,
+    place,
+    replace_header,
+    save_shards,
+)
+
+Break = Callable[[Path], object]
+NORM, HEAD, EMBED = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+RANK0, RANK1 = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
+
+
+# -- sound checkpoints
+
+
+def shards(folder: Path) -> None:
+    save_shards(folder, llama(), CONFIG)
+
+
+def fp8(folder: Path) -> None:
+    save_shards(folder, fp8_llama(), FP8_CONFIG)
+
+
+def ranks(folder: Path) -> None:
+    """Two ranks with replicas, and with padding: the vocabulary is odd."""
+    source = folder.with_name(folder.name + "-source")
+    tensors = {n: t if n not in (EMBED, HEAD) else Raw(t.dtype, t.bits[:31]) for n, t in llama().items()}
+    save_shards(source, tensors, {**CONFIG, "vocab_size": 31})
+    reshard(source, folder, "--to", "ranks", "--tp-out", 2)
+
+
+def foreign(folder: Path) -> None:
+    """The files of two ranks under somebody else's names."""
+    ranks(folder)
+    for r in range(2):
+        old = folder / f"rank-{r:05d}-of-00002.safetensors"
+        edit_header(old, lambda h: h.pop("__metadata__"))
+        old.rename(folder / f"model_rank{r}.safetensors")
+
+
+def proven(folder: Path) -> None:
+    """A checkpoint with a manifest."""
+    source = folder.with_name(folder.name + "-source")
+    save_shards(source, llama(), CONFIG)
+    reshard(source, folder, "--to", "hf", "--manifest", "--max-shard-size", "6kB")
+
+
+BASES = (shards, fp8, ranks, foreign, proven)
+
+
+# -- ways to break them
+
+
+class Case(NamedTuple):
+    base: Callable[[Path], None]
+    broken: Break
+    also: tuple[str, ...] = ()
+    """Findings that come with it by their nature."""
+    values: bool = False
+
+
+def file(name: str, change: Callable[[dict[str, Any]], object], more: bytes = b"") -> Break:
+    """Change a header."""
+    return lambda folder: edit_header(folder / name, change, more=more)
+
+
+def config(**fields: object) -> Break:
+    """Change config.json; None removes a field."""
+
+    def change(data: dict[str, Any]) -> None:
+        for key, value in fields.items():
+            data.pop(key) if value is None else data.update({key: value})
+
+    return lambda folder: edit_json(folder / "config.json", change)
+
+
+def index(change: Callable[[dict[str, Any]], object]) -> Break:
+    return lambda folder: edit_json(folder / INDEX, change)
+
+
+def both(*steps: Break) -> Break:
+    def broken(folder: Path) -> None:
+        for step in steps:
+            step(folder)
+
+    return broken
+
+
+def drop(*names: str) -> Break:
+    """Leave tensors out of files, index and total size."""
+
+    def broken(folder: Path) -> None:
+        total = 0
+        for path in folder.glob("*.safetensors"):
+            left = {n: t for n, t in read(path).items() if n not in names}
+            total += sum(t.bits.nbytes for t in left.values())
+            write(path, left)
+        edit_json(folder / INDEX, lambda d: [d["weight_map"].pop(n) for n in names])
+        edit_json(folder / INDEX, lambda d: d["metadata"].update(total_size=total))
+
+    return broken
+
+
+def put(name: str, raw: Raw, into: str = SECOND) -> Break:
+    """Write a tensor anew in that file; the index follows."""
+
+    def broken(folder: Path) -> None:
+        total = 0
+        for path in folder.glob("*.safetensors"):
+            tensors = read(path)
+            tensors.pop(name, None)
+            if path.name == into:
+                tensors[name] = raw
+            total += sum(t.bits.nbytes for t in tensors.values())
+            write(path, tensors)
+        edit_json(folder / INDEX, lambda d: d["weight_map"].update({name: into}))
+        edit_json(folder / INDEX, lambda d: d["metadata"].update(total_size=total))
+
+    return broken
+
+
+def copy(name: str, new: str, *, rename_only: bool = False) -> Break:
+    def broken(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        if rename_only:
+            (folder / name).unlink()
+        (folder / new).write_bytes(data)
+
+    return broken
+
+
+def stretch(header: dict[str, Any]) -> None:
+    """Move the last tensor 4 bytes back."""
+    last = max((e for n, e in header.items() if n != "__metadata__"), key=lambda e: e["data_offsets"][1])
+    last["data_offsets"] = [n + 4 for n in last["data_offsets"]]
+
+
+def pile(header: dict[str, Any]) -> None:
+    """Put the last tensor where the first one is; what it leaves free is behind the last, and cut off below."""
+    entries = sorted((e for n, e in header.items() if n != "__metadata__"), key=lambda e: e["data_offsets"])
+    first, last = entries[0]["data_offsets"], entries[-1]["data_offsets"]
+    entries[-1]["data_offsets"] = [first[0], first[0] + last[1] - last[0]]
+
+
+def pile_up(folder: Path) -> None:
+    path = folder / SECOND
+    before = {n: e for n, e in json.loads(header_text(path)).items() if n != "__metadata__"}
+    last = max(before.values(), key=lambda e: e["data_offsets"][1])["data_offsets"]
+    edit_header(path, pile)
+    path.write_bytes(path.read_bytes()[: last[0] - last[1]])
+
+
+def twice(folder: Path) -> None:
+    text = header_text(folder / SECOND).decode()
+    entry = json.dumps(json.loads(text)[NORM])
+    replace_header(folder / SECOND, (text.rstrip().removesuffix("}") + f', "{NORM}": {entry}}}').encode())
+
+
+def record(change: Callable[[dict[str, Any]], object], name: str = RANK1) -> Break:
+    """Change what a rank file says about itself."""
+
+    def edit(header: dict[str, Any]) -> None:
+        rec = json.loads(header["__metadata__"]["ckpttool"])
+        change(rec)
+        header["__metadata__"]["ckpttool"] = json.dumps(rec)
+
+    return file(name, edit)
+
+
+def manifest(change: Callable[[dict[str, Any]], object]) -> Break:
+    return lambda folder: edit_json(folder / "ckpttool.manifest.json", change)
+
+
+def forget_tensor(data: dict[str, Any]) -> None:
+    tensors = next(iter(data["tensors"].values()))
+    tensors.pop(next(iter(tensors)))
+
+
+def spoil(name: str, tensor: str, which: int = 0) -> Break:
+    return lambda folder: flip(folder / name, place(folder / name, tensor)[which])
+
+
+def swap(data: dict[str, Any]) -> None:
+    data["weight_map"][NORM] = FIRST
+
+
+def scale(value: float) -> Raw:
+    return Raw("F32", np.full((2, 3), np.float32(value).view(np.uint32), np.uint32))
+
+
+def no_scales(folder: Path) -> None:
+    """FP8 that was cast and not quantised."""
+    both(drop(*(n for n in fp8_llama() if n.endswith("_scale_inv"))), config(quantization_config=None))(folder)
+
+
+CASES: dict[str, Case] = {
+    "unreadable": Case(shards, lambda _: None),  # the test makes opening fail
+    "header-length": Case(shards, lambda f: (f / SECOND).write_bytes(b"\xff" * 7 + (f / SECOND).read_bytes()[7:])),
+    "header-utf8": Case(
+        shards, lambda f: replace_header(f / SECOND, header_text(f / SECOND).replace(b"norm", b"n\xffrm"))
+    ),
+    "header-json": Case(shards, lambda f: replace_header(f / SECOND, header_text(f / SECOND)[:-1])),
+    "duplicate-key": Case(shards, twice),
+    "metadata": Case(shards, file(SECOND, lambda h: h.update(__metadata__={"format": 1}))),
+    "entry": Case(shards, file(SECOND, lambda h: h.update(x=5))),
+    "dtype": Case(shards, file(SECOND, lambda h: h[NORM].update(dtype="F7"))),
+    "shape": Case(shards, file(SECOND, lambda h: h[NORM].update(shape=[-16]))),
+    "offsets": Case(shards, file(SECOND, lambda h: h[NORM]["data_offsets"].reverse())),
+    "size": Case(shards, file(SECOND, lambda h: h[NORM].update(shape=[15]))),
+    "truncated": Case(shards, lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-3])),
+    "overlap": Case(shards, pile_up),
+    "hole": Case(shards, file(SECOND, stretch, b"\0\0\0\0")),
+    "trailing": Case(shards, file(SECOND, lambda _: None, b"\0\0\0\0")),
+    "shard-missing": Case(shards, lambda f: (f / SECOND).unlink()),
+    "shard-numbering": Case(
+        shards, both(lambda f: (f / INDEX).unlink(), copy(SECOND, "model-00003-of-00003.safetensors"))
+    ),
+    "orphan-shard": Case(shards, copy(SECOND, "model-00001-of-00003.safetensors")),
+    "no-index": Case(shards, lambda f: (f / INDEX).unlink()),
+    "index-json": Case(shards, lambda f: (f / INDEX).write_text("{")),
+    "index-shard": Case(shards, index(swap)),
+    "index-missing": Case(shards, index(lambda d: d["weight_map"].update(gone=SECOND))),
+    "index-extra": Case(shards, index(lambda d: d["weight_map"].pop(NORM))),
+    "total-size": Case(shards, index(lambda d: d["metadata"].update(total_size=5))),
+    "duplicate-tensor": Case(shards, lambda f: write(f / FIRST, {**read(f / FIRST), NORM: origin(99, "BF16", (16,))})),
+    "format": Case(shards, lambda f: [p.rename(p.with_suffix(".bin")) for p in f.glob("*.safetensors*")]),
+    "corrupt": Case(ranks, file(RANK1, lambda h: h["__metadata__"].update(ckpttool="{"))),
+    "incomplete": Case(ranks, lambda f: (f / RANK1).unlink()),
+    "conflict": Case(ranks, record(lambda r: r["mesh"].update(tp=3))),
+    "layout": Case(foreign, config(architectures=["Unknown"], model_type="unknown"), ("config-architecture",)),
+    "unsupported": Case(ranks, record(lambda r: r.update(version=2))),
+    "scale-missing": Case(fp8, drop(DOWN + "_scale_inv")),
+    "scale-orphan": Case(fp8, drop(DOWN)),
+    "scale-shape": Case(fp8, put(DOWN + "_scale_inv", Raw("F32", scale(1).bits[:, :2]))),
+    "scale-shard": Case(fp8, put(DOWN + "_scale_inv", scale(1), FIRST)),
+    "unscaled": Case(fp8, no_scales),
+    "config-json": Case(shards, lambda f: (f / "config.json").write_text("[")),
+    "config-missing": Case(shards, lambda f: (f / "config.json").unlink()),
+    "config-architecture": Case(shards, config(architectures=["Unknown"], model_type="unknown")),
+    "config-layers": Case(shards, config(num_hidden_layers=3)),
+    "config-extra-layers": Case(shards, config(num_hidden_layers=1)),
+    "config-vocab": Case(shards, config(vocab_size=40)),
+    "config-vocab-padding": Case(shards, config(vocab_size=20)),
+    "config-tie": Case(shards, drop(HEAD)),
+    "config-tied-copy": Case(shards, config(tie_word_embeddings=True)),
+    "manifest-json": Case(proven, manifest(lambda d: d.update(version=2))),
+    "manifest-file": Case(proven, manifest(lambda d: d["files"].update(gone=5))),
+    "manifest-size": Case(proven, lambda f: (f / "config.json").write_bytes((f / "config.json").read_bytes() + b"\n")),
+    "manifest-tensor": Case(proven, manifest(forget_tensor)),
+    "manifest-checksum": Case(proven, lambda f: flip(next(f.glob("model-00002-*")), -1)),
+    "replica": Case(ranks, spoil(RANK1, NORM), values=True),
+    "padding": Case(ranks, spoil(RANK1, EMBED, 1), values=True),
+    "scale-value": Case(fp8, put(DOWN + "_scale_inv", scale(-0.0)), values=True),
+    "tied-differ": Case(shards, config(tie_word_embeddings=True), ("config-tied-copy",), values=True),
+}
+
+
+def findings(folder: Path, *options: object) -> tuple[int, list[dict[str, Any]]]:
+    done = ckpttool("inspect", folder, "--check", "--json", *options)
+    answer = json.loads(done.out)
+    assert answer["schema"] == "ckpttool.inspect/1"
+    assert answer["ok"] == (done.code == 0)
+    return done.code, answer["findings"]
+
+
+def test_every_identifier_has_a_case() -> None:
+    assert CASES.keys() == SEVERITY.keys()
+    assert set(SEVERITY.values()) == {ERROR, WARNING, INFO}
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda b: b.__name__)
+def test_nothing_is_found_in_a_sound_checkpoint(base: Callable[[Path], None], tmp_path: Path) -> None:
+    base(tmp_path / "model")
+    assert findings(tmp_path / "model", "--values") == (0, [])
+
+
+@pytest.mark.parametrize("id_", CASES)
+def test_finds_what_was_broken_and_nothing_else(id_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[id_]
+    folder = tmp_path / "model"
+    case.base(folder)
+    case.broken(folder)
+    if id_ == "unreadable":
+        deny(monkeypatch, folder / SECOND)
+    code, found = findings(folder, *(["--values"] if case.values else []))
+    assert {f["id"] for f in found} == {id_, *case.also}, found
+    assert {f["severity"] for f in found if f["id"] == id_} == {SEVERITY[id_]}
+    assert code == (3 if SEVERITY[id_] == ERROR else 0)
+    assert all(f["text"] for f in found)
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Opening this file fails, as it does for a user without permission (root has all)."""
+    real = Path.open
+
+    def opened(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", opened)
+
+
+VALUES = [id_ for id_, case in CASES.items() if case.values]
+
+
+@pytest.mark.parametrize("id_", VALUES)
+def test_values_are_only_read_when_asked(id_: str, tmp_path: Path) -> None:
+    case = CASES[id_]
+    case.base(tmp_path / "model")
+    case.broken(tmp_path / "model")
+    _, found = findings(tmp_path / "model")
+    assert {f["id"] for f in found} == set(case.also)
+
+
+def test_lists_the_problems_of_every_file(tmp_path: Path) -> None:
+    shards(tmp_path)
+    edit_header(tmp_path / FIRST, lambda h: h[EMBED].update(dtype="F7"))
+    edit_header(tmp_path / SECOND, lambda h: [h[NORM].update(shape=[15]), h[HEAD].update(dtype="X")], more=b"\0")
+    edit_json(tmp_path / INDEX, swap)
+    code, found = findings(tmp_path)
+    assert code == 3
+    assert {(f["id"], Path(f["where"]).name) for f in found} >= {("dtype", FIRST), ("dtype", SECOND), ("size", SECOND)}
+    assert sum(f["id"] == "dtype" for f in found) == 2
+
+
+def total_with(tmp_path: Path, tensors: dict[str, Raw], total: Callable[[int], int]) -> str:
+    """What is said about a total size that was counted wrong."""
+    save_shards(tmp_path, tensors, CONFIG)
+    edit_json(tmp_path / INDEX, lambda d: d["metadata"].update(total_size=total(d["metadata"]["total_size"])))
+    _, found = findings(tmp_path)
+    (text,) = [str(f["text"]) for f in found if f["id"] == "total-size"]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "total", "words"),
+    [
+        ("F8_E5M2", lambda n: n - 256, "F8_E5M2 was counted as nothing"),
+        ("BOOL", lambda n: n - 256 + 32, "BOOL was counted as one bit"),
+        ("F8_E4M3", lambda n: n + 256, "as before they were quantised"),
+        ("F8_E4M3", lambda n: n - 256, "FP8 tensors were left out"),
+        ("F8_E4M3", lambda n: (n - 256) // 2 + 256, "number of elements"),
+    ],
+)
+def test_explains_known_wrong_totals(tmp_path: Path, dtype: str, total: Callable[[int], int], words: str) -> None:
+    tensors = {**llama(), "model.layers.0.self_attn.o_proj.weight": origin(7, dtype, (16, 16))}
+    assert words in total_with(tmp_path, tensors, total)
+
+
+def test_explains_a_total_of_files(tmp_path: Path) -> None:
+    save_shards(tmp_path, llama(), CONFIG)
+    size = sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
+    assert "headers included" in total_with(tmp_path, llama(), lambda _: size)
+
+
+def test_says_what_was_checked(tmp_path: Path) -> None:
+    proven(tmp_path / "model")
+    done = ckpttool("inspect", tmp_path / "model", "--check")
+    files = len(list((tmp_path / "model").glob("*.safetensors")))
+    assert done.code == 0
+    assert done.out.splitlines()[-1] == f"checked {files} files, 21 tensors, 21 checksums"
+
+
+def test_text_names_severity_place_and_identifier(tmp_path: Path) -> None:
+    shards(tmp_path)
+    edit_header(tmp_path / SECOND, lambda h: h[NORM].update(dtype="F7"))
+    done = ckpttool("inspect", tmp_path, "--check")
+    assert done.code == 3
+    lines = done.out.splitlines()
+    assert lines[0] == f"error: tensor `{NORM}` has the unknown dtype `F7` [dtype]"
+    assert lines[1] == f"  --> {tmp_path / SECOND}"
+
+
+def test_a_checked_source_must_exist(tmp_path: Path) -> None:
+    done = ckpttool("inspect", tmp_path / "gone", "--check")
+    assert done.code == 2
+    assert "does not exist" in done.err
+
+
+def test_a_single_file_is_checked_alone(tmp_path: Path) -> None:
+    shards(tmp_path)
+    (tmp_path / FIRST).write_bytes(b"broken")
+    write(tmp_path / "alone.safetensors", llama())
+    assert findings(tmp_path / "alone.safetensors") == (0, [])
+
+
+def test_mxfp4_scales_are_paired(tmp_path: Path) -> None:
+    """gpt-oss: blocks and scales, without `.weight` in their names."""
+    blocks = {
+        "model.layers.0.mlp.experts.gate_up_proj_blocks": origin(1, "U8", (2, 8, 1, 16)),
+        "model.layers.0.mlp.experts.gate_up_proj_scales": origin(2, "U8", (2, 8, 1)),
+    }
+    write(tmp_path / "good" / "model.safetensors", blocks)
+    blocks["model.layers.0.mlp.experts.gate_up_proj_scales"] = origin(2, "U8", (2, 8, 2))
+    write(tmp_path / "bad" / "model.safetensors", blocks)
+    assert [f["id"] for f in findings(tmp_path / "good")[1]] == ["config-missing"]
+    assert [f["id"] for f in findings(tmp_path / "bad")[1]] == ["config-missing", "scale-shape"]

@@ -1,0 +1,189 @@
+"""``inspect --diff``: equal however sharded and named, and every kind of difference told apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.command import ckpttool, reshard
+from tests.helpers.tensorfile import Raw, Tensors, origin, save_hf
+from tests.inspect.models import CONFIG, edit_json, flip, llama, place
+
+NORM, HEAD, EMBED = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def diff(left: Path, right: Path, *options: object) -> tuple[int, dict[str, Any]]:
+    done = ckpttool("inspect", left, "--diff", right, "--json", *options)
+    answer: dict[str, Any] = json.loads(done.out)
+    assert answer["schema"] == "ckpttool.inspect/1"
+    assert answer["equal"] == (done.code == 0)
+    return done.code, answer
+
+
+def told(answer: dict[str, Any]) -> set[tuple[str, str]]:
+    """(kind of difference, tensor) of everything that differs."""
+    kinds = {(k, n) for k in ("only_left", "only_right") for n in answer[k]}
+    return kinds | {(k, e["name"]) for k in ("shapes", "dtypes", "elements") for e in answer[k]}
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model in several forms."""
+    root = tmp_path_factory.mktemp("forms")
+    out = {"hf": save_hf(root / "hf", llama(), CONFIG)}
+    for name, options in {
+        "tp2": ["--to", "ranks", "--tp-out", 2],
+        "tp4pp2": ["--to", "ranks", "--tp-out", 4, "--pp-out", 2],
+        "fused": ["--to", "ranks", "--tp-out", 2, "--fuse"],
+        "vllm": ["--to", "vllm", "--tp-out", 2],
+    }.items():
+        out[name] = root / name
+        reshard(out["hf"], out[name], *options)
+    return out
+
+
+@pytest.mark.parametrize("left", ["hf", "tp2", "tp4pp2", "fused", "vllm"])
+@pytest.mark.parametrize("right", ["hf", "tp2", "fused", "vllm"])
+def test_all_forms_of_a_model_are_equal(forms: dict[str, Path], left: str, right: str) -> None:
+    code, answer = diff(forms[left], forms[right], "--values")
+    assert (code, told(answer)) == (0, set())
+    assert answer["values"] is True
+    if {left, right} & {"hf", "tp2", "tp4pp2"}:
+        assert answer["compared"] == 21  # under the published names, nothing fused
+
+
+def test_a_real_tp8_checkpoint_equals_its_tp2_and_whole_forms(tmp_path: Path) -> None:
+    source = FIXTURES / "llama_tp8"
+    reshard(source, tmp_path / "tp2", "--tp-out", 2)
+    reshard(source, tmp_path / "hf", "--to", "hf")
+    for left, right in ((source, tmp_path / "tp2"), (tmp_path / "tp2", tmp_path / "hf"), (tmp_path / "hf", source)):
+        code, answer = diff(left, right, "--values")
+        assert (code, told(answer)) == (0, set())
+
+
+def test_files_of_another_program_without_config_are_equal(tmp_path: Path) -> None:
+    """DeepSeek's own converter, its own names, no config.json; it leaves out the prediction layer."""
+    published, native = FIXTURES / "deepseek_v3", FIXTURES / "deepseek_v3_mp2"
+    code, answer = diff(published, native, "--values")
+    assert code == 3
+    assert {k for k, _ in told(answer)} == {"only_left"}
+    assert all(".61." in n for _, n in told(answer))
+    assert diff(native, published, "--values")[1]["only_right"] == answer["only_left"]
+    assert diff(published, native, "--values", "--filter", "re:^(?!.*[.]61[.])")[0] == 0
+
+
+@pytest.mark.parametrize("form", ["hf", "tp2", "vllm"])
+def test_one_wrong_bit_is_found(forms: dict[str, Path], form: str, tmp_path: Path) -> None:
+    model = llama()
+    q = "model.layers.1.self_attn.q_proj.weight"
+    model[q].bits[9, 5] ^= np.uint16(1)
+    other = save_hf(tmp_path / "other", model, CONFIG)
+    assert diff(forms[form], other)[0] == 0  # names, dtypes and shapes only
+    code, answer = diff(forms[form], other, "--values")
+    assert code == 3
+    if form != "vllm":
+        assert told(answer) == {("elements", q)}
+        (found,) = answer["elements"]
+        assert (found["different"], found["of"], found["first"]) == (1, 256, [9, 5])
+    else:
+        assert len(answer["elements"]) == 1
+
+
+def test_tells_kinds_of_difference_apart(tmp_path: Path) -> None:
+    left = save_hf(tmp_path / "left", llama(), CONFIG)
+    model: Tensors = {n: t for n, t in llama().items() if n != NORM}
+    model["extra.weight"] = origin(50, "BF16", (3,))
+    model[HEAD] = origin(51, "F16", (32, 16))
+    model[EMBED] = origin(52, "BF16", (16, 32))
+    right = save_hf(tmp_path / "right", model, CONFIG)
+    code, answer = diff(left, right, "--values")
+    assert code == 3
+    expected = {("only_left", NORM), ("only_right", "extra.weight"), ("dtypes", HEAD), ("shapes", EMBED)}
+    assert told(answer) == expected
+    assert answer["dtypes"] == [{"name": HEAD, "left": "BF16", "right": "F16"}]
+    assert answer["shapes"] == [{"name": EMBED, "left": "[32, 16]", "right": "[16, 32]"}]
+    assert told(diff(left, right, "--filter", "lm_head*")[1]) == {("dtypes", HEAD)}
+
+
+def floats(values: list[float], dtype: str = "F32") -> Raw:
+    data = np.asarray(values, np.float32)
+    return Raw(dtype, data.view(np.uint32) if dtype == "F32" else (data.view(np.uint32) >> 16).astype(np.uint16))
+
+
+def test_tolerance(tmp_path: Path) -> None:
+    left = save_hf(tmp_path / "left", {"a": floats([1, 2, 3, np.nan, np.inf])})
+    right = save_hf(tmp_path / "right", {"a": floats([1.001, 2, 3.3, np.nan, np.inf])})
+    code, answer = diff(left, right, "--values")
+    assert code == 3
+    assert answer["elements"][0]["different"] == 2
+    assert answer["elements"][0]["max_abs"] == pytest.approx(0.3, rel=1e-3)
+    assert diff(left, right, "--atol", 0.4)[0] == 0
+    assert diff(left, right, "--rtol", 0.1)[0] == 0
+    code, answer = diff(left, right, "--atol", 0.01)
+    assert (code, answer["elements"][0]["different"], answer["elements"][0]["first"]) == (3, 1, [2])
+    assert answer["tolerance"] == {"atol": 0.01, "rtol": 0.0}
+    other = save_hf(tmp_path / "other", {"a": floats([1, 2, 3, 4, np.inf])})
+    assert diff(left, other, "--atol", 100)[1]["elements"][0]["max_abs"] == "nan"
+
+
+def test_a_tolerance_forgives_the_dtype_and_nothing_else(tmp_path: Path) -> None:
+    left = save_hf(tmp_path / "left", {"a": floats([1, 2.5, -3])})
+    right = save_hf(tmp_path / "right", {"a": floats([1, 2.5, -3], "BF16")})
+    assert diff(left, right)[0] == 3
+    code, answer = diff(left, right, "--atol", 0)
+    assert code == 0
+    assert told(answer) == {("dtypes", "a")}
+
+
+def test_zero_and_minus_zero_differ_bit_for_bit_only(tmp_path: Path) -> None:
+    left = save_hf(tmp_path / "left", {"a": floats([0.0, 1])})
+    right = save_hf(tmp_path / "right", {"a": floats([-0.0, 1])})
+    assert diff(left, right, "--values")[0] == 3
+    assert diff(left, right, "--atol", 0)[0] == 0
+
+
+def test_tied_embeddings_are_equal_stored_once_or_twice(tmp_path: Path) -> None:
+    config = {**CONFIG, "tie_word_embeddings": True}
+    model = llama()
+    once = save_hf(tmp_path / "once", {n: t for n, t in model.items() if n != HEAD}, config)
+    twice = save_hf(tmp_path / "twice", {**model, HEAD: model[EMBED]}, config)
+    assert diff(once, twice, "--values")[0] == 0
+    assert diff(twice, once, "--values")[0] == 0
+    assert diff(once, once, "--values")[0] == 0
+    flip(twice / "model.safetensors", place(twice / "model.safetensors", HEAD)[0])
+    assert told(diff(once, twice, "--values")[1]) == {("elements", HEAD)}
+    edit_json(twice / "config.json", lambda c: c.update(tie_word_embeddings=False))
+    assert diff(once, twice)[0] == 0
+
+
+def test_packed_elements_are_compared_as_bytes(tmp_path: Path) -> None:
+    def packed(value: int) -> Path:
+        """Four bytes that hold eight elements of four bits."""
+        folder = save_hf(tmp_path / str(value), {"a": Raw("U8", np.asarray([1, 2, 3, value], np.uint8))})
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes().replace(b'"U8", "shape": [4]', b'"F4", "shape": [8]'))
+        return folder
+
+    assert diff(packed(4), packed(4), "--values")[0] == 0
+    assert told(diff(packed(4), packed(5), "--values")[1]) == {("elements", "a")}
+
+
+def test_text(forms: dict[str, Path], tmp_path: Path) -> None:
+    done = ckpttool("inspect", forms["hf"], "--diff", forms["tp2"], "--values")
+    assert (done.code, done.out) == (0, "equal: 21 tensors by names, dtypes, shapes and every element\n")
+    other = save_hf(tmp_path / "other", {n: t for n, t in llama().items() if n != NORM}, CONFIG)
+    done = ckpttool("inspect", forms["hf"], "--diff", other)
+    assert done.code == 3
+    assert done.out.splitlines() == ["difference\tname\twhat", f"only in SRC\t{NORM}\t"]
+    assert "different: 20 tensors compared" in done.err
+
+
+def test_a_missing_other_is_a_usage_error(forms: dict[str, Path], tmp_path: Path) -> None:
+    done = ckpttool("inspect", forms["hf"], "--diff", tmp_path / "gone")
+    assert done.code == 2
+    assert "does not exist" in done.err
