@@ -49,14 +49,14 @@ class Checkpoint:
     @property
     def ops(self) -> tuple[Op, ...]:
         """Statements that lead from Hugging Face names to the names of this checkpoint."""
-        return naming_ops(self.family, self.stored.naming, self.stored.fused)
+        return naming_ops(self.family, self.stored.naming, self.stored.fused, self.mesh)
 
 
-def naming_ops(family: Family, naming: str, fused: str) -> tuple[Op, ...]:
+def naming_ops(family: Family, naming: str, fused: str, mesh: Mesh) -> tuple[Op, ...]:
     """The statements of a naming, plus all fusions of the family when ``fused`` is "fuse" or "unfuse"."""
     if family.name == "none" and naming in ("hf", ""):
         return ()
-    ops = list(family.ops(naming or "hf"))
+    ops = list(family.ops(naming or "hf", staged=mesh.pp > 1))
     if fused:
         apart = fused == "unfuse"
         for name in family.spec.fusions:
@@ -107,7 +107,7 @@ def assemble(
         assembler = Assembler(
             stored.files,
             family.with_whole(stored.whole),
-            naming_ops(family, stored.naming, stored.fused),
+            naming_ops(family, stored.naming, stored.fused, stored.mesh),
             Cutting(stored.mesh, family.sizes, optional=family.guards(), pad_vocab=habits.pad_vocab),
             stored.config,
             habits.local_layers,
@@ -118,7 +118,7 @@ def assemble(
             e.where = (*e.where, f"while reading {root} as {stored.format} ({stored.mesh})")
             raise
         notes += assembler.notes
-    tied = bool(stored.config.get("tie_word_embeddings"))
+    tied = family.tied
     names = {k.name for k in catalog.tensors}
     if tied and "lm_head.weight" not in names and "model.embed_tokens.weight" in names:
         catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}

@@ -194,9 +194,11 @@ def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[st
         names = present
     if not names:
         raise IncompleteError(
-            "there are no safetensors files here",
+            "there are no model weights here",
             where=str(listing.root),
-            hint="give the directory that holds the .safetensors files",
+            hint=f"{others[0]} is no model's weights by its name; give its path to read it all the same"
+            if (others := listing.safetensors())
+            else "give the directory that holds the .safetensors files",
         )
     return names, None, notes
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import lcm, prod
 from pathlib import Path
 from typing import Any
@@ -122,25 +122,29 @@ class Ranks:
 
     def _foreign(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         found, said_by_names, shown = _find(listing, options)
-        mesh, notes = _infer(len(found), said_by_names, options, listing.root, shown)
-        names: dict[int, str] = {}
-        if options.said() and "rank" in found[0][0] and {c["rank"] for c, _ in found} == set(range(1, mesh.world + 1)):
+        ranks = {tuple(c.items()) for c, _, _ in found}
+        mesh, notes = _infer(len(ranks), said_by_names, options, listing.root, shown)
+        if options.said() and {c.get("rank") for c, _, _ in found} == set(range(1, mesh.world + 1)):
             notes.append("the ranks are numbered from 1")
-            found = [({**c, "rank": c["rank"] - 1}, n) for c, n in found]
-        for coords, name in found:
+            found = [({**c, "rank": c["rank"] - 1}, p, n) for c, p, n in found]
+        names: dict[int, dict[int, str]] = {}
+        for coords, part, name in found:
             rank = coords["rank"] if "rank" in coords else mesh.rank_of(**coords)
-            if rank in names:
+            other = names.setdefault(rank, {}).setdefault(part, name)
+            if other != name:
                 raise ConflictError(
-                    f"two files are rank {rank}: {names[rank]} and {name}",
+                    f"two files are rank {rank}: {other} and {name}",
                     where=str(listing.root),
-                    hint="put every varying number of the names in --rank-pattern: {tp}, {pp}, {ep}, {etp} or {rank}",
+                    hint="put every varying number of the names in --rank-pattern:"
+                    " {tp}, {pp}, {ep}, {etp}, {rank}, or {part} for files of one rank",
                 )
-            names[rank] = name
-        if not any("rank" in c for c, _ in found) and len(names) < mesh.world:
-            names = _spread(found, mesh)
+        if "rank" not in found[0][0] and len(names) < mesh.world:
+            names = _spread(found[0][0], names, mesh)
         contiguous_ranks(names, mesh.world, listing.root, shown)
-        files, tensors, metadata = read_files(listing, [(names[r], r) for r in range(mesh.world)])
-        carried, more = companions(listing, names.values())
+        files, tensors, metadata = read_files(
+            listing, [(names[r][p], r) for r in range(mesh.world) for p in sorted(names[r])]
+        )
+        carried, more = companions(listing, [n for parts in names.values() for n in parts.values()])
         return StoredCheckpoint(
             self.name,
             listing.root,
@@ -287,8 +291,10 @@ def rank_regex(pattern: str) -> str:
     return "".join(out)
 
 
-def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, int], str]], dict[str, int], str]:
-    """(coordinates, file) of every rank file, the sizes that the coordinates imply, and the pattern for messages."""
+def _find(
+    listing: Listing, options: ReadOptions
+) -> tuple[list[tuple[dict[str, int], int, str]], dict[str, int], str]:
+    """(coordinates, part, file) of all rank files, the sizes that the coordinates imply, the pattern for messages."""
     if options.rank_pattern:
         patterns = [rank_regex(options.rank_pattern)]
         shown = options.rank_pattern
@@ -301,18 +307,16 @@ def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, 
         patterns, shown, names = list(_COMMON), "*rank*.safetensors", list(listing.names)
     for pattern in patterns:
         rx = re.compile(pattern + r"\Z")
-        hits = [
-            ({k: int(v) for k, v in m.groupdict().items() if v is not None}, n)
-            for n in sorted(names)
-            if (m := rx.match(n))
-        ]
+        hits = []
+        for n in sorted(names):
+            if m := rx.match(n):
+                coords = {k: int(v) for k, v in m.groupdict().items() if v is not None}
+                hits.append((coords, coords.pop("part", 0), n))
         if hits:
-            sizes: dict[str, int] = {
-                k: 1 + max(c.get(k, 0) for c, _ in hits) for k in ("tp", "pp", "ep", "etp") if k in hits[0][0]
-            }
+            sizes = {k: 1 + max(c.get(k, 0) for c, _, _ in hits) for k in ("tp", "pp", "ep", "etp") if k in hits[0][0]}
             return hits, sizes, shown
     if options.said() and not options.rank_pattern and (numbered := _numbered(listing)):
-        return [({"rank": r}, n) for r, n in numbered.items()], {}, "*{rank}*.safetensors"
+        return [({"rank": r}, 0, n) for r, n in numbered.items()], {}, "*{rank}*.safetensors"
     raise IncompleteError(
         f"no file matches the rank pattern `{shown}`",
         where=str(listing.root),
@@ -355,13 +359,9 @@ def _infer(count: int, named: dict[str, int], options: ReadOptions, root: Path, 
     return mesh, notes
 
 
-def _spread(found: list[tuple[dict[str, int], str]], mesh: Mesh) -> dict[int, str]:
-    """One file per coordinate that the names have; ranks that differ only in others would have the same file."""
-    by = {tuple(sorted(c.items())): n for c, n in found}
-    out = {}
-    fields = [k for k in found[0][0] if k != "part"]
-    for c in mesh.all_coords():
-        name = by.get(tuple(sorted((k, getattr(c, k)) for k in fields)))
-        if name is not None:
-            out[c.rank] = name
-    return out
+def _spread(fields: Iterable[str], names: Mapping[int, dict[int, str]], mesh: Mesh) -> dict[int, dict[int, str]]:
+    """The files of ranks that differ only in coordinates that the file names do not have."""
+    kept = sorted(fields)
+    by = {tuple(getattr(mesh.coords(r), k) for k in kept): files for r, files in names.items()}
+    seats = {c.rank: tuple(getattr(c, k) for k in kept) for c in mesh.all_coords()}
+    return {rank: by[seat] for rank, seat in seats.items() if seat in by}

@@ -5,6 +5,7 @@ Imported formats only; adding one is adding its module here.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
@@ -49,8 +50,19 @@ def detect(listing: Listing) -> Format:
     raise UnsupportedError(
         "no checkpoint format is recognised here",
         where=[str(listing.root), f"files: {shown or 'none'}"],
-        hint="give the directory that holds the weight files; formats: " + ", ".join(FORMATS),
+        hint=_below(listing) or "give the directory that holds the weight files; formats: " + ", ".join(FORMATS),
     )
+
+
+def _below(listing: Listing) -> str:
+    """A hint when the weights lie in subdirectories, which may be one rank each."""
+    found = "" if listing.single else next((str(p) for p in sorted(listing.root.glob("*/*.safetensors"))), "")
+    if not found:
+        return ""
+    folder, name = Path(found).parent, Path(found).name
+    pattern = re.sub(r"\d+(?=\D*\Z)", "{rank}", folder.name)
+    rank = f"; when each directory is a rank: --rank-pattern '{pattern}/{name}'" if pattern != folder.name else ""
+    return f"there are weights in {folder}{rank}"
 
 
 def choose(listing: Listing, name: str, options: ReadOptions) -> Format:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ckpttool.catalog import RankTensor
+from ckpttool.catalog import RankTensor, StoredTensor
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import (
     Habits,
@@ -42,8 +43,11 @@ VOCAB_MULTIPLE = 64
 """DEFAULT_VOCAB_PADDING_SIZE."""
 
 _CACHE_SCALES = ("._k_scale", "._v_scale", "._q_scale", "._prob_scale")
-_ATTENTION = re.compile(r"(.*\.(?:self_attn|attn|attention))\.(?:qkv_proj|c_attn|query_key_value)\.weight\Z")
-"""The attention module of a layer, by the one tensor that every kind has."""
+_ATTENTION = (
+    (re.compile(r"(.*)\.(?:qkv_proj|c_attn|query_key_value)\.weight\Z"), "attn"),
+    (re.compile(r"(.*)\.kv_b_proj\.weight\Z"), "mla_attn.mla_attn"),
+)
+"""(the one tensor that every attention module of a kind has, where that kind keeps its cache)."""
 
 
 class VLLM:
@@ -74,12 +78,10 @@ class VLLM:
             for _, c in found:
                 c["rank"] = c["pp"] * sizes["tp"] + c["tp"]
         check_mesh("its rank files", sizes, options, listing.root)
-        ep = options.ep or 1
-        mesh = Mesh(sizes["tp"], sizes["pp"], ep, options.etp or (1 if ep > 1 else sizes["tp"]), options.layout)
         parts: dict[int, dict[int, str]] = {}
         for n, c in found:
             parts.setdefault(c["rank"], {})[c["part"]] = n
-        contiguous_ranks(parts, mesh.world, listing.root, "model-rank-*-part-*.safetensors")
+        contiguous_ranks(parts, sizes["tp"] * sizes["pp"], listing.root, "model-rank-*-part-*.safetensors")
         for r, have in parts.items():
             gap = next((i for i in range(len(have)) if i not in have), None)
             if gap is not None:
@@ -88,10 +90,17 @@ class VLLM:
             listing, [(parts[r][p], r) for r in sorted(parts) for p in sorted(parts[r])]
         )
         carried, notes = companions(listing, [n for n, _ in found])
+        # Before 0.24 the stacked experts were not a module of their own.
+        tensors = [t._replace(name=re.sub(r"\.experts\.(w13_|w2_)", r".experts.routed_experts.\1", t.name)) for t in tensors]
         scales = sum(t.name.endswith(_CACHE_SCALES) for t in tensors)
         if scales:
             tensors = [t for t in tensors if not t.name.endswith(_CACHE_SCALES)]
             notes.append(f"{scales} scales of vLLM's attention cache are left out: they belong to its runtime")
+        config = listing.json("config.json")
+        ep = options.ep or _expert_ranks(tensors, config, sizes["tp"])
+        if ep > 1 and options.ep is None:
+            notes.append(f"ep {ep}: the ranks hold whole experts")
+        mesh = Mesh(sizes["tp"], sizes["pp"], ep, options.etp or (1 if ep > 1 else sizes["tp"]), options.layout)
         return StoredCheckpoint(
             self.name,
             listing.root,
@@ -99,7 +108,7 @@ class VLLM:
             tensors,
             mesh,
             naming="vllm",
-            config=listing.json("config.json"),
+            config=config,
             companions=carried,
             notes=notes,
             metadata=metadata[0] if metadata else {},
@@ -136,10 +145,18 @@ class VLLM:
         return skeleton
 
 
+def _expert_ranks(tensors: Sequence[StoredTensor], config: Mapping[str, Any], tp: int) -> int:
+    """Expert-parallel ranks, which nothing records: the ranks' experts are counted and compared with the config's."""
+    stacked = {t.rank: t.shape[0] for t in tensors if t.name.endswith(".w13_weight") and t.shape}
+    fields = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    total = next((config[f] for f in fields if isinstance(config.get(f), int)), None)
+    return tp if tp > 1 and stacked and total and max(stacked.values()) < total else 1
+
+
 def _cache_scales(tensors: Sequence[RankTensor]) -> bytes:
     """A safetensors file with the cache scales of a rank's attention layers, or b"" when it has none."""
-    layers = dict.fromkeys(m[1] for t in tensors if (m := _ATTENTION.match(t.name)))
-    names = [f"{layer}.attn{s}" for layer in layers for s in _CACHE_SCALES]
+    caches = [f"{m[1]}.{inner}" for t in tensors for regex, inner in _ATTENTION if (m := regex.match(t.name))]
+    names = [cache + s for cache in dict.fromkeys(caches) for s in _CACHE_SCALES]
     if not names:
         return b""
     header, _, size = layout_file([(n, "F32", ()) for n in names], None)

@@ -44,11 +44,13 @@ def cannot_cut(name: str, shape: Sequence[int], rule_place: str, why: Uneven, wa
     )
 
 
-def no_rule(names: Iterable[str], family: Family) -> LayoutError:
+def no_rule(names: Iterable[str], family: Family, config: Mapping[str, Any]) -> LayoutError:
     """The error that lists tensors without a rule, one line per name template."""
     templates = sorted({split_numbers(n)[0].replace("#", "{n}") for n in names})
     shown = templates[:12] + ([f"... and {len(templates) - 12} more"] if len(templates) > 12 else [])
-    origin = f"family `{family.name}`" if family.name != "none" else "no family (config.json names none that is known)"
+    origin = f"family `{family.name}`"
+    if family.name == "none":
+        origin = f"no family ({'config.json names none that is known' if config else 'there is no config.json'})"
     first = templates[0].replace("{n}", "*")
     return LayoutError(
         f"no layout rule names {len(templates)} kind{'s' if len(templates) > 1 else ''} of tensor",
@@ -82,7 +84,7 @@ class Assembler:
         weights = {n: w for n in named if (w := weight_of(n, named)) is not None}
         missing = [n for n in named if n not in known and n not in weights]
         if missing:
-            raise no_rule(missing, self.family)
+            raise no_rule(missing, self.family, self.config)
         tensors: dict[str, LogicalTensor] = {}
         for name, group in named.items():
             if name not in weights:
@@ -151,6 +153,13 @@ class Assembler:
                     per_rank = {self._coords[t.rank].ep: t.shape[0] for t in group if t.shape}
                     experts = sum(per_rank.values()) if len(per_rank) == mesh.ep else self.family.size("experts") or 0
                 shape = global_shape(rule, first.shape, experts, self.cutting, bias=bias)
+                expected = self.family.size("experts")
+                if rule.grouped and expected and shape and shape[0] != expected:
+                    raise ConflictError(
+                        f"tensor `{name}` holds {shape[0]} experts in all, config.json says {expected}",
+                        where=[str(self.files[first.file].path), rule.place],
+                        hint="check --ep of the source: the ranks may each hold a share of the experts",
+                    )
                 base = shape
                 if rule.verb == "vocab" and cutting.pad_vocab and shape:
                     # How far the writer padded is in the files; formats and versions differ.

@@ -35,6 +35,8 @@ class SizeSpec(_Strict):
     """Where a size comes from: the first config field that is there, else the default."""
 
     fields: list[str] = Field(alias="from")
+    plus: list[str] = []
+    """Config fields that are added to it."""
     default: int | str | None = None
     """A number, or the name of another size."""
     shared: bool = False
@@ -65,6 +67,11 @@ class OpSpec(_Strict):
     """Layers numbered from this size on do not exist in this naming (MTP)."""
     tie: dict[str, str] | None = None
     """name: owner. With tie_word_embeddings this naming stores a copy of the owner under the name."""
+    tie_as: dict[str, str] | None = None
+    """name: owner. With tie_word_embeddings this naming stores the owner under the name; with pipeline stages, where
+    the first and the last one need it, under both."""
+    only_for: list[str] = []
+    """Model types for which the statement holds; [] is all."""
 
 
 class LayersSpec(_Strict):
@@ -80,6 +87,8 @@ class FamilySpec(_Strict):
     model_types: list[str] = []
     architectures: list[str] = []
     orientation: str = "out_in"
+    tied: bool = False
+    """What tie_word_embeddings means when the config does not have it."""
     sizes: dict[str, SizeSpec | str | list[str]] = {}
     first: dict[str, str] = {}
     layers: LayersSpec
@@ -189,6 +198,8 @@ class Family:
     """Elements of one scale of FP8 weights, from the config."""
     tied: bool = False
     """tie_word_embeddings of the config."""
+    model_type: str = ""
+    """Of the config."""
     overrides: tuple[tuple[re.Pattern[str], Rule], ...] = ()
     """From --replicate and --split; before every rule of the file."""
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
@@ -200,8 +211,8 @@ class Family:
     def name(self) -> str:
         return self.spec.family
 
-    def ops(self, naming: str) -> tuple[Op, ...]:
-        """The statements that lead from the Hugging Face naming to ``naming``."""
+    def ops(self, naming: str, *, staged: bool = False) -> tuple[Op, ...]:
+        """The statements that lead from the Hugging Face naming to ``naming``; ``staged``: over pipeline stages."""
         if naming == "hf":
             return ()
         if naming not in self.spec.namings:
@@ -213,6 +224,8 @@ class Family:
             )
         out: list[Op] = []
         for spec in self.spec.namings[naming]:
+            if spec.only_for and self.model_type not in spec.only_for:
+                continue
             if spec.rename is not None:
                 out.append(Rename(tuple(spec.rename.items())))
             elif spec.fuse is not None:
@@ -225,6 +238,9 @@ class Family:
                 out.append(DropLayers(spec.drop_layers_from))
             elif spec.tie is not None:
                 out += [Tie(n, owner) for n, owner in spec.tie.items()]
+            elif spec.tie_as is not None and self.tied:
+                pairs = tuple(spec.tie_as.items())
+                out += [Tie(n, owner) for n, owner in pairs] if staged else [Rename(tuple((o, n) for n, o in pairs))]
         return tuple(out)
 
     def fusion(self, name: str) -> Fuse:
@@ -232,6 +248,10 @@ class Family:
             raise LayoutError(f"`{name}` is not in the fusions of family `{self.name}`", where=self.origin)
         spec = self.spec.fusions[name]
         return Fuse(name, spec.whole, tuple(spec.parts), tuple(spec.units or [""] * len(spec.parts)), spec.groups)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(rule.expert for _, rule, _, _ in self._rules)
 
     def publishes_fused(self, name: str) -> bool:
         """Whether the published checkpoints hold the whole of this fusion, which is then what the rules name."""
@@ -435,7 +455,8 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
     family = Family(spec, path.name)
     family.sizes = read_sizes(spec, config)
     family.block = config_block(config)
-    family.tied = bool(config.get("tie_word_embeddings"))
+    family.tied = bool(config.get("tie_word_embeddings", spec.tied))
+    family.model_type = str(config.get("model_type", ""))
     family._rules = _compile(spec, path.name)
     family._by_name = any(has_literal_number(p) for p in _patterns(spec))
     return family
@@ -469,6 +490,11 @@ def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule,
     return out
 
 
+def _number(places: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    """The first whole number under this field."""
+    return next((p[key] for p in places if type(p.get(key)) is int), None)
+
+
 def read_sizes(spec: FamilySpec, config: Mapping[str, Any]) -> dict[str, Size]:
     """Sizes from a config; a size without field or default is left out, and an error only if a rule needs it."""
     text = config.get("text_config")
@@ -479,14 +505,12 @@ def read_sizes(spec: FamilySpec, config: Mapping[str, Any]) -> dict[str, Size]:
             raw = SizeSpec.model_validate({"from": [raw]})
         elif isinstance(raw, list):
             raw = SizeSpec.model_validate({"from": raw})
-        value = None
-        for key in raw.fields:
-            for place in places:
-                if value is None and isinstance(place.get(key), int) and not isinstance(place.get(key), bool):
-                    value = place[key]
+        found = (_number(places, key) for key in raw.fields)
+        value: int | str | None = next((n for n in found if n is not None), None)
         if value is None:
             value = out[raw.default].value if isinstance(raw.default, str) and raw.default in out else raw.default
         if isinstance(value, int):
+            value += sum(_number(places, key) or 0 for key in raw.plus)
             if value < 1:
                 continue
             out[name] = Size(value, raw.shared)

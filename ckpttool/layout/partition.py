@@ -88,7 +88,7 @@ class Partitioner:
             else:
                 placed.append((t, place, base, blocks))
         if missing:
-            raise no_rule(missing, self.family)
+            raise no_rule(missing, self.family, self.config)
         stages = self._stages(t.name for t in tensors)
         experts = self.family.size("experts") or 1 + max((p.expert or 0 for _, p, _, _ in placed), default=0)
         if experts % mesh.ep and not self.cutting.ragged_experts and any(p.expert is not None for _, p, _, _ in placed):

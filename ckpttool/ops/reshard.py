@@ -123,6 +123,11 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
             hint="leave it away, or use --to ranks",
         )
     family = source.family
+    for name in ("ep", "etp"):
+        if (getattr(target, name) or 1) > 1 and family.name != "none" and not family.has_experts:
+            raise UsageError(
+                f"--{name}-out {getattr(target, name)} makes no sense: models of family `{family.name}` have no experts"
+            )
     habits = writer.habits
     fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
     naming = writer.naming()
@@ -130,7 +135,7 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
         naming, fused = source.stored.naming, fused or source.stored.fused
     views, removed = _select(identity(source.catalog), selection, notes)
     before = source.ops
-    after = naming_ops(family, naming, fused)
+    after = naming_ops(family, naming, fused, mesh)
     if before != after:
         canonical = apply_ops(views, inverse(before), family, before)
         views = apply_ops(canonical, after, family)

@@ -44,7 +44,7 @@ def show_inspect(
     elif isinstance(answer, Drawn):
         show_layout(answer.listing, answer.layout, svg=answer.question.svg, as_json=as_json)
     elif isinstance(answer, Measured):
-        show_values(answer.listing, answer.values, as_json=as_json)
+        show_values(answer, as_json=as_json)
     elif isinstance(answer, Shown):
         show_slices(answer.listing, answer.slices, as_json=as_json)
     else:
@@ -250,8 +250,9 @@ def _plain_number(value: float | None) -> float | str | None:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def show_values(listing: Listing, values: Sequence[Values], *, as_json: bool) -> None:
+def show_values(answer: Measured, *, as_json: bool) -> None:
     """Statistics, histograms and checksums."""
+    listing, values, question = answer.listing, answer.values, answer.question
     if as_json:
         found = []
         for v in values:
@@ -277,15 +278,14 @@ def show_values(listing: Listing, values: Sequence[Values], *, as_json: bool) ->
             found.append(entry)
         dump({**_head(listing, "values"), "list": found}, entries=len(found))
         return
-    if any(v.stats is not None or v.digest is not None for v in values):
-        _values_table(values)
-    if any(v.histogram is not None for v in values):
+    if question.stats or question.digest:
+        _values_table(values, stats=question.stats, digests=question.digest)
+    if question.histogram:
         for v in values:
             _bars(v)
 
 
-def _values_table(values: Sequence[Values]) -> None:
-    stats, digests = (any(v.stats is not None for v in values), any(v.digest is not None for v in values))
+def _values_table(values: Sequence[Values], *, stats: bool, digests: bool) -> None:
     header = ["name", "dtype", "shape"]
     if stats:
         header += ["min", "max", "mean", "std", "amax", "nan", "inf", "zeros", "saturated"]

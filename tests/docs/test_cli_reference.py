@@ -76,7 +76,7 @@ def prose(text: str) -> str:
 
 def unknown_options(commands: list[tuple[str, object]], text: str) -> set[str]:
     """Options between backticks that no command accepts."""
-    known = {option for _, command in commands for option in options(command)} | {"--help"}
+    known = {option for _, command in commands for option in options(command)} | {"--help", "-h"}
     spans = (span for span in SPAN.findall(prose(text)) if span.startswith(("-", "ckpttool ")))
     return {option for span in spans for option in OPTION.findall(span)} - known - FOREIGN_OPTIONS
 

@@ -66,7 +66,7 @@ def test_a_real_tp8_checkpoint_equals_its_tp2_and_whole_forms(tmp_path: Path) ->
         assert (code, told(answer)) == (0, set())
 
 
-def test_files_of_another_program_without_config_are_equal(tmp_path: Path) -> None:
+def test_files_of_another_program_without_config_are_equal() -> None:
     """DeepSeek's own converter, its own names, no config.json; it leaves out the prediction layer."""
     published, native = FIXTURES / "deepseek_v3", FIXTURES / "deepseek_v3_mp2"
     code, answer = diff(published, native, "--values")

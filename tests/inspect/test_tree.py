@@ -66,7 +66,9 @@ def test_what_differs_is_not_collapsed() -> None:
 
 def test_order_of_the_tensors_does_not_matter() -> None:
     names = ["a.0.w", "a.0.b", "a.1.b", "a.1.w", "c"]
-    assert leaves(collapse(rows(*names))) == leaves(collapse(rows(*reversed(names)))) == ["a.{0..1}.b", "a.{0..1}.w", "c"]
+    assert (
+        leaves(collapse(rows(*names))) == leaves(collapse(rows(*reversed(names)))) == ["a.{0..1}.b", "a.{0..1}.w", "c"]
+    )
 
 
 def test_names_that_would_break_lines_are_escaped() -> None:

@@ -417,6 +417,21 @@ def test_ranks_numbered_from_one(pattern: str, tmp_path: Path, dst: Path) -> Non
     assert "error: " in refused(tmp_path / "src", tmp_path / "x", "--to", "hf", "--tp", 4, *options)
 
 
+def test_several_files_of_one_rank(tmp_path: Path, dst: Path) -> None:
+    for rank in range(2):
+        names = sorted(held(LLAMA, Grid(tp=2), rank))
+        for part, some in enumerate((names[::2], names[1::2])):
+            mine = {n: held(LLAMA, Grid(tp=2), rank)[n] for n in some}
+            write(tmp_path / "src" / f"tp{rank}" / f"model-{part:05d}-of-00002.safetensors", mine)
+    (tmp_path / "src" / "config.json").write_text(json.dumps(LLAMA.config), encoding="utf-8")
+    pattern = "tp{tp}/model-{part}-of-*.safetensors"
+    reshard(tmp_path / "src", dst, "-q", "--to", "hf", "--rank-pattern", pattern)
+    assert_same(read_all(dst), LLAMA.tensors())
+    error = refused(tmp_path / "src", tmp_path / "no", "--to", "hf", "--rank-pattern", pattern.replace("{part}", "*"))
+    assert "two files are rank 0" in error
+    assert "{part}" in error
+
+
 def test_padding_with_copies_of_the_last_row(tmp_path: Path, dst: Path) -> None:
     """As Megatron's converter pads."""
     for rank in range(2):

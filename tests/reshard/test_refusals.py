@@ -385,7 +385,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], Path], tuple[object, ...], tupl
     "two sizes of mp": (_mixed_mp, (), ("mp 1, 2", "--tp")),
     "part of a rank missing": (_vllm_part_missing, (), ("part 1 of rank 1 is missing",)),
     "index leaves the directory": (_index_leaves_the_directory, (), ("../model.safetensors",)),
-    "no config": (_no_config, ("--tp-out", 2), ("no layout rule names", "--family")),
+    "no config": (_no_config, ("--tp-out", 2), ("there is no config.json", "no layout rule names", "--family")),
     "config is not json": (_broken_config, (), ("config.json is not valid JSON",)),
     "tensor without a rule": (
         _no_rule,
@@ -441,6 +441,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], int, tuple[str, ...]]] = {
     "hf in ranks": (("--to", "hf", "--tp-out", 2), 2, ("--tp-out 2 makes no sense", "--to ranks")),
     "deepseek with ep": (("--to", "deepseek", "--tp-out", 2, "--ep-out", 4), 2, ("--ep-out 4",)),
     "no deepseek names": (("--to", "deepseek", "--tp-out", 2), 1, ("no deepseek naming",)),
+    "experts of a dense model": (("--tp-out", 2, "--ep-out", 4), 2, ("--ep-out 4", "no experts")),
     "rank out of range": (("--tp-out", 2, "--ranks-out", "0,2"), 2, ("rank 2", "ranks 0 to 1")),
     "ranks are no numbers": (("--tp-out", 2, "--ranks-out", "a-b"), 2, ("not a list of numbers",)),
     "ranks backwards": (("--tp-out", 2, "--ranks-out", "1-0"), 2, ("--ranks-out",)),
@@ -538,6 +539,13 @@ def test_source_that_is_not_there(tmp_path: Path) -> None:
 def test_source_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no checkpoint format is recognised" in refused(tmp_path / "empty", tmp_path / "dst")
+    (tmp_path / "dirs" / "mp_rank_00").mkdir(parents=True)
+    (hf(tmp_path) / "model.safetensors").rename(tmp_path / "dirs" / "mp_rank_00" / "model.safetensors")
+    error = refused(tmp_path / "dirs", tmp_path / "dst")
+    assert "--rank-pattern 'mp_rank_{rank}/model.safetensors'" in error
+    adapter = tmp_path / "dirs" / "mp_rank_00" / "model.safetensors"
+    adapter.rename(adapter.with_name("adapter_model.safetensors"))
+    assert "adapter_model.safetensors is no model's weights" in refused(adapter.parent, tmp_path / "dst")
     (tmp_path / "notes.txt").write_text("not a checkpoint", encoding="utf-8")
     assert "no checkpoint format is recognised" in refused(tmp_path / "notes.txt", tmp_path / "dst")
 
