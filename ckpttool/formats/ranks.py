@@ -313,7 +313,8 @@ def _find(
                 coords = {k: int(v) for k, v in m.groupdict().items() if v is not None}
                 hits.append((coords, coords.pop("part", 0), n))
         if hits:
-            sizes = {k: 1 + max(c.get(k, 0) for c, _, _ in hits) for k in ("tp", "pp", "ep", "etp") if k in hits[0][0]}
+            named = [k for k in hits[0][0] if k != "rank"]
+            sizes = {k: 1 + max(c.get(k, 0) for c, _, _ in hits) for k in named}
             return hits, sizes, shown
     if options.said() and not options.rank_pattern and (numbered := _numbered(listing)):
         return [({"rank": r}, 0, n) for r, n in numbered.items()], {}, "*{rank}*.safetensors"

@@ -1,7 +1,7 @@
 """All human, TSV and JSON output of results, and progress. The only place that imports rich.
 
     text.py       sizes, tables, TSV, JSON; what a terminal gets and what a pipe gets
-    progress.py   a bar on a terminal, a line for each finished file elsewhere
+    bars.py       a bar on a terminal, a line for each finished file elsewhere
     reshard.py    plans and results of reshard
     inspect.py    what inspect found
     layout.py     who holds what, drawn with characters
@@ -10,8 +10,8 @@
 stdout carries data, stderr messages and progress.
 """
 
+from ckpttool.report.bars import progress
 from ckpttool.report.inspect import show_inspect
-from ckpttool.report.progress import progress
 from ckpttool.report.reshard import show_plan, show_reshard
 
 __all__ = ["progress", "show_inspect", "show_plan", "show_reshard"]

@@ -75,7 +75,7 @@ def _strip(held: tuple[Held, ...], axis: int) -> list[str]:
     if sum(widths) + len(widths) > WIDEST:
         width = max(len(f"{a}:{b}") for a, b, _ in parts)
         return [
-            f"axis {axis} {f'{a}:{b}':>{width}}  {_holders(h.ranks)}" for (a, b, _), h in zip(parts, held, strict=True)
+            f"axis {axis}  {f'{a}:{b}':>{width}}  {_holders(h.ranks)}" for (a, b, _), h in zip(parts, held, strict=True)
         ]
     head = f"axis {axis}  "
     bar = "|" + "|".join(label.center(w) for (_, _, label), w in zip(parts, widths, strict=True)) + "|"
@@ -91,7 +91,8 @@ def _grid(edges: list[list[int]], cells: dict[tuple[int, ...], tuple[int, ...]],
     corner = f"axis {axes[0]} \\ {axes[1]}"
     first = max(len(corner), *(len(r) for r in rows))
     widths = [max(len(c), *(len(line[j]) for line in body)) + 2 for j, c in enumerate(columns)]
-    out = [corner.ljust(first) + "  " + " ".join(c.center(w) for c, w in zip(columns, widths, strict=True))]
+    head = corner.ljust(first) + "  " + " ".join(c.center(w) for c, w in zip(columns, widths, strict=True))
+    out = [head.rstrip()]
     for label, line in zip(rows, body, strict=True):
         out.append(label.rjust(first) + " |" + "|".join(c.center(w) for c, w in zip(line, widths, strict=True)) + "|")
     return out

@@ -17,6 +17,8 @@ H, A, K, D = 48, 8, 2, 10
 V, POSITIONS = 259, 40
 I, M, S, E = 64, 16, 32, 6  # noqa: E741
 """Widths of the MLP, of an expert and of the shared experts; number of experts."""
+LATENT, NOPE, ROPE, VALUE = 12, 16, 16, 16
+"""Of latent attention: the common latent, and a head's parts."""
 LAYERS = 3
 LAYER = "model.layers.{}."
 
@@ -64,14 +66,14 @@ def _attention(at: str, *, bias: tuple[str, ...] = (), norms: bool = False, kv: 
 
 
 def _latent(at: str, *, lora: int, indexer: bool = False) -> Entries:
-    parts: dict[str, Shape] = {"q_proj": (A * 16, H)}
+    parts: dict[str, Shape] = {"q_proj": (A * (NOPE + ROPE), H)}
     if lora:
-        parts = {"q_a_proj": (lora, H), "q_a_layernorm": (lora,), "q_b_proj": (A * 16, lora)}
+        parts = {"q_a_proj": (lora, H), "q_a_layernorm": (lora,), "q_b_proj": (A * (NOPE + ROPE), lora)}
     parts |= {
-        "kv_a_proj_with_mqa": (20, H),
-        "kv_a_layernorm": (12,),
-        "kv_b_proj": (A * 32, 12),
-        "o_proj": (H, A * 16),
+        "kv_a_proj_with_mqa": (LATENT + ROPE, H),
+        "kv_a_layernorm": (LATENT,),
+        "kv_b_proj": (A * (NOPE + VALUE), LATENT),
+        "o_proj": (H, A * VALUE),
     }
     yield from _weights(at + "self_attn.", parts)
     if indexer:
@@ -248,6 +250,10 @@ def _deepseek(version: str, *, fp8: bool = False) -> Model:
         n_shared_experts=2,
         first_k_dense_replace=1,
         q_lora_rank=lora or None,
+        kv_lora_rank=LATENT,
+        qk_nope_head_dim=NOPE,
+        qk_rope_head_dim=ROPE,
+        v_head_dim=VALUE,
         num_nextn_predict_layers=int(version != "v2"),
     )
     dtypes = {"e_score_correction_bias": "F32", "indexer.k_norm.weight": "F32", "indexer.k_norm.bias": "F32"}

@@ -169,7 +169,7 @@ def tiny_model(variant: str, *, dtype: str = "float32", **overrides: Any) -> Any
             if tensor.is_floating_point():
                 values = torch.randn(tensor.shape, generator=generator)
                 norm = tensor.dim() == 1 and name.endswith("weight")  # every other weight has two axes or more
-                centre = 1.0 if norm else 0.0
+                centre = 1.0 if norm and "gemma" not in variant else 0.0  # Gemma adds 1 itself
                 tensor.copy_(centre + 0.15 * values)
     return model.to(getattr(torch, dtype)).eval()
 

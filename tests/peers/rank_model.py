@@ -133,7 +133,9 @@ def load_by_hand(job: Job, ranks: Ranks, world: int, config: Any) -> nn.Module:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         new = state.pop(name.replace("lm_head.", "embed_out.") if config.model_type == "gpt_neox" else name)
-        if not resized and ".experts." not in name and new.shape != old.shape:
+        # Configs give shared experts the width of the routed ones, which need not be cut as often.
+        free = resized or ".experts." in name or ".shared_experts." in name
+        if not free and new.shape != old.shape:
             raise ValueError(f"{name} is {list(new.shape)}, the rank's model has {list(old.shape)}")
         parent = model.get_submodule(name.rpartition(".")[0])
         value = nn.Parameter(new) if isinstance(old, nn.Parameter) else new

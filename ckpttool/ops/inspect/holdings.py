@@ -114,6 +114,8 @@ def _raw_pattern(tensor: LogicalTensor) -> tuple[object, ...]:
 def _pattern(tensor: LogicalTensor) -> _Pattern:
     owners: dict[Box, set[int]] = {}
     for p in (*tensor.pieces, *tensor.replicas):
+        if not p.box.volume:
+            continue  # of an empty tensor
         owners.setdefault(p.box, set()).add(p.stored.rank)
     held = merge([Held(box, tuple(sorted(ranks))) for box, ranks in owners.items()])
     return (tensor.dtype, tensor.shape, tuple(held), sum(p.local.volume for p in tensor.pads))

@@ -1,0 +1,72 @@
+"""Sizes, tables and JSON: aligned for a terminal, tab-separated for a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from ckpttool.report import text
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (999, "999 bytes"),
+        (1000, "1,000 bytes (1.00 kB)"),
+        (1024, "1,024 bytes (1.02 kB, 1.00 KiB)"),
+        (688574839360, "688,574,839,360 bytes (688.57 GB, 641.29 GiB)"),
+        (10**15, "1,000,000,000,000,000 bytes (1.00 PB, 909.49 TiB)"),
+    ],
+)
+def test_sizes(n: int, expected: str) -> None:
+    assert text.size(n) == expected
+
+
+def test_small_formats() -> None:
+    assert text.short(5) == "5 bytes"
+    assert text.short(1500) == "1.50 kB"
+    assert text.count(1, "file") == "1 file"
+    assert text.count(1000, "file") == "1,000 files"
+    assert text.count(2, "box", "boxes") == "2 boxes"
+    assert text.shape((2, 3)) == "[2, 3]"
+    assert text.shape(()) == "[]"
+    assert text.ranks([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert text.plain("a\tb\nc") == "a\\tb\\nc"
+
+
+def test_table_off_a_terminal_is_tsv(capsys: pytest.CaptureFixture[str]) -> None:
+    text.table(("name", "n"), [("a", 1000), ("b, c", "-")])
+    assert capsys.readouterr().out == "name\tn\na\t1000\nb, c\t-\n"
+
+
+def test_table_on_a_terminal_is_aligned(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "on_terminal", lambda: True)
+    text.table(("name", "n", "x"), [("a", 1000, "1.5"), ("long", 2, "-")], right=(2,))
+    assert capsys.readouterr().out == "name      n    x\na     1,000  1.5\nlong      2    -\n"
+
+
+def test_long_json_is_compact(capsys: pytest.CaptureFixture[str]) -> None:
+    text.dump({"a": [1, 2]}, entries=5)
+    assert "\n" in capsys.readouterr().out.rstrip("\n")
+    text.dump({"a": ["ü"]}, entries=5000)
+    out = capsys.readouterr().out
+    assert out == '{"a":["ü"]}\n'
+    assert json.loads(out) == {"a": ["ü"]}
+
+
+def test_json_refuses_nan() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        text.dump({"a": float("nan")})
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    text.write("ü\ud800\n")
+    sys.stdout.flush()
+    assert raw.getvalue() == b"\\xfc\\ud800\n"
