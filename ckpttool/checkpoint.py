@@ -99,9 +99,12 @@ def assemble(
     if options.replicate or options.split:
         family = family.with_overrides(options.replicate, options.split)
     habits = by_name(stored.format, "--from").habits
+    published = stored.naming == "hf"
+    if published and stored.recorded is None:
+        stored.naming = family.hf_naming(t.name for t in stored.tensors)
     if stored.recorded is not None:
         catalog = stored.recorded
-    elif stored.mesh.world == 1 and stored.naming == "hf":
+    elif stored.mesh.world == 1 and published:
         catalog = whole_catalog(stored.files, stored.tensors)
     else:
         assembler = Assembler(

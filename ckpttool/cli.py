@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from ckpttool import __version__
 from ckpttool.errors import CkptError, UsageError
@@ -16,9 +17,34 @@ if TYPE_CHECKING:
     from ckpttool.checkpoint import OpenOptions
     from ckpttool.execute import RunOptions
 
+
+class _Commands(TyperGroup):
+    """Ends every command alike: an expected failure is one clear error and an exit code, never a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except CkptError as e:
+            sys.stderr.write(e.render() + "\n")
+            raise typer.Exit(e.exit_code) from None
+        except KeyboardInterrupt as e:
+            sys.stderr.write(f"{str(e) or 'interrupted'}\n")  # says how to go on when something was finished
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            # The reader of our output is gone (`| head`); that is no failure. Keep Python from writing to it at exit.
+            import os
+
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+
 app = typer.Typer(
     name="ckpttool",
-    help="Reshard, convert, inspect and merge checkpoints of large models, on one plain node, in bounded memory.",
+    cls=_Commands,
+    help="Reshard, convert and inspect checkpoints of large models, on one plain node, in bounded memory.",
     rich_markup_mode=None,  # rich costs more than the whole rest of --help
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -176,7 +202,7 @@ def _app(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Reshard, convert, inspect and merge checkpoints of large models, on one plain node, in bounded memory."""
+    """Reshard, convert and inspect checkpoints of large models, on one plain node, in bounded memory."""
 
 
 def parse_size(text: str, option: str) -> int:
@@ -378,21 +404,8 @@ def inspect(
 
 
 def main() -> NoReturn:
-    """Run the command line; expected failures print one clear error and set the exit code."""
+    """Run the command line."""
     # A plan is a million small objects without a cycle; collecting them costs a third of planning and frees nothing.
     gc.disable()
-    try:
-        app(standalone_mode=True)
-    except CkptError as e:
-        sys.stderr.write(e.render() + "\n")
-        sys.exit(e.exit_code)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output is gone (`| head`); that is no failure. Keep Python from writing to it at exit.
-        import os
-
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    app()
     sys.exit(0)

@@ -17,10 +17,24 @@ from math import prod
 from typing import NamedTuple
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor
-from ckpttool.errors import ConflictError, IncompleteError, LayoutError
+from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, is_bias
-from ckpttool.layout.family import DropLayers, Family, Fuse, Op, Rename, Stack, Tie
+from ckpttool.layout.family import (
+    Drop,
+    DropLayers,
+    Family,
+    Fuse,
+    Hold,
+    Op,
+    Refuse,
+    Rename,
+    Squeeze,
+    Stack,
+    Tie,
+    Transpose,
+    matches,
+)
 from ckpttool.layout.names import Renamer, expand, pattern_regex
 from ckpttool.layout.rules import Rule, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
@@ -304,8 +318,16 @@ def apply_ops(views: Views, ops: Sequence[Op], family: Family, before: Sequence[
             views = _tie(views, op, family)
         elif isinstance(op, DropLayers):
             views = _drop_layers(views, op, family)
+        elif isinstance(op, Drop):
+            views = _drop(views, op)
         elif isinstance(op, Fuse):
             views = (_take_apart if op.apart else _fuse)(views, op, family, tuple(done))
+        elif isinstance(op, Transpose | Squeeze):
+            views = _reshape(views, op)
+        elif isinstance(op, Refuse):
+            _refuse(views, op, family)
+        elif isinstance(op, Hold):
+            pass  # says how the ranks hold them, and changes nothing about what they are
         elif op.apart:
             views = _unstack_all(views, op)
         else:
@@ -361,6 +383,41 @@ def _drop_layers(views: Views, op: DropLayers, family: Family) -> Views:
             " the target has no multi-token-prediction layer"
         )
     return Views(kept, views.notes)
+
+
+def _drop(views: Views, op: Drop) -> Views:
+    kept = {n: v for n, v in views.table.items() if not matches(op.patterns, n)}
+    if dropped := [v for n, v in views.table.items() if n not in kept]:
+        size = sum(v.nbytes for v in dropped)
+        views.notes.append(
+            f"{len(dropped)} tensors ({size:,} bytes) are left out, which the target does not store:"
+            f" {dropped[0].name}" + (", ..." if len(dropped) > 1 else "")
+        )
+    return Views(kept, views.notes)
+
+
+def _reshape(views: Views, op: Transpose | Squeeze) -> Views:
+    table: dict[str, View] = {}
+    for name, view in views.table.items():
+        if not matches(op.patterns, name):
+            table[name] = view
+        elif isinstance(op, Transpose):
+            axes = range(len(view.shape))
+            table[name] = permute(name, view, (*axes[:-2], axes[-1], axes[-2]))
+        elif op.apart:
+            table[name] = stack(name, [view])
+        elif view.shape[:1] == (1,):
+            table[name] = unstack(name, view, 0)
+        else:
+            raise LayoutError(f"the first axis of `{name}` {list(view.shape)} has not one element")
+    return Views(table, views.notes)
+
+
+def _refuse(views: Views, op: Refuse, family: Family) -> None:
+    for pattern, why in op.pairs:
+        for name in views.table:
+            if matches((pattern,), name):
+                raise UnsupportedError(why, where=[f"tensor `{name}`", family.origin])
 
 
 def _axis_of(view_name: str, ndim: int, family: Family, ops: tuple[Op, ...]) -> int:

@@ -61,7 +61,7 @@ class Arena:
     """All buffers of one worker. Memory is touched, and so counted by the system, only where it is used."""
 
     def __init__(self, nbytes: int) -> None:
-        self.size = max(nbytes, 4096)
+        self.size = max(nbytes // _ALIGN * _ALIGN, 4096)
         self._memory: Bytes = np.empty(self.size + _ALIGN, np.uint8)
         self._base = -self._memory.ctypes.data % _ALIGN
         self._used = 0
@@ -74,7 +74,7 @@ class Arena:
         """A buffer, valid until ``reset``. Raises MemoryError when the arena is too small."""
         start = self._base + self._used
         self._used += -(-nbytes // _ALIGN) * _ALIGN
-        if self._used > self.size + _ALIGN:
+        if self._used > self.size:
             raise MemoryError(f"a block needs {self._used:,} bytes of {self.size:,}")
         self.peak = max(self.peak, self._used)
         return self._memory[start : start + nbytes]

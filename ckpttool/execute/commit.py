@@ -16,7 +16,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckpttool.errors import OutputError
@@ -48,8 +48,11 @@ class Destination:
 
     # -- checks, before anything is written
 
-    def check(self, sources: Iterable[str], roots: Iterable[str], *, force: bool) -> None:
-        """Raises OutputError when DST must not or cannot be written."""
+    def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
+        """Raises OutputError when DST must not or cannot be written.
+
+        It may not hold a source or a companion, nor lie in one of ``roots`` (by default where the sources are).
+        """
         parent = self.path.parent
         if not self.path.name:
             raise OutputError("the destination has no name", where=str(self.given))
@@ -57,7 +60,9 @@ class Destination:
             raise OutputError("the directory that is to hold the destination does not exist", where=str(parent))
         if not os.access(parent, os.W_OK | os.X_OK):
             raise OutputError("the directory that is to hold the destination cannot be written", where=str(parent))
-        self._check_sources(sources, roots)
+        resolved = [os.path.realpath(s) for s in sources]
+        holders = [os.path.realpath(r) for r in roots] or sorted({str(Path(s).parent) for s in resolved})
+        self._check_apart([*resolved, *[os.path.realpath(c) for c in carried]], holders)
         if os.path.lexists(self.path) and not self._is_empty_directory():
             if not force:
                 raise OutputError("the destination exists", where=str(self.given), hint="use --force to replace it")
@@ -67,11 +72,9 @@ class Destination:
                     "the destination holds the current directory and is not replaced", where=str(self.given)
                 )
 
-    def _check_sources(self, sources: Iterable[str], roots: Iterable[str]) -> None:
-        resolved = [os.path.realpath(s) for s in sources]
-        holders = [os.path.realpath(r) for r in roots] or sorted({str(Path(s).parent) for s in resolved})
+    def _check_apart(self, sources: Sequence[str], holders: Sequence[str]) -> None:
         for target in {self.path, self.partial, Path(os.path.realpath(self.path))}:
-            for s in resolved:
+            for s in sources:
                 if Path(s).is_relative_to(target):
                     raise OutputError(
                         "the source lies inside the destination", where=[str(self.given), s], hint="choose another DST"

@@ -13,6 +13,7 @@ DST.partial/ for ``--resume``; wrong input leaves nothing.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import signal
 import threading
@@ -51,7 +52,12 @@ def run(plan: Plan, dst: Path, options: RunOptions | None = None, progress: Prog
     ConflictError when ``resume`` meets the remains of another plan, whatever ``options.verify`` raises, and
     KeyboardInterrupt on Ctrl-C or SIGTERM.
     """
-    return _Run(plan, Path(dst), options or RunOptions(), progress or NoProgress()).go()
+    # A large plan is a million small tuples that stay: the garbage collector need not walk them again and again.
+    gc.freeze()
+    try:
+        return _Run(plan, Path(dst), options or RunOptions(), progress or NoProgress()).go()
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(slots=True)
@@ -111,23 +117,27 @@ class _Run:
         self.threads: list[threading.Thread] = []
         self.sums: dict[str, str] = {}
         self.notes = list(plan.notes)
+        total = plan.bytes_written
+        self.ledger = _Ledger(max(_MIB, min(256 * _MIB, total // 32)), max(4 * _MIB, total // 12))
         self.pending = [0] * len(plan.outputs)
         self.skipped = 0
         self.recorded = 0
         self.shown = 0
         self.unrecorded: list[_Record] = []
+        self.verifying = False
 
     def go(self) -> RunResult:
         began = time.perf_counter()
         carried = [o.carried for o in self.plan.outputs if o.carried]
-        self.destination.check([*self.sources, *carried], self.options.source_roots, force=self.options.force)
+        roots, force = self.options.source_roots, self.options.force
+        self.destination.check(self.sources, roots, force=force, carried=carried)
         self._check_sources()
         self.destination.check_space(self.plan.bytes_written)
         with _signals() as signals, FilePool() as pool:
-            fd, left = self.destination.open(force=self.options.force, resume=self.options.resume)
-            journal = Journal(fd, str(self.destination.partial))
+            journal, finished = self._open()
             try:
-                self._work(journal, pool, self._begin(journal, pool, left=left))
+                self._prepare(pool, finished)
+                self._work(journal, pool, finished)
                 self._finish(pool)
                 signals.hold()
                 self.destination.seal(self._directories())
@@ -176,16 +186,24 @@ class _Run:
 
     # -- prepare
 
-    def _begin(self, journal: Journal, pool: FilePool, *, left: bool) -> Finished:
-        """Make the files, read or start the journal, list the tasks. Returns what was finished before."""
+    def _open(self) -> tuple[Journal, Finished]:
+        """Lock the destination; read or start its journal. What an interrupted run left stays if that fails."""
         self.tasks = deque(schedule(self.plan, chained=self.options.manifest))
-        parts = [p for t in self.tasks for p in t.parts]
+        parts = sum([len(t.parts) for t in self.tasks])
         digest = self.plan.digest()
-        finished = Finished()
-        if left:
-            finished = journal.load(digest, len(parts))
-        else:
-            journal.begin(digest, len(parts))
+        fd, left = self.destination.open(force=self.options.force, resume=self.options.resume)
+        journal = Journal(fd, str(self.destination.partial))
+        try:
+            finished = journal.load(digest, parts) if left else journal.begin(digest, parts)
+        except BaseException:
+            self.destination.close()
+            raise
+        self.recorded = len(finished.parts)
+        return journal, finished
+
+    def _prepare(self, pool: FilePool, finished: Finished) -> None:
+        """Make every file, with its literal bytes, and find out how much there is to do."""
+        parts = [p for t in self.tasks for p in t.parts]
         made = set()
         for i, (output, path) in enumerate(zip(self.plan.outputs, self.paths, strict=True)):
             try:
@@ -203,16 +221,14 @@ class _Run:
         for p in parts:
             for file in p.files:
                 self.pending[file] += 1
+        literal = [o for o, n in zip(self.plan.outputs, self.pending, strict=True) if not n]
         for p in parts:
             if p.number in finished.parts:
                 self.skipped += p.nbytes
                 self._file_progress(p)
-        for file, n in enumerate(self.pending):
-            if not n and not any(file in p.files for p in parts):
-                self.progress.file_done(self.plan.outputs[file].name, self.plan.outputs[file].size)
-        self.recorded = len(finished.parts)
+        for output in literal:
+            self.progress.file_done(output.name, output.size)
         self._show(self.skipped)
-        return finished
 
     def _file_progress(self, part: Part) -> None:
         for file in part.files:
@@ -233,17 +249,15 @@ class _Run:
         self.tasks = deque(self._remaining(self.tasks, finished))
         memory = max(self.options.memory, _SMALLEST_ARENA)
         workers = max(1, min(self.options.workers, memory // _SMALLEST_ARENA, len(self.tasks)))
-        total = self.plan.bytes_written
-        ledger = _Ledger(max(4 * _MIB, min(256 * _MIB, total // 32)), max(16 * _MIB, total // 12))
         for i in range(workers):
             carrier = Carrier(self.sources, self.paths, pool, memory // workers, self.stop)
             self.carriers.append(carrier)
-            thread = threading.Thread(target=self._worker, args=(carrier, ledger), name=f"worker-{i}", daemon=True)
+            thread = threading.Thread(target=self._worker, args=(carrier,), name=f"worker-{i}", daemon=True)
             self.threads.append(thread)
         for thread in self.threads:
             thread.start()
         with ThreadPoolExecutor(1, thread_name_prefix="journal") as recorder:
-            self._watch(journal, pool, ledger, recorder)
+            self._watch(journal, pool, recorder)
 
     def _remaining(self, tasks: Sequence[Task], finished: Finished) -> Iterator[Task]:
         """What is still to do; the checksums of tensors that an earlier run wrote without them, too."""
@@ -257,22 +271,22 @@ class _Run:
                 parts = [p for p in task.parts if p.number not in finished.parts] if done else task.parts
                 yield Task(parts, targets)
 
-    def _worker(self, carrier: Carrier, ledger: _Ledger) -> None:
+    def _worker(self, carrier: Carrier) -> None:
         try:
             while not self.stop.is_set():
                 try:
                     task = self.tasks.popleft()
                 except IndexError:
                     break
-                self._task(task, carrier, ledger)
+                self._task(task, carrier)
         except Stopped:
             pass
         except BaseException as e:  # noqa: BLE001 - raised again by the thread that called run
             self.failures.append(e)
             self.stop.set()
-        ledger.wake.set()
+        self.ledger.wake.set()
 
-    def _task(self, task: Task, carrier: Carrier, ledger: _Ledger) -> None:
+    def _task(self, task: Task, carrier: Carrier) -> None:
         carrier.sums = sums = Sums(task.targets) if task.targets else None
         whole = [p for p in task.parts if p.unit >= 0]
         if whole:
@@ -284,7 +298,7 @@ class _Run:
             carrier.carry(arrange(moves))
             for step in checks:
                 check(step, carrier)
-            self._close(_Record(whole), sums, carrier, ledger, last=True)
+            self._close(_Record(whole), sums, carrier, last=True)
             return
         for i, part in enumerate(task.parts):
             if part.carried >= 0:
@@ -293,11 +307,11 @@ class _Run:
             carrier.carry(part.items)
             for c in part.checks:
                 check(c.step, carrier, c.first)
-            self._close(_Record([part]), sums, carrier, ledger, last=i == len(task.parts) - 1)
+            self._close(_Record([part]), sums, carrier, last=i == len(task.parts) - 1)
         if not task.parts:  # written by an earlier run that made no manifest
-            self._close(_Record([]), sums, carrier, ledger, last=True)
+            self._close(_Record([]), sums, carrier, last=True)
 
-    def _close(self, record: _Record, sums: Sums | None, carrier: Carrier, ledger: _Ledger, *, last: bool) -> None:
+    def _close(self, record: _Record, sums: Sums | None, carrier: Carrier, *, last: bool) -> None:
         """Take the checksums forward to the end of a part, and pass the part on."""
         if sums is not None:
             carrier.arena.reset()
@@ -305,10 +319,11 @@ class _Run:
             sums.part_done(carrier.read_back, buffer)
             if last:
                 record.sums = sums.finish(carrier.read_back, buffer)
-        ledger.post(record, self.stop)
+        self.ledger.post(record, self.stop)
 
-    def _watch(self, journal: Journal, pool: FilePool, ledger: _Ledger, recorder: ThreadPoolExecutor) -> None:
+    def _watch(self, journal: Journal, pool: FilePool, recorder: ThreadPoolExecutor) -> None:
         """Show progress and have finished parts recorded, until the workers have ended."""
+        ledger = self.ledger
         saving: Future[None] | None = None
         shown = recorded = time.monotonic()
         while True:
@@ -331,7 +346,7 @@ class _Run:
             held = sum([p.nbytes for r in self.unrecorded for p in r.parts])
             if saving is None and self.unrecorded and (held >= ledger.batch or now - recorded >= _RECORD_EVERY):
                 records, self.unrecorded = self.unrecorded, []
-                saving = recorder.submit(self._record, journal, pool, records, ledger)
+                saving = recorder.submit(self._record, journal, pool, records)
                 recorded = now
             if not running:
                 break
@@ -340,17 +355,14 @@ class _Run:
         if self.failures:
             raise self.failures[0]
 
-    def _record(
-        self, journal: Journal, pool: FilePool, records: Sequence[_Record], ledger: _Ledger | None = None
-    ) -> None:
+    def _record(self, journal: Journal, pool: FilePool, records: Sequence[_Record]) -> None:
         """Make parts durable, then say so in the journal."""
         parts = [p for r in records for p in r.parts]
         for file in sorted({file for p in parts for file in p.files}):
             pool.sync(self.paths[file])
         journal.append([p.number for p in parts], {k: v for r in records for k, v in r.sums.items()})
         self.recorded += len(parts)
-        if ledger is not None:
-            ledger.saved(sum([p.nbytes for p in parts]))
+        self.ledger.saved(sum([p.nbytes for p in parts]))
 
     # -- finish
 
@@ -363,7 +375,9 @@ class _Run:
         if self.options.manifest:
             self._write_manifest(pool)
         if self.options.verify is not None:
+            self.verifying = True
             self.options.verify(self.destination.partial)
+            self.verifying = False
 
     def _checksums(self) -> list[Checksum]:
         out = []
@@ -407,11 +421,11 @@ class _Run:
         for thread in self.threads:
             thread.join()
         again = not isinstance(error, CkptError) or isinstance(error, OutputError | SourceReadError)
-        if self.options.verify is not None and not self.tasks and not isinstance(error, CkptError | KeyboardInterrupt):
+        if self.verifying and isinstance(error, Exception):
             again = False
         if again:
             with contextlib.suppress(CkptError):
-                self._record(journal, pool, self.unrecorded)
+                self._record(journal, pool, [*self.unrecorded, *self.ledger.take()])
         if not again or not self.recorded:
             self.destination.discard()
             return error

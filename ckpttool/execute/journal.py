@@ -39,14 +39,15 @@ class Journal:
         self._fd = fd
         self._path = path
 
-    def begin(self, digest: str, parts: int) -> None:
-        """Start over."""
+    def begin(self, digest: str, parts: int) -> Finished:
+        """Start over: nothing is finished."""
         line = json.dumps({"journal": VERSION, "plan": digest, "parts": parts})
         try:
             os.ftruncate(self._fd, 0)
             self._write(line)
         except OSError as e:
             raise write_error(e, self._path, 0, 0) from e
+        return Finished()
 
     def load(self, digest: str, parts: int) -> Finished:
         """What was finished. Raises ConflictError when the journal belongs to another plan."""

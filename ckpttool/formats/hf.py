@@ -196,8 +196,8 @@ def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[st
         raise IncompleteError(
             "there are no model weights here",
             where=str(listing.root),
-            hint=f"{others[0]} is no model's weights by its name; give its path to read it all the same"
-            if (others := listing.safetensors())
+            hint=f"{unused[0]} is no model's weights by its name; give its path to read it all the same"
+            if (unused := listing.safetensors())
             else "give the directory that holds the .safetensors files",
         )
     return names, None, notes

@@ -244,6 +244,8 @@ def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array,
 
     NaN equals NaN and an infinity itself; the difference from a NaN is NaN.
     """
+    if left.dtype == right.dtype and np.array_equal(left.view(np.uint8), right.view(np.uint8)):
+        return np.zeros(left.shape, np.bool_), 0.0  # the common case, many times faster
     kind = np.complex128 if "c" in (left.dtype.kind, right.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
         a, b = left.astype(kind), right.astype(kind)

@@ -163,7 +163,15 @@ class Assembler:
                 base = shape
                 if rule.verb == "vocab" and cutting.pad_vocab and shape:
                     # How far the writer padded is in the files; formats and versions differ.
-                    cutting = replace(cutting, vocab_rows=first.shape[cut_axis(rule, len(shape), bias) or 0] * mesh.tp)
+                    rows = first.shape[cut_axis(rule, len(shape), bias) or 0] * mesh.tp
+                    cutting = replace(cutting, vocab_rows=rows)
+                    vocab = self.family.size("vocab") or 0
+                    if rows < vocab:
+                        raise ConflictError(
+                            f"tensor `{name}` has {rows} rows on {mesh.tp} ranks, config.json says {vocab}",
+                            where=[str(self.files[first.file].path), rule.place],
+                            hint="check --tp of the source and vocab_size in config.json",
+                        )
             else:
                 base, unit = blocks[0].shape, blocks[1]
                 shape = tuple(-(-n // b) if b else 1 for n, b in zip(base, unit, strict=True))

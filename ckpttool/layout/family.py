@@ -9,7 +9,7 @@ key with an example.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -63,8 +63,18 @@ class OpSpec(_Strict):
     unfuse: str | None = None
     stack: dict[str, str] | None = None
     """whole pattern: part pattern with {expert}."""
+    transpose: list[str] | None = None
+    """Patterns of tensors whose last two axes are exchanged."""
+    squeeze: list[str] | None = None
+    """Patterns of tensors without their first axis, which has one element."""
+    rules: dict[str, str] | None = None
+    """Pattern: rule, for tensors that this naming's owner holds in another way than the family."""
+    refuse: dict[str, str] | None = None
+    """Pattern: why tensors with such names cannot be brought into this naming."""
     drop_layers_from: str | None = None
     """Layers numbered from this size on do not exist in this naming (MTP)."""
+    drop: list[str] | None = None
+    """Patterns of tensors that do not exist in this naming."""
     tie: dict[str, str] | None = None
     """name: owner. With tie_word_embeddings this naming stores a copy of the owner under the name."""
     tie_as: dict[str, str] | None = None
@@ -95,6 +105,8 @@ class FamilySpec(_Strict):
     last: dict[str, str] = {}
     fusions: dict[str, FusionSpec] = {}
     namings: dict[str, list[OpSpec]] = {}
+    hf_namings: list[str] = []
+    """Namings that checkpoints in the Hugging Face format have too."""
 
 
 class Placement(NamedTuple):
@@ -150,10 +162,46 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Transpose:
+    """The last two axes are exchanged."""
+
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Squeeze:
+    """A first axis of one element is left out (or, with ``apart``, put in)."""
+
+    patterns: tuple[str, ...]
+    apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """From here on these tensors have rules of their own."""
+
+    pairs: tuple[tuple[str, Rule], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """There must be no tensors with such names: (pattern, why)."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DropLayers:
     """Layers from this size on are left out."""
 
     size: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """These tensors are left out."""
+
+    patterns: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +213,11 @@ class Tie:
     apart: bool = False
 
 
-Op = Rename | Fuse | Stack | DropLayers | Tie
+Op = Rename | Fuse | Stack | Transpose | Squeeze | Hold | Refuse | DropLayers | Drop | Tie
+
+
+def matches(patterns: Iterable[str], name: str) -> bool:
+    return any(pattern_regex(p).match(name) for p in patterns)
 
 
 def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
@@ -176,12 +228,14 @@ def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
 
 
 def inverse(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The statements that undo ``ops``. Dropped layers stay dropped."""
+    """The statements that undo ``ops``. What was dropped stays dropped."""
     out: list[Op] = []
     for op in reversed(ops):
         if isinstance(op, Rename):
             out.append(Rename(tuple((b, a) for a, b in op.pairs)))
-        elif isinstance(op, Fuse | Stack | Tie):
+        elif isinstance(op, Transpose):
+            out.append(op)
+        elif isinstance(op, Fuse | Stack | Squeeze | Tie):
             out.append(replace(op, apart=not op.apart))
     return tuple(out)
 
@@ -234,14 +288,41 @@ class Family:
                 out.append(replace(self.fusion(spec.unfuse), apart=True))
             elif spec.stack is not None:
                 out += [Stack(w, p) for w, p in spec.stack.items()]
+            elif spec.transpose is not None:
+                out.append(Transpose(tuple(spec.transpose)))
+            elif spec.squeeze is not None:
+                out.append(Squeeze(tuple(spec.squeeze)))
+            elif spec.rules is not None:
+                where = f"{self.origin}: namings: {naming}: "
+                out.append(Hold(tuple((p, parse_rule(t, origin=where + p)) for p, t in spec.rules.items())))
+            elif spec.refuse is not None:
+                out.append(Refuse(tuple(spec.refuse.items())))
             elif spec.drop_layers_from is not None:
                 out.append(DropLayers(spec.drop_layers_from))
+            elif spec.drop is not None:
+                out.append(Drop(tuple(spec.drop)))
             elif spec.tie is not None:
                 out += [Tie(n, owner) for n, owner in spec.tie.items()]
             elif spec.tie_as is not None and self.tied:
                 pairs = tuple(spec.tie_as.items())
-                out += [Tie(n, owner) for n, owner in pairs] if staged else [Rename(tuple((o, n) for n, o in pairs))]
+                if staged:
+                    out += [Tie(n, owner) for n, owner in pairs]
+                else:
+                    # Some checkpoints store the tied name as well.
+                    out += [Drop(tuple(n for n, _ in pairs)), Rename(tuple((o, n) for n, o in pairs))]
         return tuple(out)
+
+    def hf_naming(self, names: Iterable[str]) -> str:
+        """Which of the namings of Hugging Face checkpoints these are: one of ``hf_namings``, else ``hf``."""
+        templates = {split_numbers(n)[0].replace("#", "0") for n in names} if self.spec.hf_namings else set()
+        for naming in self.spec.hf_namings:
+            ops = self.ops(naming)
+            pairs = [(new, old) for op in ops if isinstance(op, Rename) for old, new in op.pairs]
+            pairs += [(op.whole, op.part) for op in ops if isinstance(op, Stack)]
+            has = [matches((p[i] for p in pairs), t) for i in (0, 1) for t in templates]
+            if any(has[: len(templates)]) and not any(has[len(templates) :]):
+                return naming
+        return "hf"
 
     def fusion(self, name: str) -> Fuse:
         if name not in self.spec.fusions:
@@ -350,7 +431,18 @@ class Family:
                 got = self._resolve(expand(op.part, {**m.groupdict(), "expert": "0"}), earlier)
                 if got is not None:
                     return got._replace(rule=replace(got.rule, grouped=True), expert=None)
-        return self._resolve(name, earlier)
+        got = self._resolve(name, earlier)
+        if got is None:
+            return None
+        if isinstance(op, Transpose) and matches(op.patterns, name):
+            if got.rule.axis is not None:
+                raise LayoutError("a tensor whose rule names its axis cannot be transposed", where=got.rule.place)
+            return got._replace(rule=replace(got.rule, in_out=not got.rule.in_out))
+        if isinstance(op, Hold):
+            for pattern, rule in op.pairs:
+                if pattern_regex(pattern).match(name):
+                    return got._replace(rule=rule)
+        return got
 
     def _base(self, name: str) -> Placement | None:
         for position, (regex, rule, stage, layered) in enumerate(self._rules):
@@ -472,6 +564,7 @@ def _patterns(spec: FamilySpec) -> Iterator[str]:
     for op in (op for naming in spec.namings.values() for op in naming):
         for pairs in (op.rename or {}, op.stack or {}):
             yield from (*pairs.keys(), *pairs.values())
+        yield from (*(op.transpose or ()), *(op.squeeze or ()), *(op.rules or ()), *(op.drop or ()))
 
 
 def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule, str, bool]]:

@@ -14,7 +14,8 @@ grouped VERB     experts stacked on axis 0, shared out by expert, each cut by VE
 UNITS names a size of the family (``heads``, ``kv_heads``). A size that is marked ``shared`` may be copied: with more
 ranks than key/value heads, several ranks hold the same head. The output axis is the last but one for weights stored
 [out, in] (torch) and the last for [in, out] (Paddle, GPT-2's Conv1D); a bias has only an output axis.
-``axis=N`` names it outright.
+``axis=N`` names it outright. ``once`` behind a rule: what is not cut is held by the first rank, and zeros by the others,
+because what they compute with it is summed (some engines' bias of row-parallel layers).
 
 ``local_boxes`` is used both ways: ``assemble`` asks where a stored tensor belongs, ``partition`` what to store.
 """
@@ -66,6 +67,8 @@ class Rule:
     """Stored [in, out]."""
     expert: bool = False
     """Belongs to one expert: cut over expert-TP, not TP."""
+    once: bool = False
+    """Held by the first rank; zeros on the others, because what they compute is summed."""
     text: str = ""
     origin: str = ""
 
@@ -81,6 +84,7 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
     grouped = bool(words) and words[0] == "grouped"
     words = words[1:] if grouped else words
     axis = None
+    once = False
     rest = []
     for w in words:
         if w.startswith("axis="):
@@ -90,6 +94,8 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
                 raise LayoutError(f"`{w}` is not an axis", where=origin) from None
         elif w in ("in_out", "out_in"):
             in_out = w == "in_out"
+        elif w == "once":
+            once = True
         else:
             rest.append(w)
     verb, args = (rest[0], rest[1:]) if rest else ("", [])
@@ -101,8 +107,8 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
         if len(args) < 2:
             raise LayoutError(f"`{text}`: fused needs at least two parts", where=origin, hint="fused gate up")
         parts = tuple(PartSpec(*a.split(":", 1)) for a in args)
-        return Rule(verb, "", parts, grouped, axis, in_out, expert or grouped, str(text), origin)
-    return Rule(verb, args[0] if args else "", (), grouped, axis, in_out, expert or grouped, str(text), origin)
+        return Rule(verb, "", parts, grouped, axis, in_out, expert or grouped, once, str(text), origin)
+    return Rule(verb, args[0] if args else "", (), grouped, axis, in_out, expert or grouped, once, str(text), origin)
 
 
 class Segment(NamedTuple):
@@ -296,8 +302,8 @@ def local_boxes(
     """What the rank at ``at`` stores of a logical tensor of ``shape``, and which boxes of it.
 
     With ``blocks`` the tensor is a weight's scale grid: ``shape`` is the weight's, blocks[i] its elements per scale
-    along axis i (0: the whole axis has one), and the result is in scales. Raises Uneven; which pipeline stage and which single expert a rank
-    holds is not decided here.
+    along axis i (0: the whole axis has one), and the result is in scales. Raises Uneven; which pipeline stage and
+    which single expert a rank holds is not decided here.
     """
     mesh = cutting.mesh
     ways, index = (mesh.etp, at.etp) if rule.expert else (mesh.tp, at.tp)
@@ -314,6 +320,8 @@ def local_boxes(
         else:
             got = whole_axis(n)
         shares.append(blocked(got, n, blocks[axis]) if blocks else got)
+    if rule.once and cut is None and index:
+        return Local(tuple(s.size for s in shares), ())
     if all(len(s.segments) == 1 and s.size == s.segments[0].length for s in shares):
         # By far the most common: one box, no padding.
         segs = [s.segments[0] for s in shares]

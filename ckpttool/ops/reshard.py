@@ -133,6 +133,8 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
     naming = writer.naming()
     if not naming:
         naming, fused = source.stored.naming, fused or source.stored.fused
+    elif naming == "hf" and source.stored.naming in family.spec.hf_namings:
+        naming = source.stored.naming  # a Hugging Face checkpoint stays one
     views, removed = _select(identity(source.catalog), selection, notes)
     before = source.ops
     after = naming_ops(family, naming, fused, mesh)

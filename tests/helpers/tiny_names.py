@@ -64,13 +64,17 @@ def transformers_lists() -> dict[str, Listed]:
     return out
 
 
+_COUNTS = ("num_", "n_", "moe_num", "index_")
+_LENGTHS = ("_size", "_rank", "_dim")
+
+
 def _sizes(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config that say what the model is and how large; the others change with every version."""
     known = {"architectures", "model_type", "tie_word_embeddings"}
     return {
         k: v
         for k, v in sorted(config.items())
-        if k in known or (type(v) is int and (k.startswith(("num_", "n_", "moe_num")) or k.endswith("_size")))
+        if k in known or (type(v) is int and (k.startswith(_COUNTS) or k.endswith(_LENGTHS)))
     }
 
 
@@ -95,28 +99,36 @@ def _prediction_layer(tensors: Shapes, layers: int, hidden: int, vocab: int) -> 
     return out | {f"{here}eh_proj.weight": [hidden, 2 * hidden]}
 
 
-def _deepseek_published(variant: str) -> Listed:
-    """Large enough for blocks of 128 that four ranks can share."""
-    big = {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "vocab_size": 256,
+_FP8_SIZES = {"hidden_size": 128, "intermediate_size": 512, "moe_intermediate_size": 512, "vocab_size": 256}
+"""Large enough for blocks of 128 that four ranks can share."""
+
+
+def _fp8(variant: str, **sizes: int) -> Listed:
+    """The published FP8 model of a variant."""
+    return Listed(_fp8_config(variant, **sizes), _scales(_written(variant, **sizes)))
+
+
+def _fp8_config(variant: str, **sizes: int) -> dict[str, Any]:
+    return {
+        **_sizes(tiny_config(variant, **sizes).to_dict()),
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]},
+    }
+
+
+def _deepseek_fp8(variant: str) -> Listed:
+    """DeepSeek's own, with the multi-token-prediction layer."""
+    sizes = {
+        **_FP8_SIZES,
         "q_lora_rank": 128,
         "kv_lora_rank": 128,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "moe_intermediate_size": 512,
         "n_routed_experts": 4,
         "num_nextn_predict_layers": 1,
     }
-    tensors = _written(variant, **big)
-    prediction = _prediction_layer(tensors, 2, 128, 256)
-    config = {
-        **_sizes(tiny_config(variant, **big).to_dict()),
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]},
-    }
-    return Listed(config, _scales(tensors | prediction))
+    tensors = _written(variant, **sizes)
+    return Listed(_fp8_config(variant, **sizes), _scales(tensors | _prediction_layer(tensors, 2, 128, 256)))
 
 
 def _written(variant: str, **overrides: Any) -> Shapes:
@@ -180,7 +192,7 @@ def expected_lists() -> dict[str, dict[str, Listed]]:
     for name, listed in made.items():
         out.setdefault(_family(name), {})[name] = listed
 
-    def derive(family: str, variant: str, base: str, tensors: Shapes, **fields: int) -> None:
+    def derive(family: str, variant: str, base: str, tensors: Shapes, **fields: Any) -> None:
         out[family][variant] = Listed({**made[base].config, **fields}, tensors)
 
     inv_freq: Shapes = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": [12] for i in range(2)}
@@ -191,12 +203,14 @@ def expected_lists() -> dict[str, dict[str, Listed]]:
     glm = made["glm4_moe"].tensors
     derive("glm4_moe", "glm4_moe_mtp", "glm4_moe", glm | _prediction_layer(glm, 2, 64, 160))
     derive("ernie4_5_moe", "ernie4_5_moe_mtp", "ernie4_5_moe", _ernie_prediction(made["ernie4_5_moe"].tensors))
-    derive("gemma", "gemma_untied", "gemma", made["gemma"].tensors | {"lm_head.weight": [160, 64]})
-    derive("gpt2", "gpt2_untied", "gpt2", made["gpt2"].tensors | {"lm_head.weight": [157, 64]})
+    untied: dict[str, Any] = {"tie_word_embeddings": False}
+    derive("gemma", "gemma_untied", "gemma", made["gemma"].tensors | {"lm_head.weight": [160, 64]}, **untied)
+    derive("gpt2", "gpt2_untied", "gpt2", made["gpt2"].tensors | {"lm_head.weight": [157, 64]}, **untied)
     derive("gpt2", "gpt2_published", "gpt2", _published_gpt2(made["gpt2"].tensors))
     derive("gpt_neox", "gpt_neox_published", "gpt_neox", _published_gpt_neox(made["gpt_neox"].tensors))
-    out["deepseek"]["deepseek_v3_fp8"] = _deepseek_published("deepseek_v3")
-    out["deepseek"]["deepseek_v32_fp8"] = _deepseek_published("deepseek_v32")
+    out["qwen3_moe"]["qwen3_moe_fp8"] = _fp8("qwen3_moe", head_dim=128, num_experts=4, **_FP8_SIZES)
+    out["deepseek"]["deepseek_v3_fp8"] = _deepseek_fp8("deepseek_v3")
+    out["deepseek"]["deepseek_v32_fp8"] = _deepseek_fp8("deepseek_v32")
     return out
 
 

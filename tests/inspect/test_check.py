@@ -411,6 +411,17 @@ def test_a_single_file_is_checked_alone(tmp_path: Path) -> None:
     assert findings(tmp_path / "alone.safetensors") == (0, [])
 
 
+def test_another_file_beside_a_model_is_no_part_of_it(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", llama())
+    write(tmp_path / "other.safetensors", llama())
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code, found = findings(tmp_path)
+    assert (code, [f["id"] for f in found]) == (0, ["orphan-shard"])
+    write(tmp_path / "adapter_model.safetensors", llama())
+    (tmp_path / "other.safetensors").unlink()
+    assert findings(tmp_path) == (0, [])
+
+
 def test_mxfp4_scales_are_paired(tmp_path: Path) -> None:
     """gpt-oss: blocks and scales, without `.weight` in their names."""
     blocks = {

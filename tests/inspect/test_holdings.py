@@ -147,15 +147,14 @@ model.norm.weight   BF16 [16]
     assert done.out == expected
 
 
-def test_text_of_many_cuts_is_a_list(source: Path, tmp_path: Path) -> None:
+def test_text_of_many_cuts_is_a_list(tmp_path: Path) -> None:
     """What does not fit on a line is never cut off."""
     wide = {"model.embed_tokens.weight": origin(1, "BF16", (40_000, 1))}
     save_hf(tmp_path / "src", {**llama(), **wide}, {**CONFIG, "vocab_size": 40_000})
     reshard(tmp_path / "src", tmp_path / "out", "--to", "ranks", "--tp-out", 32, "--replicate", "model.layers.*")
     out = ckpttool("inspect", tmp_path / "out", "--ranks", "--filter", "*embed*").out
-    assert "    axis 0        0:1250  rank 0\n" in out
+    assert "    axis 0       0:1250  rank 0\n" in out
     assert "    axis 0  38750:40000  rank 31\n" in out
-    assert source.exists()
 
 
 def test_two_cut_axes_are_a_grid() -> None:
@@ -227,13 +226,11 @@ def test_svg_of_names_with_markup(tmp_path: Path) -> None:
     assert 'a<b>&"c' in [e.text for e in root.iter(f"{SVG}text")]
 
 
-def test_svg_of_many_ranks_has_a_colour_for_each(tmp_path: Path, source: Path) -> None:
+def test_svg_of_many_ranks_has_a_colour_for_each() -> None:
     from ckpttool.report.svg import colour
 
     for world in (2, 16, 17, 64, 512):
         assert len({colour(r, world) for r in range(world)}) >= min(world, 300)
-    assert source.exists()
-    assert tmp_path.exists()
 
 
 def test_a_picture_that_cannot_be_written_is_an_error(source: Path, tmp_path: Path) -> None:

@@ -329,6 +329,12 @@ def _wrong_heads(at: Path) -> Path:
     return src
 
 
+def _wrong_vocabulary(at: Path) -> Path:
+    src = ranks(at)
+    write_json(src / "config.json", {**LLAMA.config, "vocab_size": 300})
+    return src
+
+
 def _metadata(edit: Callable[[dict[str, object]], object]) -> Callable[[Path], Path]:
     def build(at: Path) -> Path:
         src = our_ranks(at)
@@ -393,6 +399,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], Path], tuple[object, ...], tupl
         ("1 kind of tensor", "model.layers.{n}.my_adapter.weight", "--replicate", "--split"),
     ),
     "config has other heads": (_wrong_heads, (), ("q_proj", "7")),
+    "config has more rows": (_wrong_vocabulary, (), ("has 260 rows on 2 ranks, config.json says 300", "hint: ")),
     "not our mesh": (_metadata(lambda r: r.update(mesh={"tp": 4})), (), ("another mesh",)),
     "not our rank": (_metadata(lambda r: r.update(rank=0)), (), ("named rank 1 but records rank 0",)),
     "newer version": (_metadata(lambda r: r.update(version=2)), (), ("newer ckpttool",)),

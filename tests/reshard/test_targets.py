@@ -202,3 +202,32 @@ def test_ranks_keep_the_names_of_their_source(tmp_path: Path) -> None:
     reshard(tmp_path / "r", tmp_path / "hf", "-q", "--to", "hf")
     assert_same(read_all(tmp_path / "hf"), tensors)
     assert I == 64  # the shapes above belong to these models
+
+
+@pytest.mark.parametrize("target", ["vllm", "trtllm"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_tied_and_stored_all_the_same(target: str, stages: int, tmp_path: Path) -> None:
+    """Some tied checkpoints hold the head as well; it comes out as the tie says."""
+    model = MODELS["qwen2"]
+    tensors = model.tensors()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_hf(tmp_path / "src", tensors, model.config)
+    reshard(tmp_path / "src", tmp_path / "out", "-q", "--to", target, "--tp-out", 2, "--pp-out", stages, "--verify")
+    reshard(tmp_path / "out", tmp_path / "back", "-q", "--to", "hf")
+    assert_same(read_all(tmp_path / "back"), model.tensors())
+
+
+def test_tied_although_the_config_does_not_say(tmp_path: Path) -> None:
+    """Gemma's published configs leave it out; the last stage needs the embedding as its head."""
+    model = MODELS["gemma"]
+    config = {k: v for k, v in model.config.items() if k != "tie_word_embeddings"}
+    save_hf(tmp_path / "src", model.tensors(), config)
+    reshard(tmp_path / "src", tmp_path / "dst", "-q", "--tp-out", 2, "--pp-out", 3, "--verify")
+    holders = [
+        r
+        for r in range(6)
+        if "model.embed_tokens.weight" in read(tmp_path / "dst" / f"rank-{r:05d}-of-00006.safetensors")
+    ]
+    assert holders == [0, 1, 4, 5]
+    reshard(tmp_path / "dst", tmp_path / "back", "-q", "--to", "hf")
+    assert_same(read_all(tmp_path / "back"), model.tensors())

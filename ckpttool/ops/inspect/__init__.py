@@ -1,12 +1,15 @@
 """``ckpttool inspect``: what is inside a checkpoint, whether it is sound, and how it differs from another.
 
-    listing.py    the tensors of a source, chosen and sorted; headers only
-    names.py      names without their numbers
-    tree.py       names that differ only in numbers become one line: ``layers.{0..60}``
-    holdings.py   which rank holds which box of which tensor
-    values.py     statistics, histograms, checksums and single elements; the only part that reads tensor data by itself
-    check.py      every problem by name
-    diff.py       two checkpoints, whatever their sharding and naming
+    answer.py         a question and the part that answers it
+    listing.py        the tensors of a source, chosen and sorted; headers only
+    names.py          names without their numbers
+    tree.py           names that differ only in numbers become one line: ``layers.{0..60}``
+    holdings.py       which rank holds which box of which tensor
+    values.py         statistics, histograms, checksums and single elements
+    check.py          every problem by name: files, index, manifest
+    soundness.py      ... and what names, dtypes, shapes and the config say
+    values_check.py   ... and what only the elements can show
+    diff.py           two checkpoints, whatever their sharding and naming
 
 Each module returns plain data; ``report`` prints it. Listing needs neither numpy nor the layout rules of a checkpoint
 of whole tensors, so neither is loaded for it.

@@ -167,7 +167,7 @@ def check(
     whole = result.format in ("hf", "")
     mapped: Mapping[str, str] | None = None
     if whole:
-        found = _check_set(listing, files, result)
+        found = _check_set(listing, files, stored, result)
         complete, mapped = complete and found[0], found[1]
     checkpoint = _open(path, stored, options, result)
     named = _named(checkpoint, files, mapped) if checkpoint is not None or whole else {}
@@ -226,7 +226,9 @@ def _examine(listing: Listing, name: str, index: int, result: CheckResult) -> _F
 # -- index and shards
 
 
-def _check_set(listing: Listing, files: list[_File], result: CheckResult) -> tuple[bool, Mapping[str, str] | None]:
+def _check_set(
+    listing: Listing, files: list[_File], stored: StoredCheckpoint | CkptError, result: CheckResult
+) -> tuple[bool, Mapping[str, str] | None]:
     """Index, shard names and tensor names. Returns whether all tensors are known, and the usable index."""
     by_name = {f.name: f for f in files}
     sets: dict[tuple[str, int], set[int]] = {}
@@ -241,16 +243,22 @@ def _check_set(listing: Listing, files: list[_File], result: CheckResult) -> tup
         result.add("shard-missing", f"the index names {name}, which is not there", listing.root, "fetch the file")
     if not listing.single.endswith(".safetensors"):
         _check_numbers(listing, sets, wanted, result)
-    members = [f for f in files if _is_member(f.name, wanted)]
+    if isinstance(stored, StoredCheckpoint):
+        mine = {f.path for f in stored.files}
+        members = [f for f in files if listing.path(f.name) in mine]
+    else:
+        members = [f for f in files if _is_member(f.name, wanted)]
+    mixed = any(f.id == "shard-numbering" for f in result.findings)
+    maker = "the index describes" if wanted else "the other files make up"
     for f in files:
-        if f not in members:
+        if f not in members and not mixed:
             result.add(
                 "orphan-shard",
-                f"{f.name} is no part of the checkpoint that the index describes",
+                f"{f.name} is no part of the checkpoint that {maker}",
                 listing.path(f.name),
                 "move it away, or write the index anew if it belongs to the checkpoint",
             )
-    if wanted or len(sets) < 2:
+    if not mixed:
         _check_duplicates(listing, members, mapped, result)
     if index is not None:
         _check_mapping(listing, members, index, set(missing), result)

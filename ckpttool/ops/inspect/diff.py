@@ -181,7 +181,7 @@ def _compare_one(result: DiffResult, x: View, y: View) -> Difference | None:
     if result.tolerance is None:
         return compare_one(x.name, x.shape, x.dtype, lambda box: read_view(a, x, box), lambda box: read_view(b, y, box))
     wrong, first, largest = 0, None, 0.0
-    for box in blocks(x.shape, max(itemsize(x.dtype), itemsize(y.dtype)), BLOCK):
+    for box in blocks(x.shape, max(itemsize(x.dtype), itemsize(y.dtype)), BLOCK // 4):  # float64 takes more room
         bad, gap = differs(read_view(a, x, box), read_view(b, y, box), result.tolerance.atol, result.tolerance.rtol)
         if bad.any():
             wrong += int(bad.sum())

@@ -1,0 +1,452 @@
+"""What a run leaves behind, whatever happens: DST whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyError
+from ckpttool.execute import NoProgress, RunOptions, commit, engine, files, run, schedule
+from ckpttool.plan import Plan
+from tests.execute.plans import expected, reshard, written
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return reshard(tmp_path / "src", [((512, 768), 0), ((768, 512), 1), ((4096,), None)], 4, 2)
+
+
+def left(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir())
+
+
+# -- before anything is written
+
+
+def test_an_existing_destination(tmp_path: Path, plan: Plan) -> None:
+    dst = tmp_path / "dst"
+    dst.mkdir()
+    run(plan, dst)  # an empty directory is nobody's
+    assert written(dst, plan) == expected(plan)
+    (dst / "mine").write_text("old")
+    with pytest.raises(OutputError, match="exists") as e:
+        run(plan, dst)
+    assert e.value.hint == "use --force to replace it"
+    assert (dst / "mine").read_text() == "old"
+    run(plan, dst, RunOptions(force=True))
+    assert not (dst / "mine").exists()
+    assert written(dst, plan) == expected(plan)
+    assert left(tmp_path) == ["dst", "src"]
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_force_replaces_whatever_is_there(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, atomic: bool
+) -> None:
+    if not atomic:
+        monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").write_text("kept")
+    (tmp_path / "link").symlink_to("other")
+    (tmp_path / "file").write_text("old")
+    for name in ("link", "file"):
+        run(plan, tmp_path / name, RunOptions(force=True))
+        assert written(tmp_path / name, plan) == expected(plan)
+    assert (tmp_path / "other/file").read_text() == "kept"
+    assert left(tmp_path) == ["file", "link", "other", "src"]
+
+
+def test_the_old_destination_is_there_until_the_end(tmp_path: Path, plan: Plan) -> None:
+    dst = tmp_path / "dst"
+    dst.mkdir()
+    (dst / "mine").write_text("old")
+    seen = []
+
+    def verify(partial: Path) -> None:
+        seen.append((dst / "mine").read_text())
+        seen.append(partial.name)
+
+    run(plan, dst, RunOptions(force=True, verify=verify))
+    assert seen == ["old", "dst.partial"]
+
+
+@pytest.mark.parametrize(
+    ("dst", "what"),
+    [
+        ("src/dst", "the destination lies inside the source"),
+        ("src", "the source lies inside the destination"),
+        (".", "the source lies inside the destination"),
+        ("link/dst", "the destination lies inside the source"),
+        ("nowhere/dst", "does not exist"),
+        ("src/rank_0.bin/dst", "does not exist"),
+    ],
+)
+def test_where_a_destination_cannot_be(tmp_path: Path, plan: Plan, dst: str, what: str) -> None:
+    (tmp_path / "link").symlink_to("src")
+    with pytest.raises(OutputError, match=what):
+        run(plan, tmp_path / dst, RunOptions(force=True))
+    assert left(tmp_path) == ["link", "src"]
+    assert left(tmp_path / "src") == [f"rank_{i}.bin" for i in range(4)]
+
+
+def test_beside_a_single_source_file(tmp_path: Path, plan: Plan) -> None:
+    options = RunOptions(source_roots=(str(tmp_path / "src/rank_0.bin"),))
+    run(plan, tmp_path / "src/dst", options)
+    assert written(tmp_path / "src/dst", plan) == expected(plan)
+
+
+def test_the_current_directory_is_not_replaced(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home/deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "home/deep")
+    with pytest.raises(OutputError, match="current directory"):
+        run(plan, tmp_path / "home", RunOptions(force=True))
+
+
+def test_too_little_space(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.statvfs(tmp_path)
+
+    class Full:
+        f_frsize = full.f_frsize
+        f_bavail = 100
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    with pytest.raises(OutputError, match=r"not enough space: [\d,]+ bytes are needed, [\d,]+ are free"):
+        run(plan, tmp_path / "dst")
+    assert left(tmp_path) == ["src"]
+
+
+def test_a_source_that_changed(tmp_path: Path, plan: Plan) -> None:
+    path = tmp_path / "src/rank_1.bin"
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(CorruptError, match="changed since it was planned"):
+        run(plan, tmp_path / "dst")
+    path.unlink()
+    with pytest.raises(CorruptError, match="cannot be read"):
+        run(plan, tmp_path / "dst")
+    assert left(tmp_path) == ["src"]
+
+
+def test_a_source_that_changes_during_the_run(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "src/rank_1.bin"
+    sync = files.FilePool.sync
+
+    def touched(pool: files.FilePool, name: str, *, metadata: bool = False) -> None:
+        os.utime(path, ns=(0, 0))
+        sync(pool, name, metadata=metadata)
+
+    monkeypatch.setattr(files.FilePool, "sync", touched)
+    with pytest.raises(CorruptError, match="changed since it was planned"):
+        run(plan, tmp_path / "dst")
+    assert left(tmp_path) == ["src"]
+
+
+def test_a_source_that_is_cut_short(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine._Run, "_check_sources", lambda _: None)
+    os.truncate(tmp_path / "src/rank_3.bin", 100)
+    with pytest.raises(CorruptError, match="shorter than its index says") as e:
+        run(plan, tmp_path / "dst")
+    assert "rank_3.bin" in e.value.where[0]
+    assert "the file has 100 bytes" in e.value.where[0]
+    assert left(tmp_path) == ["src"]
+
+
+# -- failures on the way
+
+
+def test_verification_that_fails(tmp_path: Path, plan: Plan) -> None:
+    def verify(partial: Path) -> None:
+        assert written(partial, plan) == expected(plan)
+        raise VerifyError("not equal")
+
+    with pytest.raises(VerifyError):
+        run(plan, tmp_path / "dst", RunOptions(verify=verify))
+    assert left(tmp_path) == ["src"]
+
+
+@contextlib.contextmanager
+def failing_writes(code: int, after: int) -> Iterator[None]:
+    """From byte ``after`` on, writing outputs fails."""
+    write, done = files.FilePool._write, 0
+
+    def failing(pool: files.FilePool, fd: int, path: str, offset: int, data: memoryview) -> None:
+        nonlocal done
+        done += data.nbytes
+        if done > after:
+            raise OSError(code, os.strerror(code))
+        write(pool, fd, path, offset, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files.FilePool, "_write", failing)
+        yield
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "_MIB", 64 << 10)
+    monkeypatch.setattr(schedule, "_BATCH", 64 << 10)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [(errno.ENOSPC, "no space left on the destination; [0-9,]+ bytes"), (errno.EIO, "cannot")],
+)
+def test_a_disk_that_fills_up(tmp_path: Path, plan: Plan, code: int, what: str) -> None:
+    with failing_writes(code, 900_000), pytest.raises(OutputError, match=what) as e:
+        run(plan, tmp_path / "dst")
+    assert "rank_" in e.value.where[0]
+    assert e.value.hint is not None
+    assert "--resume" in e.value.hint
+    assert left(tmp_path) == ["dst.partial", "src"]
+    result = run(plan, tmp_path / "dst", RunOptions(resume=True))
+    assert result.bytes_skipped > 0
+    assert result.bytes_written < plan.bytes_written
+    assert written(tmp_path / "dst", plan) == expected(plan)
+    assert left(tmp_path) == ["dst", "src"]
+
+
+def test_a_disk_that_is_full_at_once(tmp_path: Path, plan: Plan) -> None:
+    """Nothing was finished, so nothing is kept."""
+    with failing_writes(errno.ENOSPC, 200), pytest.raises(OutputError, match="no space left"):
+        run(plan, tmp_path / "dst")
+    assert left(tmp_path) == ["src"]
+
+
+def test_a_limit_on_file_sizes(tmp_path: Path, plan: Plan) -> None:
+    """The real thing, without a mock: the kernel refuses to make the file that large."""
+    script = """
+        import resource, sys
+        from pathlib import Path
+        from ckpttool.errors import OutputError
+        from ckpttool.execute import run
+        from tests.execute.plans import reshard
+        here = Path(sys.argv[1])
+        plan = reshard(here / "src", [((512, 768), 0)], 4, 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            run(plan, here / "dst")
+        except OutputError as e:
+            print(e.what)
+    """
+    assert python(script, tmp_path).stdout == "the destination does not take files of this size\n"
+    assert left(tmp_path) == ["src"]
+
+
+def python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_source_that_cannot_be_read_for_a_while(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    done = 0
+
+    def failing(fd: int, buffers: Any, *rest: int) -> int:
+        nonlocal done
+        done += sum(len(b) for b in buffers)
+        if done > 900_000:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        with pytest.raises(CorruptError, match="cannot read a source") as e:
+            run(plan, tmp_path / "dst")
+    assert "[bytes " in e.value.where[0]
+    assert "--resume" in (e.value.hint or "")
+    run(plan, tmp_path / "dst", RunOptions(resume=True))
+    assert written(tmp_path / "dst", plan) == expected(plan)
+
+
+# -- what an interrupted run left
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, plan: Plan, request: pytest.FixtureRequest) -> Path:
+    request.getfixturevalue("small_parts")
+    with failing_writes(errno.EIO, 900_000), pytest.raises(OutputError):
+        run(plan, tmp_path / "dst")
+    return tmp_path / "dst"
+
+
+def test_it_is_not_overlooked(interrupted: Path, plan: Plan) -> None:
+    with pytest.raises(OutputError, match="interrupted run left") as e:
+        run(plan, interrupted)
+    assert e.value.hint == "--resume goes on where it stopped, --force starts over"
+    result = run(plan, interrupted, RunOptions(force=True))
+    assert result.bytes_skipped == 0
+    assert written(interrupted, plan) == expected(plan)
+
+
+def test_another_plan_cannot_go_on(interrupted: Path, tmp_path: Path) -> None:
+    other = reshard(tmp_path / "src2", [((512, 768), 0)], 4, 2)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "dst.partial").iterdir()}
+    with pytest.raises(ConflictError, match="another plan") as e:
+        run(other, interrupted, RunOptions(resume=True))
+    assert "plan " in e.value.where[0]
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "dst.partial").iterdir()} == before
+
+
+@pytest.mark.parametrize("damage", [b'{"done":[[0,', b"\0" * 50, b'{"done":[[0,99999]]}\n', b'{"done":7}\n'])
+def test_a_torn_journal(interrupted: Path, plan: Plan, damage: bytes) -> None:
+    journal = interrupted.with_name("dst.partial") / ".journal"
+    with journal.open("ab") as f:
+        f.write(damage)
+    assert run(plan, interrupted, RunOptions(resume=True)).bytes_skipped > 0
+    assert written(interrupted, plan) == expected(plan)
+
+
+@pytest.mark.parametrize("head", [b"", b"[]\n", b'{"journal": 99, "plan": "x"}\n'])
+def test_a_journal_without_a_head(interrupted: Path, plan: Plan, head: bytes) -> None:
+    journal = interrupted.with_name("dst.partial") / ".journal"
+    journal.write_bytes(head)
+    if head:
+        with pytest.raises(ConflictError, match="cannot be read"):
+            run(plan, interrupted, RunOptions(resume=True))
+    else:  # the run died before it had begun
+        assert run(plan, interrupted, RunOptions(resume=True)).bytes_skipped == 0
+        assert written(interrupted, plan) == expected(plan)
+
+
+def test_a_file_that_was_lost_is_written_again(interrupted: Path, plan: Plan) -> None:
+    (interrupted.with_name("dst.partial") / "rank_0.bin").unlink()
+    run(plan, interrupted, RunOptions(resume=True))
+    assert written(interrupted, plan) == expected(plan)
+
+
+def test_a_manifest_after_an_interruption(interrupted: Path, plan: Plan, tmp_path: Path) -> None:
+    """Checksums of what was finished without them are made afterwards; no byte of that is written again."""
+    result = run(plan, interrupted, RunOptions(resume=True, manifest=True))
+    assert result.bytes_skipped > 0
+    whole = run(plan, tmp_path / "other", RunOptions(manifest=True))
+    assert result.manifest == whole.manifest
+    names = {"dst/ckpttool.manifest.json", "other/ckpttool.manifest.json"}
+    assert len({(tmp_path / n).read_bytes() for n in names}) == 1
+
+
+def test_other_workers_and_memory_may_go_on(interrupted: Path, plan: Plan) -> None:
+    options = RunOptions(resume=True, workers=1, memory=100_000, manifest=True)
+    assert run(plan, interrupted, options).bytes_skipped > 0
+    assert written(interrupted, plan) == expected(plan)
+
+
+def test_resume_without_an_interrupted_run(tmp_path: Path, plan: Plan) -> None:
+    run(plan, tmp_path / "dst", RunOptions(resume=True))
+    assert written(tmp_path / "dst", plan) == expected(plan)
+
+
+# -- two runs
+
+
+def test_two_runs_on_one_destination(tmp_path: Path, plan: Plan) -> None:
+    (tmp_path / "dst.partial").mkdir()
+    with (tmp_path / "dst.partial/.journal").open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        for options in (RunOptions(), RunOptions(force=True), RunOptions(resume=True)):
+            with pytest.raises(OutputError, match="another run is writing this destination"):
+                run(plan, tmp_path / "dst", options)
+    run(plan, tmp_path / "dst", RunOptions(force=True))
+    assert left(tmp_path) == ["dst", "src"]
+
+
+def test_a_destination_that_appears_during_the_run(tmp_path: Path, plan: Plan) -> None:
+    def verify(_: Path) -> None:
+        (tmp_path / "dst").mkdir()
+        (tmp_path / "dst/mine").write_text("mine")
+
+    with pytest.raises(OutputError, match="appeared during the run"):
+        run(plan, tmp_path / "dst", RunOptions(verify=verify))
+    assert (tmp_path / "dst/mine").read_text() == "mine"
+
+
+# -- interrupts
+
+
+class Interrupt(NoProgress):
+    """Sends a signal once enough bytes are written."""
+
+    def __init__(self, number: signal.Signals, at: int) -> None:
+        self.number, self.at, self.done = number, at, 0
+
+    def advance(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.done >= self.at:
+            self.at = 1 << 62
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    monkeypatch.setattr(engine, "_TICK", 0.01)
+    slow = files.FilePool.write
+    pause = threading.Event()
+
+    def write(pool: files.FilePool, path: str, offset: int, data: memoryview) -> None:
+        pause.wait(0.02)
+        slow(pool, path, offset, data)
+
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as patch:
+        patch.setattr(files.FilePool, "write", write)
+        with pytest.raises(KeyboardInterrupt, match="--resume"):
+            run(plan, tmp_path / "dst", progress=Interrupt(number, 600_000))
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert left(tmp_path) == ["dst.partial", "src"]
+    assert run(plan, tmp_path / "dst", RunOptions(resume=True)).bytes_skipped > 500_000
+    assert written(tmp_path / "dst", plan) == expected(plan)
+
+
+KILL = """
+    import os, signal, sys
+    from pathlib import Path
+    from ckpttool.execute import RunOptions, files, run
+    from tests.execute.plans import reshard
+
+    here, share = Path(sys.argv[1]), float(sys.argv[2])
+    plan = reshard(here / "src", [((3072, 4096), 0), ((4096, 3072), 1)], 4, 2)
+    write, done = files.FilePool.write, 0
+
+    def counted(pool, path, offset, data):
+        global done
+        if done >= share * plan.bytes_written:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(pool, path, offset, data)
+        done += data.nbytes
+
+    if share < 1:
+        files.FilePool.write = counted
+    result = run(plan, here / "dst", RunOptions(resume=share == 1, manifest=True))
+    print(result.bytes_written / plan.bytes_written)
+"""
+
+
+def test_kill(tmp_path: Path) -> None:
+    """kill -9 after 90 % of two large tensors: going on writes at most 15 % of the bytes once more."""
+    assert python(KILL, tmp_path, 0.9).returncode == -signal.SIGKILL
+    assert left(tmp_path) == ["dst.partial", "src"]
+    done = python(KILL, tmp_path, 1)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) <= 0.1 + 0.15
+    manifest = json.loads((tmp_path / "dst/ckpttool.manifest.json").read_text())
+    fresh = python(KILL.replace('"dst"', '"fresh"'), tmp_path, 1)
+    assert fresh.returncode == 0, fresh.stderr
+    assert json.loads((tmp_path / "fresh/ckpttool.manifest.json").read_text()) == manifest
+    for name in ("rank_0.bin", "rank_1.bin"):
+        assert (tmp_path / "dst" / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes()
