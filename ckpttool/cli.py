@@ -186,7 +186,7 @@ Depth = Annotated[
     int | None, typer.Option("--depth", min=1, metavar="N", help="Levels of the tree.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing but errors.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more about what was inferred.")]
 
 

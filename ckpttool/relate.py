@@ -457,20 +457,20 @@ def _fuse(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) -> Vie
             )
         parts = [views.table[n] for n in names]
         whole_name = expand(op.whole, m.groupdict())
-        if not view.shape or prod(view.shape) == 1:
+        block = _scale_block(views, name, family)
+        if not view.shape or (prod(view.shape) == 1 and not block):
             raise LayoutError(
                 f"`{name}` is one scale for its whole tensor; the fused `{whole_name}` has only one for all parts",
-                hint="dequantise first, or keep the parts apart (--unfuse)",
+                hint="keep the parts apart: a target that does not fuse, or without --fuse",
             )
         axis = _axis_of(name, len(view.shape), family, before)
-        block = _scale_block(views, name, family)
         for n in names[:-1] if block else ():
             rows = views.table[_weight(views, n)].shape[axis]
             if rows % block[axis]:
                 raise LayoutError(
                     f"`{n}` cannot be fused into `{whole_name}`: its weight's {rows} rows end inside a scale block"
                     f" of {block[axis]}",
-                    hint="keep the parts apart (--unfuse), or dequantise first",
+                    hint="keep the parts apart: a target that does not fuse, or without --fuse",
                 )
         if op.groups:
             size = unit_count(op.groups, family.sizes, _no_rule(op))
@@ -502,6 +502,8 @@ def _scale_block(views: Views, name: str, family: Family) -> tuple[int, ...]:
     if weight is None:
         return ()
     shape, grid = views.table[weight].shape, views.table[name].shape
+    if grid == (1, 1) and family.block and all(n <= b for n, b in zip(shape, family.block, strict=True)):
+        return family.block  # a grid of one block
     block = block_of(shape, grid, family.block, name=name)
     return block if block and len(block) == len(shape) else ()
 

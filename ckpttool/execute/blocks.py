@@ -105,11 +105,11 @@ class Carrier:
         self.pool.read(self.sources[file], offset, buffers, once=once)
         self.bytes_read += buffers[0].nbytes if len(buffers) == 1 else sum([b.nbytes for b in buffers])
 
-    def write(self, file: int, offset: int, data: memoryview) -> None:
+    def write(self, file: int, offset: int, data: memoryview, *, scattered: bool = False) -> None:
         """Write consecutive bytes of an output, and take them into its checksums."""
         if self.stop.is_set():
             raise Stopped
-        self.pool.write(self.outputs[file], offset, data)
+        self.pool.write(self.outputs[file], offset, data, scattered=scattered)
         self.bytes_written += data.nbytes
         if self.sums is not None:
             self.sums.feed(file, offset, data)
@@ -316,7 +316,7 @@ class Carrier:
         elif lane.solid:
             for i in range(n):
                 at = i * lane.width
-                self.write(lane.file, offset + i * lane.stride, view[at : at + lane.width])
+                self.write(lane.file, offset + i * lane.stride, view[at : at + lane.width], scattered=True)
         else:
             move = item.moves[lane.members[0].move]
             shape, strides = (n, *move.shape[1:]), (lane.stride, *move.dst_strides[1:])
@@ -330,9 +330,9 @@ class Carrier:
         while k and (shape[k - 1] == 1 or strides[k - 1] == run):
             run *= shape[k - 1]
             k -= 1
-        at = 0
+        at, nbytes = 0, run * prod(shape[:k])
         for start in offsets(shape[:k], strides[:k]):
-            self.write(file, offset + start, view[at : at + run])
+            self.write(file, offset + start, view[at : at + run], scattered=run < nbytes)
             at += run
 
     def _read_turned(self, move: Move, target: Array, scratch: Bytes) -> None:

@@ -92,6 +92,7 @@ class FilePool:
         self._cached_reads: set[str] = set()  # files whose filesystem refuses uncached reads
         self.policy = "uncached"
         self._behind: dict[str, list[tuple[int, int]]] = {}
+        self._scattered: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -175,8 +176,13 @@ class FilePool:
 
     # -- writing
 
-    def write(self, path: str, offset: int, data: memoryview) -> None:
-        """Write all of ``data``, large pieces by the current policy. Raises OutputError."""
+    def write(self, path: str, offset: int, data: memoryview, *, scattered: bool = False) -> None:
+        """Write all of ``data``, large pieces by the current policy. Raises OutputError.
+
+        ``scattered`` says that other short pieces will share its pages: these stay in the page cache until the end.
+        """
+        if scattered:
+            self._scattered.add(path)
         fd = self.take(path)
         try:
             for start in range(0, data.nbytes, PIECE) or (0,):
@@ -222,11 +228,15 @@ class FilePool:
             os.posix_fadvise(fd, *old, os.POSIX_FADV_DONTNEED)
 
     def sync(self, path: str, *, metadata: bool = False) -> None:
-        """Make the file's bytes durable and let its pages leave the page cache. Raises OutputError."""
+        """Make the file's bytes durable and let its pages leave the page cache. Raises OutputError.
+
+        ``metadata`` is for the last time: the file's size and times, too.
+        """
         fd = self.take(path)
         try:
             (os.fsync if metadata else os.fdatasync)(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if metadata or path not in self._scattered:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as e:
             raise write_error(e, path, 0, 0) from e
         finally:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import lcm, prod
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,15 @@ class Ranks:
                     hint="put every varying number of the names in --rank-pattern:"
                     " {tp}, {pp}, {ep}, {etp}, {rank}, or {part} for files of one rank",
                 )
-        if "rank" not in found[0][0] and len(names) < mesh.world:
-            names = _spread(found[0][0], names, mesh)
+        fields = found[0][0].keys()
+        silent = [d for d in ("pp", "ep", "tp") if getattr(mesh, d) > 1 and d not in fields]
+        seats = {tuple(getattr(c, f) for f in fields) for c in mesh.all_coords()}
+        if len(seats) < mesh.world and silent:
+            raise ConflictError(
+                f"{mesh} has ranks that differ in {' and '.join(silent)}, the file names do not tell them apart",
+                where=f"{listing.root}/{shown}",
+                hint=f"leave --{silent[0]} away, or show where the names have it: --rank-pattern with {{{silent[0]}}}",
+            )
         contiguous_ranks(names, mesh.world, listing.root, shown)
         files, tensors, metadata = read_files(
             listing, [(names[r][p], r) for r in range(mesh.world) for p in sorted(names[r])]
@@ -315,7 +322,7 @@ def _find(
         if hits:
             named = [k for k in hits[0][0] if k != "rank"]
             sizes = {k: 1 + max(c.get(k, 0) for c, _, _ in hits) for k in named}
-            return hits, sizes, shown
+            return hits, sizes, shown if options.rank_pattern else re.sub(r"\d+", "*", hits[0][2])
     if options.said() and not options.rank_pattern and (numbered := _numbered(listing)):
         return [({"rank": r}, 0, n) for r, n in numbered.items()], {}, "*{rank}*.safetensors"
     raise IncompleteError(
@@ -358,11 +365,3 @@ def _infer(count: int, named: dict[str, int], options: ReadOptions, root: Path, 
             hint=f"--tp {count}?" if set(said) <= {"tp"} else "check --tp, --pp, --ep and --etp",
         )
     return mesh, notes
-
-
-def _spread(fields: Iterable[str], names: Mapping[int, dict[int, str]], mesh: Mesh) -> dict[int, dict[int, str]]:
-    """The files of ranks that differ only in coordinates that the file names do not have."""
-    kept = sorted(fields)
-    by = {tuple(getattr(mesh.coords(r), k) for k in kept): files for r, files in names.items()}
-    seats = {c.rank: tuple(getattr(c, k) for k in kept) for c in mesh.all_coords()}
-    return {rank: by[seat] for rank, seat in seats.items() if seat in by}

@@ -324,6 +324,18 @@ class Family:
                 return naming
         return "hf"
 
+    def fused_form(self, names: Iterable[str]) -> str:
+        """"fuse" or "unfuse" when names of a Hugging Face checkpoint have that form and not the published one."""
+        templates = {split_numbers(n)[0].replace("#", "0") for n in names}
+        for name, spec in self.spec.fusions.items():
+            if spec.only_named:
+                continue
+            wholes = any(matches((spec.whole,), t) for t in templates)
+            parts = any(matches(spec.parts, t) for t in templates)
+            if wholes != parts and wholes != self.publishes_fused(name):
+                return "fuse" if wholes else "unfuse"
+        return ""
+
     def fusion(self, name: str) -> Fuse:
         if name not in self.spec.fusions:
             raise LayoutError(f"`{name}` is not in the fusions of family `{self.name}`", where=self.origin)

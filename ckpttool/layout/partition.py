@@ -94,7 +94,9 @@ class Partitioner:
         if experts % mesh.ep and not self.cutting.ragged_experts and any(p.expert is not None for _, p, _, _ in placed):
             raise LayoutError(
                 f"{experts} experts cannot be shared evenly by {mesh.ep} ranks",
-                hint=f"use --ep-{self.flag} {_choices(d for d in range(1, experts + 1) if experts % d == 0)}",
+                # Where ep is tp, one flag sets both.
+                hint=f"use --{'tp' if (mesh.tp, mesh.etp) == (mesh.ep, 1) else 'ep'}-{self.flag}"
+                f" {_choices(d for d in range(1, experts + 1) if experts % d == 0)}",
             )
         if above := next((t.name for t, p, _, _ in placed if (p.expert or 0) >= experts), None):
             raise ConflictError(

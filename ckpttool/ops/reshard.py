@@ -133,8 +133,12 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
     naming = writer.naming()
     if not naming:
         naming, fused = source.stored.naming, fused or source.stored.fused
-    elif naming == "hf" and source.stored.naming in family.spec.hf_namings:
-        naming = source.stored.naming  # a Hugging Face checkpoint stays one
+    elif naming == "hf":
+        # What came from Hugging Face in one of its forms goes back in that form.
+        if source.stored.naming in family.spec.hf_namings:
+            naming = source.stored.naming
+        if source.format == fmt:
+            fused = fused or source.stored.fused
     views, removed = _select(identity(source.catalog), selection, notes)
     before = source.ops
     after = naming_ops(family, naming, fused, mesh)
@@ -310,7 +314,7 @@ def _select(views: Views, selection: Selection, notes: list[str]) -> tuple[Views
         raise UsageError("no tensor is left: the patterns remove all of them")
     if gone:
         size = sum(v.nbytes for v in gone)
-        notes.append(f"{len(gone)} tensors left out, {size:,} bytes")
+        notes.append(f"{len(gone)} tensor{'s' if len(gone) > 1 else ''} left out, {size:,} bytes")
         return keep(views, wanted), (len(gone), size)
     return views, (0, 0)
 

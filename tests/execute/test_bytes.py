@@ -160,10 +160,10 @@ def test_many_small_tensors(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         write = files.FilePool.write
 
-        def counted(pool: files.FilePool, path: str, offset: int, data: memoryview) -> None:
+        def counted(pool: files.FilePool, path: str, offset: int, data: memoryview, **how: bool) -> None:
             nonlocal calls
             calls += 1
-            write(pool, path, offset, data)
+            write(pool, path, offset, data, **how)
 
         patch.setattr(files.FilePool, "write", counted)
         run(plan, tmp_path / "dst", RunOptions(manifest=True))

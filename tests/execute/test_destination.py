@@ -227,7 +227,7 @@ def test_a_disk_that_is_full_at_once(tmp_path: Path, plan: Plan) -> None:
     assert left(tmp_path) == ["src"]
 
 
-def test_a_limit_on_file_sizes(tmp_path: Path, plan: Plan) -> None:
+def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
     """The real thing, without a mock: the kernel refuses to make the file that large."""
     script = """
         import resource, sys
@@ -398,9 +398,9 @@ def test_interrupt(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, 
     slow = files.FilePool.write
     pause = threading.Event()
 
-    def write(pool: files.FilePool, path: str, offset: int, data: memoryview) -> None:
+    def write(pool: files.FilePool, path: str, offset: int, data: memoryview, **how: bool) -> None:
         pause.wait(0.02)
-        slow(pool, path, offset, data)
+        slow(pool, path, offset, data, **how)
 
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     with monkeypatch.context() as patch:
@@ -423,11 +423,11 @@ KILL = """
     plan = reshard(here / "src", [((3072, 4096), 0), ((4096, 3072), 1)], 4, 2)
     write, done = files.FilePool.write, 0
 
-    def counted(pool, path, offset, data):
+    def counted(pool, path, offset, data, **how):
         global done
         if done >= share * plan.bytes_written:
             os.kill(os.getpid(), signal.SIGKILL)
-        write(pool, path, offset, data)
+        write(pool, path, offset, data, **how)
         done += data.nbytes
 
     if share < 1:

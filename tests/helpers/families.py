@@ -254,6 +254,7 @@ def _deepseek(version: str, *, fp8: bool = False) -> Model:
         qk_nope_head_dim=NOPE,
         qk_rope_head_dim=ROPE,
         v_head_dim=VALUE,
+        **({"index_n_heads": 4, "index_head_dim": 6} if version == "v32" else {}),
         num_nextn_predict_layers=int(version != "v2"),
     )
     dtypes = {"e_score_correction_bias": "F32", "indexer.k_norm.weight": "F32", "indexer.k_norm.bias": "F32"}

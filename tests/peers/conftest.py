@@ -11,3 +11,11 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     """Collect the folder only where the command line names it, as `make test-peers` does."""
     named = (config.invocation_params.dir / argument.split("::")[0] for argument in config.args)
     return None if any(path.resolve().is_relative_to(HERE) for path in named) else True
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet() -> None:
+    """transformers draws a progress bar for every model of 50 kB that it loads or saves."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -32,14 +32,13 @@ def test_ranks_hold_what_numpy_says(name: str, grid: str, tmp_path: Path) -> Non
 
 
 PATTERNS = {
-    "tp2": "model_{rank}.safetensors",
     "tp8": "tp{tp:02d}/weights.safetensors",
     "tp2 pp3 ep4": "stage{pp}/ep_{ep:03d}.safetensors",  # tp follows from ep here: four ranks a stage, all in ep
     "tp4 pp2 ep2 virtual": "mp_rank_{tp:02d}_{pp:03d}.safetensors",
 }
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", PATTERNS)
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_cut_by_numpy_are_put_together(name: str, grid: str, tmp_path: Path) -> None:
     """Files of another tool: no metadata, what is where must follow from names, config and flags."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpttool.layout.family import DropLayers, load_family
+from ckpttool.layout.family import Drop, DropLayers, Refuse, load_family, matches
 from tests.helpers.command import refused, reshard
-from tests.helpers.families import MODELS, A, D, E, H, I, Model, V
+from tests.helpers.families import LAYERS, MODELS, A, D, E, H, I, Model, V
 from tests.helpers.judge import Grid, Seat, held, kv, padded, part
 from tests.helpers.tensorfile import Array, Raw, Tensors, assert_same, read, read_all, save_hf, write
 
@@ -40,16 +40,39 @@ OPTIONS: dict[str, list[tuple[object, ...]]] = {
 }
 
 
+def comes_back(model: Model, tensors: Tensors, target: str) -> Tensors | None:
+    """What a Hugging Face checkpoint made from the target holds; None when the target refuses the model.
+
+    Names are the published ones, whatever variant of them the source had.
+    """
+    ops = load_family(model.family, model.config).ops(target)
+    prefix = "transformer." if model.name == "gpt2_published" else ""
+    out: Tensors = {prefix + n: r for n, r in tensors.items()}
+    for op in ops:
+        if isinstance(op, Refuse) and any(matches([p for p, _ in op.pairs], n) for n in out):
+            return None
+        if isinstance(op, DropLayers):
+            out = {n: r for n, r in out.items() if not n.startswith(f"model.layers.{LAYERS}.")}
+        if isinstance(op, Drop):
+            out = {n: r for n, r in out.items() if not matches(op.patterns, n)}
+    for name in [n for n in out if n.endswith(("experts.gate_up_proj", "experts.down_proj")) and "@" in model.name]:
+        raw, at = out.pop(name), name.rpartition(".")[0]
+        for e, bits in enumerate(raw.bits):
+            parts = dict(zip(("gate", "up"), np.split(bits, 2), strict=True)) if "gate_up" in name else {"down": bits}
+            out |= {f"{at}.{e}.{p}_proj.weight": Raw(raw.dtype, b) for p, b in parts.items()}
+    return out
+
+
 @pytest.mark.parametrize(("name", "target"), pairs())
 def test_out_and_back(name: str, target: str, tmp_path: Path) -> None:
     model = MODELS[name]
     if target == "deepseek":  # its code pads nothing
         shapes = {n: (V + 1, *s[1:]) if s[:1] == (V,) else s for n, s in model.shapes.items()}
         model = Model(name, model.family, {**model.config, "vocab_size": V + 1}, shapes, model.dtypes, model.moe)
-    tensors = source(model, tmp_path / "src")
-    layers = f"model.layers.{model.config['num_hidden_layers']}."
-    drops = any(isinstance(op, DropLayers) for op in load_family(model.family, model.config).ops(target))
-    kept = {n: r for n, r in tensors.items() if not drops or not n.startswith(layers)}
+    kept = comes_back(model, source(model, tmp_path / "src"), target)
+    if kept is None:
+        refused(tmp_path / "src", tmp_path / "no", "--to", target, "--tp-out", 2)
+        return
     at = tmp_path / "src"
     for i, options in enumerate(OPTIONS[target]):  # from one to the next, without flags for the source
         to = tmp_path / f"{target}{i}"

@@ -1,0 +1,72 @@
+"""Casts between float types, with torch as the judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from ckpttool.dtypes import CASTABLE, numpy_dtype
+from ckpttool.kernels import cast as module
+from ckpttool.kernels.cast import cast
+
+TORCH = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def every(dtype: str) -> Array:
+    """All patterns of 16 bits; around all of those for wider types, where rounding and overflow happen."""
+    short = np.arange(1 << 16, dtype=np.uint32)
+    if dtype in ("F16", "BF16"):
+        return short.astype(np.uint16).view(numpy_dtype(dtype))
+    low = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    wide = ((short << 16)[:, None] | low).ravel().view(np.float32)
+    if dtype == "F32":
+        return wide
+    with np.errstate(all="ignore"):
+        exact = wide.astype(np.float64).view(np.uint64)
+    rest = np.random.default_rng(0).integers(0, 1 << 63, 100_000, dtype=np.uint64)
+    return np.concatenate([exact - np.uint64(1), exact, exact + np.uint64(1), rest]).view(np.float64)
+
+
+def torch_cast(src: Array, src_dtype: str, dst_dtype: str) -> Array:
+    tensor = torch.from_numpy(src.view(np.int16) if src_dtype == "BF16" else src)
+    if src_dtype == "BF16":
+        tensor = tensor.view(torch.bfloat16)
+    out = tensor.to(TORCH[dst_dtype])
+    return (out.view(torch.int16) if dst_dtype == "BF16" else out).numpy().view(numpy_dtype(dst_dtype))
+
+
+@pytest.mark.parametrize("src_dtype", sorted(CASTABLE))
+@pytest.mark.parametrize("dst_dtype", sorted(CASTABLE))
+def test_every_pattern(src_dtype: str, dst_dtype: str) -> None:
+    src = every(src_dtype)
+    want = torch_cast(src, src_dtype, dst_dtype)
+    found = np.empty_like(want)
+    cast(src, found)
+    with np.errstate(all="ignore"):
+        nan = np.isnan(want.astype(np.float64))
+        assert np.array_equal(np.isnan(found.astype(np.float64)), nan)
+    bits = BITS[found.itemsize]
+    assert np.array_equal(found.view(bits)[~nan], want.view(bits)[~nan])
+
+
+def test_too_large_is_infinite_without_a_warning() -> None:
+    out = np.empty(3, np.float16)
+    cast(np.array([70000.0, -1e30, 65519.0], np.float32), out)
+    assert out.tolist() == [np.inf, -np.inf, 65504.0]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 4), (2, 3, 5), (1, 1, 30)])
+def test_strided_views(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ELEMENTS", 4)
+    values = np.random.default_rng(1).standard_normal([2 * n for n in shape] or [])
+    src = np.asarray(values)[tuple(slice(None, None, 2) for _ in shape)]
+    room = np.zeros([*shape[:-1], 3 * shape[-1]] if shape else [], ml_dtypes.bfloat16)
+    dst = room[..., ::3] if shape else room
+    cast(src, dst)
+    assert np.array_equal(dst.astype(np.float32), src.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32))
