@@ -1,4 +1,4 @@
-"""The checkpoint that the benchmark moves: llama-shaped, bf16, written straight to disk without holding it in memory."""
+"""The checkpoint that the benchmark moves: llama-shaped, bf16, written to disk without holding it in memory."""
 
 from __future__ import annotations
 

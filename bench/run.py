@@ -2,10 +2,10 @@
 
     python bench/run.py [--layers 6] [--rounds 3] [--cold] [--only JOB ...] [--work DIR] [--json FILE]
 
-Every round runs each job once, in an order that rotates, and ``cp -r`` of the job's source plus fsync beside it, so that
-a ratio compares two runs that were neighbours in time. Absolute times mean nothing on a shared machine: the table shows
-the median of the paired ratios with their range, CPU seconds likewise, and peak memory. "warm" reads the source into
-the page cache before every run; "cold" drops it.
+Every round runs each job once, in an order that rotates, and ``cp -r`` of the job's source plus fsync beside it, so
+that a ratio compares two runs that were neighbours in time. Absolute times mean nothing on a shared machine: the table
+shows the median of the paired ratios with their range, CPU seconds likewise, and peak memory. "warm" reads the source
+into the page cache before every run; "cold" drops it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import model
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import model
 
 PYTHON = sys.executable
 TOOL = str(Path(sys.executable).with_name("ckpttool"))
@@ -83,12 +83,12 @@ def measure(command: list[str]) -> Run:
     """Run a command to its end; CPU and memory are those of the whole process tree that was waited for."""
     begin = perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    message = process.stderr.read()
+    message = process.stderr.read() if process.stderr else b""
     _, status, usage = os.wait4(process.pid, 0)
     wall = perf_counter() - begin
     process.returncode = os.waitstatus_to_exitcode(status)
-    process.stderr.close()
+    if process.stderr:
+        process.stderr.close()
     if process.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{message.decode()}")
     return Run(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1000)
@@ -149,7 +149,11 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     jobs = [j for j in JOBS if not args.only or any(o in j.name for o in args.only)]
     hf = work / "hf"
-    size = model.write(hf, args.layers) if not (hf / "model.safetensors").exists() else (hf / "model.safetensors").stat().st_size
+    size = (
+        model.write(hf, args.layers)
+        if not (hf / "model.safetensors").exists()
+        else (hf / "model.safetensors").stat().st_size
+    )
     for name in {j.source for j in jobs} - {"hf"}:
         if not (work / name).exists():
             measure([TOOL, "reshard", str(hf), str(work / name), "-q", *PREPARE[name]])
@@ -168,7 +172,9 @@ def main() -> None:
                 one(row, source, target, command, cold=args.cold, first=n % 2 == 0)
             print(f"round {n + 1}/{args.rounds}  {job.name}", file=sys.stderr, flush=True)
     state = "cold" if args.cold else "warm"
-    print(f"{size / 1e9:.2f} GB bf16, {state} source, fsync included, {args.rounds} rounds; ratios to `cp -r` + fsync\n")
+    print(
+        f"{size / 1e9:.2f} GB bf16, {state} source, fsync included, {args.rounds} rounds; ratios to `cp -r` + fsync\n"
+    )
     order = [r for j in JOBS for r in rows.values() if r.name.split("  (")[0] == j.name]
     width = max(len(r.name) for r in order)
     print(f"{'job':<{width}}  {'wall / cp':<20} {'CPU / cp':<20} {'CPU s':>6} {'peak MB':>8}")

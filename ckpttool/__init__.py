@@ -1,4 +1,4 @@
-"""Convert, reshard and merge large-model checkpoints by moving byte ranges.
+"""Reshard, convert and inspect large-model checkpoints by moving byte ranges.
 
 The Python API (``open``, ``Checkpoint``, ``Resharding``) is loaded on first use, so that importing the package, and
 with it ``ckpttool --help``, stays instant.
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpttool.api import Checkpoint, Resharding
-    from ckpttool.api import open_ as open
+    from ckpttool.api import open_ as open  # noqa: A004 - ckpttool.open() is the front door
     from ckpttool.errors import CkptError
 
 __version__ = "0.1.0"

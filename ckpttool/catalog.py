@@ -101,7 +101,7 @@ class RankTensor(NamedTuple):
 
 @dataclass(slots=True)
 class LogicalTensor:
-    """A whole tensor. ``pieces`` cover it without overlap (none for an empty tensor); ``replicas`` repeat their boxes."""
+    """A whole tensor. ``pieces`` (none for an empty one) cover it without overlap; ``replicas`` repeat their boxes."""
 
     key: Key
     dtype: str

@@ -87,9 +87,7 @@ def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Che
     return assemble(read_source(Path(path), options.format, options.mesh), Path(path), options)
 
 
-def assemble(
-    stored: StoredCheckpoint, root: Path, options: OpenOptions, family: Family | None = None
-) -> Checkpoint:
+def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family: Family | None = None) -> Checkpoint:
     """The second half of opening: family and layout turn stored tensors into the catalog. Raises as above.
 
     ``family`` is for callers that have one already.

@@ -64,7 +64,9 @@ Dst = Annotated[
 Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks of SRC.", show_default=False)]
 Pp = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages of SRC.", show_default=False)]
 Ep = Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel ranks of SRC.", show_default=False)]
-Etp = Annotated[int | None, typer.Option("--etp", min=1, help="Expert-tensor-parallel ranks of SRC.", show_default=False)]
+Etp = Annotated[
+    int | None, typer.Option("--etp", min=1, help="Expert-tensor-parallel ranks of SRC.", show_default=False)
+]
 TpOut = Annotated[int | None, typer.Option("--tp-out", min=1, help="Tensor-parallel ranks of DST.", show_default=False)]
 PpOut = Annotated[int | None, typer.Option("--pp-out", min=1, help="Pipeline stages of DST.", show_default=False)]
 EpOut = Annotated[int | None, typer.Option("--ep-out", min=1, help="Expert-parallel ranks of DST.", show_default=False)]
@@ -73,18 +75,23 @@ EtpOut = Annotated[
     typer.Option("--etp-out", min=1, help="Expert-tensor-parallel ranks of DST; tp unless said.", show_default=False),
 ]
 PpLayout = Annotated[
-    str, typer.Option("--pp-layout", metavar="N,N,...", help="Layers of each pipeline stage of DST.", show_default=False)
+    str,
+    typer.Option("--pp-layout", metavar="N,N,...", help="Layers of each pipeline stage of DST.", show_default=False),
 ]
 RanksOut = Annotated[
     str, typer.Option("--ranks-out", metavar="0-3,7", help="Write only these ranks of DST.", show_default=False)
 ]
 From = Annotated[
     str,
-    typer.Option("--from", metavar="FORMAT", help="Format of SRC: hf, ranks, deepseek, vllm, trtllm.", show_default=False),
+    typer.Option(
+        "--from", metavar="FORMAT", help="Format of SRC: hf, ranks, deepseek, vllm, trtllm.", show_default=False
+    ),
 ]
 To = Annotated[
     str,
-    typer.Option("--to", metavar="FORMAT", help="Format of DST: hf, ranks, deepseek, vllm, trtllm.", show_default=False),
+    typer.Option(
+        "--to", metavar="FORMAT", help="Format of DST: hf, ranks, deepseek, vllm, trtllm.", show_default=False
+    ),
 ]
 RankPattern = Annotated[
     str,
@@ -97,7 +104,9 @@ RankPattern = Annotated[
 ]
 FamilyName = Annotated[
     str,
-    typer.Option("--family", metavar="NAME|FILE", help="Layout rules, when config.json does not name them.", show_default=False),
+    typer.Option(
+        "--family", metavar="NAME|FILE", help="Layout rules, when config.json does not name them.", show_default=False
+    ),
 ]
 Replicate = Annotated[
     list[str] | None,
@@ -133,7 +142,9 @@ VocabMultiple = Annotated[
 DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Print the plan and write nothing.")]
 Force = Annotated[bool, typer.Option("-f", "--force", help="Replace DST when it exists.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
-Verify = Annotated[bool, typer.Option("--verify", help="Read the output back and compare every element; exit 3 if not equal.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Read the output back and compare every element; exit 3 if not equal.")
+]
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads that move bytes.", show_default=False)]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory for all buffers together.")]
 Manifest = Annotated[bool, typer.Option("--manifest", help="Write a checksum per tensor, for inspect --check.")]
@@ -151,7 +162,9 @@ Hist = Annotated[bool, typer.Option("--hist", help="A histogram of each tensor."
 Hash = Annotated[bool, typer.Option("--hash", help="A checksum of each whole tensor, the same for every sharding.")]
 Show = Annotated[
     list[str] | None,
-    typer.Option("--show", metavar="NAME[INDEX]", help="Elements: 'a.weight[:8, -1]', as in numpy.", show_default=False),
+    typer.Option(
+        "--show", metavar="NAME[INDEX]", help="Elements: 'a.weight[:8, -1]', as in numpy.", show_default=False
+    ),
 ]
 Metadata = Annotated[bool, typer.Option("--metadata", help="What the files' headers say besides tensors.")]
 Check = Annotated[
@@ -234,8 +247,16 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def _open_options(
-    *, fmt: str, tp: int | None, pp: int | None, ep: int | None, etp: int | None, rank_pattern: str, family: str,
-    replicate: list[str] | None, split: list[str] | None,
+    *,
+    fmt: str,
+    tp: int | None,
+    pp: int | None,
+    ep: int | None,
+    etp: int | None,
+    rank_pattern: str,
+    family: str,
+    replicate: list[str] | None,
+    split: list[str] | None,
 ) -> OpenOptions:
     from ckpttool.formats.base import OpenOptions, ReadOptions
 
@@ -251,9 +272,7 @@ def _run_options(*, memory: str, workers: int | None, force: bool, resume: bool,
     size = parse_size(memory, "--memory")
     if size < 4 << 20:
         raise UsageError(f"--memory {memory} is too small", hint="4MiB is the least, 64MiB the default")
-    return RunOptions(
-        memory=size, workers=workers or default_workers(), force=force, resume=resume, manifest=manifest
-    )
+    return RunOptions(memory=size, workers=workers or default_workers(), force=force, resume=resume, manifest=manifest)
 
 
 @app.command()
@@ -300,8 +319,15 @@ def reshard(
     from ckpttool.ops.reshard import Selection, Target, execute, prepare
 
     opened = _open_options(
-        fmt=from_, tp=tp, pp=pp, ep=ep, etp=etp, rank_pattern=rank_pattern, family=family,
-        replicate=replicate, split=split,
+        fmt=from_,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        rank_pattern=rank_pattern,
+        family=family,
+        replicate=replicate,
+        split=split,
     )
     target = Target(
         format=to,

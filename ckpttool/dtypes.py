@@ -7,7 +7,7 @@ numpy and ml_dtypes are imported on first use, because ``--help`` and header lis
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.errors import CorruptError, UnsupportedError
@@ -91,7 +91,7 @@ def nbytes(dtype: str, count: int, *, where: str = "") -> int:
     return bits // 8
 
 
-@lru_cache(maxsize=None)
+@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy dtype that holds these elements (ml_dtypes registers what numpy lacks). Sub-byte types have none."""
     import numpy as np
@@ -108,7 +108,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def itemsize(name: str) -> int:
     """Bytes of one element. Raises UnsupportedError for sub-byte types, which can only be moved whole."""
     entry = lookup(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -29,8 +30,8 @@ class Box(NamedTuple):
 
     def intersect(self, other: Box) -> Box | None:
         """The common box, or None when they share no element."""
-        start = tuple([a if a > b else b for a, b in zip(self.start, other.start, strict=True)])
-        stop = tuple([a if a < b else b for a, b in zip(self.stop, other.stop, strict=True)])
+        start = tuple([max(b, a) for a, b in zip(self.start, other.start, strict=True)])
+        stop = tuple([min(b, a) for a, b in zip(self.stop, other.stop, strict=True)])
         for a, b in zip(start, stop, strict=True):
             if a >= b:
                 return None
@@ -141,7 +142,7 @@ def _gap(region: Box, boxes: Sequence[Box], axis: int) -> Box | None:
         return None
     lo, hi = region.start[axis], region.stop[axis]
     edges = sorted({lo, hi, *(e for b in boxes for e in (b.start[axis], b.stop[axis]) if lo < e < hi)})
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         slab = Box(
             (*region.start[:axis], a, *region.start[axis + 1 :]), (*region.stop[:axis], b, *region.stop[axis + 1 :])
         )

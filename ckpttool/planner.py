@@ -35,13 +35,13 @@ def build_plan(
     ranks: Sequence[Sequence[RankTensor]],
     skeleton: Skeleton,
     *,
-    carried: Sequence[tuple[str, str]] = (),
+    carried: Sequence[tuple[str, str, int]] = (),
     literal_files: Sequence[tuple[str, bytes]] = (),
     check_replicas: bool = True,
 ) -> Plan:
     """All steps for writing ``ranks`` (what each rank stores of which view) into the files of ``skeleton``.
 
-    ``carried`` are (source path, name) of companion files, ``literal_files`` (name, bytes) of generated ones.
+    ``carried`` are (source path, name, bytes) of companion files, ``literal_files`` (name, bytes) of generated ones.
     Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte.
     """
     outputs = [Output(f.name, f.size, f.literals) for f in skeleton.files]
@@ -57,24 +57,16 @@ def build_plan(
             size = nbytes(t.dtype, prod(t.shape), where=t.name)
             targets.setdefault(view.name, []).append(Target(t.name, file, offset, size))
             _rank_steps(todo, view, t, file, offset, used)
-    units = [
-        Unit(name, tuple(todo), tuple(targets[name])) for name, todo in steps.items() if todo or targets[name]
-    ]
+    units = [Unit(name, tuple(todo), tuple(targets[name])) for name, todo in steps.items() if todo or targets[name]]
     units.sort(key=_order)
     if check_replicas:
         units = _checks(used.values()) + units
     sources = [Source(str(f.path), f.size, f.mtime_ns) for f in catalog.files]
-    for path, name, size in _sized(carried):
+    for path, name, size in carried:
         outputs.append(Output(name, size, (), path))
     for name, data in literal_files:
         outputs.append(Output(name, len(data), ((0, data),)))
     return Plan(sources, outputs, units, list(skeleton.notes), skeleton.rank_files)
-
-
-def _sized(carried: Sequence[tuple[str, str]]) -> list[tuple[str, str, int]]:
-    import os
-
-    return [(path, name, os.stat(path).st_size) for path, name in carried]
 
 
 def _order(unit: Unit) -> tuple[int, int, int]:
@@ -178,12 +170,9 @@ def _copy(
         (at - box + local) * s
         for at, box, local, s in zip(c.origin, piece.box.start, piece.local.start, strides, strict=True)
     )
-    src_strides = [
-        0 if axis == NONE else by * strides[axis] * item for axis, by in zip(c.axes, c.stride, strict=True)
-    ]
+    src_strides = [0 if axis == NONE else by * strides[axis] * item for axis, by in zip(c.axes, c.stride, strict=True)]
     dst = sum(
-        (at - box + local) * s
-        for at, box, local, s in zip(c.first, outer.start, inner.start, out_strides, strict=True)
+        (at - box + local) * s for at, box, local, s in zip(c.first, outer.start, inner.start, out_strides, strict=True)
     )
     dst_strides = [step * s * out_item for step, s in zip(c.step, out_strides, strict=True)]
     shape, (a, b) = merged_axes(c.size, src_strides, dst_strides)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor
+from ckpttool.catalog import Catalog, LogicalTensor
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, is_bias
@@ -109,8 +109,13 @@ class View:
         n = len(self.shape)
         return (Part(self.shape, (0,) * n, (1,) * n, self.same, (0,) * n, tuple(range(n)), (1,) * n),)
 
+    def named(self, name: str) -> View:
+        """The same elements under another name."""
+        return View(name, self.dtype, self.shape, self.same, self._parts)
+
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
         from ckpttool.dtypes import nbytes
 
         return nbytes(self.dtype, prod(self.shape), where=self.name)
@@ -131,10 +136,11 @@ class Views:
 
 
 def identity(catalog: Catalog) -> Views:
+    """Every logical tensor under its own name."""
     return Views({t.key.name: View(t.key.name, t.dtype, t.shape, t) for t in catalog})
 
 
-def _put(views: Views, table: dict[str, View], view: View, why: str) -> None:
+def _put(table: dict[str, View], view: View, why: str) -> None:
     if view.name in table:
         raise ConflictError(f"two tensors would both be named `{view.name}`", where=why)
     table[view.name] = view
@@ -145,9 +151,7 @@ def rename(views: Views, function: Callable[[str], str | None], why: str) -> Vie
     table: dict[str, View] = {}
     for view in views:
         new = function(view.name)
-        if new is not None and new != view.name:
-            view = View(new, view.dtype, view.shape, view.same, view._parts)
-        _put(views, table, view, why)
+        _put(table, view if new in (None, view.name) else view.named(str(new)), why)
     return Views(table, views.notes)
 
 
@@ -165,6 +169,7 @@ def rename_by_rules(views: Views, rules: Sequence[str]) -> Views:
 
 
 def keep(views: Views, names: Iterable[str]) -> Views:
+    """The views with these names."""
     wanted = set(names)
     return Views({n: v for n, v in views.table.items() if n in wanted}, views.notes)
 
@@ -360,7 +365,7 @@ def _tie(views: Views, op: Tie, family: Family) -> Views:
         if table.pop(op.name, None) is not None:
             views.notes.append(f"`{op.name}` is left out: the config ties it to `{op.owner}`")
     elif op.name not in table:
-        table[op.name] = View(op.name, owner.dtype, owner.shape, owner.same, owner._parts)
+        table[op.name] = owner.named(op.name)
         views.notes.append(f"`{op.name}` is written as a copy of `{op.owner}`, to which the config ties it")
     return Views(table, views.notes)
 
@@ -368,7 +373,9 @@ def _tie(views: Views, op: Tie, family: Family) -> Views:
 def _drop_layers(views: Views, op: DropLayers, family: Family) -> Views:
     limit = family.size(op.size)
     if limit is None:
-        raise LayoutError(f"the size `{op.size}` is not known", hint="put the model's config.json beside the checkpoint")
+        raise LayoutError(
+            f"the size `{op.size}` is not known", hint="put the model's config.json beside the checkpoint"
+        )
     kept, dropped = {}, []
     for name, view in views.table.items():
         m = LAYER.search(name)
@@ -514,7 +521,7 @@ def _take_apart(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) 
     for name, view in views.table.items():
         m = regex.match(name)
         if not m:
-            _put(views, table, view, f"fusion {op.name}")
+            _put(table, view, f"fusion {op.name}")
             continue
         names = [expand(p, m.groupdict()) for p in op.parts]
         axis = _axis_of(name, len(view.shape), family, before)
@@ -544,12 +551,12 @@ def _take_apart(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) 
             at = 0
             for part, length in zip(names, each, strict=True):
                 got = unweave(part, view, axis, size.value, at, length, sum(each))
-                _put(views, table, got, f"fusion {op.name}")
+                _put(table, got, f"fusion {op.name}")
                 at += length
             continue
         at = 0
         for part, length in zip(names, lengths, strict=True):
-            _put(views, table, take(part, view, axis, at, at + length), f"fusion {op.name}")
+            _put(table, take(part, view, axis, at, at + length), f"fusion {op.name}")
             at += length
     return Views(table, views.notes)
 
@@ -583,7 +590,7 @@ def _unstack_all(views: Views, op: Stack) -> Views:
         if m := regex.match(name):
             for e in range(view.shape[0]):
                 part = unstack(expand(op.part, {**m.groupdict(), "expert": str(e)}), view, e)
-                _put(views, table, part, f"naming of family (experts of {name})")
+                _put(table, part, f"naming of family (experts of {name})")
         else:
-            _put(views, table, view, "naming of family")
+            _put(table, view, "naming of family")
     return Views(table, views.notes)

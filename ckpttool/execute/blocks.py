@@ -154,7 +154,8 @@ class Carrier:
                 self._block(runs, small)
                 runs, small, room = [], [], limit
             if isinstance(item, Tile):
-                self._tile(item.move)
+                with self.pool.short_calls:
+                    self._tile(item.move)
             elif need is None:
                 self._rows(item)
             else:

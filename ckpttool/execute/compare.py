@@ -137,7 +137,7 @@ def compare_views(
     check_replicas: bool = False,
     workers: int = 2,
 ) -> list[Difference]:
-    """Tensors of ``other`` that are not what ``views`` of ``source`` say, after ``cast`` (name, dtype) said what each becomes.
+    """Tensors of ``other`` that are not what ``views`` of ``source`` say; ``cast`` maps (name, dtype) to the new dtype.
 
     With ``check_replicas`` every copy of a box in ``other`` is compared too. Whole-byte dtypes only; tensors of
     sub-byte elements are compared as bytes.

@@ -93,6 +93,8 @@ class FilePool:
         self.policy = "uncached"
         self._behind: dict[str, list[tuple[int, int]]] = {}
         self._scattered: set[str] = set()
+        self.short_calls = threading.Lock()
+        """For whoever makes thousands of short calls: two threads at that only pass the interpreter to and fro."""
 
     def __enter__(self) -> Self:
         return self

@@ -89,7 +89,7 @@ def _near(path: Path) -> str | None:
     parent = path.parent
     if not parent.is_dir():
         return f"{parent} does not exist either"
-    close = difflib.get_close_matches(path.name, os.listdir(parent), n=1)
+    close = difflib.get_close_matches(path.name, [p.name for p in parent.iterdir()], n=1)
     return f"did you mean {parent / close[0]}?" if close else None
 
 

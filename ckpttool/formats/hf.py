@@ -79,7 +79,7 @@ class HuggingFace:
                 raise ConflictError(
                     f"tensor `{t.name}` is in two shards",
                     where=[str(files[other].path), str(files[t.file].path)],
-                    hint="remove the stale shard; if these are the files of ranks, say how many: --tp N (or --rank-pattern)",
+                    hint="remove the stale shard; if these are the files of ranks, say how many: --tp N",
                 )
             notes.append(f"`{t.name}` is in {a} and {b}; the index says {mapped[t.name]}")
             if mapped[t.name] == b:

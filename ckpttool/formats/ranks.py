@@ -298,9 +298,7 @@ def rank_regex(pattern: str) -> str:
     return "".join(out)
 
 
-def _find(
-    listing: Listing, options: ReadOptions
-) -> tuple[list[tuple[dict[str, int], int, str]], dict[str, int], str]:
+def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, int], int, str]], dict[str, int], str]:
     """(coordinates, part, file) of all rank files, the sizes that the coordinates imply, the pattern for messages."""
     if options.rank_pattern:
         patterns = [rank_regex(options.rank_pattern)]

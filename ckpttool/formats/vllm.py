@@ -91,7 +91,9 @@ class VLLM:
         )
         carried, notes = companions(listing, [n for n, _ in found])
         # Before 0.24 the stacked experts were not a module of their own.
-        tensors = [t._replace(name=re.sub(r"\.experts\.(w13_|w2_)", r".experts.routed_experts.\1", t.name)) for t in tensors]
+        tensors = [
+            t._replace(name=re.sub(r"\.experts\.(w13_|w2_)", r".experts.routed_experts.\1", t.name)) for t in tensors
+        ]
         scales = sum(t.name.endswith(_CACHE_SCALES) for t in tensors)
         if scales:
             tensors = [t for t in tensors if not t.name.endswith(_CACHE_SCALES)]

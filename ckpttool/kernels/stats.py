@@ -196,7 +196,7 @@ class _Sums:
             None,
         )
 
-    def histogram(self, bins: int) -> Histogram | None:  # noqa: ARG002 - the range is only known after all blocks
+    def histogram(self, bins: int) -> Histogram | None:
         return Histogram((), ()) if not self._n else None
 
 

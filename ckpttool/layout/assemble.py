@@ -140,7 +140,11 @@ class Assembler:
         return {r: share(total, ep, r)[0] for r in range(ep)}
 
     def _one(
-        self, name: str, group: list[StoredTensor], place: Placement, blocks: tuple[LogicalTensor, tuple[int, ...]] | None
+        self,
+        name: str,
+        group: list[StoredTensor],
+        place: Placement,
+        blocks: tuple[LogicalTensor, tuple[int, ...]] | None,
     ) -> LogicalTensor:
         rule, bias, cutting = place.rule, is_bias(name), self.cutting
         mesh = self.cutting.mesh

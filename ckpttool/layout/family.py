@@ -85,6 +85,8 @@ class OpSpec(_Strict):
 
 
 class LayersSpec(_Strict):
+    """The rules of a layer; names continue ``prefix``, which has {layer}."""
+
     prefix: str
     rules: dict[str, str]
 
@@ -217,6 +219,7 @@ Op = Rename | Fuse | Stack | Transpose | Squeeze | Hold | Refuse | DropLayers | 
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
+    """Whether any pattern matches the whole name."""
     return any(pattern_regex(p).match(name) for p in patterns)
 
 
@@ -325,7 +328,7 @@ class Family:
         return "hf"
 
     def fused_form(self, names: Iterable[str]) -> str:
-        """"fuse" or "unfuse" when names of a Hugging Face checkpoint have that form and not the published one."""
+        """ "fuse" or "unfuse" when names of a Hugging Face checkpoint have that form and not the published one."""
         templates = {split_numbers(n)[0].replace("#", "0") for n in names}
         for name, spec in self.spec.fusions.items():
             if spec.only_named:
@@ -393,9 +396,7 @@ class Family:
 
         return place
 
-    def _remember(
-        self, name: str, numbers: tuple[str, ...], ops: tuple[Op, ...]
-    ) -> tuple[Placement, int, int] | None:
+    def _remember(self, name: str, numbers: tuple[str, ...], ops: tuple[Op, ...]) -> tuple[Placement, int, int] | None:
         """The placement of a name, and which of its numbers are the layer and the expert."""
         got = self._resolve(name, ops)
         if got is None:
@@ -482,7 +483,9 @@ class Family:
         """The same family in which tensors with these names are never cut; earlier overrides stay ahead of it."""
         if not patterns:
             return self
-        rules = [(compile_pattern(p), parse_rule("replicate", origin=f"the format keeps `{p}` whole")) for p in patterns]
+        rules = [
+            (compile_pattern(p), parse_rule("replicate", origin=f"the format keeps `{p}` whole")) for p in patterns
+        ]
         return replace(self, overrides=(*self.overrides, *rules), _cache={})
 
     def with_overrides(self, replicate: Sequence[str], split: Sequence[str]) -> Family:
@@ -506,12 +509,13 @@ def _builtin() -> dict[str, tuple[Path, dict[str, Any]]]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     out = {}
     for path in sorted(FAMILIES.glob("*.yaml")):
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - the safe loader, in C where there is one
         out[data["family"]] = (path, data)
     return out
 
 
 def family_names() -> list[str]:
+    """The built-in families."""
     return sorted(_builtin())
 
 
@@ -556,14 +560,16 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
         first = e.errors()[0]
         where = ".".join(str(x) for x in first["loc"])
         raise LayoutError(f"the family file is not valid at `{where}`: {first['msg']}", where=str(path.name)) from None
-    family = Family(spec, path.name)
-    family.sizes = read_sizes(spec, config)
-    family.block = config_block(config)
-    family.tied = bool(config.get("tie_word_embeddings", spec.tied))
-    family.model_type = str(config.get("model_type", ""))
-    family._rules = _compile(spec, path.name)
-    family._by_name = any(has_literal_number(p) for p in _patterns(spec))
-    return family
+    return Family(
+        spec,
+        path.name,
+        read_sizes(spec, config),
+        config_block(config),
+        bool(config.get("tie_word_embeddings", spec.tied)),
+        str(config.get("model_type", "")),
+        _rules=_compile(spec, path.name),
+        _by_name=any(has_literal_number(p) for p in _patterns(spec)),
+    )
 
 
 def _patterns(spec: FamilySpec) -> Iterator[str]:
@@ -605,11 +611,9 @@ def read_sizes(spec: FamilySpec, config: Mapping[str, Any]) -> dict[str, Size]:
     text = config.get("text_config")
     places = [config, *([text] if isinstance(text, dict) else [])]
     out: dict[str, Size] = {}
-    for name, raw in spec.sizes.items():
-        if isinstance(raw, str):
-            raw = SizeSpec.model_validate({"from": [raw]})
-        elif isinstance(raw, list):
-            raw = SizeSpec.model_validate({"from": raw})
+    for name, short in spec.sizes.items():
+        fields = [short] if isinstance(short, str) else short
+        raw = fields if isinstance(fields, SizeSpec) else SizeSpec.model_validate({"from": fields})
         found = (_number(places, key) for key in raw.fields)
         value: int | str | None = next((n for n in found if n is not None), None)
         if value is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 from ckpttool.errors import UnsupportedError
 
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 _TOKEN = re.compile(r"\{([^{}]*)\}|\*")
 
 
-@lru_cache(maxsize=None)
+@cache
 def pattern_regex(pattern: str) -> re.Pattern[str]:
     """The compiled regular expression; a capture that occurs twice must match the same text twice."""
     out, at, seen = [], 0, set()
@@ -81,12 +81,11 @@ class Renamer:
         if "#" in name:  # it would look like a template
             return self._function(name)
         template, numbers = split_numbers(name)
-        known = self._known.get(template, False)
-        if known is False:
-            known = self._known[template] = self._learn(template, numbers)
+        if template not in self._known:
+            self._known[template] = self._learn(template, numbers)
+        known = self._known[template]
         if known is None:
             return self._function(name)
-        assert isinstance(known, tuple)
         result = known[0]
         if result is None or not numbers:
             return result

@@ -107,7 +107,9 @@ class Partitioner:
         first_layer = {s: min((n for n, at in stages.items() if at == s), default=0) for s in range(mesh.pp)}
         for t, place, base, blocks in placed:
             stage = self._stage(place, stages)
-            holders = by_stage.get(stage, ()) if place.expert is None else by_owner.get((stage, owner[place.expert]), ())
+            holders = (
+                by_stage.get(stage, ()) if place.expert is None else by_owner.get((stage, owner[place.expert]), ())
+            )
             if self.tied and place.stage == "first" and place.rule.verb == "vocab" and mesh.pp > 1:
                 holders = [*holders, *by_stage.get(mesh.pp - 1, ())]
             name = logical = self.names.get(t.name, t.name)
@@ -121,7 +123,7 @@ class Partitioner:
                     try:
                         local = local_boxes(place.rule, base, self.cutting, at, bias=bias, blocks=blocks)
                     except Uneven as e:
-                        works = self._works(placed, place.rule.expert)
+                        works = self._works(placed, expert=place.rule.expert)
                         raise cannot_cut(t.name, t.shape, place.rule.place, e, str(mesh), works) from None
                     known = self._locals[key] = (local, tuple(pad_boxes(local)))
                 local, pads = known
@@ -146,7 +148,9 @@ class Partitioner:
             return stages.get(place.layer, last)  # a layer after the last one is multi-token prediction
         return 0 if place.stage == "first" else last
 
-    def _works(self, placed: Sequence[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]], expert: bool) -> str:
+    def _works(
+        self, placed: Sequence[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]], *, expert: bool
+    ) -> str:
         """The hint: sizes with which every tensor can be cut."""
         distinct = {
             (id(p.rule), base, blocks, is_bias(t.name)): (p.rule, base, blocks, is_bias(t.name))

@@ -14,8 +14,8 @@ grouped VERB     experts stacked on axis 0, shared out by expert, each cut by VE
 UNITS names a size of the family (``heads``, ``kv_heads``). A size that is marked ``shared`` may be copied: with more
 ranks than key/value heads, several ranks hold the same head. The output axis is the last but one for weights stored
 [out, in] (torch) and the last for [in, out] (Paddle, GPT-2's Conv1D); a bias has only an output axis.
-``axis=N`` names it outright. ``once`` behind a rule: what is not cut is held by the first rank, and zeros by the others,
-because what they compute with it is summed (some engines' bias of row-parallel layers).
+``axis=N`` names it outright. ``once`` behind a rule: what is not cut is held by the first rank, and zeros by the
+others, because what they compute with it is summed (some engines' bias of row-parallel layers).
 
 ``local_boxes`` is used both ways: ``assemble`` asks where a stored tensor belongs, ``partition`` what to store.
 """
@@ -101,7 +101,7 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
     verb, args = (rest[0], rest[1:]) if rest else ("", [])
     if verb not in VERBS:
         raise LayoutError(f"`{text}` is not a layout rule", where=origin, hint=f"the verbs are {', '.join(VERBS)}")
-    if verb in ("replicate", "vocab") and args or verb in ("column", "row") and len(args) > 1:
+    if (verb in ("replicate", "vocab") and args) or (verb in ("column", "row") and len(args) > 1):
         raise LayoutError(f"`{text}`: too many words after {verb}", where=origin)
     if verb == "fused":
         if len(args) < 2:
@@ -210,7 +210,7 @@ def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisS
     return AxisShare(each, (Segment(0, index * each, each),))
 
 
-class Uneven(Exception):
+class Uneven(Exception):  # noqa: N818 - it says what is the matter with a cut; users see LayoutError
     """A share that does not come out even; becomes a LayoutError once the tensor's name is known."""
 
     def __init__(self, why: str, works: tuple[int, ...]) -> None:
@@ -266,6 +266,7 @@ def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: Cutting) -> A
 
 
 def whole_axis(n: int) -> AxisShare:
+    """All of an axis."""
     return AxisShare(n, (Segment(0, 0, n),))
 
 

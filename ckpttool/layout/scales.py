@@ -8,8 +8,8 @@ inference code (``scale``), transformers' fused experts (``gate_up_proj_scale_in
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from math import prod
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from ckpttool.errors import LayoutError
@@ -62,9 +62,7 @@ def block_of(
 
 
 @lru_cache(maxsize=4096)
-def _block(
-    weight: tuple[int, ...], scale: tuple[int, ...], config: tuple[int, int] | None
-) -> tuple[int, ...] | None:
+def _block(weight: tuple[int, ...], scale: tuple[int, ...], config: tuple[int, int] | None) -> tuple[int, ...] | None:
     if all(s == 1 for s in scale):
         return None
     if len(scale) == 1 and len(weight) == 2 and scale[0] == weight[0]:

@@ -1,6 +1,6 @@
 """``ckpttool reshard``: the same tensors for another mesh, another format or another naming.
 
-    open SRC -> views (names, fusions, selections) -> ranks of DST -> skeleton -> plan -> execute -> verify
+open SRC -> views (names, fusions, selections) -> ranks of DST -> skeleton -> plan -> execute -> verify
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from ckpttool.relate import Views, apply_ops, identity, keep, rename_by_rules
 from ckpttool.select import matching, nearest_hint
 
 PARALLEL_FIELDS = {
-    "tp": ("tensor_parallel_degree", "tensor_model_parallel_size", "tensor_parallel_size", "tp_size", "model_parallel_size"),
+    "tp": (
+        "tensor_parallel_degree",
+        "tensor_model_parallel_size",
+        "tensor_parallel_size",
+        "tp_size",
+        "model_parallel_size",
+    ),
     "pp": ("pipeline_parallel_degree", "pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size"),
     "ep": ("expert_parallel_degree", "expert_model_parallel_size", "expert_parallel_size", "ep_size"),
 }
@@ -187,14 +193,19 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
     skeleton = writer.write(request)
     root = source.stored.root
     literal: list[tuple[str, bytes]] = []
-    carried: list[tuple[str, str]] = []
+    carried: list[Path] = []
     if (root / "config.json").is_file() and request.config == (source.stored.native_config or source.config):
-        carried = [(str(root / "config.json"), "config.json")]
+        carried = [root / "config.json"]
     elif request.config:
         literal = [("config.json", (json.dumps(request.config, indent=2, ensure_ascii=False) + "\n").encode())]
-    carried += [(str(root / n), n) for n in source.stored.companions]
+    carried += [root / n for n in source.stored.companions]
     plan = build_plan(
-        source.catalog, views.table, ranks, skeleton, carried=carried, literal_files=literal
+        source.catalog,
+        views.table,
+        ranks,
+        skeleton,
+        carried=[(str(p), p.name, p.stat().st_size) for p in carried],
+        literal_files=literal,
     )
     notes += plan.notes
     plan.notes = notes
@@ -284,7 +295,10 @@ def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[
     if etp is None:
         etp = tp if src.etp == src.tp else src.etp
         if ep > 1 and etp > 1 and "ep" in said:
-            notes.append(f"etp {etp} = tp, so the output has {Mesh(tp, 1, ep, etp).width} ranks a stage; --etp-out 1 for whole experts")
+            notes.append(
+                f"etp {etp} = tp, so the output has {Mesh(tp, 1, ep, etp).width} ranks a stage;"
+                " --etp-out 1 for whole experts"
+            )
     layout = target.pp_layout or (src.layout if pp == src.pp else ())
     if target.pp_layout and "pp" not in said:
         pp = len(target.pp_layout)
@@ -333,4 +347,3 @@ def _config(source: Checkpoint, mesh: Mesh, dtype: str) -> dict[str, Any]:
             if f in config:
                 config[f] = name
     return config
-

@@ -36,7 +36,7 @@ class Lines:
     def __init__(self) -> None:
         self._files = self._done = 0
 
-    def start(self, total_bytes: int, files: int) -> None:  # noqa: ARG002 - a line per file needs no total
+    def start(self, total_bytes: int, files: int) -> None:
         self._files = files
 
     def advance(self, nbytes: int) -> None:
@@ -62,7 +62,7 @@ class Bar:
         self._total = self._done = 0
         self._drawn = 0.0
 
-    def start(self, total_bytes: int, files: int) -> None:  # noqa: ARG002 - the bar counts bytes
+    def start(self, total_bytes: int, files: int) -> None:
         self._total, self._done = total_bytes, 0
         self._drawn = time.monotonic() + PATIENCE_S - REFRESH_S
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor
+from ckpttool.geometry import Box
 from ckpttool.relate import NONE, View
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -27,6 +28,11 @@ def catalog_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Catalog, dict[str
     return Catalog([], tensors), arrays
 
 
+def index(box: Box) -> Any:
+    """What stands between brackets to take a box out of an array as a view, of a scalar too."""
+    return (..., *(slice(a, b) for a, b in zip(box.start, box.stop, strict=True)))
+
+
 def slices(start: tuple[int, ...], count: tuple[int, ...], step: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(a, a + s * (n - 1) + 1, s) for a, n, s in zip(start, count, step, strict=True))
 
@@ -36,15 +42,16 @@ def materialise(view: View, arrays: Mapping[str, Array]) -> Array:
     out = np.full(view.shape, EMPTY, np.int64)
     for part in view.parts:
         source = arrays[part.source.key.name]
-        index: list[Any] = list(part.origin)
+        at: list[Any] = list(part.origin)
         for i, axis in enumerate(part.axes):
             if axis != NONE:
-                (index[axis],) = slices((part.origin[axis],), (part.size[i],), (part.stride[i],))
-        block = np.asarray(source[(..., *index)])
+                (at[axis],) = slices((part.origin[axis],), (part.size[i],), (part.stride[i],))
+        block = np.asarray(source[(..., *at)])
         walked = sorted(axis for axis in part.axes if axis != NONE)
         block = block.transpose([walked.index(axis) for axis in part.axes if axis != NONE])
         block = block.reshape(part.size)  # puts in the axes that the source does not have
-        into = out[(..., *slices(part.first, part.size, part.step))]
+        chosen: Any = (..., *slices(part.first, part.size, part.step))
+        into = out[chosen]
         assert into.shape == block.shape, f"a part of {view.name} reaches outside of it"
         assert (into == EMPTY).all(), f"two parts of {view.name} overlap"
         into[...] = block

@@ -83,7 +83,7 @@ def _scales(tensors: Shapes) -> Shapes:
     out: Shapes = {}
     for name, shape in tensors.items():
         out[name] = shape
-        linear = name.endswith("_proj.weight") or name.endswith(("with_mqa.weight", "wq_b.weight", "wk.weight"))
+        linear = name.endswith(("_proj.weight", "with_mqa.weight", "wq_b.weight", "wk.weight"))
         if linear and "weights_proj" not in name and "eh_proj" not in name:
             out[f"{name}_scale_inv"] = [-(-n // BLOCK) for n in shape]
     return out

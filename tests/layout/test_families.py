@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpttool.catalog import RankTensor
 from ckpttool.errors import LayoutError, UnsupportedError
 from ckpttool.layout.assemble import is_bias
 from ckpttool.layout.family import (
@@ -29,11 +30,11 @@ from ckpttool.layout.family import (
     load_family,
 )
 from ckpttool.layout.names import pattern_regex
-from ckpttool.layout.partition import Partitioner, RankTensor
+from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
 from ckpttool.relate import Views, apply_ops, identity
-from tests.helpers.arrays import Array, catalog_of, materialise
+from tests.helpers.arrays import Array, catalog_of, index, materialise
 from tests.helpers.tiny_names import Listed, all_lists, family_lists
 
 LISTS = all_lists()
@@ -79,7 +80,7 @@ def of_rank(tensors: list[RankTensor], arrays: dict[str, Array], total: int) -> 
     out = np.zeros(total, bool)
     for t in tensors:
         for _, outer in t.boxes:
-            elements = arrays[t.key][(..., *(slice(a, b) for a, b in zip(*outer, strict=True)))]
+            elements = arrays[t.key][index(outer)]
             assert not out[elements].any(), f"{t.name} holds elements that another tensor of the rank holds"
             out[elements] = True
     return out
@@ -185,9 +186,7 @@ def test_what_a_naming_cannot_say_is_refused(family: str, variant: str, naming: 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(("family", "variant", "naming"), NAMINGS)
-def test_a_rank_holds_the_same_elements_under_every_naming(
-    family: str, variant: str, naming: str, mesh: Mesh
-) -> None:
+def test_a_rank_holds_the_same_elements_under_every_naming(family: str, variant: str, naming: str, mesh: Mesh) -> None:
     """Renamed, fused, stacked and transposed tensors are cut as their parts are."""
     got, listed, shapes = loaded(family, variant)
     start, arrays = canonical(got, shapes)
@@ -236,7 +235,9 @@ def fusions(family: Family) -> list[str]:
 
 
 def test_which_families_publish_fused_tensors() -> None:
-    fused = {(f, n) for f in family_names() for n in load_family(f, {}).spec.fusions if load_family(f, {}).publishes_fused(n)}
+    fused = {
+        (f, n) for f in family_names() for n in load_family(f, {}).spec.fusions if load_family(f, {}).publishes_fused(n)
+    }
     assert fused == {("phi3", "qkv"), ("phi3", "gate_up"), ("gpt2", "qkv"), ("gpt_neox", "qkv")}
 
 
@@ -271,9 +272,7 @@ def local(t: RankTensor, whole: Array) -> Array:
     """What a rank stores of one tensor."""
     out = np.full(t.shape, -1, np.int64)
     for inner, outer in t.boxes:
-        out[(..., *(slice(a, b) for a, b in zip(*inner, strict=True)))] = whole[
-            (..., *(slice(a, b) for a, b in zip(*outer, strict=True)))
-        ]
+        out[index(inner)] = whole[index(outer)]
     return out
 
 
@@ -380,9 +379,13 @@ def test_names_of_deepseek() -> None:
     weights |= {f"ffn.{where}.w{i}" for where in ("shared_experts", *(f"experts.{e}" for e in range(4))) for i in "123"}
     plain = {"attn_norm", "ffn_norm", "attn.q_norm", "attn.kv_norm", "ffn.gate", "attn.indexer.weights_proj"}
     indexer = {"attn.indexer.k_norm.weight", "attn.indexer.k_norm.bias"}
-    assert layer == {f"{w}.{k}" for w in weights for k in ("weight", "scale")} | {f"{n}.weight" for n in plain} | {
-        "ffn.gate.bias"
-    } | indexer
+    assert (
+        layer
+        == {f"{w}.{k}" for w in weights for k in ("weight", "scale")}
+        | {f"{n}.weight" for n in plain}
+        | {"ffn.gate.bias"}
+        | indexer
+    )
     assert not any(n.startswith("layers.2.") for n in names)
 
 
@@ -393,6 +396,20 @@ def test_the_names_of_transformers(family: str, variant: str) -> None:
     got, _, shapes = loaded(family, published)
     views = apply_ops(identity(catalog_of(shapes)[0]), got.ops("transformers"), got)
     assert {v.name: list(v.shape) for v in views} == LISTS[family, variant].tensors
+
+
+@pytest.mark.parametrize(("family", "variant"), sorted(LISTS))
+def test_the_form_of_a_hugging_face_checkpoint_is_seen_from_its_names(family: str, variant: str) -> None:
+    got, listed, shapes = loaded(family, variant)
+    want = "transformers" if "@" in variant else "bare" if variant == "gpt2_published" else "hf"
+    assert got.hf_naming(listed.tensors) == want
+    assert got.fused_form(listed.tensors) == ""
+    for name in fusions(got):
+        apart = got.publishes_fused(name)
+        op = replace(got.fusion(name), apart=apart)
+        views = apply_ops(identity(catalog_of(shapes)[0]), (op,), got)
+        changed = set(views.table) != set(shapes)
+        assert got.fused_form(views.table) == (("unfuse" if apart else "fuse") if changed else "")
 
 
 # Finding and reading

@@ -10,10 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.catalog import Key, LogicalTensor
-from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UsageError
+from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.geometry import Box
-from ckpttool.layout.family import DropLayers, Family, FamilySpec, Fuse, Op, Rename, Stack, inverse
-from ckpttool.layout.rules import Size
+from ckpttool.layout.family import (
+    Drop,
+    DropLayers,
+    Family,
+    FamilySpec,
+    Fuse,
+    Hold,
+    Op,
+    Refuse,
+    Rename,
+    Squeeze,
+    Stack,
+    Transpose,
+    _compile,
+    inverse,
+)
+from ckpttool.layout.rules import Size, parse_rule
 from ckpttool.relate import (
     View,
     Views,
@@ -168,10 +183,10 @@ def draw_box(data: st.DataObject, shape: tuple[int, ...]) -> Box:
 def fill(view: View, arrays: dict[str, Array], out: Array) -> None:
     """As materialise, for a view with holes."""
     for part in view.parts:
-        lone = View("part", "F32", part.size, None, (part._replace(first=(0,) * len(part.size), step=(1,) * len(part.size)),))
-        into = tuple(
-            slice(a, a + s * (n - 1) + 1, s) for a, n, s in zip(part.first, part.size, part.step, strict=True)
+        lone = View(
+            "part", "F32", part.size, None, (part._replace(first=(0,) * len(part.size), step=(1,) * len(part.size)),)
         )
+        into = tuple(slice(a, a + s * (n - 1) + 1, s) for a, n, s in zip(part.first, part.size, part.step, strict=True))
         out[into] = materialise(lone, arrays)
 
 
@@ -199,8 +214,11 @@ def family(**sizes: int) -> Family:
     spec = FamilySpec.model_validate(
         {"family": "test", "layers": {"prefix": "layers.{layer}.", "rules": {"*": "column"}}}
     )
-    out = Family(spec, "test.yaml", {k: Size(v) for k, v in sizes.items()})
-    return out
+    return compiled(spec, **sizes)
+
+
+def compiled(spec: FamilySpec, **sizes: int) -> Family:
+    return Family(spec, "test.yaml", {k: Size(v) for k, v in sizes.items()}, _rules=_compile(spec, "test.yaml"))
 
 
 QKV = Fuse("qkv", "{a}.qkv.{b}", ("{a}.q.{b}", "{a}.k.{b}", "{a}.v.{b}"), ("heads", "kv", "kv"))
@@ -211,7 +229,11 @@ CHAINS: list[tuple[Op, ...]] = [
     (WOVEN,),
     (EXPERTS,),
     (Rename((("layers.{layer}.{a}", "h.{layer}.{a}"),)),),
-    (QKV, EXPERTS, Rename((("layers.{layer}.qkv.{b}", "h.{layer}.attention.{b}"), ("layers.{layer}.{b}", "h.{layer}.{b}")))),
+    (
+        QKV,
+        EXPERTS,
+        Rename((("layers.{layer}.qkv.{b}", "h.{layer}.attention.{b}"), ("layers.{layer}.{b}", "h.{layer}.{b}"))),
+    ),
     (Rename((("layers.{layer}.{b}", "x.{layer}.{b}"),)), EXPERTS, WOVEN),
 ]
 
@@ -247,8 +269,61 @@ def test_woven_parts_go_by_groups() -> None:
     assert materialise(views.table["layers.0.qkv.w"], arrays).ravel().tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (4, 2, 3)])
+def test_transposing_exchanges_the_last_two_axes(shape: tuple[int, ...]) -> None:
+    catalog, arrays = catalog_of({"layers.0.w": shape, "layers.0.x": shape})
+    ops = (Transpose(("{a}.w",)),)
+    there = apply_ops(identity(catalog), ops, family())
+    np.testing.assert_array_equal(materialise(there.table["layers.0.w"], arrays), arrays["layers.0.w"].swapaxes(-1, -2))
+    assert there.table["layers.0.x"].shape == shape
+    back = apply_ops(there, inverse(ops), family(), ops)
+    np.testing.assert_array_equal(materialise(back.table["layers.0.w"], arrays), arrays["layers.0.w"])
+
+
+def test_a_transposed_tensor_is_cut_on_the_same_elements() -> None:
+    ops = (Transpose(("{a}.w",)),)
+    place = family().placement("layers.0.w", ops)
+    assert place is not None
+    assert place.rule.in_out
+    spec = FamilySpec.model_validate(
+        {"family": "test", "layers": {"prefix": "layers.{layer}.", "rules": {"*": "column axis=0"}}}
+    )
+    with pytest.raises(LayoutError, match="names its axis cannot be transposed"):
+        compiled(spec).placement("layers.0.w", ops)
+
+
+def test_squeezing_leaves_out_an_axis_of_one() -> None:
+    catalog, arrays = catalog_of({"layers.0.w": (1, 5), "layers.0.x": (2, 5)})
+    ops = (Squeeze(("{a}.w",)),)
+    there = apply_ops(identity(catalog), ops, family())
+    np.testing.assert_array_equal(materialise(there.table["layers.0.w"], arrays), arrays["layers.0.w"][0])
+    assert apply_ops(there, inverse(ops), family(), ops).table["layers.0.w"].shape == (1, 5)
+    with pytest.raises(LayoutError, match=r"the first axis of `layers\.0\.x` \[2, 5\] has not one element"):
+        apply_ops(identity(catalog), (Squeeze(("{a}.x",)),), family())
+
+
+def test_a_naming_may_hold_a_tensor_in_its_own_way() -> None:
+    ops = (Rename((("layers.{layer}.w", "h.{layer}.w"),)), Hold((("h.{layer}.w", parse_rule("row once")),)))
+    place = family().placement("h.3.w", ops)
+    assert place is not None
+    assert (place.rule.text, place.layer) == ("row once", 3)
+    back = family().placement("layers.3.w", (*ops, *inverse(ops)))
+    assert back is not None
+
+
+def test_what_a_naming_does_not_have_is_dropped_or_refused() -> None:
+    catalog, _ = catalog_of({"layers.0.w": (2, 2), "layers.0.mask": (2, 2), "layers.1.mask": (2, 2)})
+    views = apply_ops(identity(catalog), (Drop(("{a}.mask",)),), family())
+    assert list(views.table) == ["layers.0.w"]
+    assert views.notes == ["2 tensors (32 bytes) are left out, which the target does not store: layers.0.mask, ..."]
+    with pytest.raises(UnsupportedError) as caught:
+        apply_ops(identity(catalog), (Refuse((("{a}.mask", "nobody wants masks"),)),), family())
+    assert caught.value.what == "nobody wants masks"
+    assert caught.value.where == ("tensor `layers.0.mask`", "test.yaml")
+
+
 def test_the_fused_tensor_stands_where_its_first_part_stood() -> None:
-    catalog, _ = catalog_of({n: (2, 2) for n in ("layers.0.v.w", "layers.0.q.w", "layers.0.o.w", "layers.0.k.w")})
+    catalog, _ = catalog_of(dict.fromkeys(("layers.0.v.w", "layers.0.q.w", "layers.0.o.w", "layers.0.k.w"), (2, 2)))
     views = apply_ops(identity(catalog), (QKV,), family(heads=1, kv=1))
     assert list(views.table) == ["layers.0.qkv.w", "layers.0.o.w"]
 

@@ -25,8 +25,8 @@ from ckpttool.layout.rules import (
     part_rule,
 )
 from ckpttool.mesh import Coords, Mesh, share
+from tests.helpers.arrays import Array, index
 
-Array = np.ndarray[Any, np.dtype[np.int64]]
 PAD = -1
 
 
@@ -39,9 +39,9 @@ def held(whole: Array, local: Local) -> Array:
     """What a rank stores, by the boxes that local_boxes gave."""
     out = np.full(local.shape, PAD, np.int64)
     for inner, outer in local.boxes:
-        into = out[(..., *(slice(a, b) for a, b in zip(*inner, strict=True)))]
+        into = out[index(inner)]
         assert (into == PAD).all(), "two boxes overlap in the stored tensor"
-        into[...] = whole[(..., *(slice(a, b) for a, b in zip(*outer, strict=True)))]
+        into[...] = whole[index(outer)]
     return out
 
 
@@ -49,7 +49,9 @@ def ranks(mesh: Mesh) -> list[Coords]:
     return list(mesh.all_coords())
 
 
-def cut(text: str, shape: tuple[int, ...], mesh: Mesh, sizes: dict[str, Size] | None = None, **more: Any) -> list[Array]:
+def cut(
+    text: str, shape: tuple[int, ...], mesh: Mesh, sizes: dict[str, Size] | None = None, **more: Any
+) -> list[Array]:
     """What every rank of a mesh stores of a counted tensor."""
     bias = more.pop("bias", False)
     cutting = Cutting(mesh, sizes or {}, **more)
@@ -92,7 +94,7 @@ def cases(draw: st.DrawFn) -> Case:
     ways = etp if grouped else tp
     mesh = Mesh(tp=tp, ep=ep, etp=etp)
 
-    def units(name: str) -> Size:
+    def units() -> Size:
         """A number of units that the ranks can share."""
         if draw(st.booleans()):
             return Size(ways * draw(st.integers(1, 3)), draw(st.booleans()))
@@ -105,7 +107,7 @@ def cases(draw: st.DrawFn) -> Case:
         lengths = []
         for i in range(draw(st.integers(2, 4))):
             if draw(st.booleans()):
-                sizes[f"u{i}"] = units(f"u{i}")
+                sizes[f"u{i}"] = units()
                 words.append(f"p{i}:u{i}")
                 lengths.append(sizes[f"u{i}"].value * each)
             else:
@@ -119,7 +121,7 @@ def cases(draw: st.DrawFn) -> Case:
     elif verb == "replicate" or draw(st.booleans()):
         length, lengths = ways * draw(st.integers(0, 4)), []
     else:
-        sizes["u"] = units("u")
+        sizes["u"] = units()
         words.append("u")
         length, lengths = sizes["u"].value * draw(st.integers(0, 3)), []
     other = draw(st.integers(1, 3))
@@ -151,9 +153,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 def test_every_rank_holds_what_numpy_says(case: Case) -> None:
-    for got, want in zip(
-        cut(case.text, case.shape, case.mesh, case.sizes, bias=case.bias), case.expected, strict=True
-    ):
+    for got, want in zip(cut(case.text, case.shape, case.mesh, case.sizes, bias=case.bias), case.expected, strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -227,6 +227,15 @@ def test_the_bias_of_grouped_experts_has_an_output_axis_only() -> None:
     row = cut("grouped row", (2, 4), Mesh(etp=2), bias=True)
     assert [p.tolist() for p in column] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     assert [p.tolist() for p in row] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
+
+
+def test_held_once_is_zeros_on_the_other_ranks() -> None:
+    """What every rank would add before a sum; PAD is what is written as zeros."""
+    got = cut("grouped row once", (4, 3), Mesh(tp=2, ep=2, etp=2), bias=True)
+    whole = counted((4, 3))
+    for at, part in zip(ranks(Mesh(tp=2, ep=2, etp=2)), got, strict=True):
+        mine = whole[2 * at.ep : 2 * at.ep + 2]
+        np.testing.assert_array_equal(part, np.full((2, 3), PAD) if at.etp else mine)
 
 
 def test_experts_that_do_not_divide_go_to_the_first_ranks() -> None:
@@ -310,8 +319,7 @@ def test_scales_follow_their_weight_or_are_refused(
         return  # the weight itself cannot be cut
     try:
         scales = [local_boxes(rule, shape, cutting, at, blocks=blocks) for at in ranks(cutting.mesh)]
-    except Uneven as e:
-        assert "falls inside a scale block" in e.why
+    except Uneven:
         assert any(not on_blocks(w, shape, blocks) for w in weights)
         return
     for weight, scale in zip(weights, scales, strict=True):

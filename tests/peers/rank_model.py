@@ -10,7 +10,7 @@ the rules under test: a tensor that is cut wrongly does not fit, or gives other 
 from __future__ import annotations
 
 import copy
-import datetime
+import datetime as dt
 import json
 import re
 import sys
@@ -30,7 +30,7 @@ from tests.helpers.tiny_models import TOKENS
 
 ROW_PARALLEL = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj")
 """Last words of the modules whose input axis is cut, in all families."""
-TIMEOUT = datetime.timedelta(seconds=120)
+TIMEOUT = dt.timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def stacked(state: dict[str, torch.Tensor], ranks: Ranks, config: Any) -> dict[s
             parts.setdefault(m[1], {}).setdefault(int(m[2]), {})[m[3]] = tensor
         else:
             out[name] = tensor
-    total = getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None)
+    total = next(n for f in ("num_local_experts", "n_routed_experts", "vocab_size") if (n := getattr(config, f, 0)))
     for base, experts in parts.items():
         each = total // ranks.job.ep
         mine = list(range(ranks.ep_index * each, (ranks.ep_index + 1) * each))
@@ -253,9 +253,7 @@ def run(jobs: list[Job], rank: int, world: int, folder: Path) -> None:
     """Run all jobs; the logits of each are written by rank 0, an error by every rank that has it."""
     made: dict[int, list[dist.ProcessGroup]] = {}
     for job in jobs:
-        ranks = Ranks(
-            rank, job, groups(job.tp, rank, world, made), groups(job.ep * job.etp, rank, world, made)
-        )
+        ranks = Ranks(rank, job, groups(job.tp, rank, world, made), groups(job.ep * job.etp, rank, world, made))
         model, error = None, ""
         try:
             model = load(job, ranks, world, folder)

@@ -9,7 +9,6 @@ query heads swapped must not pass.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
+def ran(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """For 2 and for 4 ranks the folder in which all cuts were run."""
     folders = {}
     for world in (2, 4):
@@ -90,7 +89,7 @@ def ran(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
                 reshard(source, cut, "--tp-out", e.tp, "--ep-out", e.ep, "--etp-out", e.etp, "--to", "ranks")
                 jobs.append(Job(e.name, str(source), str(cut), e.tp, e.ep, e.etp, by_hand=True))
         run_group(world, jobs, folder)
-    yield folders
+    return folders
 
 
 def expected(whole: Path, variant: str) -> Any:
@@ -98,9 +97,7 @@ def expected(whole: Path, variant: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        whole / variant, dtype=torch.float32, experts_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_pretrained(whole / variant, dtype=torch.float32, experts_implementation="eager")
     with torch.no_grad():
         return model(torch.tensor(TOKENS), use_cache=False).logits
 

@@ -32,7 +32,9 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> None:
     for name, tensor in a.items():
         other = b[name]
         assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape), name
-        assert torch.equal(tensor.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)), name
+        assert torch.equal(
+            tensor.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+        ), name
 
 
 def logits(folder: Path) -> Any:

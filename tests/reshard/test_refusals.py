@@ -374,9 +374,23 @@ def _shape(record: dict[str, object]) -> None:
 
 
 CONTRADICTIONS: dict[str, tuple[Callable[[Path], Path], tuple[object, ...], tuple[str, ...]]] = {
-    "missing rank": (_missing_rank, ("--tp", 4), ("rank files are missing: rank 2", "hint: ")),
-    "missing rank, nothing said": (_missing_rank, (), ("rank files are missing: rank 2",)),
-    "missing rank of ours": (_missing_last_of_ours, (), ("1 of 4 rank files are missing: rank 3",)),
+    "missing rank": (_missing_rank, ("--tp", 4), ("1 of 4 rank files", "missing: rank 2", "hint: ")),
+    "missing rank, nothing said": (
+        _missing_rank,
+        (),
+        (
+            "1 of 4 rank files",
+            "missing: rank 2",
+        ),
+    ),
+    "missing rank of ours": (
+        _missing_last_of_ours,
+        (),
+        (
+            "1 of 4 rank files",
+            "missing: rank 3",
+        ),
+    ),
     "missing shard": (_missing_shard, (), ("missing: model-00002-of-00002.safetensors", "hint: fetch")),
     "missing shard, no index": (_missing_shard_without_index, (), ("missing: model-00002-of-00002.safetensors",)),
     "replicas differ": (_replicas_differ, (), (f"two copies of `{NORM}` differ", "model_tp0", "model_tp1", "[bytes ")),

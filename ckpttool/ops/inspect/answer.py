@@ -173,7 +173,9 @@ def _sensible(question: Question) -> None:
     if question.depth is not None and chosen:
         raise UsageError(f"--depth belongs to the tree, not to {chosen[0]}")
     choice = question.choice
-    if (question.check or question.show or question.files or question.metadata) and (choice.patterns or choice.dtypes or choice.min_size):
+    if (question.check or question.show or question.files or question.metadata) and (
+        choice.patterns or choice.dtypes or choice.min_size
+    ):
         raise UsageError(f"{chosen[0]} looks at a whole checkpoint or at what it names; filters do not apply")
     if question.diff is not None and (choice.dtypes or choice.min_size):
         raise UsageError("--dtype and --min-size do not apply to --diff", hint="use --filter")
