@@ -124,7 +124,7 @@ class Checkpoint:
         dtype: str = "",
         fuse: bool = False,
         unfuse: bool = False,
-        max_shard_size: int = 5 * 10**9,
+        max_shard_size: int | None = None,
         vocab_multiple: int = 1,
         remove: Sequence[str] = (),
         keep: Sequence[str] = (),

@@ -134,7 +134,7 @@ Dtype = Annotated[
 Fuse = Annotated[bool, typer.Option("--fuse", help="Fuse what the family can fuse (qkv, gate_up).")]
 Unfuse = Annotated[bool, typer.Option("--unfuse", help="Take fused tensors apart.")]
 MaxShard = Annotated[
-    str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of --to hf and vllm, e.g. 5GB.")
+    str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of --to hf and vllm; 5GB unless said.", show_default=False)
 ]
 VocabMultiple = Annotated[
     int, typer.Option("--vocab-multiple", min=1, metavar="N", help="Pad the vocabulary of cut embeddings to this.")
@@ -301,7 +301,7 @@ def reshard(
     dtype: Dtype = "",
     fuse: Fuse = False,
     unfuse: Unfuse = False,
-    max_shard_size: MaxShard = "5GB",
+    max_shard_size: MaxShard = "",
     vocab_multiple: VocabMultiple = 1,
     dry_run: DryRun = False,
     force: Force = False,
@@ -337,7 +337,7 @@ def reshard(
         etp=etp_out,
         pp_layout=_numbers(pp_layout, "--pp-layout") if pp_layout else (),
         ranks=_numbers(ranks_out, "--ranks-out") if ranks_out else None,
-        max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+        max_shard_size=parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None,
         dtype=dtype,
         fuse=fuse,
         unfuse=unfuse,

@@ -436,7 +436,7 @@ def _axis_of(view_name: str, ndim: int, family: Family, ops: tuple[Op, ...]) -> 
     if rule.verb == "replicate":
         # Fused although every rank holds all of it: the rule does not say an axis, its orientation does.
         return ndim - 1 if rule.in_out or is_bias(view_name) or ndim == 1 else ndim - 2
-    axis = cut_axis(rule, ndim, is_bias(view_name))
+    axis = cut_axis(rule, ndim, bias=is_bias(view_name))
     return ndim - 1 if axis is None else axis
 
 

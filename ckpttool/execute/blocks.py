@@ -168,13 +168,13 @@ class Carrier:
         self.arena.reset()
         pieces = [*runs, *[_lane_run(lane, item) for item in small for lane in item.writes]]
         pieces.sort()
-        places: list[tuple[int, int, int, int]] = []  # source, offset, place in memory, bytes
+        places: list[tuple[int, int, int, int, bool]] = []  # source, offset, place in memory, bytes, read again
         targets: dict[tuple[int, int], int] = {}
         zeros = []
         at = 0
-        for dst, to, n, src, start in pieces:
+        for dst, to, n, src, start, again in pieces:
             if src >= 0:
-                places.append((src, start, at, n))
+                places.append((src, start, at, n, again))
             elif src == ZEROS:
                 zeros.append((at, n))
             else:
@@ -183,7 +183,7 @@ class Carrier:
         written = at
         sources: dict[tuple[int, int], int] = {}
         for src, start, n in sorted([_lane_read(lane, item) for item in small for lane in item.reads]):
-            places.append((src, start, at, n))
+            places.append((src, start, at, n, False))
             sources[src, start] = at
             at += n
         memory = self.arena.take(at)
@@ -195,7 +195,7 @@ class Carrier:
             _rearrange(item, memory, targets, sources)
         at = i = 0
         while at < written:
-            dst, to, n, _, _ = pieces[i]
+            dst, to, n = pieces[i][:3]
             i += 1
             while i < len(pieces) and pieces[i].dst == dst and pieces[i].to == to + n:
                 n += pieces[i].nbytes
@@ -203,18 +203,19 @@ class Carrier:
             self.write(dst, to, memory[at : at + n].data)
             at += n
 
-    def _scatter(self, places: Sequence[tuple[int, int, int, int]], view: memoryview) -> None:
+    def _scatter(self, places: Sequence[tuple[int, int, int, int, bool]], view: memoryview) -> None:
         """Read runs, sorted by source; those that follow each other there in one call."""
         i = 0
         while i < len(places):
-            src, start, at, n = places[i]
+            src, start, at, n, again = places[i]
             buffers: list[memoryview] = []
             end, first, last = start + n, at, at + n
             i += 1
             while i < len(places) and len(buffers) < IOV_MAX - 1:
-                s, a, at, n = places[i]
+                s, a, at, n, more = places[i]
                 if s != src or a != end:
                     break
+                again = again or more
                 if at == last:
                     last += n
                 else:
@@ -223,7 +224,7 @@ class Carrier:
                 end += n
                 i += 1
             buffers.append(view[first:last])
-            self.read(src, start, buffers)
+            self.read(src, start, buffers, once=not again)
 
     def _rows(self, item: Rows) -> None:
         plan = self._row_blocks(item)

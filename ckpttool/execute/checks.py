@@ -42,7 +42,8 @@ class _Reader:
         out = self.buffers[which][: prod(shape) * size]
 
         def read(at: int, buffer: memoryview) -> None:
-            self.carrier.read(block.file, at, (buffer,))
+            # The first block is what will be copied: let it stay in the page cache.
+            self.carrier.read(block.file, at, (buffer,), once=which > 0)
 
         read_strided(read, _at(block, start), block.strides, shape, size, out, self.scratch)
         return out

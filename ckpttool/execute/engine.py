@@ -149,6 +149,7 @@ class _Run:
             note = self.destination.publish(force=self.options.force)
         if note:
             self.notes.append(note)
+            self.progress.note(note)
         self._show(self.plan.bytes_written)
         self.progress.finish()
         return RunResult(

@@ -42,12 +42,13 @@ class Linear(NamedTuple):
     nbytes: int
     src: int
     start: int
+    again: bool = False
+    """Another run reads some of these bytes, too."""
 
     def split(self, at: int) -> tuple[Linear, Linear]:
         """The first ``at`` bytes, and the rest."""
         start = self.start if self.src == ZEROS else self.start + at
-        rest = Linear(self.dst, self.to + at, self.nbytes - at, self.src, start)
-        return self._replace(nbytes=at), rest
+        return self._replace(nbytes=at), self._replace(to=self.to + at, nbytes=self.nbytes - at, start=start)
 
 
 class Move(NamedTuple):
@@ -245,6 +246,7 @@ def _arrange(found: Sequence[Linear | Move]) -> list[Item]:
             moves.append(placed)
         else:
             items.append(Tile(m))
+    linear = _marked(linear)
     items += _grouped(moves)
     if not items:
         linear.sort()
@@ -252,6 +254,20 @@ def _arrange(found: Sequence[Linear | Move]) -> list[Item]:
     items += [Batch((run,)) for run in linear]
     items.sort(key=_place)
     return list(_joined(items))
+
+
+def _marked(runs: list[Linear]) -> list[Linear]:
+    """The same, sorted by source, with a mark on those that share bytes (a tensor that goes to several ranks)."""
+    runs.sort(key=lambda r: (r.src, r.start))
+    shared = set()
+    last = 0
+    for i in range(1, len(runs)):
+        a, b = runs[last], runs[i]
+        if a.src == b.src != ZEROS and b.start < a.start + a.nbytes:
+            shared |= {last, i}
+        if a.src != b.src or b.start + b.nbytes > a.start + a.nbytes:
+            last = i
+    return [r._replace(again=True) if i in shared else r for i, r in enumerate(runs)] if shared else runs
 
 
 def _place(item: Item) -> tuple[int, int]:
@@ -486,36 +502,31 @@ def _row_spans(spans: Sequence[_Span], cluster: Sequence[int], gap: int) -> list
 
 def _write_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[Lane]:
     """Joined spans of the row that are written whole; a span with holes is written move by move."""
-    row = _row_spans([m.dst for m in group], cluster, 0)
-    for span in row or [_RowSpan(0, 0, -1, list(cluster))]:
+    for span in _row_spans([m.dst for m in group], cluster, 0) or ():
         if span.held == span.stop - span.start:
             first = group[span.members[0]].dst
-            members = tuple(
-                [Member(i, group[i].dst.start - span.start, group[i].move.dst_strides[1:]) for i in span.members]
-            )
-            yield Lane(first.file, span.start, first.stride, span.held, span.held, members, solid=True)
-        else:
-            for i in span.members:
-                m = group[i].move
-                yield _loose(i, group[i].dst, m.shape[1:], m.dst_strides[1:], itemsize(m.dst_dtype))
+            members = [Member(i, group[i].dst.start - span.start, group[i].move.dst_strides[1:]) for i in span.members]
+            yield Lane(first.file, span.start, first.stride, span.held, span.held, tuple(members), solid=True)
+            cluster = [i for i in cluster if i not in span.members]
+    for i in cluster:
+        m = group[i].move
+        yield _loose(i, group[i].dst, m.shape[1:], m.dst_strides[1:], itemsize(m.dst_dtype))
 
 
 def _read_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[Lane]:
     """Spans of the row that are read together, unneeded bytes in between included when they are few."""
-    row = _row_spans([m.src for m in group], cluster, BRIDGE)
-    for span in row or [_RowSpan(0, 1 << 62, 0, list(cluster))]:
-        first = group[span.members[0]].src
-        width = span.stop - span.start
-        if width > span.held + max(BRIDGE, 3 * span.held):
-            for i in span.members:
-                m = group[i].move
-                yield _loose(i, group[i].src, m.shape[1:], m.src_strides[1:], itemsize(m.src_dtype))
-            continue
-        members = tuple(
-            [Member(i, group[i].src.start - span.start, group[i].move.src_strides[1:]) for i in span.members]
-        )
-        alone = row is not None and len(row) == 1 and first.stride - width <= BRIDGE
-        yield Lane(first.file, span.start, first.stride, first.stride if alone else width, width, members, solid=True)
+    row = _row_spans([m.src for m in group], cluster, BRIDGE) or ()
+    for span in row:
+        need = span.stop - span.start
+        if need <= span.held + max(BRIDGE, 3 * span.held):
+            first = group[span.members[0]].src
+            members = [Member(i, group[i].src.start - span.start, group[i].move.src_strides[1:]) for i in span.members]
+            width = first.stride if len(row) == 1 and first.stride - need <= BRIDGE else need
+            yield Lane(first.file, span.start, first.stride, width, need, tuple(members), solid=True)
+            cluster = [i for i in cluster if i not in span.members]
+    for i in cluster:
+        m = group[i].move
+        yield _loose(i, group[i].src, m.shape[1:], m.src_strides[1:], itemsize(m.src_dtype))
 
 
 def _loose(i: int, span: _Span, shape: Sequence[int], strides: tuple[int, ...], size: int) -> Lane:

@@ -173,6 +173,8 @@ class Habits(NamedTuple):
     """False: a vocabulary that does not divide is refused."""
     ragged_experts: bool = False
     """True: ranks may hold different numbers of experts."""
+    shards: bool = False
+    """True: the tensors of a rank may be shared out to several files."""
     local_layers: bool = False
     """Layers are numbered from 0 in every pipeline stage."""
     whole: tuple[str, ...] = ()

@@ -32,6 +32,9 @@ NUMBERED = re.compile(r"(?P<stem>(?!rank-)[^/]+)-(?P<part>\d{5})-of-(?P<total>\d
 NOT_WEIGHTS = re.compile(r"(adapter_model|optimizer|master_weights|scheduler|training_args|consolidated)[-.]")
 """Files that lie beside a model and are not part of it."""
 
+SHARD_LIMIT = 5 * 10**9
+"""Bytes of tensors in a file unless said otherwise; the figure that transformers used for years."""
+
 
 class HuggingFace:
     """One set of whole tensors."""
@@ -39,7 +42,7 @@ class HuggingFace:
     name = "hf"
     about = "Hugging Face safetensors, single or sharded with an index"
     sharded = False
-    habits = Habits()
+    habits = Habits(shards=True)
 
     def detect(self, listing: Listing) -> int:
         names = listing.safetensors()
@@ -113,7 +116,7 @@ class HuggingFace:
 
     def write(self, request: WriteRequest) -> Skeleton:
         tensors = request.ranks[0]
-        groups = fill_files(tensors, request.max_shard_size)
+        groups = fill_files(tensors, request.max_shard_size or SHARD_LIMIT)
         meta = {"format": "pt"}
         if len(groups) == 1:
             return build_files([("model.safetensors", 0, groups[0], meta)], 1)

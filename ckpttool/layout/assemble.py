@@ -167,7 +167,7 @@ class Assembler:
                 base = shape
                 if rule.verb == "vocab" and cutting.pad_vocab and shape:
                     # How far the writer padded is in the files; formats and versions differ.
-                    rows = first.shape[cut_axis(rule, len(shape), bias) or 0] * mesh.tp
+                    rows = first.shape[cut_axis(rule, len(shape), bias=bias) or 0] * mesh.tp
                     cutting = replace(cutting, vocab_rows=rows)
                     vocab = self.family.size("vocab") or 0
                     if rows < vocab:

@@ -154,7 +154,7 @@ class Cutting:
     """Experts that do not divide go to the first ranks; False refuses them (engines that assume equal shares)."""
 
 
-def cut_axis(rule: Rule, ndim: int, bias: bool) -> int | None:
+def cut_axis(rule: Rule, ndim: int, *, bias: bool) -> int | None:
     """The axis that the rule cuts, or None when the tensor is held whole (row bias, replicate, scalars).
 
     Raises LayoutError for a rule that names an axis which the tensor does not have.
@@ -308,7 +308,7 @@ def local_boxes(
     """
     mesh = cutting.mesh
     ways, index = (mesh.etp, at.etp) if rule.expert else (mesh.tp, at.tp)
-    cut = cut_axis(rule, len(shape), bias)
+    cut = cut_axis(rule, len(shape), bias=bias)
     shares = []
     for axis, n in enumerate(shape):
         if axis == cut:
@@ -368,7 +368,7 @@ def global_shape(
 ) -> tuple[int, ...]:
     """Shape of the logical tensor from one rank's stored shape; ``experts`` is the stacked total (0: unknown)."""
     mesh = cutting.mesh
-    cut = cut_axis(rule, len(shape), bias)
+    cut = cut_axis(rule, len(shape), bias=bias)
     out = list(shape)
     if cut is not None:
         out[cut] = global_axis(rule, shape[cut], mesh.etp if rule.expert else mesh.tp, cutting)

@@ -128,6 +128,11 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
             f"--vocab-multiple {target.vocab_multiple} pads cut embeddings, and --to {fmt} does not pad",
             hint="leave it away, or use --to ranks",
         )
+    if target.max_shard_size and not writer.habits.shards:
+        raise UsageError(
+            f"--max-shard-size does nothing for --to {fmt}, which has one file for each rank",
+            hint="leave it away; more ranks make smaller files",
+        )
     family = source.family
     for name in ("ep", "etp"):
         if (getattr(target, name) or 1) > 1 and family.name != "none" and not family.has_experts:

@@ -254,9 +254,10 @@ def _deepseek(version: str, *, fp8: bool = False) -> Model:
         qk_nope_head_dim=NOPE,
         qk_rope_head_dim=ROPE,
         v_head_dim=VALUE,
-        **({"index_n_heads": 4, "index_head_dim": 6} if version == "v32" else {}),
         num_nextn_predict_layers=int(version != "v2"),
     )
+    if version == "v32":
+        config |= {"index_n_heads": 4, "index_head_dim": 6}
     dtypes = {"e_score_correction_bias": "F32", "indexer.k_norm.weight": "F32", "indexer.k_norm.bias": "F32"}
     model = _model(f"deepseek_{version}", "deepseek", config, layers, dtypes=dtypes, moe=True)
     return quantised(model, 16) if fp8 else model

@@ -78,12 +78,15 @@ def _sizes(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_LINEAR = tuple(f"{n}.weight" for n in ("_proj", "with_mqa", ".wq_b", ".wk", ".w1", ".w2", ".w3"))
+
+
 def _scales(tensors: Shapes) -> Shapes:
     """The published list of an FP8 model: a scale grid behind every Linear of the layers."""
     out: Shapes = {}
     for name, shape in tensors.items():
         out[name] = shape
-        linear = name.endswith(("_proj.weight", "with_mqa.weight", "wq_b.weight", "wk.weight"))
+        linear = name.endswith(_LINEAR)
         if linear and "weights_proj" not in name and "eh_proj" not in name:
             out[f"{name}_scale_inv"] = [-(-n // BLOCK) for n in shape]
     return out
@@ -101,6 +104,14 @@ def _prediction_layer(tensors: Shapes, layers: int, hidden: int, vocab: int) -> 
 
 _FP8_SIZES = {"hidden_size": 128, "intermediate_size": 512, "moe_intermediate_size": 512, "vocab_size": 256}
 """Large enough for blocks of 128 that four ranks can share."""
+_FP8: dict[str, dict[str, int]] = {
+    "ernie4_5_moe": {"moe_num_experts": 4},
+    "glm4_moe": {"n_routed_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2": {},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 512},
+    "qwen3_moe": {"num_experts": 4},
+}
 
 
 def _fp8(variant: str, **sizes: int) -> Listed:
@@ -208,7 +219,8 @@ def expected_lists() -> dict[str, dict[str, Listed]]:
     derive("gpt2", "gpt2_untied", "gpt2", made["gpt2"].tensors | {"lm_head.weight": [157, 64]}, **untied)
     derive("gpt2", "gpt2_published", "gpt2", _published_gpt2(made["gpt2"].tensors))
     derive("gpt_neox", "gpt_neox_published", "gpt_neox", _published_gpt_neox(made["gpt_neox"].tensors))
-    out["qwen3_moe"]["qwen3_moe_fp8"] = _fp8("qwen3_moe", head_dim=128, num_experts=4, **_FP8_SIZES)
+    for family, sizes in _FP8.items():
+        out[family][f"{family}_fp8"] = _fp8(family, **_FP8_SIZES, head_dim=128, **sizes)
     out["deepseek"]["deepseek_v3_fp8"] = _deepseek_fp8("deepseek_v3")
     out["deepseek"]["deepseek_v32_fp8"] = _deepseek_fp8("deepseek_v32")
     return out

@@ -47,7 +47,13 @@ MESHES = [
     Mesh(tp=1, pp=2, layout=(2, 0)),
 ]
 PUBLISHED = sorted(key for key in LISTS if "@" not in key[1])
-REFUSED = [("gpt_oss", "gpt_oss_mxfp4", "vllm"), ("deepseek", "deepseek_v32_fp8", "vllm")]
+REFUSED = [
+    ("gpt_oss", "gpt_oss_mxfp4", "vllm"),
+    ("deepseek", "deepseek_v32_fp8", "vllm"),
+    ("llama", "llama_per_channel", "trtllm"),
+    ("mixtral", "mixtral_fp8", "trtllm"),
+    ("qwen2", "qwen2_fp8", "trtllm"),
+]
 NAMINGS = [
     (family, variant, naming)
     for family, variant in PUBLISHED
@@ -180,7 +186,7 @@ def test_a_naming_can_be_undone(family: str, variant: str, naming: str) -> None:
 @pytest.mark.parametrize(("family", "variant", "naming"), REFUSED)
 def test_what_a_naming_cannot_say_is_refused(family: str, variant: str, naming: str) -> None:
     got, _, shapes = loaded(family, variant)
-    with pytest.raises(UnsupportedError, match="vLLM"):
+    with pytest.raises(UnsupportedError, match=r"vLLM|TensorRT"):
         apply_ops(identity(catalog_of(shapes)[0]), got.ops(naming), got)
 
 

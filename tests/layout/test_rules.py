@@ -182,7 +182,7 @@ def test_the_whole_shape_follows_from_any_rank(case: Case) -> None:
     sizes = dict(case.sizes)
     if "vocab" in case.text:
         sizes["vocab"] = Size(max(case.shape))
-        assume(case.bias or max(case.shape) == case.shape[cut_axis(rule, len(case.shape), case.bias) or 0])
+        assume(case.bias or max(case.shape) == case.shape[cut_axis(rule, len(case.shape), bias=case.bias) or 0])
     cutting = Cutting(case.mesh, sizes)
     for part in case.expected:
         experts = case.shape[0] if rule.grouped else 0
@@ -426,7 +426,7 @@ def test_a_size_that_the_config_does_not_give_is_an_error() -> None:
     ],
 )
 def test_which_axis_is_cut(text: str, ndim: int, bias: bool, axis: int | None) -> None:
-    assert cut_axis(parse_rule(text), ndim, bias) == axis
+    assert cut_axis(parse_rule(text), ndim, bias=bias) == axis
 
 
 def test_joining_rules_and_taking_them_apart() -> None:

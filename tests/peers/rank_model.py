@@ -163,9 +163,8 @@ def stacked(state: dict[str, torch.Tensor], ranks: Ranks, config: Any) -> dict[s
             parts.setdefault(m[1], {}).setdefault(int(m[2]), {})[m[3]] = tensor
         else:
             out[name] = tensor
-    total = next(n for f in ("num_local_experts", "n_routed_experts", "vocab_size") if (n := getattr(config, f, 0)))
     for base, experts in parts.items():
-        each = total // ranks.job.ep
+        each = config.num_local_experts // ranks.job.ep
         mine = list(range(ranks.ep_index * each, (ranks.ep_index + 1) * each))
         if sorted(experts) != mine:
             raise ValueError(f"{base}: rank {ranks.rank} holds the experts {sorted(experts)} and not {mine}")
@@ -245,7 +244,7 @@ def own_experts(ranks: Ranks) -> Callable[[nn.Module, tuple[torch.Tensor, ...]],
 def groups(size: int, rank: int, world: int, made: dict[int, list[dist.ProcessGroup]]) -> dist.ProcessGroup:
     """The group of ``size`` neighbours that a rank belongs to; all ranks make all groups, in the same order."""
     if size not in made:
-        made[size] = [dist.new_group(list(range(at, at + size))) for at in range(0, world, size)]  # type: ignore[misc]
+        made[size] = [dist.new_group(list(range(at, at + size))) for at in range(0, world, size)]
     return made[size][rank // size]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ckpttool.layout.family import FAMILIES
 from tests.helpers.tiny_models import TOKENS, VARIANTS, save_tiny
 from tests.peers.rank_group import logits_of, run_group
 from tests.peers.rank_model import Job
@@ -56,6 +57,15 @@ EXPERTS = [
 ]
 
 
+WRONG = [
+    ("phi3", "fused q:heads k:kv_heads v:kv_heads", "column"),
+    ("phi3", "fused gate up", "column"),
+    ("gpt_neox", "column heads", "fused q:heads k:heads v:heads"),
+    ("gpt2", "fused q:heads k:heads v:heads in_out", "column heads in_out"),
+]
+"""(variant, a rule of its family, one that gives two ranks the same shapes, and round trips, but cuts elsewhere)."""
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The whole checkpoints, by variant."""
@@ -83,6 +93,13 @@ def ran(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path
             shutil.copytree(cut, swapped)
             swap_heads(right, swapped, world)
             jobs.append(Job(f"{variant}-swapped", str(source), str(swapped), world, 1, world, variant in BY_HAND))
+        for i, (variant, right_rule, wrong_rule) in enumerate(WRONG if world == 2 else ()):
+            text = (FAMILIES / f"{variant}.yaml").read_text(encoding="utf-8")
+            assert text.count(f": {right_rule}\n") == 1
+            rules, cut = folder / f"wrong{i}.yaml", folder / f"wrong{i}.cut"
+            rules.write_text(text.replace(f": {right_rule}\n", f": {wrong_rule}\n"), encoding="utf-8")
+            reshard(whole / variant, cut, "--tp-out", world, "--to", "ranks", "--family", rules)
+            jobs.append(Job(f"wrong{i}", str(whole / variant), str(cut), world, 1, world, variant in BY_HAND))
         for e in EXPERTS:
             if e.world == world:
                 source, cut = whole / (e.variant + ("" if e.published else "@transformers")), folder / f"{e.name}.cut"
@@ -150,6 +167,12 @@ def test_the_ranks_compute_what_the_whole_model_computes(
 def test_two_swapped_heads_are_noticed(whole: Path, ran: dict[int, Path], variant: str, world: int) -> None:
     got = logits_of(f"{variant}-swapped", ran[world])
     assert (got - expected(whole, variant)).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("i", range(len(WRONG)), ids=lambda i: f"{WRONG[i][0]}: {WRONG[i][2]}")
+def test_a_rule_that_cuts_elsewhere_is_noticed(whole: Path, ran: dict[int, Path], i: int) -> None:
+    got = logits_of(f"wrong{i}", ran[2])
+    assert (got - expected(whole, WRONG[i][0])).abs().max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("cut", EXPERTS, ids=lambda e: e.name)
