@@ -99,8 +99,7 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
     habits = by_name(stored.format, "--from").habits
     published = stored.naming == "hf"
     if published and stored.recorded is None:
-        stored.naming = family.hf_naming(t.name for t in stored.tensors)
-        stored.fused = family.fused_form(t.name for t in stored.tensors)
+        stored.naming, stored.fused = family.hf_form(t.name for t in stored.tensors)
     if stored.recorded is not None:
         catalog = stored.recorded
     elif stored.mesh.world == 1 and published:

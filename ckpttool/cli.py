@@ -134,7 +134,13 @@ Dtype = Annotated[
 Fuse = Annotated[bool, typer.Option("--fuse", help="Fuse what the family can fuse (qkv, gate_up).")]
 Unfuse = Annotated[bool, typer.Option("--unfuse", help="Take fused tensors apart.")]
 MaxShard = Annotated[
-    str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of --to hf and vllm; 5GB unless said.", show_default=False)
+    str,
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Largest file of --to hf and vllm; 5GB unless said.",
+        show_default=False,
+    ),
 ]
 VocabMultiple = Annotated[
     int, typer.Option("--vocab-multiple", min=1, metavar="N", help="Pad the vocabulary of cut embeddings to this.")

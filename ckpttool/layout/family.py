@@ -9,7 +9,7 @@ key with an example.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -315,27 +315,27 @@ class Family:
                     out += [Drop(tuple(n for n, _ in pairs)), Rename(tuple((o, n) for n, o in pairs))]
         return tuple(out)
 
-    def hf_naming(self, names: Iterable[str]) -> str:
-        """Which of the namings of Hugging Face checkpoints these are: one of ``hf_namings``, else ``hf``."""
-        templates = {split_numbers(n)[0].replace("#", "0") for n in names} if self.spec.hf_namings else set()
+    def hf_form(self, names: Iterable[str]) -> tuple[str, str]:
+        """The naming of a Hugging Face checkpoint (one of ``hf_namings``, else ``hf``), and ``fuse`` or ``unfuse`` when
+        its tensors have that form and not the published one; both are seen from its names."""
+        samples = {split_numbers(n)[0].replace("#", "0") for n in names}
+        return self._hf_naming(samples), self._fused_form(samples)
+
+    def _hf_naming(self, samples: Collection[str]) -> str:
         for naming in self.spec.hf_namings:
             ops = self.ops(naming)
-            pairs = [(new, old) for op in ops if isinstance(op, Rename) for old, new in op.pairs]
-            pairs += [(op.whole, op.part) for op in ops if isinstance(op, Stack)]
-            has = [matches((p[i] for p in pairs), t) for i in (0, 1) for t in templates]
-            if any(has[: len(templates)]) and not any(has[len(templates) :]):
+            pairs = [pair for op in ops if isinstance(op, Rename) for pair in op.pairs]
+            pairs += [(op.part, op.whole) for op in ops if isinstance(op, Stack)]
+            before, after = ([pair[i] for pair in pairs] for i in (0, 1))
+            if any(matches(after, s) for s in samples) and not any(matches(before, s) for s in samples):
                 return naming
         return "hf"
 
-    def fused_form(self, names: Iterable[str]) -> str:
-        """ "fuse" or "unfuse" when names of a Hugging Face checkpoint have that form and not the published one."""
-        templates = {split_numbers(n)[0].replace("#", "0") for n in names}
+    def _fused_form(self, samples: Collection[str]) -> str:
         for name, spec in self.spec.fusions.items():
-            if spec.only_named:
-                continue
-            wholes = any(matches((spec.whole,), t) for t in templates)
-            parts = any(matches(spec.parts, t) for t in templates)
-            if wholes != parts and wholes != self.publishes_fused(name):
+            wholes = any(matches((spec.whole,), s) for s in samples)
+            parts = any(matches(spec.parts, s) for s in samples)
+            if not spec.only_named and wholes != parts and wholes != self.publishes_fused(name):
                 return "fuse" if wholes else "unfuse"
         return ""
 

@@ -70,7 +70,7 @@ def loaded(family: str, variant: str) -> tuple[Family, Listed, dict[str, tuple[i
 def canonical(family: Family, shapes: dict[str, tuple[int, ...]]) -> tuple[Views, dict[str, Array]]:
     """The tensors under the names from which namings start, and their arrays."""
     catalog, arrays = catalog_of(shapes)
-    ops = family.ops(family.hf_naming(shapes))
+    ops = family.ops(family.hf_form(shapes)[0])
     return apply_ops(identity(catalog), inverse(ops), family, ops), arrays
 
 
@@ -408,14 +408,13 @@ def test_the_names_of_transformers(family: str, variant: str) -> None:
 def test_the_form_of_a_hugging_face_checkpoint_is_seen_from_its_names(family: str, variant: str) -> None:
     got, listed, shapes = loaded(family, variant)
     want = "transformers" if "@" in variant else "bare" if variant == "gpt2_published" else "hf"
-    assert got.hf_naming(listed.tensors) == want
-    assert got.fused_form(listed.tensors) == ""
+    assert got.hf_form(listed.tensors) == (want, "")
     for name in fusions(got):
         apart = got.publishes_fused(name)
         op = replace(got.fusion(name), apart=apart)
         views = apply_ops(identity(catalog_of(shapes)[0]), (op,), got)
         changed = set(views.table) != set(shapes)
-        assert got.fused_form(views.table) == (("unfuse" if apart else "fuse") if changed else "")
+        assert got.hf_form(views.table) == (want, ("unfuse" if apart else "fuse") if changed else "")
 
 
 # Finding and reading
