@@ -45,6 +45,7 @@ class Destination:
         self.path = parent / name
         self.partial = parent / (name + ".partial")
         self._fd = -1
+        self._directory = -1
 
     # -- checks, before anything is written
 
@@ -125,8 +126,7 @@ class Destination:
             self._lock()
             left = not fresh and os.fstat(self._fd).st_size > 0
             if not fresh and not resume and not force:
-                os.close(self._fd)
-                self._fd = -1
+                self.close()
                 raise OutputError(
                     "an interrupted run left a partial destination",
                     where=str(self.partial),
@@ -140,8 +140,16 @@ class Destination:
         return self._fd, left
 
     def _lock(self) -> None:
-        path = self.partial / JOURNAL
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        """The directory first: its lock goes with it when it is renamed, the journal is gone by then."""
+        try:
+            self._directory = self._locked(self.partial, os.O_RDONLY | os.O_DIRECTORY)
+            self._fd = self._locked(self.partial / JOURNAL, os.O_RDWR | os.O_CREAT)
+        except BaseException:
+            self.close()
+            raise
+
+    def _locked(self, path: Path, flags: int) -> int:
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             held = os.path.samestat(os.fstat(fd), path.stat())
@@ -150,7 +158,7 @@ class Destination:
         except FileNotFoundError:  # the other run has just finished
             held = False
         except OSError as e:
-            if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF):
                 os.close(fd)
                 raise
             held = True  # a filesystem without locks: the partial directory alone has to do
@@ -161,7 +169,7 @@ class Destination:
                 where=str(self.partial),
                 hint="wait until it has finished, or choose another DST",
             )
-        self._fd = fd
+        return fd
 
     def _clear(self) -> None:
         """Remove everything but the journal, which is locked."""
@@ -175,6 +183,9 @@ class Destination:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        if self._directory >= 0:
+            os.close(self._directory)
+            self._directory = -1
 
     def discard(self) -> None:
         """Leave nothing."""

@@ -348,6 +348,7 @@ class _Run:
             if saving is None and self.unrecorded and (held >= ledger.batch or now - recorded >= _RECORD_EVERY):
                 records, self.unrecorded = self.unrecorded, []
                 saving = recorder.submit(self._record, journal, pool, records)
+                saving.add_done_callback(lambda _: ledger.wake.set())
                 recorded = now
             if not running:
                 break
@@ -424,7 +425,7 @@ class _Run:
         again = not isinstance(error, CkptError) or isinstance(error, OutputError | SourceReadError)
         if self.verifying and isinstance(error, Exception):
             again = False
-        if again:
+        if again and not pool.unsynced:
             with contextlib.suppress(CkptError):
                 self._record(journal, pool, [*self.unrecorded, *self.ledger.take()])
         if not again or not self.recorded:

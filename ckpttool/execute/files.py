@@ -93,6 +93,8 @@ class FilePool:
         self.policy = "uncached"
         self._behind: dict[str, list[tuple[int, int]]] = {}
         self._scattered: set[str] = set()
+        self.unsynced = False
+        """A sync has failed. The kernel says so once: a later one succeeds although the pages are gone."""
         self.short_calls = threading.Lock()
         """For whoever makes thousands of short calls: two threads at that only pass the interpreter to and fro."""
 
@@ -240,6 +242,7 @@ class FilePool:
             if metadata or path not in self._scattered:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as e:
+            self.unsynced = True
             raise write_error(e, path, 0, 0) from e
         finally:
             self.give(path)
