@@ -193,6 +193,25 @@ class Catalog:
         """``file [bytes a..b) `name` [shape]`` for an error's ``where``."""
         return _place(stored, self.files)
 
+    def shifted(self, by: int) -> Catalog:
+        """The same with ``by`` added to every file number, for a table of files that several catalogs share."""
+
+        def piece(p: Piece) -> Piece:
+            return p._replace(stored=p.stored._replace(file=p.stored.file + by))
+
+        tensors = {
+            t.key: LogicalTensor(
+                t.key,
+                t.dtype,
+                t.shape,
+                tuple([piece(p) for p in t.pieces]),
+                tuple([piece(p) for p in t.replicas]),
+                tuple([p._replace(stored=p.stored._replace(file=p.stored.file + by)) for p in t.pads]),
+            )
+            for t in self
+        }
+        return Catalog(self.files, tensors, self.aliases)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all logical tensors, each counted once."""

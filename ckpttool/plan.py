@@ -8,6 +8,7 @@
         Fill    a constant into a strided block of an output (padding)
         Same    two strided blocks of sources must be equal (replicas)
         Padding a strided block of a source must be padding (zeros, or copies of the row before it)
+        Compute a tensor that is worked out from operands, and the Copies that put it where the output wants it
 
 A block is (file, byte offset, byte stride per axis); the shape belongs to the step. Boxes, never byte runs: a
 row-parallel cut of a 70B model is a thousand boxes but ten million runs.
@@ -76,7 +77,101 @@ class Padding(NamedTuple):
     what: str
 
 
-Step = Copy | Fill | Same | Padding
+# -- computed tensors
+
+
+class Stored(NamedTuple):
+    """An operand as it lies in files."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    copies: tuple[Copy, ...]
+    """From sources to the row-major operand: ``dst.offset`` counts from its first byte, ``dst.file`` means nothing."""
+    label: str
+    """Tensor and checkpoint for errors."""
+
+
+class Scaled(NamedTuple):
+    """A quantised weight and its scales: element = code * scale of its block."""
+
+    weight: Stored
+    scale: Stored
+    """One scale per block, row-major over the grid of blocks."""
+    block: tuple[int, ...]
+    """Elements per scale along each axis of the weight."""
+
+
+class LowRank(NamedTuple):
+    """``factor * up @ down``, added to rows ``[row, row + up.shape[0])``. Both factors are 2-D."""
+
+    up: Stored
+    """[rows, rank]"""
+    down: Stored
+    """[rank, columns]"""
+    factor: float
+    row: int = 0
+
+
+class Adapted(NamedTuple):
+    """A weight with its low-rank adapters merged in float32, rounded to ``dtype``."""
+
+    weight: Operand
+    terms: tuple[LowRank, ...]
+    dtype: str
+
+
+class Run(NamedTuple):
+    """Rows ``[start, stop)`` of the result are rows ``first, first + 1, ...`` of operand ``source``; zeros if -1."""
+
+    start: int
+    stop: int
+    source: int
+    first: int
+
+
+class Gathered(NamedTuple):
+    """Rows picked from operands with the same columns (a vocabulary in another order)."""
+
+    sources: tuple[Operand, ...]
+    shape: tuple[int, ...]
+    runs: tuple[Run, ...]
+    """Sorted, together all rows but those in ``means``."""
+    means: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    """(row, ((source, its row), ...)): the row is the mean of others."""
+
+
+Operand = Stored | Scaled | Adapted | Gathered
+
+
+class Compute(NamedTuple):
+    """A tensor that is worked out block by block, row-major, by a merge method."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the result, which is worked out in float32."""
+    method: str
+    """Name in ``ckpttool.kernels.merge.METHODS``."""
+    models: tuple[Operand, ...]
+    base: Operand | None
+    parameters: tuple[tuple[tuple[str, float | int | bool], ...], ...]
+    """Of each model, sorted by name."""
+    whole: tuple[tuple[str, float | int | bool], ...]
+    """Of the merge, sorted by name."""
+    base_at: int | None
+    """Place of the base in the recipe's list of models."""
+    finite: bool = True
+    """NaN or an infinity in the result is an error."""
+    outputs: tuple[Copy, ...] = ()
+    """From the row-major result (``src.offset`` counts from its first byte) to outputs."""
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The models, then the base if there is one."""
+        return self.models if self.base is None else (*self.models, self.base)
+
+
+Step = Copy | Fill | Same | Padding | Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +222,22 @@ class Unit(NamedTuple):
                 total += prod(s.shape) * lookup(s.dst_dtype).bits // 8
             elif type(s) is Fill:
                 total += prod(s.shape) * itemsize(s.dtype)
+            elif type(s) is Compute:
+                total += sum(prod(c.shape) * lookup(c.dst_dtype).bits // 8 for c in s.outputs)
         return total
+
+
+class Randomness(NamedTuple):
+    """Where the random numbers of computed tensors come from."""
+
+    stream: str
+    """``counter``: each number follows from (seed, tensor, model, element). ``mergekit``: torch's generator, which the
+    tensors draw from one after the other."""
+    seed: int
+    working: str = "F32"
+    """dtype in which ``mergekit`` holds the probabilities."""
+    order: tuple[tuple[str, int, int], ...] = ()
+    """(tensor, elements, models that draw) in the order of drawing, for ``mergekit``."""
 
 
 @dataclass(slots=True)
@@ -140,6 +250,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     ranks: list[list[int]] = field(default_factory=list)
     """Output file indices of each target rank, for the report."""
+    randomness: Randomness | None = None
 
     @property
     def bytes_written(self) -> int:
@@ -164,6 +275,8 @@ class Plan:
             yield os.fsencode(f"output {o.name} {o.size} {o.carried}\n")
             for offset, data in o.literals:
                 yield f"{offset} ".encode() + data
+        if self.randomness is not None:
+            yield repr(tuple(self.randomness)).encode(errors="backslashreplace")
         for u in self.units:
             yield f"{u.name}\n".encode(errors="backslashreplace")
             yield from (repr(tuple(s)).encode(errors="backslashreplace") for s in u.steps)

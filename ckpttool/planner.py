@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, RankTensor, StoredTensor
@@ -11,7 +12,23 @@ from ckpttool.errors import IncompleteError, LayoutError
 from ckpttool.formats.base import Skeleton
 from ckpttool.geometry import Box, contiguous_strides, whole
 from ckpttool.layout.scales import weight_of
-from ckpttool.plan import Block, Copy, Fill, Output, Padding, Plan, Same, Source, Step, Target, Unit, merged_axes
+from ckpttool.plan import (
+    Block,
+    Compute,
+    Copy,
+    Fill,
+    Output,
+    Padding,
+    Plan,
+    Randomness,
+    Same,
+    Source,
+    Step,
+    Stored,
+    Target,
+    Unit,
+    merged_axes,
+)
 from ckpttool.relate import NONE, Part, View
 
 
@@ -38,16 +55,18 @@ def build_plan(
     carried: Sequence[tuple[str, str, int]] = (),
     literal_files: Sequence[tuple[str, bytes]] = (),
     check_replicas: bool = True,
+    computed: Computed | None = None,
 ) -> Plan:
     """All steps for writing ``ranks`` (what each rank stores of which view) into the files of ``skeleton``.
 
     ``carried`` are (source path, name, bytes) of companion files, ``literal_files`` (name, bytes) of generated ones.
+    A stored tensor whose file number is ``len(catalog.files) + k`` is the result of ``computed.steps[k]``.
     Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte.
     """
     outputs = [Output(f.name, f.size, f.literals) for f in skeleton.files]
     steps: dict[str, list[Step]] = {}
     targets: dict[str, list[Target]] = {}
-    used: dict[int, LogicalTensor] = {}
+    used: dict[int, LogicalTensor] = {} if computed is None else dict(computed.operands.used)
     for rank, tensors in enumerate(ranks):
         places = skeleton.places[rank]
         for t in tensors:
@@ -58,6 +77,8 @@ def build_plan(
             targets.setdefault(view.name, []).append(Target(t.name, file, offset, size))
             _rank_steps(todo, view, t, file, offset, used)
     units = [Unit(name, tuple(todo), tuple(targets[name])) for name, todo in steps.items() if todo or targets[name]]
+    if computed is not None:
+        units = _with_computed(units, computed.steps, len(catalog.files))
     units.sort(key=_order)
     if check_replicas:
         units = _checks(used.values()) + units
@@ -66,7 +87,8 @@ def build_plan(
         outputs.append(Output(name, size, (), path))
     for name, data in literal_files:
         outputs.append(Output(name, len(data), ((0, data),)))
-    return Plan(sources, outputs, units, list(skeleton.notes), skeleton.rank_files)
+    randomness = computed.randomness if computed is not None else None
+    return Plan(sources, outputs, units, list(skeleton.notes), skeleton.rank_files, randomness)
 
 
 def _order(unit: Unit) -> tuple[int, int, int]:
@@ -75,7 +97,70 @@ def _order(unit: Unit) -> tuple[int, int, int]:
     for s in unit.steps:
         if isinstance(s, Copy):
             return (first, s.src.file, s.src.offset)
+        if isinstance(s, Compute) and isinstance(o := s.operands[0], Stored) and o.copies:
+            return (first, o.copies[0].src.file, o.copies[0].src.offset)
     return (first, 0, 0)
+
+
+class Operands:
+    """Makes operands of views, and remembers the source tensors that have something to check."""
+
+    def __init__(self) -> None:
+        self.used: dict[int, LogicalTensor] = {}
+
+    def stored(self, view: View, label: str) -> Stored:
+        """All of a view, row-major. Raises LayoutError for elements smaller than a byte."""
+        box = whole(view.shape)
+        steps: list[Step] = []
+        _item(view.dtype, view.name)
+        t = RankTensor(view.name, view.dtype, view.shape, view.name, view.shape, ((box, box),))
+        _rank_steps(steps, view, t, 0, 0, self.used)
+        return Stored(view.dtype, view.shape, tuple([s for s in steps if isinstance(s, Copy)]), label)
+
+
+@dataclass(slots=True)
+class Computed:
+    """The tensors of a catalog that are in no file yet."""
+
+    steps: Sequence[Compute]
+    operands: Operands
+    randomness: Randomness | None = None
+
+
+def _with_computed(units: Sequence[Unit], computed: Sequence[Compute], real: int) -> list[Unit]:
+    """The same work with a Compute in place of the copies from each computed tensor.
+
+    Units that take from one computed tensor (a fused tensor that is written apart) become one, and so do all the
+    tensors that one unit takes from: what is worked out is worked out once.
+    """
+    home: dict[int, int] = {}
+    group = list(range(len(units)))
+
+    def root(i: int) -> int:
+        while group[i] != i:
+            i = group[i]
+        return i
+
+    for i, unit in enumerate(units):
+        for s in unit.steps:
+            if isinstance(s, Copy) and s.src.file >= real:
+                group[root(i)] = root(home.setdefault(s.src.file - real, i))
+    members: dict[int, list[Unit]] = {}
+    for i, unit in enumerate(units):
+        members.setdefault(root(i), []).append(unit)
+    out = []
+    for joined in members.values():
+        outputs: dict[int, list[Copy]] = {}
+        steps: list[Step] = []
+        for unit in joined:
+            for s in unit.steps:
+                if isinstance(s, Copy) and s.src.file >= real:
+                    outputs.setdefault(s.src.file - real, []).append(s)
+                else:
+                    steps.append(s)
+        steps = [*(computed[k]._replace(outputs=tuple(copies)) for k, copies in sorted(outputs.items())), *steps]
+        out.append(Unit(joined[0].name, tuple(steps), tuple([t for unit in joined for t in unit.targets])))
+    return out
 
 
 def _rank_steps(

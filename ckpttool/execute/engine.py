@@ -3,7 +3,8 @@
     check     destination, space, open-file limit, sources as they were when planned
     prepare   lock DST.partial/, make every file at its full size, write the literal bytes
     work      workers take tasks in order; the calling thread shows progress; a third thread makes finished parts
-              durable and then records them in the journal
+              durable and then records them in the journal. Threads move bytes; tensors that are computed go to
+              forked processes, each with a thread here that gives it orders
     finish    sync, check the sources again, manifest, verify, remove the journal, rename
 
 When something fails, what is left depends on whether trying again can help: a full disk, an I/O error or Ctrl-C leave
@@ -24,21 +25,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ckpttool.errors import CkptError, CorruptError, OutputError
 from ckpttool.execute.blocks import Carrier, Stopped
 from ckpttool.execute.checks import check
 from ckpttool.execute.commit import MANIFEST, Destination
+from ckpttool.execute.compute import Computing
+from ckpttool.execute.crew import Answer, Serve, Worker, can_fork, hire
+from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import FilePool, SourceReadError, create, write_error
 from ckpttool.execute.hashing import ALGORITHM, Sums
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
 from ckpttool.execute.options import Checksum, NoProgress, Progress, RunOptions, RunResult
-from ckpttool.execute.schedule import Part, Task, schedule, separate
-from ckpttool.plan import Plan
+from ckpttool.execute.schedule import Part, Task, operand_keys, schedule, separate
+from ckpttool.plan import Compute, Plan
 
 _MIB = 1 << 20
 _SMALLEST_ARENA = 64 << 10
+_COMPUTING_MEMORY = 8 << 20
+"""Least memory for a process that computes: a chunk of a few operands, and a stretch of the result."""
 _TICK = 0.2
 """Seconds between calls of the progress interface: often enough to look alive, too seldom to hold up the workers."""
 _RECORD_EVERY = 2.0
@@ -113,6 +120,10 @@ class _Run:
         self.stop = threading.Event()
         self.failures: list[BaseException] = []
         self.tasks: deque[Task] = deque()
+        self.computing: deque[tuple[int, Task]] = deque()
+        self.crew: list[Worker] = []
+        self.computed = [0, 0]
+        """Bytes that processes have read and written."""
         self.carriers: list[Carrier] = []
         self.threads: list[threading.Thread] = []
         self.sums: dict[str, str] = {}
@@ -136,6 +147,7 @@ class _Run:
         with _signals() as signals, FilePool() as pool:
             journal, finished = self._open()
             try:
+                self._hire(finished)
                 self._prepare(pool, finished)
                 self._work(journal, pool, finished)
                 self._finish(pool)
@@ -153,8 +165,8 @@ class _Run:
         self._show(self.plan.bytes_written)
         self.progress.finish()
         return RunResult(
-            bytes_read=sum(c.bytes_read for c in self.carriers),
-            bytes_written=sum(c.bytes_written for c in self.carriers),
+            bytes_read=sum(c.bytes_read for c in self.carriers) + self.computed[0],
+            bytes_written=sum(c.bytes_written for c in self.carriers) + self.computed[1],
             bytes_skipped=self.skipped,
             seconds=time.perf_counter() - began,
             peak_buffer=sum(c.arena.peak for c in self.carriers),
@@ -245,11 +257,45 @@ class _Run:
 
     # -- work
 
+    def _hire(self, finished: Finished) -> None:
+        """Fork the processes that compute, before there is a thread."""
+        jobs = [t for t in self.tasks if t.computing >= 0 and not self._is_done(t, finished)]
+        if not jobs:
+            return
+        memory = max(self.options.memory, _COMPUTING_MEMORY)
+        count = max(1, min(self.options.processes, memory // _COMPUTING_MEMORY, len(jobs)))
+        tasks = list(self.tasks)
+
+        def serve() -> Serve:
+            return _Hand(self, tasks, FilePool(), memory // count).serve
+
+        self.draws = tensor_draws(self.plan.randomness)
+        if can_fork():
+            self.crew = hire(count, serve)
+
+    def _is_done(self, task: Task, finished: Finished) -> bool:
+        keys = [k for k, _ in task.targets] + operand_keys(self.plan, task.computing)
+        return all(p.number in finished.parts for p in task.parts) and all(k in finished.sums for k in keys)
+
     def _work(self, journal: Journal, pool: FilePool, finished: Finished) -> None:
-        self.sums = finished.sums if self.options.manifest else {}
-        self.tasks = deque(self._remaining(self.tasks, finished))
+        self.sums = finished.sums
+        jobs = [(i, t) for i, t in enumerate(self.tasks) if t.computing >= 0 and not self._is_done(t, finished)]
+        everything = list(self.tasks)
+        self.done = finished.parts
+        self.tasks = deque(self._remaining([t for t in everything if t.computing < 0], finished))
+        # Long tasks first, or the last one would keep all others waiting; the rest in the order of the files.
+        long = sum([t.nbytes for _, t in jobs]) // (4 * max(1, self.options.processes))
+        jobs.sort(key=lambda job: -job[1].nbytes if job[1].nbytes > long else 0)
+        self.computing = deque(jobs)
         memory = max(self.options.memory, _SMALLEST_ARENA)
-        workers = max(1, min(self.options.workers, memory // _SMALLEST_ARENA, len(self.tasks)))
+        workers = min(self.options.workers, memory // _SMALLEST_ARENA, len(self.tasks))
+        for i, worker in enumerate(self.crew):
+            work = worker.do
+            thread = threading.Thread(target=self._foreman, args=(work,), name=f"foreman-{i}", daemon=True)
+            self.threads.append(thread)
+        if jobs and not self.crew:  # no forking here: one thread computes
+            hand = _Hand(self, everything, pool, max(memory // 2, _COMPUTING_MEMORY))
+            self.threads.append(threading.Thread(target=self._foreman, args=(hand.serve,), daemon=True))
         for i in range(workers):
             carrier = Carrier(self.sources, self.paths, pool, memory // workers, self.stop)
             self.carriers.append(carrier)
@@ -271,6 +317,31 @@ class _Run:
             if done < len(task.parts) or targets:
                 parts = [p for p in task.parts if p.number not in finished.parts] if done else task.parts
                 yield Task(parts, targets)
+
+    def _foreman(self, work: Serve) -> None:
+        """Give orders to one process until there is nothing left to compute."""
+        try:
+            while not self.stop.is_set():
+                try:
+                    index, task = self.computing.popleft()
+                except IndexError:
+                    break
+                parts = {p.number: p for p in task.parts}
+                for answer in work({"task": index, "done": sorted(parts.keys() & self.done)}):
+                    if self.stop.is_set():
+                        break
+                    if "part" in answer:
+                        self.ledger.post(_Record([parts[answer["part"]]]), self.stop)
+                    else:
+                        self.computed[0] += answer["read"]
+                        self.computed[1] += answer["written"]
+                        self.ledger.post(_Record([], answer["sums"]), self.stop)
+        except Stopped:
+            pass
+        except BaseException as e:  # noqa: BLE001 - raised again by the thread that called run
+            self.failures.append(e)
+            self.stop.set()
+        self.ledger.wake.set()
 
     def _worker(self, carrier: Carrier) -> None:
         try:
@@ -356,6 +427,7 @@ class _Run:
             saving.result()
         if self.failures:
             raise self.failures[0]
+        self._dismiss(now=False)
 
     def _record(self, journal: Journal, pool: FilePool, records: Sequence[_Record]) -> None:
         """Make parts durable, then say so in the journal."""
@@ -374,12 +446,24 @@ class _Run:
             for done in [syncing.submit(pool.sync, path, metadata=True) for path in self.paths]:
                 done.result()
         self._check_sources()
+        if self.options.closing is not None:
+            for name, data in self.options.closing(self.sums).items():
+                self._write_small(pool, name, data)
         if self.options.manifest:
             self._write_manifest(pool)
         if self.options.verify is not None:
             self.verifying = True
             self.options.verify(self.destination.partial)
             self.verifying = False
+
+    def _dismiss(self, *, now: bool) -> None:
+        """Let the processes go, or kill them, and wait for their foremen, who end with them."""
+        for worker in self.crew:
+            worker.end(now=now)
+        for thread in self.threads:
+            thread.join()
+        for worker in self.crew:
+            worker.close()
 
     def _checksums(self) -> list[Checksum]:
         out = []
@@ -396,8 +480,11 @@ class _Run:
             tensors.setdefault(c.file, {})[c.tensor] = c.digest.removeprefix(f"{ALGORITHM}:")
         files = {o.name: o.size for o in sorted(self.plan.outputs, key=lambda o: o.name)}
         manifest = {"version": 1, "algorithm": ALGORITHM, "tensors": tensors, "files": files}
-        target = self.destination.partial / MANIFEST
         data = json.dumps(manifest, ensure_ascii=False, indent=1).encode(errors="surrogateescape")
+        self._write_small(pool, MANIFEST, data)
+
+    def _write_small(self, pool: FilePool, name: str, data: bytes) -> None:
+        target = self.destination.partial / name
         target.unlink(missing_ok=True)
         path = str(target)
         create(path, len(data))
@@ -420,8 +507,7 @@ class _Run:
     def _give_up(self, error: BaseException, journal: Journal, pool: FilePool) -> BaseException:
         """Stop the workers; keep or remove what there is. Returns the error to raise."""
         self.stop.set()
-        for thread in self.threads:
-            thread.join()
+        self._dismiss(now=True)
         again = not isinstance(error, CkptError) or isinstance(error, OutputError | SourceReadError)
         if self.verifying and isinstance(error, Exception):
             again = False
@@ -433,6 +519,49 @@ class _Run:
             return error
         self.destination.close()
         return _resumable(error)
+
+
+class _Hand:
+    """What a process that computes does with its orders."""
+
+    def __init__(self, run: _Run, tasks: Sequence[Task], pool: FilePool, memory: int) -> None:
+        self.run = run
+        self.tasks = tasks
+        self.carrier = Carrier(run.sources, run.paths, pool, memory // 4, run.stop)
+        self.computing = Computing(self.carrier, memory, run.draws)
+        for path in run.paths:
+            pool.expect_writes(path)
+
+    def serve(self, order: dict[str, Any]) -> Iterator[Answer]:
+        """Work out the tensors of one task, part by part."""
+        task, done = self.tasks[order["task"]], set(order["done"])
+        carrier, steps = self.carrier, self.run.plan.units[task.computing].steps
+        before = carrier.bytes_read, carrier.bytes_written
+        carrier.sums = sums = Sums(task.targets) if task.targets else None
+        found: dict[str, str] = {}
+        for part in task.parts:
+            if part.compute[0] < 0 and part.number not in done:
+                carrier.carry(part.items)
+                yield {"part": part.number}
+        for i, step in enumerate(steps):
+            if type(step) is not Compute:
+                continue
+            numbers = {p.compute[1]: p.number for p in task.parts if p.compute[0] == i}
+            finished = {n for n, number in numbers.items() if number in done}
+            for event in self.computing.run(step, finished):
+                if isinstance(event, int):
+                    yield {"part": numbers[event]}
+                else:
+                    found |= {f"{task.computing}:{i}:{k}": digest for k, digest in event.items()}
+        if sums is not None:
+            carrier.arena.reset()
+            found |= sums.finish(carrier.read_back, carrier.arena.take(min(_MIB, carrier.arena.size)).data)
+        yield {
+            "end": True,
+            "sums": found,
+            "read": carrier.bytes_read - before[0],
+            "written": carrier.bytes_written - before[1],
+        }
 
 
 def _resumable(error: BaseException) -> BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,11 @@ def default_workers() -> int:
     return max(2, min(4, len(os.sched_getaffinity(0))))
 
 
+def default_processes() -> int:
+    """Processes that compute: as many as there are cores."""
+    return len(os.sched_getaffinity(0))
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """How to execute a plan. Nothing here changes the bytes that are written."""
@@ -23,6 +28,8 @@ class RunOptions:
     memory: int = 64 * MIB
     """Bytes for all buffers together."""
     workers: int = field(default_factory=default_workers)
+    processes: int = field(default_factory=default_processes)
+    """Workers for tensors that are computed and not only moved."""
     force: bool = False
     """Replace an existing DST, and drop what an interrupted run left."""
     resume: bool = False
@@ -31,6 +38,9 @@ class RunOptions:
     """Compute a checksum of every stored tensor and write them to ``ckpttool.manifest.json``."""
     verify: Callable[[Path], None] | None = None
     """Called with the finished, synced partial directory; when it raises, DST does not appear."""
+    closing: Callable[[Mapping[str, str]], Mapping[str, bytes]] | None = None
+    """Called when everything is written with the hashes of the operands of computed tensors, by the keys of
+    ``operand_keys``; returns further small files, by name, that could not be known before."""
     source_roots: tuple[str, ...] = ()
     """Directories the caller named as SRC; DST may not lie inside. Empty: the directories that hold the sources."""
 

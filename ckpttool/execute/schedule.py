@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckpttool.dtypes import lookup
+from ckpttool.execute.compute import part_elements, parts_of
 from ckpttool.execute.moves import Item, arrange, divide, item_bytes, item_files
-from ckpttool.plan import Copy, Fill, Padding, Plan, Same, Target, Unit
+from ckpttool.plan import Compute, Copy, Fill, Gathered, Padding, Plan, Same, Target, Unit
 
 _MIB = 1 << 20
 _LARGEST_PART = 64 * _MIB
@@ -48,6 +49,8 @@ class Part:
     checks: Sequence[Check] = ()
     carried: int = -1
     """Output that is a companion file, copied whole; -1 otherwise."""
+    compute: tuple[int, int] = (-1, 0)
+    """(step of the unit, part of it) of a computed tensor; (-1, 0) otherwise."""
 
 
 @dataclass(slots=True)
@@ -57,6 +60,13 @@ class Task:
     parts: list[Part]
     targets: list[tuple[str, Target]] = field(default_factory=list)
     """Stored tensors that the parts complete, with the keys of their checksums in the journal."""
+    computing: int = -1
+    """Unit with computed tensors, all of whose parts these are; -1 otherwise."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written."""
+        return sum([p.nbytes for p in self.parts])
 
 
 def part_limit(total: int) -> int:
@@ -76,8 +86,15 @@ def schedule(plan: Plan, *, chained: bool) -> list[Task]:
             tasks.append(Task([Part(number, output.size, (i,), carried=i)]))
             number += 1
     for u, unit in enumerate(plan.units):
-        written, checked, files = _measure(unit)
         targets = [(f"{u}.{t}", target) for t, target in enumerate(unit.targets)] if chained else []
+        if any(type(s) is Compute for s in unit.steps):
+            parts = [*_computed_parts(unit), *_moved_parts(unit, limit)]
+            for part in parts:
+                part.number = number
+                number += 1
+            tasks.append(Task(parts, targets, u))
+            continue
+        written, checked, files = _measure(unit)
         if written <= limit and checked <= limit:
             if batch is None or held + written + checked > _BATCH or len(batch.parts) >= _BATCH_UNITS:
                 batch = Task([])
@@ -89,9 +106,8 @@ def schedule(plan: Plan, *, chained: bool) -> list[Task]:
             number += 1
             continue
         batch = None
-        moves, checks = separate(unit)
-        slices = [Part(0, sum(map(item_bytes, p)), _files(p), items=p) for p in divide(arrange(moves), limit)]
-        judged = [Part(0, 0, (), checks=(c,)) for step in checks for c in _slices(step, limit)]
+        slices = _moved_parts(unit, limit)
+        judged = [Part(0, 0, (), checks=(c,)) for step in separate(unit)[1] for c in _slices(step, limit)]
         for part in (*slices, *judged):
             part.number = number
             number += 1
@@ -101,6 +117,37 @@ def schedule(plan: Plan, *, chained: bool) -> list[Task]:
             tasks += [Task([p]) for p in slices]
         tasks += [Task([p]) for p in judged]
     return tasks
+
+
+def _moved_parts(unit: Unit, limit: int) -> list[Part]:
+    """What a unit moves, in parts without numbers."""
+    moves = separate(unit)[0]
+    return [Part(0, sum(map(item_bytes, p)), _files(p), items=p) for p in divide(arrange(moves), limit)]
+
+
+def _computed_parts(unit: Unit) -> Iterator[Part]:
+    """What a unit works out, in parts without numbers."""
+    for i, step in enumerate(unit.steps):
+        if type(step) is not Compute:
+            continue
+        files = tuple(sorted({c.dst.file for c in step.outputs}))
+        total = sum([prod(c.shape) * lookup(c.dst_dtype).bits // 8 for c in step.outputs])
+        size, each = max(prod(step.shape), 1), part_elements(step)
+        for n in range(parts_of(step)):
+            begin, end = min(n * each, size), min((n + 1) * each, size)
+            yield Part(0, total * end // size - total * begin // size, files, compute=(i, n))
+
+
+def operand_keys(plan: Plan, unit: int) -> list[str]:
+    """Keys, in the journal, of the hashes of a unit's operands."""
+    steps = plan.units[unit].steps
+    return [
+        f"{unit}:{i}:{k}"
+        for i, s in enumerate(steps)
+        if type(s) is Compute
+        for k, o in enumerate(s.operands)
+        if not isinstance(o, Gathered)  # its rows pass in another order
+    ]
 
 
 def _files(items: Sequence[Item]) -> tuple[int, ...]:
@@ -114,7 +161,7 @@ def separate(unit: Unit) -> tuple[list[Copy | Fill], list[Same | Padding]]:
     for step in unit.steps:
         if isinstance(step, Copy | Fill):
             moves.append(step)
-        else:
+        elif isinstance(step, Same | Padding):
             checks.append(step)
     return moves, checks
 
@@ -130,7 +177,7 @@ def _measure(unit: Unit) -> tuple[int, int, tuple[int, ...]]:
         elif isinstance(step, Fill):
             written += prod(step.shape) * lookup(step.dtype).bits // 8
             files.add(step.dst.file)
-        else:
+        elif isinstance(step, Same | Padding):
             checked += prod(step.shape) * lookup(step.dtype).bits // 8
     return written, checked, tuple(files)
 

@@ -1,0 +1,294 @@
+"""Working out a tensor: a merge method's passes over its operands, and the result on its way to the output.
+
+One worker does one tensor, chunk by chunk, in order. What a method keeps between its passes is in the method; what is
+held here is a chunk of every operand and a stretch of the result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpttool.dtypes import numpy_dtype
+from ckpttool.errors import CorruptError, UsageError, VerifyError
+from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.draws import tensor_draws
+from ckpttool.execute.files import FilePool
+from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
+from ckpttool.execute.permute import Array
+from ckpttool.execute.reader import Bytes
+from ckpttool.execute.strided import compare, scatter
+from ckpttool.kernels.cast import cast
+from ckpttool.kernels.merge import METHODS
+from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Tensor
+from ckpttool.plan import Compute, Copy, Plan, Stored
+
+STRETCH = 4 << 20
+"""Bytes of a result that are written in one go."""
+
+PART = 8 << 20
+"""Elements of a part, which is recorded as finished by itself."""
+
+_OWN_BUFFERS = 12
+"""Operands beyond this many share one buffer for what is read."""
+
+
+def step_of(compute: Compute) -> int:
+    """Elements of a chunk: a constant, or as many whole rows as that has room for."""
+    if not METHODS[compute.method].rows:
+        return CHUNK
+    columns = compute.shape[-1] if compute.shape else 1
+    return max(CHUNK // max(columns, 1), 1) * columns
+
+
+def part_elements(compute: Compute) -> int:
+    """Elements of a part: whole chunks."""
+    step = step_of(compute)
+    return max(PART // step, 1) * step
+
+
+def parts_of(compute: Compute) -> int:
+    """How many parts a computed tensor has."""
+    return max(1, -(-prod(compute.shape) // part_elements(compute)))
+
+
+class _Chunk:
+    """See ``ckpttool.kernels.merge.base.Chunk``."""
+
+    def __init__(self, readers: list[Reader], base: Reader | None, step: int, *, shared: bool) -> None:
+        self.start = self.stop = 0
+        self.last = False
+        self._readers = readers
+        self._base = base
+        self.readers = readers if base is None else [*readers, base]
+        self._step = step
+        self._shared = shared
+        self._arrays: dict[object, Array] = {}
+
+    def _array(self, key: object, dtype: Any = np.float32) -> Array:
+        found = self._arrays.get(key)
+        if found is None or found.dtype != dtype:
+            found = self._arrays[key] = np.empty(self._step, dtype)
+        return found[: self.stop - self.start]
+
+    def pass_over(self, lo: int, hi: int) -> None:
+        """Read a stretch that is not worked out again, for the operands' hashes."""
+        for r in self.readers:
+            r.pass_over(lo, hi)
+
+    def model(self, i: int) -> Array:
+        out = self._array("model" if self._shared else i)
+        self._readers[i].read(self.start, self.stop, out, last=self.last)
+        return out
+
+    def base(self) -> Array:
+        out = self._array("base")
+        if self._base is None:
+            out[...] = 0
+        else:
+            self._base.read(self.start, self.stop, out, last=self.last)
+        return out
+
+    def delta(self, i: int) -> Array:
+        out = self.model(i)
+        if self._base is not None:
+            np.subtract(out, self.base(), out=out)
+        return out
+
+    def scratch(self, i: int, dtype: Any = np.float32) -> Array:
+        return self._array(("scratch", i, np.dtype(dtype)), dtype)
+
+
+@dataclass(slots=True)
+class Computing:
+    """Works out tensors with one carrier's hands."""
+
+    carrier: Carrier
+    memory: int
+    draws: Callable[[Compute], Draws]
+    emit: Callable[[Carrier, Sequence[Copy], int, int, Bytes], None] | None = None
+    """What becomes of a stretch of the result, by default it is written; see ``scatter``."""
+
+    def run(self, compute: Compute, done: Collection[int]) -> Iterator[int | dict[str, str]]:
+        """Work out one tensor; parts in ``done`` are written already.
+
+        Yields the number of each part that is written, and at last the hashes of the operands by position.
+        Raises CorruptError for a result that is not finite.
+        """
+        method = METHODS[compute.method]
+        size = prod(compute.shape)
+        step = min(step_of(compute), max(size, 1))
+        count = len(compute.operands)
+        self._check_memory(compute, method, step)
+        shared = Buffer() if count > _OWN_BUFFERS else None
+        readers = [reader(o, self.carrier, lambda: shared or Buffer()) for o in compute.operands]
+        models = readers[: len(compute.models)]
+        base = readers[-1] if compute.base is not None else None
+        chunk = _Chunk(models, base, step, shared=shared is not None and method.one_at_a_time)
+        first = readers[0]
+        if isinstance(first, StoredReader) and _moves_raw(compute):
+            fill = _raw(first)
+        else:
+            fill = self._passes(compute, method, chunk, step)
+        yield from self._write(compute, chunk, step, done, fill)
+        yield {str(i): digest for i, r in enumerate(readers) if (digest := r.digest(size)) is not None}
+
+    def _check_memory(self, compute: Compute, method: Method, step: int) -> None:
+        arrays = len(compute.operands) if not method.one_at_a_time else min(len(compute.operands), _OWN_BUFFERS)
+        need = (arrays + 8) * step * 6
+        if arrays > _OWN_BUFFERS and need > self.memory:
+            raise UsageError(
+                f"{compute.method} of {len(compute.models)} models needs {need:,} bytes of memory for each worker",
+                hint=f"raise --memory to {need * 2 >> 20}MiB, or give fewer --workers",
+            )
+
+    def _passes(self, compute: Compute, method: Method, chunk: _Chunk, step: int) -> Callable[[int, int, Array], None]:
+        """Let the method see the tensor as often as it wants; returns what puts a chunk of the result into an array."""
+        size = prod(compute.shape)
+        tensor = Tensor(
+            compute.name,
+            compute.shape,
+            tuple([dict(p) for p in compute.parameters]),
+            dict(compute.whole),
+            compute.base is not None,
+            self.draws(compute),
+            compute.base_at,
+        )
+        program = method.program(tensor)
+        with np.errstate(all="ignore"):
+            while True:
+                try:
+                    see = next(program)
+                except StopIteration as end:
+                    combine = end.value
+                    break
+                for lo in range(0, size, step):
+                    chunk.start, chunk.stop = lo, min(lo + step, size)
+                    see(chunk)
+        chunk.last = True
+        result = np.empty(step, np.float32)
+
+        def fill(lo: int, hi: int, out: Array) -> None:
+            chunk.start, chunk.stop = lo, hi
+            mine = out if out.dtype == np.float32 else result[: hi - lo]
+            with np.errstate(all="ignore"):
+                combine(chunk, mine)
+            if mine is not out:
+                cast(mine, out)
+
+        return fill
+
+    def _write(
+        self,
+        compute: Compute,
+        chunk: _Chunk,
+        step: int,
+        done: Collection[int],
+        fill: Callable[[int, int, Array], None],
+    ) -> Iterator[int]:
+        """The last pass: a stretch of the result at a time."""
+        size = prod(compute.shape)
+        kind = numpy_dtype(compute.dtype)
+        budget = max(step * kind.itemsize, min(STRETCH, self.memory // 4))
+        stretch = max(1, budget // (step * kind.itemsize)) * step
+        memory: Bytes = np.empty(min(stretch, max(size, 1)) * kind.itemsize, np.uint8)
+        each = part_elements(compute)
+        for number in range(parts_of(compute)):
+            begin, end = number * each, min((number + 1) * each, size)
+            for lo in range(begin, end, stretch):
+                hi = min(lo + stretch, end)
+                out: Array = memory[: (hi - lo) * kind.itemsize].view(kind)
+                for a in range(lo, hi, step):
+                    b = min(a + step, hi)
+                    if number in done:
+                        chunk.pass_over(a, b)
+                        continue
+                    part = out[a - lo : b - lo]
+                    fill(a, b, part)
+                    if compute.finite and not _is_finite(part):
+                        raise self._not_finite(compute, chunk, a, part)
+                if number not in done:
+                    item = kind.itemsize
+                    (self.emit or scatter)(self.carrier, compute.outputs, lo * item, hi * item, memory)
+            if number not in done:
+                yield number
+
+    def _not_finite(self, compute: Compute, chunk: _Chunk, start: int, out: Array) -> CorruptError:
+        """Say where, and which source brought it."""
+        bad = int(np.flatnonzero(~np.isfinite(out.astype(np.float32)))[0])
+        at = np.unravel_index(start + bad, compute.shape) if compute.shape else ()
+        where = []
+        readers = chunk.readers
+        value = np.empty(1, np.float32)
+        for r in readers:
+            r.read(start + bad, start + bad + 1, value, last=False)
+            if not np.isfinite(value[0]):
+                where.append(f"{r.label} holds {value[0]} there")
+        if not where:
+            where = [f"{r.label} is finite there" for r in readers]
+        place = ", ".join(str(int(i)) for i in at)
+        return CorruptError(
+            f"the merged `{compute.name}` is {out[bad]} at [{place}]",
+            where=where,
+            hint="--allow-nonfinite writes it all the same",
+        )
+
+
+def _moves_raw(compute: Compute) -> bool:
+    """A tensor that passes through unchanged: its bytes are moved, whatever they mean."""
+    return (
+        compute.method == "passthrough"
+        and dict(compute.parameters[0]).get("scale") == 1
+        and isinstance(compute.models[0], Stored)
+        and compute.models[0].dtype == compute.dtype
+    )
+
+
+def _raw(source: StoredReader) -> Callable[[int, int, Array], None]:
+    def fill(lo: int, hi: int, out: Array) -> None:
+        np.copyto(out, source.raw(lo, hi, last=True))
+
+    return fill
+
+
+_EXPONENTS: dict[str, tuple[Any, int]] = {
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+    "float32": (np.uint32, 0x7F800000),
+}
+
+
+def _is_finite(a: Array) -> bool:
+    """Whether no exponent is all ones. Numbers that are no floats of 16 bits or more always are finite."""
+    kind = _EXPONENTS.get(a.dtype.name)
+    if kind is None:
+        return a.dtype != np.float64 or bool(np.isfinite(a).all())
+    bits, mask = kind
+    return not a.size or int(np.bitwise_and(a.view(bits), bits(mask)).max()) != mask
+
+
+def verify_computed(plan: Plan, outputs: Path, memory: int) -> None:
+    """Work out every computed tensor once more and compare it with what was written below ``outputs``.
+
+    Raises VerifyError naming the first tensor that differs.
+    """
+    with FilePool() as pool:
+        paths = [str(outputs / o.name) for o in plan.outputs]
+        carrier = Carrier([s.path for s in plan.sources], paths, pool, 1 << 20, threading.Event())
+        computing = Computing(carrier, memory, tensor_draws(plan.randomness), compare)
+        for unit in plan.units:
+            for step in unit.steps:
+                if isinstance(step, Compute):
+                    try:
+                        for _ in computing.run(step, ()):
+                            pass
+                    except VerifyError as e:
+                        raise VerifyError(
+                            f"`{step.name}` was not written as it was worked out", where=e.where
+                        ) from None

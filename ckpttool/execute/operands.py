@@ -1,0 +1,301 @@
+"""Reading the operands of a computed tensor, a chunk at a time, as float32.
+
+A reader gives the elements ``[lo, hi)`` of its row-major tensor. What it reads beside that is bounded: a scale grid's
+rows, an adapter's factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.errors import UnsupportedError
+from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.permute import Array
+from ckpttool.execute.reader import Bytes
+from ckpttool.execute.strided import gather
+from ckpttool.kernels.cast import cast
+from ckpttool.plan import Adapted, Gathered, LowRank, Operand, Scaled, Stored
+
+_PRODUCT = 256 << 10
+"""Elements of a product of adapter factors that is worked out in one go. A constant: the order in which a library
+adds depends on the shape it is given, and bytes may not depend on ``--memory``."""
+
+
+class Reader(Protocol):
+    """One operand."""
+
+    label: str
+
+    def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
+        """Put elements ``[lo, hi)`` into the float32 ``out``; ``last`` says that nobody will ask for them again."""
+        ...
+
+    def pass_over(self, lo: int, hi: int) -> None:
+        """Take elements into the hash that nobody asks for."""
+        ...
+
+    def digest(self, size: int) -> str | None:
+        """The hash of all ``size`` elements as they are stored, if they have passed in order."""
+        ...
+
+
+class Buffer:
+    """Bytes of a stretch of one operand; several operands may share one."""
+
+    def __init__(self) -> None:
+        self._memory: Bytes = np.empty(0, np.uint8)
+        self.holds: tuple[object, int, int] | None = None
+
+    def take(self, nbytes: int) -> Bytes:
+        if self._memory.nbytes < nbytes:
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory[:nbytes]
+
+
+class StoredReader:
+    """A tensor as it lies in files; also gives its raw elements, and the hash of all of them once they have passed."""
+
+    def __init__(self, operand: Stored, carrier: Carrier, buffer: Buffer) -> None:
+        self.label = operand.label
+        self.dtype = numpy_dtype(operand.dtype)
+        self._item = itemsize(operand.dtype)
+        self._copies = operand.copies
+        self._carrier = carrier
+        self._buffer = buffer
+        self._hash = xxhash.xxh3_128()
+        self._hashed = 0
+
+    def raw(self, lo: int, hi: int, *, last: bool) -> Array:
+        """Elements as they are stored; valid until the buffer's next use."""
+        item = self._item
+        memory = self._buffer.take((hi - lo) * item)
+        if self._buffer.holds != (self, lo, hi):
+            gather(self._carrier, self._copies, lo * item, hi * item, memory, once=last)
+            self._buffer.holds = (self, lo, hi)
+        if last and self._hashed == lo:
+            self._hash.update(memory.data)
+            self._hashed = hi
+        found: Array = memory.view(self.dtype)
+        return found
+
+    def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
+        raw = self.raw(lo, hi, last=last)
+        if raw.dtype == out.dtype:
+            np.copyto(out, raw)
+        else:
+            cast(raw, out)
+
+    def pass_over(self, lo: int, hi: int) -> None:
+        self.raw(lo, hi, last=True)
+
+    def digest(self, size: int) -> str | None:
+        return self._hash.hexdigest() if self._hashed == size else None
+
+
+def stretches(lo: int, hi: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first row, last row + 1, first column, last column + 1) of the boxes that make up a stretch of a matrix."""
+    while lo < hi:
+        row, column = divmod(lo, columns)
+        if column or hi - lo < columns:
+            n = min(columns - column, hi - lo)
+            yield row, row + 1, column, column + n
+        else:
+            n = (hi - lo) // columns * columns
+            yield row, row + n // columns, 0, columns
+        lo += n
+
+
+class ScaledReader:
+    """A quantised weight: each code times the scale of its block."""
+
+    def __init__(self, operand: Scaled, carrier: Carrier, buffer: Buffer) -> None:
+        self.label = operand.weight.label
+        self._weight = StoredReader(operand.weight, carrier, buffer)
+        self._scale = StoredReader(operand.scale, carrier, Buffer())
+        shape = operand.weight.shape
+        block = operand.block or shape
+        self._shape = shape if len(shape) > 1 else (1, *(shape or (1,)))
+        full = [b or n for b, n in zip(block, shape, strict=False)]
+        full += shape[len(full) :]
+        self._block = tuple(full if len(shape) > 1 else [1, *(full or [1])])
+        self._grid = tuple([-(-n // b) for n, b in zip(self._shape, self._block, strict=True)])
+        if prod(self._grid) != prod(operand.scale.shape):
+            raise UnsupportedError(
+                f"the scales {list(operand.scale.shape)} of `{self.label}` {list(shape)} are no grid of blocks"
+            )
+
+    def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
+        self._weight.read(lo, hi, out, last=last)
+        columns, across = self._shape[-1], self._grid[-1]
+        wide = self._block[-1]
+        at = 0
+        for r0, r1, c0, c1 in stretches(lo, hi, columns):
+            part = out[at : at + (r1 - r0) * (c1 - c0)].reshape(r1 - r0, c1 - c0)
+            at += part.size
+            for row, a, b in self._grid_rows(r0, r1):
+                scales = np.empty(across, np.float32)
+                self._scale.read(row * across, (row + 1) * across, scales, last=False)
+                if wide == 1:
+                    spread = scales[c0:c1]
+                else:
+                    spread = np.repeat(scales[c0 // wide : -(-c1 // wide)], wide)
+                    spread = spread[c0 - c0 // wide * wide :][: c1 - c0]
+                part[a - r0 : b - r0] *= spread
+
+    def pass_over(self, lo: int, hi: int) -> None:
+        self._weight.pass_over(lo, hi)
+
+    def digest(self, size: int) -> str | None:
+        """Of the codes, without the scales."""
+        return self._weight.digest(size)
+
+    def _grid_rows(self, r0: int, r1: int) -> Iterator[tuple[int, int, int]]:
+        """(row of the grid, first row of the weight, last + 1): runs of rows that share their scales."""
+        tall = self._block[-2]
+        outer = prod(self._shape[:-2])
+        height = self._shape[-2]
+        while r0 < r1:
+            matrix, row = divmod(r0, height)
+            stop = min(r1, matrix * height + min(height, (row // tall + 1) * tall))
+            above = 0
+            if outer > 1:
+                for n, b, g, i in zip(
+                    self._shape[:-2], self._block[:-2], self._grid[:-2], np.unravel_index(matrix, self._shape[:-2]),
+                    strict=True,
+                ):  # fmt: skip
+                    above = above * g + int(i) // (b or n)
+            yield above * self._grid[-2] + row // tall, r0, stop
+            r0 = stop
+
+
+class AdaptedReader:
+    """A weight with low-rank adapters: the product is worked out for fixed groups of rows."""
+
+    def __init__(self, operand: Adapted, weight: Reader, carrier: Carrier) -> None:
+        self.label = weight.label
+        self._weight = weight
+        self._columns = operand.terms[0].down.shape[1]
+        self._rows = max(1, _PRODUCT // self._columns)
+        self._dtype = numpy_dtype(operand.dtype)
+        self._terms = [_Term(t, carrier) for t in operand.terms]
+
+    def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
+        self._weight.read(lo, hi, out, last=last)
+        columns, group = self._columns, self._rows
+        for first in range(lo // columns // group * group, -(-hi // columns), group):
+            a, b = max(lo, first * columns), min(hi, (first + group) * columns)
+            for term in self._terms:
+                r0, r1 = max(first, term.row), min(first + group, term.row + term.rows)
+                if r0 >= r1:
+                    continue
+                x, y = max(a, r0 * columns), min(b, r1 * columns)
+                if x < y:
+                    product = term.product(r0 - term.row, r1 - term.row).reshape(-1)
+                    out[x - lo : y - lo] += product[x - r0 * columns : y - r0 * columns]
+        if self._dtype != np.float32:
+            rounded = np.empty(out.shape, self._dtype)
+            cast(out, rounded)
+            cast(rounded, out)
+
+    def pass_over(self, lo: int, hi: int) -> None:
+        self._weight.pass_over(lo, hi)
+
+    def digest(self, size: int) -> str | None:
+        """Of the weight, without the adapters."""
+        return self._weight.digest(size)
+
+
+class _Term:
+    """One adapter's share: the factor [rank, columns] is held, the rows of the other are read as they are needed."""
+
+    def __init__(self, term: LowRank, carrier: Carrier) -> None:
+        self.row = term.row
+        self.rows, self._rank = term.up.shape
+        self._factor = np.float32(term.factor)
+        self._up = StoredReader(term.up, carrier, Buffer())
+        down = np.empty(prod(term.down.shape), np.float32)
+        StoredReader(term.down, carrier, Buffer()).read(0, down.size, down, last=True)
+        self._down = down.reshape(term.down.shape)
+        self._held: tuple[int, int, Array] | None = None
+
+    def product(self, r0: int, r1: int) -> Array:
+        """Rows of ``factor * up @ down``."""
+        if self._held is None or self._held[:2] != (r0, r1):
+            up = np.empty((r1 - r0) * self._rank, np.float32)
+            self._up.read(r0 * self._rank, r1 * self._rank, up, last=False)
+            product = up.reshape(r1 - r0, self._rank) @ self._down
+            np.multiply(product, self._factor, out=product)
+            self._held = r0, r1, product
+        return self._held[2]
+
+
+class GatheredReader:
+    """Rows picked from other operands."""
+
+    def __init__(self, operand: Gathered, sources: Sequence[Reader]) -> None:
+        self.label = sources[0].label
+        self._sources = sources
+        self._columns = operand.shape[-1]
+        self._runs = operand.runs
+        self._starts = np.array([r.start for r in operand.runs], np.int64)
+        self._means = dict(operand.means)
+
+    def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
+        at = 0
+        for r0, r1, c0, c1 in stretches(lo, hi, self._columns):
+            part = out[at : at + (r1 - r0) * (c1 - c0)].reshape(r1 - r0, c1 - c0)
+            at += part.size
+            self._rows(r0, r1, c0, c1, part, last=last)
+
+    def _rows(self, r0: int, r1: int, c0: int, c1: int, out: Array, *, last: bool) -> None:
+        del last  # rows are shared, so somebody may ask again
+        columns = self._columns
+        i = max(0, int(np.searchsorted(self._starts, r0, "right")) - 1)
+        while i < len(self._runs) and self._runs[i].start < r1:
+            run = self._runs[i]
+            a, b = max(r0, run.start), min(r1, run.stop)
+            i += 1
+            if a >= b:
+                continue
+            if run.source < 0:
+                out[a - r0 : b - r0] = 0
+                continue
+            first = run.first + a - run.start
+            target = out[a - r0 : b - r0]
+            begin, end = first * columns + c0, (first + b - a - 1) * columns + c1
+            self._sources[run.source].read(begin, end, target.reshape(-1), last=False)
+        for row in range(r0, r1) if self._means else ():
+            if row in self._means:
+                out[row - r0] = self._mean(row, c0, c1)
+
+    def pass_over(self, lo: int, hi: int) -> None:
+        """Rows pass in another order than they lie: there is no hash to take them into."""
+
+    def digest(self, size: int) -> str | None:
+        return None
+
+    def _mean(self, row: int, c0: int, c1: int) -> Array:
+        total = np.zeros(c1 - c0, np.float32)
+        one = np.empty(c1 - c0, np.float32)
+        picks = self._means[row]
+        for source, of in picks:
+            self._sources[source].read(of * self._columns + c0, of * self._columns + c1, one, last=False)
+            total += one
+        return total / np.float32(len(picks))
+
+
+def reader(operand: Operand, carrier: Carrier, buffer: Callable[[], Buffer]) -> Reader:
+    """What reads an operand; ``buffer`` gives the place for raw elements of a tensor that is read forwards."""
+    if isinstance(operand, Stored):
+        return StoredReader(operand, carrier, buffer())
+    if isinstance(operand, Scaled):
+        return ScaledReader(operand, carrier, buffer())
+    if isinstance(operand, Adapted):
+        return AdaptedReader(operand, reader(operand.weight, carrier, buffer), carrier)
+    return GatheredReader(operand, [reader(s, carrier, buffer) for s in operand.sources])
