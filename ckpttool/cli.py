@@ -16,6 +16,7 @@ from ckpttool.errors import CkptError, UsageError
 if TYPE_CHECKING:
     from ckpttool.checkpoint import OpenOptions
     from ckpttool.execute import RunOptions
+    from ckpttool.ops.reshard import Target
 
 
 class _Commands(TyperGroup):
@@ -44,7 +45,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="ckpttool",
     cls=_Commands,
-    help="Reshard, convert and inspect checkpoints of large models, on one plain node, in bounded memory.",
+    help="Reshard, merge and inspect checkpoints of large models, on one plain node, in bounded memory.",
     rich_markup_mode=None,  # rich costs more than the whole rest of --help
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -151,9 +152,82 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupt
 Verify = Annotated[
     bool, typer.Option("--verify", help="Read the output back and compare every element; exit 3 if not equal.")
 ]
-Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads that move bytes.", show_default=False)]
+VerifyMerge = Annotated[
+    bool,
+    typer.Option("--verify", help="Merge once more and compare with what was written; exit 3 if not equal."),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", min=1, help="Threads that move bytes, processes that compute.", show_default=False),
+]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory for all buffers together.")]
 Manifest = Annotated[bool, typer.Option("--manifest", help="Write a checksum per tensor, for inspect --check.")]
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...",
+        help="Checkpoints (PATH or PATH+ADAPTER), or one recipe: mergekit's YAML or Paddle's merge_config.json.",
+        show_default=False,
+    ),
+]
+Output = Annotated[
+    Path,
+    typer.Option(
+        "-o", "--output", metavar="DST", readable=False, help="Directory to write; must not exist.", show_default=False
+    ),
+]
+MethodName = Annotated[
+    str,
+    typer.Option(
+        "--method", metavar="NAME", help="linear unless said; docs/merge.md lists all of them.", show_default=False
+    ),
+]
+Weights = Annotated[
+    str, typer.Option("--weights", metavar="W,W,...", help="One weight for each source.", show_default=False)
+]
+Base = Annotated[
+    str, typer.Option("--base", metavar="PATH", help="The model that the others started from.", show_default=False)
+]
+Param = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--param",
+        metavar="NAME=VALUE",
+        help="A parameter of the method; NAME=A,B,... gives one value to each source.",
+        show_default=False,
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of methods that draw random numbers.")]
+Rng = Annotated[
+    str,
+    typer.Option(
+        "--rng",
+        metavar="STREAM",
+        help="counter: reproducible whatever else is merged; mergekit: its draws, bit for bit.",
+    ),
+]
+Missing = Annotated[
+    str,
+    typer.Option(
+        "--missing",
+        metavar="base|skip",
+        help="Tensors that not all sources have: take the base's, or leave them out.",
+        show_default=False,
+    ),
+]
+Vocab = Annotated[
+    str,
+    typer.Option(
+        "--vocab",
+        metavar="min|max|base",
+        help="Rows of embeddings when the sources have different numbers of them.",
+        show_default=False,
+    ),
+]
+AllowNonfinite = Annotated[
+    bool, typer.Option("--allow-nonfinite", help="Write NaN and infinities instead of refusing them.")
+]
+Card = Annotated[bool, typer.Option("--card", help="Add a section about the merge to README.md of DST.")]
 List = Annotated[bool, typer.Option("--list", help="One tensor a line.")]
 Files = Annotated[bool, typer.Option("--files", help="One file a line.")]
 Ranks = Annotated[bool, typer.Option("--ranks", help="Draw which rank holds which box of which tensor.")]
@@ -221,7 +295,7 @@ def _app(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Reshard, convert and inspect checkpoints of large models, on one plain node, in bounded memory."""
+    """Reshard, merge and inspect checkpoints of large models, on one plain node, in bounded memory."""
 
 
 def parse_size(text: str, option: str) -> int:
@@ -271,14 +345,61 @@ def _open_options(
     )
 
 
+def _target(
+    *,
+    to: str,
+    tp_out: int | None,
+    pp_out: int | None,
+    ep_out: int | None,
+    etp_out: int | None,
+    pp_layout: str,
+    ranks_out: str,
+    max_shard_size: str,
+    dtype: str,
+    fuse: bool,
+    unfuse: bool,
+    vocab_multiple: int,
+) -> Target:
+    from ckpttool.ops.reshard import Target
+
+    return Target(
+        format=to,
+        tp=tp_out,
+        pp=pp_out,
+        ep=ep_out,
+        etp=etp_out,
+        pp_layout=_numbers(pp_layout, "--pp-layout") if pp_layout else (),
+        ranks=_numbers(ranks_out, "--ranks-out") if ranks_out else None,
+        max_shard_size=parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None,
+        dtype=dtype,
+        fuse=fuse,
+        unfuse=unfuse,
+        vocab_multiple=vocab_multiple,
+    )
+
+
+def _one_of(value: str, option: str, *allowed: str) -> Any:
+    """``value``, or "" when nothing was said. Raises UsageError for anything but ``allowed``."""
+    if value and value not in allowed:
+        raise UsageError(f"{option} `{value}` is not one of {', '.join(allowed)}")
+    return value
+
+
 def _run_options(*, memory: str, workers: int | None, force: bool, resume: bool, manifest: bool) -> RunOptions:
     from ckpttool.execute import RunOptions
-    from ckpttool.execute.options import default_workers
+    from ckpttool.execute.options import default_processes, default_workers
 
     size = parse_size(memory, "--memory")
     if size < 4 << 20:
         raise UsageError(f"--memory {memory} is too small", hint="4MiB is the least, 64MiB the default")
-    return RunOptions(memory=size, workers=workers or default_workers(), force=force, resume=resume, manifest=manifest)
+    return RunOptions(
+        memory=size,
+        workers=workers or default_workers(),
+        processes=workers or default_processes(),
+        force=force,
+        resume=resume,
+        manifest=manifest,
+    )
 
 
 @app.command()
@@ -322,7 +443,7 @@ def reshard(
 ) -> None:
     """Write SRC for another number of ranks, in another format or under other names."""
     from ckpttool import report
-    from ckpttool.ops.reshard import Selection, Target, execute, prepare
+    from ckpttool.ops.reshard import Selection, execute, prepare
 
     opened = _open_options(
         fmt=from_,
@@ -335,15 +456,15 @@ def reshard(
         replicate=replicate,
         split=split,
     )
-    target = Target(
-        format=to,
-        tp=tp_out,
-        pp=pp_out,
-        ep=ep_out,
-        etp=etp_out,
-        pp_layout=_numbers(pp_layout, "--pp-layout") if pp_layout else (),
-        ranks=_numbers(ranks_out, "--ranks-out") if ranks_out else None,
-        max_shard_size=parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None,
+    target = _target(
+        to=to,
+        tp_out=tp_out,
+        pp_out=pp_out,
+        ep_out=ep_out,
+        etp_out=etp_out,
+        pp_layout=pp_layout,
+        ranks_out=ranks_out,
+        max_shard_size=max_shard_size,
         dtype=dtype,
         fuse=fuse,
         unfuse=unfuse,
@@ -357,6 +478,118 @@ def reshard(
         return
     result = execute(prepared, dst, run, report.progress(quiet=quiet or json), verify=verify)
     report.show_reshard(result, as_json=json, quiet=quiet, verbose=verbose)
+
+
+@app.command()
+def merge(
+    sources: Sources,
+    output: Output,
+    method: MethodName = "",
+    weights: Weights = "",
+    base: Base = "",
+    param: Param = None,
+    seed: Seed = 0,
+    rng: Rng = "counter",
+    missing: Missing = "",
+    vocab: Vocab = "",
+    allow_nonfinite: AllowNonfinite = False,
+    card: Card = False,
+    tp: Tp = None,
+    pp: Pp = None,
+    ep: Ep = None,
+    etp: Etp = None,
+    tp_out: TpOut = None,
+    pp_out: PpOut = None,
+    ep_out: EpOut = None,
+    etp_out: EtpOut = None,
+    pp_layout: PpLayout = "",
+    ranks_out: RanksOut = "",
+    from_: From = "",
+    to: To = "",
+    rank_pattern: RankPattern = "",
+    family: FamilyName = "",
+    replicate: Replicate = None,
+    split: Split = None,
+    remove_keys: RemoveKeys = None,
+    keep_keys: KeepKeys = None,
+    rename: Rename = None,
+    dtype: Dtype = "",
+    fuse: Fuse = False,
+    unfuse: Unfuse = False,
+    max_shard_size: MaxShard = "",
+    vocab_multiple: VocabMultiple = 1,
+    dry_run: DryRun = False,
+    force: Force = False,
+    resume: Resume = False,
+    verify: VerifyMerge = False,
+    workers: Workers = None,
+    memory: Memory = "64MiB",
+    manifest: Manifest = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write one checkpoint out of several, or out of the shards of one."""
+    from ckpttool import report
+    from ckpttool.ops.merge import Choices, execute, prepare, prepare_one
+    from ckpttool.ops.reshard import Selection
+    from ckpttool.recipe.flags import recipe_of
+    from ckpttool.recipe.read import is_recipe, read_recipe
+
+    opened = _open_options(
+        fmt=from_,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        rank_pattern=rank_pattern,
+        family=family,
+        replicate=replicate,
+        split=split,
+    )
+    target = _target(
+        to=to,
+        tp_out=tp_out,
+        pp_out=pp_out,
+        ep_out=ep_out,
+        etp_out=etp_out,
+        pp_layout=pp_layout,
+        ranks_out=ranks_out,
+        max_shard_size=max_shard_size,
+        dtype=dtype,
+        fuse=fuse,
+        unfuse=unfuse,
+        vocab_multiple=vocab_multiple,
+    )
+    run = _run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
+    selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()), tuple(rename or ()))
+    choices = Choices(
+        _one_of(missing, "--missing", "base", "skip"),
+        _one_of(vocab, "--vocab", "min", "max", "base"),
+        allow_nonfinite,
+        seed,
+        _one_of(rng, "--rng", "counter", "mergekit"),
+        card,
+    )
+    said = bool(method or weights or base or param)
+    if is_recipe(sources):
+        if said:
+            raise UsageError(
+                "a recipe says method, weights, base and parameters itself",
+                hint="leave --method, --weights, --base and --param away, or name the checkpoints themselves",
+            )
+        recipe = read_recipe(sources[0])
+        prepared = prepare(recipe, opened, target, selection, choices)
+    elif len(sources) == 1 and not said and "+" not in sources[0]:
+        prepared = prepare_one(sources[0], opened, target, selection)
+    else:
+        recipe = recipe_of(sources, method=method or "linear", weights=weights, base=base, params=param or ())
+        prepared = prepare(recipe, opened, target, selection, choices)
+    if dry_run:
+        report.show_merge_plan(prepared, run, as_json=json)
+        return
+    result = execute(prepared, output, run, report.progress(quiet=quiet or json), verify=verify)
+    report.show_merge(result, as_json=json, quiet=quiet, verbose=verbose)
 
 
 @app.command()

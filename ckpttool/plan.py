@@ -143,6 +143,13 @@ class Gathered(NamedTuple):
 Operand = Stored | Scaled | Adapted | Gathered
 
 
+def shape_of(operand: Operand) -> tuple[int, ...]:
+    """Shape of the tensor that an operand gives."""
+    while not isinstance(operand, Stored | Gathered):
+        operand = operand.weight
+    return operand.shape
+
+
 class Compute(NamedTuple):
     """A tensor that is worked out block by block, row-major, by a merge method."""
 
@@ -234,10 +241,8 @@ class Randomness(NamedTuple):
     """``counter``: each number follows from (seed, tensor, model, element). ``mergekit``: torch's generator, which the
     tensors draw from one after the other."""
     seed: int
-    working: str = "F32"
-    """dtype in which ``mergekit`` holds the probabilities."""
-    order: tuple[tuple[str, int, int], ...] = ()
-    """(tensor, elements, models that draw) in the order of drawing, for ``mergekit``."""
+    order: tuple[tuple[str, int, tuple[bool, ...], str], ...] = ()
+    """(tensor, elements, which models draw, dtype in which mergekit would work), for ``mergekit``."""
 
 
 @dataclass(slots=True)

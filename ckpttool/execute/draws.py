@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from ckpttool.kernels.merge.base import Draws
+from ckpttool.kernels.merge.draws import CounterDraws, Drawn, Working, mergekit_draws
 from ckpttool.plan import Compute, Randomness
 
 
 def tensor_draws(randomness: Randomness | None) -> Callable[[Compute], Draws]:
     """What gives each computed tensor its numbers."""
-    seed = randomness.seed if randomness else 0
-
-    def make(compute):
-        return None
-
-    return make
+    if randomness is None or randomness.stream == "counter":
+        seed = randomness.seed if randomness else 0
+        return lambda compute: CounterDraws(seed, compute.name)
+    order = [Drawn(name, size, models, cast("Working", working)) for name, size, models, working in randomness.order]
+    stream = mergekit_draws(randomness.seed, order)
+    drawing = {t.name for t in order}
+    return lambda compute: stream(compute.name) if compute.name in drawing else CounterDraws(0, compute.name)

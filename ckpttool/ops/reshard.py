@@ -24,7 +24,7 @@ from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
-from ckpttool.planner import build_plan, caster
+from ckpttool.planner import Computed, build_plan, caster
 from ckpttool.relate import Views, apply_ops, identity, keep, rename_by_rules
 from ckpttool.select import matching, nearest_hint
 
@@ -110,8 +110,19 @@ def prepare(src: str | Path, options: OpenOptions, target: Target, selection: Se
     return plan_target(open_checkpoint(src, options), target, selection or Selection())
 
 
-def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Prepared:
-    """Plan how ``source`` becomes ``target``."""
+def plan_target(
+    source: Checkpoint,
+    target: Target,
+    selection: Selection,
+    *,
+    computed: Computed | None = None,
+    written: Sequence[tuple[str, bytes]] = (),
+) -> Prepared:
+    """Plan how ``source`` becomes ``target``.
+
+    ``computed`` says how the tensors of ``source`` come about that are in no file yet; ``written`` are small files
+    that lie beside the output, in place of companions of these names.
+    """
     if target.fuse and target.unfuse:
         raise UsageError("--fuse and --unfuse exclude each other")
     notes = list(source.notes)
@@ -203,7 +214,9 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
         carried = [root / "config.json"]
     elif request.config:
         literal = [("config.json", (json.dumps(request.config, indent=2, ensure_ascii=False) + "\n").encode())]
-    carried += [root / n for n in source.stored.companions]
+    replaced = {name for name, _ in written}
+    carried = [p for p in [*carried, *(root / n for n in source.stored.companions)] if p.name not in replaced]
+    literal += written
     plan = build_plan(
         source.catalog,
         views.table,
@@ -211,6 +224,7 @@ def plan_target(source: Checkpoint, target: Target, selection: Selection) -> Pre
         skeleton,
         carried=[(str(p), p.name, p.stat().st_size) for p in carried],
         literal_files=literal,
+        computed=computed,
     )
     notes += plan.notes
     plan.notes = notes

@@ -3,6 +3,7 @@
     text.py       sizes, tables, TSV, JSON; what a terminal gets and what a pipe gets
     bars.py       a bar on a terminal, a line for each finished file elsewhere
     reshard.py    plans and results of reshard
+    merge.py      plans and results of merge
     inspect.py    what inspect found
     layout.py     who holds what, drawn with characters
     svg.py        the same as a picture
@@ -12,6 +13,7 @@ stdout carries data, stderr messages and progress.
 
 from ckpttool.report.bars import progress
 from ckpttool.report.inspect import show_inspect
+from ckpttool.report.merge import show_merge, show_merge_plan
 from ckpttool.report.reshard import show_plan, show_reshard
 
-__all__ = ["progress", "show_inspect", "show_plan", "show_reshard"]
+__all__ = ["progress", "show_inspect", "show_merge", "show_merge_plan", "show_plan", "show_reshard"]

@@ -32,7 +32,8 @@ def _source(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _target(prepared: Prepared) -> dict[str, Any]:
+def target_of(prepared: Prepared) -> dict[str, Any]:
+    """DST as JSON shows it."""
     plan = prepared.plan
     return {
         "format": prepared.format,
@@ -62,6 +63,23 @@ def _kind(plan: Plan, number: int) -> str:
     return "tensors" if any(number in files for files in plan.ranks) else "generated"
 
 
+def files_of(plan: Plan) -> list[dict[str, Any]]:
+    """Every output file: name, bytes, kind and ranks."""
+    ranks = _ranks_of(plan)
+    return [
+        {"name": o.name, "bytes": o.size, "kind": _kind(plan, i), "ranks": ranks[i]} for i, o in enumerate(plan.outputs)
+    ]
+
+
+def plan_files(plan: Plan) -> None:
+    """The same as a table."""
+    ranks = _ranks_of(plan)
+    text.table(
+        ("file", "bytes", "kind", "ranks"),
+        [(plain(o.name), o.size, _kind(plan, i), text.ranks(ranks[i])) for i, o in enumerate(plan.outputs)],
+    )
+
+
 def peak_memory(run: RunOptions) -> int:
     """Bytes that the run will need at most: what this process has used to make the plan, and all buffers."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -71,21 +89,17 @@ def peak_memory(run: RunOptions) -> int:
 def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
     """``--dry-run``: the files that would be written, and what that takes."""
     plan = prepared.plan
-    ranks = _ranks_of(plan)
     if as_json:
         dump(
             {
                 "schema": PLAN_SCHEMA,
                 "source": _source(prepared),
-                "target": _target(prepared),
+                "target": target_of(prepared),
                 "boxes": plan.boxes,
                 "units": len(plan.units),
                 "buffers": run.memory,
                 "peak_memory_estimate": peak_memory(run),
-                "files": [
-                    {"name": o.name, "bytes": o.size, "kind": _kind(plan, i), "ranks": ranks[i]}
-                    for i, o in enumerate(plan.outputs)
-                ],
+                "files": files_of(plan),
                 "notes": prepared.notes,
             },
             entries=len(plan.outputs),
@@ -109,10 +123,7 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
     else:
         for label, line in rows:
             message(f"{label or ' ' * 6:6}  {line}".rstrip())
-    text.table(
-        ("file", "bytes", "kind", "ranks"),
-        [(plain(o.name), o.size, _kind(plan, i), text.ranks(ranks[i])) for i, o in enumerate(plan.outputs)],
-    )
+    plan_files(plan)
 
 
 def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: bool) -> None:
@@ -121,13 +132,12 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
     plan = prepared.plan
     notes = list(dict.fromkeys([*prepared.notes, *result.notes, *run.notes]))
     if as_json:
-        ranks = _ranks_of(plan)
         dump(
             {
                 "schema": RESHARD_SCHEMA,
                 "path": str(result.dst),
                 "source": _source(prepared),
-                "target": _target(prepared),
+                "target": target_of(prepared),
                 "bytes_read": run.bytes_read,
                 "bytes_written": run.bytes_written,
                 "bytes_resumed": run.bytes_skipped,
@@ -136,10 +146,7 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
                 "peak_buffers": run.peak_buffer,
                 "write_policy": run.policy,
                 "verified": result.verified,
-                "files": [
-                    {"name": o.name, "bytes": o.size, "kind": _kind(plan, i), "ranks": ranks[i]}
-                    for i, o in enumerate(plan.outputs)
-                ],
+                "files": files_of(plan),
                 "checksums": [
                     {"file": c.file, "tensor": c.tensor, "bytes": c.nbytes, "digest": c.digest} for c in run.manifest
                 ],

@@ -1,0 +1,392 @@
+"""Task arithmetic and what became of it: the models' deltas are thinned out, then summed or put to a vote of signs.
+
+With d_i = x_i - b, each method is a way of choosing the elements m_i of d_i that stay, and one of two ways of adding up
+what is left, p_i = w_i (m_i d_i):
+
+    sum       y = b + lambda (sum_i p_i) / D,              D = sum_i w_i
+    election  y = b + lambda (sum_{i agreeing} p_i) / D,   D = sum_{i agreeing} w_i
+
+where an element of model i agrees when the sign of p_i is that of sum_i p_i (a sum of 0 counts as positive), and D is 1
+without ``normalize`` and where it is 0 (in the sum: less than 1e-8 away from it). With ``rescale``, m_i d_i is first
+multiplied by sum |d_i| / sum |m_i d_i|, over the tensor, unless one of the two is less than 1e-7.
+
+All products, sums and quotients are float32, rounded one by one in the order written above, as mergekit 0.1.5 does with
+``dtype: float32``; its seeded results come out bit for bit, but for two things. It leaves it to torch which of several
+equal magnitudes stay: here those with the lowest positions do. And it sums magnitudes for ``rescale`` in float32: here
+they are summed in float64 and rounded at the end. A density of 1 chooses all and skips ``rescale``, at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ckpttool.errors import UsageError
+from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Pass, Program, Tensor
+from ckpttool.kernels.merge.order import Cut, Rank, cuts
+
+Keep = Callable[[Chunk, Array, Array], None]
+"""Fills the boolean third argument with the elements of a chunk that stay; the second is the chunk of the delta."""
+
+Keeps = Generator[Pass, None, list[Keep | None]]
+"""What chooses the elements, for each model; None where all of them stay."""
+
+
+def task_arithmetic(tensor: Tensor) -> Program:
+    """Task vectors are added as they are (Ilharco et al. 2023, arXiv:2212.04089).
+
+    y = b + lambda sum_i w_i d_i, divided by sum_i w_i with ``normalize``.
+    """
+    return (yield from _merge(tensor, [None] * len(tensor.models), elect=False))
+
+
+def ties(tensor: Tensor) -> Program:
+    """Trim, elect sign, merge (Yadav et al. 2023, arXiv:2306.01708).
+
+    m_i are the k = max(1, floor(density n)) elements of largest |d_i|, over the tensor's n elements; election.
+    """
+    return (yield from _merge(tensor, (yield from _largest(tensor)), elect=True))
+
+
+def dare_linear(tensor: Tensor) -> Program:
+    """Drop and rescale (Yu et al. 2024, arXiv:2311.03099): each element stays with probability ``density``; sum.
+
+    The paper's factor 1 / density is mergekit's sum |d| / sum |m d|.
+    """
+    return (yield from _merge(tensor, _drawn(tensor), elect=False))
+
+
+def dare_ties(tensor: Tensor) -> Program:
+    """Each element stays with probability ``density``, as in ``dare_linear``; election, as in ``ties``."""
+    return (yield from _merge(tensor, _drawn(tensor), elect=True))
+
+
+def della(tensor: Tensor) -> Program:
+    """Drop by rank (Deep et al. 2024, arXiv:2406.11617): what is larger in its row is likelier to stay; election.
+
+    An element whose |d_i| has rank r = 0 ... c - 1 in its row of c elements (ascending; equals by position) stays with
+    probability density - epsilon + r / (c - 1) 2 epsilon. Rows are along the last axis: a 1-D tensor is one row, and
+    of stacked matrices each has its own rows (mergekit 0.1.5 ranks a 3-D tensor along its middle axis instead). In a
+    row of one element, where mergekit divides by zero, the probability is ``density``.
+    """
+    return (yield from _merge(tensor, _drawn_by_rank(tensor), elect=True))
+
+
+def della_linear(tensor: Tensor) -> Program:
+    """Elements stay as in ``della``; sum."""
+    return (yield from _merge(tensor, _drawn_by_rank(tensor), elect=False))
+
+
+def breadcrumbs(tensor: Tensor) -> Program:
+    """Both tails are masked (Davari and Belilovsky 2023, arXiv:2312.06795).
+
+    In the stable ascending order of |d_i|, floor(density n) elements stay: those below the floor(gamma n) largest, or
+    reaching into these where there are too few below. Sum.
+    """
+    return (yield from _merge(tensor, (yield from _between(tensor)), elect=False))
+
+
+def breadcrumbs_ties(tensor: Tensor) -> Program:
+    """Elements stay as in ``breadcrumbs``; election, as in ``ties``."""
+    return (yield from _merge(tensor, (yield from _between(tensor)), elect=True))
+
+
+def drawing(method: str, models: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Which models draw a random number for every element in mergekit, given their parameters.
+
+    DARE: those with a density below 1, be it 0. DELLA: those with a density between 0 and 1.
+    """
+    if method.startswith("dare_"):
+        return [p["density"] < 1 for p in models]
+    return [method.startswith("della") and 0 < p["density"] < 1 for p in models]
+
+
+# Choosing what stays
+
+
+def _densities(tensor: Tensor) -> list[float]:
+    found = [float(p["density"]) for p in tensor.models]
+    for density in found:
+        if not 0 <= density <= 1:
+            raise UsageError(f"`{tensor.name}`: a density of {density} is not between 0 and 1")
+    return found
+
+
+def _nothing(_chunk: Chunk, _delta: Array, out: Array) -> None:
+    out.fill(0)
+
+
+def _deltas(chunk: Chunk, models: Sequence[int]) -> Iterator[Array]:
+    """The deltas of some models; the base is converted once."""
+    base = chunk.base()
+    for i in models:
+        delta = chunk.model(i)
+        yield np.subtract(delta, base, out=delta)
+
+
+def _magnitudes(chunk: Chunk, models: Sequence[int]) -> Iterator[Array]:
+    for delta in _deltas(chunk, models):
+        yield np.abs(delta, out=delta)
+
+
+def _largest(tensor: Tensor) -> Keeps:
+    densities = _densities(tensor)
+    n = tensor.size
+    ranks = [Rank(i, n - max(1, int(d * n))) for i, d in enumerate(densities) if 0 < d < 1]
+    found = iter((yield from cuts(n, _magnitudes, ranks, first=True)))
+
+    def keep(cut: Cut) -> Keep:
+        def above(chunk: Chunk, delta: Array, out: Array) -> None:
+            cut.above(_absolute(chunk, delta), chunk.start, out, first=True)
+
+        return above
+
+    return [None if d == 1 else keep(next(found)) if d else _nothing for d in densities]
+
+
+def _between(tensor: Tensor) -> Keeps:
+    densities = _densities(tensor)
+    n = tensor.size
+    ranks = []
+    for i, (density, p) in enumerate(zip(densities, tensor.models, strict=True)):
+        if not 0 <= p["gamma"] <= 1:
+            raise UsageError(f"`{tensor.name}`: a gamma of {p['gamma']} is not between 0 and 1")
+        kept = int(density * n)
+        lowest = max(0, n - kept - int(p["gamma"] * n))
+        if 0 < density < 1:
+            ranks += [Rank(i, lowest), Rank(i, lowest + kept)]
+    found = iter((yield from cuts(n, _magnitudes, ranks)))
+
+    def keep(lower: Cut, upper: Cut) -> Keep:
+        def between(chunk: Chunk, delta: Array, out: Array) -> None:
+            size, beyond = _absolute(chunk, delta), chunk.scratch(2, np.bool_)
+            lower.above(size, chunk.start, out, first=False)
+            upper.above(size, chunk.start, beyond, first=False)
+            np.logical_xor(out, beyond, out=out)
+
+        return between
+
+    return [None if d == 1 else keep(next(found), next(found)) if d else _nothing for d in densities]
+
+
+def _absolute(chunk: Chunk, delta: Array) -> Array:
+    out = chunk.scratch(0)
+    np.abs(delta, out=out)
+    return out
+
+
+def _drawn(tensor: Tensor) -> list[Keep | None]:
+    def keep(i: int, density: float) -> Keep:
+        def draw(chunk: Chunk, _delta: Array, out: Array) -> None:
+            tensor.draws.bernoulli(i, chunk.start, density, out)
+
+        return draw
+
+    return [None if d == 1 else keep(i, d) if d else _nothing for i, d in enumerate(_densities(tensor))]
+
+
+def _drawn_by_rank(tensor: Tensor) -> list[Keep | None]:
+    working = getattr(tensor.draws, "working", "F32")
+    columns = tensor.columns
+
+    def keep(i: int, density: float, epsilon: float) -> Keep:
+        if density - epsilon <= 0 or density + epsilon >= 1:
+            raise UsageError(
+                f"`{tensor.name}`: density {density} -/+ epsilon {epsilon} is not inside (0, 1)",
+                hint="choose a smaller `epsilon`",
+            )
+        chances = _chances(columns, density, epsilon, working)
+
+        def draw(chunk: Chunk, delta: Array, out: Array) -> None:
+            size = _absolute(chunk, delta)
+            if working == "BF16":
+                np.copyto(size, size.astype(ml_dtypes.bfloat16))
+            elif working == "F16":
+                np.copyto(size, size.astype(np.float16))
+            # A float that is not negative is ordered as its bits are; below them the column orders equals.
+            keys = chunk.scratch(0, np.uint64).reshape(-1, columns)
+            np.left_shift(size.view(np.uint32).reshape(keys.shape), np.uint64(32), out=keys, dtype=np.uint64)
+            np.bitwise_or(keys, np.arange(columns, dtype=np.uint64), out=keys)
+            keys.sort(axis=1)
+            np.bitwise_and(keys, np.uint64(0xFFFFFFFF), out=keys)
+            np.put_along_axis(size.reshape(keys.shape), keys.view(np.int64), chances[None], axis=1)
+            tensor.draws.bernoulli(i, chunk.start, size, out)
+
+        return draw
+
+    return [
+        None if d == 1 else keep(i, d, p["epsilon"]) if d else _nothing
+        for i, (d, p) in enumerate(zip(_densities(tensor), tensor.models, strict=True))
+    ]
+
+
+def _chances(columns: int, density: float, epsilon: float, working: str) -> Array:
+    """The probability of every rank in a row, float32, worked out as mergekit does in the working dtype.
+
+    In BF16 each step is rounded to 8 bits, the ranks as well: they begin at 1, and from 256 on several are one.
+    """
+    dtype = ml_dtypes.bfloat16 if working == "BF16" else np.float32
+    if columns == 1:
+        return np.full(1, density, dtype).astype(np.float32)
+    ranks = np.arange(columns).astype(dtype) + np.array(1, dtype)
+    share = (ranks - ranks[0]) / (ranks[-1] - ranks[0])
+    # Of a Python number, torch's product takes the float32 value, and its sum the value rounded to the working dtype.
+    spread = (share.astype(np.float32) * 2 * np.float32(epsilon)).astype(dtype)
+    chances: Array = (spread + np.array(density - epsilon, np.float32).astype(dtype)).astype(np.float32)
+    return chances
+
+
+# Adding up what is left
+
+
+def _merge(tensor: Tensor, keeps: Sequence[Keep | None], *, elect: bool) -> Program:
+    """The rest of every method, once it is known what stays."""
+    weights = [np.float32(p["weight"]) for p in tensor.models]
+    factors = (yield from _factors(keeps)) if tensor.whole["rescale"] else {}
+    scale = np.float32(tensor.whole["lambda"])
+    normalize = bool(tensor.whole["normalize"])
+    total = np.cumsum(weights, dtype=np.float32)[-1]
+    if abs(total) < 1e-8:
+        total = np.float32(1)
+
+    def product(chunk: Chunk, base: Array, i: int) -> Array:
+        p = chunk.model(i)
+        np.subtract(p, base, out=p)
+        if (keep := keeps[i]) is not None:
+            kept = chunk.scratch(0, np.bool_)
+            keep(chunk, p, kept)
+            np.multiply(p, kept, out=p)
+        if (factor := factors.get(i)) is not None:
+            np.multiply(p, factor, out=p)
+        np.multiply(p, weights[i], out=p)
+        return p
+
+    def add(chunk: Chunk, base: Array, out: Array) -> None:
+        np.add(product(chunk, base, 0), 0, out=out)  # a sum begins with +0, which takes up -0
+        for i in range(1, len(weights)):
+            np.add(out, product(chunk, base, i), out=out)
+        if normalize:
+            np.divide(out, total, out=out)
+
+    def vote(chunk: Chunk, base: Array, out: Array) -> None:
+        products = [product(chunk, base, i) for i in range(len(weights))]
+        np.add(products[0], 0, out=out)
+        for p in products[1:]:
+            np.add(out, p, out=out)
+        # Where the sum is negative, every sign is turned over: then what is positive agrees.
+        turned, zero = chunk.scratch(0, np.int32), chunk.scratch(0)
+        np.bitwise_and(out.view(np.int32), np.int32(-(1 << 31)), out=turned)
+        zero.fill(0)
+        agrees, share, divisor = chunk.scratch(0, np.bool_), chunk.scratch(1), chunk.scratch(2)
+        out.fill(0)
+        divisor.fill(0)
+        for p, weight in zip(products, weights, strict=True):
+            np.bitwise_xor(p.view(np.int32), turned, out=p.view(np.int32))
+            np.maximum(p, zero, out=p)
+            np.add(out, p, out=out)
+            if normalize:
+                np.greater(p, zero, out=agrees)
+                np.multiply(agrees, weight, out=share)
+                np.add(divisor, share, out=divisor)
+        if normalize:
+            np.equal(divisor, zero, out=agrees)
+            np.add(divisor, agrees, out=divisor)
+            np.divide(out, divisor, out=out)
+        np.bitwise_xor(out.view(np.int32), turned, out=out.view(np.int32))
+
+    def combine(chunk: Chunk, out: Array) -> None:
+        base = chunk.base()
+        (vote if elect else add)(chunk, base, out)
+        if scale != 1:
+            np.multiply(out, scale, out=out)
+        np.add(base, out, out=out)
+
+    return combine
+
+
+def _factors(keeps: Sequence[Keep | None]) -> Generator[Pass, None, dict[int, np.float32]]:
+    """sum |d_i| / sum |m_i d_i| of the models that lose elements but not all, unless a sum is next to nothing."""
+    models = {i: keep for i, keep in enumerate(keeps) if keep not in {None, _nothing}}
+    before, after = np.zeros(len(keeps)), np.zeros(len(keeps))
+
+    def measure(chunk: Chunk) -> None:
+        for (i, keep), delta in zip(models.items(), _deltas(chunk, list(models)), strict=True):
+            kept = chunk.scratch(0, np.bool_)
+            keep(chunk, delta, kept)
+            np.abs(delta, out=delta)
+            before[i] += np.add.reduce(delta, dtype=np.float64)
+            np.multiply(delta, kept, out=delta)
+            after[i] += np.add.reduce(delta, dtype=np.float64)
+
+    if models:
+        yield measure
+    return {i: np.float32(before[i]) / np.float32(after[i]) for i in models if min(before[i], after[i]) >= 1e-7}
+
+
+_WHOLE = {
+    "normalize": Parameter("bool", default=False, help="divide by the sum of the weights"),
+    "lambda": Parameter("float", 1.0, "factor of the summed deltas"),
+    "rescale": Parameter(
+        "bool", default=False, help="restore the sum of magnitudes that a delta had before it was thinned out"
+    ),
+    "int8_mask": Parameter(
+        "bool", default=False, help="without effect: in mergekit it saves memory, and changes no result"
+    ),
+}
+_MODEL = {
+    "weight": Parameter("float", None, "factor of the delta"),
+    "density": Parameter("float", 1.0, "share of the delta's elements that stay; task_arithmetic keeps them all"),
+}
+_GAMMA = {"gamma": Parameter("float", 0.01, "share of the elements, the largest, that is dropped")}
+_EPSILON = {"epsilon": Parameter("float", 0.15, "how far the probability goes up and down from `density`")}
+
+
+def _method(
+    program: Callable[[Tensor], Program],
+    stays: str,
+    paper: str,
+    more: Mapping[str, Parameter] | None = None,
+    *,
+    elect: bool = False,
+    normalize: bool = False,
+    random: bool = False,
+) -> Method:
+    formula = f"b + lambda sum w_i {'m_i ' if stays else ''}d_i [/ sum w_i]"
+    if elect:
+        formula += ", both sums over the models with the sum's sign"
+    return Method(
+        program.__name__,
+        program,
+        formula + (f"; m_i: {stays}" if stays else ""),
+        f"https://arxiv.org/abs/{paper}",
+        per_model={**_MODEL, **(more or {})},
+        whole={
+            **_WHOLE,
+            "normalize": replace(_WHOLE["normalize"], default=normalize),
+            "rescale": replace(_WHOLE["rescale"], default=random),
+        },
+        base="needed",
+        rows=more is _EPSILON,
+        random=random,
+        one_at_a_time=not elect,
+    )
+
+
+METHODS = {
+    m.name: m
+    for m in (
+        _method(task_arithmetic, "", "2212.04089"),
+        _method(ties, "the largest |d_i|", "2306.01708", elect=True, normalize=True),
+        _method(dare_linear, "drawn", "2311.03099", random=True),
+        _method(dare_ties, "drawn", "2311.03099", elect=True, random=True),
+        _method(della, "drawn by rank", "2406.11617", _EPSILON, elect=True, normalize=True, random=True),
+        _method(della_linear, "drawn by rank", "2406.11617", _EPSILON, random=True),
+        _method(breadcrumbs, "neither the largest nor the smallest |d_i|", "2312.06795", _GAMMA),
+        _method(breadcrumbs_ties, "neither the largest nor the smallest |d_i|", "2312.06795", _GAMMA, elect=True),
+    )
+}
+"""The methods by name; parameters and defaults are those of mergekit 0.1.5's registry."""

@@ -1,0 +1,16 @@
+"""``ckpttool merge``: one checkpoint out of several, or out of the shards of one.
+
+recipe -> models opened -> tensors resolved -> computations -> the target that reshard would plan -> execute
+
+models.py      the sources: one table of files, one naming
+adapters.py    low-rank adapters on top of them
+words.py       embeddings of models whose tokenizers differ
+tensors.py     what is computed from what, and what to do where the models disagree
+config.py      config.json of the output
+provenance.py  the record of where it comes from
+prepare.py     all of it in order; the result is executed like any plan
+"""
+
+from ckpttool.ops.merge.prepare import Choices, MergeResult, PreparedMerge, execute, prepare, prepare_one
+
+__all__ = ["Choices", "MergeResult", "PreparedMerge", "execute", "prepare", "prepare_one"]

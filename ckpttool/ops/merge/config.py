@@ -1,0 +1,47 @@
+"""config.json of a merge: one model's, with what the merge has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""Fields that count the decoder's layers."""
+
+
+def merged_config(
+    donor: Mapping[str, Any],
+    *,
+    layers: Sequence[int] | None = None,
+    vocabulary: int | None = None,
+    dequantised: bool = False,
+) -> dict[str, Any]:
+    """The donor's config for the output.
+
+    ``layers`` are the donor's layer numbers in the order of the output, when slices have changed them: lists with
+    one entry per layer (``layer_types``) follow. ``vocabulary`` is the new number of tokens.
+    """
+    config = dict(donor)
+    text = config.get("text_config")
+    parts = [config]
+    if isinstance(text, dict):
+        config["text_config"] = dict(text)
+        parts.append(config["text_config"])
+    for part in parts:
+        if vocabulary is not None and "vocab_size" in part:
+            part["vocab_size"] = vocabulary
+        if layers is not None:
+            _restack(part, layers)
+        if dequantised:
+            part.pop("quantization_config", None)
+    return config
+
+
+def _restack(config: dict[str, Any], layers: Sequence[int]) -> None:
+    count = next((config[f] for f in LAYERS if isinstance(config.get(f), int)), None)
+    for name, value in config.items():
+        if isinstance(value, list) and count and len(value) == count and max(layers, default=0) < count:
+            config[name] = [value[i] for i in layers]
+    for name in LAYERS:
+        if name in config:
+            config[name] = len(layers)

@@ -1,0 +1,140 @@
+"""The models of a merge, opened: one table of files, one naming, one view of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpttool.catalog import DataFile
+from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
+from ckpttool.dtypes import CASTABLE, lookup
+from ckpttool.errors import UnsupportedError
+from ckpttool.layout.assemble import LAYER
+from ckpttool.layout.family import inverse
+from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
+from ckpttool.plan import Operand, Scaled
+from ckpttool.planner import Operands
+from ckpttool.recipe.model import ModelRef
+from ckpttool.relate import View, apply_ops, identity
+
+QUANTISED = ("F8_E4M3", "F8_E5M2")
+"""dtypes of weights that are dequantised with the scales beside them."""
+
+
+@dataclass(slots=True)
+class Model:
+    """One model: what it is called, where it comes from, and its tensors."""
+
+    label: str
+    checkpoint: Checkpoint
+    views: dict[str, View]
+    """By name, without the scales of quantised weights."""
+    scales: dict[str, View] = field(default_factory=dict)
+    """By the name of the weight."""
+
+    @property
+    def holds_bits(self) -> bool:
+        """Whether U16 tensors are bfloat16 by another name, as PaddleNLP wrote them: the config says so."""
+        config = self.checkpoint.config
+        return "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
+
+    @property
+    def layers(self) -> int:
+        """How many layers the names count up to."""
+        return max((int(m[1]) for n in self.views if (m := LAYER.search(n))), default=-1) + 1
+
+    def operand(self, name: str, operands: Operands) -> Operand:
+        """What a Compute reads for a tensor; dequantised where it has scales."""
+        view = self.views[name]
+        label = f"`{name}` of {self.label}"
+        stored = operands.stored(view, label)
+        if view.dtype != self.dtype(name) and name not in self.scales:
+            stored = stored._replace(dtype=self.dtype(name))
+        scale = self.scales.get(name)
+        if scale is None:
+            return stored
+        block = block_of(view.shape, scale.shape, config_block(self.checkpoint.config), name=scale.name)
+        grid = operands.stored(scale, f"`{scale.name}` of {self.label}")
+        return Scaled(stored, grid, view.shape if block is None else block)
+
+    def dtype(self, name: str) -> str:
+        """dtype of a tensor as a merge sees it: quantised weights count as what they stand for."""
+        stored = self.views[name].dtype
+        if stored == "U16" and self.holds_bits:
+            return "BF16"
+        return "BF16" if name in self.scales else stored
+
+    @property
+    def quantised(self) -> bool:
+        return bool(self.scales)
+
+
+class Models:
+    """All models of a merge; each path is opened once."""
+
+    def __init__(self, options: OpenOptions) -> None:
+        self.options = options
+        self.files: list[DataFile] = []
+        self.notes: list[str] = []
+        self._by_path: dict[str, Model] = {}
+
+    def open(self, refs: Iterable[ModelRef]) -> None:
+        """Open what is not open yet, then give all models the same naming.
+
+        Names stay as they are while every model has the Hugging Face form of one naming; otherwise all of them get
+        Hugging Face's published names.
+        """
+        checkpoints: dict[str, Checkpoint] = {}
+        for ref in refs:
+            if ref.path in checkpoints:
+                continue
+            found = open_checkpoint(ref.path, self.options)
+            found.catalog = found.catalog.shifted(len(self.files))
+            self.files += found.catalog.files
+            self.notes += [f"{ref.path}: {n}" for n in found.notes]
+            checkpoints[ref.path] = found
+        forms = {(c.format, c.ops) for c in checkpoints.values()}
+        as_they_are = len(forms) == 1 and next(iter(forms))[0] == "hf"
+        for path, checkpoint in checkpoints.items():
+            views = identity(checkpoint.catalog)
+            if not as_they_are and checkpoint.ops:
+                views = apply_ops(views, inverse(checkpoint.ops), checkpoint.family, checkpoint.ops)
+                self.notes += [f"{path}: {n}" for n in views.notes]
+            self._by_path[path] = _model(path, checkpoint, views.table, self.notes)
+        self.as_they_are = as_they_are
+
+    def __getitem__(self, ref: ModelRef) -> Model:
+        return self._by_path[ref.path]
+
+
+def _model(path: str, checkpoint: Checkpoint, table: Mapping[str, View], notes: list[str]) -> Model:
+    """Set scales apart from weights. Raises UnsupportedError for what cannot be dequantised."""
+    views, scales, lone = {}, {}, []
+    for name, view in table.items():
+        weight = weight_of(name, table)
+        if weight is not None and table[weight].dtype in QUANTISED:
+            scales[weight] = view
+        elif is_lone(name, view.shape) and any(v.dtype in QUANTISED for v in table.values()):
+            lone.append(name)
+        else:
+            views[name] = view
+    for name, view in views.items():
+        kind = lookup(view.dtype)
+        if kind.kind == "float" and view.dtype not in CASTABLE and name not in scales:
+            raise UnsupportedError(
+                f"`{name}` is {view.dtype} and has no scales that are known",
+                where=path,
+                hint="merge the model as it was before it was quantised",
+            )
+        if kind.bits < 8 or (view.dtype in ("U8", "F8_E8M0") and name.endswith(("_blocks", "_scales"))):
+            raise UnsupportedError(
+                f"`{name}` is quantised ({view.dtype}) in a way that merge does not undo",
+                where=path,
+                hint="merge the model as it was before it was quantised",
+            )
+    if scales:
+        notes.append(f"{path}: {len(scales)} quantised weights are dequantised with their scales")
+    if lone:
+        notes.append(f"{path}: {len(lone)} scales of activations or caches are left out (`{lone[0]}`)")
+    return Model(str(Path(path)), checkpoint, views, scales)

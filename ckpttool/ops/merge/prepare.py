@@ -1,0 +1,250 @@
+"""From a recipe to a plan, and its execution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from ckpttool.catalog import Catalog, Key
+from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, pick_family
+from ckpttool.dtypes import parse
+from ckpttool.errors import UnsupportedError
+from ckpttool.execute import Progress, RunOptions, RunResult, run
+from ckpttool.execute.compute import verify_computed
+from ckpttool.formats.base import StoredCheckpoint
+from ckpttool.kernels.merge import METHODS
+from ckpttool.kernels.merge.sparse import drawing
+from ckpttool.layout.assemble import LAYER
+from ckpttool.mesh import Mesh
+from ckpttool.ops.merge.adapters import Adaptations
+from ckpttool.ops.merge.config import merged_config
+from ckpttool.ops.merge.models import Model, Models
+from ckpttool.ops.merge.provenance import CARD, RECORD, Origin, Provenance
+from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
+from ckpttool.ops.merge.words import Words
+from ckpttool.ops.reshard import Prepared, Selection, Target, plan_target, verify_output
+from ckpttool.plan import Plan, Randomness
+from ckpttool.planner import Computed
+from ckpttool.recipe.model import ModelRef, Recipe
+from ckpttool.recipe.resolve import Resolved, resolve
+from ckpttool.vocabulary import TOKENIZER_FILES
+
+ONE = "one checkpoint"
+"""What a merge of a single source is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What flags say beside the recipe."""
+
+    missing: Missing = ""
+    vocab: Vocab = ""
+    allow_nonfinite: bool = False
+    seed: int = 0
+    rng: Literal["counter", "mergekit"] = "counter"
+    card: bool = False
+
+
+@dataclass(slots=True)
+class PreparedMerge:
+    """Everything known before a byte is written."""
+
+    target: Prepared
+    method: str
+    seed: int | None
+    """None for methods that draw nothing."""
+    rng: str
+    origins: Sequence[Origin]
+    provenance: Provenance
+    merged: int
+    """Tensors that are worked out from several."""
+    copied: int
+    roots: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan:
+        return self.target.plan
+
+
+@dataclass(slots=True)
+class MergeResult:
+    """What ``merge`` reports."""
+
+    prepared: PreparedMerge
+    dst: Path
+    run: RunResult
+    verified: bool = False
+
+
+def prepare(
+    recipe: Recipe, options: OpenOptions, target: Target, selection: Selection, choices: Choices
+) -> PreparedMerge:
+    """Plan a merge. Raises a CkptError subclass; nothing is written."""
+    refs = recipe.references()
+    models = Models(options)
+    models.open(refs)
+    adaptations = Adaptations(models, refs)
+    donor_ref = recipe.base or refs[0]
+    donor = models[donor_ref]
+    words = Words.of(recipe, models, donor_ref)
+    dtype = target.dtype or recipe.out_dtype or recipe.dtype
+    dtype = parse(dtype).name if dtype else ""
+    if recipe.component != "model":
+        raise UnsupportedError(
+            f"the recipe merges `{recipe.component}`, and only models are read so far", where=recipe.name
+        )
+    resolved = resolve(
+        recipe, {r: adaptations.names(r) for r in refs}, {r: models[r].layers for r in refs}, layer=LAYER
+    )
+    builder = Builder(
+        models,
+        adaptations,
+        method=recipe.method,
+        dtype=dtype,
+        vocab=choices.vocab,
+        finite=not choices.allow_nonfinite,
+        words=words,
+    )
+    builder.run(resolved, choices.missing)
+    rows = words.rows if words is not None else builder.vocabulary
+    config = merged_config(
+        donor.checkpoint.config,
+        layers=_donor_layers(resolved, donor_ref, donor),
+        vocabulary=rows,
+        dequantised=any(models[r].quantised for r in refs),
+    )
+    random = METHODS[recipe.method].random
+    seed = choices.seed if random else None
+    origins = [_origin(r, models[r], adaptations) for r in refs]
+    provenance = Provenance(recipe.record(), recipe.text, seed, choices.rng if random else "", origins)
+    provenance.operands = builder.names
+    written = list(words.files.items()) if words is not None else []
+    if choices.card:
+        written.append(("README.md", _card(donor, provenance)))
+    prepared = plan_target(
+        _as_checkpoint(donor, models, builder, config, options, words),
+        replace(target, dtype=dtype, format=target.format or ("" if _is_cut(target) else "hf")),
+        selection,
+        computed=Computed(
+            builder.computed, builder.operands, _randomness(choices, builder, recipe) if random else None
+        ),
+        written=written,
+    )
+    methods = [c.method == "passthrough" and recipe.method != "passthrough" for c in builder.computed]
+    return PreparedMerge(
+        prepared,
+        recipe.method,
+        seed,
+        choices.rng if random else "",
+        origins,
+        provenance,
+        merged=methods.count(False),
+        copied=methods.count(True),
+        roots=tuple(dict.fromkeys(r.path for r in refs)),
+    )
+
+
+def prepare_one(src: str | Path, options: OpenOptions, target: Target, selection: Selection) -> PreparedMerge:
+    """Plan how the shards of one checkpoint become one whole checkpoint, or what ``target`` says."""
+    source = open_checkpoint(src, options)
+    cut = _is_cut(target)
+    whole = target if cut else replace(target, tp=1, pp=1, ep=1, etp=1, format=target.format or "hf")
+    origin = Origin(str(src), source.format, _files(source), len(source.catalog))
+    prepared = plan_target(source, whole, selection)
+    provenance = Provenance({"merge_method": ONE}, "", None, "", [origin])
+    return PreparedMerge(prepared, ONE, None, "", [origin], provenance, 0, len(prepared.views), (str(src),))
+
+
+def execute(
+    prepared: PreparedMerge, dst: str | Path, options: RunOptions, progress: Progress, *, verify: bool = False
+) -> MergeResult:
+    """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
+    path = Path(dst)
+    target, plan = prepared.target, prepared.plan
+
+    def verify_all(partial: Path) -> None:
+        if prepared.method == ONE:
+            verify_output(target, partial)
+        else:
+            verify_computed(plan, partial, options.memory)
+
+    options = replace(
+        options,
+        source_roots=prepared.roots,
+        closing=lambda digests: {RECORD: prepared.provenance.record(plan, digests)},
+        verify=verify_all if verify else None,
+    )
+    return MergeResult(prepared, path, run(plan, path, options, progress), verify)
+
+
+def _is_cut(target: Target) -> bool:
+    """Whether the target is to have more than one rank."""
+    return any(n > 1 for n in target.said().values()) or bool(target.pp_layout)
+
+
+def _files(checkpoint: Checkpoint) -> list[tuple[str, int]]:
+    return [(f.path.name, f.size) for f in checkpoint.catalog.files]
+
+
+def _origin(ref: ModelRef, model: Model, adaptations: Adaptations) -> Origin:
+    return Origin(
+        model.label, model.checkpoint.format, _files(model.checkpoint), len(model.views), adaptations.hashes(ref)
+    )
+
+
+def _randomness(choices: Choices, builder: Builder, recipe: Recipe) -> Randomness:
+    """Where the draws come from. All tensors of the merge count, also those that are not written."""
+    order = []
+    for c in builder.computed:
+        if METHODS[c.method].random:
+            draws = drawing(c.method, [dict(p) for p in c.parameters])
+            order.append((c.name, prod(c.shape), tuple(draws), recipe.dtype or builder.common[c.name]))
+    return Randomness(choices.rng, choices.seed, tuple(order))
+
+
+def _donor_layers(resolved: Resolved, donor_ref: ModelRef, donor: Model) -> list[int] | None:
+    """The donor's layer for each layer of the output; None when slices have changed nothing."""
+    layers = [dict(origin).get(donor_ref, origin[0][1]) for origin in resolved.layers if origin]
+    return None if layers == list(range(donor.layers)) else layers
+
+
+def _as_checkpoint(
+    donor: Model,
+    models: Models,
+    builder: Builder,
+    config: dict[str, Any],
+    options: OpenOptions,
+    words: Words | None,
+) -> Checkpoint:
+    """The merged model as if it were a checkpoint: what reshard can write, merge can write."""
+    old = donor.checkpoint.stored
+    stored = StoredCheckpoint(
+        "hf",
+        old.root,
+        models.files,
+        [],
+        Mesh(),
+        naming=old.naming if models.as_they_are else "hf",
+        fused=old.fused if models.as_they_are else "",
+        config=config,
+        companions=tuple([n for n in old.companions if n != RECORD and not (words and n in TOKENIZER_FILES)]),
+        native_config=old.native_config or old.config if config != old.config else {},
+    )
+    family = pick_family(options.family, old.family, config)
+    catalog = Catalog(models.files, builder.tensors)
+    tied = family.tied and Key("lm_head.weight") not in builder.tensors
+    if tied and Key("model.embed_tokens.weight") in builder.tensors:
+        catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}
+    notes = [*models.notes, *(words.notes if words else ()), *builder.notes]
+    return Checkpoint(donor.checkpoint.path, stored, family, catalog, notes)
+
+
+def _card(donor: Model, provenance: Provenance) -> bytes:
+    """The donor's model card with a section on the merge at its end."""
+    path = donor.checkpoint.stored.root / "README.md"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    text = text.split(CARD)[0].rstrip()
+    return (f"{text}\n\n" if text else "").encode() + provenance.card().encode(errors="replace")

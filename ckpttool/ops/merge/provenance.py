@@ -1,0 +1,100 @@
+"""Where a merged checkpoint comes from: a record beside it, and a section for its model card."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool import __version__
+from ckpttool.execute.hashing import ALGORITHM, hasher
+from ckpttool.plan import Compute, Plan
+
+RECORD = "ckpttool.merge.json"
+SCHEMA = "ckpttool.provenance/1"
+CARD = "## Merge\n"
+"""How the section of a model card begins."""
+PACKAGES = ("numpy", "ml_dtypes")
+"""Whose arithmetic the values depend on."""
+
+
+@dataclass(slots=True)
+class Origin:
+    """One source of a merge."""
+
+    label: str
+    format: str
+    files: Sequence[tuple[str, int]]
+    """(name, bytes)"""
+    tensors: int
+    adapters: Sequence[tuple[str, str]] = ()
+    """(path, hash of its weights)"""
+
+
+@dataclass(slots=True)
+class Provenance:
+    """What is known when the plan is made; the hashes of the payload come with the last byte."""
+
+    recipe: Mapping[str, Any]
+    text: str
+    """The recipe as it was written, "" for flags."""
+    seed: int | None
+    rng: str
+    origins: Sequence[Origin]
+    operands: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    """Name of a computed tensor -> (label of the source, tensor there) of each operand."""
+
+    def record(self, plan: Plan, digests: Mapping[str, str]) -> bytes:
+        """The record as JSON. ``digests`` are the operands' hashes by the keys of ``operand_keys``.
+
+        A source's hash is that of the sorted lines ``<tensor> <hash>``, where a tensor's hash is the one that
+        ``inspect --hash`` shows: it does not depend on how the source is stored.
+        """
+        found: dict[str, dict[str, str]] = {o.label: {} for o in self.origins}
+        for u, unit in enumerate(plan.units):
+            for i, step in enumerate(unit.steps):
+                if not isinstance(step, Compute):
+                    continue
+                for k, (label, name) in enumerate(self.operands.get(step.name, ())):
+                    if digest := digests.get(f"{u}:{i}:{k}"):
+                        found[label][name] = digest
+        sources = []
+        for o in self.origins:
+            h = hasher()
+            for name, digest in sorted(found[o.label].items()):
+                h.update(f"{name} {digest}\n".encode(errors="surrogateescape"))
+            sources.append(
+                {
+                    "path": o.label,
+                    "format": o.format,
+                    "files": [{"name": n, "bytes": size} for n, size in o.files],
+                    "tensors": o.tensors,
+                    "tensors_hashed": len(found[o.label]),
+                    "hash": f"{ALGORITHM}:{h.hexdigest()}",
+                    "adapters": [{"path": p, "hash": d} for p, d in o.adapters],
+                }
+            )
+        data = {
+            "schema": SCHEMA,
+            "ckpttool": __version__,
+            "packages": {p: importlib.metadata.version(p) for p in PACKAGES},
+            "recipe": self.recipe,
+            "recipe_text": self.text,
+            "seed": self.seed,
+            "rng": self.rng,
+            "sources": sources,
+        }
+        return (json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n").encode(errors="surrogateescape")
+
+    def card(self) -> str:
+        """A Markdown section for the model card."""
+        models = "\n".join(f"* `{o.label}`" + "".join(f" + adapter `{p}`" for p, _ in o.adapters) for o in self.origins)
+        text = self.text or json.dumps(self.recipe, indent=2, ensure_ascii=False, default=str)
+        kind = "yaml" if self.text else "json"
+        return (
+            f"{CARD}\nThis checkpoint was merged with ckpttool"
+            f" {__version__} by the method `{self.recipe.get('merge_method', '')}` from\n\n{models}\n\n"
+            f"```{kind}\n{text.rstrip()}\n```\n"
+        )

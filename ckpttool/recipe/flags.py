@@ -1,0 +1,118 @@
+"""The words of a command line as a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import yaml
+
+from ckpttool.errors import CkptError, ConflictError
+from ckpttool.kernels.merge import METHODS
+from ckpttool.kernels.merge.base import Method
+from ckpttool.recipe.check import TYPES, Words, check, method_named, scalar
+from ckpttool.recipe.document import Problems, nearest
+from ckpttool.recipe.model import ModelRef, Recipe, Setting, Slice, Source, reference
+
+_WHOLE = "give --param {name}=VALUE"
+WORDS = Words("--base", "sources", _WHOLE, f"{_WHOLE}, or one value per source: --param {{name}}=A,B")
+WEIGHT = Words("--base", "sources", _WHOLE, "give --weights, one number per source: --weights 0.6,0.4")
+
+
+def recipe_of(
+    sources: Sequence[str],
+    *,
+    method: str | None,
+    weights: str | None = None,
+    base: str | None = None,
+    params: Sequence[str] = (),
+) -> Recipe:
+    """The recipe that command-line words mean.
+
+    ``sources`` are PATH or PATH+ADAPTER. ``params`` are NAME=VALUE, for all models or the whole merge, or NAME=A,B,...
+    with one value for each source. A base among the sources is not merged, but counts where values are per source.
+    Raises UsageError, ConflictError or UnsupportedError; several problems at once come as one error.
+    """
+    problems = Problems("")
+    found = method_named(method, problems, at="--method") if method else None
+    if not method:
+        problems.add("it is not said how to merge", at="--method", hint=f"known: {', '.join(METHODS)}")
+    models = [_model(text, problems, "sources") for text in sources]
+    donor = _model(base, problems, "--base") if base else None
+    words = ([f"weight={weights}"] if weights else []) + list(params)
+    per_model, whole = _parameters(words, found, len(models), problems, weights=bool(weights))
+    problems.check()
+    assert found is not None  # noqa: S101 - otherwise it has been noted as a problem
+    listed = tuple(Source(m, None, {n: v[i] for n, v in per_model.items()}) for i, m in enumerate(models) if m)
+    recipe = Recipe(found.name, (Slice(listed),), donor, whole)
+    check(recipe, problems, WEIGHT if "weight" in found.per_model and "weight" not in per_model else WORDS)
+    problems.check()
+    return recipe
+
+
+def _model(text: str, problems: Problems, at: str) -> ModelRef | None:
+    if text.endswith((".yml", ".yaml")):
+        problems.add(f"`{text}` is a recipe", at=at, hint="a recipe stands alone and names all models itself")
+        return None
+    try:
+        return reference(text)
+    except CkptError as e:
+        problems.add(e.what, at=at, hint=e.hint, error=type(e))
+        return None
+
+
+def _parameters(
+    words: Sequence[str], method: Method | None, models: int, problems: Problems, *, weights: bool
+) -> tuple[Mapping[str, Sequence[Setting]], dict[str, Setting]]:
+    """Settings for each source by name, and those of the whole merge."""
+    per_model: dict[str, list[Setting]] = {}
+    whole: dict[str, Setting] = {}
+    for i, word in enumerate(words):
+        of_weights = weights and i == 0
+        at = "--weights" if of_weights else "--param"
+        name, equals, text = word.partition("=")
+        if not equals or not name or not text:
+            problems.add(f"`{word}` is not NAME=VALUE", at=at)
+            continue
+        if method is None:
+            continue
+        known = {**method.per_model, **method.whole}
+        if name not in known:
+            what = "has no weights" if of_weights else f"has no parameter `{name}`"
+            hint = None if of_weights else nearest(name, known) or "it has none"
+            problems.add(f"`{method.name}` {what}", at=at, hint=hint)
+            continue
+        if name in per_model or name in whole:
+            problems.add(f"`{name}` is given twice", at=at, hint="keep one of the two", error=ConflictError)
+            continue
+        kind = known[name].kind
+        values = []
+        for one in text.split(","):
+            value = scalar(_plain(one), kind)
+            if value is None:
+                problems.add(f"`{one}` in `{name}={text}` is not {TYPES[kind]}", at=at)
+            else:
+                values.append(value)
+        if len(values) != text.count(",") + 1:
+            continue
+        if name in method.whole:
+            if len(values) == 1:
+                whole[name] = Setting.of(kind, values[0])
+            else:
+                problems.add(
+                    f"`{name}` is one value for the whole merge", at=at, hint="gradients over layers need a recipe file"
+                )
+        elif len(values) == 1 and (not of_weights or models == 1):
+            whole[name] = Setting.of(kind, values[0])
+        elif len(values) == models:
+            per_model[name] = [Setting.of(kind, v) for v in values]
+        else:
+            problems.add(f"`{name}={text}` has {len(values)} values for {models} sources", at=at, error=ConflictError)
+    return per_model, whole
+
+
+def _plain(text: str) -> object:
+    """A number or a boolean as recipes write them."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text

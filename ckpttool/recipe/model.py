@@ -1,0 +1,305 @@
+"""What a recipe says: models, slices, and settings that depend on the tensor and its layer."""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+from ckpttool.errors import UnsupportedError, UsageError
+
+REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""What the name of a model on a hub looks like."""
+
+Scalar = float | int | bool
+Kind = Literal["float", "int", "bool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """A model on this machine, with the low-rank adapters that are added to it first."""
+
+    path: str
+    adapters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "+".join((self.path, *self.adapters))
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Values for the tensors whose name contains ``filter``; ``*`` is every tensor."""
+
+    filter: str
+    values: tuple[Scalar, ...]
+    """One value, or several that stand at equal distances from the first layer to the last."""
+
+    def matches(self, name: str) -> bool:
+        return self.filter == "*" or self.filter in name
+
+    def at(self, t: float, kind: Kind) -> Scalar:
+        """The value at ``t``, from 0 (first layer) to 1 (last layer): numbers are interpolated, booleans are not.
+
+        Raises UsageError when a number that must be whole is not.
+        """
+        last = len(self.values) - 1
+        if kind == "bool":
+            return self.values[int(t * last)]
+        place = t * last
+        before = int(place)
+        share = place - before
+        value = (1 - share) * self.values[before] + share * self.values[min(last, before + 1)]
+        if kind == "float":
+            return float(value)
+        if value != int(value):
+            raise UsageError(f"a gradient of whole numbers, {list(self.values)}, gives {value:g} for one of the layers")
+        return int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a recipe gives to one parameter in one place: the first condition that matches a tensor counts."""
+
+    kind: Kind
+    conditions: tuple[Condition, ...]
+
+    @classmethod
+    def of(cls, kind: Kind, *values: Scalar) -> Setting:
+        """The same for every tensor: one value, or a gradient over the layers."""
+        return cls(kind, (Condition("*", values),))
+
+    def find(self, name: str) -> Condition | None:
+        """The condition that counts for a tensor, if any."""
+        return next((c for c in self.conditions if c.matches(name)), None)
+
+    def at(self, name: str, t: float) -> Scalar | None:
+        """The value for a tensor; None where no condition matches."""
+        found = self.find(name)
+        return None if found is None else found.at(t, self.kind)
+
+
+Settings = Mapping[str, Setting]
+"""By the parameter's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model's part in a slice."""
+
+    model: ModelRef
+    layers: range | None = None
+    """None: all that it has."""
+    parameters: Settings = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A run of the output's layers, and the layers that are merged into it."""
+
+    sources: tuple[Source, ...]
+    base: ModelRef | None = None
+    """None: the recipe's."""
+    parameters: Settings = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelToken:
+    """The embedding that one model has for one token, named by its text or by its number."""
+
+    model: ModelRef
+    token: str | None = None
+    number: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRule:
+    """Where a token's embedding comes from."""
+
+    source: ModelRef | ModelToken | Literal["zero"] | None = None
+    """A model (its own embedding of that token), a certain embedding, zeros; None: as for any other token."""
+    force: bool = False
+    """Whether it replaces the embedding of models that know the token, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerRecipe:
+    """The vocabulary of the output."""
+
+    source: ModelRef | Literal["union", "base"] = "union"
+    tokens: Mapping[str, TokenRule] = field(default_factory=dict)
+    pad_to_multiple_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A merge, whoever described it. What it says has been checked; only the models have not been looked at."""
+
+    method: str
+    slices: tuple[Slice, ...]
+    base: ModelRef | None = None
+    """Subtracted by methods that know a base. Others only take its config and tokenizer."""
+    parameters: Settings = field(default_factory=dict)
+    dtype: str = ""
+    """safetensors' name of the dtype to merge in; "": that of the models."""
+    out_dtype: str = ""
+    """safetensors' name of the output's dtype; "": ``dtype``."""
+    tokenizer: TokenizerRecipe | None = None
+    chat_template: str = ""
+    """A Jinja text, the name of a well-known one, or ``auto`` for the one that most models have."""
+    component: str = "model"
+    remove_keys: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What the user should know about how the recipe was understood."""
+    name: str = ""
+    """File that it was read from."""
+    text: str = ""
+    """The recipe as it was written; "" for command-line words."""
+
+    def references(self) -> tuple[ModelRef, ...]:
+        """Every model whose tensors are merged, once: as they are listed, then bases that are not listed."""
+        listed = (s.model for piece in self.slices for s in piece.sources)
+        bases = (b for b in (self.base, *(piece.base for piece in self.slices)) if b is not None)
+        return tuple(dict.fromkeys(chain(listed, bases)))
+
+    def base_of(self, piece: Slice) -> ModelRef | None:
+        """The base of one slice."""
+        return piece.base or self.base
+
+    def settings(self) -> Iterator[tuple[str, str, Setting]]:
+        """Every setting with the place and the name of its parameter."""
+        for i, piece in enumerate(self.slices):
+            for source in piece.sources:
+                yield from ((str(source.model), name, s) for name, s in source.parameters.items())
+            yield from ((f"slice {i}", name, s) for name, s in piece.parameters.items())
+        yield from (("the whole merge", name, s) for name, s in self.parameters.items())
+
+    def record(self) -> dict[str, Any]:
+        """The recipe as plain data, in mergekit's words where it has them."""
+        whole = len(self.slices) == 1 and all(s.layers is None for s in self.slices[0].sources)
+        slices = [
+            _filled(
+                sources=[_source(s) for s in piece.sources],
+                base_model=piece.base and str(piece.base),
+                parameters=_settings(piece.parameters),
+            )
+            for piece in self.slices
+        ]
+        return _filled(
+            merge_method=self.method,
+            models=slices[0]["sources"] if whole else None,
+            slices=None if whole else slices,
+            base_model=self.base and str(self.base),
+            parameters=_settings({**self.parameters, **self.slices[0].parameters} if whole else self.parameters),
+            dtype=self.dtype,
+            out_dtype=self.out_dtype,
+            tokenizer=_tokenizer(self.tokenizer),
+            chat_template=self.chat_template,
+            component=self.component if self.component != "model" else "",
+            remove_keys=list(self.remove_keys),
+        )
+
+
+def _filled(**fields: Any) -> dict[str, Any]:
+    return {k: v for k, v in fields.items() if v not in (None, "", [], {})}
+
+
+def _source(source: Source) -> dict[str, Any]:
+    layers = source.layers and [source.layers.start, source.layers.stop]
+    return _filled(model=str(source.model), layer_range=layers, parameters=_settings(source.parameters))
+
+
+def _settings(settings: Settings) -> dict[str, Any]:
+    def plain(values: tuple[Scalar, ...]) -> Any:
+        return values[0] if len(values) == 1 else list(values)
+
+    out: dict[str, Any] = {}
+    for name, setting in settings.items():
+        first = setting.conditions[0]
+        out[name] = (
+            plain(first.values)
+            if first.filter == "*"
+            else [{"filter": c.filter, "value": plain(c.values)} for c in setting.conditions]
+        )
+    return out
+
+
+def _tokenizer(tokenizer: TokenizerRecipe | None) -> dict[str, Any] | None:
+    if tokenizer is None:
+        return None
+
+    def rule(r: TokenRule) -> dict[str, Any]:
+        source: Any = r.source and str(r.source)
+        if isinstance(r.source, ModelToken):
+            source = {"kind": "model_token", "model": str(r.source.model)}
+            source |= {"token": r.source.token} if r.source.number is None else {"token_id": r.source.number}
+        elif r.source == "zero":
+            source = {"kind": "zero"}
+        return _filled(source=source) | ({"force": True} if r.force else {})
+
+    return _filled(
+        source=str(tokenizer.source),
+        tokens={token: rule(r) for token, r in tokenizer.tokens.items()},
+        pad_to_multiple_of=tokenizer.pad_to_multiple_of,
+    )
+
+
+def reference(text: str, beside: Path | None = None) -> ModelRef:
+    """The model that ``PATH[+ADAPTER...]`` names.
+
+    A path that exists is taken as it is, ``+`` and ``@`` included; otherwise the longest part that exists before a
+    ``+`` is the model. Relative paths count from the current directory or, where nothing is there, from ``beside``.
+    Raises UsageError for what is no path here, UnsupportedError for a ``@revision``.
+    """
+    parts = _split(text, beside)
+    if parts is not None:
+        return ModelRef(parts[0], tuple(parts[1:]))
+    for part in text.split("+"):
+        if not part:
+            raise UsageError(
+                f"`{text}` has an empty part beside a +", hint="PATH, or PATH+ADAPTER for an adapter on it"
+            )
+        if _locate(part, beside):
+            continue
+        path, at, revision = part.rpartition("@")
+        if at:
+            raise UnsupportedError(
+                f"`{part}` names the revision `{revision}`; nothing is downloaded, and folders have no revisions",
+                hint=f"drop `@{revision}`"
+                if _locate(path, beside)
+                else f"download it first (hf download {path} --revision {revision} --local-dir DIR), then give DIR",
+            )
+        raise UsageError(
+            f"there is no `{part}` here",
+            where=f"looked in {' and '.join(dict.fromkeys(str(Path(p).resolve()) for p in ('.', beside or '.')))}",
+            hint=f"nothing is downloaded; fetch it first (hf download {part} --local-dir DIR), then give DIR"
+            if REPOSITORY.fullmatch(part)
+            else None,
+        )
+    raise UsageError(f"`{text}` cannot be taken apart into a model and adapters that exist")
+
+
+def _locate(text: str, beside: Path | None) -> str | None:
+    places = (text,) if beside is None else (text, os.path.join(beside, text))  # noqa: PTH118 - as the next line
+    for place in places:
+        if os.path.exists(place):  # noqa: PTH110 - Path.exists raises for a name that is too long
+            return os.path.normpath(place)
+    return None
+
+
+def _split(text: str, beside: Path | None) -> list[str] | None:
+    """The paths in ``A+B+C``, all of which exist; the first one as long as possible."""
+    at = len(text)
+    while at > 0:
+        path = _locate(text[:at], beside)
+        if path is not None:
+            if at == len(text):
+                return [path]
+            rest = _split(text[at + 1 :], beside)
+            if rest is not None:
+                return [path, *rest]
+        at = text.rfind("+", 0, at)
+    return None

@@ -1,0 +1,33 @@
+"""Which kind of recipe a file is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckpttool.errors import UsageError
+from ckpttool.recipe.mergekit import read_mergekit
+from ckpttool.recipe.model import Recipe
+from ckpttool.recipe.paddle import read_paddle
+
+YAML = (".yml", ".yaml")
+
+
+def is_recipe(sources: Sequence[str]) -> bool:
+    """Whether the words of a command line name a recipe. Raises UsageError for a recipe beside something else."""
+    found = [s for s in sources if _looks_like_one(s)]
+    if found and len(sources) > 1:
+        raise UsageError("a recipe stands alone", where=found[0], hint="name either one recipe or the checkpoints")
+    return bool(found)
+
+
+def _looks_like_one(source: str) -> bool:
+    if Path(source).is_dir():
+        return False
+    return source.endswith(YAML) or (source.endswith(".json") and not source.endswith(".index.json"))
+
+
+def read_recipe(source: str) -> Recipe:
+    """The recipe in a file: YAML is mergekit's, JSON Paddle's merge_config.json. Raises as these readers do."""
+    path = Path(source)
+    return read_mergekit(path) if source.endswith(YAML) else read_paddle(path)

@@ -1,0 +1,260 @@
+"""From a recipe and the models' tensor names to what every tensor of the output is merged from.
+
+Layers are numbered anew where slices stack them. A tensor without a layer is taken from the first slice's models when
+it embeds tokens or positions (what comes before the layers), from the last slice's otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
+from ckpttool.kernels.merge import METHODS
+from ckpttool.kernels.merge.base import Method, Parameter
+from ckpttool.recipe.check import merged
+from ckpttool.recipe.model import ModelRef, Recipe, Scalar, Settings, Slice, Source
+
+BEFORE = re.compile(r"embed|wte|wpe|word_embeddings")
+AFTER = re.compile(r"embed_out")
+"""An output layer that is called an embedding (GPT-NeoX)."""
+
+Place = tuple[ModelRef, str]
+"""A model and the name of a tensor there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """One tensor of the output."""
+
+    name: str
+    inputs: tuple[Place, ...]
+    """The models that have it, without the base."""
+    base: Place | None
+    """None where the method has no base, and where the base lacks the tensor."""
+    base_at: int | None
+    """Place of the base among the slice's models; after the last one when it is not listed."""
+    parameters: tuple[Mapping[str, Scalar], ...]
+    """For each input, complete."""
+    whole: Mapping[str, Scalar]
+    """Parameters of the merge, complete."""
+    missing: tuple[Place, ...] = ()
+    """Models that lack it, the base included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The output of a merge."""
+
+    tensors: tuple[Merged, ...]
+    """In the order of the output: before the layers, the layers, after them."""
+    layers: tuple[tuple[tuple[ModelRef, int], ...], ...]
+    """For each layer of the output, the models and their layers that it comes from."""
+    notes: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    """Filters that decided about no tensor."""
+
+    @property
+    def partial(self) -> tuple[Merged, ...]:
+        """The tensors that only some of the models have."""
+        return tuple(m for m in self.tensors if m.missing)
+
+
+def resolve(
+    recipe: Recipe,
+    names: Mapping[ModelRef, Collection[str]],
+    layers: Mapping[ModelRef, int],
+    *,
+    layer: re.Pattern[str],
+) -> Resolved:
+    """Every tensor of the output. ``layer`` finds the layer's number in a name, as its first group.
+
+    Raises ConflictError for a layer range that a model does not have, UnsupportedError for slices of models with
+    several stacks of layers, UsageError for a required parameter that no filter gives to some tensor.
+    """
+    return _Resolver(recipe, {ref: _Index(n, layer) for ref, n in names.items()}, layers).run()
+
+
+class _Index:
+    """The tensor names of one model, by stack and layer."""
+
+    def __init__(self, names: Iterable[str], layer: re.Pattern[str]) -> None:
+        self.loose: dict[str, str] = {}
+        self.layers: dict[tuple[str, int], dict[str, str]] = {}
+        """Name by what follows the number, for (what precedes it, the number)."""
+        for name in names:
+            if m := layer.search(name):
+                self.layers.setdefault((name[: m.start(1)], int(m[1])), {})[name[m.end(1) :]] = name
+            else:
+                self.loose[name] = name
+
+    def depths(self) -> dict[str, int]:
+        """Number of layers of each stack."""
+        out: dict[str, int] = {}
+        for stack, number in self.layers:
+            out[stack] = max(out.get(stack, 0), number + 1)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The models of one tensor: a slice's sources, and its base."""
+
+    piece: Slice
+    sources: Sequence[Source]
+    """Without the base."""
+    base: ModelRef | None
+    base_at: int | None
+    models: tuple[ModelRef, ...] = field(default=())
+    """All of them, in the order of the recipe."""
+
+
+class _Resolver:
+    def __init__(self, recipe: Recipe, index: Mapping[ModelRef, _Index], layers: Mapping[ModelRef, int]) -> None:
+        self.recipe, self.index, self.layers = recipe, index, layers
+        self.method: Method = METHODS[recipe.method]
+        self.parts = [self._part(piece) for piece in recipe.slices]
+        self.used: set[int] = set()
+        self.notes: list[str] = []
+
+    def _part(self, piece: Slice) -> _Part:
+        base = self.recipe.base_of(piece) if self.method.base != "refused" else None
+        listed = [s.model for s in piece.sources]
+        models = listed if base is None or base in listed else [*listed, base]
+        base_at = None if base is None else models.index(base)
+        return _Part(piece, merged(self.recipe, self.method, piece), base, base_at, tuple(models))
+
+    def run(self) -> Resolved:
+        """All tensors in order."""
+        origins: list[tuple[tuple[ModelRef, int], ...]] = []
+        tensors = list(self._loose(self.parts[0], before=True))
+        if self.recipe.slices[0].sources[0].layers is None:
+            tensors += self._whole(self.parts[0], origins)
+        else:
+            tensors += self._sliced(origins)
+        tensors += self._loose(self.parts[-1], before=False)
+        unused = [
+            f"`{c.filter}` ({name}, {where})"
+            for where, name, setting in self.recipe.settings()
+            for c in setting.conditions
+            if c.filter != "*" and id(c) not in self.used
+        ]
+        return Resolved(tuple(tensors), tuple(origins), tuple(self.notes), tuple(dict.fromkeys(unused)))
+
+    def _loose(self, part: _Part, *, before: bool) -> Iterator[Merged]:
+        tables = {ref: self.index[ref].loose for ref in part.models}
+        for name in _union(tables.values()):
+            if before == bool(BEFORE.search(name) and not AFTER.search(name)):
+                yield self._tensor(part, name, {ref: (name, name in table) for ref, table in tables.items()}, 0)
+
+    def _whole(self, part: _Part, origins: list[tuple[tuple[ModelRef, int], ...]]) -> Iterator[Merged]:
+        """All layers of models whose layers correspond; each stack has a first and a last layer of its own."""
+        depths = {ref: self.index[ref].depths() for ref in part.models}
+        stacks = _union(depths.values())
+        main = max(stacks, key=lambda s: max(d.get(s, 0) for d in depths.values()), default="")
+        counts = {ref: d.get(main, 0) for ref, d in depths.items()}
+        if len(set(counts.values())) > 1:
+            each = ", ".join(f"{n} in {ref}" for ref, n in counts.items())
+            self.notes.append(f"the models have different numbers of layers: {each}")
+        for stack in stacks:
+            common = min(d[stack] for d in depths.values() if stack in d)
+            for number in range(max(d.get(stack, 0) for d in depths.values())):
+                at = min(1.0, _place(number, common))
+                here = dict.fromkeys(part.models, number)
+                yield from self._layer(part, stack, number, here, at)
+                if stack == main:
+                    origins.append(tuple((ref, number) for ref in part.models if number < counts[ref]))
+
+    def _sliced(self, origins: list[tuple[tuple[ModelRef, int], ...]]) -> Iterator[Merged]:
+        stacks = _union(self.index[ref].depths() for part in self.parts for ref in part.models)
+        if len(stacks) > 1:
+            raise UnsupportedError(
+                "slices need models with one stack of layers; these have several",
+                where=[f"{s}0..." for s in stacks],
+                hint="use `models`, or take one part of the model: --keep-keys",
+            )
+        stack = next(iter(stacks), "")
+        for i, part in enumerate(self.parts):
+            ranges = {s.model: s.layers for s in part.piece.sources if s.layers is not None}
+            for ref, layers in ranges.items():
+                if layers.stop > self.layers[ref]:
+                    raise ConflictError(
+                        f"layers {layers.start} to {layers.stop} are asked of {ref}, which has {self.layers[ref]}",
+                        where=f"{self.recipe.name}: `slices[{i}]`",
+                        hint="the end of a range is the first layer that is not taken",
+                    )
+            depth = min(len(layers) for layers in ranges.values())
+            for offset in range(depth):
+                here = {ref: layers[offset] for ref, layers in ranges.items()}
+                yield from self._layer(part, stack, len(origins), here, _place(offset, depth))
+                origins.append(tuple(here.items()))
+
+    def _layer(self, part: _Part, stack: str, number: int, here: Mapping[ModelRef, int], t: float) -> Iterator[Merged]:
+        """The tensors of one layer of the output; ``here`` are the layers that it comes from."""
+        tables = {ref: self.index[ref].layers.get((stack, n), {}) for ref, n in here.items()}
+        for rest in _union(tables.values()):
+            found = {
+                ref: (table.get(rest, f"{stack}{here[ref]}{rest}"), rest in table) for ref, table in tables.items()
+            }
+            yield self._tensor(part, f"{stack}{number}{rest}", found, t)
+
+    def _tensor(self, part: _Part, name: str, found: Mapping[ModelRef, tuple[str, bool]], t: float) -> Merged:
+        """``found``: the tensor's name in each model, and whether it is there."""
+        levels = (part.piece.parameters, self.recipe.parameters)
+        inputs = []
+        parameters = []
+        for source in part.sources:
+            there, present = found[source.model]
+            if present:
+                inputs.append((source.model, there))
+                own = (source.parameters, *levels)
+                parameters.append(self._values(self.method.per_model, own, there, t, f"`{there}` of {source.model}"))
+        base = None
+        if part.base is not None and found[part.base][1]:
+            base = (part.base, found[part.base][0])
+        return Merged(
+            name,
+            tuple(inputs),
+            base,
+            part.base_at,
+            tuple(parameters),
+            self._values(self.method.whole, levels, name, t, f"`{name}`"),
+            tuple((ref, there) for ref, (there, present) in found.items() if not present),
+        )
+
+    def _values(
+        self, schema: Mapping[str, Parameter], levels: Sequence[Settings], name: str, t: float, label: str
+    ) -> dict[str, Scalar]:
+        """The complete parameters of a tensor: for each, the first level that says something about it."""
+        out: dict[str, Scalar] = {}
+        for parameter, known in schema.items():
+            value: Scalar | None = known.default
+            for level in levels:
+                setting = level.get(parameter)
+                condition = setting.find(name) if setting is not None else None
+                if setting is None or condition is None:
+                    continue
+                self.used.add(id(condition))
+                try:
+                    value = condition.at(t, setting.kind)
+                except CkptError as e:
+                    raise type(e)(f"`{parameter}`: {e.what}", where=label, hint=e.hint) from None
+                break
+            if value is None:
+                raise UsageError(
+                    f"no filter gives `{parameter}` for {label}",
+                    hint=f"end the list with an entry without a filter: `- value: ...` under `{parameter}`",
+                )
+            out[parameter] = value
+        return out
+
+
+def _place(number: int, count: int) -> float:
+    """How far a layer is from the first (0) to the last (1); the only one counts as the last."""
+    return number / (count - 1) if count > 1 else 1.0
+
+
+def _union(tables: Iterable[Iterable[str]]) -> dict[str, None]:
+    """All keys once, in the order in which they are first seen."""
+    return {key: None for table in tables for key in table}

@@ -1,0 +1,122 @@
+"""What ``merge`` is going to write, and what it wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.report import text
+from ckpttool.report.reshard import files_of, peak_memory, plan_files, target_of
+from ckpttool.report.text import aligned, count, dump, message, size
+
+if TYPE_CHECKING:
+    from ckpttool.execute import RunOptions
+    from ckpttool.ops.merge import MergeResult, PreparedMerge
+
+PLAN_SCHEMA = "ckpttool.merge-plan/1"
+MERGE_SCHEMA = "ckpttool.merge/1"
+
+
+def _merge(prepared: PreparedMerge) -> dict[str, Any]:
+    return {
+        "method": prepared.method,
+        "seed": prepared.seed,
+        "rng": prepared.rng,
+        "sources": [
+            {
+                "path": o.label,
+                "format": o.format,
+                "files": len(o.files),
+                "bytes": sum(n for _, n in o.files),
+                "tensors": o.tensors,
+                "adapters": [p for p, _ in o.adapters],
+            }
+            for o in prepared.origins
+        ],
+        "merged_tensors": prepared.merged,
+        "copied_tensors": prepared.copied,
+    }
+
+
+def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool) -> None:
+    """``--dry-run``: the files that would be written, and what that takes."""
+    target = prepared.target
+    plan = target.plan
+    if as_json:
+        dump(
+            {
+                "schema": PLAN_SCHEMA,
+                **_merge(prepared),
+                "target": target_of(target),
+                "buffers": run.memory,
+                "peak_memory_estimate": peak_memory(run),
+                "files": files_of(plan),
+                "notes": target.notes,
+            },
+            entries=len(plan.outputs),
+        )
+        return
+    text.notes(target.notes)
+    rows = [("method", prepared.method + (f", seed {prepared.seed}" if prepared.seed is not None else ""))]
+    for i, o in enumerate(prepared.origins):
+        adapters = "".join(f" + {p}" for p, _ in o.adapters)
+        held = f"{count(o.tensors, 'tensor')} in {count(len(o.files), 'file')}, {size(sum(n for _, n in o.files))}"
+        rows.append(("" if i else "source", f"{o.label}{adapters}: {o.format}, {held}"))
+    rows += [
+        ("work", f"{count(prepared.merged, 'tensor')} to merge, {prepared.copied} to copy"),
+        ("target", f"{target.format}, {target.mesh}"),
+        ("", f"{count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}"),
+        ("memory", f"{text.short(peak_memory(run))} at most, of which {text.short(run.memory)} are buffers (--memory)"),
+    ]
+    if text.on_terminal():
+        text.write(aligned(rows) + "\n")
+    else:
+        for label, line in rows:
+            message(f"{label or ' ' * 6:6}  {line}".rstrip())
+    plan_files(plan)
+
+
+def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """What was written, how fast, and what became of the tensors."""
+    prepared, run = result.prepared, result.run
+    target = prepared.target
+    plan = target.plan
+    notes = list(dict.fromkeys([*target.notes, *run.notes]))
+    if as_json:
+        dump(
+            {
+                "schema": MERGE_SCHEMA,
+                "path": str(result.dst),
+                **_merge(prepared),
+                "target": target_of(target),
+                "bytes_read": run.bytes_read,
+                "bytes_written": run.bytes_written,
+                "bytes_resumed": run.bytes_skipped,
+                "seconds": round(run.seconds, 6),
+                "write_policy": run.policy,
+                "verified": result.verified,
+                "files": files_of(plan),
+                "checksums": [
+                    {"file": c.file, "tensor": c.tensor, "bytes": c.nbytes, "digest": c.digest} for c in run.manifest
+                ],
+                "notes": notes,
+            },
+            entries=len(plan.outputs) + len(run.manifest),
+        )
+        return
+    if quiet:
+        return
+    text.notes(notes)
+    if run.bytes_skipped:
+        message(f"note: {size(run.bytes_skipped)} were already written by the interrupted run")
+    if verbose:
+        message(f"read {size(run.bytes_read)}; writes: {run.policy}")
+    rate = (
+        f" in {run.seconds:.1f} s, {text.short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
+    )
+    text.write(
+        f"{result.dst}: {prepared.method} of {count(len(prepared.origins), 'model')}, {target.format}, {target.mesh},"
+        f" {count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')},"
+        f" {size(plan.bytes_written)}{rate}\n"
+    )
+    if result.verified:
+        text.write("verified: every element is what the merge of the sources gives\n")
