@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Tensor
 from ckpttool.plan import Compute, Copy, Plan, Stored
 
-STRETCH = 4 << 20
+STRETCH = 2 << 20
 """Bytes of a result that are written in one go."""
 
 PART = 8 << 20
@@ -58,10 +58,34 @@ def parts_of(compute: Compute) -> int:
     return max(1, -(-prod(compute.shape) // part_elements(compute)))
 
 
+class _Arrays:
+    """Arrays by purpose, kept from tensor to tensor: memory that is given back is not always there for others."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, Array] = {}
+        self._buffers: list[Buffer] = []
+
+    def take(self, key: object, size: int, dtype: Any = np.float32) -> Array:
+        """An array of ``size`` elements, with whatever was in it."""
+        found = self._found.get(key)
+        if found is None or found.dtype != dtype or found.size < size:
+            found = self._found[key] = np.empty(size, dtype)
+        return found[:size]
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Places for raw elements, the same ones for every tensor."""
+        for buffer in self._buffers:
+            buffer.holds = None
+            yield buffer
+        while True:
+            self._buffers.append(Buffer())
+            yield self._buffers[-1]
+
+
 class _Chunk:
     """See ``ckpttool.kernels.merge.base.Chunk``."""
 
-    def __init__(self, readers: list[Reader], base: Reader | None, step: int, *, shared: bool) -> None:
+    def __init__(self, readers: list[Reader], base: Reader | None, step: int, arrays: _Arrays, *, shared: bool) -> None:
         self.start = self.stop = 0
         self.last = False
         self._readers = readers
@@ -69,13 +93,10 @@ class _Chunk:
         self.readers = readers if base is None else [*readers, base]
         self._step = step
         self._shared = shared
-        self._arrays: dict[object, Array] = {}
+        self._arrays = arrays
 
     def _array(self, key: object, dtype: Any = np.float32) -> Array:
-        found = self._arrays.get(key)
-        if found is None or found.dtype != dtype:
-            found = self._arrays[key] = np.empty(self._step, dtype)
-        return found[: self.stop - self.start]
+        return self._arrays.take(key, self._step, dtype)[: self.stop - self.start]
 
     def pass_over(self, lo: int, hi: int) -> None:
         """Read a stretch that is not worked out again, for the operands' hashes."""
@@ -114,6 +135,7 @@ class Computing:
     draws: Callable[[Compute], Draws]
     emit: Callable[[Carrier, Sequence[Copy], int, int, Bytes], None] | None = None
     """What becomes of a stretch of the result, by default it is written; see ``scatter``."""
+    _arrays: _Arrays = field(default_factory=_Arrays)
 
     def run(self, compute: Compute, done: Collection[int]) -> Iterator[int | dict[str, str]]:
         """Work out one tensor; parts in ``done`` are written already.
@@ -126,11 +148,12 @@ class Computing:
         step = min(step_of(compute), max(size, 1))
         count = len(compute.operands)
         self._check_memory(compute, method, step)
-        shared = Buffer() if count > _OWN_BUFFERS else None
-        readers = [reader(o, self.carrier, lambda: shared or Buffer()) for o in compute.operands]
+        buffers = self._arrays.buffers()
+        shared = next(buffers) if count > _OWN_BUFFERS else None
+        readers = [reader(o, self.carrier, lambda: shared or next(buffers)) for o in compute.operands]
         models = readers[: len(compute.models)]
         base = readers[-1] if compute.base is not None else None
-        chunk = _Chunk(models, base, step, shared=shared is not None and method.one_at_a_time)
+        chunk = _Chunk(models, base, step, self._arrays, shared=shared is not None and method.one_at_a_time)
         first = readers[0]
         if isinstance(first, StoredReader) and _moves_raw(compute):
             fill = _raw(first)
@@ -172,7 +195,7 @@ class Computing:
                     chunk.start, chunk.stop = lo, min(lo + step, size)
                     see(chunk)
         chunk.last = True
-        result = np.empty(step, np.float32)
+        result = self._arrays.take("result", step)
 
         def fill(lo: int, hi: int, out: Array) -> None:
             chunk.start, chunk.stop = lo, hi
@@ -197,7 +220,7 @@ class Computing:
         kind = numpy_dtype(compute.dtype)
         budget = max(step * kind.itemsize, min(STRETCH, self.memory // 4))
         stretch = max(1, budget // (step * kind.itemsize)) * step
-        memory: Bytes = np.empty(min(stretch, max(size, 1)) * kind.itemsize, np.uint8)
+        memory: Bytes = self._arrays.take("stretch", min(stretch, max(size, 1)) * kind.itemsize, np.uint8)
         each = part_elements(compute)
         for number in range(parts_of(compute)):
             begin, end = number * each, min((number + 1) * each, size)

@@ -245,6 +245,7 @@ class GatheredReader:
         self._runs = operand.runs
         self._starts = np.array([r.start for r in operand.runs], np.int64)
         self._means = dict(operand.means)
+        self._held: tuple[tuple[int, int, int], Array] | None = None
 
     def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
         at = 0
@@ -281,13 +282,25 @@ class GatheredReader:
         return None
 
     def _mean(self, row: int, c0: int, c1: int) -> Array:
-        total = np.zeros(c1 - c0, np.float32)
-        one = np.empty(c1 - c0, np.float32)
-        picks = self._means[row]
-        for source, of in picks:
-            self._sources[source].read(of * self._columns + c0, of * self._columns + c1, one, last=False)
-            total += one
-        return total / np.float32(len(picks))
+        """The mean of a row's picks, summed in float64; rows that follow each other are read together."""
+        if self._held is None or self._held[0] != (row, c0, c1):
+            columns = self._columns
+            total = np.zeros(c1 - c0, np.float64)
+            picks = self._means[row]
+            most = max(1, _PRODUCT // columns)
+            i = 0
+            while i < len(picks):
+                n = 1
+                while n < most and i + n < len(picks) and picks[i + n] == (picks[i][0], picks[i][1] + n):
+                    n += 1
+                source, first = picks[i]
+                block = np.empty((n - 1) * columns + c1 - c0, np.float32)
+                self._sources[source].read(first * columns + c0, (first + n - 1) * columns + c1, block, last=False)
+                for k in range(n):
+                    total += block[k * columns : k * columns + c1 - c0]
+                i += n
+            self._held = (row, c0, c1), (total / len(picks)).astype(np.float32)
+        return self._held[1]
 
 
 def reader(operand: Operand, carrier: Carrier, buffer: Callable[[], Buffer]) -> Reader:
