@@ -317,7 +317,9 @@ class _Parser:
             taking_part = merged(recipe, method, piece)
             for source in piece.sources:
                 if source.parameters and source not in taking_part:
-                    self.notes.append(f"{source.model} is the base: its {_listed(source.parameters)} have no effect")
+                    self.notes.append(
+                        f"{source.model} is the base, where parameters have no effect: {_listed(source.parameters)}"
+                    )
 
     def _tokens(self, recipe: Recipe) -> None:
         """Tokenizer settings that name models the merge does not have."""

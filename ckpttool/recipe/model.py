@@ -274,9 +274,10 @@ def reference(text: str, beside: Path | None = None) -> ModelRef:
             )
         raise UsageError(
             f"there is no `{part}` here",
-            where=f"looked in {' and '.join(dict.fromkeys(str(Path(p).resolve()) for p in ('.', beside or '.')))}",
             hint=f"nothing is downloaded; fetch it first (hf download {part} --local-dir DIR), then give DIR"
             if REPOSITORY.fullmatch(part)
+            else "relative paths count from the current directory or, failing that, from the recipe's"
+            if beside is not None
             else None,
         )
     raise UsageError(f"`{text}` cannot be taken apart into a model and adapters that exist")

@@ -134,11 +134,12 @@ class _Resolver:
         else:
             tensors += self._sliced(origins)
         tensors += self._loose(self.parts[-1], before=False)
+        bases = {str(part.base) for part in self.parts}
         unused = [
             f"`{c.filter}` ({name}, {where})"
             for where, name, setting in self.recipe.settings()
             for c in setting.conditions
-            if c.filter != "*" and id(c) not in self.used
+            if c.filter != "*" and id(c) not in self.used and where not in bases
         ]
         return Resolved(tuple(tensors), tuple(origins), tuple(self.notes), tuple(dict.fromkeys(unused)))
 

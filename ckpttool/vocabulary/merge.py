@@ -101,12 +101,13 @@ class MergedVocabulary:
         columns = shapes[0][1]
         found: list[Operand] = []
         sources = tuple(operands)
+        every = tuple([(0, i) for i in range(self.size if self.rows > self.size else 0)])
         for at, picks in enumerate(self.picks(which, [s[0] for s in shapes])):
             aligned: Operand = Gathered(sources, (self.size, columns), *picks)
             if picks == Picks((Run(0, self.size, at, 0),), ()) and shapes[at][0] == self.size:
                 aligned = operands[at]
-            if self.rows > self.size:
-                mean = Gathered((aligned,), (1, columns), (), ((0, tuple([(0, i) for i in range(self.size)])),))
+            if every:
+                mean = Gathered((aligned,), (1, columns), (), ((0, every),))
                 padding = [Run(i, i + 1, 1, 0) for i in range(self.size, self.rows)]
                 aligned = Gathered((aligned, mean), (self.rows, columns), (Run(0, self.size, 0, 0), *padding))
             found.append(aligned)
@@ -124,7 +125,7 @@ class MergedVocabulary:
         own = {model: self._rows_of(model, matrices[at][1]) for model, at in sorted(first.items(), key=lambda p: p[1])}
         present = np.stack([a >= 0 for a in own.values()])
         count = present.sum(axis=0)
-        # What a model without the token gets: the first model's row, then whatever comes before that in the rules.
+        # What a model without the token gets: the only owner's row, else the mean, and before both the base's row.
         source = np.array([first[m] for m in own], np.int64)[present.argmax(axis=0)]
         row = np.stack(list(own.values())).max(axis=0, where=present, initial=-1)
         source[count > 1], row[count > 1] = _MEAN, -1

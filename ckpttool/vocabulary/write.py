@@ -7,6 +7,8 @@ the donor's merges or scores stay what they are.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from ckpttool.errors import CorruptError, UnsupportedError
@@ -15,6 +17,10 @@ from ckpttool.vocabulary.read import Added, read_bytes, read_json
 
 TEMPLATE = "chat_template.jinja"
 """Where transformers 5 writes the chat template; it wins over one in tokenizer_config.json."""
+
+
+_WITH_TOKENS = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
+"""Files that list tokens one by one."""
 
 
 def tokenizer_files(merged: MergedVocabulary, template: str | None = None) -> dict[str, bytes]:
@@ -27,71 +33,66 @@ def tokenizer_files(merged: MergedVocabulary, template: str | None = None) -> di
     donor = merged.donor
     full = merged.inputs[merged.donor_at].vocabulary
     dropped = full.tokens.keys() - donor.tokens.keys()
-    own = dropped & full.own
     files = {n: read_bytes(donor.directory / n) for n in donor.names}
-    changed: dict[str, dict[str, Any]] = {}
-
-    def opened(name: str) -> dict[str, Any]:
-        if name not in changed:
-            changed[name] = read_json(donor.directory / name) if name in files else {}
-        return changed[name]
-
+    before = {n: read_json(donor.directory / n) if n in files else {} for n in _WITH_TOKENS}
+    after = dict(before)
     if merged.new or dropped:
-        added = {t: a for t, a in full.added.items() if t not in dropped} | merged.new
+        own = dropped & full.own
+        added = _added(merged)
         whole = "tokenizer.json" in files
-        if whole:
-            data = opened("tokenizer.json")
-            if own:
-                _shorten(data["model"], own, merged.donor.directory.name)
-            kept = [e for e in data.get("added_tokens") or [] if e["content"] not in dropped]
-            listed = {e["content"] for e in kept}
-            kept += [{"id": merged.tokens[t]} | a._asdict() for t, a in added.items() if t not in listed]
-            data["added_tokens"] = sorted(kept, key=lambda e: int(e["id"]))
-        elif own:
+        if own and not whole:
             raise UnsupportedError(
                 f"{len(own)} tokens have no row in the embedding, and only a tokenizer.json can be shortened",
                 where=str(donor.directory),
-                hint="save the tokenizer as tokenizer.json, or merge with more rows",
+                hint="save the tokenizer as tokenizer.json",
             )
-        if not whole or "added_tokens_decoder" in opened("tokenizer_config.json"):
-            opened("tokenizer_config.json")["added_tokens_decoder"] = _decoder(merged, added)
+        if whole:
+            after["tokenizer.json"] = _tokenizer(merged, before["tokenizer.json"], own, str(donor.directory))
+        if not whole or "added_tokens_decoder" in before["tokenizer_config.json"]:
+            decoder = {str(merged.tokens[t]): a._asdict() for t, a in added.items()}
+            after["tokenizer_config.json"] = before["tokenizer_config.json"] | {"added_tokens_decoder": decoder}
         if not whole or "added_tokens.json" in files:
-            changed["added_tokens.json"] = {t: merged.tokens[t] for t in added}
-        if own:  # the algorithm's other forms would still hold what tokenizer.json has lost
+            after["added_tokens.json"] = {t: merged.tokens[t] for t in added}
+        if own:  # the algorithm's other forms still hold what tokenizer.json has lost
             for name in ("vocab.json", "merges.txt", "tokenizer.model"):
                 files.pop(name, None)
     if template is not None:
-        if "chat_template" in opened("tokenizer_config.json"):
-            del opened("tokenizer_config.json")["chat_template"]
+        config = after["tokenizer_config.json"]
+        after["tokenizer_config.json"] = {k: v for k, v in config.items() if k != "chat_template"}
         files.pop("chat_template.json", None)
         files[TEMPLATE] = template.encode(errors="replace")
-    for name, data in changed.items():
-        if name not in files or data != read_json(donor.directory / name):
+    for name, data in after.items():
+        if data != before[name]:
             # A lone surrogate came as an escape, and leaves as one.
             text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
             files[name] = text.encode(errors="backslashreplace")
     return files
 
 
-def _decoder(merged: MergedVocabulary, added: dict[str, Added]) -> dict[str, dict[str, Any]]:
-    """``added_tokens_decoder`` of tokenizer_config.json."""
-    by_id = sorted((merged.tokens[t], a) for t, a in added.items())
-    return {str(i): a._asdict() for i, a in by_id}
+def _added(merged: MergedVocabulary) -> dict[str, Added]:
+    """All added tokens of the output, by rising id."""
+    return dict(sorted((merged.donor.added | merged.new).items(), key=lambda pair: merged.tokens[pair[0]]))
 
 
-def _shorten(model: dict[str, Any], lost: set[str], where: str) -> None:
-    """Take tokens out of the algorithm's vocabulary, and the merges that need them out of BPE."""
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, list):
-        model["vocab"] = [e for e in vocabulary if e[0] not in lost]
-        return
-    model["vocab"] = {t: i for t, i in vocabulary.items() if t not in lost}
-    merges = []
-    for entry in model.get("merges") or []:
-        pair = entry.split(" ") if isinstance(entry, str) else entry
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
-            raise CorruptError(f"tokenizer.json: a merge is {entry!r:.60}", where=where)
-        if not lost & {*pair, "".join(pair)}:
-            merges.append(entry)
+def _tokenizer(merged: MergedVocabulary, data: Mapping[str, Any], own: AbstractSet[str], where: str) -> dict[str, Any]:
+    """tokenizer.json with the added tokens of the output, and without the tokens ``own`` of the algorithm."""
+    listed = {e["content"]: e for e in data.get("added_tokens") or []}
+    entries = [listed.get(t, {"id": merged.tokens[t]} | a._asdict()) for t, a in _added(merged).items()]
+    model = _shortened(data["model"], own, where) if own else data["model"]
+    return {**data, "added_tokens": entries, "model": model}
+
+
+def _shortened(model: Mapping[str, Any], lost: AbstractSet[str], where: str) -> dict[str, Any]:
+    """The algorithm without some tokens, and BPE without the merges that need or make them."""
+    if isinstance(model["vocab"], list):
+        return {**model, "vocab": [e for e in model["vocab"] if e[0] not in lost]}
+    out = {**model, "vocab": {t: i for t, i in model["vocab"].items() if t not in lost}}
     if "merges" in model:
-        model["merges"] = merges
+        out["merges"] = []
+        for entry in model["merges"] or []:
+            pair = entry.split(" ") if isinstance(entry, str) else entry
+            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
+                raise CorruptError(f"tokenizer.json: a merge is {entry!r:.60}", where=where)
+            if not lost & {*pair, "".join(pair)}:
+                out["merges"].append(entry)
+    return out

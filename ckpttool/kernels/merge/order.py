@@ -39,6 +39,9 @@ _STRIDE = 31
 _BINS = 16
 """Binary logarithm of the number of bins."""
 
+_FEW = 4096
+"""Counters that cost less than sorting a chunk's share of a bracket."""
+
 _LOWEST, _HIGHEST = np.float32(-inf), np.float32(inf)
 
 
@@ -203,9 +206,7 @@ class _Search:
             distinct, counts = np.array([self.lo]), np.array([count], np.int32)
         else:
             np.logical_xor(inside, over, out=inside)
-            found = np.sort(values[inside])
-            ends = np.append(np.flatnonzero(found[1:] != found[:-1]), count - 1)
-            distinct, counts = found[ends], np.diff(ends, prepend=-1).astype(np.int32)
+            distinct, counts = _distinct(np.compress(inside, values))
         self.starts.append(chunk.start)
         self.distinct.append(distinct)
         self.counts.append(counts)
@@ -262,6 +263,24 @@ class _Search:
         else:
             return False
         return True
+
+
+def _distinct(values: Array) -> tuple[Array, Array]:
+    """The distinct values in ascending order, and how often each occurs (int32)."""
+    bits = values.view(np.int32)
+    least = bits.min()
+    if least >= 0:  # no sign bit is set, so that the bits are in order
+        np.subtract(bits, least, out=bits)
+        used = int(np.bitwise_or.reduce(bits))
+        unused = max((used & -used).bit_length() - 1, 0)
+        if used >> unused < _FEW:  # differences of 16-bit values end in zeros: what is left can be counted
+            counts = np.bincount(bits >> unused)
+            at = np.flatnonzero(counts)
+            return ((at << unused) + least).astype(np.int32).view(np.float32), counts[at].astype(np.int32)
+        np.add(bits, least, out=bits)
+    values = np.sort(values)
+    ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
+    return values[ends], np.diff(ends, prepend=-1).astype(np.int32)
 
 
 def _keys(values: Array) -> Array:

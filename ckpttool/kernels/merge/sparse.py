@@ -281,19 +281,17 @@ def _merge(tensor: Tensor, keeps: Sequence[Keep | None], *, elect: bool) -> Prog
         turned, zero = chunk.scratch(0, np.int32), chunk.scratch(0)
         np.bitwise_and(out.view(np.int32), np.int32(-(1 << 31)), out=turned)
         zero.fill(0)
-        agrees, share, divisor = chunk.scratch(0, np.bool_), chunk.scratch(1), chunk.scratch(2)
-        out.fill(0)
-        divisor.fill(0)
-        for p, weight in zip(products, weights, strict=True):
+        agrees, divisor = chunk.scratch(0, np.bool_), chunk.scratch(1)
+        for i, p in enumerate(products):
             np.bitwise_xor(p.view(np.int32), turned, out=p.view(np.int32))
             np.maximum(p, zero, out=p)
-            np.add(out, p, out=out)
+            np.add(out if i else zero, p, out=out)
             if normalize:
-                np.greater(p, zero, out=agrees)
-                np.multiply(agrees, weight, out=share)
-                np.add(divisor, share, out=divisor)
+                np.greater(p, 0, out=agrees)
+                np.multiply(agrees, weights[i], out=p)
+                np.add(divisor if i else zero, p, out=divisor)
         if normalize:
-            np.equal(divisor, zero, out=agrees)
+            np.equal(divisor, 0, out=agrees)
             np.add(divisor, agrees, out=divisor)
             np.divide(out, divisor, out=out)
         np.bitwise_xor(out.view(np.int32), turned, out=out.view(np.int32))

@@ -17,6 +17,7 @@ from ckpttool.vocabulary import (
     MergedVocabulary,
     Row,
     TokenRule,
+    Vocabulary,
     chat_template,
     merge_vocabularies,
     read_vocabulary,
@@ -67,10 +68,11 @@ class Words:
         refs = list(recipe.references())
         merged: MergedVocabulary
         if asked is None:
-            inputs = [_input(models[donor])]
-            merged = merge_vocabularies(inputs, None, 0)
+            own = _vocabulary(models[donor])
+            # As many rows as there are tokens: the tokenizer itself stays what it is.
+            merged = merge_vocabularies([Input(models[donor].label, own, 1 << 62)], None, 0)
             others = refs if recipe.chat_template == "auto" else []
-            template = chat_template(recipe.chat_template, [_input(models[r]).vocabulary for r in others])
+            template = chat_template(recipe.chat_template, [_vocabulary(models[r]) for r in others])
             return cls(tokenizer_files(merged, template), None, refs)
         inputs = [_input(models[r]) for r in refs]
         base = refs.index(recipe.base) if recipe.base in refs else None
@@ -95,7 +97,11 @@ def _input(model: Model) -> Input:
             where=model.label,
             hint="leave `tokenizer` out of the recipe",
         )
-    return Input(model.label, read_vocabulary(model.checkpoint.stored.root), model.views[name].shape[0])
+    return Input(model.label, _vocabulary(model), model.views[name].shape[0])
+
+
+def _vocabulary(model: Model) -> Vocabulary:
+    return read_vocabulary(model.checkpoint.stored.root)
 
 
 def _source(asked: TokenizerRecipe, refs: Sequence[ModelRef], inputs: list[Input]) -> int | Literal["union", "base"]:

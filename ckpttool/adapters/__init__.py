@@ -1,0 +1,9 @@
+"""Low-rank adapters: what one says about itself, and what it changes in the tensors of a base model."""
+
+from __future__ import annotations
+
+from ckpttool.adapters.apply import InOut, adapt, combine
+from ckpttool.adapters.base import Adapter, Change, Changes, Pair, Term
+from ckpttool.adapters.read import read_adapter
+
+__all__ = ["Adapter", "Change", "Changes", "InOut", "Pair", "Term", "adapt", "combine", "read_adapter"]

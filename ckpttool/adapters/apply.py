@@ -1,0 +1,484 @@
+"""From an adapter and the names and shapes of a base to the terms that are added to each base tensor.
+
+Everything is worked out for layers that are stored as [out, in], as torch has them: ``up`` is [out, rank], ``down`` is
+[rank, in]. Where the base stores a layer as [in, out], both are transposed and change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, permutations
+from math import prod
+from typing import NamedTuple, NoReturn
+
+from ckpttool.adapters.base import Adapter, Change, Changes, Pair, Term
+from ckpttool.catalog import LogicalTensor, whole_tensor
+from ckpttool.errors import ConflictError, UnsupportedError
+from ckpttool.relate import View, permute, take, unstack, unweave
+from ckpttool.select import nearest_hint
+
+InOut = Callable[[str], bool]
+"""Whether the base stores the weight of that name, of a linear layer, as [in, out]."""
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_gate_proj": ("gate_proj", "up_proj"),
+    "gate_up_fused_proj": ("gate_proj", "up_proj"),
+}
+"""Layers that are one in some models and several in others; the parts follow each other along the output."""
+
+_TABLES = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "wpe.weight", "lm_head.weight")
+"""Ends of the names of matrices with a row per token, which nobody stores transposed."""
+
+_SHOWN = 5
+
+
+class Spot(NamedTuple):
+    """Where outputs of a trained layer lie in the base."""
+
+    name: str
+    size: int
+    """Outputs that lie there."""
+    offset: int = 0
+    """First of them among the outputs of the base's tensor."""
+
+
+class Holder(NamedTuple):
+    """A stacked weight in the base."""
+
+    name: str
+    size: tuple[int, int]
+    """The last two axes; [out, in] where the base has a tensor for each expert."""
+    stacked: bool
+    """Whether the base has one tensor for all experts."""
+
+    def expert(self, e: int) -> str:
+        """The weight of one expert, where it is a tensor of its own."""
+        module, _, layer = self.name.rpartition(".")
+        return f"{module}.{e}.{layer}.weight"
+
+
+class Factors(NamedTuple):
+    """What is added to one layer."""
+
+    up: View
+    """[out, rank]"""
+    down: View
+    """[rank, in]"""
+    factor: float
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.up.shape[0], self.down.shape[1]
+
+    def transposed(self) -> Factors:
+        return Factors(_t(self.down), _t(self.up), self.factor)
+
+
+def adapt(
+    adapter: Adapter, base: Mapping[str, tuple[int, ...]], *, in_out: InOut | None = None, kv_heads: int = 0
+) -> Changes:
+    """What an adapter changes in a base of these names and shapes.
+
+    ``in_out`` says how the base stores the weights of linear layers; None: as the library that wrote the adapter does
+    (Paddle [in, out]; PEFT [out, in], and [in, out] for the layers for which it has fan_in_fan_out). ``kv_heads`` is
+    the base's number of key and value heads; Paddle orders a fused qkv_proj by them.
+
+    Raises ConflictError for a tensor of the adapter that has no place in the base, with the nearest name, and for
+    shapes that do not fit; UnsupportedError for what names and shapes leave open.
+    """
+    return _Match(adapter, base, in_out, kv_heads).run()
+
+
+def combine(changes: Iterable[tuple[Changes, float]]) -> Changes:
+    """Several adapters on one base, each with a weight: all terms are added.
+
+    Raises ConflictError when a tensor would be replaced twice, or by a share other than 1.
+    """
+    table: dict[str, Change] = {}
+    notes: list[str] = []
+    for one, weight in changes:
+        notes += one.notes
+        for name, change in one.table.items():
+            before = table.get(name, Change())
+            if change.whole is not None and (weight != 1 or before.whole is not None):
+                raise ConflictError(
+                    f"an adapter replaces `{name}` as a whole, which "
+                    + ("another one does, too" if weight == 1 else f"cannot be done with weight {weight:g}"),
+                    where=change.whole.name,
+                )
+            terms = [t._replace(factor=t.factor * weight) for t in change.terms]
+            table[name] = Change((*before.terms, *terms), before.whole or change.whole)
+    return Changes(table, tuple(dict.fromkeys(notes)))
+
+
+def _t(view: View) -> View:
+    return permute(view.name, view, (1, 0))
+
+
+class _Match:
+    """One adapter and one base."""
+
+    def __init__(
+        self, adapter: Adapter, base: Mapping[str, tuple[int, ...]], in_out: InOut | None, kv_heads: int
+    ) -> None:
+        self.adapter = adapter
+        self.base = base
+        self.said = in_out
+        self.in_out: InOut = in_out or (lambda _: adapter.in_out)
+        self.kv_heads = kv_heads
+        self.table: dict[str, Change] = {}
+        self.notes = list(adapter.notes)
+        self._moved = ("", "")
+        self._trained: dict[str, int] = {}
+        """Outputs of each trained linear layer, by its weight's name in the base's naming."""
+        self._square: list[str] = []
+        self._against: list[str] = []
+        """Layers that do not have fan_in_fan_out although the config says so."""
+
+    def run(self) -> Changes:
+        self._align()
+        linear = [(self._rename(p.target), p) for p in self.adapter.pairs if p.kind == "linear"]
+        self._trained = {target: self._outputs(p) for target, p in linear}
+        for tensor, name in self.adapter.whole.items():
+            self._whole(self._rename(tensor), self.adapter.view(name))
+        for target, pair in linear:
+            if self._is_convolution(pair):
+                self._convolution(target, pair)
+            else:
+                self._linear(target, self._of_layer(pair))
+        stacks: dict[str, list[Pair]] = {}
+        for pair in self.adapter.pairs:
+            if pair.kind == "embedding":
+                self._embedding(self._rename(pair.target), pair)
+            elif pair.kind == "stacked":
+                stacks.setdefault(self._rename(pair.target), []).append(pair)
+        for target, pairs in stacks.items():
+            self._stack(target, pairs)
+        if self._against and self._square:
+            raise UnsupportedError(
+                f"it is open whether `{self._square[0]}` is stored as [in, out]: the config says fan_in_fan_out, but"
+                f" `{self._against[0]}` does not have it",
+                where=self.adapter.path,
+                hint="PEFT records this flag for the last layer only; train with layers of one kind, or merge with PEFT",
+            )
+        return Changes({n: self.table[n] for n in self.base if n in self.table}, tuple(self.notes))
+
+    # -- names
+
+    def _rename(self, name: str) -> str:
+        old, new = self._moved
+        return new + name.removeprefix(old) if name.startswith(old) and not self._known(name) else name
+
+    def _known(self, name: str) -> bool:
+        """Whether the base has a place for a trained tensor of that name."""
+        if self._spots(name, 0):
+            return True
+        pairs = [p for p in self.adapter.pairs if p.kind == "stacked"]
+        return any(self._holder(name, c) is not None for p in pairs for c in p.choices or ("",))
+
+    def _align(self) -> None:
+        """Find the beginning that names have in the base where they have another one in the adapter.
+
+        Raises ConflictError listing the tensors that have no place in the base.
+        """
+        wanted = dict.fromkeys([*(p.target for p in self.adapter.pairs), *self.adapter.whole])
+        lost = [name for name in wanted if not self._known(name)]
+        if not lost:
+            return
+        found: dict[tuple[str, ...], tuple[str, str]] = {}
+        starts = sorted({start for name in self.base for start in _starts(name)}, key=len)
+        for old in _starts(lost[0]):
+            for new in starts:
+                moved = [new + n.removeprefix(old) for n in lost if n.startswith(old)]
+                if len(moved) == len(lost) and all(map(self._known, moved)):
+                    found.setdefault(tuple(moved), (old, new))
+        if len(found) != 1:
+            shown = [f"`{n}`: {nearest_hint(n, self.base)}" for n in lost[:_SHOWN]]
+            if len(lost) > _SHOWN:
+                shown.append(f"and {len(lost) - _SHOWN} more")
+            raise ConflictError(
+                f"{len(lost)} of the {len(wanted)} tensors that the adapter changes "
+                + ("have more than one place in the base" if found else "are not in the base"),
+                where=[self.adapter.path, *shown],
+                hint="is this the model for which the adapter was trained? (One whose lm_head is tied has none.)",
+            )
+        (self._moved,) = found.values()
+        self.notes.append(f"`{self._moved[0]}...` of the adapter is `{self._moved[1]}...` of the base")
+
+    def _spots(self, target: str, out: int) -> list[Spot]:
+        """Where the outputs of a trained weight lie; [] when the base has no place for it."""
+        if target in self.base:
+            return [Spot(target, out)]
+        stem, _, layer = target.removesuffix(".weight").rpartition(".")
+        if not target.endswith(".weight"):
+            return []
+        parts = [f"{stem}.{p}.weight" for p in FUSED.get(layer, ())]
+        if parts and all(p in self.base for p in parts):
+            return [Spot(p, self._rows(p)) for p in parts]
+        for fused, names in FUSED.items():
+            whole = f"{stem}.{fused}.weight"
+            if layer in names and whole in self.base:
+                return [Spot(whole, out, self._offset(whole, stem, names, names.index(layer), out) if out else 0)]
+        return []
+
+    def _rows(self, name: str) -> int:
+        """Outputs of a linear layer of the base."""
+        shape = self.base[name]
+        if len(shape) != 2:
+            self._misfit(name, f"`{name}` of the base is {list(shape)}, which is no linear layer")
+        return shape[int(self.in_out(name))]
+
+    def _offset(self, whole: str, stem: str, names: Sequence[str], part: int, out: int) -> int:
+        """First output of a part of a fused layer; all parts but the first are of one size."""
+        if len(names) > 2 and self.adapter.format == "paddle" and self.in_out(whole):
+            raise UnsupportedError(
+                f"`{whole}` of the base has its outputs ordered by key and value heads, and the adapter has parts of it",
+                where=self.adapter.path,
+                hint="convert the base to Hugging Face's format first",
+            )
+        total = self._rows(whole)
+        sizes = [self._trained.get(f"{stem}.{n}.weight") for n in names]
+        later = {s for s in sizes[1:] if s is not None}
+        even = len(names) == 2 and 2 * out != total
+        if even or len(later) > 1 or (sizes[0] and later and sizes[0] + max(later) * (len(names) - 1) != total):
+            known = ", ".join(f"{n}: {s}" for n, s in zip(names, sizes, strict=True) if s is not None)
+            self._misfit(whole, f"the adapter has {known} outputs, `{whole}` of the base has {total}")
+        return total - out * (len(names) - part) if part else 0
+
+    def _misfit(self, name: str, what: str) -> NoReturn:
+        shape = self.base.get(name)
+        place = f"`{name}` {list(shape)} of the base" if shape is not None else "the base"
+        raise ConflictError(
+            what,
+            where=[self.adapter.path, place],
+            hint="is this the model for which the adapter was trained?",
+        )
+
+    # -- what is put where
+
+    def _put(self, name: str, term: Term) -> None:
+        before = self.table.get(name, Change())
+        self.table[name] = before._replace(terms=(*before.terms, term))
+
+    def _whole(self, name: str, view: View) -> None:
+        shape = self.base[name] if name in self.base else ()
+        turned = self.said is not None and self.said(name) != self.adapter.in_out
+        if turned and len(view.shape) == 2 and name.endswith(".weight") and not name.endswith(_TABLES):
+            view = _t(view)
+        if name not in self.base or view.shape != shape:
+            self._misfit(
+                name,
+                f"`{view.name}` {list(view.shape)} of the adapter replaces `{name}`, which is {list(shape)} in the base"
+                if name in self.base
+                else f"`{view.name}` of the adapter replaces a part of a fused tensor of the base",
+            )
+        self.table[name] = self.table.get(name, Change())._replace(whole=view)
+
+    def _outputs(self, pair: Pair) -> int:
+        return self.adapter.catalog[pair.b].shape[1 if self.adapter.format == "paddle" else 0]
+
+    def _of_layer(self, pair: Pair) -> Factors:
+        a, b = self.adapter.view(pair.a), self.adapter.view(pair.b)
+        plain = Factors(b, a, pair.factor)
+        return Factors(a, b, pair.factor).transposed() if self.adapter.format == "paddle" else plain
+
+    def _linear(self, target: str, f: Factors) -> None:
+        """Add to a layer, which the base may have in parts, or as a part of one."""
+        out, width = f.size
+        spots = self._spots(target, out)
+        parts = [f]
+        if len(spots) > 1:
+            if sum(s.size for s in spots) != out:
+                sizes = ", ".join(f"`{s.name}` {list(self.base[s.name])}" for s in spots)
+                self._misfit(spots[0].name, f"`{f.up.name}` has {out} outputs, but the base has {sizes}")
+            parts = [f._replace(up=up) for up in self._split(target, f.up, [s.size for s in spots])]
+        for spot, part in zip(spots, parts, strict=True):
+            shape = self.base[spot.name]
+            turned = self._turned(spot.name, part, whole=spot.name == target)
+            rows, columns = (0, 0) if len(shape) != 2 else shape[::-1] if turned else shape
+            if columns != width or spot.offset + spot.size > rows or (spot.name == target and rows != out):
+                self._misfit(
+                    spot.name,
+                    f"`{f.down.name}` and `{f.up.name}` change a weight with {width} inputs and {out} outputs;"
+                    f" `{spot.name}` of the base is {list(shape)}, "
+                    + ("[in, out]" if self.in_out(spot.name) else "[out, in]"),
+                )
+            g = part.transposed() if turned else part
+            at = (0, spot.offset) if turned else (spot.offset, 0)
+            self._put(spot.name, Term(g.up, g.down, g.factor, *at))
+
+    def _turned(self, name: str, f: Factors, *, whole: bool) -> bool:
+        """Whether the base stores this weight as [in, out]."""
+        flag = self.in_out(name)
+        if not flag or self.said is not None or self.adapter.format != "peft" or not whole:
+            return flag
+        # PEFT resets fan_in_fan_out for layers that are plain nn.Linear, and the config keeps the last layer's flag.
+        if f.size[0] == f.size[1]:
+            self._square.append(name)
+        elif self.base[name] == f.size:
+            self._against.append(name)
+            return False
+        return True
+
+    def _split(self, target: str, up: View, sizes: Sequence[int]) -> list[View]:
+        """``up`` [out, rank] of a fused layer, in parts."""
+        grouped = len(sizes) == 3 and self.adapter.format == "paddle"
+        if not grouped:
+            stops = list(accumulate(sizes))
+            return [take(up.name, up, 0, stop - n, stop) for n, stop in zip(sizes, stops, strict=True)]
+        # Paddle's models hold, for each key and value head, its query heads, the key and the value.
+        heads = self.kv_heads
+        if not heads:
+            raise UnsupportedError(
+                f"the adapter changes `{target}`, whose order depends on the base's number of key and value heads",
+                where=self.adapter.path,
+                hint="the base's config.json has no num_key_value_heads",
+            )
+        if any(n % heads for n in sizes):
+            self._misfit(target, f"{list(sizes)} outputs of q, k and v do not divide among {heads} key and value heads")
+        each = [n // heads for n in sizes]
+        starts = [stop - n for n, stop in zip(each, accumulate(each), strict=True)]
+        return [unweave(up.name, up, 0, heads, start, n, sum(each)) for n, start in zip(each, starts, strict=True)]
+
+    def _embedding(self, name: str, pair: Pair) -> None:
+        """A is [rank, rows] and B is [columns, rank], whoever wrote the base: nobody stores embeddings transposed."""
+        up, down = _t(self.adapter.view(pair.a)), _t(self.adapter.view(pair.b))
+        if self.base.get(name) != (up.shape[0], down.shape[1]):
+            self._misfit(
+                name,
+                f"`{pair.a}` {[*up.shape[::-1]]} and `{pair.b}` {[*down.shape[::-1]]} change an embedding of"
+                f" {[up.shape[0], down.shape[1]]}; `{name}` of the base is {list(self.base.get(name, ()))}",
+            )
+        self._put(name, Term(up, down, pair.factor))
+
+    def _is_convolution(self, pair: Pair) -> bool:
+        return len(self.adapter.catalog[pair.a].shape) > 2 or len(self.adapter.catalog[pair.b].shape) > 2
+
+    def _convolution(self, name: str, pair: Pair) -> None:
+        """A is a convolution [rank, in, ...] and B one of 1 x 1 [out, rank, 1, ...]."""
+        a, b = self.adapter.catalog[pair.a], self.adapter.catalog[pair.b]
+        expected = (b.shape[0], *a.shape[1:])
+        if self.base.get(name) != expected or any(n != 1 for n in b.shape[2:]) or len(a.shape) != len(b.shape):
+            self._misfit(
+                name,
+                f"`{pair.a}` {list(a.shape)} and `{pair.b}` {list(b.shape)} change a convolution of {list(expected)};"
+                f" `{name}` of the base is {list(self.base.get(name, ()))}",
+            )
+        self._put(name, Term(_matrix(b), _matrix(a), pair.factor))
+
+    # -- stacked experts
+
+    def _holder(self, target: str, choice: str) -> Holder | None:
+        """Where a stacked weight lies, if the base has a place for it."""
+        name = f"{target}.{choice}" if choice else target
+        shape = self.base.get(name)
+        if shape is not None:
+            return Holder(name, (shape[-2], shape[-1]), stacked=True) if len(shape) in (2, 3) else None
+        first = Holder(name, (0, 0), stacked=False).expert(0)
+        spots = self._spots(first, 0)
+        if not spots or any(len(self.base[s.name]) != 2 for s in spots):
+            return None
+        width = self.base[spots[0].name][int(not self.in_out(spots[0].name))]
+        return Holder(name, (sum(self._rows(s.name) for s in spots), width), stacked=False)
+
+    def _stack(self, target: str, pairs: Sequence[Pair]) -> None:
+        """Add to the stacked weights of one module."""
+        choices = pairs[0].choices or ("",)
+        there = [holder for c in choices if (holder := self._holder(target, c)) is not None]
+        each = [self._experts(p) for p in pairs]
+        fitting = [
+            chosen
+            for chosen in permutations(there, len(pairs))
+            if all(h.size in (e[0].size, e[0].size[::-1]) for e, h in zip(each, chosen, strict=True))
+        ]
+        if len(fitting) != 1:
+            shapes = ", ".join(f"`{h.name}` {list(h.size)}" for h in there) or "none"
+            factors = ", ".join(f"`{p.b}` x `{p.a}` {list(e[0].size)}" for p, e in zip(pairs, each, strict=True))
+            if fitting:
+                raise UnsupportedError(
+                    f"shapes do not tell which parameter of `{target}` the factors belong to: {factors}; {shapes}",
+                    where=self.adapter.path,
+                )
+            self._misfit(target, f"the factors {factors} fit no weight that each expert has in the base: {shapes}")
+        turned = self._stack_turned(target, [e[0].size for e in each], fitting[0])
+        for experts, holder in zip(each, fitting[0], strict=True):
+            self._check_count(holder, experts)
+            for e, f in enumerate(experts):
+                g = f.transposed() if turned else f
+                if holder.stacked:
+                    self._put(holder.name, Term(g.up, g.down, g.factor, e * holder.size[0]))
+                else:
+                    self._linear(holder.expert(e), g)
+
+    def _check_count(self, holder: Holder, experts: Sequence[Factors]) -> None:
+        n = len(experts)
+        if holder.stacked:
+            shape = self.base[holder.name]
+            same = n == (shape[0] if len(shape) == 3 else 1)
+        else:
+            same = all(self._spots(holder.expert(e), 0) for e in range(n)) and not self._spots(holder.expert(n), 0)
+        if not same:
+            self._misfit(holder.name, f"`{experts[0].up.name}` is for {n} experts, the base has another number of them")
+
+    def _experts(self, pair: Pair) -> list[Factors]:
+        """[out, rank] and [rank, in] of each expert.
+
+        PEFT's A [experts * rank, in] has the ranks of an expert together, its B [out, rank * experts] the experts of a
+        rank. Paddle's A is [experts, in, rank] and its B [experts, rank, out].
+        """
+        a, b, r = self.adapter.view(pair.a), self.adapter.view(pair.b), pair.rank
+        if self.adapter.format == "paddle":
+            return [
+                Factors(unstack(a.name, a, e), unstack(b.name, b, e), pair.factor).transposed()
+                for e in range(a.shape[0])
+            ]
+        n, rest = divmod(a.shape[0], r)
+        if rest or not n or len(a.shape) != 2 or len(b.shape) != 2 or b.shape[1] != a.shape[0]:
+            self._misfit(
+                pair.target,
+                f"`{pair.a}` {list(a.shape)} and `{pair.b}` {list(b.shape)} are no stack of factors of rank {r}",
+            )
+        return [
+            Factors(
+                unweave(b.name, b, 1, r, e, 1, n) if n > 1 else b, take(a.name, a, 0, e * r, e * r + r), pair.factor
+            )
+            for e in range(n)
+        ]
+
+    def _stack_turned(self, target: str, sizes: Sequence[tuple[int, int]], holders: Sequence[Holder]) -> bool:
+        """Whether factors [out, in] are for weights [in, out]; one answer for all parameters of a module."""
+        if self.adapter.format == "paddle":
+            (size,), (holder,) = sizes, holders
+            turned = holder.stacked and self.in_out(holder.name)
+            if holder.size != (size[::-1] if turned else size):
+                self._misfit(holder.name, f"the adapter changes experts of {list(size)}, [out, in]; the base's differ")
+            return turned
+        # PEFT takes a module's own word for it, which is not in the files.
+        found = {size != h.size for size, h in zip(sizes, holders, strict=True) if size[0] != size[1]}
+        if len(found) != 1:
+            raise UnsupportedError(
+                f"shapes do not tell whether the experts of `{target}` are stored as [in, out] or as [out, in]",
+                where=self.adapter.path,
+                hint="merge this adapter with PEFT",
+            )
+        return found.pop()
+
+
+def _starts(name: str) -> list[str]:
+    """Beginnings of a name, up to its first number, that end at a dot; the empty one first."""
+    parts = name.split(".")[:-1]
+    out = [""]
+    for part in parts:
+        if part.isdecimal():
+            break
+        out.append(f"{out[-1]}{part}.")
+    return out
+
+
+def _matrix(t: LogicalTensor) -> View:
+    """A stored tensor [n, ...] as [n, the rest]."""
+    flat = whole_tensor(t.pieces[0].stored._replace(shape=(t.shape[0], prod(t.shape[1:]))), t.key)
+    return View(t.key.name, t.dtype, flat.shape, flat)

@@ -1,0 +1,128 @@
+"""What is known of an adapter before there is a base (``Adapter``), and what it does to one (``Changes``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from ckpttool.catalog import Catalog, DataFile
+from ckpttool.dtypes import CASTABLE
+from ckpttool.errors import ConflictError, UnsupportedError
+from ckpttool.relate import View
+
+Format = Literal["peft", "paddle"]
+Kind = Literal["linear", "embedding", "stacked"]
+
+
+class Pair(NamedTuple):
+    """Two trained factors whose product is added to one weight (to one weight of each expert, if stacked)."""
+
+    target: str
+    """The weight's name in the model that was trained; of a stacked weight of PEFT, the module that holds it."""
+    kind: Kind
+    a: str
+    """Tensor name of the factor next to the input."""
+    b: str
+    """Tensor name of the factor next to the output."""
+    rank: int
+    """As the config gives it; of each expert, if stacked."""
+    factor: float
+    choices: tuple[str, ...] = ()
+    """Stacked weights of PEFT: the parameters of the module that the factors may belong to; file names do not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter directory."""
+
+    path: str
+    format: Format
+    catalog: Catalog
+    """All its tensors, by the names they have in its files."""
+    pairs: tuple[Pair, ...]
+    whole: Mapping[str, str]
+    """Tensors that were trained as they are: name in the model -> name in the catalog."""
+    in_out: bool
+    """Whether the writer holds the weights of its linear layers as [in, out]: Paddle, and PEFT's fan_in_fan_out."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> list[DataFile]:
+        return self.catalog.files
+
+    def shifted(self, by: int) -> Adapter:
+        """The same with ``by`` added to every file number, for a table of files that others share."""
+        return replace(self, catalog=self.catalog.shifted(by))
+
+    def view(self, tensor: str) -> View:
+        """One of its tensors."""
+        t = self.catalog[tensor]
+        return View(tensor, t.dtype, t.shape, t)
+
+
+class Term(NamedTuple):
+    """``factor * up @ down``, added to a box of a base tensor in the orientation in which that is stored.
+
+    A base tensor of more than two axes is meant as a matrix: experts [E, n, m] as [E * n, m], a convolution
+    [out, in, h, w] as [out, in * h * w].
+    """
+
+    up: View
+    """[rows, rank]"""
+    down: View
+    """[rank, columns]"""
+    factor: float
+    row: int = 0
+    """First row of the box."""
+    column: int = 0
+    """First column of the box; other than 0 only where a fused [in, out] weight is changed in parts."""
+
+
+class Change(NamedTuple):
+    """What becomes of one base tensor: ``whole`` in its place, if there is one; then the terms, added in order."""
+
+    terms: tuple[Term, ...] = ()
+    whole: View | None = None
+
+
+class Changes(NamedTuple):
+    """By the name of the base tensor, in the order of the base; every tensor of the adapter is used."""
+
+    table: dict[str, Change]
+    notes: tuple[str, ...] = ()
+
+
+def number(config: Mapping[str, Any], field: str, where: str) -> float:
+    """A positive number from a config. Raises ConflictError."""
+    return positive(config.get(field), field, where)
+
+
+def positive(value: object, what: str, where: str) -> float:
+    """The same for a value that has been looked up."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConflictError(f"`{what}` is {value!r}, which is no positive number", where=where)
+    return value
+
+
+def scaling(alpha: float, rank: float, *, root: bool) -> float:
+    """alpha / r, or alpha / sqrt(r) for rank-stabilised adapters (rsLoRA)."""
+    return float(alpha / rank**0.5 if root else alpha / rank)
+
+
+def check_dtypes(catalog: Catalog) -> None:
+    """Raises UnsupportedError for an adapter whose numbers stand for others."""
+    for t in catalog:
+        if t.dtype not in CASTABLE:
+            raise UnsupportedError(
+                f"`{t.key.name}` is {t.dtype}: quantised adapters are not merged",
+                where=[catalog.place(p.stored) for p in t.pieces],
+                hint="save the adapter in float32, bfloat16 or float16",
+            )
+
+
+def check_rank(catalog: Catalog, a: str, b: str, found: tuple[int, int], expected: int, where: str) -> None:
+    """Raises ConflictError when the factors do not have the rank that the config gives."""
+    if found != (expected, expected):
+        shapes = f"`{a}` is {list(catalog[a].shape)}, `{b}` is {list(catalog[b].shape)}"
+        raise ConflictError(f"{shapes}, but the config says rank {expected}", where=where)

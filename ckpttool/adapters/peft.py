@@ -1,0 +1,177 @@
+"""PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Source: PEFT 0.21 (tuners/lora/config.py, layer.py, utils/save_and_load.py, utils/other.py). A linear layer's W
+[out, in] becomes W + factor * B @ A with A [r, in] and B [out, r]. An embedding's W [rows, dim] becomes
+W + factor * (B @ A)^T with A [r, rows] and B [dim, r]. The names of tensors begin with ``base_model.model.``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ckpttool.adapters.base import Adapter, Kind, Pair, check_dtypes, check_rank, number, positive, scaling
+from ckpttool.catalog import Catalog
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+
+CONFIG = "adapter_config.json"
+STEM = "adapter_model"
+PREFIX = "base_model.model."
+
+REFUSED = {
+    "use_dora": "DoRA scales the columns of the sum, which is no low-rank term",
+    "lora_bias": "its layers bring biases of their own",
+    "layer_replication": "it repeats layers of the base",
+    "alora_invocation_tokens": "aLoRA is only active after certain tokens, so there is no merged model",
+    "trainable_token_indices": "it replaces single rows of the embeddings",
+    "megatron_config": "it was trained on Megatron's parallel layers",
+    "use_qalora": "QALoRA pools the inputs of quantised layers",
+    "use_bdlora": "BD-LoRA's factors are block-diagonal",
+    "arrow_config": "Arrow chooses among adapters for each token",
+    "kasa_config": "KaSA changes the base and has a third factor",
+    "monteclora_config": "MonteCLoRA samples its factors",
+    "velora_config": "VeLoRA's factors are not known",
+}
+"""Fields of the config that, when set, ask for more than a sum of low-rank products."""
+HARMLESS = {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "use_rslora"}
+"""Fields that look as if they did; the first ones only count together with ``init_lora_weights``."""
+STARTS = {"gaussian", "eva", "orthogonal", "mica"}
+"""Values of ``init_lora_weights`` that leave the base as it is; pissa, olora, corda, lora_ga and loftq change it."""
+
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<rest>(?:\.[^.]+){0,2})\Z")
+_WRAPPER = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)(?=\.)")
+"""What the names of wrapped modules have that the base's names do not."""
+
+
+class _Factor(NamedTuple):
+    module: str
+    kind: Kind
+    side: str
+
+
+def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
+    """Raises UnsupportedError for what is no plain LoRA, ConflictError and IncompleteError for what does not fit."""
+    path = f"{where}/{CONFIG}"
+    _check(config, path)
+    check_dtypes(catalog)
+    factors: dict[tuple[str, Kind], dict[str, str]] = {}
+    whole: dict[str, str] = {}
+    notes = []
+    for key in catalog.tensors:
+        name = key.name.removeprefix(PREFIX)
+        factor = _factor(name, path)
+        if factor is not None:
+            sides = factors.setdefault((factor.module, factor.kind), {})
+            if factor.side in sides:
+                raise ConflictError(f"`{sides[factor.side]}` and `{key.name}` are one factor twice", where=where)
+            sides[factor.side] = key.name
+        elif ".original_module." in name:
+            notes.append(f"`{key.name}` is left out: it is the base's tensor as it was before training")
+        else:
+            plain = _WRAPPER.sub("", name)
+            if plain in whole:
+                raise ConflictError(f"`{whole[plain]}` and `{key.name}` both stand for `{plain}`", where=where)
+            whole[plain] = key.name
+    pairs = [_pair(module, kind, sides, config, catalog, path) for (module, kind), sides in factors.items()]
+    return Adapter(
+        where, "peft", catalog, tuple(pairs), whole, in_out=bool(config.get("fan_in_fan_out")), notes=tuple(notes)
+    )
+
+
+def _check(config: Mapping[str, Any], path: str) -> None:
+    """Refuse what the config asks for and is not done."""
+    kind = str(config.get("peft_type"))
+    if kind.upper() != "LORA":
+        raise UnsupportedError(f"the adapter is {kind}: only LoRA is merged", where=path)
+    for field, why in REFUSED.items():
+        if config.get(field):
+            raise UnsupportedError(f"the adapter has `{field}`: {why}", where=path, hint="merge it with PEFT")
+    start = config.get("init_lora_weights", True)
+    if not isinstance(start, bool) and str(start).lower() not in STARTS | {"true", "false"}:
+        raise UnsupportedError(
+            f"the adapter was started with `init_lora_weights: {start}`, which changes the base",
+            where=path,
+            hint="save it with path_initial_model_for_weight_conversion, so that it fits the original base",
+        )
+    for field, value in config.items():
+        if value and field not in HARMLESS and (field.startswith("use_") or field.endswith("_config")):
+            raise UnsupportedError(f"the adapter has `{field}`, which is not known", where=path)
+
+
+def _factor(name: str, path: str) -> _Factor | None:
+    """What a tensor is by its name; None for a tensor that was trained as it is."""
+    found = _FACTOR.fullmatch(name)
+    if found is None:
+        if re.search(r"(?:^|\.)lora_", name) or ".token_adapter." in name:
+            raise UnsupportedError(f"`{name}` is nothing that plain LoRA has", where=path)
+        return None
+    rest = found["rest"].split(".")[1:]
+    weight = bool(rest) and rest[-1] == "weight"
+    if rest and rest[-1] == "bias":
+        raise UnsupportedError(f"`{name}`: {REFUSED['lora_bias']}", where=path)
+    if len(rest) - weight > 1 or (not found["embedding"] and not weight):
+        raise UnsupportedError(f"`{name}` is nothing that plain LoRA has", where=path)
+    return _Factor(found["module"], "embedding" if found["embedding"] else "linear", found["side"])
+
+
+def _pair(
+    module: str, kind: Kind, sides: Mapping[str, str], config: Mapping[str, Any], catalog: Catalog, path: str
+) -> Pair:
+    if len(sides) < 2:
+        (side,) = sides
+        missing = "B" if side == "A" else "A"
+        raise IncompleteError(f"`{sides[side]}` has no lora_{missing} beside it", where=path)
+    a, b = sides["A"], sides["B"]
+    plain = module.replace(".base_layer", "")
+    choices = _parameters(plain, config, path)
+    rank, factor = _rank(plain, choices, config, path)
+    shapes = catalog[a].shape, catalog[b].shape
+    if min(map(len, shapes)) < 2:
+        raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are no matrices", where=path)
+    if choices:
+        return Pair(plain, "stacked", a, b, rank, factor, choices)
+    check_rank(catalog, a, b, (shapes[0][0], shapes[1][1]), rank, path)
+    return Pair(f"{plain}.weight", kind, a, b, rank, factor)
+
+
+def _parameters(module: str, config: Mapping[str, Any], path: str) -> tuple[str, ...]:
+    """Names of the module's parameters that ``target_parameters`` means; PEFT compares the ends of names."""
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+        raise CorruptError("`target_parameters` is no list of names", where=path)
+    return tuple(
+        dict.fromkeys(
+            parameter
+            for holder, _, parameter in (t.rpartition(".") for t in targets)
+            if holder and f".{module}".endswith(f".{holder}")
+        )
+    )
+
+
+def _rank(module: str, choices: tuple[str, ...], config: Mapping[str, Any], path: str) -> tuple[int, float]:
+    """Rank and factor of a module, or of the parameters of one. Raises ConflictError."""
+    found = set()
+    for name in [f"{module}.{p}" for p in choices] or [module]:
+        rank = _pattern(config, "rank_pattern", name, path) or number(config, "r", path)
+        alpha = _pattern(config, "alpha_pattern", name, path) or number(config, "lora_alpha", path)
+        if rank != int(rank):
+            raise ConflictError(f"the rank of `{name}` is {rank}, which is no whole number", where=path)
+        found.add((int(rank), scaling(alpha, rank, root=bool(config.get("use_rslora")))))
+    if len(found) > 1:
+        raise UnsupportedError(f"the parameters of `{module}` have different ranks or factors", where=path)
+    return found.pop()
+
+
+def _pattern(config: Mapping[str, Any], field: str, module: str, path: str) -> float | None:
+    """The first entry whose regular expression is the end of the module's name, from the start of a component."""
+    patterns = config.get(field) or {}
+    if not isinstance(patterns, dict):
+        raise CorruptError(f"`{field}` is no table", where=path)
+    for pattern, value in patterns.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return positive(value, f"{field}: {pattern}", path)
+        except re.error as e:
+            raise CorruptError(f"`{field}` has `{pattern}`, which is no regular expression: {e}", where=path) from None
+    return None

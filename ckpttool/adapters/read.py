@@ -1,0 +1,103 @@
+"""Reading an adapter directory: which library wrote it, its files, its tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckpttool.adapters import paddle, peft
+from ckpttool.adapters.base import Adapter
+from ckpttool.catalog import Catalog, Key, LogicalTensor, whole_tensor
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats.base import Listing, list_source, read_files
+from ckpttool.formats.hf import NUMBERED
+
+READERS = {peft.CONFIG: (peft.STEM, peft.adapter), paddle.CONFIG: (paddle.STEM, paddle.adapter)}
+"""By the name of the config: what the names of the weight files begin with, and what makes sense of both."""
+OTHERS = {
+    "prefix_config.json": "prefix tuning",
+    "vera_config.json": "VeRA",
+    "lokr_config.json": "LoKr",
+    "reft_config.json": "ReFT",
+}
+"""Config files of other adapters that Paddle's libraries write; PEFT names the kind in adapter_config.json."""
+
+
+def read_adapter(path: str | Path) -> Adapter:
+    """Read the headers and the config of an adapter.
+
+    Raises IncompleteError (no adapter, a shard is missing), UnsupportedError (kinds of adapters that are no sum of
+    low-rank products, pickled weights), ConflictError (config and tensors say different things), CorruptError.
+    """
+    listing = list_source(Path(path))
+    where = str(listing.root)
+    for name, kind in OTHERS.items():
+        if name in listing.names:
+            raise UnsupportedError(f"the adapter is {kind}, which is not merged", where=str(listing.path(name)))
+    found = [name for name in READERS if name in listing.names]
+    if not found:
+        raise IncompleteError(
+            f"there is no adapter here: neither {peft.CONFIG} (PEFT) nor {paddle.CONFIG} (Paddle)",
+            where=where,
+            hint="give the directory that holds the config and the weights of the adapter",
+        )
+    if len(found) > 1:
+        raise ConflictError(f"there are two adapters here: {peft.CONFIG} and {paddle.CONFIG}", where=where)
+    (config,) = found
+    stem, make = READERS[config]
+    extra = next((n for n in listing.names if n.startswith("new_embeddings.")), None)
+    if extra:
+        raise UnsupportedError("the adapter brings embeddings of new tokens", where=str(listing.path(extra)))
+    catalog = _catalog(listing, stem)
+    if not len(catalog):
+        raise IncompleteError("the adapter has no tensors", where=where)
+    return make(where, listing.json(config), catalog)
+
+
+def _catalog(listing: Listing, stem: str) -> Catalog:
+    files, stored, _ = read_files(listing, [(n, 0) for n in _shards(listing, stem)])
+    tensors: dict[Key, LogicalTensor] = {}
+    for t in stored:
+        key = Key(t.name)
+        if key in tensors:
+            first = tensors[key].pieces[0].stored.file
+            raise ConflictError(
+                f"tensor `{t.name}` is in two files of the adapter",
+                where=[str(files[first].path), str(files[t.file].path)],
+                hint="these may be the files of tensor-parallel ranks: save the adapter merged",
+            )
+        tensors[key] = whole_tensor(t, key)
+    return Catalog(files, tensors)
+
+
+def _shards(listing: Listing, stem: str) -> list[str]:
+    """Files with the adapter's tensors. Raises IncompleteError or UnsupportedError."""
+    where = str(listing.root)
+    names = [n for n in listing.safetensors() if n == f"{stem}.safetensors"]
+    parts = {int(m["part"]): m for n in listing.safetensors() if (m := NUMBERED.match(n)) and m["stem"] == stem}
+    index = f"{stem}.safetensors.index.json"
+    if names and parts:
+        raise ConflictError(f"there are two adapters here: {names[0]} and {parts[min(parts)][0]}", where=where)
+    if parts:
+        totals = {int(m["total"]) for m in parts.values()}
+        if len(totals) > 1 or set(parts) != set(range(1, max(totals) + 1)):
+            raise IncompleteError(
+                f"shards of the adapter are missing: there are {len(parts)} of {max(totals)}", where=where
+            )
+        names = [m[0] for _, m in sorted(parts.items())]
+    if names:
+        listed = listing.json(index).get("weight_map", {})
+        if not isinstance(listed, dict):
+            raise CorruptError(f"{index} has no weight_map", where=where)
+        missing = sorted({str(n) for n in listed.values()} - set(names))
+        if missing:
+            raise IncompleteError(f"{missing[0]}, which {index} names, is missing", where=where)
+        return names
+    pickled = [n for n in listing.names if n.endswith((".bin", ".pt", ".pdparams"))]
+    weights = next((n for n in pickled if n.startswith((stem, "lora_model_state"))), None)
+    if weights:
+        raise UnsupportedError(
+            f"{weights} is pickled, and reading it could run what it holds",
+            where=str(listing.path(weights)),
+            hint="save the adapter as safetensors",
+        )
+    raise IncompleteError(f"the adapter has no {stem}.safetensors", where=where)
