@@ -102,7 +102,7 @@ class Scaled(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """``factor * up @ down``, added to rows ``[row, row + up.shape[0])``. Both factors are 2-D."""
+    """``factor * up @ down``, added to a box of a matrix. Both factors are 2-D."""
 
     up: Stored
     """[rows, rank]"""
@@ -110,13 +110,18 @@ class LowRank(NamedTuple):
     """[rank, columns]"""
     factor: float
     row: int = 0
+    """First row of the box."""
+    column: int = 0
+    """First column of the box."""
 
 
 class Adapted(NamedTuple):
-    """A weight with its low-rank adapters merged in float32, rounded to ``dtype``."""
+    """A weight with its low-rank adapters added in float32, rounded to ``dtype``."""
 
     weight: Operand
     terms: tuple[LowRank, ...]
+    columns: int
+    """Of the matrix that the terms mean; the weight is that matrix row by row, whatever its shape."""
     dtype: str
 
 

@@ -162,7 +162,7 @@ class _Match:
                 f"it is open whether `{self._square[0]}` is stored as [in, out]: the config says fan_in_fan_out, but"
                 f" `{self._against[0]}` does not have it",
                 where=self.adapter.path,
-                hint="PEFT records this flag for the last layer only; train with layers of one kind, or merge with PEFT",
+                hint="PEFT records this flag for the last layer only: merge this adapter with PEFT",
             )
         return Changes({n: self.table[n] for n in self.base if n in self.table}, tuple(self.notes))
 
@@ -235,7 +235,7 @@ class _Match:
         """First output of a part of a fused layer; all parts but the first are of one size."""
         if len(names) > 2 and self.adapter.format == "paddle" and self.in_out(whole):
             raise UnsupportedError(
-                f"`{whole}` of the base has its outputs ordered by key and value heads, and the adapter has parts of it",
+                f"the adapter changes parts of `{whole}`, whose outputs are ordered by key and value heads",
                 where=self.adapter.path,
                 hint="convert the base to Hugging Face's format first",
             )
@@ -264,7 +264,7 @@ class _Match:
         self.table[name] = before._replace(terms=(*before.terms, term))
 
     def _whole(self, name: str, view: View) -> None:
-        shape = self.base[name] if name in self.base else ()
+        shape = self.base.get(name, ())
         turned = self.said is not None and self.said(name) != self.adapter.in_out
         if turned and len(view.shape) == 2 and name.endswith(".weight") and not name.endswith(_TABLES):
             view = _t(view)
@@ -407,11 +407,15 @@ class _Match:
         for experts, holder in zip(each, fitting[0], strict=True):
             self._check_count(holder, experts)
             for e, f in enumerate(experts):
-                g = f.transposed() if turned else f
+                g = f.transposed() if turned and not self._is_flat(holder) else f
                 if holder.stacked:
                     self._put(holder.name, Term(g.up, g.down, g.factor, e * holder.size[0]))
                 else:
                     self._linear(holder.expert(e), g)
+
+    def _is_flat(self, holder: Holder) -> bool:
+        """Whether a parameter that is no layer's weight has no experts; PEFT takes such a one for [out, in]."""
+        return len(self.base.get(holder.name, ())) == 2
 
     def _check_count(self, holder: Holder, experts: Sequence[Factors]) -> None:
         n = len(experts)
@@ -457,7 +461,8 @@ class _Match:
                 self._misfit(holder.name, f"the adapter changes experts of {list(size)}, [out, in]; the base's differ")
             return turned
         # PEFT takes a module's own word for it, which is not in the files.
-        found = {size != h.size for size, h in zip(sizes, holders, strict=True) if size[0] != size[1]}
+        experts = [(s, h.size) for s, h in zip(sizes, holders, strict=True) if not self._is_flat(h)]
+        found = {size != held for size, held in experts if size[0] != size[1]} if experts else {False}
         if len(found) != 1:
             raise UnsupportedError(
                 f"shapes do not tell whether the experts of `{target}` are stored as [in, out] or as [out, in]",

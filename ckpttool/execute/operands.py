@@ -180,7 +180,7 @@ class AdaptedReader:
     def __init__(self, operand: Adapted, weight: Reader, carrier: Carrier) -> None:
         self.label = weight.label
         self._weight = weight
-        self._columns = operand.terms[0].down.shape[1]
+        self._columns = operand.columns
         self._rows = max(1, _PRODUCT // self._columns)
         self._dtype = numpy_dtype(operand.dtype)
         self._terms = [_Term(t, carrier) for t in operand.terms]
@@ -189,19 +189,26 @@ class AdaptedReader:
         self._weight.read(lo, hi, out, last=last)
         columns, group = self._columns, self._rows
         for first in range(lo // columns // group * group, -(-hi // columns), group):
-            a, b = max(lo, first * columns), min(hi, (first + group) * columns)
             for term in self._terms:
                 r0, r1 = max(first, term.row), min(first + group, term.row + term.rows)
-                if r0 >= r1:
-                    continue
-                x, y = max(a, r0 * columns), min(b, r1 * columns)
-                if x < y:
-                    product = term.product(r0 - term.row, r1 - term.row).reshape(-1)
-                    out[x - lo : y - lo] += product[x - r0 * columns : y - r0 * columns]
+                if r0 < r1 and max(lo, r0 * columns) < min(hi, r1 * columns):
+                    self._add(term, r0, r1, lo, hi, out)
         if self._dtype != np.float32:
             rounded = np.empty(out.shape, self._dtype)
             cast(out, rounded)
             cast(rounded, out)
+
+    def _add(self, term: _Term, r0: int, r1: int, lo: int, hi: int, out: Array) -> None:
+        """Add rows ``[r0, r1)`` of a term to the part of them that lies in ``[lo, hi)``."""
+        product = term.product(r0 - term.row, r1 - term.row)
+        columns, left = self._columns, term.column
+        right = left + product.shape[1]
+        begin, end = max(lo, r0 * columns), min(hi, r1 * columns)
+        for a, b, c0, c1 in stretches(begin, end, columns):
+            x, y = max(c0, left), min(c1, right)
+            if x < y:
+                part = out[a * columns + c0 - lo :][: (b - a) * (c1 - c0)].reshape(b - a, c1 - c0)
+                part[:, x - c0 : y - c0] += product[a - r0 : b - r0, x - left : y - left]
 
     def pass_over(self, lo: int, hi: int) -> None:
         self._weight.pass_over(lo, hi)
@@ -215,7 +222,7 @@ class _Term:
     """One adapter's share: the factor [rank, columns] is held, the rows of the other are read as they are needed."""
 
     def __init__(self, term: LowRank, carrier: Carrier) -> None:
-        self.row = term.row
+        self.row, self.column = term.row, term.column
         self.rows, self._rank = term.up.shape
         self._factor = np.float32(term.factor)
         self._up = StoredReader(term.up, carrier, Buffer())

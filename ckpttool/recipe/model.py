@@ -25,6 +25,8 @@ class ModelRef:
 
     path: str
     adapters: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    """Of the adapters; () is 1 for each."""
 
     def __str__(self) -> str:
         return "+".join((self.path, *self.adapters))

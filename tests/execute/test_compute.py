@@ -136,12 +136,13 @@ def read_any_stretch(data: st.DataObject, directory: Path) -> None:
         want = codes.astype(np.float32) * spread
     elif kind == "adapted":
         first = data.draw(st.integers(0, rows - 1))
+        left = data.draw(st.integers(0, columns - 1))
         up = rng.standard_normal((rows - first, 2)).astype(np.float32)
-        down = rng.standard_normal((2, columns)).astype(np.float32)
-        term = LowRank(files.stored(up, "F32"), files.stored(down, "F32"), 0.5, first)
-        operand = Adapted(files.stored(weight, "BF16"), (term,), "BF16")
+        down = rng.standard_normal((2, columns - left)).astype(np.float32)
+        term = LowRank(files.stored(up, "F32"), files.stored(down, "F32"), 0.5, first, left)
+        operand = Adapted(files.stored(weight, "BF16"), (term,), columns, "BF16")
         want = weight.astype(BF16).astype(np.float32)
-        want[first:] += up @ down * np.float32(0.5)
+        want[first:, left:] += up @ down * np.float32(0.5)
         want = want.astype(BF16).astype(np.float32)
     else:
         other = rng.standard_normal((3, columns)).astype(np.float32)

@@ -83,10 +83,11 @@ def prepare(
     recipe: Recipe, options: OpenOptions, target: Target, selection: Selection, choices: Choices
 ) -> PreparedMerge:
     """Plan a merge. Raises a CkptError subclass; nothing is written."""
+    selection = replace(selection, remove=(*selection.remove, *recipe.remove_keys))
     refs = recipe.references()
     models = Models(options)
     models.open(refs)
-    adaptations = Adaptations(models, refs)
+    adaptations = Adaptations(models, refs, rounded=recipe.method != "passthrough")
     donor_ref = recipe.base or refs[0]
     donor = models[donor_ref]
     words = Words.of(recipe, models, donor_ref)
