@@ -228,7 +228,7 @@ class _Match:
         """Outputs of a linear layer of the base."""
         shape = self.base[name]
         if len(shape) != 2:
-            self._misfit(name, f"`{name}` of the base is {list(shape)}, which is no linear layer")
+            self._misfit(f"`{name}` of the base is {list(shape)}, which is no linear layer")
         return shape[int(self.in_out(name))]
 
     def _offset(self, whole: str, stem: str, names: Sequence[str], part: int, out: int) -> int:
@@ -245,17 +245,11 @@ class _Match:
         even = len(names) == 2 and 2 * out != total
         if even or len(later) > 1 or (sizes[0] and later and sizes[0] + max(later) * (len(names) - 1) != total):
             known = ", ".join(f"{n}: {s}" for n, s in zip(names, sizes, strict=True) if s is not None)
-            self._misfit(whole, f"the adapter has {known} outputs, `{whole}` of the base has {total}")
+            self._misfit(f"the adapter has {known} outputs, `{whole}` of the base has {total}")
         return total - out * (len(names) - part) if part else 0
 
-    def _misfit(self, name: str, what: str) -> NoReturn:
-        shape = self.base.get(name)
-        place = f"`{name}` {list(shape)} of the base" if shape is not None else "the base"
-        raise ConflictError(
-            what,
-            where=[self.adapter.path, place],
-            hint="is this the model for which the adapter was trained?",
-        )
+    def _misfit(self, what: str, hint: str = "is this the model for which the adapter was trained?") -> NoReturn:
+        raise ConflictError(what, where=self.adapter.path, hint=hint)
 
     # -- what is put where
 
@@ -270,7 +264,6 @@ class _Match:
             view = _t(view)
         if name not in self.base or view.shape != shape:
             self._misfit(
-                name,
                 f"`{view.name}` {list(view.shape)} of the adapter replaces `{name}`, which is {list(shape)} in the base"
                 if name in self.base
                 else f"`{view.name}` of the adapter replaces a part of a fused tensor of the base",
@@ -293,7 +286,7 @@ class _Match:
         if len(spots) > 1:
             if sum(s.size for s in spots) != out:
                 sizes = ", ".join(f"`{s.name}` {list(self.base[s.name])}" for s in spots)
-                self._misfit(spots[0].name, f"`{f.up.name}` has {out} outputs, but the base has {sizes}")
+                self._misfit(f"`{f.up.name}` has {out} outputs, but the base has {sizes}")
             parts = [f._replace(up=up) for up in self._split(target, f.up, [s.size for s in spots])]
         for spot, part in zip(spots, parts, strict=True):
             shape = self.base[spot.name]
@@ -301,7 +294,6 @@ class _Match:
             rows, columns = (0, 0) if len(shape) != 2 else shape[::-1] if turned else shape
             if columns != width or spot.offset + spot.size > rows or (spot.name == target and rows != out):
                 self._misfit(
-                    spot.name,
                     f"`{f.down.name}` and `{f.up.name}` change a weight with {width} inputs and {out} outputs;"
                     f" `{spot.name}` of the base is {list(shape)}, "
                     + ("[in, out]" if self.in_out(spot.name) else "[out, in]"),
@@ -338,7 +330,7 @@ class _Match:
                 hint="the base's config.json has no num_key_value_heads",
             )
         if any(n % heads for n in sizes):
-            self._misfit(target, f"{list(sizes)} outputs of q, k and v do not divide among {heads} key and value heads")
+            self._misfit(f"{list(sizes)} outputs of q, k and v do not divide among {heads} key and value heads")
         each = [n // heads for n in sizes]
         starts = [stop - n for n, stop in zip(each, accumulate(each), strict=True)]
         return [unweave(up.name, up, 0, heads, start, n, sum(each)) for n, start in zip(each, starts, strict=True)]
@@ -348,7 +340,6 @@ class _Match:
         up, down = _t(self.adapter.view(pair.a)), _t(self.adapter.view(pair.b))
         if self.base.get(name) != (up.shape[0], down.shape[1]):
             self._misfit(
-                name,
                 f"`{pair.a}` {[*up.shape[::-1]]} and `{pair.b}` {[*down.shape[::-1]]} change an embedding of"
                 f" {[up.shape[0], down.shape[1]]}; `{name}` of the base is {list(self.base.get(name, ()))}",
             )
@@ -363,7 +354,6 @@ class _Match:
         expected = (b.shape[0], *a.shape[1:])
         if self.base.get(name) != expected or any(n != 1 for n in b.shape[2:]) or len(a.shape) != len(b.shape):
             self._misfit(
-                name,
                 f"`{pair.a}` {list(a.shape)} and `{pair.b}` {list(b.shape)} change a convolution of {list(expected)};"
                 f" `{name}` of the base is {list(self.base.get(name, ()))}",
             )
@@ -402,7 +392,7 @@ class _Match:
                     f"shapes do not tell which parameter of `{target}` the factors belong to: {factors}; {shapes}",
                     where=self.adapter.path,
                 )
-            self._misfit(target, f"the factors {factors} fit no weight that each expert has in the base: {shapes}")
+            self._misfit(f"the factors {factors} fit no weight that each expert has in the base: {shapes}")
         turned = self._stack_turned(target, [e[0].size for e in each], fitting[0])
         for experts, holder in zip(each, fitting[0], strict=True):
             self._check_count(holder, experts)
@@ -425,7 +415,7 @@ class _Match:
         else:
             same = all(self._spots(holder.expert(e), 0) for e in range(n)) and not self._spots(holder.expert(n), 0)
         if not same:
-            self._misfit(holder.name, f"`{experts[0].up.name}` is for {n} experts, the base has another number of them")
+            self._misfit(f"`{experts[0].up.name}` is for {n} experts, the base has another number of them")
 
     def _experts(self, pair: Pair) -> list[Factors]:
         """[out, rank] and [rank, in] of each expert.
@@ -442,7 +432,6 @@ class _Match:
         n, rest = divmod(a.shape[0], r)
         if rest or not n or len(a.shape) != 2 or len(b.shape) != 2 or b.shape[1] != a.shape[0]:
             self._misfit(
-                pair.target,
                 f"`{pair.a}` {list(a.shape)} and `{pair.b}` {list(b.shape)} are no stack of factors of rank {r}",
             )
         return [
@@ -458,7 +447,7 @@ class _Match:
             (size,), (holder,) = sizes, holders
             turned = holder.stacked and self.in_out(holder.name)
             if holder.size != (size[::-1] if turned else size):
-                self._misfit(holder.name, f"the adapter changes experts of {list(size)}, [out, in]; the base's differ")
+                self._misfit(f"the adapter changes experts of {list(size)}, [out, in]; the base's differ")
             return turned
         # PEFT takes a module's own word for it, which is not in the files.
         experts = [(s, h.size) for s, h in zip(sizes, holders, strict=True) if not self._is_flat(h)]

@@ -64,8 +64,8 @@ class Adapter:
 class Term(NamedTuple):
     """``factor * up @ down``, added to a box of a base tensor in the orientation in which that is stored.
 
-    A base tensor of more than two axes is meant as a matrix: experts [E, n, m] as [E * n, m], a convolution
-    [out, in, h, w] as [out, in * h * w].
+    A base tensor of more than two axes is meant as a matrix with the columns that ``down`` has: experts [E, n, m] as
+    [E * n, m], a convolution [out, in, h, w] as [out, in * h * w].
     """
 
     up: View

@@ -61,7 +61,7 @@ def test_models_are_one_slice_over_all_layers() -> None:
     assert [m.name for m in result.tensors] == llama(5)
     a, b = ModelRef("a"), ModelRef("b")
     assert all(m.inputs == ((a, m.name), (b, m.name)) for m in result.tensors)
-    assert all(m.base is m.base_at is None and m.whole == {"normalize": True} for m in result.tensors)
+    assert all((m.base, m.base_at) == (None, None) and m.whole == {"normalize": True} for m in result.tensors)
     assert result.layers == tuple(((a, i), (b, i)) for i in range(5))
     assert (result.partial, result.notes, result.unused) == ((), (), ())
 
@@ -114,7 +114,8 @@ slices:
 - sources:
   - {model: a, layer_range: [0, 1], parameters: {scale: {filter: up_proj, value: 2}}}
   parameters: {scale: [{filter: q_proj, value: 3}, {filter: up_proj, value: 9}]}
-""")
+"""),
+        parameter="scale",
     )
     assert [a[f"model.layers.0.{w}"] for w in PER_LAYER] == [3, 2, 1]  # the slice's, the model's, the default
     assert a["lm_head.weight"] == 4
@@ -128,7 +129,7 @@ models: [{model: a}]
 parameters: {weight: [{filter: up_proj, value: 1}, {filter: "*", value: 2}, {filter: q_proj, value: 3}]}
 """)
     )
-    assert [a[f"model.layers.0.{w}"] for w in PER_LAYER] == [1, 2, 2]
+    assert [a[f"model.layers.0.{w}"] for w in PER_LAYER] == [2, 1, 2]
 
 
 def test_filters_are_plain_parts_of_the_name() -> None:
@@ -237,7 +238,7 @@ slices:
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_gets_complete_parameters(method: str) -> None:
     m = METHODS[method]
-    count = m.models[0] if m.models[0] > 1 else 1
+    count = max(1, m.models[0])
     required = {n: Setting.of("float", 0.5) for s in (m.per_model, m.whole) for n, p in s.items() if p.default is None}
     sources = tuple(Source(ModelRef(n)) for n in "abc"[:count])
     recipe = Recipe(method, (Slice(sources),), ModelRef("d") if m.base != "refused" else None, required)
@@ -253,6 +254,18 @@ def test_a_method_without_base_merges_every_listed_model() -> None:
     result = resolved("merge_method: linear\nbase_model: a\nparameters: {weight: 1}\nmodels: [{model: a}, {model: b}]")
     assert [ref.path for ref, _ in result.tensors[0].inputs] == ["a", "b"]
     assert result.tensors[0].base is None
+
+
+def test_filters_that_decide_nothing() -> None:
+    result = resolved("""
+merge_method: ties
+base_model: a
+models:
+- {model: a, parameters: {density: {filter: mlp, value: 1}}}
+- {model: b, parameters: {density: [{filter: norm, value: 1}, {filter: nrom, value: 0.5}]}}
+parameters: {weight: [{filter: mlp, value: 1}, {value: 1}, {filter: q_proj, value: 1}]}
+""")
+    assert result.unused == ("`nrom` (density, b)", "`q_proj` (weight, the whole merge)")
 
 
 def test_tensors_that_only_some_models_have() -> None:
@@ -273,11 +286,11 @@ def test_models_of_different_depth() -> None:
     text = (
         "merge_method: linear\nmodels: [{model: a, parameters: {weight: [0, 1]}}, {model: b, parameters: {weight: 1}}]"
     )
-    result = resolved(text, {"a": llama(4), "b": llama(3)})
-    assert result.notes == ("the models have different numbers of layers: 4 in a, 3 in b",)
-    assert {m.name for m in result.partial} == {f"model.layers.3.{w}" for w in PER_LAYER}
+    result = resolved(text, {"a": llama(5), "b": llama(3)})
+    assert result.notes == ("the models have different numbers of layers: 5 in a, 3 in b",)
+    assert {m.name for m in result.partial} == {f"model.layers.{i}.{w}" for i in (3, 4) for w in PER_LAYER}
     found = weights(result)
-    assert [found[f"model.layers.{i}.mlp.up_proj.weight"] for i in range(4)] == [0, 0.5, 1, 1]
+    assert [found[f"model.layers.{i}.mlp.up_proj.weight"] for i in range(5)] == [0, 0.5, 1, 1, 1]
 
 
 def test_every_stack_of_layers_has_its_own_gradient() -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import UsageError
 from ckpttool.kernels.merge.base import CHUNK, Tensor
-from ckpttool.kernels.merge.draws import CounterDraws, Drawn, mergekit_draws
-from ckpttool.kernels.merge.sparse import METHODS, drawing
+from ckpttool.kernels.merge.draws import CounterDraws, Drawn, Working, mergekit_draws
+from ckpttool.kernels.merge.sparse import METHODS, _chances, drawing
 from tests.merge.driver import run_method
 
 if TYPE_CHECKING:
@@ -235,3 +235,22 @@ def test_mergekit_gives_the_same(name: str) -> None:
     per_model = [{"weight": 0.6, "density": 0.5}, {"weight": 0.4, "density": 0.7}]
     draws = mergekit_draws(42, [Drawn("x", 24, drawing(name, per_model))])("x")
     assert run_method(METHODS[name], models, base, per_model=per_model, draws=draws).ravel().tolist() == MERGEKIT[name]
+
+
+def test_chances_in_bf16_are_those_of_mergekit() -> None:
+    assert (_chances(300, 0.7, 0.1, "BF16") * 256).tolist() == MERGEKIT["della_chances"]
+
+
+@pytest.mark.parametrize(("working", "kind"), [("F32", F), ("F16", np.float16), ("BF16", ml_dtypes.bfloat16)])
+def test_della_ranks_what_the_working_dtype_tells_apart(working: Working, kind: type) -> None:
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((20, 300)).astype(F)
+    per_model = [{"weight": 1.0, "density": 0.7, "epsilon": 0.1}]
+    draws = mergekit_draws(42, [Drawn("x", x.size, [True], working)])
+    found = run_method(
+        METHODS["della_linear"], [x], x * 0, per_model=per_model, whole={"rescale": False}, draws=draws("x")
+    )
+    ranks = np.argsort(np.argsort(np.abs(x.astype(kind)).astype(F), axis=1, kind="stable"), axis=1)
+    mask = np.empty(x.size, np.bool_)
+    draws("x").bernoulli(0, 0, _chances(300, 0.7, 0.1, working)[ranks].ravel(), mask)
+    assert np.array_equal(found.ravel() != 0, mask)

@@ -1,0 +1,408 @@
+"""What goes wrong for people who merge checkpoints: each is refused with a way out, or simply works."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.helpers.tensorfile import Array, Tensors, read_all
+from tests.merge.models import HIDDEN, bf16, f32, finetuned, floats, llama, llama_config, merge, refused, save
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "merge"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    """Two models of the same shapes."""
+    base = llama()
+    return save(tmp_path / "a", base), save(tmp_path / "b", finetuned(base, 1))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def mean(*tensors: Array) -> Array:
+    out: Array = np.mean(np.stack(tensors), axis=0)
+    return out
+
+
+def same(found: Tensors, wanted: Tensors) -> None:
+    """Equal names and bits."""
+    assert found.keys() == wanted.keys()
+    assert [n for n in wanted if not np.array_equal(found[n].bits, wanted[n].bits)] == []
+
+
+# -- models that do not fit together
+
+
+def test_different_shapes_are_named(tmp_path: Path) -> None:
+    a, b = llama(), llama(seed=1)
+    b[Q_PROJ] = bf16(np.zeros((HIDDEN + 8, HIDDEN)))
+    save(tmp_path / "a", a)
+    save(tmp_path / "b", b)
+    error = refused(tmp_path / "out", tmp_path / "a", tmp_path / "b", "--weights", "0.5,0.5")
+    assert f"`{Q_PROJ}`" in error
+    assert f"[{HIDDEN}, {HIDDEN}]" in error
+    assert f"[{HIDDEN + 8}, {HIDDEN}]" in error
+
+
+def test_an_architecture_that_nobody_knows(tmp_path: Path) -> None:
+    """Tensors have names and shapes; that is enough."""
+    rng = np.random.default_rng(0)
+    shapes = {"trunk.mixer.3.gate": (5, 7), "trunk.mixer.3.bias": (7,), "head": (3, 2, 2)}
+    models = []
+    for name in "ab":
+        models.append({n: bf16(rng.standard_normal(s)) for n, s in shapes.items()})
+        config = {"model_type": "mixer_of_tomorrow", "architectures": ["TomorrowForCausalLM"]}
+        save(tmp_path / name, models[-1], config)
+    merge(tmp_path / "a", tmp_path / "b", "-o", tmp_path / "out", "--weights", "0.5,0.5")
+    same(
+        read_all(tmp_path / "out"),
+        {n: bf16(mean(floats(models[0][n]), floats(models[1][n]))) for n in shapes},
+    )
+    assert config_of(tmp_path / "out")["model_type"] == "mixer_of_tomorrow"
+
+
+@pytest.fixture
+def vocabularies(tmp_path: Path) -> Path:
+    """``small`` has 32 tokens, ``large`` 36."""
+    save(tmp_path / "small", llama(), llama_config())
+    save(tmp_path / "large", llama(vocab=36, seed=1), llama_config(vocab=36))
+    return tmp_path
+
+
+def test_a_few_rows_more_are_refused_with_the_way_out(vocabularies: Path) -> None:
+    error = refused(vocabularies / "out", vocabularies / "small", vocabularies / "large", "--weights", "0.5,0.5")
+    assert "--vocab min" in error
+    for name in EMBEDDINGS:
+        assert f"`{name}`" in error
+    assert "[32, 16]" in error
+    assert "[36, 16]" in error
+
+
+@pytest.mark.parametrize(("choice", "rows"), [("min", 32), ("max", 36), ("base", 36)])
+def test_a_few_rows_more_merge_as_asked(choice: str, rows: int, vocabularies: Path) -> None:
+    out = vocabularies / "out"
+    small, large = vocabularies / "small", vocabularies / "large"
+    # task_arithmetic with all of `small` added to `large`, which is the base: `small` where both have rows.
+    options = (
+        "--method",
+        "task_arithmetic",
+        "--weights",
+        "1",
+        "--base",
+        large,
+        "--vocab",
+        choice,
+        "--dtype",
+        "float32",
+    )
+    merge(small, "-o", out, *options)
+    found, a, b = read_all(out), read_all(small), read_all(large)
+    for name in EMBEDDINGS:
+        assert found[name].bits.shape == (rows, HIDDEN)
+        np.testing.assert_allclose(floats(found[name])[:32], floats(a[name]), atol=1e-6)
+        np.testing.assert_array_equal(floats(found[name])[32:], floats(b[name])[32:rows])
+    assert config_of(out)["vocab_size"] == rows
+
+
+def lacking(tmp_path: Path) -> tuple[str, str]:
+    """``a`` and ``b``, where ``b`` lacks one tensor of ``a`` and has one of its own. Returns both names."""
+    a = llama()
+    b = finetuned(a, 1)
+    del b[Q_PROJ]
+    extra = "model.layers.0.mlp.extra.weight"
+    b[extra] = bf16(np.ones((4, 4)))
+    save(tmp_path / "a", a)
+    save(tmp_path / "b", b)
+    return Q_PROJ, extra
+
+
+def test_missing_and_extra_tensors_are_listed(tmp_path: Path) -> None:
+    missing, extra = lacking(tmp_path)
+    error = refused(tmp_path / "out", tmp_path / "a", tmp_path / "b", "--weights", "0.5,0.5")
+    assert missing in error
+    assert extra in error
+    assert "--missing base" in error
+
+
+def test_missing_tensors_come_from_the_base(tmp_path: Path) -> None:
+    missing, _ = lacking(tmp_path)
+    options = ("--method", "task_arithmetic", "--weights", "0.5", "--base", tmp_path / "a", "--missing", "base")
+    merge(tmp_path / "b", "-o", tmp_path / "out", *options)
+    found = read_all(tmp_path / "out")
+    assert np.array_equal(found[missing].bits, read_all(tmp_path / "a")[missing].bits)
+    assert found.keys() >= read_all(tmp_path / "a").keys()
+
+
+def test_missing_tensors_are_left_out(tmp_path: Path) -> None:
+    missing, extra = lacking(tmp_path)
+    merge(tmp_path / "a", tmp_path / "b", "-o", tmp_path / "out", "--weights", "0.5,0.5", "--missing", "skip")
+    assert read_all(tmp_path / "out").keys() == read_all(tmp_path / "a").keys() - {missing, extra}
+
+
+# -- values
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_named(value: float, two: tuple[Path, Path], tmp_path: Path) -> None:
+    bad = read_all(two[1])
+    values = floats(bad[Q_PROJ])
+    values[3, 5] = value
+    save(two[1], bad | {Q_PROJ: bf16(values)})
+    arguments = (*two, "--weights", "0.5,0.5")
+    error = refused(tmp_path / "out", *arguments)
+    assert f"`{Q_PROJ}`" in error
+    assert "[3, 5]" in error
+    assert str(two[1]) in error
+    assert str(two[0]) not in error
+    assert "--allow-nonfinite" in error
+    merge(*arguments, "-o", tmp_path / "out", "--allow-nonfinite")
+    found = floats(read_all(tmp_path / "out")[Q_PROJ])
+    np.testing.assert_array_equal(np.argwhere(~np.isfinite(found)), [[3, 5]])
+
+
+def dequantised(folder: Path) -> dict[str, Array]:
+    """The weights that an FP8 model stands for."""
+    raw = read_all(folder)
+    out = {}
+    for name, tensor in raw.items():
+        if name.endswith("_scale_inv"):
+            continue
+        if tensor.dtype != "F8_E4M3":
+            out[name] = floats(tensor)
+            continue
+        scale = np.kron(floats(raw[name + "_scale_inv"]), np.ones((32, 32)))
+        rows, columns = tensor.bits.shape
+        out[name] = tensor.bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale[:rows, :columns]
+    return out
+
+
+def test_fp8_models_are_dequantised(tmp_path: Path) -> None:
+    """Codes merged without their scales are garbage that nobody notices."""
+    sources = [FIXTURES / "bad_inputs" / n for n in ("ft2_fp8", "ft3_fp8")]
+    merge(*sources, "-o", tmp_path / "out", "--weights", "0.5,0.5", "--dtype", "bfloat16")
+    found = read_all(tmp_path / "out")
+    a, b = (dequantised(s) for s in sources)
+    assert found.keys() == a.keys()
+    for name, raw in found.items():
+        assert raw.dtype == "BF16"
+        # Dequantised weights are bfloat16 or wider: at most one rounding of each source and one of the result.
+        np.testing.assert_allclose(floats(raw), mean(a[name], b[name]), rtol=2**-7, atol=2**-8 * np.abs(a[name]).max())
+    assert "quantization_config" not in config_of(tmp_path / "out")
+
+
+def test_fp8_and_bf16_models_mix(tmp_path: Path) -> None:
+    sources = [FIXTURES / "inputs" / "ft2", FIXTURES / "bad_inputs" / "ft2_fp8"]
+    merge(*sources, "-o", tmp_path / "out", "--weights", "0.5,0.5")
+    whole = read_all(sources[0])
+    for name, raw in read_all(tmp_path / "out").items():
+        want = floats(whole[name])
+        assert np.sqrt(np.mean((floats(raw) - want) ** 2)) <= 0.05 * np.sqrt(np.mean(want**2))
+    assert "quantization_config" not in config_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize("method", ["linear", "average"])
+def test_a_mean_of_many_bf16_models_is_rounded_once(method: str, tmp_path: Path) -> None:
+    """Summed in bfloat16, 48 models would lose five bits."""
+    rng = np.random.default_rng(0)
+    models = [{"w": bf16(1 + 0.1 * rng.standard_normal((64, 65)))} for _ in range(48)]
+    sources = [save(tmp_path / f"m{i}", m, {"model_type": "x"}) for i, m in enumerate(models)]
+    weights = ("--param", "weight=1") if method == "linear" else ()
+    merge(*sources, "-o", tmp_path / "out", "--method", method, *weights)
+    found = floats(read_all(tmp_path / "out")["w"])
+    exact = mean(*(floats(m["w"]) for m in models))
+    half_ulp = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 8)
+    # The float32 sum may be off by a little, and then the other neighbour is as near as can be said.
+    assert (np.abs(found - exact) <= half_ulp * (1 + 1e-3)).all()
+
+
+def test_mixed_dtypes_need_no_words(tmp_path: Path) -> None:
+    """Norms in float32 beside weights in bfloat16: each tensor has the wider of its sources' types."""
+    a = llama()
+    b = {n: f32(floats(r)) if "norm" in n else r for n, r in llama(seed=1).items()}
+    save(tmp_path / "a", a)
+    save(tmp_path / "b", b)
+    merge(tmp_path / "a", tmp_path / "b", "-o", tmp_path / "out", "--weights", "0.5,0.5")
+    assert {n for n, r in read_all(tmp_path / "out").items() if r.dtype == "F32"} == {n for n in a if "norm" in n}
+    merge(tmp_path / "a", tmp_path / "b", "-o", tmp_path / "all", "--weights", "0.5,0.5", "--dtype", "bfloat16")
+    assert {r.dtype for r in read_all(tmp_path / "all").values()} == {"BF16"}
+
+
+# -- recipes
+
+
+def test_unknown_keys_are_all_listed(two: tuple[Path, Path], tmp_path: Path) -> None:
+    a, b = two
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(
+        f"""\
+merge_method: ties
+base_model: {a}
+normalize: false
+unknown_key: 1
+models:
+- model: {b}
+  weight: 0.5
+  parameters: {{weight: 0.5, densty: 0.1}}
+parameters: {{lamda: 0.1}}
+""",
+        encoding="utf-8",
+    )
+    error = refused(tmp_path / "out", recipe, code=2)
+    for word in ("normalize", "unknown_key", "densty", "lamda"):
+        assert f"`{word}`" in error
+    assert "did you mean `density`" in error
+    assert "did you mean `lambda`" in error
+    for line in (3, 4, 7, 8, 9):
+        assert f"recipe.yml:{line}" in error
+
+
+# -- files
+
+
+def test_a_wrong_total_size_is_not_copied(two: tuple[Path, Path], tmp_path: Path) -> None:
+    a, b = two
+    (a / "model.safetensors").unlink()
+    save(a, llama(), shards=3)
+    index = json.loads((a / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    index["metadata"]["total_size"] = 29
+    (a / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    out = tmp_path / "out"
+    merge(a, b, "-o", out, "--weights", "0.5,0.5", "--max-shard-size", "5KB")
+    written = json.loads((out / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    assert written["metadata"]["total_size"] == sum(r.bits.nbytes for r in read_all(out).values())
+    assert sorted(set(written["weight_map"].values())) == sorted(p.name for p in out.glob("*.safetensors"))
+    assert len(set(written["weight_map"].values())) > 1
+
+
+def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    """Writing the output layer that no source has would make the model larger."""
+    for i, name in enumerate("ab"):
+        tensors = llama(seed=i)
+        del tensors["lm_head.weight"]
+        save(tmp_path / name, tensors, llama_config(tie_word_embeddings=True))
+    merge(tmp_path / "a", tmp_path / "b", "-o", tmp_path / "out", "--weights", "0.5,0.5")
+    assert "lm_head.weight" not in read_all(tmp_path / "out")
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] is True
+
+
+def test_a_directory_that_exists_is_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Shards of an older merge beside those of a new one are a checkpoint of nothing."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model-00001-of-00002.safetensors").write_bytes(b"old")
+    error = refused(out, *two, "--weights", "0.5,0.5")
+    assert "--force" in error
+    assert (out / "model-00001-of-00002.safetensors").read_bytes() == b"old"
+    merge(*two, "-o", out, "--weights", "0.5,0.5", "--force")
+    assert sorted(p.name for p in out.glob("*.safetensors")) == ["model.safetensors"]
+
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpttool", "merge", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **environment}
+    )
+
+
+def test_the_config_is_always_the_same_models(tmp_path: Path) -> None:
+    """That of the base, else of the first model, whatever order a set of paths has."""
+    tensors = llama()
+    for name in ("base", "first", "second"):
+        save(tmp_path / name, tensors, llama_config(rms_norm_eps={"base": 1.0, "first": 2.0, "second": 3.0}[name]))
+    first, second = tmp_path / "first", tmp_path / "second"
+    for seed in "012":
+        out = tmp_path / f"out{seed}"
+        done = run(first, second, "-o", out, "--weights", "0.5,0.5", PYTHONHASHSEED=seed)
+        assert done.returncode == 0, done.stderr
+        assert config_of(out)["rms_norm_eps"] == 2.0
+    merge(second, first, "-o", tmp_path / "other", "--weights", "0.5,0.5")
+    assert config_of(tmp_path / "other")["rms_norm_eps"] == 3.0
+    options = ("--method", "task_arithmetic", "--weights", "0.5,0.5", "--base", tmp_path / "base")
+    merge(first, second, "-o", tmp_path / "based", *options)
+    assert config_of(tmp_path / "based")["rms_norm_eps"] == 1.0
+
+
+# -- accidents
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base and a model large enough that a merge takes a while: 16 tensors of 1 MB."""
+    work = tmp_path_factory.mktemp("large")
+    rng = np.random.default_rng(0)
+    base = {f"w{i}": bf16(rng.standard_normal((512, 1024), np.float32)) for i in range(16)}
+    noise = 0.1 * rng.standard_normal((512, 1024), np.float32)
+    tuned = {n: bf16(floats(r).astype(np.float32) + noise) for n, r in base.items()}
+    return save(work / "base", base, {"model_type": "x"}), save(work / "ft", tuned, {"model_type": "x"})
+
+
+def arguments(large: tuple[Path, Path], out: Path) -> list[object]:
+    """A merge with draws and two passes."""
+    words = ("--method", "dare_ties", "--weights", "0.7", "--param", "density=0.5", "--seed", "7", "--workers", "2")
+    return [large[1], "-o", out, "--base", large[0], *words, "--max-shard-size", "4MB"]
+
+
+def started(large: tuple[Path, Path], out: Path) -> subprocess.Popen[str]:
+    """A merge that has begun to write."""
+    command = [sys.executable, "-m", "ckpttool", "merge", *map(str, arguments(large, out))]
+    tool = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    partial = out.with_name(out.name + ".partial")
+    while tool.poll() is None and not any(partial.glob("*.safetensors*")):
+        time.sleep(0.001)
+    return tool
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.05])
+def test_killed_half_way_and_resumed(wait: float, large: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with started(large, out) as tool:
+        time.sleep(wait)
+        tool.send_signal(signal.SIGKILL)
+        tool.wait()
+    if tool.returncode == -signal.SIGKILL:
+        assert not out.exists()
+        merge(*arguments(large, out), "--resume")
+    merge(*arguments(large, tmp_path / "clean"))
+    same(read_all(out), read_all(tmp_path / "clean"))
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in (tmp_path / "clean").iterdir())
+    shutil.rmtree(out)
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += map(int, (task / "children").read_text(encoding="ascii").split())
+    return found
+
+
+def test_a_worker_that_dies_fails_the_merge(large: tuple[Path, Path], tmp_path: Path) -> None:
+    """A missing shard and exit code 0 would be the worst of all."""
+    out = tmp_path / "out"
+    with started(large, out) as tool:
+        workers = children(tool.pid)
+        assert workers
+        os.kill(workers[0], signal.SIGKILL)
+        assert tool.stderr is not None
+        error = tool.stderr.read()
+        tool.wait()
+    assert tool.returncode == 1
+    assert "a worker process ended: killed by SIGKILL" in error
+    assert "Traceback" not in error
+    assert not out.exists()
