@@ -37,8 +37,9 @@ format: $(DEV) ## rewrite the files the way `make lint` wants them, where that i
 types: $(DEV) ## check types
 	@$(BIN)/mypy --strict
 
-bench: $(DEV) ## measure speed and memory against cp (minutes; several GB of disk)
+bench: $(DEV) ## measure speed and memory against cp, and merges against mergekit (minutes; about 40 GB of disk)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/run.py $(ARGS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/merge.py $(MERGE_ARGS)
 
 clean: ## remove .venv, build outputs and caches
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

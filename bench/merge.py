@@ -304,10 +304,10 @@ def find_mergekit(given: str) -> str:
 def show(rows: dict[str, dict[str, Row]]) -> None:
     """The table."""
     width = max(map(len, rows))
-    print(
-        f"{'method':<{width}}  {'wall s':>7} {'CPU s':>7} {'peak MB':>8}  {'wall / cp':<18}"
-        f"  {'mergekit s':>10} {'CPU s':>7} {'peak MB':>8}  {'times as fast':<18}"
-    )
+    head = f"{'method':<{width}}  {'wall s':>7} {'CPU s':>7} {'peak MB':>8}  {'wall / cp':<18}"
+    if any("mergekit" in row for row in rows.values()):
+        head += f"  {'mergekit s':>10} {'CPU s':>7} {'peak MB':>8}  times as fast"
+    print(head.rstrip())
     for method, row in rows.items():
         ours, copy = row["ckpttool"], row[COPY]
         line = (

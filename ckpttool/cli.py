@@ -179,7 +179,7 @@ Output = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        "--method", metavar="NAME", help="linear unless said; docs/merge.md lists all of them.", show_default=False
+        "--method", metavar="NAME", help="Unless said, linear with --weights and average without.", show_default=False
     ),
 ]
 Weights = Annotated[
@@ -228,6 +228,13 @@ AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Write NaN and infinities instead of refusing them.")
 ]
 Card = Annotated[bool, typer.Option("--card", help="Add a section about the merge to README.md of DST.")]
+Patterns = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PATTERN...", help="Tensors to leave out: globs or re:REGEX.", show_default=False),
+]
+Link = Annotated[
+    bool, typer.Option("--link", help="Reflink or hard-link files that do not change, instead of copying them.")
+]
 List = Annotated[bool, typer.Option("--list", help="One tensor a line.")]
 Files = Annotated[bool, typer.Option("--files", help="One file a line.")]
 Ranks = Annotated[bool, typer.Option("--ranks", help="Draw which rank holds which box of which tensor.")]
@@ -583,13 +590,94 @@ def merge(
     elif len(sources) == 1 and not said and "+" not in sources[0]:
         prepared = prepare_one(sources[0], opened, target, selection)
     else:
-        recipe = recipe_of(sources, method=method or "linear", weights=weights, base=base, params=param or ())
+        recipe = recipe_of(
+            sources,
+            method=method or ("linear" if weights else "average"),
+            weights=weights,
+            base=base,
+            params=param or (),
+        )
         prepared = prepare(recipe, opened, target, selection, choices)
     if dry_run:
         report.show_merge_plan(prepared, run, as_json=json)
         return
     result = execute(prepared, output, run, report.progress(quiet=quiet or json), verify=verify)
     report.show_merge(result, as_json=json, quiet=quiet, verbose=verbose)
+
+
+@app.command(name="drop-keys")
+def drop_keys(
+    src: Src,
+    dst: Dst,
+    patterns: Patterns = None,
+    keep_keys: KeepKeys = None,
+    link: Link = False,
+    tp: Tp = None,
+    pp: Pp = None,
+    ep: Ep = None,
+    etp: Etp = None,
+    tp_out: TpOut = None,
+    pp_out: PpOut = None,
+    ep_out: EpOut = None,
+    etp_out: EtpOut = None,
+    pp_layout: PpLayout = "",
+    from_: From = "",
+    to: To = "",
+    rank_pattern: RankPattern = "",
+    family: FamilyName = "",
+    replicate: Replicate = None,
+    split: Split = None,
+    rename: Rename = None,
+    dtype: Dtype = "",
+    max_shard_size: MaxShard = "",
+    dry_run: DryRun = False,
+    force: Force = False,
+    resume: Resume = False,
+    verify: Verify = False,
+    workers: Workers = None,
+    memory: Memory = "64MiB",
+    manifest: Manifest = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write SRC without some of its tensors; files that lose none stay as they are."""
+    from ckpttool import report
+    from ckpttool.ops.drop_keys import prepare
+    from ckpttool.ops.reshard import Selection, execute
+
+    opened = _open_options(
+        fmt=from_,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        rank_pattern=rank_pattern,
+        family=family,
+        replicate=replicate,
+        split=split,
+    )
+    target = _target(
+        to=to,
+        tp_out=tp_out,
+        pp_out=pp_out,
+        ep_out=ep_out,
+        etp_out=etp_out,
+        pp_layout=pp_layout,
+        ranks_out="",
+        max_shard_size=max_shard_size,
+        dtype=dtype,
+        fuse=False,
+        unfuse=False,
+        vocab_multiple=1,
+    )
+    run = _run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
+    selection = Selection(tuple(patterns or ()), tuple(keep_keys or ()), tuple(rename or ()))
+    prepared = prepare(src, opened, selection, target, link=link)
+    if dry_run:
+        report.show_drop_plan(prepared, as_json=json)
+        return
+    result = execute(prepared.target, dst, run, report.progress(quiet=quiet or json), verify=verify)
+    report.show_drop(prepared, result, as_json=json, quiet=quiet)
 
 
 @app.command()

@@ -206,6 +206,8 @@ class Output:
     """(offset, bytes) runs that do not depend on tensor data, headers for example."""
     carried: str = ""
     """Path of a companion file whose bytes become this file (no units then); "" otherwise."""
+    link: bool = False
+    """Whether a carried file may share its bytes with the other one (a reflink or a hard link)."""
 
 
 class Target(NamedTuple):
@@ -282,7 +284,7 @@ class Plan:
         for s in self.sources:
             yield os.fsencode(f"source {s.path} {s.size} {s.mtime_ns}\n")
         for o in self.outputs:
-            yield os.fsencode(f"output {o.name} {o.size} {o.carried}\n")
+            yield os.fsencode(f"output {o.name} {o.size} {o.carried}{' link' if o.link else ''}\n")
             for offset, data in o.literals:
                 yield f"{offset} ".encode() + data
         if self.randomness is not None:

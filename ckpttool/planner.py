@@ -56,11 +56,13 @@ def build_plan(
     literal_files: Sequence[tuple[str, bytes]] = (),
     check_replicas: bool = True,
     computed: Computed | None = None,
+    linked: Collection[str] = (),
 ) -> Plan:
     """All steps for writing ``ranks`` (what each rank stores of which view) into the files of ``skeleton``.
 
     ``carried`` are (source path, name, bytes) of companion files, ``literal_files`` (name, bytes) of generated ones.
-    A stored tensor whose file number is ``len(catalog.files) + k`` is the result of ``computed.steps[k]``.
+    Carried files whose name is in ``linked`` may share their bytes with the source. A stored tensor whose file number
+    is ``len(catalog.files) + k`` is the result of ``computed.steps[k]``.
     Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte.
     """
     outputs = [Output(f.name, f.size, f.literals) for f in skeleton.files]
@@ -84,7 +86,7 @@ def build_plan(
         units = _checks(used.values()) + units
     sources = [Source(str(f.path), f.size, f.mtime_ns) for f in catalog.files]
     for path, name, size in carried:
-        outputs.append(Output(name, size, (), path))
+        outputs.append(Output(name, size, (), path, name in linked))
     for name, data in literal_files:
         outputs.append(Output(name, len(data), ((0, data),)))
     randomness = computed.randomness if computed is not None else None

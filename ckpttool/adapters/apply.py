@@ -132,6 +132,8 @@ class _Match:
         self.table: dict[str, Change] = {}
         self.notes = list(adapter.notes)
         self._moved = ("", "")
+        """Beginnings of names in the adapter and in the base."""
+        self._choices = {c for p in adapter.pairs if p.kind == "stacked" for c in p.choices or ("",)}
         self._trained: dict[str, int] = {}
         """Outputs of each trained linear layer, by its weight's name in the base's naming."""
         self._square: list[str] = []
@@ -176,8 +178,7 @@ class _Match:
         """Whether the base has a place for a trained tensor of that name."""
         if self._spots(name, 0):
             return True
-        pairs = [p for p in self.adapter.pairs if p.kind == "stacked"]
-        return any(self._holder(name, c) is not None for p in pairs for c in p.choices or ("",))
+        return any(self._holder(name, c) is not None for c in self._choices)
 
     def _align(self) -> None:
         """Find the beginning that names have in the base where they have another one in the adapter.
@@ -206,7 +207,8 @@ class _Match:
                 hint="is this the model for which the adapter was trained? (One whose lm_head is tied has none.)",
             )
         (self._moved,) = found.values()
-        self.notes.append(f"`{self._moved[0]}...` of the adapter is `{self._moved[1]}...` of the base")
+        old, new = self._moved
+        self.notes.append(f"names that begin with `{old}` in the adapter begin with `{new}` in the base")
 
     def _spots(self, target: str, out: int) -> list[Spot]:
         """Where the outputs of a trained weight lie; [] when the base has no place for it."""
@@ -293,11 +295,14 @@ class _Match:
             turned = self._turned(spot.name, part, whole=spot.name == target)
             rows, columns = (0, 0) if len(shape) != 2 else shape[::-1] if turned else shape
             if columns != width or spot.offset + spot.size > rows or (spot.name == target and rows != out):
-                self._misfit(
+                this, other = ("[in, out]", "[out, in]") if turned else ("[out, in]", "[in, out]")
+                what = (
                     f"`{f.down.name}` and `{f.up.name}` change a weight with {width} inputs and {out} outputs;"
-                    f" `{spot.name}` of the base is {list(shape)}, "
-                    + ("[in, out]" if self.in_out(spot.name) else "[out, in]"),
+                    f" `{spot.name}` of the base is {list(shape)}, {this}"
                 )
+                if shape == (part.size if turned else part.size[::-1]):
+                    self._misfit(what, f"it would fit if the base stored it as {other}")
+                self._misfit(what)
             g = part.transposed() if turned else part
             at = (0, spot.offset) if turned else (spot.offset, 0)
             self._put(spot.name, Term(g.up, g.down, g.factor, *at))

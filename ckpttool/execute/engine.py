@@ -19,7 +19,7 @@ import json
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from ckpttool.execute.commit import MANIFEST, Destination
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.crew import Answer, Serve, Worker, can_fork, hire
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import FilePool, SourceReadError, create, write_error
+from ckpttool.execute.files import FilePool, SourceReadError, create, share, write_error
 from ckpttool.execute.hashing import ALGORITHM, Sums
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
@@ -127,6 +127,8 @@ class _Run:
         self.carriers: list[Carrier] = []
         self.threads: list[threading.Thread] = []
         self.sums: dict[str, str] = {}
+        self.shared: list[str] = []
+        """How each file that may be linked came about: a reflink, a hard link, or "" for a copy."""
         self.notes = list(plan.notes)
         total = plan.bytes_written
         self.ledger = _Ledger(max(_MIB, min(256 * _MIB, total // 32)), max(4 * _MIB, total // 12))
@@ -143,7 +145,7 @@ class _Run:
         roots, force = self.options.source_roots, self.options.force
         self.destination.check(self.sources, roots, force=force, carried=carried)
         self._check_sources()
-        self.destination.check_space(self.plan.bytes_written)
+        self.destination.check_space(sum(o.size for o in self.plan.outputs if not o.link))
         with _signals() as signals, FilePool() as pool:
             journal, finished = self._open()
             try:
@@ -159,6 +161,9 @@ class _Run:
                     raise
                 raise error from e
             note = self.destination.publish(force=self.options.force)
+        for how, count in Counter(self.shared).items():
+            files = "1 file" if count == 1 else f"{count} files"
+            self.notes.append(f"{files} {how}" if how else f"{files} copied: linking does not work here")
         if note:
             self.notes.append(note)
             self.progress.note(note)
@@ -223,6 +228,10 @@ class _Run:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
             except OSError as e:
                 raise write_error(e, path, 0, 0) from e
+            if output.link:  # made when its turn comes, and never opened for writing: its bytes may be the source's
+                if not Path(path).exists():
+                    made.add(i)
+                continue
             if not create(path, output.size):
                 made.add(i)
             pool.expect_writes(path)
@@ -374,14 +383,25 @@ class _Run:
             return
         for i, part in enumerate(task.parts):
             if part.carried >= 0:
-                output = self.plan.outputs[part.carried]
-                carrier.copy_file(output.carried, part.carried, output.size)
+                self._carry(part.carried, carrier)
             carrier.carry(part.items)
             for c in part.checks:
                 check(c.step, carrier, c.first)
             self._close(_Record([part]), sums, carrier, last=i == len(task.parts) - 1)
         if not task.parts:  # written by an earlier run that made no manifest
             self._close(_Record([]), sums, carrier, last=True)
+
+    def _carry(self, number: int, carrier: Carrier) -> None:
+        """Copy a companion file, or link it."""
+        output, path = self.plan.outputs[number], self.paths[number]
+        if output.link:
+            how = share(output.carried, path)
+            self.shared.append(how)
+            if how:
+                return
+            create(path, output.size)
+            carrier.pool.expect_writes(path)
+        carrier.copy_file(output.carried, number, output.size)
 
     def _close(self, record: _Record, sums: Sums | None, carrier: Carrier, *, last: bool) -> None:
         """Take the checksums forward to the end of a part, and pass the part on."""

@@ -161,7 +161,7 @@ def plan_target(
             naming = source.stored.naming
         if source.format == fmt:
             fused = fused or source.stored.fused
-    views, removed = _select(identity(source.catalog), selection, notes)
+    views, removed = select(identity(source.catalog), selection, notes)
     before = source.ops
     after = naming_ops(family, naming, fused, mesh)
     if before != after:
@@ -335,13 +335,19 @@ def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[
     return name, writer.target_mesh(asked, said)
 
 
-def _select(views: Views, selection: Selection, notes: list[str]) -> tuple[Views, tuple[int, int]]:
+def select(
+    views: Views, selection: Selection, notes: list[str], *, option: str = "--remove-keys"
+) -> tuple[Views, tuple[int, int]]:
+    """The views that are kept, and (tensors, bytes) of those that are not.
+
+    Raises UsageError for a pattern without a match, and when nothing would be left.
+    """
     names = set(views.table)
     wanted = set(names)
     if selection.keep:
         wanted = matching(selection.keep, names, option="--keep-keys")
     if selection.remove:
-        wanted -= matching(selection.remove, names, option="--remove-keys")
+        wanted -= matching(selection.remove, names, option=option)
     gone = [views.table[n] for n in views.table if n not in wanted]
     if not wanted:
         raise UsageError("no tensor is left: the patterns remove all of them")

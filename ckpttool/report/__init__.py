@@ -4,6 +4,7 @@
     bars.py       a bar on a terminal, a line for each finished file elsewhere
     reshard.py    plans and results of reshard
     merge.py      plans and results of merge
+    drop_keys.py  what drop-keys leaves out
     inspect.py    what inspect found
     layout.py     who holds what, drawn with characters
     svg.py        the same as a picture
@@ -12,8 +13,18 @@ stdout carries data, stderr messages and progress.
 """
 
 from ckpttool.report.bars import progress
+from ckpttool.report.drop_keys import show_drop, show_drop_plan
 from ckpttool.report.inspect import show_inspect
 from ckpttool.report.merge import show_merge, show_merge_plan
 from ckpttool.report.reshard import show_plan, show_reshard
 
-__all__ = ["progress", "show_inspect", "show_merge", "show_merge_plan", "show_plan", "show_reshard"]
+__all__ = [
+    "progress",
+    "show_drop",
+    "show_drop_plan",
+    "show_inspect",
+    "show_merge",
+    "show_merge_plan",
+    "show_plan",
+    "show_reshard",
+]

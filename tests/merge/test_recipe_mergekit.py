@@ -598,10 +598,10 @@ def test_the_second_of_two_keys_is_named_with_both_lines() -> None:
 
 
 def test_yaml_values() -> None:
-    text = "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: 2024-01-01\n1: null\ntrue: yes\nd: [1, 2.5, 'x']"
+    text = "a: &a {x: 1, y: 2}\nb: {<<: [*a, {x: 5, z: 6}], y: 3}\nc: 2024-01-01\n1: null\ntrue: yes\nd: [1, 2.5, 'x']"
     assert from_yaml(text, "r.yml").data == {
         "a": {"x": 1, "y": 2},
-        "b": {"x": 1, "y": 3},
+        "b": {"x": 1, "y": 3, "z": 6},
         "c": "2024-01-01",
         "1": None,
         "true": True,

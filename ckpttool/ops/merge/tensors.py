@@ -77,7 +77,7 @@ class Builder:
             lack = f"{len(partial)} tensors are not in all models"
             self.notes.append(f"{lack}: {copied} are copied, {left} left out (--missing {missing})")
         self.notes += resolved.notes
-        self.notes += [f"the filter {u} matches no tensor" for u in resolved.unused]
+        self.notes += [f"the filter {u} decides about no tensor" for u in resolved.unused]
         if not self._wrong:
             return
         shown = list(self._wrong.values())[:_SHOWN]

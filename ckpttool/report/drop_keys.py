@@ -1,0 +1,89 @@
+"""What ``drop-keys`` is going to leave out, and what it left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.report import text
+from ckpttool.report.reshard import files_of, target_of
+from ckpttool.report.text import count, dump, message, plain, size
+
+if TYPE_CHECKING:
+    from ckpttool.ops.drop_keys import PreparedDrop
+    from ckpttool.ops.reshard import ReshardResult
+
+PLAN_SCHEMA = "ckpttool.drop-plan/1"
+DROP_SCHEMA = "ckpttool.drop/1"
+
+
+def _dropped(prepared: PreparedDrop) -> dict[str, Any]:
+    return {
+        "source": str(prepared.target.source.path),
+        "removed_tensors": len(prepared.gone),
+        "removed_bytes": prepared.freed,
+        "files_rewritten": prepared.rewritten,
+        "files_carried": prepared.carried,
+        "files_dropped": prepared.dropped,
+        "warnings": list(prepared.warnings),
+        "target": target_of(prepared.target),
+        "files": files_of(prepared.target.plan),
+    }
+
+
+def _summary(prepared: PreparedDrop) -> str:
+    return (
+        f"{count(len(prepared.gone), 'tensor')} out, {size(prepared.freed)} freed;"
+        f" {count(prepared.rewritten, 'file')} rewritten, {prepared.carried} as they are, {prepared.dropped} gone"
+    )
+
+
+def show_drop_plan(prepared: PreparedDrop, *, as_json: bool) -> None:
+    """``--dry-run``: every tensor that would go."""
+    target = prepared.target
+    if as_json:
+        tensors = [{"name": n, "dtype": d, "shape": list(s), "bytes": b} for n, d, s, b in prepared.gone]
+        dump(
+            {"schema": PLAN_SCHEMA, **_dropped(prepared), "tensors": tensors, "notes": target.notes},
+            entries=len(prepared.gone),
+        )
+        return
+    text.notes(target.notes)
+    for w in prepared.warnings:
+        message(f"warning: {w}")
+    message(_summary(prepared))
+    text.table(
+        ("tensor", "dtype", "shape", "bytes"),
+        [(plain(n), d, "x".join(map(str, s)), b) for n, d, s, b in prepared.gone],
+    )
+
+
+def show_drop(prepared: PreparedDrop, result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
+    """What went and how much that freed."""
+    target, run = prepared.target, result.run
+    notes = list(dict.fromkeys([*target.notes, *run.notes]))
+    if as_json:
+        dump(
+            {
+                "schema": DROP_SCHEMA,
+                "path": str(result.dst),
+                **_dropped(prepared),
+                "bytes_written": run.bytes_written,
+                "bytes_resumed": run.bytes_skipped,
+                "seconds": round(run.seconds, 6),
+                "verified": result.verified,
+                "notes": notes,
+            },
+            entries=len(target.plan.outputs),
+        )
+        return
+    for w in prepared.warnings:
+        message(f"warning: {w}")
+    if quiet:
+        return
+    text.notes(notes)
+    text.write(
+        f"{result.dst}: {_summary(prepared)}; {count(len(target.views), 'tensor')} left in"
+        f" {count(len(target.plan.outputs), 'file')}, {size(target.plan.bytes_written)}\n"
+    )
+    if result.verified:
+        text.write("verified: every element is equal to the source\n")
