@@ -42,7 +42,7 @@ MERGEKIT_FLAGS = [
     *("--out-shard-size", "500M"),
     *("--no-copy-tokenizer", "--no-write-model-card", "--quiet"),
 ]
-"""Without its default of 5 GB per shard, which waits in memory until it is full, mergekit is faster and smaller."""
+"""Its default of 5 GB per shard waits in memory until it is full; smaller shards cost no time."""
 COPY = "cp"
 
 

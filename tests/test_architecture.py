@@ -52,8 +52,8 @@ ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 # What a format may share with the other formats, besides files whose name starts with an underscore.
 SHARED_FORMATS = {"base", "safetensors"}
 
-# Python API only: handing out torch tensors is what torch is a dependency for.
-TORCH_MODULES = {"ckpttool", "ckpttool.api"}
+# Handing out torch tensors, and repeating what torch makes of equal magnitudes (merge --rng mergekit).
+TORCH_MODULES = {"ckpttool", "ckpttool.api", "ckpttool.kernels.merge.draws"}
 
 # Each of these runs what it reads.
 BANNED_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -386,15 +386,23 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
     from ckpttool.cli import app
 
     commands = getattr(get_command(app), "commands", {})
-    assert {"reshard", "inspect"} <= commands.keys()
+    assert {"reshard", "merge", "drop-keys", "inspect"} <= commands.keys()
     runs = [["--help"], *([name, "--help"] for name in commands)]
     for arguments, status, heavy in loaded_by(HEAVY_FOR_HELP, runs, tmp_path):
         assert (status, heavy) == (0, []), f"ckpttool {' '.join(arguments)}"
 
 
-def test_reshard_does_not_load_torch(tmp_path: Path) -> None:
+def test_writers_do_not_load_torch(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "fixtures" / "llama_tp8", tmp_path / "src")
-    arguments = ["reshard", "src", "dst", "--tp-out", "2"]
+    for name in ("ft1", "ft2", "base"):
+        shutil.copytree(ROOT / "fixtures/merge/inputs" / name, tmp_path / name)
+    ties = ["--method", "dare_ties", "--weights", "1,1", "--param", "density=0.5", "--base", "base"]
+    runs = [
+        ["reshard", "src", "dst1", "--tp-out", "2"],
+        ["merge", "ft1", "ft2", "-o", "dst2", *ties],
+        ["drop-keys", "ft1", "dst3", "lm_head.weight"],
+    ]
     # Seen from the inside (what is loaded after the run) and from the effect (there is an output).
-    assert loaded_by(HEAVY_FOR_RESHARD, [arguments], tmp_path) == [(arguments, 0, [])]
-    assert any((tmp_path / "dst").iterdir())
+    assert loaded_by(HEAVY_FOR_RESHARD, runs, tmp_path) == [(arguments, 0, []) for arguments in runs]
+    for i in (1, 2, 3):
+        assert any((tmp_path / f"dst{i}").iterdir())

@@ -254,3 +254,10 @@ def test_della_ranks_what_the_working_dtype_tells_apart(working: Working, kind: 
     mask = np.empty(x.size, np.bool_)
     draws("x").bernoulli(0, 0, _chances(300, 0.7, 0.1, working)[ranks].ravel(), mask)
     assert np.array_equal(found.ravel() != 0, mask)
+
+
+def test_ties_keeps_one_element_at_least() -> None:
+    found = run_method(
+        METHODS["ties"], [np.array([1, 3, 3], F)], np.zeros(3, F), per_model=[{"weight": 1.0, "density": 0.2}]
+    )
+    assert found.tolist() == [0, 3, 0]

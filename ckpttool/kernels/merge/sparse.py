@@ -207,6 +207,12 @@ def _drawn_by_rank(tensor: Tensor) -> list[Keep | None]:
                 np.copyto(size, size.astype(ml_dtypes.bfloat16))
             elif working == "F16":
                 np.copyto(size, size.astype(np.float16))
+            order = getattr(tensor.draws, "order", None)
+            if order is not None:
+                rows = size.reshape(-1, columns)
+                np.put_along_axis(rows, order(rows), chances[None], axis=1)
+                tensor.draws.bernoulli(i, chunk.start, size, out)
+                return
             # A float that is not negative is ordered as its bits are; below them the column orders equals.
             keys = chunk.scratch(0, np.uint64).reshape(-1, columns)
             np.left_shift(size.view(np.uint32).reshape(keys.shape), np.uint64(32), out=keys, dtype=np.uint64)
