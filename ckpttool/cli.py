@@ -183,7 +183,13 @@ MethodName = Annotated[
     ),
 ]
 Weights = Annotated[
-    str, typer.Option("--weights", metavar="W,W,...", help="One weight for each source.", show_default=False)
+    str,
+    typer.Option(
+        "--weights",
+        metavar="W,W,...",
+        help="One weight for each source, or for each adapter of a single one.",
+        show_default=False,
+    ),
 ]
 Base = Annotated[
     str, typer.Option("--base", metavar="PATH", help="The model that the others started from.", show_default=False)
@@ -540,7 +546,7 @@ def merge(
     from ckpttool import report
     from ckpttool.ops.merge import Choices, execute, prepare, prepare_one
     from ckpttool.ops.reshard import Selection
-    from ckpttool.recipe.flags import recipe_of
+    from ckpttool.recipe.flags import adapted, recipe_of
     from ckpttool.recipe.read import is_recipe, read_recipe
 
     opened = _open_options(
@@ -589,6 +595,8 @@ def merge(
         prepared = prepare(recipe, opened, target, selection, choices)
     elif len(sources) == 1 and not said and "+" not in sources[0]:
         prepared = prepare_one(sources[0], opened, target, selection)
+    elif len(sources) == 1 and not (method or base or param):
+        prepared = prepare(adapted(sources[0], weights), opened, target, selection, choices)
     else:
         recipe = recipe_of(
             sources,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import yaml
 
-from ckpttool.errors import CkptError, ConflictError
+from ckpttool.errors import CkptError, ConflictError, UsageError
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import TYPES, Words, check, method_named, scalar
@@ -47,6 +48,26 @@ def recipe_of(
     check(recipe, problems, WEIGHT if "weight" in found.per_model and "weight" not in per_model else WORDS)
     problems.check()
     return recipe
+
+
+def adapted(source: str, weights: str = "") -> Recipe:
+    """The recipe that adds adapters to one model: ``PATH+ADAPTER...`` with a weight for each adapter, 1 unless said.
+
+    Raises UsageError, also for a source without adapters.
+    """
+    model = reference(source)
+    if not model.adapters:
+        raise UsageError(
+            f"`{source}` is one model without adapters, which has no weights",
+            hint="name the models to merge, or PATH+ADAPTER to add an adapter to a model",
+        )
+    try:
+        numbers = tuple(float(w) for w in weights.split(",")) if weights else ()
+    except ValueError:
+        raise UsageError(f"--weights `{weights}` is not a list of numbers", hint="for example 0.7,0.3") from None
+    if numbers and len(numbers) != len(model.adapters):
+        raise UsageError(f"there are {len(numbers)} weights for {len(model.adapters)} adapters")
+    return Recipe("passthrough", (Slice((Source(replace(model, weights=numbers)),)),))
 
 
 def _model(text: str, problems: Problems, at: str) -> ModelRef | None:

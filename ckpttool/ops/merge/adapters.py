@@ -47,7 +47,17 @@ class Adaptations:
             self._models.notes += [f"{path}: {n}" for n in changes.notes]
             for f in adapter.files:
                 self._hashes.setdefault(ref, []).append((str(f.path), hash_range(f.path, 0, f.size)))
-        self._changes[ref] = combine(found)
+        self._changes[ref] = self._tied(model, combine(found))
+
+    def _tied(self, model: Model, changes: Changes) -> Changes:
+        """A head that the config ties to the embeddings and that is stored all the same changes with them."""
+        pair = ("model.embed_tokens.weight", "lm_head.weight")
+        changed = [n for n in pair if n in changes.table]
+        if not model.checkpoint.family.tied or len(changed) != 1 or not all(n in model.views for n in pair):
+            return changes
+        other = pair[1 - pair.index(changed[0])]
+        self._models.notes.append(f"`{other}` changes as `{changed[0]}` does, to which the config ties it")
+        return Changes({**changes.table, other: changes.table[changed[0]]}, changes.notes)
 
     def names(self, ref: ModelRef) -> list[str]:
         """The tensors of a model."""
@@ -85,7 +95,12 @@ def _low_rank(term: Term, operands: Operands, label: str) -> LowRank:
 
 
 def _orientation(model: Model) -> InOut | None:
-    """How the base of a Paddle adapter stores linear layers: as torch does if torch's format is recorded in its files
-    or its names are those that every format is read as; else as the adapter's own library does."""
-    torch = model.checkpoint.stored.metadata.get("format") == "pt" or model.checkpoint.format != "hf"
+    """How the base of a Paddle adapter stores linear layers: [out, in] if torch's format is recorded in its files and
+    its names are Hugging Face's, or if it is read from another format; else as the adapter's own library does.
+
+    Paddle, too, records torch's format at times, but then its names are its own (``llama.layers``).
+    """
+    stored = model.checkpoint.stored
+    named = any(n.startswith("model.") for n in model.views)
+    torch = stored.format != "hf" or (stored.metadata.get("format") == "pt" and named)
     return (lambda _: False) if torch else None
