@@ -401,12 +401,11 @@ def test_a_worker_that_dies_fails_the_merge(large: tuple[Path, Path], tmp_path: 
     """A missing shard and exit code 0 would be the worst of all."""
     out = tmp_path / "out"
     with started(out, endless(large, out)) as tool:
-        workers = children(tool.pid)
-        assert workers
-        os.kill(workers[0], signal.SIGKILL)
-        assert tool.stderr is not None
-        error = tool.stderr.read()
-        tool.wait()
+        try:
+            os.kill(children(tool.pid)[0], signal.SIGKILL)
+            _, error = tool.communicate(timeout=60)
+        finally:
+            tool.kill()
     assert tool.returncode == 1
     assert "a worker process ended: killed by SIGKILL" in error
     assert "Traceback" not in error

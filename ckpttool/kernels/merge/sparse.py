@@ -71,7 +71,8 @@ def della(tensor: Tensor) -> Program:
     An element whose |d_i| has rank r = 0 ... c - 1 in its row of c elements (ascending; equals by position) stays with
     probability density - epsilon + r / (c - 1) 2 epsilon. Rows are along the last axis: a 1-D tensor is one row, and
     of stacked matrices each has its own rows (mergekit 0.1.5 ranks a 3-D tensor along its middle axis instead). In a
-    row of one element, where mergekit divides by zero, the probability is ``density``.
+    row of one element, where mergekit divides by zero, the probability is ``density``. Draws that repeat mergekit's
+    rank equals as torch's unstable sort does on the machine at hand, which is part of its results.
     """
     return (yield from _merge(tensor, _drawn_by_rank(tensor), elect=True))
 
@@ -207,7 +208,8 @@ def _drawn_by_rank(tensor: Tensor) -> list[Keep | None]:
                 np.copyto(size, size.astype(ml_dtypes.bfloat16))
             elif working == "F16":
                 np.copyto(size, size.astype(np.float16))
-            order = getattr(tensor.draws, "order", None)
+            # torch sorts float32 in a way that leaves equals in any order; what repeats its draws repeats that, too.
+            order = getattr(tensor.draws, "order", None) if working == "F32" else None
             if order is not None:
                 rows = size.reshape(-1, columns)
                 np.put_along_axis(rows, order(rows), chances[None], axis=1)
