@@ -106,6 +106,10 @@ def test_methods() -> None:
     assert table("methods") == methods_table(), "run: python -m tests.docs.test_merge_table"
 
 
+def test_their_number() -> None:
+    assert f"\n- There are {len(METHODS)} methods:" in PAGE.read_text(encoding="utf-8")
+
+
 def test_parameters() -> None:
     assert table("parameters") == parameters_table(), "run: python -m tests.docs.test_merge_table"
 

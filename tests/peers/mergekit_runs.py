@@ -3,8 +3,9 @@
 RUNS.json is a list of {"recipe": PATH, "out": DIR, "tokenizer": BOOL}; the current directory is where the recipes'
 paths count from. A recipe that fails ends the run.
 
-Sorts are made stable. mergekit's own are not, so that which of two equal magnitudes it keeps depends on the machine,
-and nothing else could be held against it bit by bit.
+Sorts of whole tensors are made stable. mergekit's own are not, so that which of two equal magnitudes it keeps depends
+on the machine, and nothing else could be held against it bit by bit. Those of rows stay as they are: ckpttool sorts
+rows with torch, too, when it is asked for mergekit's draws.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ SEED = 42
 
 
 def stable(function: Any) -> Any:
-    """The same sort, stable."""
-    return functools.partial(function, stable=True)
+    """The same sort, stable where no axis is named."""
+
+    @functools.wraps(function)
+    def sort(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options, **({} if "dim" in options else {"stable": True}))
+
+    return sort
 
 
 def main() -> None:
@@ -34,8 +40,6 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.sort = stable(torch.sort)
     torch.argsort = stable(torch.argsort)
-    method = torch.Tensor.argsort
-    torch.Tensor.argsort = lambda self, **kw: method(self, stable=True, **kw)  # type: ignore[method-assign, assignment]
     for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         text = Path(job["recipe"]).read_text(encoding="utf-8")
         options = MergeOptions(
