@@ -209,12 +209,16 @@ def _layer_warnings(source: Checkpoint, gone: Collection[str], left: Collection[
     lost, kept = _layers_of(gone), _layers_of(left)
     out = []
     if partly := sorted(lost & kept):
-        shown = ", ".join(map(str, partly[:8])) + (", ..." if len(partly) > 8 else "")
-        out.append(f"{len(partly)} layers lose some of their tensors: {shown}")
+        out.append(f"{_numbered(partly)} {'loses some of its' if len(partly) == 1 else 'lose some of their'} tensors")
     if isinstance(count, int) and (whole_ones := sorted(n for n in lost - kept if n < count)):
-        shown = ", ".join(map(str, whole_ones[:8])) + (", ..." if len(whole_ones) > 8 else "")
-        out.append(f"layers {shown} are gone, and config.json still counts {count}")
+        verb = "is" if len(whole_ones) == 1 else "are"
+        out.append(f"{_numbered(whole_ones)} {verb} gone, and config.json still counts {count}")
     return out
+
+
+def _numbered(layers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
+    return f"layer {shown}" if len(layers) == 1 else f"layers {shown}"
 
 
 def _layers_of(names: Collection[str]) -> set[int]:

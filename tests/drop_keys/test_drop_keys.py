@@ -225,7 +225,7 @@ def test_required_weights_warn(source: Path, tmp_path: Path) -> None:
     done = drop(source, tmp_path / "b", "lm_head.weight")
     assert "warning" not in done.err
     done = drop(source, tmp_path / "c", "model.embed_tokens.weight", "model.norm.weight", "*.1.mlp.up_proj.*")
-    for words in ("`model.embed_tokens.weight` is required", "`model.norm.weight` is required", "1 layers lose some"):
+    for words in ("`model.embed_tokens.weight` is required", "`model.norm.weight` is required", "layer 1 loses some"):
         assert words in done.err
 
 
