@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -36,8 +37,6 @@ class _Commands(TyperGroup):
             raise typer.Exit(130) from None
         except BrokenPipeError:
             # The reader of our output is gone (`| head`); that is no failure. Keep Python from writing to it at exit.
-            import os
-
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
 
@@ -768,5 +767,7 @@ def main() -> NoReturn:
     """Run the command line."""
     # A plan is a million small objects without a cycle; collecting them costs a third of planning and frees nothing.
     gc.disable()
+    # Work is shared out to processes; threads of a library below them would only get in each other's way.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     app()
     sys.exit(0)
