@@ -14,7 +14,7 @@ from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.document import Problems, Value, nearest
 from ckpttool.recipe.model import Condition, Kind, Recipe, Scalar, Setting, Slice, Source
 
-DTYPES = ("F32", "F16", "BF16")
+DTYPES = ("F32", "F16", "BF16", "F64")
 """What a merge writes."""
 
 
@@ -52,7 +52,7 @@ def dtype_named(value: Value) -> str:
         return kind.name
     value.wrong(
         f"a merge does not write {text}",
-        hint="merge to bfloat16, then quantise the result with `ckpttool fp8-cast`"
+        hint="merge to bfloat16, and quantise the result with a tool for that"
         if kind.name.startswith("F8")
         else "float32, float16 or bfloat16",
         error=UnsupportedError,
@@ -155,19 +155,22 @@ def _check_slice(recipe: Recipe, method: Method, piece: Slice, problems: Problem
     def wrong(what: str, hint: str | None = None, error: type[CkptError] = UsageError) -> None:
         problems.add(what, at=at or words.models, hint=hint, error=error)
 
+    least, most = method.models
     base = recipe.base_of(piece)
     sources = merged(recipe, method, piece)
     twice = [str(m) for m, n in Counter(s.model for s in piece.sources).items() if n > 1]
     for model in twice:
         wrong(f"`{model}` is listed twice", "give it once, with the sum of its weights", ConflictError)
     if method.base == "needed" and base is None:
-        wrong(f"`{method.name}` needs a base model", f"name it with {words.base}")
+        spare = most is not None and len(sources) == most + 1
+        which = f"; `{sources[0].model}` for example" if spare else ""
+        wrong(f"`{method.name}` needs a base model", f"name it with {words.base}{which}")
     elif at and method.base != "refused" and base is not None and all(s.model != base for s in piece.sources):
         wrong(f"the base `{base}` is no source of this slice", "list it, so that its `layer_range` is known")
-    least, most = method.models
     if method.base == "refused" and piece.base is not None:
         wrong(f"`{method.name}` has no base, so that a slice's `base_model` has no effect", None, ConflictError)
-    if not twice and (len(sources) < least or (most is not None and len(sources) > most)):
+    lacks_base = method.base == "needed" and base is None and most is not None and len(sources) == most + 1
+    if not twice and not lacks_base and (len(sources) < least or (most is not None and len(sources) > most)):
         count = f"exactly {least}" if least == most else f"at least {least}" if most is None else f"{least} to {most}"
         beside = " beside the base" if base is not None and method.base != "refused" else ""
         wrong(f"`{method.name}` merges {count} model{'' if most == 1 else 's'}{beside}; there are {len(sources)}")

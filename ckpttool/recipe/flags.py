@@ -127,7 +127,11 @@ def _parameters(
         elif len(values) == models:
             per_model[name] = [Setting.of(kind, v) for v in values]
         else:
-            problems.add(f"`{name}={text}` has {len(values)} values for {models} sources", at=at, error=ConflictError)
+            problems.add(
+                f"`{name}={text}` has {len(values)} value{'' if len(values) == 1 else 's'} for {models} sources",
+                at=at,
+                error=ConflictError,
+            )
     return per_model, whole
 
 

@@ -211,7 +211,10 @@ def _filled(**fields: Any) -> dict[str, Any]:
 
 def _source(source: Source) -> dict[str, Any]:
     layers = source.layers and [source.layers.start, source.layers.stop]
-    return _filled(model=str(source.model), layer_range=layers, parameters=_settings(source.parameters))
+    weights = list(source.model.weights)
+    return _filled(
+        model=str(source.model), adapter_weights=weights, layer_range=layers, parameters=_settings(source.parameters)
+    )
 
 
 def _settings(settings: Settings) -> dict[str, Any]:

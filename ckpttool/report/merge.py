@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.ops.merge.provenance import ONE
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, peak_memory, plan_files, target_of
 from ckpttool.report.text import aligned, count, dump, message, size
@@ -23,7 +24,7 @@ def _merge(prepared: PreparedMerge) -> dict[str, Any]:
         "rng": prepared.rng,
         "sources": [
             {
-                "path": o.label,
+                "path": o.path,
                 "format": o.format,
                 "files": len(o.files),
                 "bytes": sum(n for _, n in o.files),
@@ -58,9 +59,8 @@ def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool) 
     text.notes(target.notes)
     rows = [("method", prepared.method + (f", seed {prepared.seed}" if prepared.seed is not None else ""))]
     for i, o in enumerate(prepared.origins):
-        adapters = "".join(f" + {p}" for p, _ in o.adapters)
         held = f"{count(o.tensors, 'tensor')} in {count(len(o.files), 'file')}, {size(sum(n for _, n in o.files))}"
-        rows.append(("" if i else "source", f"{o.label}{adapters}: {o.format}, {held}"))
+        rows.append(("" if i else "source", f"{o.label}: {o.format}, {held}"))
     rows += [
         ("work", f"{count(prepared.merged, 'tensor')} to merge, {prepared.copied} to copy"),
         ("target", f"{target.format}, {target.mesh}"),
@@ -113,8 +113,10 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
     rate = (
         f" in {run.seconds:.1f} s, {text.short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
     )
+    models = len(prepared.origins)
+    what = prepared.method if prepared.method == ONE else f"{prepared.method} of {count(models, 'model')}"
     text.write(
-        f"{result.dst}: {prepared.method} of {count(len(prepared.origins), 'model')}, {target.format}, {target.mesh},"
+        f"{result.dst}: {what}, {target.format}, {target.mesh},"
         f" {count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')},"
         f" {size(plan.bytes_written)}{rate}\n"
     )

@@ -61,7 +61,7 @@ def test_one_source_takes_one_weight() -> None:
             "--weights",
         ),
         ("a b", {"method": "linear", "weights": "1,2,3"}, ConflictError, "has 3 values for 2 sources", ""),
-        ("a b", {"method": "linear", "weights": "1"}, ConflictError, "has 1 values for 2 sources", ""),
+        ("a b", {"method": "linear", "weights": "1"}, ConflictError, "has 1 value for 2 sources", ""),
         ("a b", {"method": "linear", "weights": "1,x"}, UsageError, "`x` in `weight=1,x` is not a finite number", ""),
         ("a b", {"method": "linear", "weights": "1,nan"}, UsageError, "not a finite number", ""),
         ("a b", {"method": "average", "weights": "1,2"}, UsageError, "`average` has no weights", ""),

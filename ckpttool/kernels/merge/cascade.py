@@ -1,7 +1,7 @@
 """Sums that have the bits of torch's: float32 values added up in the order in which torch adds them on one thread.
 
-torch sums a contiguous tensor of floats, whatever its shape, as one row (aten/src/ATen/native/cpu/SumKernel.cpp, the
-same from torch 1.10 to 2.13). The row is taken as lines of 4 vectors; lines are added into a first register, which after
+torch sums a contiguous tensor of floats, whatever its shape, as one row (aten/src/ATen/native/cpu/SumKernel.cpp,
+as of torch 2.13). The row is taken as lines of 4 vectors; lines are added into a first register, which after
 ``step`` lines is added into a second one and begins anew, the second into a third after ``step`` of those, the third
 into a fourth. ``step`` grows with the row: it is 2^max(4, c // 4), c being ceil(log2(lines)). In the end come, one after
 the other: the first register plus the second, third and fourth; its first vector plus the whole vectors that make no

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from ckpttool.kernels.merge.base import Array
+from ckpttool.kernels.merge.cascade import CascadeSum
 
 Working = Literal["F32", "F16", "BF16"]
 """What mergekit computes in: its ``dtype:``, or else what the dtypes of a tensor's operands have in common."""
@@ -190,6 +191,10 @@ class MergekitDraws:
         torch.set_num_threads(1)
         found: Array = torch.from_numpy(rows).argsort(dim=1).numpy()
         return found
+
+    def float_sum(self, size: int) -> CascadeSum:
+        """A sum of ``size`` float32 values that comes out as torch's does."""
+        return CascadeSum(size)
 
     def _open(self, model: int) -> np.random.Generator:
         bits = self._stream.at(self._starts[model])

@@ -13,14 +13,15 @@ multiplied by sum |d_i| / sum |m_i d_i|, over the tensor, unless one of the two 
 All products, sums and quotients are float32, rounded one by one in the order written above, as mergekit 0.1.5 does with
 ``dtype: float32``; its seeded results come out bit for bit, but for two things. It leaves it to torch which of several
 equal magnitudes stay: here those with the lowest positions do. And it sums magnitudes for ``rescale`` in float32: here
-they are summed in float64 and rounded at the end. A density of 1 chooses all and skips ``rescale``, at no cost.
+they are summed in float64 and rounded at the end, unless the draws repeat mergekit's: then torch's sum is repeated, too
+(``cascade``). A density of 1 chooses all and skips ``rescale``, at no cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -254,7 +255,7 @@ def _chances(columns: int, density: float, epsilon: float, working: str) -> Arra
 def _merge(tensor: Tensor, keeps: Sequence[Keep | None], *, elect: bool) -> Program:
     """The rest of every method, once it is known what stays."""
     weights = [np.float32(p["weight"]) for p in tensor.models]
-    factors = (yield from _factors(keeps)) if tensor.whole["rescale"] else {}
+    factors = (yield from _factors(tensor, keeps)) if tensor.whole["rescale"] else {}
     scale = np.float32(tensor.whole["lambda"])
     normalize = bool(tensor.whole["normalize"])
     total = np.cumsum(weights, dtype=np.float32)[-1]
@@ -314,23 +315,50 @@ def _merge(tensor: Tensor, keeps: Sequence[Keep | None], *, elect: bool) -> Prog
     return combine
 
 
-def _factors(keeps: Sequence[Keep | None]) -> Generator[Pass, None, dict[int, np.float32]]:
+class _Sum(Protocol):
+    def add(self, values: Array) -> None: ...
+
+    def result(self) -> np.floating[Any]: ...
+
+
+class _WideSum:
+    """A sum of float32 values in float64."""
+
+    def __init__(self) -> None:
+        self._total = np.float64(0)
+
+    def add(self, values: Array) -> None:
+        self._total += np.add.reduce(values, dtype=np.float64)
+
+    def result(self) -> np.float64:
+        return self._total
+
+
+def _factors(tensor: Tensor, keeps: Sequence[Keep | None]) -> Generator[Pass, None, dict[int, np.float32]]:
     """sum |d_i| / sum |m_i d_i| of the models that lose elements but not all, unless a sum is next to nothing."""
     models = {i: keep for i, keep in enumerate(keeps) if keep not in {None, _nothing}}
-    before, after = np.zeros(len(keeps)), np.zeros(len(keeps))
+    # mergekit 0.1.5 (sparsify.py, rescaled_masked_tensor) takes delta.abs().sum() / masked.abs().sum(), before weights.
+    # Where it works in 16 bits, its deltas are rounded to these, too, and no order of adding up gives its sums.
+    repeated = getattr(tensor.draws, "float_sum", None) if getattr(tensor.draws, "working", "F32") == "F32" else None
+
+    def sums() -> dict[int, _Sum]:
+        return {i: repeated(tensor.size) if repeated else _WideSum() for i in models}
+
+    before, after = sums(), sums()
 
     def measure(chunk: Chunk) -> None:
         for (i, keep), delta in zip(models.items(), _deltas(chunk, list(models)), strict=True):
             kept = chunk.scratch(0, np.bool_)
             keep(chunk, delta, kept)
             np.abs(delta, out=delta)
-            before[i] += np.add.reduce(delta, dtype=np.float64)
+            before[i].add(delta)
             np.multiply(delta, kept, out=delta)
-            after[i] += np.add.reduce(delta, dtype=np.float64)
+            after[i].add(delta)
 
     if models:
         yield measure
-    return {i: np.float32(before[i]) / np.float32(after[i]) for i in models if min(before[i], after[i]) >= 1e-7}
+    totals = {i: (before[i].result(), after[i].result()) for i in models}
+    return {i: np.float32(a) / np.float32(b) for i, (a, b) in totals.items() if min(a, b) >= 1e-7}
 
 
 _WHOLE = {

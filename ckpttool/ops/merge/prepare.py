@@ -22,7 +22,7 @@ from ckpttool.mesh import Mesh
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import merged_config
 from ckpttool.ops.merge.models import Model, Models
-from ckpttool.ops.merge.provenance import CARD, RECORD, Origin, Provenance
+from ckpttool.ops.merge.provenance import CARD, ONE, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
 from ckpttool.ops.merge.words import Words
 from ckpttool.ops.reshard import Prepared, Selection, Target, plan_target, verify_output
@@ -31,9 +31,6 @@ from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved, resolve
 from ckpttool.vocabulary import TOKENIZER_FILES
-
-ONE = "one checkpoint"
-"""What a merge of a single source is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +116,17 @@ def prepare(
     )
     random = METHODS[recipe.method].random
     seed = choices.seed if random else None
-    origins = [_origin(r, models[r], adaptations) for r in refs]
+    used = {label for names in builder.names.values() for label, _ in names}
+    origins = [_origin(r, models[r], adaptations) for r in refs if str(r) in used]
+    if str(donor_ref) not in used:
+        models.notes.append(f"{donor_ref} gives config and tokenizer only: `{recipe.method}` has no base")
     provenance = Provenance(recipe.record(), recipe.text, seed, choices.rng if random else "", origins)
     provenance.operands = builder.names
     written = list(words.files.items()) if words is not None else []
     if choices.card:
         written.append(("README.md", _card(donor, provenance)))
     prepared = plan_target(
-        _as_checkpoint(donor, models, builder, config, options, words),
+        _as_checkpoint(recipe, donor, models, builder, config, options, words),
         replace(target, dtype=dtype, format=target.format or ("" if _is_cut(target) else "hf")),
         selection,
         computed=Computed(
@@ -153,7 +153,7 @@ def prepare_one(src: str | Path, options: OpenOptions, target: Target, selection
     source = open_checkpoint(src, options)
     cut = _is_cut(target)
     whole = target if cut else replace(target, tp=1, pp=1, ep=1, etp=1, format=target.format or "hf")
-    origin = Origin(str(src), source.format, _files(source), len(source.catalog))
+    origin = Origin(str(src), str(src), source.format, _files(source), len(source.catalog))
     prepared = plan_target(source, whole, selection)
     provenance = Provenance({"merge_method": ONE}, "", None, "", [origin])
     return PreparedMerge(prepared, ONE, None, "", [origin], provenance, 0, len(prepared.views), (str(src),))
@@ -191,9 +191,9 @@ def _files(checkpoint: Checkpoint) -> list[tuple[str, int]]:
 
 
 def _origin(ref: ModelRef, model: Model, adaptations: Adaptations) -> Origin:
-    return Origin(
-        model.label, model.checkpoint.format, _files(model.checkpoint), len(model.views), adaptations.hashes(ref)
-    )
+    checkpoint = model.checkpoint
+    held, adapters = _files(checkpoint), adaptations.hashes(ref)
+    return Origin(str(ref), model.label, checkpoint.format, held, len(model.views), adapters)
 
 
 def _randomness(choices: Choices, builder: Builder, recipe: Recipe) -> Randomness:
@@ -213,6 +213,7 @@ def _donor_layers(resolved: Resolved, donor_ref: ModelRef, donor: Model) -> list
 
 
 def _as_checkpoint(
+    recipe: Recipe,
     donor: Model,
     models: Models,
     builder: Builder,
@@ -239,7 +240,7 @@ def _as_checkpoint(
     tied = family.tied and Key("lm_head.weight") not in builder.tensors
     if tied and Key("model.embed_tokens.weight") in builder.tensors:
         catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}
-    notes = [*models.notes, *(words.notes if words else ()), *builder.notes]
+    notes = [*recipe.notes, *models.notes, *(words.notes if words else ()), *builder.notes]
     return Checkpoint(donor.checkpoint.path, stored, family, catalog, notes)
 
 

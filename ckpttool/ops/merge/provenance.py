@@ -13,6 +13,8 @@ from ckpttool.execute.hashing import ALGORITHM, hasher
 from ckpttool.plan import Compute, Plan
 
 RECORD = "ckpttool.merge.json"
+ONE = "one checkpoint"
+"""What a merge of a single source is called."""
 SCHEMA = "ckpttool.provenance/1"
 CARD = "## Merge\n"
 """How the section of a model card begins."""
@@ -25,6 +27,8 @@ class Origin:
     """One source of a merge."""
 
     label: str
+    """The model and its adapters, as a recipe names them."""
+    path: str
     format: str
     files: Sequence[tuple[str, int]]
     """(name, bytes)"""
@@ -67,7 +71,7 @@ class Provenance:
                 h.update(f"{name} {digest}\n".encode(errors="surrogateescape"))
             sources.append(
                 {
-                    "path": o.label,
+                    "path": o.path,
                     "format": o.format,
                     "files": [{"name": n, "bytes": size} for n, size in o.files],
                     "tensors": o.tensors,
@@ -90,9 +94,9 @@ class Provenance:
 
     def card(self) -> str:
         """A Markdown section for the model card."""
-        models = "\n".join(f"* `{o.label}`" + "".join(f" + adapter `{p}`" for p, _ in o.adapters) for o in self.origins)
+        models = "\n".join(f"* `{o.label}`" for o in self.origins)
         text = self.text or json.dumps(self.recipe, indent=2, ensure_ascii=False, default=str)
-        kind = "yaml" if self.text else "json"
+        kind = "yaml" if self.text and not self.text.lstrip().startswith("{") else "json"
         return (
             f"{CARD}\nThis checkpoint was merged with ckpttool"
             f" {__version__} by the method `{self.recipe.get('merge_method', '')}` from\n\n{models}\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Literal
@@ -11,6 +12,8 @@ from ckpttool.dtypes import CASTABLE, lookup
 from ckpttool.errors import ConflictError
 from ckpttool.execute.compare import compare_one, read_view
 from ckpttool.kernels.merge import METHODS
+from ckpttool.kernels.merge.base import Tensor
+from ckpttool.kernels.merge.draws import CounterDraws
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.models import Models
 from ckpttool.ops.merge.words import Words, has_vocabulary
@@ -57,6 +60,7 @@ class Builder:
         self.vocabulary: int | None = None
         """Rows of the embeddings, when --vocab changed them."""
         self._wrong: dict[str, str] = {}
+        self._tried: set[object] = set()
 
     def run(self, resolved: Resolved, missing: Missing) -> None:
         """Raises ConflictError listing the tensors that some models lack, or whose shapes differ."""
@@ -138,13 +142,14 @@ class Builder:
         sources: Sequence[tuple[ModelRef, str]],
     ) -> None:
         shape = shape_of(models[0])
+        self._try(name, shape, models, base, parameters, whole, base_at, method)
         key = Key(name)
         if not prod(shape):
             self.tensors[key] = LogicalTensor(key, dtype, shape, ())
             return
         stored = StoredTensor(name, dtype, shape, len(self.models.files) + len(self.computed), 0)
         self.tensors[key] = whole_tensor(stored, key)
-        self.names[name] = [(self.models[ref].label, of) for ref, of in sources]
+        self.names[name] = [(str(ref), of) for ref, of in sources]
         self.computed.append(
             Compute(
                 name,
@@ -159,6 +164,27 @@ class Builder:
                 self.finite,
             )
         )
+
+    def _try(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        models: tuple[Operand, ...],
+        base: Operand | None,
+        parameters: Sequence[Mapping[str, float | int | bool]],
+        whole: Mapping[str, float | int | bool],
+        base_at: int | None,
+        method: str,
+    ) -> None:
+        """Begin the method's program as far as its first pass: wrong parameters show before anything is written."""
+        key = (method, repr(parameters), repr(whole), base is None, len(shape))
+        if key in self._tried:
+            return
+        self._tried.add(key)
+        draws = CounterDraws(0, name)
+        tensor = Tensor(name, shape, tuple(parameters), whole, base is not None, draws, base_at)
+        with contextlib.suppress(StopIteration):
+            next(METHODS[method].program(tensor))
 
     def _operand(self, ref: ModelRef, name: str) -> Operand:
         return self.adaptations.operand(ref, name, self.operands)
