@@ -32,6 +32,9 @@ Serve = Callable[[dict[str, Any]], Iterator[Answer]]
 """What a worker does with an order: yields its answers."""
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT = 8 << 20
+"""Bytes of freed memory that a worker keeps."""
 
 
 def can_fork() -> bool:
@@ -127,7 +130,11 @@ def _live(parent: int, orders: int, answers: int, serve: Callable[[], Serve]) ->
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            libc = ctypes.CDLL(None)
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            # Arrays of a chunk come and go; glibc would return each of them to the system, and fault it in again.
+            libc.mallopt(_M_MMAP_THRESHOLD, _KEPT)
+            libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
         if os.getppid() != parent:
             os._exit(1)
         work = serve()

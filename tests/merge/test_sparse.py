@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpttool.errors import UsageError
 from ckpttool.kernels.merge.base import CHUNK, Tensor
 from ckpttool.kernels.merge.draws import CounterDraws, Drawn, Working, mergekit_draws
-from ckpttool.kernels.merge.sparse import METHODS, _chances, drawing
+from ckpttool.kernels.merge.sparse import _RADIX, METHODS, _chances, _order, _order_of_row, drawing
 from tests.merge.driver import run_method
 
 if TYPE_CHECKING:
@@ -261,3 +261,14 @@ def test_ties_keeps_one_element_at_least() -> None:
         METHODS["ties"], [np.array([1, 3, 3], F)], np.zeros(3, F), per_model=[{"weight": 1.0, "density": 0.2}]
     )
     assert found.tolist() == [0, 3, 0]
+
+
+@pytest.mark.parametrize("columns", [1, 7, _RADIX - 1, _RADIX, 5000])
+def test_rows_are_ordered_as_a_stable_sort_orders_them(columns: int) -> None:
+    """Equal magnitudes by position, in rows of every length: bfloat16 differences have many."""
+    rng = np.random.default_rng(columns)
+    rows = np.abs(rng.standard_normal((3, columns)).astype(ml_dtypes.bfloat16).astype(F) * F(1e-3))
+    rows[:, ::3] = 0
+    want = rows.argsort(axis=1, kind="stable")
+    assert np.array_equal(_order(rows, np.empty(rows.shape, np.uint64)), want)
+    assert all(np.array_equal(_order_of_row(r), w) for r, w in zip(rows, want, strict=True))

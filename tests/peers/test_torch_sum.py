@@ -1,6 +1,6 @@
 """``CascadeSum`` is torch's sum of a contiguous float32 tensor on one thread, bit for bit, whatever its size and shape.
 
-The merges of test_mergekit.py hold few elements; here are sizes from nothing to 20 million.
+The merges of test_mergekit.py have small tensors; here are sizes from nothing to 20 million.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ def one_thread() -> Iterator[None]:
 
 def noise(rng: np.random.Generator, n: int) -> Array:
     """Normal values; in turns as they are, over wide magnitudes, and as thinned out magnitudes."""
-    values = rng.standard_normal(n, dtype=np.float32)
+    values: Array = rng.standard_normal(n, dtype=np.float32)
     kind = rng.integers(3)
     if kind == 1:
-        return np.ldexp(values, rng.integers(-50, 50, n, np.int32))
-    return np.abs(values) * (rng.random(n) < 0.5) if kind == 2 else values
+        np.ldexp(values, rng.integers(-50, 50, n, np.int32), out=values)
+    elif kind == 2:
+        np.multiply(np.abs(values), rng.random(n) < 0.5, out=values)
+    return values
 
 
 def check(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
@@ -41,7 +43,7 @@ def check(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     total, at = CascadeSum(n), 0
     piece = int(rng.integers(1, max(n, 2))) if rng.random() < 0.5 else 1 << 17
     while at < n:
-        step = int(rng.integers(piece // 2, piece + 1))
+        step = int(rng.integers(piece // 2, piece) + 1)
         total.add(values[at : at + step])
         at += step
     wanted = torch.from_numpy(values).reshape(shape).sum().numpy()

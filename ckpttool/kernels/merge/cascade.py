@@ -1,13 +1,15 @@
 """Sums that have the bits of torch's: float32 values added up in the order in which torch adds them on one thread.
 
-torch sums a contiguous tensor of floats, whatever its shape, as one row (aten/src/ATen/native/cpu/SumKernel.cpp,
-as of torch 2.13). The row is taken as lines of 4 vectors; lines are added into a first register, which after
-``step`` lines is added into a second one and begins anew, the second into a third after ``step`` of those, the third
-into a fourth. ``step`` grows with the row: it is 2^max(4, c // 4), c being ceil(log2(lines)). In the end come, one after
-the other: the first register plus the second, third and fourth; its first vector plus the whole vectors that make no
-line, then plus its other three; and the elements that make no vector plus the lanes of that vector.
+torch 2.13 sums a contiguous tensor, whatever its shape, as one row (``vectorized_inner_sum``, ``row_sum`` and
+``multi_row_sum`` in aten/src/ATen/native/cpu/SumKernel.cpp). The row is taken as lines of 4 vectors. Lines are added
+into a first register; after ``step`` lines it is added into a second one and begins anew, the second into a third after
+``step`` of those, the third into a fourth. ``step`` is 2^max(4, c // 4) for c = ceil(log2(lines of the row)). The end:
 
-Only the number of lines decides the order, so that a sum can be fed piece by piece and keeps 5 lines at most.
+    line    the first register plus the second, plus the third, plus the fourth
+    vector  the line's first vector, plus the whole vectors left over, one by one, plus the line's other three
+    sum     0 plus the elements left over, one by one, plus the lanes of the vector, one by one
+
+A sum is fed piece by piece, and keeps less than a line of what it was fed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ import numpy as np
 from ckpttool.kernels.merge.base import Array
 
 LANES = 8
-"""Floats of a vector of torch's sum on x86-64: it is compiled for AVX2 at most, and used so where there is AVX-512."""
+"""Floats of a vector of torch's sum on x86-64.
+
+With AVX-512, too: what torch registers with ``REGISTER_DISPATCH`` is not compiled for that (ATen/native/DispatchStub.h);
+and where there is no AVX2, a vector is as long.
+"""
 
 _VECTORS = 4
 _LEVELS = 4

@@ -191,6 +191,28 @@ def _drawn(tensor: Tensor) -> list[Keep | None]:
     return [None if d == 1 else keep(i, d) if d else _nothing for i, d in enumerate(_densities(tensor))]
 
 
+_RADIX = 1024
+"""From this many columns on, two radix sorts of 16 bits are faster than one sort of 64."""
+
+
+def _order(rows: Array, keys: Array) -> Array:
+    """Columns of each row by rising value, equal ones by position; ``keys`` (uint64) is overwritten."""
+    # A float that is not negative is ordered as its bits are; below them the column orders equals.
+    np.left_shift(rows.view(np.uint32), np.uint64(32), out=keys, dtype=np.uint64)
+    np.bitwise_or(keys, np.arange(rows.shape[1], dtype=np.uint64), out=keys)
+    keys.sort(axis=1)
+    np.bitwise_and(keys, np.uint64(0xFFFFFFFF), out=keys)
+    return keys.view(np.int64)
+
+
+def _order_of_row(row: Array) -> Array:
+    """The same for one row: a stable sort by the lower half of the bits, then one by the upper half."""
+    bits = row.view(np.uint32)
+    order = bits.astype(np.uint16).argsort(kind="stable")
+    upper: Array = (bits >> np.uint32(16)).astype(np.uint16)[order].argsort(kind="stable")
+    return order[upper]
+
+
 def _drawn_by_rank(tensor: Tensor) -> list[Keep | None]:
     working = getattr(tensor.draws, "working", "F32")
     columns = tensor.columns
@@ -216,13 +238,13 @@ def _drawn_by_rank(tensor: Tensor) -> list[Keep | None]:
                 np.put_along_axis(rows, order(rows), chances[None], axis=1)
                 tensor.draws.bernoulli(i, chunk.start, size, out)
                 return
-            # A float that is not negative is ordered as its bits are; below them the column orders equals.
-            keys = chunk.scratch(0, np.uint64).reshape(-1, columns)
-            np.left_shift(size.view(np.uint32).reshape(keys.shape), np.uint64(32), out=keys, dtype=np.uint64)
-            np.bitwise_or(keys, np.arange(columns, dtype=np.uint64), out=keys)
-            keys.sort(axis=1)
-            np.bitwise_and(keys, np.uint64(0xFFFFFFFF), out=keys)
-            np.put_along_axis(size.reshape(keys.shape), keys.view(np.int64), chances[None], axis=1)
+            rows = size.reshape(-1, columns)
+            if columns < _RADIX:
+                keys = chunk.scratch(0, np.uint64).reshape(rows.shape)
+                np.put_along_axis(rows, _order(rows, keys), chances[None], axis=1)
+            else:
+                for row in rows:
+                    row[_order_of_row(row)] = chances
             tensor.draws.bernoulli(i, chunk.start, size, out)
 
         return draw
