@@ -140,6 +140,7 @@ def _with_computed(units: Sequence[Unit], computed: Sequence[Compute], real: int
 
     def root(i: int) -> int:
         while group[i] != i:
+            group[i] = group[group[i]]
             i = group[i]
         return i
 

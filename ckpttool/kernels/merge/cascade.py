@@ -21,8 +21,8 @@ from ckpttool.kernels.merge.base import Array
 LANES = 8
 """Floats of a vector of torch's sum on x86-64.
 
-With AVX-512, too: what torch registers with ``REGISTER_DISPATCH`` is not compiled for that (see its DispatchStub.h); and
-where there is no AVX2, a vector is as long.
+With AVX-512, too: what torch registers with ``REGISTER_DISPATCH`` is not compiled for that (DispatchStub.h). And where
+there is no AVX2, a vector is as long.
 """
 
 _VECTORS = 4
