@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.ops.merge.provenance import ONE
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, peak_memory, plan_files, target_of
 from ckpttool.report.text import aligned, count, dump, message, size
@@ -114,7 +113,7 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
         f" in {run.seconds:.1f} s, {text.short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
     )
     models = len(prepared.origins)
-    what = prepared.method if prepared.method == ONE else f"{prepared.method} of {count(models, 'model')}"
+    what = prepared.method if prepared.single else f"{prepared.method} of {count(models, 'model')}"
     text.write(
         f"{result.dst}: {what}, {target.format}, {target.mesh},"
         f" {count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')},"

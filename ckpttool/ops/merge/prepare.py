@@ -65,6 +65,11 @@ class PreparedMerge:
     def plan(self) -> Plan:
         return self.target.plan
 
+    @property
+    def single(self) -> bool:
+        """Whether the shards of one checkpoint become one, and nothing is worked out."""
+        return self.method == ONE
+
 
 @dataclass(slots=True)
 class MergeResult:
@@ -167,7 +172,7 @@ def execute(
     target, plan = prepared.target, prepared.plan
 
     def verify_all(partial: Path) -> None:
-        if prepared.method == ONE:
+        if prepared.single:
             verify_output(target, partial)
         else:
             verify_computed(plan, partial, options.memory)
