@@ -195,6 +195,8 @@ class Catalog:
 
     def shifted(self, by: int) -> Catalog:
         """The same with ``by`` added to every file number, for a table of files that several catalogs share."""
+        if not by:
+            return self
 
         def piece(p: Piece) -> Piece:
             return p._replace(stored=p.stored._replace(file=p.stored.file + by))

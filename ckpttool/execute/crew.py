@@ -79,7 +79,8 @@ class Worker:
                 how = f": killed by {signal.Signals(number).name}"
                 if number == signal.SIGKILL:
                     how += " (out of memory?)"
-        return OutputError(f"a worker process ended{how}", hint="if memory was short, use fewer --workers or less --memory")
+        hint = "if memory was short, use fewer --workers or less --memory"
+        return OutputError(f"a worker process ended{how}", hint=hint)
 
     def end(self, *, now: bool) -> None:
         """Let the worker finish, or kill it; then wait for it."""

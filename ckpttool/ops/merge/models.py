@@ -91,6 +91,7 @@ class Models:
                 continue
             found = open_checkpoint(ref.path, self.options)
             found.catalog = found.catalog.shifted(len(self.files))
+            found.stored.tensors = []  # the catalog has them; of large models they are many
             self.files += found.catalog.files
             self.notes += [f"{ref.path}: {n}" for n in found.notes]
             checkpoints[ref.path] = found

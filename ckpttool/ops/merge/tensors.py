@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
 from ckpttool.dtypes import CASTABLE, lookup
@@ -61,6 +61,7 @@ class Builder:
         """Rows of the embeddings, when --vocab changed them."""
         self._wrong: dict[str, str] = {}
         self._tried: set[object] = set()
+        self._shared: dict[Any, Any] = {}
 
     def run(self, resolved: Resolved, missing: Missing) -> None:
         """Raises ConflictError listing the tensors that some models lack, or whose shapes differ."""
@@ -158,12 +159,17 @@ class Builder:
                 method,
                 models,
                 base,
-                tuple([tuple(sorted(p.items())) for p in parameters]),
-                tuple(sorted(whole.items())),
+                self._one([tuple(sorted(p.items())) for p in parameters]),
+                self._one(sorted(whole.items())),
                 base_at,
                 self.finite,
             )
         )
+
+    def _one(self, items: Sequence[Any]) -> Any:
+        """Equal parameters as one object: most tensors have the same."""
+        found = tuple(items)
+        return self._shared.setdefault(found, found)
 
     def _try(
         self,
