@@ -268,6 +268,7 @@ class _Run:
 
     def _hire(self, finished: Finished) -> None:
         """Fork the processes that compute, before there is a thread."""
+        self.draws = tensor_draws(self.plan.randomness)
         jobs = [t for t in self.tasks if t.computing >= 0 and not self._is_done(t, finished)]
         if not jobs:
             return
@@ -278,7 +279,6 @@ class _Run:
         def serve() -> Serve:
             return _Hand(self, tasks, FilePool(), memory // count).serve
 
-        self.draws = tensor_draws(self.plan.randomness)
         if can_fork():
             self.crew = hire(count, serve)
 

@@ -356,3 +356,16 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(VerifyError, match="`t1`"):
         compute.verify_computed(plan, tmp_path / "dst", 1 << 20)
+
+
+def test_an_output_that_was_lost_is_worked_out_again(tmp_path: Path) -> None:
+    """Everything is recorded, the run ends before the rename, and a file is gone when it goes on."""
+    plan, want = merge_plan(tmp_path / "src")
+    with (
+        patch.object(engine._Run, "_finish", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        run(plan, tmp_path / "dst", RunOptions())
+    (tmp_path / "dst.partial/0.bin").unlink()
+    run(plan, tmp_path / "dst", RunOptions(resume=True))
+    assert written(tmp_path / "dst") == want

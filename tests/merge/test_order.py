@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ckpttool.kernels.merge import order
 from ckpttool.kernels.merge.order import Cut, Rank, cuts, kth_values
-from tests.merge.driver import ArrayChunk
+from ckpttool.kernels.merge.sparse import METHODS
+from tests.merge.driver import ArrayChunk, run_method
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -156,3 +157,15 @@ def test_values_at_ranks(n: int) -> None:
 
 def test_no_ranks_need_no_pass() -> None:
     assert run(cuts(100, models, []), [np.zeros(100, np.float32)], 10) == ([], 0)
+
+
+@pytest.mark.parametrize("share", [1e-4, 0.6, 1.0])
+def test_not_a_number_counts_as_the_largest(share: float) -> None:
+    """It has no place in an order, and a search for one must end all the same: then it is kept, and seen."""
+    values = np.random.default_rng(0).standard_normal(300_000).astype(np.float32)
+    bad = max(1, int(share * values.size))
+    values[:bad] = np.nan
+    found = run_method(
+        METHODS["ties"], [values], np.zeros_like(values), per_model=[{"weight": 1.0, "density": 0.5}], chunk=4096
+    )
+    assert np.isnan(found[: min(bad, values.size // 2)]).all()

@@ -73,6 +73,7 @@ class Cut:
         Of the elements equal to ``value``, those before the division are above it with ``first``, else those behind.
         The chunks must be those of the search.
         """
+        _ordered(values)
         if start != self.start:
             compare = np.greater_equal if (start < self.start) == first else np.greater
             compare(values, self.value, out=out)
@@ -100,6 +101,7 @@ def cuts(size: int, values: Values, ranks: Sequence[Rank], *, first: bool = Fals
 
         def look(chunk: Chunk, waiting: list[_Search] = waiting, models: list[int] = models) -> None:
             for model, found in zip(models, values(chunk, models), strict=True):
+                _ordered(found)
                 for s in waiting:
                     if s.at.model == model:
                         s.see(found, chunk)
@@ -122,6 +124,11 @@ def kth_values(size: int, values: Callable[[Chunk], Array], ranks: Sequence[int]
     return [float(c.value) for c in found]
 
 
+def _ordered(values: Array) -> Array:
+    """The values with infinities in place of NaN, which have no place in an order: they count as the largest."""
+    return np.fmin(values, np.inf, out=values)
+
+
 def _sampled(size: int, values: Values, searches: Sequence[_Search]) -> Generator[Pass, None, None]:
     """Bracket the ranks by a sample."""
     models = sorted({s.at.model for s in searches})
@@ -135,7 +142,7 @@ def _sampled(size: int, values: Values, searches: Sequence[_Search]) -> Generato
         turns = chunk.start * _SAMPLED_CHUNKS // size + 1
         seen += chunk.stop - chunk.start
         for model, found in zip(models, values(chunk, models), strict=True):
-            samples[model].append(found[::_STRIDE].copy())
+            samples[model].append(_ordered(found[::_STRIDE].copy()))
 
     yield sample
     for model, parts in samples.items():
