@@ -56,6 +56,13 @@ class StoredTensor(NamedTuple):
     rank: int = 0
     strides: tuple[int, ...] | None = None
     """Elements from one to the next per axis; None is row-major."""
+    component: str = "model"
+    state: str = ""
+    """Of an optimizer: ``moment1_0`` and so on. ``name`` is that of the parameter in every component."""
+
+    @property
+    def key(self) -> Key:
+        return Key(self.name, self.component, self.state)
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +71,21 @@ class StoredTensor(NamedTuple):
     @property
     def element_strides(self) -> tuple[int, ...]:
         return contiguous_strides(self.shape) if self.strides is None else self.strides
+
+
+IN_SHARDS = -1
+"""``StoredTensor.file`` of a rank's tensor that no file holds in one run: ``offset`` then is its index into the
+``shards`` of the stored checkpoint."""
+
+
+class FlatShard(NamedTuple):
+    """Elements ``[start, start + n)`` of a rank's row-major tensor, n being the length of ``stored`` (1-D).
+
+    What lies beyond the tensor's last element is padding.
+    """
+
+    start: int
+    stored: StoredTensor
 
 
 class Piece(NamedTuple):
@@ -90,13 +112,26 @@ class RankTensor(NamedTuple):
     shape: tuple[int, ...]
     """Of the stored tensor, padding included."""
     key: str
-    """Name of the logical tensor."""
+    """The logical tensor, as ``str(Key)``: for model weights their name."""
     whole: tuple[int, ...]
     """Shape of the logical tensor."""
     boxes: tuple[tuple[Box, Box], ...]
     """(box in the stored tensor, box in the logical tensor)."""
     pads: tuple[Box, ...] = ()
     """Boxes of the stored tensor that are padding."""
+    component: str = "model"
+    state: str = ""
+    part: int = 0
+    """Of a tensor that a format stores as several blocks one behind the other: which one."""
+    expert: bool = False
+    """Belongs to some of the ranks only because they hold different experts."""
+
+    @property
+    def slot(self) -> str:
+        """What the tensor is called among all that its rank stores; ``name`` alone says it for model weights."""
+        if self.component == "model" and not self.part:
+            return self.name
+        return f"{self.component}:{self.name}/{self.state}#{self.part}"
 
 
 @dataclass(slots=True)

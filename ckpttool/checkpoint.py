@@ -6,18 +6,20 @@ never tensor data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpttool.catalog import Catalog, Key
+from ckpttool.catalog import Catalog, Key, StoredTensor
 from ckpttool.errors import CkptError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import by_name, read_source
 from ckpttool.layout.assemble import Assembler, whole_catalog
 from ckpttool.layout.family import Family, Fuse, Op, family_names, find_family, load_family, no_family
+from ckpttool.layout.paddle import source_ops
 from ckpttool.layout.rules import Cutting
+from ckpttool.layout.shards import join_shards
 from ckpttool.mesh import Mesh
 
 __all__ = ["Checkpoint", "OpenOptions", "assemble", "naming_ops", "open_checkpoint", "pick_family"]
@@ -33,6 +35,8 @@ class Checkpoint:
     """Without rules (``name == "none"``) when none is known and none was needed."""
     catalog: Catalog
     notes: list[str]
+    ops: tuple[Op, ...] = ()
+    """Statements that lead from Hugging Face names to the names of this checkpoint."""
 
     @property
     def format(self) -> str:
@@ -47,9 +51,9 @@ class Checkpoint:
         return self.stored.config
 
     @property
-    def ops(self) -> tuple[Op, ...]:
-        """Statements that lead from Hugging Face names to the names of this checkpoint."""
-        return naming_ops(self.family, self.stored.naming, self.stored.fused, self.mesh)
+    def components(self) -> tuple[str, ...]:
+        """Those that it has, in the order in which it names them first."""
+        return tuple(dict.fromkeys(k.component for k in self.catalog.tensors))
 
 
 def naming_ops(family: Family, naming: str, fused: str, mesh: Mesh) -> tuple[Op, ...]:
@@ -100,27 +104,57 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
     published = stored.naming == "hf"
     if published and stored.recorded is None:
         stored.naming, stored.fused = family.hf_form(t.name for t in stored.tensors)
+    if stored.naming == "paddle":
+        ops = source_ops(family, _shapes(stored), stored.config)
+    else:
+        ops = naming_ops(family, stored.naming, stored.fused, stored.mesh)
     if stored.recorded is not None:
         catalog = stored.recorded
-    elif stored.mesh.world == 1 and published:
-        catalog = whole_catalog(stored.files, stored.tensors)
     else:
-        assembler = Assembler(
-            stored.files,
-            family.with_whole(stored.whole),
-            naming_ops(family, stored.naming, stored.fused, stored.mesh),
-            Cutting(stored.mesh, family.sizes, optional=family.guards(), pad_vocab=habits.pad_vocab),
-            stored.config,
-            habits.local_layers,
-        )
-        try:
-            catalog = assembler.run(stored.tensors)
-        except CkptError as e:
-            e.where = (*e.where, f"while reading {root} as {stored.format} ({stored.mesh})")
-            raise
-        notes += assembler.notes
+        catalog = Catalog(stored.files, {})
+        for component, tensors in _by_component(stored.tensors).items():
+            mesh = stored.cut.get(component[0], stored.mesh)
+            if mesh.world == 1 and (published or stored.naming == "paddle"):
+                catalog.tensors |= whole_catalog(stored.files, tensors, copies=stored.naming == "paddle").tensors
+                continue
+            assembler = Assembler(
+                stored.files,
+                family.with_whole(stored.whole),
+                ops,
+                Cutting(mesh, family.sizes, optional=family.guards(), pad_vocab=habits.pad_vocab),
+                stored.config,
+                habits.local_layers,
+            )
+            try:
+                found = assembler.run(tensors)
+            except CkptError as e:
+                e.where = (*e.where, f"while reading {root} as {stored.format} ({mesh})")
+                raise
+            for t in found:
+                t.key = Key(t.key.name, *component)
+                catalog.tensors[t.key] = t
+            notes += [n for n in assembler.notes if n not in notes]
+        catalog = join_shards(catalog, stored.shards)
+    for key, dtype in stored.dtypes.items():
+        if key in catalog.tensors:
+            catalog.tensors[key].dtype = dtype
     tied = family.tied
     names = {k.name for k in catalog.tensors}
     if tied and "lm_head.weight" not in names and "model.embed_tokens.weight" in names:
         catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}
-    return Checkpoint(root, stored, family, catalog, notes)
+    return Checkpoint(root, stored, family, catalog, notes, ops)
+
+
+def _by_component(tensors: Sequence[StoredTensor]) -> dict[tuple[str, str], list[StoredTensor]]:
+    """Tensors by (component, state); each is assembled by itself, because names repeat from one to the next."""
+    out: dict[tuple[str, str], list[StoredTensor]] = {}
+    for t in tensors:
+        out.setdefault((t.component, t.state), []).append(t)
+    return out
+
+
+def _shapes(stored: StoredCheckpoint) -> dict[str, tuple[int, ...]]:
+    """A shape for each parameter, as a rank holds it; a scalar of the optimizer only where there is nothing else."""
+    if stored.recorded is not None:
+        return {t.key.name: t.shape for t in sorted(stored.recorded, key=lambda t: len(t.shape))}
+    return {t.name: t.shape for t in sorted(stored.tensors, key=lambda t: (t.component == "model", len(t.shape)))}

@@ -61,6 +61,7 @@ Src = Annotated[
 Dst = Annotated[
     Path, typer.Argument(metavar="DST", readable=False, help="Directory to write; must not exist.", show_default=False)
 ]
+FORMATS = "hf, ranks, deepseek, vllm, trtllm, unified, hybrid, zcc, flex"
 Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks of SRC.", show_default=False)]
 Pp = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages of SRC.", show_default=False)]
 Ep = Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel ranks of SRC.", show_default=False)]
@@ -83,15 +84,54 @@ RanksOut = Annotated[
 ]
 From = Annotated[
     str,
-    typer.Option(
-        "--from", metavar="FORMAT", help="Format of SRC: hf, ranks, deepseek, vllm, trtllm.", show_default=False
-    ),
+    typer.Option("--from", metavar="FORMAT", help=f"Format of SRC: {FORMATS}.", show_default=False),
 ]
 To = Annotated[
     str,
+    typer.Option("--to", metavar="FORMAT", help=f"Format of DST: {FORMATS}.", show_default=False),
+]
+Sharding = Annotated[
+    int | None,
+    typer.Option("--sharding", min=1, help="Ranks that share the optimizer state of SRC.", show_default=False),
+]
+Also = Annotated[
+    list[Path] | None,
     typer.Option(
-        "--to", metavar="FORMAT", help="Format of DST: hf, ranks, deepseek, vllm, trtllm.", show_default=False
+        "--also", metavar="DIR", help="A further directory of SRC, saved by another node.", show_default=False
     ),
+]
+ShardingOut = Annotated[
+    int | None,
+    typer.Option("--sharding-out", min=1, help="Ranks that share the optimizer state of DST.", show_default=False),
+]
+ShardingVersion = Annotated[
+    str,
+    typer.Option(
+        "--sharding-version", metavar="v1|v2", help="How --sharding-out shares: v2 unless said.", show_default=False
+    ),
+]
+PaddleTarget = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        metavar="VERSION",
+        help="Reader of DST: paddlenlp-3.0, paddleformers-0.4, paddleformers-1.2.",
+        show_default=False,
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="COMPONENT",
+        help="Only this: model, adapter, master_weights, optimizer or ema.",
+        show_default=False,
+    ),
+]
+Ema = Annotated[bool, typer.Option("--ema", help="Write the exponential moving average as the model.")]
+Aoa = Annotated[
+    Path | None,
+    typer.Option("--aoa", metavar="FILE", help="Names and shapes by Paddle's AOA statements.", show_default=False),
 ]
 RankPattern = Annotated[
     str,
@@ -349,12 +389,13 @@ def _open_options(
     family: str,
     replicate: list[str] | None,
     split: list[str] | None,
+    sharding: int | None = None,
+    also: list[Path] | None = None,
 ) -> OpenOptions:
     from ckpttool.formats.base import OpenOptions, ReadOptions
 
-    return OpenOptions(
-        fmt, ReadOptions(tp, pp, ep, etp, (), rank_pattern), family, tuple(replicate or ()), tuple(split or ())
-    )
+    mesh = ReadOptions(tp, pp, ep, etp, (), rank_pattern, sharding, tuple(also or ()))
+    return OpenOptions(fmt, mesh, family, tuple(replicate or ()), tuple(split or ()))
 
 
 def _target(
@@ -371,8 +412,14 @@ def _target(
     fuse: bool,
     unfuse: bool,
     vocab_multiple: int,
+    sharding_out: int | None = None,
+    sharding_version: str = "",
+    version: str = "",
+    only: list[str] | None = None,
+    ema: bool = False,
+    aoa: Path | None = None,
 ) -> Target:
-    from ckpttool.ops.reshard import Target
+    from ckpttool.ops.reshard import COMPONENTS, Target
 
     return Target(
         format=to,
@@ -387,6 +434,12 @@ def _target(
         fuse=fuse,
         unfuse=unfuse,
         vocab_multiple=vocab_multiple,
+        sharding=sharding_out,
+        sharding_version=_one_of(sharding_version, "--sharding-version", "v1", "v2"),
+        version=version,
+        components=tuple(_one_of(c, "--only", *COMPONENTS) for c in only or ()),
+        ema=ema,
+        aoa=aoa,
     )
 
 
@@ -422,14 +475,22 @@ def reshard(
     pp: Pp = None,
     ep: Ep = None,
     etp: Etp = None,
+    sharding: Sharding = None,
+    also: Also = None,
     tp_out: TpOut = None,
     pp_out: PpOut = None,
     ep_out: EpOut = None,
     etp_out: EtpOut = None,
     pp_layout: PpLayout = "",
+    sharding_out: ShardingOut = None,
+    sharding_version: ShardingVersion = "",
     ranks_out: RanksOut = "",
     from_: From = "",
     to: To = "",
+    version: PaddleTarget = "",
+    only: Only = None,
+    ema: Ema = False,
+    aoa: Aoa = None,
     rank_pattern: RankPattern = "",
     family: FamilyName = "",
     replicate: Replicate = None,
@@ -467,6 +528,8 @@ def reshard(
         family=family,
         replicate=replicate,
         split=split,
+        sharding=sharding,
+        also=also,
     )
     target = _target(
         to=to,
@@ -481,6 +544,12 @@ def reshard(
         fuse=fuse,
         unfuse=unfuse,
         vocab_multiple=vocab_multiple,
+        sharding_out=sharding_out,
+        sharding_version=sharding_version,
+        version=version,
+        only=only,
+        ema=ema,
+        aoa=aoa,
     )
     run = _run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
     selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()), tuple(rename or ()))
@@ -518,6 +587,7 @@ def merge(
     ranks_out: RanksOut = "",
     from_: From = "",
     to: To = "",
+    version: PaddleTarget = "",
     rank_pattern: RankPattern = "",
     family: FamilyName = "",
     replicate: Replicate = None,
@@ -572,6 +642,7 @@ def merge(
         fuse=fuse,
         unfuse=unfuse,
         vocab_multiple=vocab_multiple,
+        version=version,
     )
     run = _run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
     selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()), tuple(rename or ()))

@@ -29,7 +29,7 @@ from ckpttool.plan import (
     Unit,
     merged_axes,
 )
-from ckpttool.relate import NONE, Part, View
+from ckpttool.relate import NONE, Equal, Part, View
 
 
 def caster(names: Collection[str], wanted: str) -> Callable[[str, str], str]:
@@ -57,6 +57,7 @@ def build_plan(
     check_replicas: bool = True,
     computed: Computed | None = None,
     linked: Collection[str] = (),
+    equal: Sequence[Equal] = (),
 ) -> Plan:
     """All steps for writing ``ranks`` (what each rank stores of which view) into the files of ``skeleton``.
 
@@ -69,11 +70,11 @@ def build_plan(
     steps: dict[str, list[Step]] = {}
     targets: dict[str, list[Target]] = {}
     used: dict[int, LogicalTensor] = {} if computed is None else dict(computed.operands.used)
-    for rank, tensors in enumerate(ranks):
+    for rank, tensors in enumerate(skeleton.ranks or ranks):
         places = skeleton.places[rank]
         for t in tensors:
             view = views[t.key]
-            file, offset = places[t.name]
+            file, offset = places[t.slot]
             todo = steps.setdefault(view.name, [])
             size = nbytes(t.dtype, prod(t.shape), where=t.name)
             targets.setdefault(view.name, []).append(Target(t.name, file, offset, size))
@@ -83,7 +84,7 @@ def build_plan(
         units = _with_computed(units, computed.steps, len(catalog.files))
     units.sort(key=_order)
     if check_replicas:
-        units = _checks(used.values()) + units
+        units = _checks(used.values()) + _equal(equal) + units
     sources = [Source(str(f.path), f.size, f.mtime_ns) for f in catalog.files]
     for path, name, size in carried:
         outputs.append(Output(name, size, (), path, name in linked))
@@ -293,19 +294,44 @@ def _checks(tensors: Iterable[LogicalTensor]) -> list[Unit]:
         if not tensor.replicas and not tensor.pads:
             continue
         primary = {p.box: p for p in tensor.pieces}
-        steps: list[Step] = [_same(tensor, primary[other.box], other) for other in tensor.replicas]
+        steps: list[Step] = []
+        for other in tensor.replicas:
+            if (mine := primary.get(other.box)) is not None:
+                steps.append(_same(tensor, mine, other))
+                continue
+            # Replicas that are cut in other places (flat shards of ranks that hold the same) overlap several pieces.
+            for piece in tensor.pieces:
+                if (common := piece.box.intersect(other.box)) is not None:
+                    steps.append(_same(tensor, _clipped(piece, common), _clipped(other, common)))
         steps += [_padding(tensor, pad) for pad in tensor.pads if pad.local.volume]
         units.append(Unit(f"check {tensor.key}", tuple(steps)))
+    return units
+
+
+def _clipped(piece: Piece, box: Box) -> Piece:
+    """The part of a piece that is ``box`` of the logical tensor."""
+    by = [b - a for a, b in zip(piece.box.start, piece.local.start, strict=True)]
+    return Piece(piece.stored, box.shift(by), box)
+
+
+def _equal(pairs: Iterable[Equal]) -> list[Unit]:
+    """Scalars that become one must hold the same."""
+    units = []
+    for a, b in pairs:
+        if a.pieces and b.pieces:
+            box = whole(a.shape)
+            one, other = Piece(a.pieces[0].stored, box, box), Piece(b.pieces[0].stored, box, box)
+            units.append(Unit(f"check {b.key}", (_same(a, one, other),)))
     return units
 
 
 def _same(tensor: LogicalTensor, mine: Piece, other: Piece) -> Same:
     """Two pieces that hold the same box."""
     a, b, what = mine.stored, other.stored, str(tensor.key)
-    if lookup(tensor.dtype).bits % 8 and mine.local == whole(a.shape) and other.local == whole(b.shape):
+    if lookup(a.dtype).bits % 8 and mine.local == whole(a.shape) and other.local == whole(b.shape):
         # Elements that share bytes are never cut, so these are copies of the whole.
         return Same(Block(a.file, a.offset, (1,)), Block(b.file, b.offset, (1,)), (a.nbytes,), "U8", what)
-    item = _item(tensor.dtype, what)
+    item = _item(a.dtype, what)
     sa = [s * item for s in a.element_strides]
     sb = [s * item for s in b.element_strides]
     shape, (x, y) = merged_axes(other.box.shape, sa, sb)
@@ -315,7 +341,7 @@ def _same(tensor: LogicalTensor, mine: Piece, other: Piece) -> Same:
         Block(a.file, a.offset + _at(mine.local, sa), x),
         Block(b.file, b.offset + _at(other.local, sb), y),
         shape,
-        tensor.dtype,
+        a.dtype,
         what,
     )
 
@@ -326,7 +352,7 @@ def _at(box: Box, strides: Sequence[int]) -> int:
 
 def _padding(tensor: LogicalTensor, pad: Pad) -> Padding:
     """Zeros or copies of the last true row, which may be in another rank's file."""
-    item = _item(tensor.dtype, str(tensor.key))
+    item = _item(pad.stored.dtype, str(tensor.key))
     strides = [s * item for s in pad.stored.element_strides]
     rows, inner = pad.local.shape[0], pad.local.shape[1:]
     shape, (tail,) = merged_axes(inner, strides[1:])
@@ -341,7 +367,7 @@ def _padding(tensor: LogicalTensor, pad: Pad) -> Padding:
     return Padding(
         Block(pad.stored.file, pad.stored.offset + _at(pad.local, strides), (strides[0], *tail)),
         (rows, *shape),
-        tensor.dtype,
+        pad.stored.dtype,
         like,
         str(tensor.key),
     )

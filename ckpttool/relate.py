@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.catalog import Catalog, LogicalTensor
+from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, is_bias
@@ -39,6 +39,9 @@ from ckpttool.layout.names import Renamer, expand, pattern_regex
 from ckpttool.layout.rules import Rule, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
 from ckpttool.select import renamer
+
+Equal = tuple[LogicalTensor, LogicalTensor]
+"""Two tensors that become one, and must hold the same."""
 
 NONE = -1
 """In ``Part.axes``: the axis of the view has one element and no counterpart."""
@@ -136,8 +139,8 @@ class Views:
 
 
 def identity(catalog: Catalog) -> Views:
-    """Every logical tensor under its own name."""
-    return Views({t.key.name: View(t.key.name, t.dtype, t.shape, t) for t in catalog})
+    """Every model weight under its own name."""
+    return Views({t.key.name: View(t.key.name, t.dtype, t.shape, t) for t in catalog if t.key.component == "model"})
 
 
 def _put(table: dict[str, View], view: View, why: str) -> None:
@@ -594,3 +597,67 @@ def _unstack_all(views: Views, op: Stack) -> Views:
         else:
             _put(table, view, "naming of family")
     return Views(table, views.notes)
+
+
+# -- components
+
+
+def parameters(catalog: Catalog) -> Views:
+    """A view for each parameter, whatever components it has: its model weight, else its adapter, master weight, ...
+
+    The other components of a parameter follow what becomes of this view (``follow``). The largest state of an
+    optimizer stands for a parameter that has nothing else.
+    """
+    order = {"model": 0, "adapter": 1, "master_weights": 2, "ema": 3, "optimizer": 4}
+    best: dict[str, tuple[tuple[int, int], LogicalTensor]] = {}
+    for t in catalog:
+        rank = (order.get(t.key.component, 5), -prod(t.shape))
+        known = best.get(t.key.name)
+        if known is None or rank < known[0]:
+            best[t.key.name] = (rank, t)
+    return Views({name: View(name, t.dtype, t.shape, t) for name, (_, t) in best.items()})
+
+
+def follow(views: Views, catalog: Catalog, component: str, state: str, equal: list[Equal]) -> dict[str, View]:
+    """What becomes of one component (or state of the optimizer) when the parameters become ``views``.
+
+    A tensor of its parameter's shape goes where the parameter's elements go. A scalar goes to every tensor that its
+    parameter is in; where several are joined they must be equal, which ``equal`` collects. The result is by parameter
+    name. Raises ConflictError for other shapes, IncompleteError when only some of the joined parameters have it.
+    """
+    out: dict[str, View] = {}
+    for view in views:
+        parts = view.parts if view.same is None else ()
+        sources = [view.same] if view.same is not None else list({id(p.source): p.source for p in parts}.values())
+        mine = {id(s): catalog.tensors.get(Key(s.key.name, component, state)) for s in sources}
+        there = [t for t in mine.values() if t is not None]
+        if not there:
+            continue
+        if len(there) < len(sources):
+            lost = next(s for s in sources if mine[id(s)] is None)
+            raise IncompleteError(
+                f"`{view.name}` is made of several tensors, and `{lost.key.name}` has no {state or component}",
+                hint="keep the tensors apart (--unfuse), or leave the component out with --only",
+            )
+        key = Key(view.name, component, state)
+        if all(prod(t.shape) == 1 and prod(s.shape) != 1 for s, t in zip(sources, there, strict=True)):
+            first = there[0]
+            equal += [(first, t) for t in there[1:]]
+            out[view.name] = View(str(key), first.dtype, first.shape, first)
+            continue
+        for s, t in zip(sources, there, strict=True):
+            if s.shape != t.shape:
+                raise ConflictError(
+                    f"`{t.key}` is {list(t.shape)}, its parameter is {list(s.shape)}",
+                    where=[catalog.place(p.stored) for p in t.pieces[:1]],
+                )
+        if view.same is not None:
+            out[view.name] = View(str(key), there[0].dtype, view.shape, there[0])
+        else:
+            moved = []
+            for p in parts:
+                counterpart = mine[id(p.source)]
+                if counterpart is not None:
+                    moved.append(p._replace(source=counterpart))
+            out[view.name] = View(str(key), there[0].dtype, view.shape, None, tuple(moved))
+    return out

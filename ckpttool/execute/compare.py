@@ -39,24 +39,38 @@ def read_piece(catalog: Catalog, piece: Piece, box: Box) -> Array:
     return read_block(catalog.files[stored.file].path, at, tuple([s * item for s in strides]), box.shape, stored.dtype)
 
 
-def read_tensor(catalog: Catalog, tensor: LogicalTensor, box: Box) -> Array:
-    """``box`` of a logical tensor, put together from its pieces."""
-    if lookup(tensor.dtype).bits % 8:
-        raise UnsupportedError(f"`{tensor.key}` is {tensor.dtype}; its elements are smaller than a byte")
-    out = np.empty(box.shape, numpy_dtype(tensor.dtype))
+def read_tensor(catalog: Catalog, tensor: LogicalTensor, box: Box, dtype: str = "") -> Array:
+    """``box`` of a logical tensor, put together from its pieces; ``dtype`` is that of the result where it is another.
+
+    Elements are cast once, from what is stored: model weights may be derived from master weights of another dtype.
+    """
+    dtype = dtype or tensor.dtype
+    if lookup(dtype).bits % 8:
+        raise UnsupportedError(f"`{tensor.key}` is {dtype}; its elements are smaller than a byte")
+    out = np.empty(box.shape, numpy_dtype(dtype))
     for piece in tensor.pieces:
         common = piece.box.intersect(box) if box.start else box
         if common is not None:
-            where = tuple([slice(a - o, b - o) for a, b, o in zip(common.start, common.stop, box.start, strict=True)])
-            out[where] = read_piece(catalog, piece, common)
+            inside = common.relative_to(box.start)
+            where = tuple([slice(a, b) for a, b in zip(inside.start, inside.stop, strict=True)])
+            target: Array = out[where] if where else out
+            _store(read_piece(catalog, piece, common), target)
     return out
 
 
-def read_view(catalog: Catalog, view: View, box: Box) -> Array:
-    """``box`` of a view, read from the logical tensors that it is made of."""
+def _store(data: Array, out: Array) -> None:
+    if data.dtype == out.dtype:
+        np.copyto(out, data)
+    else:
+        cast_block(data, out)
+
+
+def read_view(catalog: Catalog, view: View, box: Box, dtype: str = "") -> Array:
+    """``box`` of a view, read from the logical tensors that it is made of; ``dtype`` as in ``read_tensor``."""
+    dtype = dtype or view.dtype
     if view.same is not None:
-        return read_tensor(catalog, view.same, box)
-    out = np.empty(box.shape, numpy_dtype(view.dtype))
+        return read_tensor(catalog, view.same, box, dtype)
+    out = np.empty(box.shape, numpy_dtype(dtype))
     for part in view.parts:
         p = part.clip(box)
         if p is None:
@@ -67,7 +81,7 @@ def read_view(catalog: Catalog, view: View, box: Box) -> Array:
                 high[axis] = p.origin[axis] + (n - 1) * stride + 1
                 picks[axis] = slice(None, None, stride)
                 order.append(axis)
-        data = read_tensor(catalog, p.source, Box(tuple(low), tuple(high)))[tuple(picks)]
+        data = read_tensor(catalog, p.source, Box(tuple(low), tuple(high)), dtype)[tuple(picks)]
         rest = [a for a in range(data.ndim) if a not in order]
         data = data.transpose([*order, *rest]).reshape(p.size)
         where = tuple(
@@ -154,12 +168,7 @@ def compare_views(
             return _compare_raw(source, view, other, tensor)
 
         def expected(box: Box) -> Array:
-            data = read_view(source, view, box)
-            if want == view.dtype:
-                return data
-            out = np.empty(data.shape, numpy_dtype(want))
-            cast_block(data, out)
-            return out
+            return read_view(source, view, box, want)
 
         found = [compare_one(view.name, view.shape, want, expected, lambda box: read_tensor(other, tensor, box))]
         if check_replicas:

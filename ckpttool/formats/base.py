@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ckpttool.catalog import Catalog, DataFile, RankTensor, StoredTensor
+from ckpttool.catalog import Catalog, DataFile, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.formats.safetensors import layout_file, read_header, tensor_bytes
 from ckpttool.mesh import Mesh
@@ -103,6 +103,11 @@ class ReadOptions:
     etp: int | None = None
     layout: tuple[int, ...] = ()
     rank_pattern: str = ""
+    sharding: int | None = None
+    more: tuple[Path, ...] = ()
+    """Further directories of the same save, which was spread over nodes."""
+    raw: bool = False
+    """Names as they are in the files, all of them model weights: what Paddle's own merge of flex checkpoints does."""
 
     def said(self) -> dict[str, int]:
         return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}
@@ -143,6 +148,16 @@ class StoredCheckpoint:
     """config.json as it is, where ``config`` is a translation into Hugging Face's fields."""
     notes: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
+    shards: list[tuple[FlatShard, ...]] = field(default_factory=list)
+    """What the stored tensors with ``file == IN_SHARDS`` consist of."""
+    dtypes: dict[Key, str] = field(default_factory=dict)
+    """Of tensors that are derived from elements of another dtype: model weights that are rounded master weights."""
+    cut: dict[str, Mesh] = field(default_factory=dict)
+    """Of components whose tensors are those of ranks, although ``mesh`` says that the others are whole."""
+    sharding: int = 1
+    """Ranks that share the optimizer state of one model-parallel rank."""
+    native: Any = None
+    """What the format's own writer wants to know again (names of parameters in the optimizer's files, ...)."""
 
 
 @dataclass(slots=True)
@@ -162,6 +177,19 @@ class WriteRequest:
     max_shard_size: int | None
     native_config: dict[str, Any]
     """The source's own config when it has this format and fields of its own, else {}."""
+    asked: Mesh = field(default_factory=Mesh)
+    """What the flags asked for; a format of whole tensors has ``mesh`` 1 and makes so many files of it."""
+    sharding: int = 1
+    """Ranks that share the optimizer state of one model-parallel rank (--sharding-out)."""
+    sharding_version: str = ""
+    """``v1``, ``v2`` or "" (not said)."""
+    version: str = ""
+    """Of the software that shall read it (--target), or ""."""
+    native: Any = None
+    """``native`` of the source, where its format is of the same kin."""
+    source_format: str = ""
+    companions: tuple[Path, ...] = ()
+    """Small files of the source that may be carried."""
 
 
 class Habits(NamedTuple):
@@ -179,6 +207,14 @@ class Habits(NamedTuple):
     """Layers are numbered from 0 in every pipeline stage."""
     whole: tuple[str, ...] = ()
     """Patterns of tensors that are not cut, whatever the family's rules say."""
+    components: tuple[str, ...] = ("model",)
+    """What the format can hold; other components of a source are left out and said so."""
+    targets: tuple[str, ...] = ()
+    """What --target may say, the default first."""
+    optimizer_shards: bool = False
+    """Optimizer state may be shared out over --sharding-out ranks."""
+    keeps: bool = False
+    """What comes in this format stays in it unless --to says otherwise."""
 
 
 class OutFile(NamedTuple):
@@ -194,9 +230,15 @@ class Skeleton(NamedTuple):
 
     files: list[OutFile]
     places: list[dict[str, tuple[int, int]]]
-    """Per rank: tensor name -> (file, byte offset)."""
+    """Per rank: ``RankTensor.slot`` -> (file, byte offset)."""
     notes: list[str]
     rank_files: list[list[int]]
+    ranks: list[list[RankTensor]] | None = None
+    """What the files hold, where the format cuts further than the mesh does; None is ``WriteRequest.ranks``."""
+    small: tuple[tuple[str, bytes], ...] = ()
+    """Small files of the format's own beside them; they replace companions of the same name."""
+    left: tuple[str, ...] = ()
+    """Companions (file names) that are not valid in the target and are left out."""
 
 
 class Format(Protocol):
@@ -225,6 +267,14 @@ class Format(Protocol):
 
     def write(self, request: WriteRequest) -> Skeleton:
         """Name the files, their exact sizes and headers; ``request.config`` may be replaced by the format's own."""
+
+
+@runtime_checkable
+class Turning(Protocol):
+    """A format whose files hold some model weights the other way round than their naming says."""
+
+    def turned(self, name: str, ndim: int, version: str, prefix: str) -> bool:
+        """Whether the files for ``version`` (--target) hold this model weight with its two axes exchanged."""
 
 
 def read_files(
@@ -320,6 +370,7 @@ def build_files(
         at = len(files)
         files.append(OutFile(name, size, ((0, header),)))
         rank_files[rank].append(at)
+        slots = {t.name: t.slot for t in tensors}
         for p in placed:
-            places[rank][p.name] = (at, p.offset)
+            places[rank][slots[p.name]] = (at, p.offset)
     return Skeleton(files, places, [], rank_files)

@@ -14,9 +14,10 @@ from ckpttool.formats.deepseek import DeepSeek
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.ranks import Ranks
 from ckpttool.formats.trtllm import TensorRTLLM
+from ckpttool.formats.unified import Unified
 from ckpttool.formats.vllm import VLLM
 
-FORMATS: dict[str, Format] = {f.name: f for f in (HuggingFace(), Ranks(), DeepSeek(), VLLM(), TensorRTLLM())}
+FORMATS: dict[str, Format] = {f.name: f for f in (HuggingFace(), Ranks(), DeepSeek(), VLLM(), TensorRTLLM(), Unified())}
 
 
 def by_name(name: str, option: str) -> Format:

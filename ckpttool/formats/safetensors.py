@@ -284,7 +284,7 @@ def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) 
                 at = stop
             elif count:
                 ordered = False
-            out.append((name, dtype.name, _shared(tuple(shape)), index, base + start, rank, None))
+            out.append((name, dtype.name, _shared(tuple(shape)), index, base + start, rank, None, "model", ""))
     except (KeyError, TypeError, ValueError):
         return None
     tensors = list(map(StoredTensor._make, out))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from ckpttool.catalog import Catalog, DataFile, Key, LogicalTensor, Pad, Piece, StoredTensor, logical_tensor
@@ -89,7 +90,10 @@ class Assembler:
         for name, group in named.items():
             if name not in weights:
                 place = known[name]
-                place = _replicated(place) if is_lone(name, group[0].shape) else place
+                first = group[0]
+                # A step count or a power of beta is one number for its parameter, however that is cut.
+                lone = is_lone(name, first.shape) or (first.state and prod(first.shape) == 1)
+                place = _replicated(place) if lone else place
                 tensors[name] = self._one(name, group, place, None)
         for name, weight in weights.items():
             tensors[name] = self._scales(name, named[name], known.get(weight) or known[name], tensors[weight])
@@ -255,17 +259,23 @@ def pad_boxes(local: Local) -> list[Box]:
     return out
 
 
-def whole_catalog(files: list[DataFile], stored: Iterable[StoredTensor]) -> Catalog:
-    """The catalog of a source whose stored tensors are whole; needs no rules."""
+def whole_catalog(files: list[DataFile], stored: Iterable[StoredTensor], *, copies: bool = False) -> Catalog:
+    """The catalog of a source whose stored tensors are whole; needs no rules.
+
+    With ``copies`` a tensor may be in several files, which then must hold the same.
+    """
     tensors: dict[Key, LogicalTensor] = {}
     for t in stored:
-        key = Key(t.name)
-        if key in tensors:
-            other = tensors[key].pieces[0].stored if tensors[key].pieces else t
+        key = t.key
+        if key not in tensors:
+            tensors[key] = whole_logical(t, key)
+            continue
+        first = tensors[key].pieces[0]
+        if not copies or first.stored.shape != t.shape:
             raise ConflictError(
                 f"tensor `{t.name}` is in two files",
-                where=[str(files[other.file].path), str(files[t.file].path)],
+                where=[str(files[first.stored.file].path), str(files[t.file].path)],
                 hint="remove the stale file, or keep an index that says which one counts",
             )
-        tensors[key] = whole_logical(t, key)
+        tensors[key].replicas = (*tensors[key].replicas, Piece(t, first.local, first.box))
     return Catalog(files, tensors)

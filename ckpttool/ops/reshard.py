@@ -6,26 +6,31 @@ open SRC -> views (names, fusions, selections) -> ranks of DST -> skeleton -> pl
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 from pathlib import Path
 from typing import Any
 
+from ckpttool.catalog import Catalog, Key, LogicalTensor, RankTensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
-from ckpttool.formats.base import ReadOptions, WriteRequest
+from ckpttool.formats._paddle import base_prefix, software
+from ckpttool.formats.base import Format, Habits, ReadOptions, Turning, WriteRequest
 from ckpttool.formats.registry import by_name, read_source
+from ckpttool.geometry import Box
+from ckpttool.geometry import whole as whole_box
+from ckpttool.layout import paddle
 from ckpttool.layout.family import Family, Tie, inverse
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan, caster
-from ckpttool.relate import Views, apply_ops, identity, keep, rename_by_rules
+from ckpttool.relate import Equal, View, Views, apply_ops, follow, keep, parameters, permute, rename_by_rules
 from ckpttool.select import matching, nearest_hint
 
 PARALLEL_FIELDS = {
@@ -59,6 +64,17 @@ class Target:
     fuse: bool = False
     unfuse: bool = False
     vocab_multiple: int = 1
+    sharding: int | None = None
+    """Ranks that share the optimizer state of one model-parallel rank."""
+    sharding_version: str = ""
+    version: str = ""
+    """Of the software that shall read the output (--target)."""
+    components: tuple[str, ...] = ()
+    """Only these; () is all that the format can hold."""
+    ema: bool = False
+    """The exponential moving average is written as the model."""
+    aoa: Path | None = None
+    """A file of AOA statements that says which tensors are written."""
 
     def said(self) -> dict[str, int]:
         return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}
@@ -126,7 +142,7 @@ def plan_target(
     if target.fuse and target.unfuse:
         raise UsageError("--fuse and --unfuse exclude each other")
     notes = list(source.notes)
-    fmt, mesh = _target_mesh(source, target, notes)
+    fmt, mesh, asked = _target_mesh(source, target, notes)
     dtype = parse(target.dtype).name if target.dtype else ""
     if dtype and dtype not in CASTABLE:
         raise UsageError(
@@ -134,23 +150,11 @@ def plan_target(
             hint="cast to one of " + ", ".join(sorted(d.lower() for d in CASTABLE)),
         )
     writer = by_name(fmt, "--to")
-    if target.vocab_multiple > 1 and (fmt == "deepseek" or not writer.sharded):
-        raise UsageError(
-            f"--vocab-multiple {target.vocab_multiple} pads cut embeddings, and --to {fmt} does not pad",
-            hint="leave it away, or use --to ranks",
-        )
-    if target.max_shard_size and not writer.habits.shards:
-        raise UsageError(
-            f"--max-shard-size does nothing for --to {fmt}, which has one file for each rank",
-            hint="leave it away; more ranks make smaller files",
-        )
-    family = source.family
-    for name in ("ep", "etp"):
-        if (getattr(target, name) or 1) > 1 and family.name != "none" and not family.has_experts:
-            raise UsageError(
-                f"--{name}-out {getattr(target, name)} makes no sense: models of family `{family.name}` have no experts"
-            )
     habits = writer.habits
+    _check_target(target, fmt, writer, source.family)
+    family = source.family
+    version = _version(source, target, habits)
+    catalog, components = chosen_components(source, target, habits, fmt, notes)
     fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
     naming = writer.naming()
     if not naming:
@@ -161,11 +165,19 @@ def plan_target(
             naming = source.stored.naming
         if source.format == fmt:
             fused = fused or source.stored.fused
-    views, removed = select(identity(source.catalog), selection, notes)
+    views, removed = select(parameters(catalog), selection, notes)
     before = source.ops
-    after = naming_ops(family, naming, fused, mesh)
-    if before != after:
+    canonical = None
+    if naming != "paddle":
+        after = naming_ops(family, naming, fused, mesh)
+    elif source.stored.naming == "paddle":
+        after = paddle.with_fusions(before, fused, family, {n: v.shape for n, v in views.table.items()})
+    else:
         canonical = apply_ops(views, inverse(before), family, before)
+        shapes = {n: v.shape for n, v in canonical.table.items()}
+        after = paddle.target_ops(family, shapes, source.config, version, fused)
+    if before != after:
+        canonical = canonical or apply_ops(views, inverse(before), family, before)
         views = apply_ops(canonical, after, family)
     _check_overrides(family, {t.name for t in source.stored.tensors} | {*views.table})
     views.table = {n: views.table[n] for n in sorted(views.table, key=family.model_order(after))}
@@ -180,9 +192,12 @@ def plan_target(
         pad_vocab=habits.pad_vocab,
         ragged_experts=habits.ragged_experts,
     )
+    whole = habits.whole
+    if naming == "paddle":
+        whole = (*whole, *source.stored.whole, *paddle.kept_whole(family, mesh.tp))
     cast = caster(names, dtype)
     partitioner = Partitioner(
-        family.with_whole(habits.whole),
+        family.with_whole(whole),
         after,
         cutting,
         source.config,
@@ -193,7 +208,17 @@ def plan_target(
     )
     chosen = _chosen(target, mesh)
     ranks = partitioner.run(cut, chosen)
+    equal: list[Equal] = []
+    tables = {c: follow(views, catalog, *c, equal) for c in components}
+    ranks = [[r for c in components for r in _of_component(held, c, tables[c], cast)] for held in ranks]
+    table = {v.name: v for c in components for v in tables[c].values()}
+    source_table = dict(table)
+    if isinstance(writer, Turning):
+        prefix = base_prefix(dict.fromkeys(views.table, None))
+        ranks = [[_turned(writer, r, table, version, prefix) for r in held] for held in ranks]
     config = _config(source, mesh, dtype)
+    root = source.stored.root
+    companions = tuple(root / n for n in source.stored.companions)
     request = WriteRequest(
         ranks,
         chosen,
@@ -205,31 +230,193 @@ def plan_target(
         dtype,
         target.max_shard_size,
         source.stored.native_config if source.format == fmt else {},
+        asked,
+        target.sharding or (source.stored.sharding if habits.optimizer_shards else 1),
+        target.sharding_version,
+        version,
+        source.stored.native,
+        source.format,
+        companions,
     )
     skeleton = writer.write(request)
-    root = source.stored.root
     literal: list[tuple[str, bytes]] = []
     carried: list[Path] = []
     if (root / "config.json").is_file() and request.config == (source.stored.native_config or source.config):
         carried = [root / "config.json"]
     elif request.config:
         literal = [("config.json", (json.dumps(request.config, indent=2, ensure_ascii=False) + "\n").encode())]
+    written = [*skeleton.small, *written]
     replaced = {name for name, _ in written}
-    carried = [p for p in [*carried, *(root / n for n in source.stored.companions)] if p.name not in replaced]
+    left = [p.name for p in companions if p.name in skeleton.left]
+    if left:
+        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        notes.append(f"not carried, because they belong to the ranks of the source: {shown}")
+    carried = [p for p in [*carried, *companions] if p.name not in replaced and p.name not in skeleton.left]
     literal += written
     plan = build_plan(
-        source.catalog,
-        views.table,
+        catalog,
+        table,
         ranks,
         skeleton,
         carried=[(str(p), p.name, p.stat().st_size) for p in carried],
         literal_files=literal,
         computed=computed,
+        equal=equal,
     )
     notes += plan.notes
     plan.notes = notes
-    dtypes = {names[v.name]: cast(v.name, v.dtype) for v in cut}
-    return Prepared(source, target, fmt, mesh, family, views, plan, dtype, dtypes, notes, removed)
+    dtypes = {
+        v.name: cast(n, v.dtype) if c[0] in WEIGHTS else v.dtype for c in components for n, v in tables[c].items()
+    }
+    source = replace(source, catalog=catalog)
+    return Prepared(source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed)
+
+
+COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
+"""All that a checkpoint can hold, in the order in which they are written."""
+WEIGHTS = ("model", "adapter")
+"""Components that --dtype casts; optimizers keep their own precision."""
+
+
+def _version(source: Checkpoint, target: Target, habits: Habits) -> str:
+    """What --target says; else the version that wrote the source, else the newest. "" where there are no versions."""
+    if target.version:
+        if target.version not in habits.targets:
+            raise UsageError(
+                f"--target `{target.version}` is not known"
+                + ("" if habits.targets else f" for --to {target.format or source.format}, which has no versions"),
+                hint="targets: " + ", ".join(habits.targets) if habits.targets else "leave it away",
+            )
+        return target.version
+    if not habits.targets:
+        return ""
+    wrote = software(source.config)
+    if wrote.name == "paddlenlp":
+        return next(t for t in habits.targets if t.startswith("paddlenlp"))
+    if wrote.name == "paddleformers" and wrote.version < (1,):
+        return next(t for t in habits.targets if t.startswith("paddleformers-0"))
+    return habits.targets[0]
+
+
+def chosen_components(
+    source: Checkpoint, target: Target, habits: Habits, fmt: str, notes: list[str]
+) -> tuple[Catalog, list[tuple[str, str]]]:
+    """The catalog with what shall be written, and its (component, state) pairs in order.
+
+    Raises UsageError for a component that is not there or that the format cannot hold.
+    """
+    catalog = source.catalog
+    have = source.components
+    wanted = target.components
+    if target.ema:
+        if "ema" not in have:
+            raise UsageError(
+                "--ema: the source holds no exponential moving average",
+                where=str(source.path),
+                hint="it holds " + ", ".join(have),
+            )
+        wanted = wanted or ("model",)
+        if wanted != ("model",):
+            raise UsageError("--ema writes the average as the model, so only `--only model` goes with it")
+        catalog = _ema_as_model(catalog)
+    for c in wanted:
+        if c not in have:
+            raise UsageError(
+                f"--only {c}: the source has no {c}", where=str(source.path), hint="it has " + ", ".join(have)
+            )
+        if c not in habits.components:
+            raise UsageError(
+                f"--only {c}: --to {fmt} holds {', '.join(habits.components)}",
+                hint="use --to unified, hybrid, zcc or flex for the state of an optimizer",
+            )
+    keep = wanted or tuple(c for c in have if c in habits.components)
+    if not keep:
+        raise UsageError(
+            f"--to {fmt} holds {', '.join(habits.components)}, the source has only {', '.join(have)}",
+            hint="choose another format with --to",
+        )
+    if not wanted and (left := [c for c in have if c not in keep]):
+        notes.append(f"{', '.join(left)} left out: --to {fmt} holds {', '.join(habits.components)}")
+    kept = Catalog(catalog.files, {k: t for k, t in catalog.tensors.items() if k.component in keep}, catalog.aliases)
+    order = {c: i for i, c in enumerate(COMPONENTS)}
+    pairs = dict.fromkeys((k.component, k.state) for k in kept.tensors)
+    return kept, sorted(pairs, key=lambda p: (order.get(p[0], 9), p[1]))
+
+
+def _ema_as_model(catalog: Catalog) -> Catalog:
+    """The average under the names of the model, in the model's dtypes."""
+    tensors: dict[Key, LogicalTensor] = {}
+    for key, t in catalog.tensors.items():
+        if key.component == "ema":
+            model = catalog.tensors.get(Key(key.name))
+            tensors[Key(key.name)] = replace(t, key=Key(key.name), dtype=model.dtype if model else t.dtype)
+    return Catalog(catalog.files, tensors, catalog.aliases)
+
+
+def _of_component(
+    held: Sequence[RankTensor], part: tuple[str, str], table: Mapping[str, View], cast: Callable[[str, str], str]
+) -> list[RankTensor]:
+    """What a rank stores of one component, given what it stores of the parameters."""
+    component, state = part
+    out = []
+    for r in held:
+        view = table.get(r.key)
+        if view is None:
+            continue
+        dtype = cast(r.key, view.dtype) if component in WEIGHTS else view.dtype
+        key = str(Key(r.key, component, state))
+        if view.shape == r.whole:
+            out.append(r._replace(dtype=dtype, key=key, component=component, state=state))
+        else:  # a scalar is held by every rank that holds some of its parameter
+            box = whole_box(view.shape)
+            out.append(RankTensor(r.name, dtype, view.shape, key, view.shape, ((box, box),), (), component, state))
+    return out
+
+
+def _turned(writer: Turning, r: RankTensor, table: dict[str, View], version: str, prefix: str) -> RankTensor:
+    """The tensor as the format's files hold it: some model weights with their axes exchanged."""
+    if r.component != "model" or not writer.turned(r.name, len(r.shape), version, prefix):
+        return r
+    view = table[r.key]
+    if view.shape == r.whole:
+        view = table[r.key] = permute(view.name, view, (1, 0))
+
+    def turn(box: Box) -> Box:
+        return Box(box.start[::-1], box.stop[::-1])
+
+    return r._replace(
+        shape=r.shape[::-1],
+        whole=view.shape,
+        boxes=tuple([(turn(a), turn(b)) for a, b in r.boxes]),
+        pads=tuple(turn(p) for p in r.pads),
+    )
+
+
+def _check_target(target: Target, fmt: str, writer: Format, family: Family) -> None:
+    """Flags that mean nothing for this format or family are errors."""
+    if target.vocab_multiple > 1 and (fmt == "deepseek" or not writer.sharded):
+        raise UsageError(
+            f"--vocab-multiple {target.vocab_multiple} pads cut embeddings, and --to {fmt} does not pad",
+            hint="leave it away, or use --to ranks",
+        )
+    if target.max_shard_size and not writer.habits.shards:
+        raise UsageError(
+            f"--max-shard-size does nothing for --to {fmt}, which has one file for each rank",
+            hint="leave it away; more ranks make smaller files",
+        )
+    for name in ("ep", "etp"):
+        if (getattr(target, name) or 1) > 1 and family.name != "none" and not family.has_experts:
+            raise UsageError(
+                f"--{name}-out {getattr(target, name)} makes no sense: models of family `{family.name}` have no experts"
+            )
+    for flag, said in (("--sharding-out", target.sharding), ("--sharding-version", target.sharding_version)):
+        if said and not writer.habits.optimizer_shards:
+            raise UsageError(
+                f"{flag} {said} does nothing for --to {fmt}, which does not share out optimizer state",
+                hint="leave it away, or use --to hybrid, zcc or flex",
+            )
+    if target.sharding is not None and target.sharding < 1:
+        raise UsageError(f"--sharding-out is {target.sharding}", hint="parallel sizes start at 1")
 
 
 def execute(
@@ -260,7 +447,9 @@ def verify_output(prepared: Prepared, written: Path) -> None:
     stored = read_source(written, prepared.format, said)
     out = assemble(stored, written, OpenOptions(prepared.format, said), prepared.family)
     expected = prepared.views.table
-    have = {k.name for k in out.catalog.tensors}
+    # By the names that views have, which say the component too.
+    found = Catalog(out.catalog.files, {Key(str(k)): t for k, t in out.catalog.tensors.items()})
+    have = {k.name for k in found.tensors}
     missing, extra = sorted(set(expected) - have), sorted(have - set(expected))
     if missing or extra:
         raise VerifyError(
@@ -270,7 +459,7 @@ def verify_output(prepared: Prepared, written: Path) -> None:
     wrong = compare_views(
         prepared.source.catalog,
         expected.values(),
-        out.catalog,
+        found,
         cast=lambda name, _: prepared.dtypes[name],
         check_replicas=True,
     )
@@ -298,8 +487,8 @@ def _chosen(target: Target, mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted(set(target.ranks)))
 
 
-def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[str, Mesh]:
-    """Format and mesh of DST. What is not said stays as it is in SRC."""
+def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[str, Mesh, Mesh]:
+    """Format of DST, its mesh, and the mesh that the flags ask for. What is not said stays as it is in SRC."""
     said = target.said()
     src = source.mesh
     tp = said.get("tp", src.tp)
@@ -324,15 +513,15 @@ def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[
     asked = Mesh(tp, pp, ep, etp, layout)
     name = target.format
     if not name:
-        if asked.world == 1:
+        if by_name(source.format, "").habits.keeps:
+            name = source.format
+        elif asked.world == 1:
             name = "hf"
         else:
             name = source.format if source.stored.mesh.world > 1 or by_name(source.format, "").sharded else "ranks"
         notes.append(f"written as {name}" + ("" if name == source.format else " (--to chooses another format)"))
     writer = by_name(name, "--to")
-    if not writer.sharded:
-        return name, writer.target_mesh(Mesh(), said)
-    return name, writer.target_mesh(asked, said)
+    return name, writer.target_mesh(asked if writer.sharded else Mesh(), said), asked
 
 
 def select(

@@ -1,0 +1,155 @@
+"""What the Paddle formats have in common: who wrote a checkpoint, and which way round a weight lies.
+
+A Paddle ``Linear`` keeps its weight [in, out], the transpose of torch's. Embeddings are [vocab, hidden] in both; the
+head is [hidden, vocab] in PaddleNLP's models when it is not tied, and [vocab, hidden] everywhere else. PaddleFormers
+from 0.3.2 on transposes some weights of the model files (``save_to_hf``) and never those of the optimizer's files, so
+that one checkpoint holds both. Measured with paddlenlp 3.0.0b4, paddleformers 0.4.1 and 1.2.0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+STATES = frozenset({"moment1_0", "moment2_0", "velocity_0", "beta1_pow_acc_0", "beta2_pow_acc_0", "moment2_max_0"})
+"""Accumulators of the optimizers, as their names end."""
+
+_PREFIX = re.compile(r"(?P<prefix>[a-z][a-z0-9_]*)\.(?:layers\.\d+|embed_tokens|norm)\.")
+_EMBEDDINGS = ("embed_tokens", "word_embeddings", "position_embeddings", "wte", "wpe")
+_TRANSPOSED = frozenset(
+    [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate", "shared_expert_gate"),
+        *("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "q_b_proj", "eh_proj"),
+    ]
+)
+"""Modules in ``transpose_weight_keys``; fused projections are in none of the lists."""
+
+TARGETS = ("paddleformers-1.2", "paddleformers-0.4", "paddlenlp-3.0")
+"""What --target may say."""
+
+
+class Software(NamedTuple):
+    """What wrote a checkpoint, or shall read it."""
+
+    name: str
+    """``paddlenlp``, ``paddleformers`` or "" when the config does not say."""
+    version: tuple[int, ...] = ()
+
+
+def software(config: Mapping[str, Any]) -> Software:
+    """From ``paddlenlp_version`` or ``paddleformers_version`` in config.json."""
+    for name in ("paddleformers", "paddlenlp"):
+        found = config.get(f"{name}_version")
+        if isinstance(found, str):
+            return Software(name, tuple(int(n) for n in re.findall(r"\d+", found)[:3]))
+    return Software("")
+
+
+def target_software(text: str) -> Software:
+    """Of a --target."""
+    name, _, version = text.partition("-")
+    return Software(name, tuple(int(n) for n in version.split(".")))
+
+
+def base_prefix(names: Mapping[str, Any]) -> str:
+    """What the models' names begin with: ``model``, ``llama``, ``qwen2``, ...; "" when there is none."""
+    for name in names:
+        if m := _PREFIX.match(name):
+            return m["prefix"]
+    return ""
+
+
+def module_of(name: str) -> str:
+    """``a.b.q_proj.weight`` -> ``q_proj``."""
+    parts = name.rsplit(".", 2)
+    return parts[-2] if len(parts) > 1 else name
+
+
+def is_linear(name: str, ndim: int, config: Mapping[str, Any]) -> bool:
+    """Whether this is the weight of a ``Linear`` by its name, which Paddle keeps [in, out]; not the head."""
+    if ndim != 2 or not name.endswith(".weight"):
+        return False
+    module = module_of(name)
+    if module in _EMBEDDINGS or module == "lm_head" or "norm" in module:
+        return False
+    # paddleformers keeps the router of gpt_oss as torch does.
+    return not (module == "router" and config.get("model_type") == "gpt_oss")
+
+
+def head_in_out(shape: tuple[int, ...], prefix: str, config: Mapping[str, Any]) -> bool:
+    """Whether ``lm_head.weight`` is [hidden, vocab].
+
+    The shape tells where it can; PaddleNLP's models (and those of paddleformers that still are: prefix ``llama``) do
+    so unless the head is tied.
+    """
+    hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
+    if len(shape) == 2 and hidden != vocab and isinstance(hidden, int) and isinstance(vocab, int):
+        if shape[0] == hidden and shape[1] != hidden:
+            return True
+        if shape[1] == hidden and shape[0] != hidden:
+            return False
+    if config.get("tie_word_embeddings"):
+        return False
+    return software(config).name == "paddlenlp" or prefix not in ("model", "")
+
+
+def transposed_on_disk(name: str, ndim: int, writer: Software, prefix: str) -> bool:
+    """Whether ``save_to_hf`` of this software puts the weight [out, in] into the model files."""
+    if writer.name != "paddleformers" or writer.version < (0, 3, 2) or ndim != 2 or not name.endswith(".weight"):
+        return False
+    if writer.version < (1,) and prefix == "llama":
+        return False  # the Llama of 0.x has no list of weights to transpose
+    module = module_of(name)
+    return module in _TRANSPOSED and not (module == "gate" and ".mlp.gate." not in name)
+
+
+def expected_side(name: str, config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """(in, out) of a linear weight as far as the config tells; None where it does not."""
+    hidden = config.get("hidden_size")
+    module = module_of(name)
+    if not isinstance(hidden, int):
+        return None, None
+    if module in ("o_proj", "down_proj"):
+        return None, hidden
+    if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj", "up_gate_proj", "gate", "router"):
+        return hidden, None
+    if module == "gate_up_fused_proj":
+        return hidden, None
+    return None, None
+
+
+def clean_architecture(name: str) -> str:
+    """The class without what parallel training appended to its name.
+
+    ``LlamaForCausalLMPipe``, ``Qwen2ForCausalLMDeprecated`` and ``...PipeDeprecated`` are all found in saved configs.
+    """
+    while m := re.fullmatch(r"(.+?)(?:Pipe|Deprecated|Network|Auto|Decapitated)", name):
+        name = m[1]
+    return name
+
+
+def target_config(config: Mapping[str, Any], version: str, dtype: str) -> dict[str, Any]:
+    """config.json as this version's loader expects it: its dtype key, plain architectures, no parallel sizes."""
+    out = dict(config)
+    if isinstance(names := out.get("architectures"), list):
+        out["architectures"] = [clean_architecture(n) if isinstance(n, str) else n for n in names]
+    for field in ("tensor_parallel_degree", "tensor_model_parallel_size", "pipeline_parallel_degree"):
+        if out.get(field, 1) != 1:
+            out[field] = 1
+    said = dtype or out.get("torch_dtype") or out.get("dtype")
+    key, other = ("dtype", "torch_dtype") if version.startswith("paddlenlp") else ("torch_dtype", "dtype")
+    if said is not None and (key not in out or dtype):
+        out.pop(other, None)
+        out[key] = said
+    return out
+
+
+CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+"""Names in config.json -> dtypes."""
+
+
+def config_dtype(config: Mapping[str, Any]) -> str:
+    """Dtype of the model's weights by its config; float32 when it says nothing (PaddleNLP leaves the default out)."""
+    text = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return CONFIG_DTYPES.get(str(text), "")

@@ -1,0 +1,670 @@
+"""PaddleNLP's and PaddleFormers' unified checkpoint: whole tensors, spread over safetensors files.
+
+    model-0000i-of-0000N.safetensors            model weights          + model.safetensors.index.json
+    peft_model-0000i-of-0000N.safetensors       a LoRA adapter         + peft_model.safetensors.index.json
+    master_weights-0000i-of-0000N.safetensors   float32 weights        + master_weights.safetensors.index.json
+    optimizer-0000i-of-0000N.safetensors        <weight>/moment1_0 ... + optimizer.safetensors.index.json
+    optimizer.<suffix>.safetensors[_shard_000k] not merged: what one rank held (suffix tpNN_ppNN_shardNN_moeNN)
+
+Headers are the truth and an index is a hint, because real ones lie: quantised state, split parameters and saves by
+several nodes leave indexes that name missing files, miss keys, or give a wrong total. bfloat16 is U16 or BF16. The
+optimizer's files are always in Paddle's orientation, the model's are not (``_paddle.transposed_on_disk``).
+
+Sources: paddlenlp 3.0.0b4, paddleformers 0.4.1 and 1.2.0 (trainer/unified_checkpoint), measured on their checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpttool.catalog import IN_SHARDS, DataFile, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
+from ckpttool.formats._paddle import (
+    STATES,
+    TARGETS,
+    base_prefix,
+    config_dtype,
+    expected_side,
+    is_linear,
+    software,
+    target_config,
+    target_software,
+    transposed_on_disk,
+)
+from ckpttool.formats.base import (
+    Habits,
+    Listing,
+    OutFile,
+    ReadOptions,
+    Skeleton,
+    StoredCheckpoint,
+    WriteRequest,
+    build_files,
+    list_source,
+)
+from ckpttool.formats.safetensors import read_header, tensor_bytes
+from ckpttool.mesh import Mesh
+
+STEMS = {"model": "model", "peft_model": "adapter", "master_weights": "master_weights", "optimizer": "optimizer"}
+"""Stem of the files -> component."""
+_STEM = "(?P<stem>model|peft_model|master_weights|optimizer)"
+_MERGED = re.compile(_STEM + r"(?:-(?P<part>\d{5})-of-(?P<total>\d{5}))?\.safetensors\Z")
+_RANKED = re.compile(
+    _STEM + r"\.(?P<suffix>(?:tp|pp|shard|moe)\d{2,}(?:_(?:tp|pp|shard|moe)\d{2,})*)"
+    r"\.safetensors(?:_shard_(?P<part>\d{4}))?\Z"
+)
+_COORDINATE = re.compile(r"(tp|pp|shard|moe)(\d+)")
+_QUANTISED = re.compile(r"@(?:min_|max_)?scales\Z")
+_CARRIED = re.compile(
+    r"(?:rng_state.*\.pth|scheduler\.pdparams|scaler\.pdparams|training_args\.bin|trainer_state\.(?:json|bin)"
+    r"|.*\.json|.*\.txt|.*\.model|.*\.jinja|.*\.npy)\Z"
+)
+_OWN = re.compile(r"(?:config\.json|.*\.index\.json|ckpttool\.manifest\.json)\Z")
+_WORLD_BOUND = re.compile(r"(?:rng_state.*\.pth|saved_signal_\d+|\..*\.done.*)\Z")
+
+
+class _File(NamedTuple):
+    """One file of tensors."""
+
+    path: Path
+    component: str
+    stem: str
+    coords: Mapping[str, int]
+    """Of the rank that wrote it; empty for merged files."""
+    part: int
+    total: int
+
+
+@dataclass(slots=True)
+class _Held:
+    """What the files hold for one key."""
+
+    found: list[tuple[StoredTensor, _File]] = field(default_factory=list)
+
+
+class Unified:
+    """Whole tensors by structural name, with optimizer state and master weights."""
+
+    name = "unified"
+    about = "Paddle unified checkpoint: model, optimizer and master_weights safetensors with an index each"
+    sharded = False
+    habits = Habits(
+        shards=True, components=("model", "adapter", "master_weights", "optimizer"), targets=TARGETS, keeps=True
+    )
+
+    def detect(self, listing: Listing) -> int:
+        if listing.single:
+            return 0
+        names = listing.names
+        if any(n.endswith((".pdopt", ".distcp")) or n.startswith("model_state") for n in names):
+            return 0
+        stems = {m["stem"] for n in names if (m := _MERGED.match(n) or _RANKED.match(n))}
+        if stems - {"model"}:
+            return 2
+        if stems:
+            try:
+                return 2 if software(listing.json("config.json")).name else 0
+            except CorruptError:
+                return 0  # what reads it says so
+        return int(not listing.safetensors() and "training_args.bin" in names)
+
+    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+        """Raises IncompleteError (files are missing), ConflictError (contradictions), CorruptError, UsageError."""
+        listings = [listing, *(list_source(p) for p in options.more)]
+        config = next((c for at in listings if (c := at.json("config.json"))), {})
+        found = _files(listings)
+        return _Reader(listing, listings, options, config, found).read()
+
+    def naming(self) -> str:
+        return "paddle"
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        return Mesh()
+
+    def write(self, request: WriteRequest) -> Skeleton:
+        return _write(request)
+
+    def turned(self, name: str, ndim: int, version: str, prefix: str) -> bool:
+        """Whether the model files of this version hold the weight [out, in]."""
+        return transposed_on_disk(name, ndim, target_software(version), prefix)
+
+
+def _files(listings: Sequence[Listing]) -> list[_File]:
+    """The files of all directories of a save, each once."""
+    out: dict[str, _File] = {}
+    for at in listings:
+        for name in at.names:
+            m = _MERGED.match(name) or _RANKED.match(name)
+            if m is None:
+                continue
+            got = m.groupdict()
+            coords = {k: int(v) for k, v in _COORDINATE.findall(got.get("suffix") or "")}
+            file = _File(
+                at.path(name),
+                STEMS[got["stem"]],
+                got["stem"],
+                coords,
+                int(got.get("part") or 0),
+                int(got.get("total") or 0),
+            )
+            if name in out:
+                a, b = out[name].path, file.path
+                if a.stat().st_size != b.stat().st_size:
+                    raise ConflictError(
+                        f"{name} lies in two of the directories, with different sizes", where=[str(a), str(b)]
+                    )
+                continue
+            out[name] = file
+    return list(out.values())
+
+
+@dataclass(slots=True)
+class _Reader:
+    listing: Listing
+    listings: list[Listing]
+    options: ReadOptions
+    config: dict[str, Any]
+    found: list[_File]
+    notes: list[str] = field(default_factory=list)
+    files: list[DataFile] = field(default_factory=list)
+    formats: dict[str, str] = field(default_factory=dict)
+    """``format`` in the metadata of the files of each component."""
+    shards: list[tuple[FlatShard, ...]] = field(default_factory=list)
+
+    def read(self) -> StoredCheckpoint:
+        self._complete()
+        indexes = {stem: self._index(stem) for stem in STEMS}
+        held = self._headers(indexes)
+        dtypes: dict[Key, str] = {}
+        quantised = self._dequantised(held)
+        shapes = self._shapes(held)
+        tensors: list[StoredTensor] = []
+        cut = self._cut_mesh()
+        for key, entry in {**held, **quantised}.items():
+            tensors += self._tensors(key, entry, shapes.get(key.name), cut)
+        tensors, turned = self._turned(tensors, shapes)
+        self._master_as_model(tensors, dtypes, indexes["optimizer"])
+        self._check_index(indexes, held)
+        return StoredCheckpoint(
+            "unified",
+            self.listing.root,
+            self.files,
+            tensors,
+            Mesh(),
+            naming="paddle",
+            config=self.config,
+            companions=_companions(self.listing, self.found),
+            notes=self.notes,
+            metadata={"format": self.formats.get("model", "")},
+            shards=self.shards,
+            dtypes=dtypes,
+            cut=dict.fromkeys(("optimizer", "master_weights"), cut) if cut.world > 1 else {},
+            native={"turned": turned, "software": software(self.config)},
+        )
+
+    def _complete(self) -> None:
+        """Every numbered set has all of its files. Raises IncompleteError with those missing."""
+        root = str(self.listing.root)
+        if not any(f.component in ("model", "adapter", "master_weights") for f in self.found):
+            what = ", ".join(n for n in self.listing.names[:6]) or "nothing"
+            raise IncompleteError(
+                "this is no complete checkpoint: there are no model*, peft_model* or master_weights* safetensors files",
+                where=[root, f"files: {what}"],
+                hint="the save was interrupted or failed; take an earlier checkpoint",
+            )
+        for stem in STEMS:
+            sets: dict[int, set[int]] = {}
+            for f in self.found:
+                if f.stem == stem and f.total:
+                    sets.setdefault(f.total, set()).add(f.part)
+            named = self._named_by_index(stem)
+            if len(sets) > 1:
+                kept = {int(m["total"]) for n in named if (m := _MERGED.match(n)) and m["total"]}
+                if len(kept) != 1:
+                    raise ConflictError(
+                        f"{stem} files of {' and '.join(map(str, sorted(sets)))} lie in one directory",
+                        where=root,
+                        hint="remove the stale set, or put back the index that says which one counts",
+                    )
+                stale = [f for f in self.found if f.stem == stem and f.total and f.total not in kept]
+                self.notes.append(
+                    f"{len(stale)} {stem} files are left out: {stem}.safetensors.index.json names another set"
+                )
+                self.found = [f for f in self.found if f not in stale]
+                sets = {n: parts for n, parts in sets.items() if n in kept}
+            for total, parts in sets.items():
+                missing = [i for i in range(1, total + 1) if i not in parts]
+                empty = {i for i in missing if named and f"{stem}-{i:05d}-of-{total:05d}.safetensors" not in named}
+                # An asynchronous save writes no file for a rank that holds nothing, and its index names none.
+                if real := [i for i in missing if i not in empty]:
+                    raise IncompleteError(
+                        f"{len(real)} of {total} {stem} files are missing:"
+                        f" {stem}-{real[0]:05d}-of-{total:05d}.safetensors",
+                        where=root,
+                        hint="fetch the missing files; when the save was spread over nodes, name the other"
+                        " directories with --also",
+                    )
+            ranked = [f for f in self.found if f.stem == stem and f.coords]
+            self._complete_ranks(stem, ranked)
+
+    def _complete_ranks(self, stem: str, ranked: Sequence[_File]) -> None:
+        if not ranked:
+            return
+        axes = list(ranked[0].coords)
+        sizes = {a: 1 + max(f.coords.get(a, 0) for f in ranked) for a in axes}
+        have = {tuple(f.coords.get(a, -1) for a in axes) for f in ranked}
+        wanted: list[tuple[int, ...]] = list(product(*[range(sizes[a]) for a in axes]))
+        missing = [w for w in wanted if w not in have]
+        if missing:
+            suffix = "_".join(f"{a}{i:02d}" for a, i in zip(axes, missing[0], strict=True))
+            raise IncompleteError(
+                f"{len(missing)} of {len(wanted)} {stem} rank files are missing: {stem}.{suffix}.safetensors",
+                where=str(self.listing.root),
+                hint="copy the missing files beside the others; directories of other nodes go with --also",
+            )
+        parts = {tuple(f.coords.items()): set() for f in ranked}  # type: ignore[var-annotated]
+        for f in ranked:
+            parts[tuple(f.coords.items())].add(f.part)
+        most = max((max(p) for p in parts.values()), default=0)
+        for coords, p in parts.items():
+            if most and p != set(range(1, most + 1)):
+                gone = min(set(range(1, most + 1)) - p)
+                suffix = "_".join(f"{a}{i:02d}" for a, i in coords)
+                raise IncompleteError(
+                    f"{stem}.{suffix}.safetensors_shard_{gone:04d} is missing",
+                    where=str(self.listing.root),
+                    hint=f"every rank has {most} such files (optim_shard_num)",
+                )
+
+    def _named_by_index(self, stem: str) -> set[str]:
+        data = self._raw_index(stem)
+        found = data.get("weight_map")
+        return {v for v in found.values() if isinstance(v, str)} if isinstance(found, dict) else set()
+
+    def _raw_index(self, stem: str) -> dict[str, Any]:
+        name = f"{stem}.safetensors.index.json"
+        for at in self.listings:
+            try:
+                if data := at.json(name):
+                    return data
+            except CorruptError as e:
+                note = f"{name} is not usable ({e.what}); rebuilt from the headers"
+                if note not in self.notes:
+                    self.notes.append(note)
+        return {}
+
+    def _index(self, stem: str) -> dict[str, Any]:
+        data = self._raw_index(stem)
+        found = data.get("weight_map")
+        if isinstance(found, dict):
+            bad = [v for v in found.values() if not isinstance(v, str) or "/" in v or "\\" in v or v in (".", "..")]
+            if bad:
+                raise ConflictError(
+                    f"the index names a file outside the checkpoint: `{bad[0]}`",
+                    where=str(self.listing.root / f"{stem}.safetensors.index.json"),
+                )
+        return data
+
+    def _headers(self, indexes: Mapping[str, dict[str, Any]]) -> dict[Key, _Held]:
+        """All stored tensors by key; files that an index leaves out come last."""
+        held: dict[Key, _Held] = {}
+        order = {stem: set(self._named_by_index(stem)) for stem in STEMS}
+
+        def rank(f: _File) -> tuple[Any, ...]:
+            named = order[f.stem]
+            # Shards of one parameter follow each other by sharding rank, which is how the files are numbered.
+            return (list(STEMS).index(f.stem), bool(named) and f.path.name not in named, *self._shard_order(f))
+
+        self.found.sort(key=rank)
+        for f in self.found:
+            head = read_header(f.path, len(self.files), 0)
+            self.files.append(head.file)
+            self.formats.setdefault(f.component, head.metadata.get("format", ""))
+            for t in head.tensors:
+                key = _key(t.name, f.component)
+                dtype = "BF16" if t.dtype == "U16" else t.dtype
+                stored = t._replace(name=key.name, component=key.component, state=key.state, dtype=dtype)
+                held.setdefault(key, _Held()).found.append((stored, f))
+        return held
+
+    @staticmethod
+    def _shard_order(f: _File) -> tuple[int, ...]:
+        return (f.coords.get("pp", 0), f.coords.get("moe", 0), f.coords.get("tp", 0), f.coords.get("shard", 0), f.part)
+
+    def _cut_mesh(self) -> Mesh:
+        ranked = [f.coords for f in self.found if f.coords]
+        sizes = {a: 1 + max((c.get(a, 0) for c in ranked), default=0) for a in ("tp", "pp", "moe")}
+        ep = sizes["moe"]
+        return Mesh(sizes["tp"], sizes["pp"], ep, 1 if ep > 1 else sizes["tp"])
+
+    def _shapes(self, held: Mapping[Key, _Held]) -> dict[str, tuple[int, ...]]:
+        """Paddle's shape of each parameter where the files give it: [in, out] for linear weights."""
+        out: dict[str, tuple[int, ...]] = {}
+        prefix = base_prefix({k.name: None for k in held})
+        writer = software(self.config)
+        hf = self.formats.get("model") == "pt"
+        evidence: dict[str, bool] = {}
+        for key, entry in held.items():
+            if key.component not in ("model", "adapter"):
+                continue
+            shape = entry.found[0][0].shape
+            turned = hf and key.component == "model" and transposed_on_disk(key.name, len(shape), writer, prefix)
+            if len(shape) == 2 and key.component == "model":
+                seen = self._seen(key.name, shape, held)
+                if seen is not None and seen != turned:
+                    evidence[key.name] = seen
+            out[key.name] = shape[::-1] if turned else shape
+        self._settle(evidence, out, held)
+        return out
+
+    def _seen(self, name: str, shape: tuple[int, ...], held: Mapping[Key, _Held]) -> bool | None:
+        """Whether the model's tensor is stored [out, in] by what else is known of it; None when nothing tells."""
+        a, b = shape
+        if a == b or not is_linear(name, 2, self.config):
+            return None
+        for component, state in (("master_weights", ""), ("optimizer", "moment1_0")):
+            other = held.get(Key(name, component, state))
+            if other is not None and len(other.found[0][0].shape) == 2 and not other.found[0][1].coords:
+                paddle = other.found[0][0].shape
+                return paddle == (b, a) if paddle in ((a, b), (b, a)) else None
+        want_in, want_out = expected_side(name, self.config)
+        if want_in is not None and (a == want_in) != (b == want_in):
+            return b == want_in
+        if want_out is not None and (a == want_out) != (b == want_out):
+            return a == want_out
+        return None
+
+    def _settle(self, evidence: dict[str, bool], out: dict[str, tuple[int, ...]], held: Mapping[Key, _Held]) -> None:
+        """The files contradict what their writer usually does: believe them when they agree with each other."""
+        if not evidence:
+            return
+        says = set(evidence.values())
+        name = next(iter(evidence))
+        if len(says) > 1:
+            raise ConflictError(
+                "some linear weights are stored [out, in] and others of the same kind [in, out]",
+                where=[str(self.listing.root), *list(evidence)[:3]],
+                hint="the files of two saves were mixed",
+            )
+        all_turned = says == {True}
+        for n in out:
+            entry = held[Key(n)].found[0][0] if Key(n) in held else None
+            if entry is None or not is_linear(n, len(entry.shape), self.config):
+                continue
+            agrees = self._seen(n, entry.shape, held)
+            if agrees is not None and agrees != all_turned:
+                raise ConflictError(
+                    "some linear weights are stored [out, in] and others [in, out], and not as its writer does",
+                    where=[str(self.listing.root), name, n],
+                    hint="the files of two saves were mixed, or paddleformers_version in config.json is wrong",
+                )
+            out[n] = entry.shape[::-1] if all_turned else entry.shape
+        self.notes.append(
+            f"linear weights of the model are stored {'[out, in]' if all_turned else '[in, out]'},"
+            " by their shapes and not by the version in config.json"
+        )
+
+    def _tensors(self, key: Key, entry: _Held, shape: tuple[int, ...] | None, cut: Mesh) -> list[StoredTensor]:
+        """Stored tensors of one key: whole ones, those of ranks, or flat shards."""
+        if entry.found[0][1].coords:
+            return self._ranked(key, entry, shape, cut)
+        first = entry.found[0][0]
+        if key.component in ("model", "adapter"):
+            return [t for t, _ in entry.found] if self._same(key, entry) else []
+        if key.state and prod(first.shape) == 1 and shape != first.shape:
+            return [t for t, _ in entry.found]
+        flat = shape is not None and len(first.shape) == 1 and (len(shape) > 1 or first.shape != shape)
+        if flat and shape is not None:
+            return [self._flat(key, shape, [t for t, _ in entry.found], 0)]
+        self._same(key, entry)
+        return [t for t, _ in entry.found]
+
+    def _same(self, key: Key, entry: _Held) -> bool:
+        """Copies in several files (data-parallel experts, tied weights) have one shape."""
+        shapes = {t.shape for t, _ in entry.found}
+        if len(shapes) > 1:
+            raise ConflictError(
+                f"`{key}` is {' and '.join(str(list(s)) for s in shapes)} in different files",
+                where=[str(f.path) for _, f in entry.found],
+                hint="the files of two saves were mixed",
+            )
+        if len(entry.found) > 1 and (name := self._by_index(key, entry)):
+            # What another file holds under this name is what an earlier or partial save left there.
+            entry.found = [x for x in entry.found if x[1].path.name == name]
+        return True
+
+    def _by_index(self, key: Key, entry: _Held) -> str:
+        """The one file that the index names for the key, when it leaves out the file of another copy entirely."""
+        named = self._named_by_index(entry.found[0][1].stem)
+        inside = [f.path.name for _, f in entry.found if f.path.name in named]
+        return inside[0] if len(inside) == 1 and len(inside) < len(entry.found) else ""
+
+    def _flat(self, key: Key, shape: tuple[int, ...], runs: Sequence[StoredTensor], rank: int) -> StoredTensor:
+        """Runs of elements one behind the other, the last one padded."""
+        at, shards = 0, []
+        for t in runs:
+            shards.append(FlatShard(at, t))
+            at += t.shape[0]
+        if at < prod(shape):
+            raise IncompleteError(
+                f"the pieces of `{key}` hold {at:,} elements, {list(shape)} has {prod(shape):,}",
+                where=[str(self.files[t.file].path) for t in runs],
+                hint="the file of a sharding rank is missing",
+            )
+        self.shards.append(tuple(shards))
+        return runs[0]._replace(shape=shape, file=IN_SHARDS, offset=len(self.shards) - 1, rank=rank)
+
+    def _ranked(self, key: Key, entry: _Held, shape: tuple[int, ...] | None, cut: Mesh) -> list[StoredTensor]:
+        """Tensors of rank files: sharding ranks hold other parameters (or runs of them), tp ranks other boxes."""
+        ranks: dict[int, list[StoredTensor]] = {}
+        for t, f in sorted(entry.found, key=lambda x: self._shard_order(x[1])):
+            c = f.coords
+            if "moe" in c and ".experts." in key.name:
+                rank = cut.rank_of(pp=c.get("pp", 0), ep=c["moe"])
+            else:
+                rank = cut.rank_of(pp=c.get("pp", 0), tp=c.get("tp", 0))
+            ranks.setdefault(rank, []).append(t._replace(rank=rank))
+        out = []
+        for rank, group in ranks.items():
+            flat = shape is not None and all(len(t.shape) == 1 for t in group) and (len(shape) > 1 or len(group) > 1)
+            if flat and not (key.state and prod(group[0].shape) == 1) and shape is not None:
+                if cut.tp > 1:
+                    raise ConflictError(
+                        f"`{key}` is a run of a tensor that is cut for tp {cut.tp} as well, which these files do not"
+                        " describe",
+                        where=[str(self.files[t.file].path) for t in group],
+                        hint="save with merged optimizer files, or without split_param",
+                    )
+                out.append(self._flat(key, shape, group, rank))
+            else:
+                out += group
+        return out
+
+    def _turned(
+        self, tensors: list[StoredTensor], shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[list[StoredTensor], frozenset[str]]:
+        """Model tensors that are stored [out, in] become strided views of Paddle's orientation."""
+        out, turned = [], set()
+        prefix, hf, writer = base_prefix(shapes), self.formats.get("model") == "pt", software(self.config)
+        by_shape = any("by their shapes" in n for n in self.notes)
+        for t in tensors:
+            want = shapes.get(t.name)
+            if t.component == "model" and want is not None and len(want) == 2 and t.file != IN_SHARDS:
+                square = want[0] == want[1]
+                flip = t.shape != want
+                if square:
+                    usual = hf and transposed_on_disk(t.name, 2, writer, prefix)
+                    flip = (
+                        usual if not by_shape else is_linear(t.name, 2, self.config) and "[out, in]" in self._ruling()
+                    )
+                if flip:
+                    turned.add(t.name)
+                    t = t._replace(shape=want, strides=(1, want[0]))  # noqa: PLW2901
+            out.append(t)
+        return out, frozenset(turned)
+
+    def _ruling(self) -> str:
+        return next((n for n in self.notes if "by their shapes" in n), "")
+
+    def _master_as_model(self, tensors: list[StoredTensor], dtypes: dict[Key, str], index: Mapping[str, Any]) -> None:
+        """A save without model weights (skip_save_model_weight) has the master weights in the model's files."""
+        have = {t.component for t in tensors}
+        want = config_dtype(self.config)
+        if (
+            "model" in have
+            and "master_weights" not in have
+            and "optimizer" in have
+            and index.get("master_weights", True)
+        ):
+            model = [t for t in tensors if t.component == "model"]
+            if want in ("BF16", "F16") and all(t.dtype == "F32" for t in model):
+                tensors += [t._replace(component="master_weights") for t in model]
+                dtypes |= {Key(t.name): want for t in model}
+                self.notes.append(
+                    f"the model files hold the master weights (skip_save_model_weight);"
+                    f" model weights are these, rounded to {want}"
+                )
+        elif "master_weights" in have and not have & {"model", "adapter"}:
+            derived = [t for t in tensors if t.component == "master_weights"]
+            tensors += [t._replace(component="model") for t in derived]
+            if want:
+                dtypes |= {Key(t.name): want for t in derived}
+            self.notes.append(f"there are no model files; model weights are master_weights, rounded to {want or 'F32'}")
+
+    def _dequantised(self, held: dict[Key, _Held]) -> dict[Key, _Held]:
+        """Takes quantised optimizer state out of ``held`` and returns what it stands for."""
+        if not any(_QUANTISED.search(k.state) for k in held):
+            return {}
+        from ckpttool.formats._paddle_quant import dequantise
+
+        stored = {k: [t for t, _ in e.found] for k, e in held.items() if k.component == "optimizer"}
+        file_of = {t.file: f for k in stored for t, f in held[k].found}
+        made, gone, note = dequantise(stored, self.files)
+        for k in gone:
+            del held[k]
+        self.notes.append(note)
+        any_file = next(iter(file_of.values()))
+        return {k: _Held([(t, any_file)]) for k, t in made.items()}
+
+    def _check_index(self, indexes: Mapping[str, dict[str, Any]], held: Mapping[Key, _Held]) -> None:
+        """What each index gets wrong, as notes; the headers count."""
+        for stem, component in STEMS.items():
+            mapped = indexes[stem].get("weight_map")
+            if not isinstance(mapped, dict):
+                if mapped is None and any(f.stem == stem and f.total for f in self.found):
+                    self.notes.append(f"there is no usable {stem}.safetensors.index.json; built from the headers")
+                continue
+            keys = {_key(n, component) for n in mapped}
+            real = {k for k in held if k.component == component}
+            if gone := [k for k in keys - real if not indexes[stem].get("ckpt_quant_stage")]:
+                files = sorted({str(mapped[n]) for n in mapped if _key(n, component) in gone})
+                absent = [f for f in files if not any(x.path.name == f for x in self.found)]
+                if absent:
+                    raise IncompleteError(
+                        f"{len(absent)} of the files that {stem}.safetensors.index.json names are missing: {absent[0]}",
+                        where=str(self.listing.root),
+                        hint="fetch the missing files; directories of other nodes go with --also",
+                    )
+                self.notes.append(
+                    f"{stem}.safetensors.index.json names {len(gone)} tensors that no file holds; rebuilt"
+                )
+            if extra := real - keys:
+                self.notes.append(f"{len(extra)} tensors are not in {stem}.safetensors.index.json; rebuilt")
+
+
+def _key(name: str, component: str) -> Key:
+    """Of a tensor in a file of this component: ``<parameter>/<state>`` in the optimizer's."""
+    if component != "optimizer":
+        return Key(name, component)
+    parameter, slash, state = name.rpartition("/")
+    if not slash:
+        raise CorruptError(f"`{name}` is no optimizer state: it has no `/` before the name of an accumulator")
+    if state.split("@")[0] not in STATES and not re.fullmatch(r"\w+_\d+(?:@\w+)?", state):
+        raise CorruptError(f"`{name}` is no optimizer state: `{state}` is no accumulator")
+    return Key(parameter, component, state)
+
+
+def _companions(listing: Listing, found: Sequence[_File]) -> tuple[str, ...]:
+    skip = {f.path.name for f in found}
+    return tuple(n for n in listing.names if n not in skip and not _OWN.match(n) and _CARRIED.match(n))
+
+
+# -- writing
+
+
+def _write(request: WriteRequest) -> Skeleton:
+    """Whole tensors, shared out to files in model order; every component has a file for each rank asked for."""
+    version = request.version
+    tensors = request.ranks[0]
+    groups: list[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]] = []
+    indexes: list[tuple[str, bytes]] = []
+    has_master = any(t.component == "master_weights" for t in tensors)
+    model_format = "np" if version.startswith("paddlenlp") else "pt"
+    named: list[RankTensor] = []
+    for stem, component in STEMS.items():
+        own = [t for t in tensors if t.component == component]
+        if not own:
+            continue
+        shared = _share(own, request)
+        total = len(shared)
+        weight_map: dict[str, str] = {}
+        for i, part in enumerate(shared):
+            file = f"{stem}-{i + 1:05d}-of-{total:05d}.safetensors"
+            stored = [t._replace(name=f"{t.name}/{t.state}" if t.state else t.name) for t in part]
+            named += part
+            meta = {"format": model_format if component in ("model", "adapter") else "np"}
+            groups.append((file, 0, stored, meta))
+            weight_map |= {t.name: file for t in stored}
+        size = sum(tensor_bytes(t.dtype, t.shape) for t in own)
+        index: dict[str, Any] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        if component == "adapter":
+            index["type"] = "lora"
+        if component == "optimizer":
+            index["quant_ckpt_resume_times"] = 0
+            index["master_weights"] = has_master
+        indexes.append((f"{stem}.safetensors.index.json", json.dumps(index, indent=4).encode()))
+    skeleton = build_files(groups, 1)
+    slots = iter(named)
+    flat = [t for _, _, part, _ in groups for t in part]
+    renamed: dict[str, tuple[int, int]] = {}
+    for held, original in zip(flat, slots, strict=True):
+        renamed[original.slot] = skeleton.places[0][held.slot]
+    skeleton.places[0] = renamed
+    for name, data in indexes:
+        skeleton.files.append(OutFile(name, len(data), ((0, data),)))
+    request.config = target_config(request.config, version, request.dtype)
+    left = [p.name for p in request.companions if _WORLD_BOUND.match(p.name)]
+    return skeleton._replace(left=tuple(left))
+
+
+def _share(tensors: Sequence[RankTensor], request: WriteRequest) -> list[list[RankTensor]]:
+    """Into one file for each rank asked for, in order, by bytes; or by --max-shard-size."""
+    if request.max_shard_size:
+        from ckpttool.formats.base import fill_files
+
+        return fill_files(tensors, request.max_shard_size)
+    files = min(request.asked.world, max(1, len(tensors)))
+    total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
+    out: list[list[RankTensor]] = [[]]
+    size = 0
+    for i, t in enumerate(tensors):
+        n = tensor_bytes(t.dtype, t.shape)
+        over = out[-1] and size + n > total * len(out) / files
+        if len(out) < files and (over or len(tensors) - i <= files - len(out)):
+            out.append([])
+        out[-1].append(t)
+        size += n
+    return out
+
+
+def check_target(version: str) -> None:
+    """Raises UsageError for a --target that is not known."""
+    if version not in TARGETS:
+        raise UsageError(f"--target `{version}` is not known", hint="targets: " + ", ".join(TARGETS))

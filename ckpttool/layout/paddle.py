@@ -1,0 +1,177 @@
+"""Paddle's names and orientations as statements that lead from a Hugging Face naming to them.
+
+PaddleNLP and PaddleFormers name a model's tensors as Hugging Face does, apart from the first word (``llama.``,
+``qwen2.``), fused projections and the orientation of linear weights, so the statements follow from the names and shapes
+of a checkpoint and need no table for each family:
+
+    fuse       qkv_proj: q, k and v interleaved by key/value group; gate_up_fused_proj, up_gate_proj: [gate | up]
+    transpose  the weights of linear layers (and the head, in PaddleNLP)
+    rename     model.* -> llama.*
+
+Sources: paddlenlp 3.0.0b4 and paddleformers 0.4.1 and 1.2.0 (fuse_param_func, the rules of each model class and the
+AOA texts of 1.2), measured on their checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.formats._paddle import base_prefix, head_in_out, is_linear
+from ckpttool.layout.family import Family, Fuse, Op, Rename, Transpose, inverse
+from ckpttool.layout.names import split_numbers
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_NLP_PREFIXES = ("llama", "qwen2", "qwen2_moe", "mistral", "mixtral", "gemma", "deepseek_v2", "deepseek_v3", "yuan")
+"""Model types whose base model PaddleNLP names like the type."""
+_FUSED_12 = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "ernie4_5", "ernie4_5_moe", "glm4_moe")
+"""Model types that paddleformers 1.x holds with fused projections."""
+_GATE_UP = ("up_gate_proj", "gate_up_fused_proj")
+
+
+def _pattern(name: str) -> str:
+    """The pattern of all names that differ from this one in their numbers only."""
+    template, numbers = split_numbers(name)
+    words = iter(["{layer}", "{expert}"] if len(numbers) > 1 else ["{layer}"])
+    parts = template.split("#")
+    return parts[0] + "".join(next(words, "{expert}") + p for p in parts[1:])
+
+
+def _fusions(family: Family, modules: set[str]) -> list[Fuse]:
+    """The fusions that lead to these fused modules."""
+    out = []
+    groups = family.size("kv_heads")
+    if "qkv_proj" in modules and groups and family.size("heads"):
+        parts = tuple(f"{{a}}.self_attn.{x}_proj.{{b}}" for x in "qkv")
+        units = ("heads", "kv_heads", "kv_heads")
+        out.append(Fuse("qkv", "{a}.self_attn.qkv_proj.{b}", parts, units, groups=str(groups)))
+    for module in _GATE_UP:
+        if module in modules:
+            parts = ("{a}.gate_proj.{b}", "{a}.up_proj.{b}")
+            out.append(Fuse("gate_up", f"{{a}}.{module}.{{b}}", parts, ("", "")))
+    return out
+
+
+def _modules(names: Shapes) -> set[str]:
+    return {n.rsplit(".", 2)[-2] for n in names if n.count(".") > 1}
+
+
+def source_ops(family: Family, shapes: Shapes, config: Mapping[str, Any]) -> tuple[Op, ...]:
+    """The statements that lead from Hugging Face names to those of a Paddle checkpoint with these tensors."""
+    if family.name == "none":
+        return ()
+    prefix = base_prefix(shapes)
+    publishes = {n for n in family.spec.fusions if family.publishes_fused(n)}
+    ops: list[Op] = [op for op in _fusions(family, _modules(shapes)) if op.name not in publishes]
+    renamed = prefix not in ("", "model")
+
+    def hf(name: str) -> str:
+        return "model" + name[len(prefix) :] if renamed and name.startswith(prefix + ".") else name
+
+    turned = {_pattern(hf(n)) for n, shape in shapes.items() if is_linear(n, len(shape), config)}
+    head = shapes.get("lm_head.weight")
+    if head is not None and head_in_out(head, prefix, config):
+        turned.add("lm_head.weight")
+    if turned:
+        ops.append(Transpose(tuple(sorted(turned))))
+    if renamed:
+        ops.append(Rename((("model.{a}", prefix + ".{a}"),)))
+    return tuple(ops)
+
+
+def target_ops(family: Family, shapes: Shapes, config: Mapping[str, Any], version: str, fused: str) -> tuple[Op, ...]:
+    """The statements from Hugging Face tensors with these names and shapes to the names of ``version`` (a --target).
+
+    ``fused`` is "fuse", "unfuse" or "" for what that version's models have.
+    """
+    if family.name == "none":
+        return ()
+    kind = str(config.get("model_type", ""))
+    nlp = version.startswith("paddlenlp")
+    modules = set()
+    if fused == "fuse" or (not fused and version.startswith("paddleformers-1") and kind in _FUSED_12):
+        modules = {"qkv_proj", "gate_up_fused_proj" if nlp else "up_gate_proj"}
+    publishes = {n for n in family.spec.fusions if family.publishes_fused(n)}
+    ops: list[Op] = [op for op in _fusions(family, modules) if op.name not in publishes]
+    old_llama = kind == "llama" and version.startswith("paddleformers-0")
+    turned = {_pattern(n) for n, shape in shapes.items() if is_linear(n, len(shape), config)}
+    for op in ops:
+        if isinstance(op, Fuse):
+            turned |= {_pattern(n) for n in _wholes(op, shapes) if n.endswith(".weight")}
+    tied = bool(config.get("tie_word_embeddings", family.tied))
+    if len(shapes.get("lm_head.weight", ())) == 2 and (nlp or old_llama) and not tied:
+        turned.add("lm_head.weight")
+    if turned:
+        ops.append(Transpose(tuple(sorted(turned))))
+    if (nlp and kind in _NLP_PREFIXES) or old_llama:
+        ops.append(Rename((("model.{a}", kind + ".{a}"),)))
+    return tuple(ops)
+
+
+def _wholes(op: Fuse, shapes: Shapes) -> set[str]:
+    """Names that a fusion makes of these."""
+    from ckpttool.layout.names import expand, pattern_regex
+
+    first = pattern_regex(op.parts[0])
+    return {expand(op.whole, m.groupdict()) for n in shapes if (m := first.match(n))}
+
+
+def with_fusions(ops: tuple[Op, ...], fused: str, family: Family, shapes: Shapes) -> tuple[Op, ...]:
+    """A Paddle source's own statements with all fusions (``fuse``) or none (``unfuse``)."""
+    if not fused:
+        return ops
+    rest = [op for op in ops if not isinstance(op, Fuse)]
+    if fused == "unfuse":
+        patterns = []
+        for op in rest:
+            if isinstance(op, Transpose):
+                apart = {p for f in ops if isinstance(f, Fuse) for p in _apart(f, op.patterns)}
+                op = Transpose(tuple(sorted({*op.patterns, *apart})))  # noqa: PLW2901
+            patterns.append(op)
+        return tuple(patterns)
+    have = {op.name for op in ops if isinstance(op, Fuse)}
+    module = "gate_up_fused_proj" if any(isinstance(op, Rename) for op in ops) else "up_gate_proj"
+    more = [
+        f for f in _fusions(family, {"qkv_proj", module}) if f.name not in have and not family.publishes_fused(f.name)
+    ]
+    wholes = {_pattern(n) for f in more for n in _wholes(f, _hf_names(rest, shapes)) if n.endswith(".weight")}
+    out: list[Op] = [*(op for op in ops if isinstance(op, Fuse)), *more]
+    for op in rest:
+        out.append(replace(op, patterns=tuple(sorted({*op.patterns, *wholes}))) if isinstance(op, Transpose) else op)
+    return tuple(out)
+
+
+def _apart(op: Fuse, patterns: tuple[str, ...]) -> set[str]:
+    """Patterns of the parts of fused tensors that are among ``patterns``."""
+    word = op.whole.split("{a}")[1].split("{b}")[0]
+    return {p.replace(word, part.split("{a}")[1].split("{b}")[0]) for p in patterns if word in p for part in op.parts}
+
+
+def _hf_names(ops: Sequence[Op], shapes: Shapes) -> Shapes:
+    out = {}
+    for name, shape in shapes.items():
+        new = name
+        for op in inverse(ops):
+            if isinstance(op, Rename):
+                new = op.forward(new)
+        out[new] = shape
+    return out
+
+
+def kept_whole(family: Family, tp: int) -> tuple[str, ...]:
+    """Tensors that Paddle's tensor parallelism holds whole on every rank because they do not divide.
+
+    Key and value projections whose heads do not divide, and embedding and head of a vocabulary that does not.
+    """
+    out: list[str] = []
+    if tp == 1:
+        return ()
+    heads = family.size("kv_heads")
+    if heads and heads % tp:
+        out += ["*.self_attn.k_proj.*", "*.self_attn.v_proj.*"]
+    vocab = family.size("vocab")
+    if vocab and vocab % tp:
+        out += ["*embed_tokens.weight", "lm_head.*"]
+    return tuple(out)
