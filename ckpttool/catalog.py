@@ -41,6 +41,8 @@ class DataFile(NamedTuple):
     path: Path
     size: int
     mtime_ns: int
+    label: str = ""
+    """What plans call a file whose path is another in every run (decoded scratch files); "" is the path."""
 
 
 class StoredTensor(NamedTuple):

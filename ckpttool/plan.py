@@ -193,6 +193,8 @@ class Source:
     path: str
     size: int
     mtime_ns: int
+    label: str = ""
+    """Stands for the path in the digest, where that is another in every run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +284,7 @@ class Plan:
     def _lines(self) -> Iterator[bytes]:
         # File names need not be UTF-8, and tensor names come from other people's headers.
         for s in self.sources:
-            yield os.fsencode(f"source {s.path} {s.size} {s.mtime_ns}\n")
+            yield os.fsencode(f"source {s.label or s.path} {s.size} {s.mtime_ns}\n")
         for o in self.outputs:
             yield os.fsencode(f"output {o.name} {o.size} {o.carried}{' link' if o.link else ''}\n")
             for offset, data in o.literals:

@@ -85,7 +85,7 @@ def build_plan(
     units.sort(key=_order)
     if check_replicas:
         units = _checks(used.values()) + _equal(equal) + units
-    sources = [Source(str(f.path), f.size, f.mtime_ns) for f in catalog.files]
+    sources = [Source(str(f.path), f.size, f.mtime_ns, f.label) for f in catalog.files]
     for path, name, size in carried:
         outputs.append(Output(name, size, (), path, name in linked))
     for name, data in literal_files:

@@ -36,6 +36,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("layout",),
     ("checkpoint",),
     ("relate",),
+    ("aoa",),
     ("plan",),
     ("planner",),
     ("adapters", "vocabulary"),

@@ -137,11 +137,25 @@ def target_config(config: Mapping[str, Any], version: str, dtype: str) -> dict[s
     for field in ("tensor_parallel_degree", "tensor_model_parallel_size", "pipeline_parallel_degree"):
         if out.get(field, 1) != 1:
             out[field] = 1
+    reader = target_software(version)
+    if software(config).name != reader.name or software(config).version[:2] != reader.version[:2]:
+        # By this field readers, ours among them, know which way round the weights lie.
+        for name in ("paddlenlp", "paddleformers"):
+            out.pop(f"{name}_version", None)
+        out[f"{reader.name}_version"] = ".".join(map(str, (*reader.version, 0)))
     said = dtype or out.get("torch_dtype") or out.get("dtype")
     key, other = ("dtype", "torch_dtype") if version.startswith("paddlenlp") else ("torch_dtype", "dtype")
     if said is not None and (key not in out or dtype):
         out.pop(other, None)
         out[key] = said
+    return out
+
+
+def published_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json as Hugging Face's libraries know it: nothing in it says that Paddle wrote the weights."""
+    out = target_config(config, "paddleformers-1.2", "")
+    for name in ("paddlenlp_version", "paddleformers_version", "tensor_parallel_degree", "source"):
+        out.pop(name, None)
     return out
 
 

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, BinaryIO
 
 from ckpttool.catalog import DataFile, Key, StoredTensor
 from ckpttool.errors import ConflictError, IncompleteError
-from ckpttool.formats._pickle import Scratch
+from ckpttool.formats._scratch import decoded
 
 BLOCK = 1 << 20
 """Elements that are decoded at once."""
-_SCRATCH = Scratch()
 
 
 def dequantise(
@@ -33,11 +32,11 @@ def dequantise(
 
     Raises IncompleteError for scales that are missing, ConflictError for shapes that do not fit.
     """
-    path = _SCRATCH.path("moments")
     index = len(files)
     out: dict[Key, StoredTensor] = {}
     gone: list[Key] = []
-    with path.open("wb") as f:
+
+    def write(f: BinaryIO) -> None:
         for key in [k for k in stored if k.state.endswith("@max_scales")]:
             name, second = key.name, key.state.split("@")[0]
             first = second.replace("moment2", "moment1")
@@ -57,9 +56,10 @@ def dequantise(
                 at = f.tell()
                 _decode(f, t, files, first=state == first, packed=packed, scales=scales)
                 out[group[state]] = StoredTensor(name, "F32", t.shape, index, at, 0, None, "optimizer", state)
-            gone += [k for k in stored if k.name == name and k.state.split("@")[0] in (first, second)]
-    info = path.stat()
-    files.append(DataFile(path, info.st_size, info.st_mtime_ns))
+            gone.extend(k for k in stored if k.name == name and k.state.split("@")[0] in (first, second))
+
+    first_file = next(t.file for found in stored.values() for t in found)
+    files.append(decoded(files[first_file], "moments", write))
     gone = list(dict.fromkeys(gone))
     return (
         out,
@@ -90,7 +90,7 @@ def _numbers(
 
 
 def _decode(
-    out: Any,
+    out: BinaryIO,
     t: StoredTensor,
     files: Sequence[DataFile],
     *,

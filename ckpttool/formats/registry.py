@@ -11,13 +11,28 @@ from pathlib import Path
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.base import Format, Listing, ReadOptions, StoredCheckpoint, list_source
 from ckpttool.formats.deepseek import DeepSeek
+from ckpttool.formats.flex import Flex
 from ckpttool.formats.hf import HuggingFace
+from ckpttool.formats.hybrid import Hybrid, ZeroCost
 from ckpttool.formats.ranks import Ranks
 from ckpttool.formats.trtllm import TensorRTLLM
 from ckpttool.formats.unified import Unified
 from ckpttool.formats.vllm import VLLM
 
-FORMATS: dict[str, Format] = {f.name: f for f in (HuggingFace(), Ranks(), DeepSeek(), VLLM(), TensorRTLLM(), Unified())}
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        HuggingFace(),
+        Ranks(),
+        DeepSeek(),
+        VLLM(),
+        TensorRTLLM(),
+        Unified(),
+        Hybrid(),
+        ZeroCost(),
+        Flex(),
+    )
+}
 
 
 def by_name(name: str, option: str) -> Format:

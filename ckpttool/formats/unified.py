@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -29,6 +29,7 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageE
 from ckpttool.formats._paddle import (
     STATES,
     TARGETS,
+    Software,
     base_prefix,
     config_dtype,
     expected_side,
@@ -96,7 +97,11 @@ class Unified:
     about = "Paddle unified checkpoint: model, optimizer and master_weights safetensors with an index each"
     sharded = False
     habits = Habits(
-        shards=True, components=("model", "adapter", "master_weights", "optimizer"), targets=TARGETS, keeps=True
+        shards=True,
+        components=("model", "adapter", "master_weights", "optimizer"),
+        targets=TARGETS,
+        keeps=True,
+        full_masters=True,
     )
 
     def detect(self, listing: Listing) -> int:
@@ -105,9 +110,11 @@ class Unified:
         names = listing.names
         if any(n.endswith((".pdopt", ".distcp")) or n.startswith("model_state") for n in names):
             return 0
-        stems = {m["stem"] for n in names if (m := _MERGED.match(n) or _RANKED.match(n))}
-        if stems - {"model"}:
+        # Model weights alone may be anybody's; Paddle's are numbered even when they are one file.
+        found = [m for n in names if (m := _MERGED.match(n) or _RANKED.match(n))]
+        if {m["stem"] for m in found} - {"model"}:
             return 2
+        stems = [m for m in found if m.groupdict().get("total")]
         if stems:
             try:
                 return 2 if software(listing.json("config.json")).name else 0
@@ -177,6 +184,8 @@ class _Reader:
     formats: dict[str, str] = field(default_factory=dict)
     """``format`` in the metadata of the files of each component."""
     shards: list[tuple[FlatShard, ...]] = field(default_factory=list)
+    turned: frozenset[str] = frozenset()
+    """Model tensors that are stored [out, in]."""
 
     def read(self) -> StoredCheckpoint:
         self._complete()
@@ -189,7 +198,7 @@ class _Reader:
         cut = self._cut_mesh()
         for key, entry in {**held, **quantised}.items():
             tensors += self._tensors(key, entry, shapes.get(key.name), cut)
-        tensors, turned = self._turned(tensors, shapes)
+        tensors = [self._as_paddle(t) for t in tensors]
         self._master_as_model(tensors, dtypes, indexes["optimizer"])
         self._check_index(indexes, held)
         return StoredCheckpoint(
@@ -206,16 +215,16 @@ class _Reader:
             shards=self.shards,
             dtypes=dtypes,
             cut=dict.fromkeys(("optimizer", "master_weights"), cut) if cut.world > 1 else {},
-            native={"turned": turned, "software": software(self.config)},
         )
 
     def _complete(self) -> None:
         """Every numbered set has all of its files. Raises IncompleteError with those missing."""
         root = str(self.listing.root)
-        if not any(f.component in ("model", "adapter", "master_weights") for f in self.found):
+        if not self.found:
             what = ", ".join(n for n in self.listing.names[:6]) or "nothing"
             raise IncompleteError(
-                "this is no complete checkpoint: there are no model*, peft_model* or master_weights* safetensors files",
+                "this is no complete checkpoint: there are no model*, peft_model*, master_weights* or optimizer*"
+                " safetensors files",
                 where=[root, f"files: {what}"],
                 hint="the save was interrupted or failed; take an earlier checkpoint",
             )
@@ -345,30 +354,45 @@ class _Reader:
         return Mesh(sizes["tp"], sizes["pp"], ep, 1 if ep > 1 else sizes["tp"])
 
     def _shapes(self, held: Mapping[Key, _Held]) -> dict[str, tuple[int, ...]]:
-        """Paddle's shape of each parameter where the files give it: [in, out] for linear weights."""
-        out: dict[str, tuple[int, ...]] = {}
+        """Paddle's shape of each parameter where the files give it: [in, out] for linear weights.
+
+        What the writer's version says about the orientation of the model's files is believed unless shapes contradict
+        it: then the first way that fits all of them counts, and a note says so.
+        """
+        model = {k.name: e.found[0][0].shape for k, e in held.items() if k.component == "model"}
         prefix = base_prefix({k.name: None for k in held})
-        writer = software(self.config)
-        hf = self.formats.get("model") == "pt"
-        evidence: dict[str, bool] = {}
-        for key, entry in held.items():
-            if key.component not in ("model", "adapter"):
-                continue
-            shape = entry.found[0][0].shape
-            turned = hf and key.component == "model" and transposed_on_disk(key.name, len(shape), writer, prefix)
-            if len(shape) == 2 and key.component == "model":
-                seen = self._seen(key.name, shape, held)
-                if seen is not None and seen != turned:
-                    evidence[key.name] = seen
-            out[key.name] = shape[::-1] if turned else shape
-        self._settle(evidence, out, held)
+        writer = software(self.config) if self.formats.get("model") == "pt" else Software("")
+        ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
+            ("", lambda n: transposed_on_disk(n, len(model[n]), writer, prefix)),
+            ("[in, out]", lambda _: False),
+            ("[out, in]", lambda n: transposed_on_disk(n, len(model[n]), Software("paddleformers", (1,)), "")),
+            ("[out, in]", lambda n: is_linear(n, len(model[n]), self.config)),
+        )
+        seen = {n: s for n, shape in model.items() if (s := self._seen(n, shape, held)) is not None}
+        fits = [(text, way) for text, way in ways if all(way(n) == s for n, s in seen.items())]
+        if not fits:
+            text, way = ways[0]
+            odd = next(n for n, s in seen.items() if way(n) != s)
+            raise ConflictError(
+                "some linear weights are stored [out, in] and others [in, out], in a way that no writer has",
+                where=[str(self.listing.root), odd, *(n for n in seen if n != odd)][:4],
+                hint="the files of two saves were mixed",
+            )
+        text, way = fits[0]
+        if text:
+            self.notes.append(
+                f"linear weights of the model are stored {text}, by their shapes and not by the version in config.json"
+            )
+        out = {k.name: e.found[0][0].shape for k, e in held.items() if k.component == "adapter"}
+        out |= {n: shape[::-1] if len(shape) == 2 and way(n) else shape for n, shape in model.items()}
+        self.turned = frozenset(n for n in model if len(model[n]) == 2 and way(n))
         return out
 
     def _seen(self, name: str, shape: tuple[int, ...], held: Mapping[Key, _Held]) -> bool | None:
         """Whether the model's tensor is stored [out, in] by what else is known of it; None when nothing tells."""
-        a, b = shape
-        if a == b or not is_linear(name, 2, self.config):
+        if len(shape) != 2 or shape[0] == shape[1] or not is_linear(name, 2, self.config):
             return None
+        a, b = shape
         for component, state in (("master_weights", ""), ("optimizer", "moment1_0")):
             other = held.get(Key(name, component, state))
             if other is not None and len(other.found[0][0].shape) == 2 and not other.found[0][1].coords:
@@ -380,36 +404,6 @@ class _Reader:
         if want_out is not None and (a == want_out) != (b == want_out):
             return a == want_out
         return None
-
-    def _settle(self, evidence: dict[str, bool], out: dict[str, tuple[int, ...]], held: Mapping[Key, _Held]) -> None:
-        """The files contradict what their writer usually does: believe them when they agree with each other."""
-        if not evidence:
-            return
-        says = set(evidence.values())
-        name = next(iter(evidence))
-        if len(says) > 1:
-            raise ConflictError(
-                "some linear weights are stored [out, in] and others of the same kind [in, out]",
-                where=[str(self.listing.root), *list(evidence)[:3]],
-                hint="the files of two saves were mixed",
-            )
-        all_turned = says == {True}
-        for n in out:
-            entry = held[Key(n)].found[0][0] if Key(n) in held else None
-            if entry is None or not is_linear(n, len(entry.shape), self.config):
-                continue
-            agrees = self._seen(n, entry.shape, held)
-            if agrees is not None and agrees != all_turned:
-                raise ConflictError(
-                    "some linear weights are stored [out, in] and others [in, out], and not as its writer does",
-                    where=[str(self.listing.root), name, n],
-                    hint="the files of two saves were mixed, or paddleformers_version in config.json is wrong",
-                )
-            out[n] = entry.shape[::-1] if all_turned else entry.shape
-        self.notes.append(
-            f"linear weights of the model are stored {'[out, in]' if all_turned else '[in, out]'},"
-            " by their shapes and not by the version in config.json"
-        )
 
     def _tensors(self, key: Key, entry: _Held, shape: tuple[int, ...] | None, cut: Mesh) -> list[StoredTensor]:
         """Stored tensors of one key: whole ones, those of ranks, or flat shards."""
@@ -487,31 +481,11 @@ class _Reader:
                 out += group
         return out
 
-    def _turned(
-        self, tensors: list[StoredTensor], shapes: Mapping[str, tuple[int, ...]]
-    ) -> tuple[list[StoredTensor], frozenset[str]]:
-        """Model tensors that are stored [out, in] become strided views of Paddle's orientation."""
-        out, turned = [], set()
-        prefix, hf, writer = base_prefix(shapes), self.formats.get("model") == "pt", software(self.config)
-        by_shape = any("by their shapes" in n for n in self.notes)
-        for t in tensors:
-            want = shapes.get(t.name)
-            if t.component == "model" and want is not None and len(want) == 2 and t.file != IN_SHARDS:
-                square = want[0] == want[1]
-                flip = t.shape != want
-                if square:
-                    usual = hf and transposed_on_disk(t.name, 2, writer, prefix)
-                    flip = (
-                        usual if not by_shape else is_linear(t.name, 2, self.config) and "[out, in]" in self._ruling()
-                    )
-                if flip:
-                    turned.add(t.name)
-                    t = t._replace(shape=want, strides=(1, want[0]))  # noqa: PLW2901
-            out.append(t)
-        return out, frozenset(turned)
-
-    def _ruling(self) -> str:
-        return next((n for n in self.notes if "by their shapes" in n), "")
+    def _as_paddle(self, t: StoredTensor) -> StoredTensor:
+        """A model tensor that is stored [out, in] as a strided view of Paddle's orientation."""
+        if t.component != "model" or t.name not in self.turned:
+            return t
+        return t._replace(shape=t.shape[::-1], strides=(1, t.shape[1]))
 
     def _master_as_model(self, tensors: list[StoredTensor], dtypes: dict[Key, str], index: Mapping[str, Any]) -> None:
         """A save without model weights (skip_save_model_weight) has the master weights in the model's files."""

@@ -12,19 +12,20 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.catalog import Catalog, Key, LogicalTensor, RankTensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
-from ckpttool.formats._paddle import base_prefix, software
+from ckpttool.formats._paddle import base_prefix, published_config, software
 from ckpttool.formats.base import Format, Habits, ReadOptions, Turning, WriteRequest
 from ckpttool.formats.registry import by_name, read_source
 from ckpttool.geometry import Box
 from ckpttool.geometry import whole as whole_box
 from ckpttool.layout import paddle
-from ckpttool.layout.family import Family, Tie, inverse
+from ckpttool.layout.family import Family, Op, Tie, inverse
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
@@ -166,19 +167,7 @@ def plan_target(
         if source.format == fmt:
             fused = fused or source.stored.fused
     views, removed = select(parameters(catalog), selection, notes)
-    before = source.ops
-    canonical = None
-    if naming != "paddle":
-        after = naming_ops(family, naming, fused, mesh)
-    elif source.stored.naming == "paddle":
-        after = paddle.with_fusions(before, fused, family, {n: v.shape for n, v in views.table.items()})
-    else:
-        canonical = apply_ops(views, inverse(before), family, before)
-        shapes = {n: v.shape for n, v in canonical.table.items()}
-        after = paddle.target_ops(family, shapes, source.config, version, fused)
-    if before != after:
-        canonical = canonical or apply_ops(views, inverse(before), family, before)
-        views = apply_ops(canonical, after, family)
+    views, after = _named(source, target, views, naming, fused, mesh, version)
     _check_overrides(family, {t.name for t in source.stored.tensors} | {*views.table})
     views.table = {n: views.table[n] for n in sorted(views.table, key=family.model_order(after))}
     cut = list(views)
@@ -217,6 +206,8 @@ def plan_target(
         prefix = base_prefix(dict.fromkeys(views.table, None))
         ranks = [[_turned(writer, r, table, version, prefix) for r in held] for held in ranks]
     config = _config(source, mesh, dtype)
+    if naming != "paddle" and source.stored.naming == "paddle" and config:
+        config = published_config(config)
     root = source.stored.root
     companions = tuple(root / n for n in source.stored.companions)
     request = WriteRequest(
@@ -270,6 +261,37 @@ def plan_target(
     }
     source = replace(source, catalog=catalog)
     return Prepared(source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed)
+
+
+def _named(
+    source: Checkpoint, target: Target, views: Views, naming: str, fused: str, mesh: Mesh, version: str
+) -> tuple[Views, tuple[Op, ...]]:
+    """The views under the names of the target, and the statements that lead there from Hugging Face names."""
+    family, before = source.family, source.ops
+    if target.aoa is not None:
+        if fused:
+            raise UsageError("--aoa says itself what is fused", hint="leave --fuse and --unfuse away")
+        views = apply_aoa(views, read_aoa(target.aoa), sizes=family.sizes)
+        # The statements decide; what they made is looked at for the rules by which it is cut.
+        if naming == "paddle":
+            return views, paddle.source_ops(family, _shapes(views), source.config)
+        return views, naming_ops(family, naming, "", mesh)
+    canonical = None
+    if naming != "paddle":
+        after = naming_ops(family, naming, fused, mesh)
+    elif source.stored.naming == "paddle":
+        after = paddle.with_fusions(before, fused, family, _shapes(views))
+    else:
+        canonical = apply_ops(views, inverse(before), family, before)
+        after = paddle.target_ops(family, _shapes(canonical), source.config, version, fused)
+    if before != after:
+        canonical = canonical or apply_ops(views, inverse(before), family, before)
+        views = apply_ops(canonical, after, family)
+    return views, after
+
+
+def _shapes(views: Views) -> dict[str, tuple[int, ...]]:
+    return {n: v.shape for n, v in views.table.items()}
 
 
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
@@ -337,10 +359,23 @@ def chosen_components(
         )
     if not wanted and (left := [c for c in have if c not in keep]):
         notes.append(f"{', '.join(left)} left out: --to {fmt} holds {', '.join(habits.components)}")
-    kept = Catalog(catalog.files, {k: t for k, t in catalog.tensors.items() if k.component in keep}, catalog.aliases)
+    tensors = {k: t for k, t in catalog.tensors.items() if k.component in keep}
+    if habits.full_masters and "master_weights" in keep:
+        tensors |= _own_masters(catalog)
+    kept = Catalog(catalog.files, tensors, catalog.aliases)
     order = {c: i for i, c in enumerate(COMPONENTS)}
     pairs = dict.fromkeys((k.component, k.state) for k in kept.tensors)
     return kept, sorted(pairs, key=lambda p: (order.get(p[0], 9), p[1]))
+
+
+def _own_masters(catalog: Catalog) -> dict[Key, LogicalTensor]:
+    """Master weights of the parameters that have none because they are float32 themselves: their own elements."""
+    out = {}
+    for key, t in catalog.tensors.items():
+        master = Key(key.name, "master_weights")
+        if key.component == "model" and t.dtype == "F32" and master not in catalog.tensors:
+            out[master] = replace(t, key=master)
+    return out
 
 
 def _ema_as_model(catalog: Catalog) -> Catalog:
@@ -447,8 +482,10 @@ def verify_output(prepared: Prepared, written: Path) -> None:
     stored = read_source(written, prepared.format, said)
     out = assemble(stored, written, OpenOptions(prepared.format, said), prepared.family)
     expected = prepared.views.table
-    # By the names that views have, which say the component too.
-    found = Catalog(out.catalog.files, {Key(str(k)): t for k, t in out.catalog.tensors.items()})
+    # By the names that views have, which say the component too; a reader derives components that were not written.
+    components = {k.component for k in prepared.source.catalog.tensors}
+    tensors = {Key(str(k)): t for k, t in out.catalog.tensors.items() if k.component in components}
+    found = Catalog(out.catalog.files, tensors)
     have = {k.name for k in found.tensors}
     missing, extra = sorted(set(expected) - have), sorted(have - set(expected))
     if missing or extra:

@@ -157,6 +157,9 @@ def prepare_one(src: str | Path, options: OpenOptions, target: Target, selection
     """Plan how the shards of one checkpoint become one whole checkpoint, or what ``target`` says."""
     source = open_checkpoint(src, options)
     cut = _is_cut(target)
+    if source.format == "flex" and not target.format and not cut:
+        # What Paddle's own merge of such a directory gives: every key under its own name, states included.
+        source = open_checkpoint(src, replace(options, mesh=replace(options.mesh, raw=True)))
     whole = target if cut else replace(target, tp=1, pp=1, ep=1, etp=1, format=target.format or "hf")
     origin = Origin(str(src), str(src), source.format, _files(source), len(source.catalog))
     prepared = plan_target(source, whole, selection)

@@ -1,0 +1,560 @@
+"""Carrying AOA statements out on a table of views: metadata only.
+
+Statements run in the order of the text. Each reads names of the table as it is then, the sources' own and those that
+earlier statements made. A name that is read is used up; the outputs are the names that are left. ``a -> a`` says that
+``a`` is left even if other statements read it too, as a tied embedding needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Never
+
+from ckpttool.aoa.statement import DTYPES, NOTHING, PLACEHOLDER, Cast, Statement, Var
+from ckpttool.errors import (
+    CkptError,
+    ConflictError,
+    IncompleteError,
+    LayoutError,
+    UnsupportedError,
+    UsageError,
+)
+from ckpttool.layout.rules import Size
+from ckpttool.layout.scales import weight_of
+from ckpttool.relate import View, Views, concat, permute, take, unweave, weave
+from ckpttool.select import nearest_hint
+
+Shards = int | Callable[[str], int]
+"""On how many ranks a fused tensor is cut; the function gets the tensor's name."""
+
+_NUMBER = r"\d+"
+_OTHER_TOWERS = re.compile(r"vis(ion|ual)|audio|image", re.IGNORECASE)
+"""Names with attention of their own, whose heads config.json's first numbers do not count."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A name of the table."""
+
+    view: View
+    place: int
+    """Of the first source it is made of, in the order of the source."""
+    by: Statement | None = None
+    """The statement that wrote it; None for a tensor of the source."""
+    used: bool = False
+    """Read by a statement since it was written."""
+    kept: Statement | None = None
+    """The ``a -> a`` that makes it an output all the same."""
+
+    @property
+    def is_output(self) -> bool:
+        return not self.used or self.kept is not None
+
+
+class _Names:
+    """All names that a statement may read, found by pattern."""
+
+    def __init__(self, names: Iterator[str] | Sequence[str]) -> None:
+        self.all: dict[str, None] = {}
+        # Names that differ only in numbers stand together, so that a pattern is tried on few of them.
+        self._alike: dict[str, dict[str, None]] = {}
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        if name not in self.all:
+            self.all[name] = None
+            self._alike.setdefault(re.sub(_NUMBER, "#", name), {})[name] = None
+
+    def remove(self, name: str) -> None:
+        """A dropped name is none that a pattern stands for."""
+        self.all.pop(name, None)
+        self._alike[re.sub(_NUMBER, "#", name)].pop(name, None)
+
+    def find(self, pattern: str) -> list[dict[str, str]]:
+        """For each name that ``pattern`` (placeholders, or one ``*``) matches: what each placeholder stands for."""
+        marks = re.compile(rf"{PLACEHOLDER.pattern}|\*")
+        alike = re.sub(_NUMBER, "#", marks.sub("0", pattern))
+        out, at, seen = [], 0, dict[str, str]()
+        for m in marks.finditer(pattern):
+            out.append(re.escape(pattern[at : m.start()]))
+            group = seen.get(m.group())
+            if group:
+                out.append(f"(?P={group})")
+            else:
+                seen[m.group()] = f"g{len(seen)}"
+                out.append(f"(?P<{seen[m.group()]}>{_NUMBER})")
+            at = m.end()
+        regex = re.compile("".join(out) + re.escape(pattern[at:]))
+        hits = [hit for name in self._alike.get(alike, ()) if (hit := regex.fullmatch(name))]
+        return [{mark: hit[group] for mark, group in seen.items()} for hit in hits]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A statement with numbers for its placeholders and names for its ``*``."""
+
+    statement: Statement
+    left: tuple[Var, ...]
+    right: tuple[Var, ...]
+
+    @property
+    def where(self) -> list[str]:
+        """The statement's place and text, and below what it stands for in this case."""
+        s = self.statement
+        if self.left == s.left and self.right == s.right:
+            return s.where
+        left = [str(v) for v in self.left]
+        if len(left) > 6:
+            left[3:-2] = [f"... ({len(left)} in all) ..."]
+        return [*s.where, f"here: {', '.join(left)} -> {', '.join(map(str, self.right))}"]
+
+    def wrong(self, error: type[CkptError], what: str, hint: str | None = None) -> Never:
+        raise error(what, where=self.where, hint=hint)
+
+
+def apply_aoa(
+    views: Views,
+    statements: Sequence[Statement],
+    *,
+    source_shards: Shards = 1,
+    target_shards: Shards = 1,
+    sizes: Mapping[str, Size] | None = None,
+) -> Views:
+    """The views after ``statements``; tensors that no statement names pass through.
+
+    ``source_shards`` and ``target_shards`` say on how many ranks the fused tensors of the source and of the target
+    are cut: fused_ffn is [G0 U0 G1 U1 ...] over them, fused_qkv_old [Q0 K0 V0 Q1 K1 V1 ...]. With 1 (a source or
+    target that is whole, or whose ranks ckpttool has put together part by part) they are [G U] and [Q K V]. ``sizes``
+    are the model's, to hold ``num_heads`` against.
+
+    Raises UsageError for a name that is not there, IncompleteError for a gap in numbered names, ConflictError for two
+    tensors of one name and for dtypes and head counts that are not so, LayoutError for shapes that do not fit and
+    UnsupportedError for what only Paddle can do. All name file, statement and the names it stood for.
+    """
+    run = _Run(views, source_shards, target_shards, sizes or {})
+    for statement in statements:
+        for bound in run.expand(statement):
+            run.carry_out(bound)
+    return run.result()
+
+
+class _Run:
+    """The table while statements are carried out."""
+
+    def __init__(self, views: Views, source: Shards, target: Shards, sizes: Mapping[str, Size]) -> None:
+        self.before = views
+        self.source, self.target, self.sizes = source, target, sizes
+        self.slots = {v.name: _Slot(v, i) for i, v in enumerate(views)}
+        self.dropped: dict[str, _Bound] = {}
+        self.gone: list[str] = []
+        """Dropped while no other tensor had been made of it."""
+        self.lost = 0
+        """Bytes of those."""
+        self.names = _Names(list(self.slots))
+
+    # -- which names a statement stands for
+
+    def expand(self, s: Statement) -> list[_Bound]:
+        """One bound statement for each number that its placeholders stand for together, in numeric order.
+
+        Numbers are found together: where layer 0 has experts 0 and 1 and layer 1 only expert 0, there are three.
+        """
+        if s.left[0].name == NOTHING:
+            raise UnsupportedError(
+                f"`{s.right[0].name}` would need a value: `_ -> name` keeps what the model was initialised with",
+                where=s.where,
+                hint="take the statement away; what the source does not hold is not written",
+            )
+        marks = s.placeholders
+        if not marks:
+            return [self._stars(s, s.left, s.right)]
+        found = {tuple(hit[m] for m in marks) for v in s.left for hit in self.names.find(v.name)}
+        if not found:
+            name = s.left[0].name
+            raise UsageError(
+                f"no tensor matches `{name}`",
+                where=s.where,
+                hint=nearest_hint(PLACEHOLDER.sub("0", name), self.names.all)
+                if self.names.all
+                else "the checkpoint has no tensors",
+            )
+        out = []
+        # With an offset, each layer moves to the number that the one before it has left.
+        for numbers in sorted(found, key=lambda t: [int(n) for n in t], reverse=s.inverted):
+            values = dict(zip(marks, numbers, strict=True))
+            left = tuple(_fill(v, values, 0) for v in s.left)
+            # The offset: layer i becomes layer i - 1, and i + 1 on the way back.
+            shift = 1 if s.inverted else -1
+            if (offset := values.get("$LAYER_ID_OFFSET")) is not None and int(offset) + shift < 0:
+                raise LayoutError(
+                    f"`{left[0].name}` would become layer {int(offset) + shift}",
+                    where=s.where,
+                    hint="$LAYER_ID_OFFSET takes layer i to layer i - 1; end what layer 0 had before: `name -> _`",
+                )
+            right = tuple(_fill(v, values, shift) for v in s.right)
+            bound = _Bound(s, left, right)
+            for v in left:
+                if v.name not in self.names.all:
+                    there = next(w.name for w in left if w.name in self.names.all)
+                    bound.wrong(IncompleteError, f"there is no `{v.name}` beside `{there}`")
+            out.append(bound)
+        return out
+
+    def _stars(self, s: Statement, left: Sequence[Var], right: Sequence[Var]) -> _Bound:
+        """``*`` written out in numeric order, with every number between the first and the last."""
+        out: list[Var] = []
+        for v in left:
+            if "*" not in v.name:
+                out.append(v)
+                continue
+            numbers = sorted((hit["*"] for hit in self.names.find(v.name)), key=int)
+            if not numbers:
+                raise UsageError(
+                    f"no tensor matches `{v.name}`", where=s.where, hint=nearest_hint(v.name, self.names.all)
+                )
+            there = {int(n) for n in numbers}
+            gap = next((n for n in range(min(there), max(there)) if n not in there), None)
+            if gap is not None or len(there) < len(numbers):
+                missing = (
+                    v.name.replace("*", str(gap)) if gap is not None else f"{v.name} (a number with leading zeros)"
+                )
+                raise IncompleteError(
+                    f"`{v.name}` matches {len(numbers)} tensors, and `{missing}` is not among them", where=s.where
+                )
+            out += [Var(v.name.replace("*", n), v.transposed, v.column) for n in numbers]
+        return _Bound(s, tuple(out), tuple(right))
+
+    # -- one statement
+
+    def carry_out(self, bound: _Bound) -> None:
+        """Read the left names, write the right ones."""
+        s = bound.statement
+        read = [self._get(bound, v.name) for v in bound.left]
+        if bound.right[0].name == NOTHING:
+            self._drop(bound, read[0])
+            return
+        if s.is_plain and bound.left[0].name == bound.right[0].name:
+            read[0].kept = s
+            return
+        sources = [
+            _transposed(slot.view) if v.transposed else slot.view for v, slot in zip(bound.left, read, strict=True)
+        ]
+        made = self._make(bound, sources)
+        for slot in read:
+            slot.used = True
+        place = min(slot.place for slot in read)
+        for v, view in zip(bound.right, made, strict=True):
+            self._put(bound, v.name, _transposed(view) if v.transposed else view, place)
+
+    def _get(self, bound: _Bound, name: str) -> _Slot:
+        if name in self.dropped:
+            bound.wrong(
+                ConflictError,
+                f"`{name}` is read after it was dropped",
+                f"it was dropped by `{self.dropped[name].statement.text}`",
+            )
+        slot = self.slots.get(name)
+        if slot is None:
+            bound.wrong(UsageError, f"there is no tensor `{name}`", nearest_hint(name, self.slots))
+        return slot
+
+    def _drop(self, bound: _Bound, slot: _Slot) -> None:
+        name = bound.left[0].name
+        if slot.kept is not None:
+            bound.wrong(ConflictError, f"`{name}` is kept by `{slot.kept.text}` and dropped here")
+        if slot.is_output:
+            self.lost += slot.view.nbytes
+            self.gone.append(name)
+        del self.slots[name]
+        self.dropped[name] = bound
+        self.names.remove(name)
+
+    def _put(self, bound: _Bound, name: str, view: View, place: int) -> None:
+        old = self.slots.get(name)
+        if old is not None and old.is_output:
+            if old.kept is not None:
+                other = f"`{old.kept.text}` keeps the tensor that has this name"
+            elif old.by is not None:
+                other = f"`{old.by.text}` already makes it"
+            else:
+                other = "the source has a tensor of this name, which nothing has used up"
+            bound.wrong(
+                ConflictError,
+                f"two tensors would be named `{name}`: {other}",
+                f"what reads the other `{name}` must stand before; to drop it: `{name} -> _`",
+            )
+        self.dropped.pop(name, None)
+        # Taken out and put in anew: of names with one place, the last written stands last.
+        self.slots.pop(name, None)
+        self.slots[name] = _Slot(view.named(name), place, bound.statement)
+        self.names.add(name)
+
+    def _make(self, bound: _Bound, sources: Sequence[View]) -> list[View]:
+        """The views of the right names, in their order."""
+        s = bound.statement
+        names = [v.name for v in bound.right]
+        if s.macro:
+            return self._fused(bound, sources)
+        if len(names) > 1:
+            return _split(bound, sources[0], names, self._axis(bound, sources[0]))
+        if len(sources) > 1:
+            return [_join(bound, sources, self._axis(bound, sources[0]))]
+        if s.axis is not None:
+            self._axis(bound, sources[0])  # a join of one, from * or name[a:b]
+        if s.permute is not None:
+            return [_permuted(bound, sources[0], s.permute)]
+        if s.cast is not None:
+            return [_cast(bound, sources[0], s.cast)]
+        return [sources[0]]
+
+    def _axis(self, bound: _Bound, view: View) -> int:
+        s = bound.statement
+        axis = 1 if s.axis is None else s.axis
+        if axis >= len(view.shape):
+            where = f"`{view.name}` {list(view.shape)} has no axis {axis}"
+            if s.axis is None:
+                bound.wrong(
+                    LayoutError, f"{where}, which {s.macro} takes where none is said", "for a bias say `axis=0`"
+                )
+            bound.wrong(LayoutError, where, "axes count from 0")
+        return axis
+
+    # -- fused tensors
+
+    def _fused(self, bound: _Bound, sources: Sequence[View]) -> list[View]:
+        """The three macros: blocks of several tensors, interleaved on one axis."""
+        s = bound.statement
+        axis = self._axis(bound, sources[0])
+        for view in sources[1:]:
+            _same_beside(bound, sources[0], view, axis)
+        weights: tuple[int, ...] = (1, 1)
+        if s.macro != "fused_ffn":
+            weights = self._heads(bound, sources, axis)
+        before = after = s.num_key_value_groups  # fused_qkv: a group is some query heads with their key and value head
+        if s.macro != "fused_qkv":
+            before = _shards(bound, self.source, bound.left[0].name) if len(sources) == 1 else 1
+            after = _shards(bound, self.target, bound.right[0].name) if len(bound.right) == 1 else 1
+        parts = list(sources)
+        if len(sources) == 1:
+            self._check_cut(bound, sources[0], axis, before)
+            if before == after and len(bound.right) == 1:
+                self._groups(bound, sources[0].name, sources[0].shape[axis], weights, before)
+                return [sources[0]]
+            parts = self._apart(bound, sources[0], axis, weights, before)
+        elif s.macro == "fused_ffn" and parts[0].shape != parts[1].shape:
+            bound.wrong(
+                LayoutError,
+                f"`{parts[0].name}` {list(parts[0].shape)} and `{parts[1].name}` {list(parts[1].shape)} differ:"
+                " fused_ffn joins two equal halves",
+            )
+        if len(bound.right) > 1:
+            return parts
+        self._groups(bound, bound.right[0].name, sum(p.shape[axis] for p in parts), weights, after)
+        if after == 1:
+            return [_join(bound, parts, axis)]
+        return [weave(bound.right[0].name, parts, axis, after)]
+
+    def _heads(self, bound: _Bound, sources: Sequence[View], axis: int) -> tuple[int, ...]:
+        """Query, key and value heads; the tensors' sizes must be of that proportion."""
+        s = bound.statement
+        weights = (s.num_heads, s.num_key_value_groups, s.num_key_value_groups)
+        lengths = [v.shape[axis] for v in sources]
+        total = sum(lengths)
+        size = total // sum(weights)
+        if total % sum(weights) or (len(sources) == 3 and lengths != [size * w for w in weights]):
+            what = ", ".join(f"`{v.name}` {list(v.shape)}" for v in sources)
+            bound.wrong(
+                LayoutError,
+                f"{what} on axis {axis}: not {s.num_heads} query, {weights[1]} key and {weights[2]} value heads"
+                " of one size",
+                "num_heads and num_key_value_groups are num_attention_heads and num_key_value_heads of config.json",
+            )
+        known = tuple(self.sizes[k].value for k in ("heads", "kv_heads") if k in self.sizes)
+        if (
+            len(known) == 2
+            and known != weights[:2]
+            and total % (known[0] + 2 * known[1]) == 0
+            and (len(sources) == 1 or lengths[0] * known[1] == lengths[1] * known[0])
+            and not any(_OTHER_TOWERS.search(v.name) for v in (*bound.left, *bound.right))
+        ):
+            # The sizes allow both, and the heads would be put in another order.
+            bound.wrong(
+                ConflictError,
+                f"num_heads={weights[0]}, num_key_value_groups={weights[1]}, and the model's config has {known[0]}"
+                f" and {known[1]} heads",
+            )
+        return weights
+
+    def _groups(self, bound: _Bound, name: str, length: int, weights: Sequence[int], groups: int) -> None:
+        """Whether ``groups`` ranks get equal shares of each part, and no head is torn."""
+        s = bound.statement
+        if s.macro == "fused_ffn":
+            if length % (2 * groups):
+                bound.wrong(
+                    LayoutError,
+                    f"`{name}` has {length} on the axis of fused_ffn, which {groups} ranks cannot share as gate and up",
+                )
+        elif any(w % groups for w in weights):
+            bound.wrong(
+                LayoutError,
+                f"{weights[0]} query and {weights[1]} key/value heads do not divide among {groups} ranks: `{name}`",
+                "fused_qkv_old has no layout for key/value heads that several ranks share",
+            )
+
+    def _apart(self, bound: _Bound, view: View, axis: int, weights: Sequence[int], groups: int) -> list[View]:
+        """The parts of a fused tensor."""
+        self._groups(bound, view.name, view.shape[axis], weights, groups)
+        period = view.shape[axis] // groups
+        lengths = [period * w // sum(weights) for w in weights]
+        if any(n * sum(weights) != period * w for n, w in zip(lengths, weights, strict=True)):
+            bound.wrong(LayoutError, f"`{view.name}` {list(view.shape)} does not divide evenly on axis {axis}")
+        out, at = [], 0
+        for i, n in enumerate(lengths):
+            name = bound.right[i].name if len(bound.right) > 1 else f"{view.name} (part {i + 1})"
+            if groups == 1:
+                out.append(take(name, view, axis, at, at + n))
+            else:
+                out.append(unweave(name, view, axis, groups, at, n, period))
+            at += n
+        return out
+
+    def _check_cut(self, bound: _Bound, view: View, axis: int, groups: int) -> None:
+        """A tensor that ranks hold in blocks is cut on the axis of the blocks.
+
+        ``ffn^T -> ffn, fused_ffn`` on the way from ranks means the axis after the transposition, which is not the one
+        that they are cut on.
+        """
+        if groups == 1 or bound.statement.macro == "fused_qkv":
+            return
+        for part in view.parts:
+            starts = {p.box.start for p in part.source.pieces}
+            cut = {i for i in range(len(part.source.shape)) if len({b[i] for b in starts}) > 1}
+            if cut and part.axes[axis] not in cut:
+                bound.wrong(
+                    LayoutError,
+                    f"`{part.source.key.name}` is cut on axis {min(cut)} among its ranks, and {bound.statement.macro}"
+                    f" would regroup axis {part.axes[axis]} of it",
+                    "regroup first and transpose in a second statement, or say another `axis=`",
+                )
+
+    # -- the end
+
+    def result(self) -> Views:
+        """What is left, each where its first source stood."""
+        for name, old in self.slots.items():
+            weight = weight_of(name, self.before.table)
+            if weight is None or not old.is_output or old.by is not None:
+                continue
+            of = self.slots.get(weight)
+            if of is None or of.used or of.by is not None:
+                raise UnsupportedError(
+                    f"`{name}` holds the scales of `{weight}`, which the AOA text changes, and no statement names it",
+                    hint="dequantise first, or say what becomes of the scales",
+                )
+        left = sorted((s for s in self.slots.values() if s.is_output), key=lambda s: s.place)
+        if self.gone:
+            n = len(self.gone)
+            self.before.notes.append(
+                f"{n} tensor{'s are' if n > 1 else ' is'} dropped by the AOA text ({self.lost:,} bytes): {self.gone[0]}"
+                + (", ..." if n > 1 else "")
+            )
+        return Views({s.view.name: s.view for s in left}, self.before.notes)
+
+
+def _fill(v: Var, values: Mapping[str, str], shift: int) -> Var:
+    """The name with numbers for placeholders; ``shift`` is added to $LAYER_ID_OFFSET."""
+
+    def number(m: re.Match[str]) -> str:
+        text = values[m.group()]
+        return str(int(text) + shift) if m.group() == "$LAYER_ID_OFFSET" and shift else text
+
+    return Var(PLACEHOLDER.sub(number, v.name), v.transposed, v.column)
+
+
+def _shards(bound: _Bound, shards: Shards, name: str) -> int:
+    n = shards(name) if callable(shards) else shards
+    if n < 1:
+        bound.wrong(UsageError, f"`{name}` cannot be cut into {n}")
+    return n
+
+
+def _transposed(view: View) -> View:
+    """All axes in reverse, as Paddle's ^T; one axis or none stays as it is."""
+    n = len(view.shape)
+    return view if n < 2 else permute(view.name, view, tuple(range(n - 1, -1, -1)))
+
+
+def _permuted(bound: _Bound, view: View, order: tuple[int, ...]) -> View:
+    if not order:
+        return _transposed(view)
+    if len(order) != len(view.shape):
+        bound.wrong(
+            LayoutError,
+            f"`{view.name}` {list(view.shape)} has {len(view.shape)} axes, and permute names {len(order)}",
+        )
+    return permute(view.name, view, order)
+
+
+def _same_beside(bound: _Bound, first: View, other: View, axis: int) -> None:
+    """Paddle makes a tensor of the first one's shape and leaves rows of it wrong."""
+    if other.dtype != first.dtype:
+        bound.wrong(
+            ConflictError,
+            f"`{first.name}` is {first.dtype} and `{other.name}` is {other.dtype}: cast one of them first",
+        )
+    fits = len(first.shape) == len(other.shape) and all(
+        a == b or i == axis for i, (a, b) in enumerate(zip(first.shape, other.shape, strict=True))
+    )
+    if not fits:
+        bound.wrong(
+            LayoutError,
+            f"`{first.name}` {list(first.shape)} and `{other.name}` {list(other.shape)} differ besides axis {axis}:"
+            " they cannot be joined",
+        )
+
+
+def _join(bound: _Bound, parts: Sequence[View], axis: int) -> View:
+    for p in parts[1:]:
+        _same_beside(bound, parts[0], p, axis)
+    return concat(bound.right[0].name, parts, axis)
+
+
+def _split(bound: _Bound, view: View, names: Sequence[str], axis: int) -> list[View]:
+    n, rest = divmod(view.shape[axis], len(names))
+    if rest:
+        bound.wrong(
+            LayoutError,
+            f"`{view.name}` {list(view.shape)} does not divide into {len(names)} equal parts on axis {axis}",
+            "AOA text has equal parts only: take it apart into more of them and join some again",
+        )
+    return [take(name, view, axis, i * n, (i + 1) * n) for i, name in enumerate(names)]
+
+
+def _cast(bound: _Bound, view: View, cast: Cast) -> View:
+    """The view with another dtype; what it is made of keeps its own, and copying converts."""
+    to = DTYPES[cast.to]
+    if cast.of is not None and DTYPES[cast.of] != view.dtype:
+        bound.wrong(
+            ConflictError,
+            f"`{view.name}` is {view.dtype}, and src_dtype says {cast.of}",
+            "the two ends of the text were perhaps meant for another checkpoint",
+        )
+    if view.dtype not in DTYPES.values():
+        bound.wrong(
+            UnsupportedError,
+            f"`{view.name}` is {view.dtype}, which AOA text cannot cast",
+            f"it can cast between {', '.join(DTYPES)}",
+        )
+    if to == view.dtype:
+        return view
+    # A copy converts once, from the stored dtype. By way of F32 that is the same; by way of less it is not.
+    if view.dtype != "F32" and any(p.source.dtype != view.dtype for p in view.parts):
+        bound.wrong(
+            UnsupportedError,
+            f"`{view.name}` is already cast to {view.dtype} and cannot be cast again to {to}",
+            "cast once, to the last dtype",
+        )
+    return View(view.name, to, view.shape, None, view.parts)

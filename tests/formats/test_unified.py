@@ -1,0 +1,311 @@
+"""Unified checkpoints: what paddlenlp and paddleformers wrote, against what their ranks held in memory.
+
+``fixtures/paddle_unified/NAME.expected.json`` has shape and checksum of each full tensor, put together from the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.helpers.command import refused, reshard
+from tests.helpers.paddle import read_folder, write_file
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle_unified"
+SAVED = sorted(p.name for p in FIXTURES.iterdir() if p.is_dir() and p.name != "pf12_llama_bf16_tp2")
+EXACT = [n for n in SAVED if "quant" not in n]
+
+
+def bare(name: str) -> str:
+    return re.sub(r"^(?:[a-z0-9_]+\.)(?=layers\.|embed_tokens|norm\.)", "", name)
+
+
+def held(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """``component/name/state`` -> float32 values of every tensor that a unified checkpoint holds."""
+    out = {}
+    for stem, component in (("model", "model"), ("peft_model", "model"), ("master_weights",) * 2, ("optimizer",) * 2):
+        for name, array in read_folder(folder, f"{stem}-*.safetensors").items():
+            parameter, _, state = name.rpartition("/") if component == "optimizer" else (name, "", "")
+            out["/".join(x for x in (component, bare(parameter), state) if x)] = array.astype(np.float32)
+    return out
+
+
+def right(array: np.ndarray[Any, Any], want: list[Any]) -> bool:
+    shape, digest = want
+    if list(array.shape) != shape and array.size != np.prod(shape):
+        return False
+    return hashlib.sha256(array.tobytes()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_holds_what_the_ranks_held(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    reshard(FIXTURES / name, out, "--to", "unified", "--target", "paddlenlp-3.0", "--verify")
+    got, want = held(out), json.loads((FIXTURES / f"{name}.expected.json").read_text())
+    # A save without masters has none, and a tied embedding is in the optimizer under its last name only.
+    saved = {k.split("/")[0] for k in got}
+    wanted = {k: v for k, v in want.items() if k.split("/")[0] in saved}
+    if "tied" in name:
+        wanted = {k: v for k, v in wanted.items() if "embed_tokens" not in k or k.startswith("model/")}
+    assert [k for k in wanted if k not in got] == []
+    assert [k for k in wanted if not right(got[k], wanted[k])] == []
+    assert len(wanted) > 20
+
+
+def test_quantised_state_is_within_half_a_step(tmp_path: Path) -> None:
+    """moment1 is stored in 255 steps of its largest value, and the root of moment2 in 255 steps of its inverse."""
+    name = "nlp_llama_bf16_tp2_quantO1"
+    out = tmp_path / "out"
+    done = reshard(FIXTURES / name, out, "--to", "unified", "--verify")
+    assert "quantised" in done.err
+    state = read_folder(out, "optimizer-*.safetensors")
+    raw = read_folder(FIXTURES / name, "optimizer-*.safetensors")
+    key = "llama.layers.0.self_attn.q_proj.weight/"
+    codes, low, high = (raw[key + s] for s in ("moment2_0", "moment2_0@min_scales", "moment2_0@max_scales"))
+    ratio = codes.astype(np.float64) / 255 * (high - low) + low
+    np.testing.assert_allclose(state[key + "moment2_0"], (1 / ratio - 1e-8) ** 2, rtol=2e-6)
+    first = raw[key + "moment1_0"].astype(np.float64) / 127 * raw[key + "moment1_0@scales"]
+    np.testing.assert_allclose(state[key + "moment1_0"], first, rtol=2e-7)
+    assert not [k for k in state if "@" in k]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_state_of_any_shape(bits: int, tmp_path: Path) -> None:
+    """O1 and O2 as their quantiser defines them, for a matrix and a vector, in blocks smaller than the tensor."""
+    from ckpttool.formats import _paddle_quant as quant
+    from ckpttool.formats.unified import Unified
+
+    rng = np.random.default_rng(3)
+    shape = (64, 6)
+    low, high, one = (rng.uniform(a, a + 1, (2, 6) if bits == 4 else (6,)).astype("<f4") for a in (1, 9, 3))
+    at = "model.a.weight/"
+    tensors: dict[str, np.ndarray[Any, Any]] = {
+        at + "moment2_0@min_scales": low,
+        at + "moment2_0@max_scales": high,
+        at + "moment1_0@scales": one,
+    }
+    if bits == 8:
+        q1 = rng.integers(-127, 128, shape, dtype=np.int8)
+        q2 = rng.integers(0, 256, shape, dtype=np.uint8)
+        tensors |= {at + "moment1_0": q1, at + "moment2_0": q2}
+        want1 = q1 / 127 * one
+        want2 = (1 / (q2 / 255 * (high - low) + low) - 1e-8) ** 2
+    else:
+        q1 = rng.integers(-8, 8, shape, dtype=np.int8)
+        q2 = rng.integers(0, 16, shape, dtype=np.uint8)
+        tensors[at + "moment2_0"] = ((q1.view(np.uint8) << 4) | q2).view(np.int8)
+        wide = [np.repeat(x, 32, axis=0) for x in (one, low, high)]
+        want1 = q1 / 7 * wide[0]
+        want2 = (1 / (q2 / 15 * (wide[2] - wide[1]) + wide[1]) - 1e-8) ** 2
+    src = tmp_path / "src"
+    src.mkdir()
+    write_file(src / "optimizer-00001-of-00001.safetensors", tensors)
+    write_file(src / "model-00001-of-00001.safetensors", {"model.a.weight": np.zeros(shape, ml_dtypes.bfloat16)})
+    assert Unified().name == "unified"
+    block, quant.BLOCK = quant.BLOCK, 100
+    try:
+        reshard(src, tmp_path / "out", "--to", "unified")
+    finally:
+        quant.BLOCK = block
+    got = read_folder(tmp_path / "out", "optimizer-*.safetensors")
+    np.testing.assert_allclose(got[at + "moment1_0"], want1, rtol=1e-6)
+    np.testing.assert_allclose(got[at + "moment2_0"], want2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["nlp_qwen2moe_bf16_tp2", "nlp_llamafused_bf16_tp2", "pf12_qwen2tied_bf16_tp1"])
+@pytest.mark.parametrize("target", ["paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2"])
+def test_every_version_and_number_of_files_and_back(name: str, target: str, tmp_path: Path) -> None:
+    """From any number of files, for any version, the way back gives the same bytes."""
+    first, cut, back = tmp_path / "first", tmp_path / "cut", tmp_path / "back"
+    reshard(FIXTURES / name, first, "--tp-out", 1, "--to", "unified", "--target", target, "--verify")
+    reshard(first, cut, "--tp-out", 2, "--pp-out", 2, "--to", "unified", "--target", "paddlenlp-3.0", "--verify")
+    assert len(list(cut.glob("optimizer-*.safetensors"))) == 4
+    reshard(cut, back, "--tp-out", 1, "--pp-out", 1, "--to", "unified", "--target", target, "--verify")
+    for f in first.glob("*.safetensors*"):
+        assert (back / f.name).read_bytes() == f.read_bytes(), f.name
+
+
+def test_hugging_face_names_and_orientation(tmp_path: Path) -> None:
+    """To Hugging Face: names begin with model, fused projections apart, linear weights [out, in]; and back."""
+    src, out, back = FIXTURES / "nlp_llamafused_bf16_tp2", tmp_path / "hf", tmp_path / "back"
+    done = reshard(src, out, "--to", "hf", "--unfuse", "--verify")
+    assert "master_weights, optimizer left out" in done.err
+    hf, paddle = read_folder(out, "*.safetensors"), held(src)
+    at = "model.layers.1."
+    fused = paddle["model/layers.1.mlp.gate_up_fused_proj.weight"]
+    assert np.array_equal(hf[at + "mlp.gate_proj.weight"].astype("f4"), fused[:, :48].T)
+    assert np.array_equal(hf[at + "mlp.up_proj.weight"].astype("f4"), fused[:, 48:].T)
+    qkv = paddle["model/layers.1.self_attn.qkv_proj.weight"].reshape(32, 2, 4, 8)  # in, group, q q k v, head
+    assert np.array_equal(hf[at + "self_attn.q_proj.weight"].astype("f4"), qkv[:, :, :2].reshape(32, 32).T)
+    assert np.array_equal(hf[at + "self_attn.k_proj.weight"].astype("f4"), qkv[:, :, 2].reshape(32, 16).T)
+    assert np.array_equal(hf[at + "self_attn.v_proj.weight"].astype("f4"), qkv[:, :, 3].reshape(32, 16).T)
+    assert np.array_equal(hf["lm_head.weight"].astype("f4"), paddle["model/lm_head.weight"].T)
+    assert np.array_equal(hf["model.embed_tokens.weight"].astype("f4"), paddle["model/embed_tokens.weight"])
+    reshard(out, back, "--to", "unified", "--target", "paddlenlp-3.0", "--fuse", "--verify")
+    again = held(back)
+    assert {k: v.tobytes() for k, v in again.items()} == {
+        k: v.tobytes() for k, v in paddle.items() if k.startswith("model/")
+    }
+
+
+def test_masters_in_the_model_files_are_both(tmp_path: Path) -> None:
+    src = FIXTURES / "nlp_llama_bf16_tp2_skip_save_model_weight"
+    done = reshard(src, tmp_path / "out", "--to", "unified")
+    assert "skip_save_model_weight" in done.err
+    model = read_folder(tmp_path / "out", "model-*.safetensors")
+    master = read_folder(tmp_path / "out", "master_weights-*.safetensors")
+    name = "llama.layers.0.mlp.down_proj.weight"
+    assert model[name].dtype == ml_dtypes.bfloat16
+    assert np.array_equal(model[name], master[name].astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("component", ["model", "master_weights", "optimizer"])
+def test_only_one_component(component: str, tmp_path: Path) -> None:
+    src = FIXTURES / "nlp_llama_bf16_tp2_ignore_merge"
+    reshard(src, tmp_path / "out", "--to", "unified", "--only", component, "--verify")
+    stems = {p.name.split("-")[0] for p in (tmp_path / "out").glob("*-*.safetensors")}
+    assert stems == {component}
+
+
+def test_removed_keys_go_from_every_component(tmp_path: Path) -> None:
+    src = FIXTURES / "nlp_llama_bf16_tp2_ignore_merge"
+    reshard(src, tmp_path / "out", "--to", "unified", "--remove-keys", "*.layers.1.*")
+    assert not [k for k in held(tmp_path / "out") if "layers.1." in k]
+    for index in (tmp_path / "out").glob("*.index.json"):
+        data = json.loads(index.read_text())
+        stem = index.name.split(".")[0]
+        real = read_folder(tmp_path / "out", f"{stem}-*.safetensors")
+        assert data["weight_map"].keys() == real.keys()
+        assert data["metadata"]["total_size"] == sum(a.nbytes for a in real.values())
+
+
+def test_a_save_of_two_nodes(tmp_path: Path) -> None:
+    """Files that each node wrote to its own disk are one source."""
+    src = FIXTURES / "nlp_qwen2moe_bf16_tp2"
+    a, b = tmp_path / "a", tmp_path / "b"
+    shutil.copytree(src, a)
+    b.mkdir()
+    for f in a.glob("*-00002-of-00002.safetensors"):
+        f.rename(b / f.name)
+    text = refused(a, tmp_path / "out", "--to", "unified")
+    assert "00002-of-00002.safetensors" in text
+    assert "--also" in text
+    reshard(a, tmp_path / "out", "--also", b, "--to", "unified", "--verify")
+    reshard(src, tmp_path / "whole", "--to", "unified")
+    assert held(tmp_path / "out").keys() == held(tmp_path / "whole").keys()
+
+
+def test_architectures_and_dtype_keys(tmp_path: Path) -> None:
+    src = tmp_path / "src"
+    shutil.copytree(FIXTURES / "pf12_qwen2tied_bf16_tp1", src)
+    config = json.loads((src / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForCausalLMDeprecated"]
+    (src / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLMPipeDeprecated"]}))
+    reshard(src, tmp_path / "nlp", "--to", "unified", "--target", "paddlenlp-3.0")
+    got = json.loads((tmp_path / "nlp" / "config.json").read_text())
+    assert got["architectures"] == ["Qwen2ForCausalLM"]
+    assert got["dtype"] == "bfloat16"
+    assert "torch_dtype" not in got
+
+
+# -- what is refused
+
+
+def test_a_save_that_failed(tmp_path: Path) -> None:
+    text = refused(FIXTURES / "pf12_llama_bf16_tp2", tmp_path / "out", "--to", "unified")
+    assert "no complete checkpoint" in text
+    assert "training_args.bin" in text
+
+
+def copy(name: str, to: Path) -> Path:
+    shutil.copytree(FIXTURES / name, to)
+    return to
+
+
+def test_a_rank_file_is_missing(tmp_path: Path) -> None:
+    src = copy("nlp_llama_bf16_tp2_ignore_merge", tmp_path / "src")
+    (src / "optimizer.tp00.safetensors").unlink()
+    assert "optimizer.tp00.safetensors" in refused(src, tmp_path / "out", "--to", "unified")
+    src = copy("pf12_llama_bf16_sharding2_nonmerge_optimshard2", tmp_path / "src2")
+    (src / "optimizer.shard01.safetensors_shard_0002").unlink()
+    assert "optimizer.shard01.safetensors_shard_0002" in refused(src, tmp_path / "out", "--to", "unified")
+
+
+def test_a_piece_is_missing(tmp_path: Path) -> None:
+
+    src = copy("pf12_llama_bf16_sharding2_split_param", tmp_path / "src")
+    path = src / "master_weights-00002-of-00002.safetensors"
+    tensors = read_folder(src, path.name)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name][:1000]
+    write_file(path, tensors)
+    text = refused(src, tmp_path / "out", "--to", "unified")
+    assert "pieces of" in text
+    assert name in text
+
+
+def test_two_orientations_are_not_guessed(tmp_path: Path) -> None:
+
+    src = copy("pf041_qwen2_bf16_tp2", tmp_path / "src")
+    for path in [*src.glob("optimizer*"), *src.glob("master_weights*")]:
+        path.unlink()
+    path = src / "model-00001-of-00002.safetensors"
+    tensors = read_folder(src, path.name)
+    name = next(n for n in tensors if n.endswith("down_proj.weight"))
+    tensors[name] = np.ascontiguousarray(tensors[name].T)
+    write_file(path, tensors, metadata={"format": "pt"})
+    text = refused(src, tmp_path / "out", "--to", "unified")
+    assert "[out, in]" in text
+
+
+def test_shapes_overrule_the_version(tmp_path: Path) -> None:
+    """A config without a version, or of another one: the shapes say how the files lie, and a note says so."""
+    src = copy("pf041_qwen2_bf16_tp2", tmp_path / "src")
+    config = json.loads((src / "config.json").read_text())
+    del config["paddleformers_version"]
+    (src / "config.json").write_text(json.dumps(config))
+    done = reshard(src, tmp_path / "out", "--to", "unified", "--target", "paddlenlp-3.0", "--verify")
+    assert "stored [out, in], by their shapes" in done.err
+    reshard(FIXTURES / "pf041_qwen2_bf16_tp2", tmp_path / "known", "--to", "unified", "--target", "paddlenlp-3.0")
+    a, b = held(tmp_path / "out"), held(tmp_path / "known")
+    assert {k: v.tobytes() for k, v in a.items()} == {k: v.tobytes() for k, v in b.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (lambda d: {**d, "metadata": {"total_size": 1}}, ""),
+        (lambda d: {"metadata": d["metadata"]}, "no usable"),
+        (lambda d: {**d, "weight_map": dict(list(d["weight_map"].items())[1:])}, "not in model.safetensors.index.json"),
+        (
+            lambda d: {
+                **d,
+                "weight_map": {**d["weight_map"], "ghost.weight": next(iter(d["weight_map"].values()))},
+            },
+            "that no file holds",
+        ),
+    ],
+)
+def test_an_index_that_lies_is_rebuilt(change: Any, note: str, tmp_path: Path) -> None:
+    src = copy("nlp_llama_bf16_tp2_ignore_merge", tmp_path / "src")
+    path = src / "model.safetensors.index.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    done = reshard(src, tmp_path / "out", "--to", "unified", "--verify")
+    assert note in done.err
+
+
+def test_flags_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    src = FIXTURES / "nlp_llama_bf16_tp2_ignore_merge"
+    assert "no ema" in refused(src, tmp_path / "out", "--only", "ema", code=2)
+    assert "moving average" in refused(src, tmp_path / "out", "--ema", code=2)
+    assert "--target" in refused(src, tmp_path / "out", "--to", "unified", "--target", "paddlenlp-9", code=2)
+    assert "--sharding-out" in refused(src, tmp_path / "out", "--to", "unified", "--sharding-out", 2, code=2)
+    assert "--only optimizer" in refused(src, tmp_path / "out", "--to", "hf", "--only", "optimizer", code=2)
