@@ -179,7 +179,10 @@ def compare_views(
                     return expected(box.shift(start))
 
                 def written(box: Box, copy: Piece = copy, start: tuple[int, ...] = start) -> Array:
-                    return read_piece(other, copy, box.shift(start))
+                    data = read_piece(other, copy, box.shift(start))
+                    out = np.empty(data.shape, numpy_dtype(want))
+                    _store(data, out)
+                    return out
 
                 found.append(compare_one(view.name, copy.box.shape, want, shifted, written))
         return [d for d in found if d is not None]

@@ -54,8 +54,8 @@ _STATES = ("moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 """In the order in which Paddle's optimizers list them."""
 
 _LEFT = re.compile(r"rng_state(_\d+)?\.pth|save[d]?_signal(_TMP)?_\d+|model_meta\.json|\.checkpoint_done")
-_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+_LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d+)\.")
+_EXPERT = re.compile(r"((?:.*\.)?experts\.)(\d+)(\..*)")
 _TNAME = re.compile(r"(?P<layer>(?P<prefix>.+)_\d+)\.(?P<rest>\w+)")
 
 _MODULES = (
@@ -352,7 +352,6 @@ def _order_key(tables: _Tables) -> Callable[[int, _Param], tuple[Any, ...]]:
             seen = seen or _LAYER.search(name) is not None
             if not seen:
                 before.add(name)
-
     end = len(at)
 
     def module(name: str) -> tuple[int, int]:
@@ -630,7 +629,7 @@ def _meta(
             if p.local.dtype not in DTYPE_INTS:
                 raise UnsupportedError(f"Paddle has no number for the dtype {p.local.dtype} of `{p.name}`")
             # Some models flag experts too: what the source says about them holds for any number of ranks.
-            distributed = p.name in flags and flags[p.name].distributed if p.expert else mesh.tp > 1 and p.is_cut
+            distributed = p.name in flags and flags[p.name].distributed if p.expert else p.is_cut
             params[p.written] = ParamMeta(p.local.shape, p.local.dtype, distributed, p.expert)
         share = shares[cell.rank]
         metas[cell_key(cell.tp, cell.pp, cell.ep if mesh.ep > 1 else None)] = CellMeta(

@@ -128,7 +128,7 @@ class Flex:
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         # Paddle's experts are whole unless someone wants otherwise; the format itself holds any box.
-        return asked if "etp" in said or asked.ep == 1 else replace(asked, etp=1)
+        return asked if "etp" in said else replace(asked, etp=1 if asked.ep > 1 else asked.tp)
 
     def write(self, request: WriteRequest) -> Skeleton:
         if len(request.chosen) != request.mesh.world:
@@ -176,15 +176,11 @@ def _beside(listing: Listing) -> tuple[dict[str, Any], dict[str, Any], list[str]
     return config, meta, ["config.json is read from the parent directory"] if config else []
 
 
-class _Parameters(NamedTuple):
-    """What model_meta.json says."""
+def _parameters(meta: Mapping[str, Any], root: Path) -> dict[str, str]:
+    """Dtypes of the parameters of all ranks: ``sharding_metas.KEY.param_meta.NAME = [shape, dtype, ...]``.
 
-    dtypes: dict[str, str]
-    """By name; "" for a dtype that no model is rounded to."""
-
-
-def _parameters(meta: Mapping[str, Any], root: Path) -> _Parameters:
-    """Dtypes of the parameters of all ranks: ``sharding_metas.KEY.param_meta.NAME = [shape, dtype, ...]``."""
+    "" stands for a dtype that no master weight is rounded to.
+    """
     out: dict[str, str] = {}
     where = str(root / "model_meta.json")
     try:
@@ -195,7 +191,7 @@ def _parameters(meta: Mapping[str, Any], root: Path) -> _Parameters:
                     raise ConflictError(f"parameter `{name}` has two dtypes in model_meta.json", where=where)
     except (AttributeError, KeyError, TypeError, IndexError):
         raise ConflictError("model_meta.json has no valid param_meta", where=where) from None
-    return _Parameters(out)
+    return out
 
 
 class _Reader:
@@ -268,7 +264,7 @@ class _Reader:
                 e.what, where=[*e.where, str(save.metadata)], hint="files of different saves were put together"
             ) from None
 
-    def derive_model(self, parameters: _Parameters) -> None:
+    def derive_model(self, parameters: Mapping[str, str]) -> None:
         """The trainer saves no weights that have a master weight: they are its rounded elements."""
         said = self.config.get("dtype") or self.config.get("torch_dtype")
         default = CONFIG_DTYPES.get(str(said).removeprefix("paddle."), "")
@@ -277,7 +273,7 @@ class _Reader:
             key = Key(master.key.name)
             if key in self.logical:
                 continue
-            dtype = parameters.dtypes.get(key.name, default)
+            dtype = parameters.get(key.name, default)
             if not dtype:
                 unknown.append(key.name)
                 continue
@@ -292,7 +288,7 @@ class _Reader:
                 f"{len(unknown)} tensors, such as `{unknown[0]}`, have only a master weight, and neither"
                 " model_meta.json nor config.json says the dtype of the weight itself: the model is without them"
             )
-        lost = [n for n in parameters.dtypes if Key(n) not in self.logical and n not in unknown]
+        lost = [n for n in parameters if Key(n) not in self.logical and n not in unknown]
         if lost and any(k.component == "model" for k in self.logical):
             self.notes.append(
                 f"{len(lost)} parameters of model_meta.json are in no file, such as `{lost[0]}`:"

@@ -172,7 +172,7 @@ class Hybrid:
     name = "hybrid"
     about = "Paddle hybrid-parallel: model_state.*.pdparams and optimizer.*.pdopt per rank, with or without model_meta"
     sharded = True
-    habits = Habits(pad_vocab=False, components=COMPONENTS[:3], targets=TARGETS, optimizer_shards=True)
+    habits = Habits(pad_vocab=False, components=COMPONENTS[:3], targets=TARGETS, optimizer_shards=True, keeps=True)
     ema = False
 
     def detect(self, listing: Listing) -> int:
@@ -196,7 +196,7 @@ class Hybrid:
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         """Raises ConflictError for expert parallelism that Paddle's groups cannot have."""
         if asked.ep == 1:
-            return asked
+            return Mesh(asked.tp, asked.pp, 1, asked.tp, asked.layout)
         if asked.tp > 1 and asked.ep % asked.tp:
             raise ConflictError(
                 f"ep {asked.ep} is no multiple of tp {asked.tp}",
@@ -215,7 +215,7 @@ class ZeroCost(Hybrid):
 
     name = "zcc"
     about = "Paddle Zero-Cost Checkpoint: hybrid with ema.*.pdopt"
-    habits = Habits(pad_vocab=False, components=COMPONENTS, targets=TARGETS, optimizer_shards=True)
+    habits = Habits(pad_vocab=False, components=COMPONENTS, targets=TARGETS, optimizer_shards=True, keeps=True)
     ema = True
 
 
@@ -326,7 +326,6 @@ def _complete(found: _Found, sizes: _Degrees) -> None:
         if kind in ("model_state", "model"):
             # The classic save writes weights once and shares only the optimizer out.
             needed -= {"shard"} if "shard" not in axes else set()
-            needed |= axes & {"ep"}
         # A degree of 1 may be written out nevertheless: rank 0 alone is complete.
         every = [range(sizes.of(a)) if a in needed | axes else (None,) for a in Suffix._fields]
         wanted = [Suffix(*ranks) for ranks in product(*every)]
@@ -731,8 +730,6 @@ class _Reader:
         missing: dict[str, None] = {}
         for at, cell in self.cells.items():
             for name in cell.names.params:
-                if self.sizes.moe > 1 and at[2] > 0 and name not in cell.experts:
-                    continue
                 saved_as = cell.by_tname.get(cell.names.names.get(name, ""), name)
                 if not {(name, self._rank(at, name)), (saved_as, self._rank(at, saved_as))} & have:
                     missing[name] = None
@@ -806,13 +803,12 @@ class _Reader:
         for h in held:
             if len(h.shape) != 1 or strategy == "ShardingV1":
                 raise self._wrong_shape(slot, h, shape)
-        places = [f"{self.files[h.file].path} [{h.shape[0]:,} elements]" for h in held]
         size, length = prod(shape), sum(h.shape[0] for h in held)
         label = Key(slot.name, slot.component, slot.state)
         if length < size:
             raise IncompleteError(
                 f"the slices of `{label}` {list(shape)} have {length:,} of its {size:,} elements",
-                where=places,
+                where=self._lengths(held),
                 hint=f"the file of a shard is missing or is one of another save, or {META} is",
             )
         # A parameter is padded to a multiple of 256 bytes for every shard; of which dtype is not always known.
@@ -820,7 +816,7 @@ class _Reader:
             raise ConflictError(
                 f"the slices of `{label}` {list(shape)} have {length:,} elements, {length - size:,} more than it"
                 " and its padding",
-                where=places,
+                where=self._lengths(held),
                 hint=f"the shards and {META} are not of one save",
             )
         runs, start = [], 0
@@ -833,6 +829,9 @@ class _Reader:
         self.shards.append(tuple(runs))
         at = len(self.shards) - 1
         return StoredTensor(slot.name, held[0].dtype, shape, IN_SHARDS, at, slot.rank, None, slot.component, slot.state)
+
+    def _lengths(self, held: Sequence[_Held]) -> list[str]:
+        return [f"{self.files[h.file].path} [{h.shape[0]:,} elements]" for h in held]
 
     def _wrong_shape(self, slot: _Slot, held: _Held, shape: tuple[int, ...]) -> ConflictError:
         source = META if self.meta else "the weight in model_state"

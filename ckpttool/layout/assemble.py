@@ -25,7 +25,8 @@ from ckpttool.mesh import Coords, share
 
 LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d+)(?![^.])")
 """The layer number of a name in any naming."""
-_EXPERT = re.compile(r"(?<![^.])experts\.(\d+)(?![^.])")
+EXPERT = re.compile(r"(?<![^.])experts\.(\d+)(?![^.])")
+"""The expert number of a name that has one."""
 
 
 def shift_layer(name: str, by: int) -> str:
@@ -111,7 +112,7 @@ class Assembler:
             if by := layer_offset.get(at.pp):
                 name = shift_layer(name, by)
             if by := expert_offset.get(at.ep):
-                name = _EXPERT.sub(lambda m, by=by: f"experts.{int(m[1]) + by}", name, count=1)  # type: ignore[misc]
+                name = EXPERT.sub(lambda m, by=by: f"experts.{int(m[1]) + by}", name, count=1)  # type: ignore[misc]
             out.setdefault(name, []).append(t)
         return out
 
@@ -135,7 +136,7 @@ class Assembler:
         total = self.family.size("experts")
         seen: dict[int, set[int]] = {}
         for t in stored:
-            if m := _EXPERT.search(t.name):
+            if m := EXPERT.search(t.name):
                 seen.setdefault(self._coords[t.rank].ep, set()).add(int(m[1]))
         ep = self.cutting.mesh.ep
         if not total or len(seen) < 2 or any(max(s) + 1 > -(-total // ep) for s in seen.values()):
@@ -245,8 +246,9 @@ def overridden(family: Family, name: str, base: Placement | None) -> Placement |
         if regex.search(name):
             if base is not None:
                 return base._replace(rule=replace(rule, expert=base.rule.expert))
-            m = LAYER.search(name)
-            return Placement(rule, "layers" if m else "first", int(m[1]) if m else None)
+            m, e = LAYER.search(name), EXPERT.search(name)
+            layer, expert = int(m[1]) if m else None, int(e[1]) if e else None
+            return Placement(replace(rule, expert=e is not None), "layers" if m else "first", layer, expert)
     return base
 
 

@@ -262,7 +262,8 @@ def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: Cutting) -> A
             local += got.size
             logical += length
         return AxisShare(local, tuple(segments))
-    return _even(n, _guard(rule, cutting), ways, index, rule.units or "elements")
+    word = "groups of heads" if rule.units.isdigit() else rule.units or "elements"
+    return _even(n, _guard(rule, cutting), ways, index, word)
 
 
 def whole_axis(n: int) -> AxisShare:

@@ -25,6 +25,7 @@ from ckpttool.formats.registry import by_name, read_source
 from ckpttool.geometry import Box
 from ckpttool.geometry import whole as whole_box
 from ckpttool.layout import paddle
+from ckpttool.layout.assemble import EXPERT
 from ckpttool.layout.family import Family, Op, Tie, inverse
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
@@ -152,7 +153,7 @@ def plan_target(
         )
     writer = by_name(fmt, "--to")
     habits = writer.habits
-    _check_target(target, fmt, writer, source.family)
+    _check_target(target, fmt, writer, source)
     family = source.family
     version = _version(source, target, habits)
     catalog, components = chosen_components(source, target, habits, fmt, notes)
@@ -341,6 +342,12 @@ def chosen_components(
         if wanted != ("model",):
             raise UsageError("--ema writes the average as the model, so only `--only model` goes with it")
         catalog = _ema_as_model(catalog)
+    if "adapter" in have and "adapter" not in habits.components and not wanted:
+        raise UsageError(
+            f"the source is an adapter, and --to {fmt} holds {', '.join(habits.components)}",
+            where=str(source.path),
+            hint="use --to unified; or merge it into its base first: ckpttool merge BASE+ADAPTER",
+        )
     for c in wanted:
         if c not in have:
             raise UsageError(
@@ -427,8 +434,10 @@ def _turned(writer: Turning, r: RankTensor, table: dict[str, View], version: str
     )
 
 
-def _check_target(target: Target, fmt: str, writer: Format, family: Family) -> None:
-    """Flags that mean nothing for this format or family are errors."""
+def _check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) -> None:
+    """Flags that mean nothing for this format or model are errors."""
+    family = source.family
+    experts = family.has_experts or any(EXPERT.search(k.name) for k in source.catalog.tensors)
     if target.vocab_multiple > 1 and (fmt == "deepseek" or not writer.sharded):
         raise UsageError(
             f"--vocab-multiple {target.vocab_multiple} pads cut embeddings, and --to {fmt} does not pad",
@@ -440,7 +449,7 @@ def _check_target(target: Target, fmt: str, writer: Format, family: Family) -> N
             hint="leave it away; more ranks make smaller files",
         )
     for name in ("ep", "etp"):
-        if (getattr(target, name) or 1) > 1 and family.name != "none" and not family.has_experts:
+        if (getattr(target, name) or 1) > 1 and family.name != "none" and not experts:
             raise UsageError(
                 f"--{name}-out {getattr(target, name)} makes no sense: models of family `{family.name}` have no experts"
             )
