@@ -1,0 +1,140 @@
+"""Paddle's formats into each other and back, over meshes; and every rank's share against what ranks really held."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.command import refused, reshard
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+UNIFIED = FIXTURES / "paddle_unified"
+RANKS = sorted(p.name.split(".")[0] for p in UNIFIED.glob("*.ranks.json"))
+
+
+def float32(array: Any) -> Any:
+    """What a pickle holds, with uint16 as the bfloat16 that Paddle means by it."""
+    array = array[1] if isinstance(array, tuple) else array
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+def unpickled(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = pickle.loads(path.read_bytes())  # noqa: S301 - just written by ckpttool
+    return found
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_each_rank_gets_what_it_held(name: str, tmp_path: Path) -> None:
+    """Trained with tp 2 and saved whole: cut again, every rank's files hold what that rank had in memory."""
+    reshard(UNIFIED / name, tmp_path / "out", "--to", "hybrid", "--tp-out", 2)
+    for rank, want in enumerate(json.loads((UNIFIED / f"{name}.ranks.json").read_text())):
+        model = unpickled(tmp_path / "out" / f"model_state.tp{rank:02d}.pdparams")
+        state = unpickled(tmp_path / "out" / f"optimizer.tp{rank:02d}.pdopt")
+        static = model.pop("StructuredToParameterName@@")
+        got = dict(model)
+        masters = state["master_weights"]
+        for weight, parameter in static.items():
+            got[f"master_weights/{weight}"] = masters[parameter]
+            for kind in ("moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0"):
+                got[f"{weight}/{kind}"] = state[f"{parameter}_fp32_master_0_{kind}"]
+        assert got.keys() == want.keys()
+        for key, (shape, digest) in want.items():
+            array = float32(got[key])
+            assert shape is None or list(array.shape) == shape, key
+            assert hashlib.sha256(array.tobytes()).hexdigest()[:16] == digest, key
+
+
+DENSE: tuple[tuple[str, ...], ...] = (
+    ("hybrid", "--tp-out", "2"),
+    ("hybrid", "--tp-out", "1", "--sharding-out", "2"),
+    ("hybrid", "--tp-out", "2", "--pp-out", "2", "--sharding-out", "2", "--sharding-version", "v1"),
+    ("hybrid", "--tp-out", "1", "--pp-out", "2", "--sharding-out", "4"),
+    ("zcc", "--tp-out", "2", "--sharding-out", "2"),
+    ("flex", "--tp-out", "2", "--sharding-out", "2"),
+    ("flex", "--tp-out", "1", "--pp-out", "2"),
+    ("unified", "--tp-out", "4"),
+)
+EXPERTS: tuple[tuple[str, ...], ...] = (
+    ("hybrid", "--tp-out", "1", "--ep-out", "2", "--sharding-out", "2"),
+    ("hybrid", "--tp-out", "2", "--ep-out", "4", "--sharding-out", "4"),
+    ("zcc", "--tp-out", "1", "--ep-out", "4", "--sharding-out", "4"),
+    ("flex", "--tp-out", "2", "--ep-out", "2"),
+)
+SOURCES = [
+    ("paddle_unified/nlp_llamafused_bf16_tp2", DENSE),
+    ("paddle_unified/pf12_llama_bf16_sharding2_split_param", DENSE),
+    ("paddle_zcc/nlp_tp2", DENSE),
+    ("paddle_zcc/sharding2_v1", DENSE),
+    ("paddle_zcc/ep2_tp2_sharding2_ema", (*DENSE[:2], *EXPERTS)),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(s, t) for s, targets in SOURCES for t in targets],
+    ids=lambda v: " ".join(v[:9]) if isinstance(v, tuple) else v,
+)
+def test_there_and_back(source: str, target: tuple[str, ...], tmp_path: Path) -> None:
+    """Any mesh and back to whole tensors gives the bytes that the source gives directly."""
+    src, straight, cut, back = FIXTURES / source, tmp_path / "straight", tmp_path / "cut", tmp_path / "back"
+    plain = ("--to", "unified", "--target", "paddlenlp-3.0", "--tp-out", 1, "--pp-out", 1, "--ep-out", 1, "-q")
+    reshard(src, straight, *plain)
+    ones = [f for flag in ("--pp-out", "--ep-out") if flag not in target for f in (flag, 1)]
+    reshard(src, cut, "--to", *target, *ones, "--verify", "-q")
+    reshard(cut, back, *plain, "--verify")
+    for f in straight.glob("*.safetensors*"):
+        assert (back / f.name).read_bytes() == f.read_bytes(), f.name
+    assert {f.name for f in back.glob("*.safetensors")} == {f.name for f in straight.glob("*.safetensors")}
+
+
+def test_the_average_as_the_model(tmp_path: Path) -> None:
+    """--ema: in the model's dtype, or unrounded with --dtype float32; nothing else is written."""
+    src = FIXTURES / "paddle_zcc/ep2_tp2_sharding2_ema"
+    one = ("--tp-out", 1, "--ep-out", 1, "--to", "unified", "--ema", "--verify")
+    reshard(src, tmp_path / "bf16", *one)
+    reshard(src, tmp_path / "f32", *one, "--dtype", "float32")
+    from tests.helpers.paddle import read_folder
+
+    rounded = read_folder(tmp_path / "bf16", "model-*.safetensors")
+    exact = read_folder(tmp_path / "f32", "model-*.safetensors")
+    assert not list((tmp_path / "bf16").glob("optimizer*"))
+    for name, array in exact.items():
+        assert array.dtype == np.float32
+        assert np.array_equal(array.astype(rounded[name].dtype), rounded[name]), name
+    assert any(not np.array_equal(a, rounded[n].astype("f4")) for n, a in exact.items())
+
+
+@pytest.mark.parametrize("fmt", ["hybrid", "zcc", "flex", "hf"])
+def test_an_adapter_alone_goes_only_to_unified(fmt: str, tmp_path: Path) -> None:
+    text = refused(UNIFIED / "nlp_llama_lora_bf16_tp1", tmp_path / "out", "--to", fmt, code=2)
+    assert "adapter" in text
+    assert "--to unified" in text
+
+
+def test_a_fused_qkv_is_cut_between_groups(tmp_path: Path) -> None:
+    text = refused(UNIFIED / "nlp_llamafused_bf16_tp2", tmp_path / "out", "--to", "flex", "--tp-out", 4)
+    assert "2 groups of heads do not divide by 4" in text
+    reshard(
+        UNIFIED / "nlp_llamafused_bf16_tp2", tmp_path / "out", "--to", "flex", "--tp-out", 4, "--unfuse", "--verify"
+    )
+
+
+def test_resume_gives_the_same_files(tmp_path: Path) -> None:
+    """A quantised source is decoded into another temporary file in every run, and the plan is the same."""
+    src = UNIFIED / "nlp_llama_bf16_tp2_quantO1"
+    reshard(src, tmp_path / "one", "--to", "flex", "--tp-out", 2)
+    from ckpttool.checkpoint import open_checkpoint
+    from ckpttool.ops.reshard import Selection, Target, plan_target
+
+    digests = {
+        plan_target(open_checkpoint(src), Target(format="flex", tp=2), Selection()).plan.digest() for _ in range(2)
+    }
+    assert len(digests) == 1
