@@ -80,6 +80,10 @@ IN_SHARDS = -1
 ``shards`` of the stored checkpoint."""
 
 
+SHAPE_OF_RANK = (-1,)
+"""Shape of an ``IN_SHARDS`` tensor that its files do not tell: what the rules give the rank of the model's tensor."""
+
+
 class FlatShard(NamedTuple):
     """Elements ``[start, start + n)`` of a rank's row-major tensor, n being the length of ``stored`` (1-D).
 

@@ -124,6 +124,7 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
                 Cutting(mesh, family.sizes, optional=family.guards(), pad_vocab=habits.pad_vocab),
                 stored.config,
                 habits.local_layers,
+                wholes={k.name: t.shape for k, t in catalog.tensors.items() if k.component in ("model", "adapter")},
             )
             try:
                 found = assembler.run(tensors)

@@ -24,7 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import IN_SHARDS, DataFile, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.catalog import IN_SHARDS, SHAPE_OF_RANK, DataFile, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.formats._paddle import (
     STATES,
@@ -446,7 +446,7 @@ class _Reader:
         for t in runs:
             shards.append(FlatShard(at, t))
             at += t.shape[0]
-        if at < prod(shape):
+        if shape != SHAPE_OF_RANK and at < prod(shape):
             raise IncompleteError(
                 f"the pieces of `{key}` hold {at:,} elements, {list(shape)} has {prod(shape):,}",
                 where=[str(self.files[t.file].path) for t in runs],
@@ -467,15 +467,16 @@ class _Reader:
             ranks.setdefault(rank, []).append(t._replace(rank=rank))
         out = []
         for rank, group in ranks.items():
-            flat = shape is not None and all(len(t.shape) == 1 for t in group) and (len(shape) > 1 or len(group) > 1)
+            flat = (
+                shape is not None
+                and all(len(t.shape) == 1 for t in group)
+                and (len(shape) > 1 or len(group) > 1 or group[0].shape != shape)
+            )
             if flat and not (key.state and prod(group[0].shape) == 1) and shape is not None:
-                if cut.tp > 1:
-                    raise ConflictError(
-                        f"`{key}` is a run of a tensor that is cut for tp {cut.tp} as well, which these files do not"
-                        " describe",
-                        where=[str(self.files[t.file].path) for t in group],
-                        hint="save with merged optimizer files, or without split_param",
-                    )
+                # What a tensor-parallel rank holds of it follows from the rules, and is filled in with them.
+                if cut.tp > 1 or cut.ep > 1:
+                    out.append(self._flat(key, SHAPE_OF_RANK, group, rank))
+                    continue
                 out.append(self._flat(key, shape, group, rank))
             else:
                 out += group

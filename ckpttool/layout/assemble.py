@@ -13,13 +13,23 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import Catalog, DataFile, Key, LogicalTensor, Pad, Piece, StoredTensor, logical_tensor
+from ckpttool.catalog import (
+    SHAPE_OF_RANK,
+    Catalog,
+    DataFile,
+    Key,
+    LogicalTensor,
+    Pad,
+    Piece,
+    StoredTensor,
+    logical_tensor,
+)
 from ckpttool.catalog import whole_tensor as whole_logical
 from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.layout.family import Family, Op, Placement
 from ckpttool.layout.names import split_numbers
-from ckpttool.layout.rules import Cutting, Local, Uneven, cut_axis, global_shape, local_boxes
+from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, cut_axis, global_shape, local_boxes
 from ckpttool.layout.scales import block_of, config_block, is_lone, single_block, weight_of
 from ckpttool.mesh import Coords, share
 
@@ -73,6 +83,8 @@ class Assembler:
     config: Mapping[str, Any]
     local_layers: bool = False
     notes: list[str] = field(default_factory=list)
+    wholes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of logical tensors that are known already, for stored tensors of ``SHAPE_OF_RANK``."""
     _locals: dict[Any, Local] = field(default_factory=dict)
     _coords: list[Coords] = field(default_factory=list)
 
@@ -153,8 +165,10 @@ class Assembler:
     ) -> LogicalTensor:
         rule, bias, cutting = place.rule, is_bias(name), self.cutting
         mesh = self.cutting.mesh
-        first = group[0]
         try:
+            if group[0].shape == SHAPE_OF_RANK:
+                group = self._shaped(name, group, rule)
+            first = group[0]
             unit: tuple[int, ...] = ()
             if blocks is None:
                 experts = 0
@@ -197,12 +211,25 @@ class Assembler:
                     pieces.append(Piece(t, inner, outer))
                 pads += [Pad(t, box) for box in pad_boxes(local)]
         except Uneven as e:
-            raise cannot_cut(name, first.shape, rule.place, e, str(mesh), "") from None
+            raise cannot_cut(name, group[0].shape, rule.place, e, str(mesh), "") from None
         if len(pieces) == 1 and not pads and pieces[0].box == whole(shape):
             return LogicalTensor(Key(name), first.dtype, shape, tuple(pieces))
         if not pieces:
             return LogicalTensor(Key(name), first.dtype, shape, ())
         return logical_tensor(Key(name), shape, pieces, pads, files=self.files)
+
+    def _shaped(self, name: str, group: list[StoredTensor], rule: Rule) -> list[StoredTensor]:
+        """The tensors with the shapes that their ranks hold of a tensor whose whole shape is known. Raises Uneven."""
+        if name not in self.wholes:
+            raise LayoutError(
+                f"the shape of `{name}` is not known: its files hold runs of elements, and there is no such model weight",
+                where=str(self.files[0].path.parent),
+            )
+        base, bias = self.wholes[name], is_bias(name)
+        return [
+            t._replace(shape=local_boxes(rule, base, self.cutting, self._coords[t.rank], bias=bias).shape)
+            for t in group
+        ]
 
     def _scales(self, name: str, group: list[StoredTensor], place: Placement, weight: LogicalTensor) -> LogicalTensor:
         first = group[0]

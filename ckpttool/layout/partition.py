@@ -116,6 +116,7 @@ class Partitioner:
             if self.local_layers and place.layer is not None:
                 name = shift_layer(name, -first_layer[stage])
             bias, dtype = is_bias(t.name), self.dtype_of(t)
+            mine = place.expert is not None or place.rule.grouped
             for at in holders:
                 key = (id(place.rule), base, blocks, bias, at.tp, at.ep, at.etp)
                 known = self._locals.get(key)
@@ -127,7 +128,9 @@ class Partitioner:
                         raise cannot_cut(t.name, t.shape, place.rule.place, e, str(mesh), works) from None
                     known = self._locals[key] = (local, tuple(pad_boxes(local)))
                 local, pads = known
-                out[at.rank].append(RankTensor(name, dtype, local.shape, logical, t.shape, local.boxes, pads))
+                out[at.rank].append(
+                    RankTensor(name, dtype, local.shape, logical, t.shape, local.boxes, pads, expert=mine)
+                )
         return out
 
     def _stages(self, names: Iterable[str]) -> dict[int, int]:

@@ -309,3 +309,42 @@ def test_flags_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     assert "--target" in refused(src, tmp_path / "out", "--to", "unified", "--target", "paddlenlp-9", code=2)
     assert "--sharding-out" in refused(src, tmp_path / "out", "--to", "unified", "--sharding-out", 2, code=2)
     assert "--only optimizer" in refused(src, tmp_path / "out", "--to", "hf", "--only", "optimizer", code=2)
+
+
+def test_runs_of_shares_of_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """Not merged, tp 2 and sharding 2 with split parameters: runs of what each tp rank holds, padded to 256."""
+    whole = FIXTURES / "nlp_qwen2moe_bf16_tp2"
+    src = copy("nlp_qwen2moe_bf16_tp2", tmp_path / "src")
+    kept = {}
+    for stem in ("optimizer", "master_weights"):
+        for path in [*src.glob(f"{stem}-*"), src / f"{stem}.safetensors.index.json"]:
+            kept |= read_folder(src, path.name) if path.suffix == ".safetensors" else {}
+            path.unlink()
+    files: dict[str, dict[str, Any]] = {}
+    for key, array in kept.items():
+        name, _, state = key.rpartition("/") if "moment" in key or "beta" in key else (key, "", "")
+        stem = "optimizer" if state else "master_weights"
+        for tp in range(2):
+            share = array if array.size == 1 else shares(name, array)[tp]
+            run = np.zeros(-(-share.size // 256) * 256, np.float32)
+            run[: share.size] = share.ravel()
+            for shard in range(2):
+                part = array if array.size == 1 else np.split(run, [run.size // 2 + 3])[shard]
+                files.setdefault(f"{stem}.tp{tp:02d}_shard{shard:02d}.safetensors", {})[key] = part
+    for file, tensors in files.items():
+        write_file(src / file, tensors)
+    (src / "optimizer.safetensors.index.json").write_text('{"quant_ckpt_resume_times": 0}')
+    reshard(src, tmp_path / "out", "--to", "unified", "--verify")
+    reshard(whole, tmp_path / "straight", "--to", "unified")
+    a, b = held(tmp_path / "out"), held(tmp_path / "straight")
+    assert {k: v.tobytes() for k, v in a.items()} == {k: v.tobytes() for k, v in b.items()}
+
+
+def shares(name: str, array: Any) -> list[Any]:
+    """What two tensor-parallel ranks hold, in Paddle's orientation."""
+    module = name.rsplit(".", 2)[-2]
+    if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"):
+        return np.split(array, 2, axis=-1)
+    if module in ("o_proj", "down_proj", "embed_tokens"):
+        return np.split(array, 2, axis=0)
+    return [array, array]
