@@ -78,12 +78,22 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a logical tensor of this name."""
-        return Key(name) in self.catalog.tensors
+        return self._key(name) in self.catalog.tensors
+
+    def _key(self, name: str) -> Key:
+        """The key of a name as iteration gives it: ``NAME`` of a model weight, else ``COMPONENT/NAME[/STATE]``."""
+        if (plain := Key(name)) in self.catalog.tensors:
+            return plain
+        component, _, rest = name.partition("/")
+        for key in (Key(rest, component), Key(*_split(rest, component))):
+            if key in self.catalog.tensors:
+                return key
+        return plain
 
     def __getitem__(self, name: str) -> LogicalTensor:
         """A logical tensor. Raises UsageError with the nearest name when there is none."""
         try:
-            return self.catalog[name]
+            return self.catalog[self._key(name)]
         except KeyError:
             from ckpttool.select import nearest_hint
 
@@ -126,12 +136,18 @@ class Checkpoint:
         unfuse: bool = False,
         max_shard_size: int | None = None,
         vocab_multiple: int = 1,
+        sharding: int | None = None,
+        sharding_version: str = "",
+        target: str = "",
+        only: Sequence[str] = (),
+        ema: bool = False,
+        aoa: str | Path | None = None,
         remove: Sequence[str] = (),
         keep: Sequence[str] = (),
         rename: Sequence[str] = (),
     ) -> Resharding:
         """Plan what ``ckpttool reshard`` with the same options does; nothing is written. Raises a CkptError."""
-        target = Target(
+        wanted = Target(
             to,
             tp,
             pp,
@@ -144,8 +160,14 @@ class Checkpoint:
             fuse,
             unfuse,
             vocab_multiple,
+            sharding,
+            sharding_version,
+            target,
+            tuple(only),
+            ema,
+            None if aoa is None else Path(aoa),
         )
-        return Resharding(plan_target(self.opened, target, Selection(remove, keep, rename)))
+        return Resharding(plan_target(self.opened, wanted, Selection(remove, keep, rename)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +213,22 @@ def open_(
     pp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
+    sharding: int | None = None,
+    also: Sequence[str | Path] = (),
     rank_pattern: str = "",
     family: str = "",
     replicate: Sequence[str] = (),
     split: Sequence[str] = (),
 ) -> Checkpoint:
     """Open a checkpoint; the options are those of the command line. Raises a CkptError."""
-    said = ReadOptions(tp, pp, ep, etp, (), rank_pattern)
+    said = ReadOptions(tp, pp, ep, etp, (), rank_pattern, sharding, tuple(Path(p) for p in also))
     return Checkpoint(open_checkpoint(path, OpenOptions(format, said, family, tuple(replicate), tuple(split))))
+
+
+def _split(rest: str, component: str) -> tuple[str, str, str]:
+    """``NAME/STATE`` as the parts of a key."""
+    name, _, state = rest.rpartition("/")
+    return name, component, state
 
 
 def _box(name: str, shape: tuple[int, ...], part: Slices) -> Box:

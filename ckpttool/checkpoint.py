@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, StoredTensor
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, ConflictError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import by_name, read_source
 from ckpttool.layout.assemble import Assembler, whole_catalog
@@ -101,6 +101,18 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
     if options.replicate or options.split:
         family = family.with_overrides(options.replicate, options.split)
     habits = by_name(stored.format, "--from").habits
+    if options.mesh.more and not habits.spread:
+        raise UsageError(
+            f"--also names a further directory, and a {stored.format} checkpoint lies in one",
+            where=str(options.mesh.more[0]),
+        )
+    if options.mesh.sharding not in (None, stored.sharding):
+        raise ConflictError(
+            f"--sharding {options.mesh.sharding} contradicts the checkpoint: its optimizer state is shared by"
+            f" {stored.sharding} rank{'s' if stored.sharding > 1 else ''}",
+            where=str(root),
+            hint="leave --sharding away: it is read from the checkpoint",
+        )
     published = stored.naming == "hf"
     if published and stored.recorded is None:
         stored.naming, stored.fused = family.hf_form(t.name for t in stored.tensors)

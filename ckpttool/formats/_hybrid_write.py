@@ -231,8 +231,6 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> Skeleton:
     if shards > 1:
         small.append((META, _meta(cells, shares, request, source, nlp=nlp)))
     left = tuple([p.name for p in request.companions if _LEFT.fullmatch(p.name)])
-    if any(name.startswith("rng_state") for name in left):
-        notes.append("rng_state files are not carried along: a random state belongs to one rank of the old world")
     return Skeleton(build.files, build.places, notes, build.rank_files, build.ranks, tuple(small), left)
 
 

@@ -213,6 +213,8 @@ class Habits(NamedTuple):
     """What --target may say, the default first."""
     optimizer_shards: bool = False
     """Optimizer state may be shared out over --sharding-out ranks."""
+    spread: bool = False
+    """A save may lie in several directories (--also), each written by another node."""
     full_masters: bool = False
     """Parameters that are float32 themselves have a master weight too."""
     keeps: bool = False

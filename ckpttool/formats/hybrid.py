@@ -172,7 +172,9 @@ class Hybrid:
     name = "hybrid"
     about = "Paddle hybrid-parallel: model_state.*.pdparams and optimizer.*.pdopt per rank, with or without model_meta"
     sharded = True
-    habits = Habits(pad_vocab=False, components=COMPONENTS[:3], targets=TARGETS, optimizer_shards=True, keeps=True)
+    habits = Habits(
+        pad_vocab=False, components=COMPONENTS[:3], targets=TARGETS, optimizer_shards=True, keeps=True, spread=True
+    )
     ema = False
 
     def detect(self, listing: Listing) -> int:
@@ -215,7 +217,9 @@ class ZeroCost(Hybrid):
 
     name = "zcc"
     about = "Paddle Zero-Cost Checkpoint: hybrid with ema.*.pdopt"
-    habits = Habits(pad_vocab=False, components=COMPONENTS, targets=TARGETS, optimizer_shards=True, keeps=True)
+    habits = Habits(
+        pad_vocab=False, components=COMPONENTS, targets=TARGETS, optimizer_shards=True, keeps=True, spread=True
+    )
     ema = True
 
 

@@ -102,6 +102,7 @@ class Unified:
         targets=TARGETS,
         keeps=True,
         full_masters=True,
+        spread=True,
     )
 
     def detect(self, listing: Listing) -> int:
