@@ -73,8 +73,8 @@ def is_linear(name: str, ndim: int, config: Mapping[str, Any]) -> bool:
     module = module_of(name)
     if module in _EMBEDDINGS or module == "lm_head" or "norm" in module:
         return False
-    # paddleformers keeps the router of gpt_oss as torch does.
-    return not (module == "router" and config.get("model_type") == "gpt_oss")
+    # paddleformers keeps these routers as torch does.
+    return (module, config.get("model_type")) not in (("router", "gpt_oss"), ("gate", "glm4_moe"))
 
 
 def head_in_out(shape: tuple[int, ...], prefix: str, config: Mapping[str, Any]) -> bool:
@@ -94,9 +94,9 @@ def head_in_out(shape: tuple[int, ...], prefix: str, config: Mapping[str, Any]) 
     return software(config).name == "paddlenlp" or prefix not in ("model", "")
 
 
-def transposed_on_disk(name: str, ndim: int, writer: Software, prefix: str) -> bool:
+def transposed_on_disk(name: str, ndim: int, writer: Software, prefix: str, config: Mapping[str, Any]) -> bool:
     """Whether ``save_to_hf`` of this software puts the weight [out, in] into the model files."""
-    if writer.name != "paddleformers" or writer.version < (0, 3, 2) or ndim != 2 or not name.endswith(".weight"):
+    if writer.name != "paddleformers" or writer.version < (0, 3, 2) or not is_linear(name, ndim, config):
         return False
     if writer.version < (1,) and prefix == "llama":
         return False  # the Llama of 0.x has no list of weights to transpose

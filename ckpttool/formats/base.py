@@ -277,7 +277,7 @@ class Format(Protocol):
 class Turning(Protocol):
     """A format whose files hold some model weights the other way round than their naming says."""
 
-    def turned(self, name: str, ndim: int, version: str, prefix: str) -> bool:
+    def turned(self, name: str, ndim: int, version: str, prefix: str, config: Mapping[str, Any]) -> bool:
         """Whether the files for ``version`` (--target) hold this model weight with its two axes exchanged."""
 
 

@@ -638,7 +638,7 @@ class _Reader:
             if name is None:
                 continue
             held = _Held(t.shape, t.dtype, t.file, t.offset)
-            if transposed_on_disk(t.name, len(t.shape), writer, prefix):
+            if transposed_on_disk(t.name, len(t.shape), writer, prefix, self.config):
                 held = held._replace(shape=t.shape[::-1], strides=(1, t.shape[1]))
             param = self.cells[at].names.params.get(name)
             if param is not None and param.dtype != t.dtype:

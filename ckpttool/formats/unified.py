@@ -139,9 +139,9 @@ class Unified:
     def write(self, request: WriteRequest) -> Skeleton:
         return _write(request)
 
-    def turned(self, name: str, ndim: int, version: str, prefix: str) -> bool:
+    def turned(self, name: str, ndim: int, version: str, prefix: str, config: Mapping[str, Any]) -> bool:
         """Whether the model files of this version hold the weight [out, in]."""
-        return transposed_on_disk(name, ndim, target_software(version), prefix)
+        return transposed_on_disk(name, ndim, target_software(version), prefix, config)
 
 
 def _files(listings: Sequence[Listing]) -> list[_File]:
@@ -364,9 +364,12 @@ class _Reader:
         prefix = base_prefix({k.name: None for k in held})
         writer = software(self.config) if self.formats.get("model") == "pt" else Software("")
         ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
-            ("", lambda n: transposed_on_disk(n, len(model[n]), writer, prefix)),
+            ("", lambda n: transposed_on_disk(n, len(model[n]), writer, prefix, self.config)),
             ("[in, out]", lambda _: False),
-            ("[out, in]", lambda n: transposed_on_disk(n, len(model[n]), Software("paddleformers", (1,)), "")),
+            (
+                "[out, in]",
+                lambda n: transposed_on_disk(n, len(model[n]), Software("paddleformers", (1,)), "", self.config),
+            ),
             ("[out, in]", lambda n: is_linear(n, len(model[n]), self.config)),
         )
         seen = {n: s for n, shape in model.items() if (s := self._seen(n, shape, held)) is not None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,8 @@ def plan_target(
     source_table = dict(table)
     if isinstance(writer, Turning):
         prefix = base_prefix(dict.fromkeys(views.table, None))
-        ranks = [[_turned(writer, r, table, version, prefix) for r in held] for held in ranks]
+        turned = partial(writer.turned, version=version, prefix=prefix, config=source.config)
+        ranks = [[_turned(turned, r, table) for r in held] for held in ranks]
     config = _config(source, mesh, dtype)
     if naming != "paddle" and source.stored.naming == "paddle" and config:
         config = published_config(config)
@@ -415,9 +417,9 @@ def _of_component(
     return out
 
 
-def _turned(writer: Turning, r: RankTensor, table: dict[str, View], version: str, prefix: str) -> RankTensor:
+def _turned(turned: Callable[[str, int], bool], r: RankTensor, table: dict[str, View]) -> RankTensor:
     """The tensor as the format's files hold it: some model weights with their axes exchanged."""
-    if r.component != "model" or not writer.turned(r.name, len(r.shape), version, prefix):
+    if r.component != "model" or not turned(r.name, len(r.shape)):
         return r
     view = table[r.key]
     if view.shape == r.whole:
