@@ -448,12 +448,19 @@ class _Counter:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._next: dict[str, int] = {}
+        self._given: set[str] = set()
 
     def name(self, prefix: str, owner: Any, rest: str) -> str:
         """``<prefix>_<number>.<rest>``, the number being that of the layer ``owner``."""
         number = self._numbers.setdefault((prefix, owner), self._next.get(prefix, 0))
         self._next[prefix] = max(self._next.get(prefix, 0), number + 1)
-        return f"{prefix}_{number}.{rest}"
+        name = f"{prefix}_{number}.{rest}"
+        while name in self._given:  # a layer with several matrices: w_0, w_1, ...
+            kind, _, at = rest.rpartition("_")
+            rest = f"{kind}_{int(at) + 1}"
+            name = f"{prefix}_{number}.{rest}"
+        self._given.add(name)
+        return name
 
 
 def _kind(p: _Param) -> str:

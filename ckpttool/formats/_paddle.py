@@ -167,3 +167,11 @@ def config_dtype(config: Mapping[str, Any]) -> str:
     """Dtype of the model's weights by its config; float32 when it says nothing (PaddleNLP leaves the default out)."""
     text = config.get("dtype") or config.get("torch_dtype") or "float32"
     return CONFIG_DTYPES.get(str(text), "")
+
+
+def fp8_dtype(config: Mapping[str, Any]) -> str:
+    """The FP8 dtype of a model's quantised weights, or "" when its config names none."""
+    quant = config.get("quantization_config")
+    if not isinstance(quant, dict) or "fp8" not in str(quant.get("quant_method", "")):
+        return ""
+    return "F8_E5M2" if quant.get("fmt") == "e5m2" else "F8_E4M3"

@@ -58,6 +58,7 @@ from ckpttool.formats._paddle import (
     TARGETS,
     base_prefix,
     config_dtype,
+    fp8_dtype,
     software,
     transposed_on_disk,
 )
@@ -608,7 +609,7 @@ class _Reader:
             if name is None:
                 continue
             param = self.cells[at].names.params.get(name)
-            dtype = _weight_dtype(name, arrays[0], param, file.info.path)
+            dtype = _weight_dtype(name, arrays[0], param, file.info.path, fp8_dtype(self.config))
             parts = [self._held(a, file.info, dtype) for a in arrays]
             if param is None and len(parts) > 1:
                 raise UnsupportedError(
@@ -959,9 +960,11 @@ def _split_state(key: str, path: Path) -> tuple[str, str]:
     raise UnsupportedError(f"`{key}` is no state of an optimizer that is known", where=str(path), hint=hint)
 
 
-def _weight_dtype(name: str, array: Array, param: ParamMeta | None, path: Path) -> str:
-    """The dtype of a weight, which numpy's alone does not always say."""
+def _weight_dtype(name: str, array: Array, param: ParamMeta | None, path: Path, fp8: str) -> str:
+    """The dtype of a weight, which numpy's alone does not always say; ``fp8`` is that of a quantised model."""
     dtype = "BF16" if array.dtype == "U16" else array.dtype
+    if param is None and array.dtype == "I8" and fp8 and len(array.shape) > 1:
+        return fp8  # Paddle hands FP8 to numpy as int8, and these files have no record of dtypes
     if param is None or param.dtype == dtype:
         return dtype
     if array.dtype == "I8" and param.dtype.startswith("F8_"):

@@ -222,7 +222,7 @@ class Assembler:
         """The tensors with the shapes that their ranks hold of a tensor whose whole shape is known. Raises Uneven."""
         if name not in self.wholes:
             raise LayoutError(
-                f"the shape of `{name}` is not known: its files hold runs of elements, and there is no such model weight",
+                f"the shape of `{name}` is not known: its files hold runs of elements, and there is no such weight",
                 where=str(self.files[0].path.parent),
             )
         base, bias = self.wholes[name], is_bias(name)

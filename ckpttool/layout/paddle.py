@@ -14,13 +14,14 @@ AOA texts of 1.2), measured on their checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckpttool.formats._paddle import base_prefix, head_in_out, is_linear
 from ckpttool.layout.family import Family, Fuse, Op, Rename, Transpose, inverse
 from ckpttool.layout.names import split_numbers
+from ckpttool.layout.scales import weight_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -51,7 +52,8 @@ def _fusions(family: Family, modules: set[str]) -> list[Fuse]:
         if module in modules:
             parts = ("{a}.gate_proj.{b}", "{a}.up_proj.{b}")
             out.append(Fuse("gate_up", f"{{a}}.{module}.{{b}}", parts, ("", "")))
-    return out
+    # What Hugging Face publishes fused has the same form in Paddle.
+    return [f for f in out if f.name not in family.spec.fusions or not family.publishes_fused(f.name)]
 
 
 def _modules(names: Shapes) -> set[str]:
@@ -62,23 +64,35 @@ def source_ops(family: Family, shapes: Shapes, config: Mapping[str, Any]) -> tup
     """The statements that lead from Hugging Face names to those of a Paddle checkpoint with these tensors."""
     if family.name == "none":
         return ()
-    prefix = base_prefix(shapes)
-    publishes = {n for n in family.spec.fusions if family.publishes_fused(n)}
-    ops: list[Op] = [op for op in _fusions(family, _modules(shapes)) if op.name not in publishes]
-    renamed = prefix not in ("", "model")
+    prefix, published = base_prefix(shapes), _hf_prefix(family)
+    ops: list[Op] = list(_fusions(family, _modules(shapes)))
+    renamed = prefix not in ("", published)
 
     def hf(name: str) -> str:
-        return "model" + name[len(prefix) :] if renamed and name.startswith(prefix + ".") else name
+        return published + name[len(prefix) :] if renamed and name.startswith(prefix + ".") else name
 
-    turned = {_pattern(hf(n)) for n, shape in shapes.items() if is_linear(n, len(shape), config)}
+    turned = _turned(family, shapes, config)
     head = shapes.get("lm_head.weight")
     if head is not None and head_in_out(head, prefix, config):
         turned.add("lm_head.weight")
     if turned:
-        ops.append(Transpose(tuple(sorted(turned))))
+        ops.append(Transpose(tuple(sorted({_pattern(hf(n)) for n in turned}))))
     if renamed:
-        ops.append(Rename((("model.{a}", prefix + ".{a}"),)))
+        ops.append(Rename(((f"{published}.{{a}}", prefix + ".{a}"),)))
     return tuple(ops)
+
+
+def _hf_prefix(family: Family) -> str:
+    """The first word of the layers' names as Hugging Face has them."""
+    return family.spec.layers.prefix.split(".")[0]
+
+
+def _turned(family: Family, shapes: Shapes, config: Mapping[str, Any]) -> set[str]:
+    """Weights of linear layers, with their scale grids: Paddle has them the other way round than torch."""
+    if family.spec.orientation == "in_out":
+        return set()  # GPT-2's Conv1D is [in, out] in torch too
+    out = {n for n, shape in shapes.items() if is_linear(n, len(shape), config)}
+    return out | {n for n, shape in shapes.items() if len(shape) == 2 and weight_of(n, shapes) in out}
 
 
 def target_ops(family: Family, shapes: Shapes, config: Mapping[str, Any], version: str, fused: str) -> tuple[Op, ...]:
@@ -93,19 +107,18 @@ def target_ops(family: Family, shapes: Shapes, config: Mapping[str, Any], versio
     modules = set()
     if fused == "fuse" or (not fused and version.startswith("paddleformers-1") and kind in _FUSED_12):
         modules = {"qkv_proj", "gate_up_fused_proj" if nlp else "up_gate_proj"}
-    publishes = {n for n in family.spec.fusions if family.publishes_fused(n)}
-    ops: list[Op] = [op for op in _fusions(family, modules) if op.name not in publishes]
+    ops: list[Op] = list(_fusions(family, modules))
     old_llama = kind == "llama" and version.startswith("paddleformers-0")
-    turned = {_pattern(n) for n, shape in shapes.items() if is_linear(n, len(shape), config)}
+    turned = _turned(family, shapes, config)
     for op in ops:
         if isinstance(op, Fuse):
-            turned |= {_pattern(n) for n in _wholes(op, shapes) if n.endswith(".weight")}
+            turned |= _wholes(op, {t: shapes[t] for t in turned if t in shapes})
     tied = bool(config.get("tie_word_embeddings", family.tied))
     if len(shapes.get("lm_head.weight", ())) == 2 and (nlp or old_llama) and not tied:
         turned.add("lm_head.weight")
     if turned:
-        ops.append(Transpose(tuple(sorted(turned))))
-    if (nlp and kind in _NLP_PREFIXES) or old_llama:
+        ops.append(Transpose(tuple(sorted({_pattern(n) for n in turned}))))
+    if _hf_prefix(family) == "model" and ((nlp and kind in _NLP_PREFIXES) or old_llama):
         ops.append(Rename((("model.{a}", kind + ".{a}"),)))
     return tuple(ops)
 
@@ -133,9 +146,7 @@ def with_fusions(ops: tuple[Op, ...], fused: str, family: Family, shapes: Shapes
         return tuple(patterns)
     have = {op.name for op in ops if isinstance(op, Fuse)}
     module = "gate_up_fused_proj" if any(isinstance(op, Rename) for op in ops) else "up_gate_proj"
-    more = [
-        f for f in _fusions(family, {"qkv_proj", module}) if f.name not in have and not family.publishes_fused(f.name)
-    ]
+    more = [f for f in _fusions(family, {"qkv_proj", module}) if f.name not in have]
     wholes = {_pattern(n) for f in more for n in _wholes(f, _hf_names(rest, shapes)) if n.endswith(".weight")}
     out: list[Op] = [*(op for op in ops if isinstance(op, Fuse)), *more]
     for op in rest:
@@ -160,18 +171,21 @@ def _hf_names(ops: Sequence[Op], shapes: Shapes) -> Shapes:
     return out
 
 
-def kept_whole(family: Family, tp: int) -> tuple[str, ...]:
-    """Tensors that Paddle's tensor parallelism holds whole on every rank because they do not divide.
+def kept_whole(family: Family, ops: tuple[Op, ...], names: Iterable[str], tp: int) -> tuple[str, ...]:
+    """Patterns of the tensors that Paddle's tensor parallelism holds whole on every rank because they do not divide.
 
-    Key and value projections whose heads do not divide, and embedding and head of a vocabulary that does not.
+    Key and value projections whose heads do not divide, and embeddings and heads of a vocabulary that does not.
     """
-    out: list[str] = []
-    if tp == 1:
+    heads, vocab = family.size("kv_heads") or 0, family.size("vocab") or 0
+    if tp == 1 or not (heads % tp or vocab % tp):
         return ()
-    heads = family.size("kv_heads")
-    if heads and heads % tp:
-        out += ["*.self_attn.k_proj.*", "*.self_attn.v_proj.*"]
-    vocab = family.size("vocab")
-    if vocab and vocab % tp:
-        out += ["*embed_tokens.weight", "lm_head.*"]
-    return tuple(out)
+    place_of = family.placer(ops)
+    out = set()
+    for name in names:
+        place = place_of(name)
+        if place is None:
+            continue
+        rule = place.rule
+        if (rule.verb == "vocab" and vocab % tp) or (rule.verb == "column" and rule.units == "kv_heads" and heads % tp):
+            out.add("*".join(split_numbers(name)[0].split("#")))
+    return tuple(sorted(out))

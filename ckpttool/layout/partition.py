@@ -116,7 +116,7 @@ class Partitioner:
             if self.local_layers and place.layer is not None:
                 name = shift_layer(name, -first_layer[stage])
             bias, dtype = is_bias(t.name), self.dtype_of(t)
-            mine = place.expert is not None or place.rule.grouped
+            mine = mesh.ep > 1 and (place.expert is not None or place.rule.grouped)
             for at in holders:
                 key = (id(place.rule), base, blocks, bias, at.tp, at.ep, at.etp)
                 known = self._locals.get(key)

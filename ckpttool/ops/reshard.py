@@ -185,7 +185,7 @@ def plan_target(
     )
     whole = habits.whole
     if naming == "paddle":
-        whole = (*whole, *source.stored.whole, *paddle.kept_whole(family, mesh.tp))
+        whole = (*whole, *source.stored.whole, *paddle.kept_whole(family, after, (v.name for v in cut), mesh.tp))
     cast = caster(names, dtype)
     partitioner = Partitioner(
         family.with_whole(whole),
