@@ -84,7 +84,7 @@ RanksOut = Annotated[
 ]
 From = Annotated[
     str,
-    typer.Option("--from", metavar="FORMAT", help=f"Format of SRC: {FORMATS}.", show_default=False),
+    typer.Option("--from", metavar="FORMAT", help=f"Format of SRC: {FORMATS}, pdparams.", show_default=False),
 ]
 To = Annotated[
     str,

@@ -1,274 +1,1146 @@
 """Reading Paddle's pickles without unpickling: an interpreter of opcodes that builds inert values.
 
-Interim version.
+A pickle is a program for a stack machine, and a loader that runs it runs whatever its author wanted (``paddle.load``
+is such a loader: measured with paddlepaddle 3.3.1). Nothing is ever unpickled here. Opcodes that make plain values do
+so; the few classes and functions that Paddle's writer names (``_GLOBALS``) are stand-ins which only note what they were
+given; everything else is refused by name. The bytes of arrays are passed over, so that a file of any size is indexed by
+its structure alone:
+
+    file.pdparams                              what read_pickle gives
+    80 04 95 <frame>                           {
+    } ( 8c "fc.w_0"                              "fc.w_0": Array(
+      <_reconstruct> <ndarray> (0,) b'b' R                   "F32",        from dtype ('f4', ...) and its order '<'
+      ( 1 (4,3) <dtype f4 '<'> False                         (4, 3),       from the state's shape
+        C 30 <48 bytes> t b   <--------------------------    offset, 48)   where these bytes lie in the file
+    u .                                        }
+
+Protocols 3 and 4 hold an array's elements as one run of bytes (also where it crosses a frame's border: CPython writes
+runs of 64 KiB and more between frames, smaller ones inside). Protocol 2 has no bytes: elements are text in UTF-8 whose
+code points are the bytes (``_codecs.encode(text, 'latin1')``), which has to be decoded into a scratch file.
+
+Where the facts come from: opcodes from CPython's Lib/pickletools.py; what an array is, from ``ndarray.__reduce__``,
+``ndarray.__setstate__`` and ``dtype.__reduce__`` of numpy; ``tuple((name, array))``, ``eval('data', {'data': array})``,
+the keys with ``@@`` and the protocols (2 to 4) from python/paddle/framework/io.py and io_utils.py; the three classes
+from python/paddle/distributed/flex_checkpoint/dcp/metadata.py. All were compared with files written by paddlepaddle
+3.3.1 under numpy 1 and 2.
+
+Memory is bounded by the bytes of structure that a file really has: containers, remembered values, texts and nesting
+have limits, nothing is copied more than once, and values that hold themselves, or that are small only because parts are
+shared many times over, are refused (whoever walks them would not come back).
 """
 
 from __future__ import annotations
 
+import atexit
+import codecs
 import os
+import shutil
 import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 from ckpttool.catalog import DataFile
-from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpttool.errors import CorruptError, IncompleteError, OutputError, UnsupportedError
+
+MAX_VALUES = 1 << 26
+"""Values in containers, remembered values and stack entries, each: metadata of a million shards has 45 million."""
+MAX_TEXT = 1 << 24
+"""Bytes of one text or byte string that is no array; tensor names have a few hundred."""
+MAX_TEXTS = 1 << 28
+"""Bytes of all of them."""
+MAX_DEPTH = 64
+"""Containers in containers; Paddle's saves have five."""
+MAX_AXES = 64
+"""numpy's own limit."""
+MAX_INT = 255
+"""Bytes of one integer: what LONG1 can say."""
+
+MAX_FIELDS = 64
+"""Of one Record; Paddle's have six."""
+
+_LAZY = 1 << 10
+"""Texts of more bytes than this are passed over until somebody wants them: in protocol 2 they are tensors."""
+_CHUNK = 1 << 20
+_WINDOW = 1 << 16
+
+STRUCTURED = "StructuredToParameterName@@"
+CHUNKED = "UnpackBigParamInfor@@"
+
+_NOT_RUN = "nothing in the file was executed; Paddle itself would run it, so do not load a file that you do not trust"
 
 
 class Array(NamedTuple):
+    """A numpy array in a pickle: where its bytes lie."""
+
     dtype: str
+    """Name as in ckpttool.dtypes of what is stored: Paddle's bfloat16 is "U16" and its FP8 "I8". complex128 is "C128",
+    which that table does not have, so that a caller can refuse it by the tensor's name."""
     shape: tuple[int, ...]
     offset: int
+    """Byte of the first element in ``path``; -1 for a tensor that is stored in parts (PaddleFile.chunks)."""
     nbytes: int
     path: Path
+    """The pickle itself, or a scratch file (protocol 2)."""
     fortran: bool = False
+    """Column-major; only ever true with two axes or more."""
     name: str = ""
+    """Of the tensor, where the pickle has Paddle's ``(name, array)``."""
 
 
-class Record:
-    __slots__ = ("cls", "fields")
+class Record(NamedTuple):
+    """An instance of an allowed class; equal to nothing but itself, because it is filled after it is made."""
 
-    def __init__(self, cls: str, fields: dict[str, Any]) -> None:
-        self.cls, self.fields = cls, fields
+    cls: str
+    """Name without module."""
+    fields: dict[str, Any]
 
-    def __repr__(self) -> str:
-        return f"{self.cls}({self.fields})"
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
 
 
+@dataclass(eq=False)
 class Scratch:
-    pass
+    """A temporary directory, made on first use; gone after ``close`` or when the process ends."""
+
+    limit: int | None = None
+    """Bytes that may be written, None for what the disk holds."""
+    files: dict[Path, DataFile] = field(default_factory=dict)
+    """Identity of every file, labelled by its source, so that a plan made of it is the same in every run."""
+    folder: str = ""
+    _used: int = 0
+    _owner: int = 0
+    _count: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def create(self) -> Path:
+        """The path of a new file. Raises OutputError when there is no room for a directory."""
+        if not self.folder:
+            try:
+                self.folder = tempfile.mkdtemp(prefix="ckpttool-")
+            except OSError as e:
+                raise _no_scratch(e, tempfile.gettempdir()) from None
+            self._owner = os.getpid()
+            atexit.register(self.close)
+        self._count += 1
+        return Path(self.folder, f"{self._count}.bin")
+
+    def charge(self, size: int, path: Path) -> None:
+        """Count bytes about to be written. Raises OutputError beyond the limit."""
+        self._used += size
+        if self.limit is not None and self._used > self.limit:
+            raise OutputError(
+                f"decoding takes more than the {self.limit:,} bytes of scratch that are allowed", where=str(path)
+            )
+
+    def finish(self, path: Path, source: DataFile) -> None:
+        """Note a file that is complete."""
+        os.utime(path, ns=(source.mtime_ns, source.mtime_ns))
+        size = path.stat().st_size
+        self.files[path] = DataFile(path, size, source.mtime_ns, f"{source.path} decoded")
+
+    def close(self) -> None:
+        """Remove the directory and what is in it."""
+        # Workers are forked, and the files are not theirs to remove.
+        if self.folder and self._owner == os.getpid():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            atexit.unregister(self.close)
+            self.folder, self._used = "", 0
+            self.files.clear()
 
 
-class _Bytes(NamedTuple):
-    offset: int
-    nbytes: int
-    data: bytes | None
+def _no_scratch(e: OSError, place: str) -> OutputError:
+    return OutputError(
+        f"a pickle of protocol 2 has to be decoded into a temporary file, which failed: {e.strerror}",
+        where=place,
+        hint="set TMPDIR to a directory with room for it, or save the file with protocol 4",
+    )
+
+
+_default = Scratch()
+
+
+def scratch_file(path: Path, scratch: Scratch | None = None) -> DataFile | None:
+    """The identity of a scratch file that reading made (an Array's ``path``); None for any other file."""
+    return (scratch or _default).files.get(path)
+
+
+# -- values on the machine's stack that are no plain values yet
 
 
 class _Global(NamedTuple):
+    """A class or function that the pickle names: only ever compared, never looked up."""
+
+    module: str
     name: str
 
+    def __str__(self) -> str:
+        return _printable(f"{self.module}.{self.name}")
 
-class _Nd:
+
+class _Text:
+    """A long text, still in the file."""
+
+    __slots__ = ("blob", "nbytes", "offset", "value")
+
+    def __init__(self, offset: int, nbytes: int) -> None:
+        self.offset, self.nbytes = offset, nbytes
+        self.value: str | None = None
+        self.blob: _Blob | None = None
+
+
+class _Blob:
+    """A run of bytes, still in the file; of protocol 2, the text that it is decoded from."""
+
+    __slots__ = ("nbytes", "offset", "place", "text", "value")
+
+    def __init__(self, offset: int, nbytes: int, text: _Text | str | None = None) -> None:
+        self.offset, self.nbytes, self.text = offset, nbytes, text
+        self.value: bytes | None = None
+        self.place: tuple[Path, int, int] | None = None
+
+
+class _Dtype:
+    """numpy.dtype(code) with the byte order of its state."""
+
+    __slots__ = ("code", "name", "size")
+
+    def __init__(self, code: str, name: str, size: int) -> None:
+        self.code, self.name, self.size = code, name, size
+
+
+class _Empty:
+    """An array that ``_reconstruct`` made; BUILD says what it holds."""
+
+    __slots__ = ("array",)
+
     def __init__(self) -> None:
         self.array: Array | None = None
 
 
-_KINDS = {
-    "f4": "F32",
-    "f8": "F64",
-    "f2": "F16",
-    "u2": "U16",
-    "i1": "I8",
-    "u1": "U8",
-    "i2": "I16",
-    "i4": "I32",
-    "i8": "I64",
-    "u4": "U32",
-    "u8": "U64",
-    "b1": "BOOL",
-    "c8": "C64",
-    "c16": "C128",
+class _Args:
+    """A tuple with values that are not plain yet."""
+
+    __slots__ = ("depth", "items", "value")
+
+    def __init__(self, items: tuple[Any, ...]) -> None:
+        self.items = items
+        self.depth: int = 1 + max((i.depth for i in items if type(i) is _Args), default=0)
+        self.value: Any = None
+
+
+_CODES = (
+    "b1:BOOL:? i1:I8:b u1:U8:B i2:I16:h u2:U16:H f2:F16:e i4:I32:i u4:U32:I f4:F32:f"
+    " i8:I64:q u8:U64:Q f8:F64:d c8:C64:ff c16:C128:dd"
+)
+"""numpy's codes (kind and bytes of an element), the dtypes that they are, and how struct says it."""
+
+_KINDS = {code: (name, int(code[1:])) for code, name, _ in (c.split(":") for c in _CODES.split())}
+_STRUCT = {code: letters for code, _, letters in (c.split(":") for c in _CODES.split())}
+
+_METADATA = frozenset({"Metadata", "LocalTensorMetadata", "LocalTensorIndex"})
+_METADATA_MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
+"""Since August 2025, and before; Paddle 3.3.1 cannot load files with the old one."""
+
+_RECORDS = {(m, c): c for m in _METADATA_MODULES for c in _METADATA}
+
+# What each global means. numpy renamed its private modules in 2.0, and protocol 2 uses Python 2's name of builtins.
+# bytes: only as bytes(), which is how protocol 2 says b"", the elements of an empty array.
+_GLOBALS: dict[tuple[str, str], str] = {
+    ("numpy", "ndarray"): "ndarray",
+    ("numpy", "dtype"): "dtype",
+    ("_codecs", "encode"): "encode",
+    ("collections", "OrderedDict"): "OrderedDict",
+    **{(f"numpy.{core}.multiarray", f): f for core in ("core", "_core") for f in ("_reconstruct", "scalar")},
+    **{(b, n): n for b in ("builtins", "__builtin__") for n in ("tuple", "eval", "bytes")},
+    **dict.fromkeys(_RECORDS, "record"),
 }
-_META = {
-    f"paddle.distributed.{m}.metadata.{c}"
-    for m in ("flex_checkpoint.dcp", "checkpoint")
-    for c in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
+
+_PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple, bytes, complex, Array, Record})
+_CONTAINERS = frozenset({dict, list, tuple, Record})
+_KEYS = frozenset({str, int, bool, type(None), bytes})
+
+_REFUSED = {
+    b"i": "INST",
+    b"o": "OBJ",
+    b"\x92": "NEWOBJ_EX",
+    b"\x82": "EXT1",
+    b"\x83": "EXT2",
+    b"\x84": "EXT4",
+    b"P": "PERSID",
+    b"Q": "BINPERSID",
+    b"\x97": "NEXT_BUFFER",
+    b"\x98": "READONLY_BUFFER",
+    b"\x96": "BYTEARRAY8",
+    b"\x8f": "EMPTY_SET",
+    b"\x90": "ADDITEMS",
+    b"\x91": "FROZENSET",
+    b"0": "POP",
+    b"1": "POP_MARK",
+    b"2": "DUP",
+    b"I": "INT",
+    b"L": "LONG",
+    b"F": "FLOAT",
+    b"S": "STRING",
+    b"T": "BINSTRING",
+    b"U": "SHORT_BINSTRING",
+    b"V": "UNICODE",
+    b"g": "GET",
+    b"p": "PUT",
+    b"d": "DICT",
+    b"l": "LIST",
 }
-_OK = {
-    "numpy.ndarray",
-    "numpy.dtype",
-    "_codecs.encode",
-    "collections.OrderedDict",
-    "builtins.tuple",
-    "__builtin__.tuple",
-    "builtins.slice",
-    *_META,
-    *(f"numpy.{c}.multiarray.{f}" for c in ("core", "_core") for f in ("_reconstruct", "scalar")),
+"""Opcodes that are refused, by the names of pickletools."""
+
+
+def _printable(text: str, most: int = 120) -> str:
+    """Text of a file that may hold anything, for a message on a terminal."""
+    short = text if len(text) <= most else text[:most] + "..."
+    return short.encode("unicode_escape").decode("ascii")
+
+
+def _quoted(value: Any) -> str:
+    """A value of a file, for a message: only texts, because others may be long to print."""
+    return f"`{_printable(value)}`" if isinstance(value, str) else f"of type {type(value).__name__}"
+
+
+class _Machine:
+    """One file being read."""
+
+    def __init__(self, fd: int, info: DataFile, scratch: Scratch) -> None:
+        self.fd = fd
+        self.path, self.size, self.info = info.path, info.size, info
+        self.scratch = scratch
+        self.out: Path | None = None
+        # The window of the file that is in memory.
+        self.buffer = b""
+        self.base = 0
+        self.pos = 0
+        self.ahead = 4096
+        # The machine.
+        self.start = 0
+        """Byte of the opcode at work."""
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: list[Any] = []
+        self.below = 0
+        """Values on the stack under the newest mark."""
+        self.made = 0
+        self.texts = 0
+        self.spilled = 0
+
+    # Errors.
+
+    def where(self, at: int | None = None) -> str:
+        return f"{self.path} [byte {self.start if at is None else at:,}]"
+
+    def corrupt(self, what: str) -> NoReturn:
+        raise CorruptError(what, where=self.where(), hint="fetch or write the file again")
+
+    def refuse(self, what: str, hint: str = _NOT_RUN) -> NoReturn:
+        raise UnsupportedError(what, where=self.where(), hint=hint)
+
+    def short(self, needed: int) -> NoReturn:
+        raise IncompleteError(
+            f"the pickle is cut off: it needs at least {needed:,} bytes, the file has {self.size:,}",
+            where=self.where(),
+            hint="the download or save was interrupted; fetch or write the file again",
+        )
+
+    # The file.
+
+    def tell(self) -> int:
+        return self.base + self.pos
+
+    def take(self, n: int) -> bytes:
+        pos = self.pos
+        stop = pos + n
+        if stop <= len(self.buffer):
+            self.pos = stop
+            return self.buffer[pos:stop]
+        return self.refill(n)
+
+    def refill(self, n: int) -> bytes:
+        at = self.base + self.pos
+        if at + n > self.size:
+            self.short(at + n)
+        # Each opcode has a byte at least, so limits that are looked at here cannot be missed by more than a window.
+        self.make(0)
+        self.buffer = self.pread(at, max(n, self.ahead))
+        self.ahead = min(2 * self.ahead, _WINDOW)
+        self.base, self.pos = at, n
+        return self.buffer[:n]
+
+    def pread(self, at: int, n: int) -> bytes:
+        """Up to ``n`` bytes, fewer only at the end."""
+        parts = []
+        want = min(n, self.size - at)
+        while want > 0:
+            part = os.pread(self.fd, want, at)
+            if not part:
+                self.short(at + want)  # it became shorter while it was read
+            parts.append(part)
+            at += len(part)
+            want -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def skip(self, n: int) -> int:
+        """Pass over bytes and say where they begin."""
+        at = self.base + self.pos
+        if at + n > self.size:
+            self.short(at + n)
+        self.pos += n
+        if self.pos > len(self.buffer):
+            # What comes now is the description of one more array: a few hundred bytes.
+            self.base, self.pos, self.buffer, self.ahead = at + n, 0, b"", 4096
+        return at
+
+    def make(self, n: int) -> None:
+        """Count values that containers hold."""
+        self.made += n
+        if max(self.made, len(self.memo), len(self.marks), len(self.stack) + self.below) > MAX_VALUES:
+            self.refuse(f"the pickle has more than {MAX_VALUES:,} values", "no checkpoint known has so many")
+
+    def line(self) -> str:
+        """Text up to a newline."""
+        out = bytearray()
+        while (c := self.take(1)) != b"\n":
+            out += c
+            if len(out) > 512:
+                self.corrupt("the name of a class has more than 512 bytes")
+        return self.decode(bytes(out))
+
+    def decode(self, data: bytes) -> str:
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            pass
+        try:
+            # Names of files that are no UTF-8, as Python keeps them; so CPython's pickler writes them.
+            return data.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            self.corrupt("a text is not UTF-8")
+
+    def afford(self, n: int) -> None:
+        if n > MAX_TEXT:
+            self.refuse(f"a text or byte string of {n:,} bytes is no array", "ckpttool reads tensors, not objects")
+        self.texts += n
+        if self.texts > MAX_TEXTS:
+            self.refuse(
+                f"the texts of the pickle have more than {MAX_TEXTS:,} bytes", "no checkpoint known has so many"
+            )
+
+    # Run.
+
+    def run(self) -> Any:
+        if self.size < 2:
+            self.short(2)
+        head = self.pread(0, 2)
+        if head[:1] != b"\x80":
+            self.corrupt("this is not a pickle of protocol 2 to 4: it does not begin with 0x80")
+        if head[1] not in (2, 3, 4, 5):
+            self.refuse(f"the pickle has protocol {head[1]}, ckpttool reads 2 to 4", "save it with protocol 4")
+        self.base = 2
+        table = _BY_CODE
+        try:
+            while True:
+                pos = self.pos
+                if pos < len(self.buffer):  # what take(1) does, for every opcode
+                    code = self.buffer[pos]
+                    self.pos = pos + 1
+                else:
+                    code = self.refill(1)[0]
+                self.start = self.base + self.pos - 1
+                act = table[code]
+                if act is not None:
+                    act(self)
+                elif code == 0x2E:  # STOP
+                    break
+                else:
+                    self.unknown(bytes([code]))
+            if len(self.stack) != 1 or self.marks:
+                self.corrupt(f"the pickle stops with {len(self.stack)} values and {len(self.marks)} open marks")
+        except IndexError:
+            self.corrupt("the pickle takes a value from an empty stack")
+        value = self.plain(self.stack.pop())
+        if self.tell() != self.size:
+            self.start = self.tell()
+            self.corrupt(f"{self.size - self.tell():,} bytes lie after the end of the pickle")
+        self.memo.clear()
+        self.walk(value)
+        return value
+
+    def unknown(self, code: bytes) -> NoReturn:
+        if code == b"\x80":
+            self.corrupt("a second pickle begins inside the first")
+        name = _REFUSED.get(code)
+        if name is None:
+            self.corrupt(f"0x{code.hex()} is no pickle opcode")
+        self.refuse(f"the pickle uses the opcode {name}, which Paddle's writer does not")
+
+    def walk(self, value: Any) -> None:
+        """Refuse what a caller could not walk: values that hold themselves, and a few values shared very often."""
+        most = 1_000_000 + 64 * (self.made + len(self.stack))
+        seen = 0
+        todo: list[Iterator[Any]] = [iter([value])]
+        while todo:
+            for v in todo[-1]:
+                kind = type(v)
+                if kind not in _CONTAINERS:
+                    continue
+                held = v.values() if kind is dict else v.fields.values() if kind is Record else v
+                inner = [x for x in held if type(x) in _CONTAINERS]
+                if kind is dict:
+                    inner += [k for k in v if type(k) is Record]
+                seen += 1 + len(held)
+                if seen > most:
+                    self.refuse("a few values of the pickle stand in very many places", "no checkpoint known does this")
+                if inner:
+                    todo.append(iter(inner))
+                    break
+            else:
+                todo.pop()
+            if len(todo) > MAX_DEPTH:
+                self.refuse(
+                    f"values of the pickle are nested deeper than {MAX_DEPTH}, or one holds itself",
+                    "no checkpoint known does this",
+                )
+
+    # From the stack to plain values.
+
+    def plain(self, v: Any) -> Any:
+        if type(v) in _PLAIN:
+            return v
+        kind = type(v)
+        if kind is _Empty:
+            if v.array is None:
+                self.corrupt("an array is used before its elements are given")
+            return v.array
+        if kind is _Args:
+            if v.value is None:
+                if v.depth > MAX_DEPTH:
+                    self.refuse(f"tuples are nested deeper than {MAX_DEPTH}", "no checkpoint known does this")
+                v.value = self.named(v.items)
+            return v.value
+        if kind is _Blob:
+            return self.bytes_of(v)
+        if kind is _Text:
+            return self.text_of(v)
+        what = f"a numpy dtype `{v.code}`" if kind is _Dtype else f"`{v}` itself"
+        return self.refuse(f"the pickle stores {what}, which is no value of a checkpoint")
+
+    def named(self, items: tuple[Any, ...]) -> Any:
+        """Paddle's ``(name, array)``, which its loader takes for a tensor however the tuple was made."""
+        if len(items) == 2 and type(items[1]) is _Empty and type(items[0]) is str:
+            array: Array = self.plain(items[1])
+            return array._replace(name=items[0])
+        return tuple([self.plain(i) for i in items])
+
+    def text_of(self, v: _Text) -> str:
+        if v.value is None:
+            self.afford(v.nbytes)
+            v.value = self.decode(self.pread(v.offset, v.nbytes))
+        return v.value
+
+    def bytes_of(self, v: _Blob) -> bytes:
+        if v.value is None:
+            if v.text is not None:
+                text = v.text if type(v.text) is str else self.text_of(v.text)  # type: ignore[arg-type]
+                self.afford(len(text))
+                v.value = self.latin1(text)
+            else:
+                self.afford(v.nbytes)
+                v.value = self.pread(v.offset, v.nbytes)
+        return v.value
+
+    def latin1(self, text: str) -> bytes:
+        try:
+            return text.encode("latin-1")
+        except UnicodeEncodeError:
+            self.corrupt("a text that stands for bytes has characters beyond U+00FF")
+
+    def payload(self, v: _Blob) -> tuple[Path, int, int]:
+        """File, offset and length of an array's bytes; protocol 2's are decoded first."""
+        if v.text is None:
+            return self.path, v.offset, v.nbytes
+        if v.place is None:
+            if self.out is None:
+                self.out = self.scratch.create()
+            try:
+                with self.out.open("ab") as out:
+                    begin = out.tell()
+                    for part in self.decoded(v.text):
+                        self.spilled += len(part)
+                        if self.spilled > self.size:
+                            self.corrupt("many arrays of the pickle share their text, which no writer does")
+                        self.scratch.charge(len(part), self.path)
+                        out.write(part)
+                    v.place = (self.out, begin, out.tell() - begin)
+            except OSError as e:
+                raise _no_scratch(e, str(self.out)) from None
+        return v.place
+
+    def decoded(self, text: _Text | str) -> Iterator[bytes]:
+        """The bytes that a text stands for, in parts."""
+        if isinstance(text, str):
+            yield self.latin1(text)
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        at, stop = text.offset, text.offset + text.nbytes
+        try:
+            while at < stop:
+                part = self.pread(at, min(_CHUNK, stop - at))
+                at += len(part)
+                yield self.latin1(decoder.decode(part, final=at == stop))
+        except UnicodeDecodeError:
+            self.corrupt("a text that stands for bytes is not UTF-8")
+
+    # Opcodes that push.
+
+    def push_none(self) -> None:
+        self.stack.append(None)
+
+    def push_true(self) -> None:
+        self.stack.append(True)
+
+    def push_false(self) -> None:
+        self.stack.append(False)
+
+    def int1(self) -> None:
+        self.stack.append(self.take(1)[0])
+
+    def int2(self) -> None:
+        self.stack.append(int.from_bytes(self.take(2), "little"))
+
+    def int4(self) -> None:
+        self.stack.append(int.from_bytes(self.take(4), "little", signed=True))
+
+    def long1(self) -> None:
+        self.stack.append(int.from_bytes(self.take(self.take(1)[0]), "little", signed=True))
+
+    def long4(self) -> None:
+        n = int.from_bytes(self.take(4), "little", signed=True)
+        if n < 0:
+            self.corrupt(f"an integer has {n} bytes")
+        if n > MAX_INT:
+            self.refuse(f"an integer of {n:,} bytes (LONG4) is no part of a checkpoint", "fetch or write it again")
+        self.stack.append(int.from_bytes(self.take(n), "little", signed=True))
+
+    def real(self) -> None:
+        self.stack.append(struct.unpack(">d", self.take(8))[0])
+
+    def text(self, width: int) -> None:
+        n = int.from_bytes(self.take(width), "little")
+        if n > _LAZY:
+            self.stack.append(_Text(self.skip(n), n))
+            return
+        self.texts += n
+        if self.texts > MAX_TEXTS:
+            self.afford(0)
+        self.stack.append(self.decode(self.take(n)))
+
+    def blob(self, width: int) -> None:
+        n = int.from_bytes(self.take(width), "little")
+        self.stack.append(_Blob(self.skip(n), n))
+
+    def empty_dict(self) -> None:
+        self.made += 1
+        self.stack.append({})
+
+    def empty_list(self) -> None:
+        self.made += 1
+        self.stack.append([])
+
+    def empty_tuple(self) -> None:
+        self.stack.append(())
+
+    # Opcodes that take and put.
+
+    def mark(self) -> None:
+        self.below += len(self.stack)
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def pop_mark(self) -> list[Any]:
+        items = self.stack
+        if not self.marks:
+            self.corrupt("the pickle closes a mark that it did not set")
+        self.stack = self.marks.pop()
+        self.below -= len(self.stack)
+        return items
+
+    def tuple_of(self, items: list[Any]) -> None:
+        self.made += 1 + len(items)
+        value = tuple(items)
+        for i in items:
+            if type(i) not in _PLAIN:
+                self.stack.append(_Args(value))
+                return
+        self.stack.append(value)
+
+    def tuple_n(self, n: int) -> None:
+        stack = self.stack
+        if len(stack) < n:
+            raise IndexError
+        items = stack[-n:]
+        del stack[-n:]
+        self.tuple_of(items)
+
+    def tuple_marked(self) -> None:
+        self.tuple_of(self.pop_mark())
+
+    def append(self) -> None:
+        v = self.plain(self.stack.pop())
+        self.made += 1
+        self.target(list).append(v)
+
+    def appends(self) -> None:
+        items = self.pop_mark()
+        self.made += len(items)
+        self.target(list).extend([self.plain(v) for v in items])
+
+    def setitem(self) -> None:
+        v = self.stack.pop()
+        k = self.stack.pop()
+        self.store([k, v])
+
+    def setitems(self) -> None:
+        self.store(self.pop_mark())
+
+    def store(self, items: list[Any]) -> None:
+        target = self.target(dict)
+        self.made += len(items)
+        if len(items) % 2:
+            self.corrupt("a dict has a key without a value")
+        for i in range(0, len(items), 2):
+            key = items[i]
+            if type(key) is not str:
+                key = self.key(key)
+            if key in target:
+                self.corrupt(f"a dict has the key {_quoted(key)} twice")
+            target[key] = self.plain(items[i + 1])
+
+    def key(self, key: Any) -> Any:
+        """A key whose hash and comparisons cost nothing, whatever the pickle's author intended."""
+        key = self.plain(key)
+        flat = key if type(key) is tuple and len(key) <= MAX_AXES else (key,)
+        for k in flat:
+            # Great integers could be chosen to meet in one slot of the dict.
+            fine = type(k) in _KEYS and (type(k) is not int or abs(k) < 1 << 31)
+            if not fine and not (type(k) is Record and k is key):
+                self.refuse(f"a dict has a key of type {type(k).__name__}", "no checkpoint known has such keys")
+        return key
+
+    def target(self, kind: type) -> Any:
+        v = self.stack[-1]
+        if type(v) is not kind:
+            self.corrupt(f"items for a {kind.__name__} are put into a {type(v).__name__.strip('_')}")
+        return v
+
+    def memoize(self) -> None:
+        self.memo.append(self.stack[-1])
+
+    def put(self, width: int) -> None:
+        at = int.from_bytes(self.take(width), "little")
+        if at < len(self.memo):
+            self.memo[at] = self.stack[-1]
+        elif at == len(self.memo):
+            self.memo.append(self.stack[-1])
+        else:
+            # Every pickler counts; a table with gaps would cost memory for nothing.
+            self.corrupt(f"the pickle remembers value {at:,} after {len(self.memo):,}")
+
+    def get(self, width: int) -> None:
+        at = int.from_bytes(self.take(width), "little")
+        if at >= len(self.memo):
+            self.corrupt(f"the pickle recalls value {at:,}, which it never remembered")
+        self.stack.append(self.memo[at])
+
+    def frame(self) -> None:
+        n = int.from_bytes(self.take(8), "little")
+        at = self.base + self.pos
+        if at + n > self.size:
+            self.short(at + n)
+
+    # Opcodes that name and call.
+
+    def global_lines(self) -> None:
+        module = self.line()
+        self.resolve(module, self.line())
+
+    def global_stack(self) -> None:
+        name = self.stack.pop()
+        module = self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            self.corrupt("a class is named by something that is no text")
+        self.resolve(module, name)
+
+    def resolve(self, module: str, name: str) -> None:
+        found = _Global(module, name)
+        if (module, name) not in _GLOBALS:
+            self.refuse(f"the pickle asks for `{found}`, which is no part of a checkpoint of tensors")
+        self.stack.append(found)
+
+    def reduce(self) -> None:
+        args = self.stack.pop()
+        function = self.stack.pop()
+        if type(function) is not _Global:
+            self.corrupt(f"the pickle calls a {type(function).__name__.strip('_')}")
+        items: tuple[Any, ...]
+        if type(args) is _Args:
+            items = args.items
+        elif type(args) is tuple:
+            items = args
+        else:
+            self.corrupt(f"the pickle calls `{function}` with something that is no tuple")
+        self.stack.append(_CALLS[_GLOBALS[function]](self, function, items))
+
+    def not_so(self, function: _Global) -> NoReturn:
+        self.refuse(f"the pickle calls `{function}` in a way that Paddle's writer does not")
+
+    def call_reconstruct(self, function: _Global, args: tuple[Any, ...]) -> Any:
+        if len(args) != 3 or args[0] != _Global("numpy", "ndarray") or type(args[0]) is not _Global:
+            self.not_so(function)
+        return _Empty()
+
+    def call_scalar(self, function: _Global, args: tuple[Any, ...]) -> Any:
+        if len(args) != 2 or type(args[0]) is not _Dtype or type(args[1]) is not _Blob:
+            self.not_so(function)
+        data = self.bytes_of(args[1])
+        if len(data) != args[0].size:
+            self.corrupt(f"a numpy number of {args[0].code} has {len(data)} bytes")
+        parts = struct.unpack("<" + _STRUCT[args[0].code], data)
+        return parts[0] if len(parts) == 1 else complex(*parts)
+
+    def call_dtype(self, function: _Global, args: tuple[Any, ...]) -> Any:
+        # numpy writes (code, False, True): align and copy.
+        if not 1 <= len(args) <= 3 or type(args[0]) is not str or any(type(a) not in (bool, int) for a in args[1:]):
+            self.not_so(function)
+        code = args[0]
+        bare = code[1:] if code[:1] in ("<", "|", "=") else code
+        if bare[:1] == "O":
+            self.refuse("an array holds Python objects (dtype object), not numbers")
+        if bare not in _KINDS:
+            self.refuse(
+                f"an array has the numpy dtype `{_printable(code)}`", "known dtypes: " + ", ".join(sorted(_KINDS))
+            )
+        return _Dtype(bare, *_KINDS[bare])
+
+    def call_encode(self, function: _Global, args: tuple[Any, ...]) -> Any:
+        if len(args) != 2 or type(args[0]) not in (str, _Text) or args[1] not in ("latin1", "latin-1"):
+            self.not_so(function)
+        text = args[0]
+        if type(text) is _Text:
+            # One text is decoded once, however often it is asked for.
+            text.blob = text.blob or _Blob(-1, text.nbytes, text)
+            return text.blob
+        self.made += 1
+        return _Blob(-1, len(text), text)
+
+    def call_ordered_dict(self, function: _Global, args: tuple[Any, ...]) -> Any:
+        self.made += 1
+        if not args:
+            return {}
+        # Python 2: OrderedDict([[key, value], ...]).
+        if len(args) != 1 or type(args[0]) is not list or any(type(p) not in (list, tuple) for p in args[0]):
+            self.not_so(function)
+        self.make(len(args[0]))
+        self.stack.append({})
+        for pair in args[0]:
+            if len(pair) != 2:
+                self.not_so(function)
+            self.store(list(pair))
+        return self.stack.pop()
+
+    def call_tuple(self, function: _Global, args: tuple[Any, ...]) -> Any:
+        if len(args) != 1 or type(args[0]) not in (tuple, _Args):
+            self.not_so(function)
+        return args[0]
+
+    def call_eval(self, function: _Global, args: tuple[Any, ...]) -> Any:
+        if (
+            len(args) != 2
+            or type(args[0]) is not str
+            or args[0] != "data"
+            or type(args[1]) is not dict
+            or list(args[1]) != ["data"]
+        ):
+            said = f" with {_printable(args[0])!r}" if args and type(args[0]) is str else ""
+            self.refuse(f"the pickle calls `{function}`{said}, which would run code")
+        return args[1]["data"]
+
+    def call_bytes(self, function: _Global, args: tuple[Any, ...]) -> Any:
+        if args:
+            self.not_so(function)
+        return _Blob(0, 0)
+
+    def call_none(self, function: _Global, args: tuple[Any, ...]) -> Any:
+        self.not_so(function)
+
+    def new(self) -> None:
+        args = self.stack.pop()
+        cls = self.stack.pop()
+        if type(cls) is not _Global:
+            self.corrupt("the pickle makes an instance of something that is no class")
+        if cls not in _RECORDS or args != ():
+            self.not_so(cls)
+        self.made += 1
+        self.stack.append(Record(cls.name, {}))
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        v = self.stack[-1]
+        kind = type(v)
+        if kind is _Empty:
+            self.build_array(v, state)
+        elif kind is _Dtype:
+            self.build_dtype(v, state)
+        elif kind is Record:
+            if type(state) is not dict or len(state) > MAX_FIELDS or any(type(k) is not str for k in state) or v.fields:
+                self.corrupt(f"the state of a {v.cls} is no dict of fields")
+            self.made += len(state)
+            v.fields.update(state)
+        else:
+            self.refuse(f"the pickle sets the state of a {kind.__name__.strip('_')} (BUILD)")
+
+    def build_dtype(self, v: _Dtype, state: Any) -> None:
+        # Version, byte order, subarray, names, fields, size, alignment, flags.
+        if type(state) is not tuple or len(state) < 8:
+            self.corrupt("the state of a numpy dtype is no tuple of 8")
+        if state[1] not in ("<", "|", "="):
+            self.refuse(f"an array of {v.code} has a byte order {_quoted(state[1])}", "little-endian arrays are read")
+        if any(s is not None for s in state[2:5]):
+            self.refuse("an array has elements with fields", "ckpttool reads arrays of numbers")
+
+    def build_array(self, v: _Empty, state: Any) -> None:
+        # Version, shape, dtype, whether it is column-major, bytes.
+        items = state.items if type(state) is _Args else ()
+        if v.array is not None or len(items) != 5 or type(items[2]) is not _Dtype or type(items[3]) not in (bool, int):
+            self.corrupt("the state of an array is not numpy's (version, shape, dtype, order, bytes)")
+        _, shape, dtype, fortran, data = items
+        if (
+            type(shape) is not tuple
+            or len(shape) > MAX_AXES
+            or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape)
+        ):
+            self.corrupt("the shape of an array is no tuple of sizes")
+        if type(data) is not _Blob:
+            self.refuse("the elements of an array are not bytes")
+        path, offset, size = self.payload(data)
+        want = prod(shape) * dtype.size
+        if size != want:
+            self.corrupt(f"an array {dtype.name} {list(shape)} needs {want:,} bytes, the pickle has {size:,} for it")
+        self.made += 1
+        v.array = Array(dtype.name, shape, offset, size, path, bool(fortran) and len(shape) > 1)
+
+
+_TABLE: dict[bytes, Callable[[_Machine], None]] = {
+    b"N": _Machine.push_none,
+    b"\x88": _Machine.push_true,
+    b"\x89": _Machine.push_false,
+    b"K": _Machine.int1,
+    b"M": _Machine.int2,
+    b"J": _Machine.int4,
+    b"\x8a": _Machine.long1,
+    b"\x8b": _Machine.long4,
+    b"G": _Machine.real,
+    b"\x8c": lambda m: m.text(1),
+    b"X": lambda m: m.text(4),
+    b"\x8d": lambda m: m.text(8),
+    b"C": lambda m: m.blob(1),
+    b"B": lambda m: m.blob(4),
+    b"\x8e": lambda m: m.blob(8),
+    b"}": _Machine.empty_dict,
+    b"]": _Machine.empty_list,
+    b")": _Machine.empty_tuple,
+    b"(": _Machine.mark,
+    b"t": _Machine.tuple_marked,
+    b"\x85": lambda m: m.tuple_n(1),
+    b"\x86": lambda m: m.tuple_n(2),
+    b"\x87": lambda m: m.tuple_n(3),
+    b"a": _Machine.append,
+    b"e": _Machine.appends,
+    b"s": _Machine.setitem,
+    b"u": _Machine.setitems,
+    b"\x94": _Machine.memoize,
+    b"q": lambda m: m.put(1),
+    b"r": lambda m: m.put(4),
+    b"h": lambda m: m.get(1),
+    b"j": lambda m: m.get(4),
+    b"\x95": _Machine.frame,
+    b"c": _Machine.global_lines,
+    b"\x93": _Machine.global_stack,
+    b"R": _Machine.reduce,
+    b"\x81": _Machine.new,
+    b"b": _Machine.build,
+}
+
+_BY_CODE = [_TABLE.get(bytes([code])) for code in range(256)]
+
+_CALLS: dict[str, Callable[[_Machine, _Global, tuple[Any, ...]], Any]] = {
+    "_reconstruct": _Machine.call_reconstruct,
+    "scalar": _Machine.call_scalar,
+    "dtype": _Machine.call_dtype,
+    "encode": _Machine.call_encode,
+    "OrderedDict": _Machine.call_ordered_dict,
+    "tuple": _Machine.call_tuple,
+    "eval": _Machine.call_eval,
+    "bytes": _Machine.call_bytes,
+    "ndarray": _Machine.call_none,
+    "record": _Machine.call_none,
 }
 
 
 def read_pickle(path: Path, scratch: Scratch | None = None) -> Any:
-    with path.open("rb") as f:
-        size = os.fstat(f.fileno()).st_size
-        return _run(f, path, size)
+    """The plain values of a pickle, with an Array for every numpy array.
+
+    Raises CorruptError for what is no pickle or contradicts itself, IncompleteError for a file that is cut off or not
+    there, UnsupportedError for anything that Paddle's writer does not write (above all, code), and OutputError when
+    there is no room to decode a file of protocol 2.
+    """
+    return _read(path, scratch)[0]
 
 
-def _run(f: Any, path: Path, size: int) -> Any:
-    stack: list[Any] = []
-    marks: list[list[Any]] = []
-    memo: dict[int, Any] = {}
-
-    def take(n: int) -> bytes:
-        data = f.read(n)
-        if len(data) != n:
-            raise IncompleteError("the pickle is cut off", where=str(path))
-        return data
-
-    def blob(n: int) -> _Bytes:
-        at = f.tell()
-        if at + n > size:
-            raise IncompleteError(f"the pickle is cut off: {at + n:,} bytes needed, {size:,} there", where=str(path))
-        if n > 4096:
-            f.seek(n, 1)
-            return _Bytes(at, n, None)
-        return _Bytes(at, n, take(n))
-
-    def done(x: Any) -> Any:
-        if isinstance(x, _Nd):
-            return x.array
-        if isinstance(x, _Bytes):
-            return x.data if x.data is not None else b""
-        return x
-
-    def call(fn: Any, args: Any) -> Any:
-        name = fn.name
-        args = tuple(args)
-        if name.endswith("_reconstruct"):
-            return _Nd()
-        if name == "numpy.dtype":
-            return {"dtype": args[0]}
-        if name.endswith("multiarray.scalar"):
-            import numpy as np
-
-            return np.frombuffer(args[1].data, args[0]["dtype"])[0].item()
-        if name.endswith("tuple"):
-            inner = args[0]
-            if len(inner) == 2 and isinstance(inner[0], str) and isinstance(inner[1], _Nd):
-                return inner[1].array._replace(name=inner[0])
-            return tuple(done(x) for x in inner)
-        if name == "collections.OrderedDict":
-            return {}
-        if name == "builtins.slice":
-            return slice(*args)
-        raise UnsupportedError(f"`{name}` cannot be called", where=str(path))
-
-    take_short = lambda: struct.unpack("<B", take(1))[0]  # noqa: E731
-    while True:
-        op = take(1)
-        if op == b"\x80":
-            take(1)
-        elif op == b"\x95":
-            take(8)
-        elif op == b".":
-            return done(stack.pop())
-        elif op == b"(":
-            marks.append(stack)
-            stack = []
-        elif op == b"}":
-            stack.append({})
-        elif op == b"]":
-            stack.append([])
-        elif op == b")":
-            stack.append(())
-        elif op in (b"\x8c", b"X", b"\x8d"):
-            n = struct.unpack(
-                {b"\x8c": "<B", b"X": "<I", b"\x8d": "<Q"}[op], take({b"\x8c": 1, b"X": 4, b"\x8d": 8}[op])
-            )[0]
-            if n > 1 << 24:
-                raise CorruptError("a string is too long", where=str(path))
-            stack.append(take(n).decode("utf-8", "surrogatepass"))
-        elif op in (b"C", b"B", b"\x8e"):
-            n = struct.unpack({b"C": "<B", b"B": "<I", b"\x8e": "<Q"}[op], take({b"C": 1, b"B": 4, b"\x8e": 8}[op]))[0]
-            stack.append(blob(n))
-        elif op == b"\x94":
-            memo[len(memo)] = stack[-1]
-        elif op == b"q":
-            memo[take_short()] = stack[-1]
-        elif op == b"r":
-            memo[struct.unpack("<I", take(4))[0]] = stack[-1]
-        elif op == b"h":
-            stack.append(memo[take_short()])
-        elif op == b"j":
-            stack.append(memo[struct.unpack("<I", take(4))[0]])
-        elif op == b"K":
-            stack.append(take_short())
-        elif op == b"M":
-            stack.append(struct.unpack("<H", take(2))[0])
-        elif op == b"J":
-            stack.append(struct.unpack("<i", take(4))[0])
-        elif op == b"\x8a":
-            stack.append(int.from_bytes(take(take_short()), "little", signed=True))
-        elif op == b"G":
-            stack.append(struct.unpack(">d", take(8))[0])
-        elif op == b"N":
-            stack.append(None)
-        elif op in (b"\x88", b"\x89"):
-            stack.append(op == b"\x88")
-        elif op in (b"\x93", b"c"):
-            if op == b"c":
-                name = f.readline().strip().decode() + "." + f.readline().strip().decode()
-            else:
-                b = stack.pop()
-                name = f"{stack.pop()}.{b}"
-            if name not in _OK:
-                raise UnsupportedError(f"the pickle asks for `{name}`, which is not allowed", where=str(path))
-            stack.append(_Global(name))
-        elif op in (b"R", b"\x81"):
-            args = stack.pop()
-            fn = stack.pop()
-            if op == b"\x81":
-                stack.append(Record(fn.name.rsplit(".", 1)[1], {}))
-            else:
-                stack.append(call(fn, args))
-        elif op == b"b":
-            state = stack.pop()
-            target = stack[-1]
-            if isinstance(target, _Nd):
-                _, shape, dt, fortran, data = state
-                kind = _KINDS[dt["dtype"].lstrip("<|=")]
-                shape = tuple(shape)
-                item = int(dt["dtype"].lstrip("<|=bfiuc") or 1)
-                if data.nbytes != prod(shape) * item:
-                    raise CorruptError("array size", where=str(path))
-                target.array = Array(kind, shape, data.offset, data.nbytes, path, bool(fortran))
-            elif isinstance(target, Record):
-                target.fields.update({k: done(v) for k, v in state.items()})
-            # a dtype's state says nothing that its name does not
-        elif op in (b"s", b"u"):
-            if op == b"s":
-                v = stack.pop()
-                k = stack.pop()
-                stack[-1][k] = done(v)
-            else:
-                items, stack = stack, marks.pop()
-                stack[-1].update({k: done(v) for k, v in zip(items[::2], items[1::2], strict=True)})
-        elif op in (b"a", b"e"):
-            if op == b"a":
-                v = stack.pop()
-                stack[-1].append(done(v))
-            else:
-                items, stack = stack, marks.pop()
-                stack[-1].extend(done(v) for v in items)
-        elif op == b"t":
-            items, stack = stack, marks.pop()
-            stack.append(tuple(items))
-        elif op in (b"\x85", b"\x86", b"\x87"):
-            n = op[0] - 0x84
-            items = stack[-n:]
-            del stack[-n:]
-            stack.append(tuple(items))
-        else:
-            raise UnsupportedError(f"opcode {op!r} is not allowed", where=str(path))
+def _read(path: Path, scratch: Scratch | None) -> tuple[Any, DataFile]:
+    try:
+        with path.open("rb", buffering=0) as f:
+            stat = os.fstat(f.fileno())
+            info = DataFile(path, stat.st_size, stat.st_mtime_ns)
+            machine = _Machine(f.fileno(), info, scratch or _default)
+            try:
+                value = machine.run()
+            except BaseException:
+                if machine.out is not None:
+                    machine.out.unlink(missing_ok=True)
+                raise
+    except FileNotFoundError:
+        raise IncompleteError("the file does not exist", where=str(path)) from None
+    except IsADirectoryError:
+        raise CorruptError("this is a directory, not a pickle", where=str(path)) from None
+    except OSError as e:
+        raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
+    if machine.out is not None:
+        machine.scratch.finish(machine.out, info)
+    return value, info
 
 
 class PaddleFile(NamedTuple):
+    """A dict that ``paddle.save`` wrote."""
+
     tensors: dict[str, Array]
+    """Of the dict itself, not of dicts in it. A tensor in ``chunks`` is here too, whole, with offset -1."""
     chunks: dict[str, tuple[Array, ...]]
+    """Tensors that protocols 2 and 3 cut at 1 GiB: flat parts in row-major order, none of which is in ``tensors``."""
     structured: dict[str, str]
+    """Name in the model -> name of the parameter."""
     other: dict[str, Any]
+    """LR_Scheduler, master_weights (a dict of Arrays) and whatever else is no array."""
     info: DataFile
 
 
 def read_paddle(path: Path, scratch: Scratch | None = None) -> PaddleFile:
-    st = path.stat()
-    value = read_pickle(path)
-    structured = value.pop("StructuredToParameterName@@", {})
-    tensors = {k: v for k, v in value.items() if isinstance(v, Array)}
-    other = {k: v for k, v in value.items() if not isinstance(v, Array)}
-    return PaddleFile(tensors, {}, structured, other, DataFile(path, st.st_size, st.st_mtime_ns))
+    """A .pdparams, .pdopt or .distcp file. Raises what ``read_pickle`` does, and UnsupportedError for no dict."""
+    value, info = _read(path, scratch)
+    if not isinstance(value, dict):
+        kind = "a single tensor" if isinstance(value, Array) else f"a {type(value).__name__}"
+        raise UnsupportedError(
+            f"the file holds {kind}, not a dict of tensors", where=str(path), hint="save a state dict with paddle.save"
+        )
+    structured = value.pop(STRUCTURED, {})
+    if not isinstance(structured, dict) or not all(
+        isinstance(k, str) and isinstance(v, str) for k, v in structured.items()
+    ):
+        raise CorruptError(f"{STRUCTURED} is no dict of names", where=str(path))
+    tensors: dict[str, Array] = {}
+    other: dict[str, Any] = {}
+    parts = value.pop(CHUNKED, {})
+    for key, v in value.items():
+        if not isinstance(key, str):
+            raise UnsupportedError(f"the dict has a key {_quoted(key)}, which is no name", where=str(path), hint=None)
+        if isinstance(v, Array):
+            tensors[key] = v
+        else:
+            other[key] = v
+    chunks = _join(tensors, parts, path)
+    return PaddleFile(tensors, chunks, structured, other, info)
+
+
+def _join(tensors: dict[str, Array], parts: Any, path: Path) -> dict[str, tuple[Array, ...]]:
+    """Put tensors that were cut into the place of their parts (io_utils._pack_loaded_dict). Raises CorruptError."""
+    where = str(path)
+    if not isinstance(parts, dict):
+        raise CorruptError(f"{CHUNKED} is no dict", where=where)
+    chunks: dict[str, tuple[Array, ...]] = {}
+    for name, entry in parts.items():
+        shape = entry.get("OriginShape") if isinstance(entry, dict) else None
+        names = entry.get("slices") if isinstance(entry, dict) else None
+        if (
+            not isinstance(name, str)
+            or not isinstance(shape, tuple | list)
+            or not isinstance(names, tuple | list)
+            or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
+            or not all(isinstance(n, str) for n in names)
+            or not names
+            or len(shape) > MAX_AXES
+        ):
+            raise CorruptError(f"{CHUNKED} does not say how the tensor {_quoted(name)} was cut", where=where)
+        lost = next((n for n in names if n not in tensors), None)
+        if lost is not None:
+            raise IncompleteError(f"part `{_printable(lost)}` of `{_printable(name)}` is not in the file", where=where)
+        held = tuple([tensors.pop(n) for n in dict.fromkeys(names)])
+        if len(held) != len(names) or name in tensors:
+            raise CorruptError(f"{CHUNKED} names a tensor twice in `{_printable(name)}`", where=where)
+        first = held[0]
+        count = sum(prod(a.shape) for a in held)
+        if any(a.dtype != first.dtype or a.fortran for a in held) or count != prod(shape):
+            raise CorruptError(
+                f"the {len(held)} parts of `{_printable(name)}` hold {count:,} elements, its shape {list(shape)}"
+                f" needs {prod(shape):,} of one dtype",
+                where=where,
+            )
+        chunks[name] = held
+    # Only now, so that no tensor put together is taken for a part of another.
+    for name, held in chunks.items():
+        tensors[name] = Array(
+            held[0].dtype, tuple(parts[name]["OriginShape"]), -1, sum(a.nbytes for a in held), held[0].path
+        )
+    return chunks
 
 
 def sniff(path: Path) -> str:
-    with path.open("rb") as f:
-        return "pickle" if f.read(1) == b"\x80" else ""
+    """What a file is by its first bytes: "pickle", "safetensors", "dense" (a stream of Paddle's DenseTensor) or "".
+
+    Raises IncompleteError or CorruptError for a file that cannot be read.
+    """
+    try:
+        with path.open("rb", buffering=0) as f:
+            size = os.fstat(f.fileno()).st_size
+            head = f.read(32)
+    except FileNotFoundError:
+        raise IncompleteError("the file does not exist", where=str(path)) from None
+    except OSError as e:
+        raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
+    # A header of 640 bytes begins as a pickle of protocol 2 does, but no pickle has zeros and a brace there.
+    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
+        return "safetensors"
+    if len(head) >= 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
+        return "pickle"
+    # u32 version 0, u64 levels, u32 version 0, i32 length of the description, which begins with field 1
+    # (phi/core/framework/dense_tensor_serialize.cc); levels of ragged tensors are zero in every checkpoint.
+    if len(head) >= 22 and not any(head[:16]) and 2 <= int.from_bytes(head[16:20], "little") < 4096 and head[20] == 8:
+        return "dense"
+    return ""

@@ -1,16 +1,27 @@
 """Pickles as literal bytes with holes where the arrays' elements go (protocol 4, as ``paddle.save`` writes them).
 
 A file is described before it is written: ``layout_pickle`` gives its exact size, the byte runs between the payloads,
-and where each payload lies. An array is what numpy's ``ndarray.__reduce__`` makes of it, and inside nested values what
-Paddle makes of a tensor: ``tuple((name, array))``. bfloat16 is stored as uint16 and FP8 as int8, which is how Paddle
-hands such arrays to numpy (python/paddle/framework/io.py).
+and where each payload lies.
+
+    {"fc.w_0": Hole("F32", (4, 3))}  ->  literal  80 04 } ( 8c "fc.w_0" <_reconstruct> ... 43 30
+                                         hole     48 bytes, places[("fc.w_0",)]
+                                         literal  t b u .
+
+An array is what numpy's ``ndarray.__reduce__`` makes of it, and inside nested values what Paddle makes of a tensor:
+``tuple((name, array))`` (python/paddle/framework/io.py). bfloat16 is stored as uint16 and FP8 as int8, which is how
+Paddle hands such arrays to numpy. Names that occur for every array are written once and recalled afterwards (MEMOIZE,
+BINGET), as picklers do; protocol 4 permits frames to be absent, and without them no payload can cross one.
+
+``_reconstruct`` is written with its module's old name, numpy.core.multiarray: numpy 1 knows no other (1.24 and 1.25
+have no numpy._core at all), and numpy 2 keeps it for old pickles without a warning (numpy/core/multiarray.py there:
+"these must import without warning or error"). Loaded with numpy 1.24.4 and 2.4.6.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,11 +29,30 @@ from ckpttool.dtypes import nbytes
 from ckpttool.errors import UnsupportedError
 
 _CODES = {
-    **{"BF16": "u2", "F8_E4M3": "i1", "F8_E5M2": "i1", "F8_E8M0": "u1", "BOOL": "b1"},
-    **{"U8": "u1", "I8": "i1", "I16": "i2", "U16": "u2", "I32": "i4", "U32": "u4", "I64": "i8", "U64": "u8"},
-    **{"F16": "f2", "F32": "f4", "F64": "f8", "C64": "c8"},
+    "BF16": "u2",
+    "F8_E4M3": "i1",
+    "F8_E5M2": "i1",
+    "F8_E8M0": "u1",
+    "BOOL": "b1",
+    "U8": "u1",
+    "I8": "i1",
+    "I16": "i2",
+    "U16": "u2",
+    "I32": "i4",
+    "U32": "u4",
+    "I64": "i8",
+    "U64": "u8",
+    "F16": "f2",
+    "F32": "f4",
+    "F64": "f8",
+    "C64": "c8",
 }
 """numpy's codes for the elements that a file holds."""
+
+_BATCH = 1000
+"""Items that one opcode puts into a container: what CPython's pickler takes, and loaders are tested with."""
+_MAX_INT = 255
+"""Bytes of LONG1."""
 
 
 class Hole(NamedTuple):
@@ -42,7 +72,8 @@ class Instance(NamedTuple):
     fields: Mapping[str, Any]
 
     def __hash__(self) -> int:
-        return hash((self.module, self.cls, tuple(self.fields)))
+        # By what it holds: as keys of storage_metadata there are as many as shards. Lists cannot be in a key.
+        return hash((self.module, self.cls, *self.fields.values()))
 
 
 class Written(NamedTuple):
@@ -50,138 +81,208 @@ class Written(NamedTuple):
 
     size: int
     literals: tuple[tuple[int, bytes], ...]
+    """(byte offset, bytes), in order; what lies between them are the payloads."""
     places: dict[tuple[Any, ...], int]
     """Path of keys and positions to a Hole -> byte offset of its elements."""
 
 
-@dataclass(slots=True)
 class _Writer:
-    runs: list[tuple[int, bytearray]] = field(default_factory=lambda: [(0, bytearray())])
-    at: int = 0
-    places: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    """One file."""
 
-    def put(self, data: bytes) -> None:
-        self.runs[-1][1].extend(data)
-        self.at += len(data)
+    def __init__(self) -> None:
+        self.run = bytearray()
+        self.start = 0
+        """Byte of the file at which ``run`` begins."""
+        self.literals: list[tuple[int, bytes]] = []
+        self.places: dict[tuple[Any, ...], int] = {}
+        self.memo: dict[Any, int] = {}
 
-    def skip(self, size: int) -> None:
+    def hole(self, size: int, path: tuple[Any, ...]) -> None:
+        at = self.start + len(self.run)
+        self.places[path] = at
         if size:
-            self.at += size
-            self.runs.append((self.at, bytearray()))
+            self.literals.append((self.start, bytes(self.run)))
+            self.start, self.run = at + size, bytearray()
+
+    def done(self) -> Written:
+        self.run += b"."
+        self.literals.append((self.start, bytes(self.run)))
+        return Written(self.start + len(self.run), tuple(self.literals), self.places)
+
+    def recalled(self, what: Any) -> bool:
+        """Recall a value by what it is remembered as, if it was written before."""
+        at = self.memo.get(what)
+        if at is None:
+            return False
+        self.run += b"h" + bytes([at]) if at < 256 else b"j" + struct.pack("<I", at)
+        return True
+
+    def remember(self, what: Any) -> None:
+        self.memo[what] = len(self.memo)
+        self.run += b"\x94"
+
+    # Values.
 
     def value(self, v: Any, path: tuple[Any, ...]) -> None:
+        run = self.run
         if v is None:
-            self.put(b"N")
+            run += b"N"
         elif v is True or v is False:
-            self.put(b"\x88" if v else b"\x89")
-        elif isinstance(v, int):
-            self.integer(v)
-        elif isinstance(v, float):
-            self.put(b"G" + struct.pack(">d", v))
-        elif isinstance(v, str):
+            run += b"\x88" if v else b"\x89"
+        elif type(v) is int:
+            self.integer(v, path)
+        elif type(v) is float:
+            run += b"G" + struct.pack(">d", v)
+        elif type(v) is str:
             self.text(v)
-        elif isinstance(v, bytes):
+        elif type(v) is bytes:
             self.blob(len(v))
-            self.put(v)
-        elif isinstance(v, Hole):
+            run += v
+        elif type(v) is Hole:
             self.array(v, path)
         elif isinstance(v, Instance):
-            self.name(v.module, v.cls)
-            self.put(b")\x81")
-            self.value(dict(v.fields), path)
-            self.put(b"b")
+            self.instance(v, path)
         elif isinstance(v, Mapping):
-            self.put(b"}")
-            for start in range(0, len(v), 1000):
-                self.put(b"(")
-                for k in list(v)[start : start + 1000]:
-                    self.value(k, (*path, k))
-                    self.value(v[k], (*path, k))
-                self.put(b"u")
-        elif isinstance(v, list):
-            self.put(b"](")
-            for i, x in enumerate(v):
-                self.value(x, (*path, i))
-            self.put(b"e")
-        elif isinstance(v, tuple):
+            self.mapping(v, path)
+        elif type(v) is list:
+            self.items(v, path)
+        elif type(v) is tuple:
             self.sequence(v, path)
         else:
-            raise UnsupportedError(f"a {type(v).__name__} cannot be written into a pickle")
+            raise UnsupportedError(
+                f"a {type(v).__name__} cannot be written into a pickle", where=".".join(map(str, path)) or ()
+            )
+
+    def mapping(self, v: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
+        self.run += b"}"
+        pairs = iter(v.items())
+        while batch := list(islice(pairs, _BATCH)):
+            self.run += b"("
+            for k, x in batch:
+                self.value(k, path)
+                self.value(x, (*path, k))
+            self.run += b"u"
+
+    def items(self, v: list[Any], path: tuple[Any, ...]) -> None:
+        self.run += b"]"
+        for start in range(0, len(v), _BATCH):
+            self.run += b"("
+            for i, x in enumerate(v[start : start + _BATCH], start):
+                self.value(x, (*path, i))
+            self.run += b"e"
 
     def sequence(self, v: tuple[Any, ...], path: tuple[Any, ...]) -> None:
         if not v:
-            self.put(b")")
+            self.run += b")"
             return
         if len(v) > 3:
-            self.put(b"(")
+            self.run += b"("
         for i, x in enumerate(v):
             self.value(x, (*path, i))
-        self.put({1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(v), b"t"))
+        self.run += {1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(v), b"t")
 
-    def integer(self, v: int) -> None:
+    def integer(self, v: int, path: tuple[Any, ...]) -> None:
         if 0 <= v < 256:
-            self.put(b"K" + bytes([v]))
+            self.run += b"K" + bytes([v])
         elif 0 <= v < 65536:
-            self.put(b"M" + struct.pack("<H", v))
+            self.run += b"M" + struct.pack("<H", v)
         elif -(2**31) <= v < 2**31:
-            self.put(b"J" + struct.pack("<i", v))
+            self.run += b"J" + struct.pack("<i", v)
         else:
             data = v.to_bytes(v.bit_length() // 8 + 1, "little", signed=True)
-            self.put(b"\x8a" + bytes([len(data)]) + data)
+            if len(data) > _MAX_INT:
+                raise UnsupportedError(
+                    f"an integer of {len(data):,} bytes cannot be written into a pickle",
+                    where=".".join(map(str, path)) or (),
+                )
+            self.run += b"\x8a" + bytes([len(data)]) + data
 
     def text(self, v: str) -> None:
         data = v.encode("utf-8", "surrogatepass")
-        self.put((b"\x8c" + bytes([len(data)]) if len(data) < 256 else b"X" + struct.pack("<I", len(data))) + data)
+        self.run += b"\x8c" + bytes([len(data)]) if len(data) < 256 else b"X" + struct.pack("<I", len(data))
+        self.run += data
 
     def blob(self, size: int) -> None:
         if size < 256:
-            self.put(b"C" + bytes([size]))
+            self.run += b"C" + bytes([size])
         elif size < 2**32:
-            self.put(b"B" + struct.pack("<I", size))
+            self.run += b"B" + struct.pack("<I", size)
         else:
-            self.put(b"\x8e" + struct.pack("<Q", size))
+            self.run += b"\x8e" + struct.pack("<Q", size)
 
-    def name(self, module: str, cls: str) -> None:
-        self.text(module)
-        self.text(cls)
-        self.put(b"\x93")
+    def word(self, v: str) -> None:
+        """A text that occurs often."""
+        if not self.recalled(v):
+            self.text(v)
+            self.remember(v)
+
+    def named(self, module: str, name: str) -> None:
+        """A class or function."""
+        if not self.recalled((module, name)):
+            self.word(module)
+            self.word(name)
+            self.run += b"\x93"
+            self.remember((module, name))
+
+    def instance(self, v: Instance, path: tuple[Any, ...]) -> None:
+        self.named(v.module, v.cls)
+        self.run += b")\x81}("
+        for k, x in v.fields.items():
+            self.word(k)
+            # Keys of tensors and dtypes stand in many instances.
+            if type(x) is str:
+                self.word(x)
+            else:
+                self.value(x, (*path, k))
+        self.run += b"ub"
 
     def array(self, v: Hole, path: tuple[Any, ...]) -> None:
-        if v.dtype not in _CODES:
-            raise UnsupportedError(f"Paddle has no arrays of {v.dtype}", where=".".join(map(str, path)))
+        code = _CODES.get(v.dtype)
+        if code is None:
+            raise UnsupportedError(
+                f"Paddle has no arrays of {v.dtype}",
+                where=".".join(map(str, path)) or (),
+                hint="known dtypes: " + ", ".join(_CODES),
+            )
         if v.name is not None:
-            self.name("builtins", "tuple")
+            self.named("builtins", "tuple")
             self.text(v.name)
-        # The old name of the module: numpy 1 knows only this one, and numpy 2 still does.
-        self.name("numpy.core.multiarray", "_reconstruct")
-        self.name("numpy", "ndarray")
-        self.put(b"K\x00\x85C\x01b\x87R(K\x01")
+        self.named("numpy.core.multiarray", "_reconstruct")
+        self.named("numpy", "ndarray")
+        self.run += b"K\x00\x85C\x01b\x87R(K\x01"
         self.sequence(v.shape, path)
-        code = _CODES[v.dtype]
-        self.name("numpy", "dtype")
-        self.text(code)
-        self.put(b"\x89\x88\x87R(K\x03")
-        self.text("|" if code[1:] == "1" else "<")
-        self.put(b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89")
+        if not self.recalled(("dtype", code)):
+            self.named("numpy", "dtype")
+            self.text(code)
+            self.run += b"\x89\x88\x87R(K\x03"
+            self.text("|" if code[1:] == "1" else "<")
+            self.run += b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+            self.remember(("dtype", code))
+        self.run += b"\x89"
         size = nbytes(v.dtype, prod(v.shape))
         self.blob(size)
-        self.places[path] = self.at
-        self.skip(size)
-        self.put(b"tb")
+        self.hole(size, path)
+        self.run += b"tb"
         if v.name is not None:
-            self.put(b"\x86\x85R")
+            self.run += b"\x86\x85R"
 
 
 def layout_pickle(value: Any) -> Written:
-    """The file of a nested value with Holes for arrays. Raises UnsupportedError for what Paddle cannot hold."""
+    """The file of a nested value with Holes for arrays; the same value gives the same bytes.
+
+    Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole and Instance. Raises UnsupportedError for
+    anything else, and for dtypes that Paddle cannot hold.
+    """
     w = _Writer()
-    w.put(b"\x80\x04")
+    w.run += b"\x80\x04"
     w.value(value, ())
-    w.put(b".")
-    return Written(w.at, tuple((a, bytes(d)) for a, d in w.runs if d), w.places)
+    return w.done()
 
 
 def plain_pickle(value: Any) -> bytes:
-    """The pickle of a value without arrays."""
+    """The pickle of a value without arrays. Raises UnsupportedError as ``layout_pickle`` does, and for a Hole."""
     written = layout_pickle(value)
-    return b"".join(d for _, d in written.literals)
+    if written.places:
+        path = ".".join(map(str, next(iter(written.places))))
+        raise UnsupportedError("an array has no place in this file", where=path or ())
+    return b"".join(data for _, data in written.literals)

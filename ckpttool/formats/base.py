@@ -18,7 +18,10 @@ from ckpttool.mesh import Mesh
 COMPANION_LIMIT = 64 << 20
 """Bytes; larger files beside a checkpoint that are not its tensors are left where they are, and said so."""
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".pdparams", ".pdopt", ".gguf", ".ckpt", ".distcp", ".onnx", ".h5")
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx", ".h5"),
+    *(".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".pd", ".distcp"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from ckpttool.formats.deepseek import DeepSeek
 from ckpttool.formats.flex import Flex
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.hybrid import Hybrid, ZeroCost
+from ckpttool.formats.paddle_file import PaddleFile
 from ckpttool.formats.ranks import Ranks
 from ckpttool.formats.trtllm import TensorRTLLM
 from ckpttool.formats.unified import Unified
@@ -31,6 +32,7 @@ FORMATS: dict[str, Format] = {
         Hybrid(),
         ZeroCost(),
         Flex(),
+        PaddleFile(),
     )
 }
 

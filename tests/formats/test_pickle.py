@@ -412,7 +412,6 @@ def test_no_file(tmp_path: Path) -> None:
         (np.ndarray, "stores `numpy.ndarray` itself"),
         (10**1000, "LONG4"),
     ],
-    ids=str,
 )
 def test_values_that_no_checkpoint_has(tmp_path: Path, value: Any, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words) as e:

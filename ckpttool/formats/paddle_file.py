@@ -1,0 +1,162 @@
+"""One file that ``paddle.save`` wrote, whatever its name: .pdparams, .pdopt, .pdckpt, .distcp, .pdtensor.
+
+    {name: array, ..., "StructuredToParameterName@@": {...}}   a state dict: every array under its own name
+    {"model": {name: array}, "step": 3, ...}                   anything nested: names joined with dots
+    [array, ...], array                                        numbered from 0; one array is `tensor`
+
+What is no array is left out and said so. With ``safetensors=True`` the same suffixes hold safetensors, so the content
+decides. Source: paddle 3.3.1 (framework/io.py), measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpttool.catalog import IN_SHARDS, DataFile, FlatShard, StoredTensor
+from ckpttool.errors import IncompleteError, UnsupportedError
+from ckpttool.formats._paddle import fp8_dtype
+from ckpttool.formats._pickle import CHUNKED, STRUCTURED, Array, read_paddle, read_pickle, scratch_file, sniff
+from ckpttool.formats.base import Habits, Listing, ReadOptions, Skeleton, StoredCheckpoint, WriteRequest, companions
+from ckpttool.formats.safetensors import read_header
+from ckpttool.geometry import contiguous_strides
+from ckpttool.mesh import Mesh
+
+SUFFIXES = (".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".distcp", ".pd")
+
+
+class PaddleFile:
+    """The arrays of one pickle, under their own names."""
+
+    name = "pdparams"
+    about = "one file of paddle.save (.pdparams, .pdopt, .pdckpt), read only"
+    sharded = False
+    habits = Habits()
+
+    def detect(self, listing: Listing) -> int:
+        if listing.single:
+            return int(listing.single.endswith(SUFFIXES))
+        return int(len(_weights(listing)) == 1)
+
+    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+        """Raises what reading a pickle raises, IncompleteError without arrays, UnsupportedError for a raw tensor."""
+        names = [listing.single] if listing.single else _weights(listing)
+        if len(names) != 1:
+            raise IncompleteError(
+                f"there are {len(names)} files of paddle.save here, and which one counts is not said",
+                where=[str(listing.root), *names[:4]],
+                hint="give the path of the file",
+            )
+        path = listing.path(names[0])
+        carried, notes = ((), []) if listing.single else companions(listing, names)
+        stored = StoredCheckpoint(
+            self.name,
+            listing.root,
+            [],
+            [],
+            Mesh(),
+            naming="paddle",
+            config=listing.json("config.json"),
+            companions=carried,
+            notes=notes,
+        )
+        kind = sniff(path)
+        if kind == "safetensors":
+            head = read_header(path, 0)
+            stored.files, stored.metadata = [head.file], head.metadata
+            stored.tensors = [t._replace(dtype="BF16") if t.dtype == "U16" else t for t in head.tensors]
+        elif kind == "dense":
+            raise UnsupportedError(
+                "the file is a raw tensor (use_binary_format=True), which has no name",
+                where=str(path),
+                hint="save it with paddle.save in its usual form",
+            )
+        else:
+            _Reader(stored, path).read()
+        if not stored.tensors:
+            raise IncompleteError("the file holds no arrays", where=str(path))
+        return stored
+
+    def naming(self) -> str:
+        return "paddle"
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        raise UnsupportedError(
+            "--to pdparams is not written", hint="use --to hybrid, whose model_state.pdparams is such a file"
+        )
+
+    def write(self, request: WriteRequest) -> Skeleton:
+        raise NotImplementedError  # target_mesh has refused
+
+
+def _weights(listing: Listing) -> list[str]:
+    """Files of paddle.save, apart from the small ones of a trainer."""
+    return [n for n in listing.names if n.endswith(SUFFIXES) and n not in ("scheduler.pdparams", "scaler.pdparams")]
+
+
+class _Reader:
+    """Stored tensors of one pickle."""
+
+    def __init__(self, stored: StoredCheckpoint, path: Path) -> None:
+        self.stored, self.path = stored, path
+        self.index: dict[Path, int] = {}
+        self.fp8 = fp8_dtype(stored.config)
+
+    def read(self) -> None:
+        value = read_pickle(self.path)
+        if isinstance(value, dict):
+            if CHUNKED in value:
+                file = read_paddle(self.path)
+                for name, parts in file.chunks.items():
+                    self._chunked(name, file.tensors[name].shape, parts)
+                value = {**{k: v for k, v in file.tensors.items() if k not in file.chunks}, **file.other}
+            value.pop(STRUCTURED, None)
+        left = []
+        for name, v in _leaves(value, ""):
+            if isinstance(v, Array):
+                self.stored.tensors.append(self._tensor(name or "tensor", v))
+            else:
+                left.append(name)
+        if left:
+            shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+            self.stored.notes.append(f"not tensors, and left out: {shown}")
+
+    def _file(self, path: Path) -> int:
+        if path not in self.index:
+            info = scratch_file(path)
+            if info is None:
+                st = path.stat()
+                info = DataFile(path, st.st_size, st.st_mtime_ns)
+            self.index[path] = len(self.stored.files)
+            self.stored.files.append(info)
+        return self.index[path]
+
+    def _tensor(self, name: str, a: Array) -> StoredTensor:
+        strides = tuple(reversed(contiguous_strides(a.shape[::-1]))) if a.fortran and len(a.shape) > 1 else None
+        dtype = "BF16" if a.dtype == "U16" else a.dtype
+        if dtype == "I8" and self.fp8 and len(a.shape) > 1:
+            dtype = self.fp8
+        return StoredTensor(name, dtype, a.shape, self._file(a.path), a.offset, 0, strides)
+
+    def _chunked(self, name: str, shape: tuple[int, ...], parts: tuple[Array, ...]) -> None:
+        at, shards = 0, []
+        for a in parts:
+            run = self._tensor(name, a)
+            shards.append(FlatShard(at, run))
+            at += run.shape[0]
+        self.stored.shards.append(tuple(shards))
+        index = len(self.stored.shards) - 1
+        self.stored.tensors.append(StoredTensor(name, shards[0].stored.dtype, shape, IN_SHARDS, index))
+
+
+def _leaves(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """Everything that is no container, with the path to it."""
+    stack = [(at, value)]
+    while stack:
+        name, v = stack.pop()
+        items = v.items() if isinstance(v, dict) else enumerate(v) if isinstance(v, list | tuple) else None
+        if items is None or isinstance(v, Array):
+            yield name, v
+        else:
+            stack += reversed([(f"{name}.{k}" if name else str(k), x) for k, x in items])
