@@ -419,7 +419,8 @@ def _target(
     ema: bool = False,
     aoa: Path | None = None,
 ) -> Target:
-    from ckpttool.ops.reshard import COMPONENTS, Target
+    from ckpttool.ops.components import COMPONENTS
+    from ckpttool.ops.reshard import Target
 
     return Target(
         format=to,

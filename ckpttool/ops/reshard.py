@@ -6,7 +6,7 @@ open SRC -> views (names, fusions, selections) -> ranks of DST -> skeleton -> pl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.aoa import apply_aoa, read_aoa
-from ckpttool.catalog import Catalog, Key, LogicalTensor, RankTensor
+from ckpttool.catalog import Catalog, Key, RankTensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
 from ckpttool.formats._paddle import base_prefix, published_config, software
-from ckpttool.formats.base import Format, Habits, ReadOptions, Turning, WriteRequest
+from ckpttool.formats.base import Format, Habits, ReadOptions, Skeleton, Turning, WriteRequest
 from ckpttool.formats.registry import by_name, read_source
 from ckpttool.geometry import Box
-from ckpttool.geometry import whole as whole_box
 from ckpttool.layout import paddle
 from ckpttool.layout.assemble import EXPERT
 from ckpttool.layout.family import Family, Op, Tie, inverse
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
+from ckpttool.ops.components import WEIGHTS, chosen_components, share_of
 from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan, caster
 from ckpttool.relate import Equal, View, Views, apply_ops, follow, keep, parameters, permute, rename_by_rules
@@ -157,7 +157,7 @@ def plan_target(
     _check_target(target, fmt, writer, source)
     family = source.family
     version = _version(source, target, habits)
-    catalog, components = chosen_components(source, target, habits, fmt, notes)
+    catalog, components = chosen_components(source, target.components, habits, fmt, notes, ema=target.ema)
     fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
     naming = writer.naming()
     if not naming:
@@ -201,7 +201,7 @@ def plan_target(
     ranks = partitioner.run(cut, chosen)
     equal: list[Equal] = []
     tables = {c: follow(views, catalog, *c, equal) for c in components}
-    ranks = [[r for c in components for r in _of_component(held, c, tables[c], cast)] for held in ranks]
+    ranks = [[r for c in components for r in share_of(held, c, tables[c], cast)] for held in ranks]
     table = {v.name: v for c in components for v in tables[c].values()}
     source_table = dict(table)
     if isinstance(writer, Turning):
@@ -233,20 +233,7 @@ def plan_target(
         companions,
     )
     skeleton = writer.write(request)
-    literal: list[tuple[str, bytes]] = []
-    carried: list[Path] = []
-    if (root / "config.json").is_file() and request.config == (source.stored.native_config or source.config):
-        carried = [root / "config.json"]
-    elif request.config:
-        literal = [("config.json", (json.dumps(request.config, indent=2, ensure_ascii=False) + "\n").encode())]
-    written = [*skeleton.small, *written]
-    replaced = {name for name, _ in written}
-    left = [p.name for p in companions if p.name in skeleton.left]
-    if left:
-        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        notes.append(f"not carried, because they belong to the ranks of the source: {shown}")
-    carried = [p for p in [*carried, *companions] if p.name not in replaced and p.name not in skeleton.left]
-    literal += written
+    carried, literal = _beside(source, request, skeleton, written, notes)
     plan = build_plan(
         catalog,
         table,
@@ -264,6 +251,30 @@ def plan_target(
     }
     source = replace(source, catalog=catalog)
     return Prepared(source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed)
+
+
+def _beside(
+    source: Checkpoint,
+    request: WriteRequest,
+    skeleton: Skeleton,
+    written: Sequence[tuple[str, bytes]],
+    notes: list[str],
+) -> tuple[list[Path], list[tuple[str, bytes]]]:
+    """(files that are carried, files that are made) beside the tensors of the output."""
+    root = source.stored.root
+    made = [*skeleton.small, *written]
+    own = root / "config.json"
+    carried = list(request.companions)
+    if own.is_file() and request.config == (source.stored.native_config or source.config):
+        carried.insert(0, own)
+    elif request.config:
+        text = json.dumps(request.config, indent=2, ensure_ascii=False) + "\n"
+        made.insert(0, ("config.json", text.encode()))
+    if left := [p.name for p in carried if p.name in skeleton.left]:
+        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        notes.append(f"not carried, because they belong to the ranks of the source: {shown}")
+    gone = {*skeleton.left, *(name for name, _ in made)}
+    return [p for p in carried if p.name not in gone], made
 
 
 def _named(
@@ -297,12 +308,6 @@ def _shapes(views: Views) -> dict[str, tuple[int, ...]]:
     return {n: v.shape for n, v in views.table.items()}
 
 
-COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
-"""All that a checkpoint can hold, in the order in which they are written."""
-WEIGHTS = ("model", "adapter")
-"""Components that --dtype casts; optimizers keep their own precision."""
-
-
 def _version(source: Checkpoint, target: Target, habits: Habits) -> str:
     """What --target says; else the version that wrote the source, else the newest. "" where there are no versions."""
     if target.version:
@@ -321,100 +326,6 @@ def _version(source: Checkpoint, target: Target, habits: Habits) -> str:
     if wrote.name == "paddleformers" and wrote.version < (1,):
         return next(t for t in habits.targets if t.startswith("paddleformers-0"))
     return habits.targets[0]
-
-
-def chosen_components(
-    source: Checkpoint, target: Target, habits: Habits, fmt: str, notes: list[str]
-) -> tuple[Catalog, list[tuple[str, str]]]:
-    """The catalog with what shall be written, and its (component, state) pairs in order.
-
-    Raises UsageError for a component that is not there or that the format cannot hold.
-    """
-    catalog = source.catalog
-    have = source.components
-    wanted = target.components
-    if target.ema:
-        if "ema" not in have:
-            raise UsageError(
-                "--ema: the source holds no exponential moving average",
-                where=str(source.path),
-                hint="it holds " + ", ".join(have),
-            )
-        wanted = wanted or ("model",)
-        if wanted != ("model",):
-            raise UsageError("--ema writes the average as the model, so only `--only model` goes with it")
-        catalog = _ema_as_model(catalog)
-    if "adapter" in have and "adapter" not in habits.components and not wanted:
-        raise UsageError(
-            f"the source is an adapter, and --to {fmt} holds {', '.join(habits.components)}",
-            where=str(source.path),
-            hint="use --to unified; or merge it into its base first: ckpttool merge BASE+ADAPTER",
-        )
-    for c in wanted:
-        if c not in have:
-            raise UsageError(
-                f"--only {c}: the source has no {c}", where=str(source.path), hint="it has " + ", ".join(have)
-            )
-        if c not in habits.components:
-            raise UsageError(
-                f"--only {c}: --to {fmt} holds {', '.join(habits.components)}",
-                hint="use --to unified, hybrid, zcc or flex for the state of an optimizer",
-            )
-    keep = wanted or tuple(c for c in have if c in habits.components)
-    if not keep:
-        raise UsageError(
-            f"--to {fmt} holds {', '.join(habits.components)}, the source has only {', '.join(have)}",
-            hint="choose another format with --to",
-        )
-    if not wanted and (left := [c for c in have if c not in keep]):
-        notes.append(f"{', '.join(left)} left out: --to {fmt} holds {', '.join(habits.components)}")
-    tensors = {k: t for k, t in catalog.tensors.items() if k.component in keep}
-    if habits.full_masters and "master_weights" in keep:
-        tensors |= _own_masters(catalog)
-    kept = Catalog(catalog.files, tensors, catalog.aliases)
-    order = {c: i for i, c in enumerate(COMPONENTS)}
-    pairs = dict.fromkeys((k.component, k.state) for k in kept.tensors)
-    return kept, sorted(pairs, key=lambda p: (order.get(p[0], 9), p[1]))
-
-
-def _own_masters(catalog: Catalog) -> dict[Key, LogicalTensor]:
-    """Master weights of the parameters that have none because they are float32 themselves: their own elements."""
-    out = {}
-    for key, t in catalog.tensors.items():
-        master = Key(key.name, "master_weights")
-        if key.component == "model" and t.dtype == "F32" and master not in catalog.tensors:
-            out[master] = replace(t, key=master)
-    return out
-
-
-def _ema_as_model(catalog: Catalog) -> Catalog:
-    """The average under the names of the model, in the model's dtypes."""
-    tensors: dict[Key, LogicalTensor] = {}
-    for key, t in catalog.tensors.items():
-        if key.component == "ema":
-            model = catalog.tensors.get(Key(key.name))
-            tensors[Key(key.name)] = replace(t, key=Key(key.name), dtype=model.dtype if model else t.dtype)
-    return Catalog(catalog.files, tensors, catalog.aliases)
-
-
-def _of_component(
-    held: Sequence[RankTensor], part: tuple[str, str], table: Mapping[str, View], cast: Callable[[str, str], str]
-) -> list[RankTensor]:
-    """What a rank stores of one component, given what it stores of the parameters."""
-    component, state = part
-    out = []
-    for r in held:
-        view = table.get(r.key)
-        if view is None:
-            continue
-        dtype = cast(r.key, view.dtype) if component in WEIGHTS else view.dtype
-        key = str(Key(r.key, component, state))
-        if view.shape == r.whole:
-            out.append(r._replace(dtype=dtype, key=key, component=component, state=state))
-        else:  # a scalar is held by every rank that holds some of its parameter
-            box = whole_box(view.shape)
-            out.append(RankTensor(r.name, dtype, view.shape, key, view.shape, ((box, box),), (), component, state))
-    return out
 
 
 def _turned(turned: Callable[[str, int], bool], r: RankTensor, table: dict[str, View]) -> RankTensor:

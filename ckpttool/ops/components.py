@@ -1,0 +1,118 @@
+"""Which components of a checkpoint are written, and what each rank holds of them.
+
+A parameter is cut once. Its master weight, moments and average have its shape and go where its elements go
+(``relate.follow``), and scalars such as the powers of beta go to every rank that holds some of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ckpttool.catalog import Catalog, Key, LogicalTensor, RankTensor
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.errors import UsageError
+from ckpttool.formats.base import Habits
+from ckpttool.geometry import whole
+from ckpttool.relate import View
+
+COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
+"""All that a checkpoint can hold, in the order in which they are written."""
+WEIGHTS = ("model", "adapter")
+"""Components that --dtype casts; optimizers keep their own precision."""
+
+
+def chosen_components(
+    source: Checkpoint, wanted: tuple[str, ...], habits: Habits, fmt: str, notes: list[str], *, ema: bool
+) -> tuple[Catalog, list[tuple[str, str]]]:
+    """The catalog with what shall be written, and its (component, state) pairs in order.
+
+    ``wanted`` are the components of --only, () for all that the format can hold; ``ema`` writes the average as the
+    model.
+
+    Raises UsageError for a component that is not there or that the format cannot hold.
+    """
+    catalog = source.catalog
+    have = source.components
+    if ema:
+        if "ema" not in have:
+            raise UsageError(
+                "--ema: the source holds no exponential moving average",
+                where=str(source.path),
+                hint="it holds " + ", ".join(have),
+            )
+        wanted = wanted or ("model",)
+        if wanted != ("model",):
+            raise UsageError("--ema writes the average as the model, so only `--only model` goes with it")
+        catalog = _ema_as_model(catalog)
+    if "adapter" in have and "adapter" not in habits.components and not wanted:
+        raise UsageError(
+            f"the source is an adapter, and --to {fmt} holds {', '.join(habits.components)}",
+            where=str(source.path),
+            hint="use --to unified; or merge it into its base first: ckpttool merge BASE+ADAPTER",
+        )
+    for c in wanted:
+        if c not in have:
+            raise UsageError(
+                f"--only {c}: the source has no {c}", where=str(source.path), hint="it has " + ", ".join(have)
+            )
+        if c not in habits.components:
+            raise UsageError(
+                f"--only {c}: --to {fmt} holds {', '.join(habits.components)}",
+                hint="use --to unified, hybrid, zcc or flex for the state of an optimizer",
+            )
+    keep = wanted or tuple(c for c in have if c in habits.components)
+    if not keep:
+        raise UsageError(
+            f"--to {fmt} holds {', '.join(habits.components)}, the source has only {', '.join(have)}",
+            hint="choose another format with --to",
+        )
+    if not wanted and (left := [c for c in have if c not in keep]):
+        notes.append(f"{', '.join(left)} left out: --to {fmt} holds {', '.join(habits.components)}")
+    tensors = {k: t for k, t in catalog.tensors.items() if k.component in keep}
+    if habits.full_masters and "master_weights" in keep:
+        tensors |= _own_masters(catalog)
+    kept = Catalog(catalog.files, tensors, catalog.aliases)
+    order = {c: i for i, c in enumerate(COMPONENTS)}
+    pairs = dict.fromkeys((k.component, k.state) for k in kept.tensors)
+    return kept, sorted(pairs, key=lambda p: (order.get(p[0], 9), p[1]))
+
+
+def _own_masters(catalog: Catalog) -> dict[Key, LogicalTensor]:
+    """Master weights of the parameters that have none because they are float32 themselves: their own elements."""
+    out = {}
+    for key, t in catalog.tensors.items():
+        master = Key(key.name, "master_weights")
+        if key.component == "model" and t.dtype == "F32" and master not in catalog.tensors:
+            out[master] = replace(t, key=master)
+    return out
+
+
+def _ema_as_model(catalog: Catalog) -> Catalog:
+    """The average under the names of the model, in the model's dtypes."""
+    tensors: dict[Key, LogicalTensor] = {}
+    for key, t in catalog.tensors.items():
+        if key.component == "ema":
+            model = catalog.tensors.get(Key(key.name))
+            tensors[Key(key.name)] = replace(t, key=Key(key.name), dtype=model.dtype if model else t.dtype)
+    return Catalog(catalog.files, tensors, catalog.aliases)
+
+
+def share_of(
+    held: Sequence[RankTensor], part: tuple[str, str], table: Mapping[str, View], cast: Callable[[str, str], str]
+) -> list[RankTensor]:
+    """What a rank stores of one component, given what it stores of the parameters."""
+    component, state = part
+    out = []
+    for r in held:
+        view = table.get(r.key)
+        if view is None:
+            continue
+        dtype = cast(r.key, view.dtype) if component in WEIGHTS else view.dtype
+        key = str(Key(r.key, component, state))
+        if view.shape == r.whole:
+            out.append(r._replace(dtype=dtype, key=key, component=component, state=state))
+        else:  # a scalar is held by every rank that holds some of its parameter
+            box = whole(view.shape)
+            out.append(RankTensor(r.name, dtype, view.shape, key, view.shape, ((box, box),), (), component, state))
+    return out
