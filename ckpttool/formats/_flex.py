@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalog import DataFile, StoredTensor
 from ckpttool.dtypes import parse
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats._pickle import Record, read_paddle, read_pickle
+from ckpttool.formats._pickle import Record, read_paddle, read_pickle, scratch_file
 from ckpttool.formats._pickle_write import Instance, plain_pickle
 from ckpttool.formats.base import natural
 from ckpttool.formats.safetensors import read_header
@@ -380,8 +380,17 @@ def _read_data(path: Path, file: int) -> tuple[dict[str, _Array], DataFile]:
         head = read_header(path, file)
         return {t.name: _Array(t.dtype, t.shape, t.offset) for t in head.tensors}, head.file
     data = read_paddle(path)
+    cut = next(iter(data.chunks), None)
+    if cut is not None:
+        raise UnsupportedError(
+            f"tensor `{cut}` is saved in {len(data.chunks[cut])} parts",
+            where=str(path),
+            hint="paddle.save cuts large tensors for pickle protocols 2 and 3; save it with protocol 4",
+        )
+    # Protocol 2: the elements of every array that has any were decoded into one scratch file.
+    held = next((scratch_file(a.path) for a in data.tensors.values() if a.path != path), None)
     found = {k: _Array(a.dtype, tuple(a.shape), a.offset, a.fortran, pickled=True) for k, a in data.tensors.items()}
-    return found, data.info
+    return found, held or data.info
 
 
 def _held(shard: Shard, array: _Array, info: DataFile, file: int, metadata: Path) -> Held:
@@ -399,7 +408,7 @@ def _held(shard: Shard, array: _Array, info: DataFile, file: int, metadata: Path
         raise ConflictError(
             f"tensor `{shard.key}` is {array.dtype} in its file and {dtype} in the metadata", where=where
         )
-    rank = int(info.path.name.partition("_")[0])
+    rank = int(shard.file.partition("_")[0])
     stored = StoredTensor(shard.key, dtype, array.shape, file, array.offset, rank)
     if shard.run is None:
         strides = None

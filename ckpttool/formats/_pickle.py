@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import atexit
 import codecs
+import gc
 import os
 import shutil
 import struct
@@ -44,7 +45,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
 from ckpttool.catalog import DataFile
-from ckpttool.errors import CorruptError, IncompleteError, OutputError, UnsupportedError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, OutputError, UnsupportedError
 
 MAX_VALUES = 1 << 26
 """Values in containers, remembered values and stack entries, each: metadata of a million shards has 45 million."""
@@ -52,6 +53,12 @@ MAX_TEXT = 1 << 24
 """Bytes of one text or byte string that is no array; tensor names have a few hundred."""
 MAX_TEXTS = 1 << 28
 """Bytes of all of them."""
+MAX_MARKS = 1 << 12
+"""Marks open at once. A container takes one while it is filled, so that nesting of MAX_DEPTH needs fewer; each costs
+70 bytes of memory for one of the file."""
+MAX_STRUCTURE = 1 << 28
+"""Bytes besides arrays and long texts: two million tensors, or shards of metadata. Some opcodes leave nothing behind
+that another limit would count."""
 MAX_DEPTH = 64
 """Containers in containers; Paddle's saves have five."""
 MAX_AXES = 64
@@ -239,7 +246,11 @@ class _Args:
 
     def __init__(self, items: tuple[Any, ...]) -> None:
         self.items = items
-        self.depth: int = 1 + max((i.depth for i in items if type(i) is _Args), default=0)
+        depth = 0
+        for i in items:
+            if type(i) is _Args and i.depth > depth:
+                depth = i.depth
+        self.depth: int = 1 + depth
         self.value: Any = None
 
 
@@ -266,11 +277,11 @@ _GLOBALS: dict[tuple[str, str], str] = {
     ("_codecs", "encode"): "encode",
     ("collections", "OrderedDict"): "OrderedDict",
     **{(f"numpy.{core}.multiarray", f): f for core in ("core", "_core") for f in ("_reconstruct", "scalar")},
-    **{(b, n): n for b in ("builtins", "__builtin__") for n in ("tuple", "eval", "bytes")},
+    **{(b, n): n for b in ("builtins", "__builtin__") for n in ("tuple", "eval", "bytes", "slice")},
     **dict.fromkeys(_RECORDS, "record"),
 }
 
-_PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple, bytes, complex, Array, Record})
+_PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple, bytes, complex, slice, Array, Record})
 _CONTAINERS = frozenset({dict, list, tuple, Record})
 _KEYS = frozenset({str, int, bool, type(None), bytes})
 
@@ -340,6 +351,7 @@ class _Machine:
         self.below = 0
         """Values on the stack under the newest mark."""
         self.made = 0
+        self.skipped = 0
         self.texts = 0
         self.spilled = 0
 
@@ -380,6 +392,11 @@ class _Machine:
             self.short(at + n)
         # Each opcode has a byte at least, so limits that are looked at here cannot be missed by more than a window.
         self.make(0)
+        if at - self.skipped > MAX_STRUCTURE:
+            self.refuse(
+                f"the pickle has more than {MAX_STRUCTURE:,} bytes besides its arrays",
+                "no checkpoint known has so many",
+            )
         self.buffer = self.pread(at, max(n, self.ahead))
         self.ahead = min(2 * self.ahead, _WINDOW)
         self.base, self.pos = at, n
@@ -404,6 +421,7 @@ class _Machine:
         if at + n > self.size:
             self.short(at + n)
         self.pos += n
+        self.skipped += n
         if self.pos > len(self.buffer):
             # What comes now is the description of one more array: a few hundred bytes.
             self.base, self.pos, self.buffer, self.ahead = at + n, 0, b"", 4096
@@ -494,7 +512,7 @@ class _Machine:
 
     def walk(self, value: Any) -> None:
         """Refuse what a caller could not walk: values that hold themselves, and a few values shared very often."""
-        most = 1_000_000 + 64 * (self.made + len(self.stack))
+        most = 1_000_000 + 16 * (self.made + len(self.stack))
         seen = 0
         todo: list[Iterator[Any]] = [iter([value])]
         while todo:
@@ -671,6 +689,8 @@ class _Machine:
     # Opcodes that take and put.
 
     def mark(self) -> None:
+        if len(self.marks) >= MAX_MARKS:
+            self.refuse(f"the pickle has more than {MAX_MARKS:,} open marks", "no checkpoint known has so many")
         self.below += len(self.stack)
         self.marks.append(self.stack)
         self.stack = []
@@ -731,7 +751,9 @@ class _Machine:
             if type(key) is not str:
                 key = self.key(key)
             if key in target:
-                self.corrupt(f"a dict has the key {_quoted(key)} twice")
+                raise ConflictError(
+                    f"a dict has the key {_quoted(key)} twice", where=self.where(), hint="write the file again"
+                )
             target[key] = self.plain(items[i + 1])
 
     def key(self, key: Any) -> Any:
@@ -754,6 +776,15 @@ class _Machine:
     def memoize(self) -> None:
         self.memo.append(self.stack[-1])
 
+    def get1(self) -> None:
+        at = self.take(1)[0]
+        if at >= len(self.memo):
+            self.never(at)
+        self.stack.append(self.memo[at])
+
+    def never(self, at: int) -> NoReturn:
+        self.corrupt(f"the pickle recalls value {at:,}, which it never remembered")
+
     def put(self, width: int) -> None:
         at = int.from_bytes(self.take(width), "little")
         if at < len(self.memo):
@@ -767,7 +798,7 @@ class _Machine:
     def get(self, width: int) -> None:
         at = int.from_bytes(self.take(width), "little")
         if at >= len(self.memo):
-            self.corrupt(f"the pickle recalls value {at:,}, which it never remembered")
+            self.never(at)
         self.stack.append(self.memo[at])
 
     def frame(self) -> None:
@@ -888,6 +919,11 @@ class _Machine:
             self.not_so(function)
         return _Blob(0, 0)
 
+    def call_slice(self, function: _Global, args: tuple[Any, ...]) -> Any:
+        if len(args) != 3 or any(a is not None and type(a) is not int for a in args):
+            self.not_so(function)
+        return slice(*args)
+
     def call_none(self, function: _Global, args: tuple[Any, ...]) -> Any:
         self.not_so(function)
 
@@ -979,7 +1015,7 @@ _TABLE: dict[bytes, Callable[[_Machine], None]] = {
     b"\x94": _Machine.memoize,
     b"q": lambda m: m.put(1),
     b"r": lambda m: m.put(4),
-    b"h": lambda m: m.get(1),
+    b"h": _Machine.get1,
     b"j": lambda m: m.get(4),
     b"\x95": _Machine.frame,
     b"c": _Machine.global_lines,
@@ -1000,6 +1036,7 @@ _CALLS: dict[str, Callable[[_Machine, _Global, tuple[Any, ...]], Any]] = {
     "tuple": _Machine.call_tuple,
     "eval": _Machine.call_eval,
     "bytes": _Machine.call_bytes,
+    "slice": _Machine.call_slice,
     "ndarray": _Machine.call_none,
     "record": _Machine.call_none,
 }
@@ -1021,12 +1058,18 @@ def _read(path: Path, scratch: Scratch | None) -> tuple[Any, DataFile]:
             stat = os.fstat(f.fileno())
             info = DataFile(path, stat.st_size, stat.st_mtime_ns)
             machine = _Machine(f.fileno(), info, scratch or _default)
+            # Nothing that is made before the end of the pickle is garbage; looking for some takes a third of the time.
+            collects = gc.isenabled()
+            gc.disable()
             try:
                 value = machine.run()
             except BaseException:
                 if machine.out is not None:
                     machine.out.unlink(missing_ok=True)
                 raise
+            finally:
+                if collects:
+                    gc.enable()
     except FileNotFoundError:
         raise IncompleteError("the file does not exist", where=str(path)) from None
     except IsADirectoryError:
@@ -1070,7 +1113,7 @@ def read_paddle(path: Path, scratch: Scratch | None = None) -> PaddleFile:
     parts = value.pop(CHUNKED, {})
     for key, v in value.items():
         if not isinstance(key, str):
-            raise UnsupportedError(f"the dict has a key {_quoted(key)}, which is no name", where=str(path), hint=None)
+            raise CorruptError(f"the dict has a key {_quoted(key)}, which is no name", where=str(path))
         if isinstance(v, Array):
             tensors[key] = v
         else:

@@ -62,7 +62,7 @@ from ckpttool.formats._paddle import (
     software,
     transposed_on_disk,
 )
-from ckpttool.formats._pickle import Array, PaddleFile, read_paddle
+from ckpttool.formats._pickle import Array, PaddleFile, read_paddle, scratch_file
 from ckpttool.formats._sharding import ALIGNMENT
 from ckpttool.formats.base import (
     COMPANION_LIMIT,
@@ -582,6 +582,8 @@ class _Reader:
     def _file(self, path: Path, info: DataFile | None = None) -> int:
         if path not in self._index:
             if info is None or info.path != path:
+                info = scratch_file(path)
+            if info is None:
                 stat = path.stat()
                 info = DataFile(path, stat.st_size, stat.st_mtime_ns)
             self._index[path] = len(self.files)
@@ -924,7 +926,8 @@ def _all_arrays(file: PaddleFile) -> Iterator[tuple[str, Sequence[Array]]]:
     Raises UnsupportedError for tensors in places where none are known: leaving them out would lose them.
     """
     for name, array in file.tensors.items():
-        yield name, (array,)
+        if name not in file.chunks:
+            yield name, (array,)
     yield from file.chunks.items()
     for name, value in file.other.items():
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Array):

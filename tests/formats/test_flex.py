@@ -862,3 +862,20 @@ def test_the_command_writes_and_reads_it(tmp_path: Path) -> None:
     reshard(published, tmp_path / "b", "--to", "flex", "--tp-out", "2", "--verify")
     reshard(tmp_path / "b", tmp_path / "c", "--to", "hf", "--verify")
     assert (tmp_path / "c" / "model.safetensors").read_bytes() == (published / "model.safetensors").read_bytes()
+
+
+def test_protocol_2_payloads_are_in_a_scratch_file(tmp_path: Path) -> None:
+    """Their offsets count from a decoded file, not from the one that the metadata names."""
+    import pickle
+    import shutil
+
+    import ckpttool
+
+    source = next(p for p in sorted(FIXTURES.iterdir()) if p.is_dir() and "dist" in p.name)
+    src = tmp_path / "src"
+    shutil.copytree(source, src)
+    for path in src.glob("*.distcp"):
+        path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), 2))  # noqa: S301 - a fixture
+    a, b = ckpttool.open(source), ckpttool.open(src)
+    assert list(a) == list(b)
+    assert all(np.array_equal(a.read(n), b.read(n)) for n in a)
