@@ -31,21 +31,18 @@ shared many times over, are refused (whoever walks them would not come back).
 
 from __future__ import annotations
 
-import atexit
 import codecs
 import gc
 import os
-import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.catalog import DataFile
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, OutputError, UnsupportedError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats._scratch import DEFAULT, Scratch, no_scratch
 
 MAX_VALUES = 1 << 26
 """Values in containers, remembered values and stack entries, each: metadata of a million shards has 45 million."""
@@ -113,77 +110,6 @@ class Record(NamedTuple):
 
     def __ne__(self, other: object) -> bool:
         return self is not other
-
-
-@dataclass(eq=False)
-class Scratch:
-    """A temporary directory, made on first use; gone after ``close`` or when the process ends."""
-
-    limit: int | None = None
-    """Bytes that may be written, None for what the disk holds."""
-    files: dict[Path, DataFile] = field(default_factory=dict)
-    """Identity of every file, labelled by its source, so that a plan made of it is the same in every run."""
-    folder: str = ""
-    _used: int = 0
-    _owner: int = 0
-    _count: int = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def create(self) -> Path:
-        """The path of a new file. Raises OutputError when there is no room for a directory."""
-        if not self.folder:
-            try:
-                self.folder = tempfile.mkdtemp(prefix="ckpttool-")
-            except OSError as e:
-                raise _no_scratch(e, tempfile.gettempdir()) from None
-            self._owner = os.getpid()
-            atexit.register(self.close)
-        self._count += 1
-        return Path(self.folder, f"{self._count}.bin")
-
-    def charge(self, size: int, path: Path) -> None:
-        """Count bytes about to be written. Raises OutputError beyond the limit."""
-        self._used += size
-        if self.limit is not None and self._used > self.limit:
-            raise OutputError(
-                f"decoding takes more than the {self.limit:,} bytes of scratch that are allowed", where=str(path)
-            )
-
-    def finish(self, path: Path, source: DataFile) -> None:
-        """Note a file that is complete."""
-        os.utime(path, ns=(source.mtime_ns, source.mtime_ns))
-        size = path.stat().st_size
-        self.files[path] = DataFile(path, size, source.mtime_ns, f"{source.path} decoded")
-
-    def close(self) -> None:
-        """Remove the directory and what is in it."""
-        # Workers are forked, and the files are not theirs to remove.
-        if self.folder and self._owner == os.getpid():
-            shutil.rmtree(self.folder, ignore_errors=True)
-            atexit.unregister(self.close)
-            self.folder, self._used = "", 0
-            self.files.clear()
-
-
-def _no_scratch(e: OSError, place: str) -> OutputError:
-    return OutputError(
-        f"a pickle of protocol 2 has to be decoded into a temporary file, which failed: {e.strerror}",
-        where=place,
-        hint="set TMPDIR to a directory with room for it, or save the file with protocol 4",
-    )
-
-
-_default = Scratch()
-
-
-def scratch_file(path: Path, scratch: Scratch | None = None) -> DataFile | None:
-    """The identity of a scratch file that reading made (an Array's ``path``); None for any other file."""
-    return (scratch or _default).files.get(path)
 
 
 # -- values on the machine's stack that are no plain values yet
@@ -609,7 +535,7 @@ class _Machine:
                         out.write(part)
                     v.place = (self.out, begin, out.tell() - begin)
             except OSError as e:
-                raise _no_scratch(e, str(self.out)) from None
+                raise no_scratch(e, str(self.out)) from None
         return v.place
 
     def decoded(self, text: _Text | str) -> Iterator[bytes]:
@@ -1057,7 +983,7 @@ def _read(path: Path, scratch: Scratch | None) -> tuple[Any, DataFile]:
         with path.open("rb", buffering=0) as f:
             stat = os.fstat(f.fileno())
             info = DataFile(path, stat.st_size, stat.st_mtime_ns)
-            machine = _Machine(f.fileno(), info, scratch or _default)
+            machine = _Machine(f.fileno(), info, scratch or DEFAULT)
             # Nothing that is made before the end of the pickle is garbage; looking for some takes a third of the time.
             collects = gc.isenabled()
             gc.disable()

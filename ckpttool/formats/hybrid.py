@@ -62,7 +62,8 @@ from ckpttool.formats._paddle import (
     software,
     transposed_on_disk,
 )
-from ckpttool.formats._pickle import Array, PaddleFile, read_paddle, scratch_file
+from ckpttool.formats._pickle import Array, PaddleFile, read_paddle
+from ckpttool.formats._scratch import scratch_file
 from ckpttool.formats._sharding import ALIGNMENT
 from ckpttool.formats.base import (
     COMPANION_LIMIT,

@@ -17,7 +17,8 @@ from typing import Any
 from ckpttool.catalog import IN_SHARDS, DataFile, FlatShard, StoredTensor
 from ckpttool.errors import IncompleteError, UnsupportedError
 from ckpttool.formats._paddle import fp8_dtype
-from ckpttool.formats._pickle import CHUNKED, STRUCTURED, Array, read_paddle, read_pickle, scratch_file, sniff
+from ckpttool.formats._pickle import CHUNKED, STRUCTURED, Array, read_paddle, read_pickle, sniff
+from ckpttool.formats._scratch import scratch_file
 from ckpttool.formats.base import Habits, Listing, ReadOptions, Skeleton, StoredCheckpoint, WriteRequest, companions
 from ckpttool.formats.safetensors import read_header
 from ckpttool.geometry import contiguous_strides

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, OutputError, UnsupportedError
-from ckpttool.formats._pickle import Array, Record, Scratch, read_paddle, read_pickle, scratch_file, sniff
+from ckpttool.formats._pickle import Array, Record, read_paddle, read_pickle, sniff
+from ckpttool.formats._scratch import Scratch, scratch_file
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle_pickles"
 PICKLES = sorted(p for p in FIXTURES.iterdir() if p.suffix != ".npz" and "binary" not in p.name)

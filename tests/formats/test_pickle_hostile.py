@@ -18,7 +18,8 @@ import pytest
 
 import ckpttool.formats._pickle as reader
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats._pickle import Scratch, read_paddle, read_pickle
+from ckpttool.formats._pickle import read_paddle, read_pickle
+from ckpttool.formats._scratch import Scratch
 
 
 def text(value: str) -> bytes:

@@ -42,7 +42,7 @@ def right(array: np.ndarray[Any, Any], want: list[Any]) -> bool:
     shape, digest = want
     if list(array.shape) != shape and array.size != np.prod(shape):
         return False
-    return hashlib.sha256(array.tobytes()).hexdigest()[:16] == digest
+    return hashlib.sha256(array.tobytes()).hexdigest()[:16] == str(digest)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -315,7 +315,7 @@ def test_runs_of_shares_of_tensor_parallel_ranks(tmp_path: Path) -> None:
     """Not merged, tp 2 and sharding 2 with split parameters: runs of what each tp rank holds, padded to 256."""
     whole = FIXTURES / "nlp_qwen2moe_bf16_tp2"
     src = copy("nlp_qwen2moe_bf16_tp2", tmp_path / "src")
-    kept = {}
+    kept: dict[str, Any] = {}
     for stem in ("optimizer", "master_weights"):
         for path in [*src.glob(f"{stem}-*"), src / f"{stem}.safetensors.index.json"]:
             kept |= read_folder(src, path.name) if path.suffix == ".safetensors" else {}
