@@ -1,9 +1,12 @@
-# Needs Python 3.11 or newer and a package index; everything it installs goes into .venv.
+# Needs Python 3.11 or newer and a package index; everything it installs goes into .venv, and Paddle, which needs other
+# versions of nearly everything, into .venv-paddle.
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 DEV := $(VENV)/.dev-installed
 PEERS := $(VENV)/.peers-installed
+PADDLE_VENV := .venv-paddle
+PADDLE := $(PADDLE_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-peers lint format types docs-check bench clean
@@ -20,8 +23,8 @@ demo: $(DEV) ## reshard a small checkpoint from tp 8 to tp 2, look at it, and co
 test: $(DEV) ## run every test that needs no other library to judge (the pages in docs/ included)
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-peers: $(PEERS) ## let the libraries that read these formats judge what ckpttool writes
-	@$(BIN)/python -m pytest tests/peers $(ARGS)
+test-peers: $(PEERS) $(PADDLE) ## let the libraries that read these formats judge what ckpttool writes
+	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' $(BIN)/python -m pytest tests/peers $(ARGS)
 
 docs-check: $(DEV) ## run every command and example of README.md and docs/, check links and the reference
 	@$(BIN)/python -m pytest tests/docs $(ARGS)
@@ -37,12 +40,13 @@ format: $(DEV) ## rewrite the files the way `make lint` wants them, where that i
 types: $(DEV) ## check types
 	@$(BIN)/mypy --strict
 
-bench: $(DEV) ## measure speed and memory against cp, and merges against mergekit (minutes; about 40 GB of disk)
+bench: $(DEV) ## measure speed and memory against cp, and merges against mergekit and Paddle (minutes; about 40 GB of disk)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/run.py $(ARGS)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/merge.py $(MERGE_ARGS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/paddle_flex.py $(FLEX_ARGS)
 
-clean: ## remove .venv, build outputs and caches
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-paddle, build outputs and caches
+	rm -rf $(VENV) $(PADDLE_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second call instant. pip skips what is there already, so a new pin installs only what changed.
@@ -65,4 +69,12 @@ $(DEV): pyproject.toml constraints.txt
 $(PEERS): $(DEV)
 	@echo 'installing the peers into $(VENV)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	@touch $@
+
+# Begun anew when a pin changes: `pip install --target` replaces nothing, and no resolver looks at either list.
+$(PADDLE): constraints-paddle.txt constraints-paddle-old.txt | $(DEV)
+	@echo 'installing Paddle into $(PADDLE_VENV) (about 200 MB to load, 1.5 GB on disk)'
+	@$(BIN)/python -m venv --clear $(PADDLE_VENV)
+	@install="$(PADDLE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps"; \
+	$$install -r constraints-paddle.txt && $$install --target $(PADDLE_VENV)/older -r constraints-paddle-old.txt
 	@touch $@

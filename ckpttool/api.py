@@ -141,6 +141,7 @@ class Checkpoint:
         target: str = "",
         only: Sequence[str] = (),
         ema: bool = False,
+        native_names: bool = False,
         aoa: str | Path | None = None,
         remove: Sequence[str] = (),
         keep: Sequence[str] = (),
@@ -165,6 +166,7 @@ class Checkpoint:
             target,
             tuple(only),
             ema,
+            native_names,
             None if aoa is None else Path(aoa),
         )
         return Resharding(plan_target(self.opened, wanted, Selection(remove, keep, rename)))

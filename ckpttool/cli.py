@@ -119,6 +119,9 @@ PaddleTarget = Annotated[
         show_default=False,
     ),
 ]
+NativeNames = Annotated[
+    bool, typer.Option("--native-names", help="Names as --target's own models have them, not those of SRC.")
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(
@@ -417,6 +420,7 @@ def _target(
     version: str = "",
     only: list[str] | None = None,
     ema: bool = False,
+    native_names: bool = False,
     aoa: Path | None = None,
 ) -> Target:
     from ckpttool.ops.components import COMPONENTS
@@ -440,6 +444,7 @@ def _target(
         version=version,
         components=tuple(_one_of(c, "--only", *COMPONENTS) for c in only or ()),
         ema=ema,
+        native_names=native_names,
         aoa=aoa,
     )
 
@@ -489,6 +494,7 @@ def reshard(
     from_: From = "",
     to: To = "",
     version: PaddleTarget = "",
+    native_names: NativeNames = False,
     only: Only = None,
     ema: Ema = False,
     aoa: Aoa = None,
@@ -550,6 +556,7 @@ def reshard(
         version=version,
         only=only,
         ema=ema,
+        native_names=native_names,
         aoa=aoa,
     )
     run = _run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
@@ -695,6 +702,8 @@ def drop_keys(
     pp: Pp = None,
     ep: Ep = None,
     etp: Etp = None,
+    sharding: Sharding = None,
+    also: Also = None,
     tp_out: TpOut = None,
     pp_out: PpOut = None,
     ep_out: EpOut = None,
@@ -734,6 +743,8 @@ def drop_keys(
         family=family,
         replicate=replicate,
         split=split,
+        sharding=sharding,
+        also=also,
     )
     target = _target(
         to=to,
@@ -777,6 +788,7 @@ def inspect(
     atol: Atol = None,
     rtol: Rtol = None,
     filter_: Filter = None,
+    only: Only = None,
     dtype: OfDtype = None,
     min_size: MinSize = "",
     sort: Sort = "name",
@@ -785,6 +797,8 @@ def inspect(
     pp: Pp = None,
     ep: Ep = None,
     etp: Etp = None,
+    sharding: Sharding = None,
+    also: Also = None,
     from_: From = "",
     rank_pattern: RankPattern = "",
     family: FamilyName = "",
@@ -797,7 +811,7 @@ def inspect(
     from ckpttool import report
     from ckpttool.ops.inspect.answer import Question
     from ckpttool.ops.inspect.answer import inspect as look
-    from ckpttool.ops.inspect.listing import Choice
+    from ckpttool.ops.inspect.listing import COMPONENTS, Choice
 
     opened = _open_options(
         fmt=from_,
@@ -809,10 +823,13 @@ def inspect(
         family=family,
         replicate=replicate,
         split=split,
+        sharding=sharding,
+        also=also,
     )
+    components = tuple(_one_of(c, "--only", *COMPONENTS) for c in only or ())
     smallest = parse_size(min_size, "--min-size") if min_size else 0
     question = Question(
-        choice=Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, sort),
+        choice=Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, sort, components),
         list=list_,
         files=files,
         ranks=ranks,

@@ -41,6 +41,7 @@ from ckpttool.formats._hybrid_names import (
     cell_key,
     file_name,
 )
+from ckpttool.formats._paddle import base_prefix, target_config
 from ckpttool.formats._pickle import read_pickle
 from ckpttool.formats._pickle_write import Hole, layout_pickle
 from ckpttool.formats._sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
@@ -185,6 +186,8 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> Skeleton:
     source = request.native if isinstance(request.native, HybridNames) else None
     nlp = (request.version or (source.writer if source else "")).startswith("paddlenlp")
     _check_sizes(request, version, nlp=nlp, ema=ema)
+    if request.config and request.version:
+        request.config = target_config(request.config, request.version, request.dtype)
     split = mesh.ep // mesh.tp if mesh.ep > 1 else 1
     notes: list[str] = []
     cells = [_cell(request, c) for c in mesh.all_coords()]
@@ -196,7 +199,7 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> Skeleton:
     _choose_trained(cells)
     for cell in cells:
         _local_experts(cell, local=source is not None and source.local_experts)
-    _name(cells, tables, mesh.pp, notes, nlp=nlp)
+    _name(cells, tables, mesh.pp, notes)
     schedule = _schedule(request, source, notes) if not ema else None
 
     averaged = ema and any(p.ema for c in cells for p in c.params)
@@ -396,7 +399,7 @@ def _local_experts(cell: _Cell, *, local: bool) -> None:
             p.written = f"{m[1]}{places[m[1]][int(m[2])]}{m[3]}"
 
 
-def _name(cells: Sequence[_Cell], tables: _Tables, stages: int, notes: list[str], *, nlp: bool) -> None:
+def _name(cells: Sequence[_Cell], tables: _Tables, stages: int, notes: list[str]) -> None:
     """Names of parameters, which are unique in a cell only: the source's where its stage and experts are the same."""
     where = {name: (at, tname) for at, table in sorted(tables.items()) for name, tname in table.items()}
     kept = True
@@ -411,7 +414,7 @@ def _name(cells: Sequence[_Cell], tables: _Tables, stages: int, notes: list[str]
         if any(p.name in where for p in cell.params):
             _renumber(cell, where)
         else:
-            _invent(cell, stages, nlp=nlp)
+            _invent(cell, stages)
     if not kept:
         notes.append(
             "parameters in the optimizer's files are numbered anew: resume with"
@@ -433,10 +436,13 @@ def _renumber(cell: _Cell, where: Mapping[str, tuple[tuple[int, int], str]]) -> 
         p.tname = count.name(m["prefix"] if m else _kind(p), owner, m["rest"] if m else _rest(p))
 
 
-def _invent(cell: _Cell, stages: int, *, nlp: bool) -> None:
+def _invent(cell: _Cell, stages: int) -> None:
     """Names such as Paddle makes from the classes of layers, for a source that has none."""
     count = _Counter()
-    head = "llama_lm_head" if nlp else "lm_head_pipe" if stages > 1 else "lm_head"
+    prefix = base_prefix({p.name: None for p in cell.params})
+    # Models whose names begin with their type (``llama.``) have a head of a class of their own: LlamaLMHead.
+    own = f"{prefix}_lm_head" if prefix not in ("", "model") else ""
+    head = own or ("lm_head_pipe" if stages > 1 else "lm_head")
     for p in cell.params:
         kind = _kind(p)
         p.tname = count.name(head if kind == "lm_head" else kind, _owner(p), _rest(p))

@@ -80,8 +80,8 @@ def is_linear(name: str, ndim: int, config: Mapping[str, Any]) -> bool:
 def head_in_out(shape: tuple[int, ...], prefix: str, config: Mapping[str, Any]) -> bool:
     """Whether ``lm_head.weight`` is [hidden, vocab].
 
-    The shape tells where it can; PaddleNLP's models (and those of paddleformers that still are: prefix ``llama``) do
-    so unless the head is tied.
+    The shape tells where it can. Else the names do: models whose names begin with their type (PaddleNLP's, and those
+    of paddleformers that still are) have it so, unless the head is tied; models that begin with ``model`` do not.
     """
     hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
     if len(shape) == 2 and hidden != vocab and isinstance(hidden, int) and isinstance(vocab, int):
@@ -91,7 +91,7 @@ def head_in_out(shape: tuple[int, ...], prefix: str, config: Mapping[str, Any]) 
             return False
     if config.get("tie_word_embeddings"):
         return False
-    return software(config).name == "paddlenlp" or prefix not in ("model", "")
+    return prefix not in ("model", "")
 
 
 def transposed_on_disk(name: str, ndim: int, writer: Software, prefix: str, config: Mapping[str, Any]) -> bool:

@@ -104,9 +104,14 @@ def target_ops(family: Family, shapes: Shapes, config: Mapping[str, Any], versio
         return ()
     kind = str(config.get("model_type", ""))
     nlp = version.startswith("paddlenlp")
+    gate_up = "gate_up_fused_proj" if nlp else "up_gate_proj"
     modules = set()
     if fused == "fuse" or (not fused and version.startswith("paddleformers-1") and kind in _FUSED_12):
-        modules = {"qkv_proj", "gate_up_fused_proj" if nlp else "up_gate_proj"}
+        modules = {"qkv_proj", gate_up}
+    elif nlp and not fused:
+        # In PaddleNLP the config says so.
+        flags = {"fuse_attention_qkv": "qkv_proj", "fuse_attention_ffn": gate_up}
+        modules = {module for field, module in flags.items() if config.get(field)}
     ops: list[Op] = list(_fusions(family, modules))
     old_llama = kind == "llama" and version.startswith("paddleformers-0")
     turned = _turned(family, shapes, config)
@@ -189,3 +194,17 @@ def kept_whole(family: Family, ops: tuple[Op, ...], names: Iterable[str], tp: in
         if (rule.verb == "vocab" and vocab % tp) or (rule.verb == "column" and rule.units == "kv_heads" and heads % tp):
             out.add("*".join(split_numbers(name)[0].split("#")))
     return tuple(sorted(out))
+
+
+def differ(ours: tuple[Op, ...], others: tuple[Op, ...]) -> list[str]:
+    """In which of names, fused projections and the head's orientation two Paddle namings differ."""
+
+    def traits(ops: tuple[Op, ...]) -> dict[str, object]:
+        return {
+            "names": [op.pairs for op in ops if isinstance(op, Rename)],
+            "fused projections": {op.whole for op in ops if isinstance(op, Fuse)},
+            "the head's orientation": any("lm_head.weight" in op.patterns for op in ops if isinstance(op, Transpose)),
+        }
+
+    a, b = traits(ours), traits(others)
+    return [k for k in a if a[k] != b[k]]

@@ -76,6 +76,8 @@ class Target:
     """Only these; () is all that the format can hold."""
     ema: bool = False
     """The exponential moving average is written as the model."""
+    native_names: bool = False
+    """Names as the models of ``version`` have them, not those of a Paddle source."""
     aoa: Path | None = None
     """A file of AOA statements that says which tensors are written."""
 
@@ -169,7 +171,7 @@ def plan_target(
         if source.format == fmt:
             fused = fused or source.stored.fused
     views, removed = select(parameters(catalog), selection, notes)
-    views, after = _named(source, target, views, naming, fused, mesh, version)
+    views, after = _named(source, target, views, naming, fused, mesh, version, notes)
     _check_overrides(family, {t.name for t in source.stored.tensors} | {*views.table})
     views.table = {n: views.table[n] for n in sorted(views.table, key=family.model_order(after))}
     cut = list(views)
@@ -211,6 +213,9 @@ def plan_target(
     config = _config(source, mesh, dtype)
     if naming != "paddle" and source.stored.naming == "paddle" and config:
         config = published_config(config)
+    sharding = target.sharding or (source.stored.sharding if habits.optimizer_shards else 1)
+    if sharding > 1 and target.sharding is None:
+        notes.append(f"sharding {sharding}: as the source has it; say --sharding-out for another")
     root = source.stored.root
     companions = tuple(root / n for n in source.stored.companions)
     request = WriteRequest(
@@ -225,7 +230,7 @@ def plan_target(
         target.max_shard_size,
         source.stored.native_config if source.format == fmt else {},
         asked,
-        target.sharding or (source.stored.sharding if habits.optimizer_shards else 1),
+        sharding,
         target.sharding_version,
         version,
         source.stored.native,
@@ -278,7 +283,14 @@ def _beside(
 
 
 def _named(
-    source: Checkpoint, target: Target, views: Views, naming: str, fused: str, mesh: Mesh, version: str
+    source: Checkpoint,
+    target: Target,
+    views: Views,
+    naming: str,
+    fused: str,
+    mesh: Mesh,
+    version: str,
+    notes: list[str],
 ) -> tuple[Views, tuple[Op, ...]]:
     """The views under the names of the target, and the statements that lead there from Hugging Face names."""
     family, before = source.family, source.ops
@@ -293,8 +305,10 @@ def _named(
     canonical = None
     if naming != "paddle":
         after = naming_ops(family, naming, fused, mesh)
-    elif source.stored.naming == "paddle":
+    elif source.stored.naming == "paddle" and not target.native_names:
         after = paddle.with_fusions(before, fused, family, _shapes(views))
+        if target.version and not fused:
+            _note_other_names(source, views, after, version, notes)
     else:
         canonical = apply_ops(views, inverse(before), family, before)
         after = paddle.target_ops(family, _shapes(canonical), source.config, version, fused)
@@ -302,6 +316,17 @@ def _named(
         canonical = canonical or apply_ops(views, inverse(before), family, before)
         views = apply_ops(canonical, after, family)
     return views, after
+
+
+def _note_other_names(source: Checkpoint, views: Views, after: tuple[Op, ...], version: str, notes: list[str]) -> None:
+    """Say so when the models of --target know the tensors otherwise; trainers skip names that they do not know."""
+    canonical = apply_ops(views, inverse(source.ops), source.family, source.ops)
+    usual = paddle.target_ops(source.family, _shapes(canonical), source.config, version, "")
+    if found := paddle.differ(after, usual):
+        notes.append(
+            f"{', '.join(found)}: kept as the source has them; the models of {version} have others, which"
+            " --native-names writes"
+        )
 
 
 def _shapes(views: Views) -> dict[str, tuple[int, ...]]:
@@ -372,6 +397,8 @@ def _check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) 
                 f"{flag} {said} does nothing for --to {fmt}, which does not share out optimizer state",
                 hint="leave it away, or use --to hybrid, zcc or flex",
             )
+    if target.native_names and writer.naming() != "paddle":
+        raise UsageError(f"--native-names does nothing for --to {fmt}", hint="leave it away")
     if target.sharding is not None and target.sharding < 1:
         raise UsageError(f"--sharding-out is {target.sharding}", hint="parallel sizes start at 1")
 

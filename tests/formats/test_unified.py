@@ -348,3 +348,27 @@ def shares(name: str, array: Any) -> list[Any]:
     if module in ("o_proj", "down_proj", "embed_tokens"):
         return np.split(array, 2, axis=0)
     return [array, array]
+
+
+def test_names_of_another_generation(tmp_path: Path) -> None:
+    """--native-names: PaddleNLP's Llama as paddleformers 1.2 knows it, optimizer state too, and back to the same."""
+    src, straight = FIXTURES / "nlp_llamafused_bf16_tp2", tmp_path / "straight"
+    plain = ("--to", "unified", "--target", "paddlenlp-3.0")
+    reshard(src, straight, *plain)
+    kept = reshard(src, tmp_path / "kept", "--to", "unified", "--target", "paddleformers-1.2")
+    assert "kept as the source has them; the models of paddleformers-1.2 have others" in kept.err
+    new, back = tmp_path / "new", tmp_path / "back"
+    done = reshard(src, new, "--to", "unified", "--target", "paddleformers-1.2", "--native-names", "--verify")
+    assert "kept as the source" not in done.err
+    a, b = held(straight), held(new)
+    assert np.array_equal(b["optimizer/lm_head.weight/moment1_0"], a["optimizer/lm_head.weight/moment1_0"].T)
+    fused = a["master_weights/layers.0.mlp.gate_up_fused_proj.weight"]
+    assert np.array_equal(b["master_weights/layers.0.mlp.up_proj.weight"], fused[:, 48:])
+    assert np.array_equal(
+        b["model/layers.0.mlp.up_proj.weight"], a["model/layers.0.mlp.gate_up_fused_proj.weight"][:, 48:].T
+    )
+    assert {n.split(".")[0] for n in read_folder(new, "model-*.safetensors")} == {"model", "lm_head"}
+    reshard(new, back, *plain, "--native-names", "--verify")
+    for f in straight.glob("*.safetensors*"):
+        assert (back / f.name).read_bytes() == f.read_bytes(), f.name
+    assert "--native-names" in refused(src, tmp_path / "x", "--to", "hf", "--native-names", code=2)

@@ -1,0 +1,149 @@
+"""Starts programs in ``.venv-paddle``, beside which this process has neither Paddle nor its versions of anything.
+
+``make test-peers`` makes that environment and names its interpreter in CKPTTOOL_PADDLE_PYTHON; then a test fails when
+it is not there. A bare pytest skips, and says how to get it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 240
+"""Seconds that one program may take."""
+SOFTWARE = ("paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2")
+
+Bits = np.ndarray[Any, np.dtype[Any]]
+
+
+def python() -> Path:
+    """The interpreter; skips or fails the test that asks when there is none."""
+    named = os.environ.get("CKPTTOOL_PADDLE_PYTHON")
+    path = Path(named) if named else ROOT / ".venv-paddle" / "bin" / "python"
+    if not path.exists():
+        if named:
+            pytest.fail(f"CKPTTOOL_PADDLE_PYTHON is {named}, which does not exist; `make test-peers` makes it")
+        pytest.skip("there is no .venv-paddle here; `make test-peers` makes it")
+    return path
+
+
+def start(module: str, argument: Path, software: str = SOFTWARE[-1], ranks: int = 1) -> list[list[dict[str, Any]]]:
+    """Run ``python -m module argument`` on so many ranks; what each rank told, one dictionary for each line.
+
+    Raises RuntimeError with the end of what they said when a rank fails.
+    """
+    program = python()
+    paths = [str(ROOT)] if software == SOFTWARE[-1] else [str(program.parents[1] / "older"), str(ROOT)]
+    common = {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("PADDLE_", "PYTEST_"))},
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CKPTTOOL_PADDLE_SOFTWARE": software,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+    started = []
+    for rank, more in enumerate(_ranks(ranks)):
+        log = argument.with_name(f"{argument.stem}.rank{rank}.log").open("w", encoding="utf-8")
+        command = [str(program), "-W", "ignore", "-m", module, str(argument)]
+        with log:
+            started.append(subprocess.Popen(command, cwd=argument.parent, env=common | more, stdout=log, stderr=log))
+    try:
+        codes = [p.wait(LIMIT) for p in started]
+    finally:
+        for p in started:
+            p.kill()
+            p.wait()
+    logs = [argument.with_name(f"{argument.stem}.rank{r}.log").read_text(encoding="utf-8") for r in range(ranks)]
+    if any(codes):
+        ends = "\n".join(f"rank {r}:\n{log[-2500:]}" for r, log in enumerate(logs) if codes[r])
+        raise RuntimeError(f"{module} ended with {codes}\n{ends}")
+    return [[json.loads(x.split(" ", 1)[1]) for x in log.splitlines() if x.startswith("CKPTTOOL ")] for log in logs]
+
+
+def _ranks(ranks: int) -> list[dict[str, str]]:
+    """The variables that Paddle's launcher gives to each rank."""
+    if ranks == 1:
+        return [{}]
+    ports = _free_ports(ranks + 1)
+    ends = [f"127.0.0.1:{p}" for p in ports[:ranks]]
+    return [
+        {
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_RANK_IN_NODE": str(rank),
+            "PADDLE_GLOBAL_RANK": str(rank),
+            "PADDLE_LOCAL_SIZE": str(ranks),
+            "PADDLE_GLOBAL_SIZE": str(ranks),
+            "PADDLE_TRAINERS_NUM": str(ranks),
+            "PADDLE_MASTER": f"127.0.0.1:{ports[-1]}",
+            "PADDLE_CURRENT_ENDPOINT": ends[rank],
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(ends),
+        }
+        for rank in range(ranks)
+    ]
+
+
+def _free_ports(number: int) -> list[int]:
+    found = [socket.socket() for _ in range(number)]
+    try:
+        for s in found:
+            s.bind(("127.0.0.1", 0))
+        return [int(s.getsockname()[1]) for s in found]
+    finally:
+        for s in found:
+            s.close()
+
+
+def load(path: str | Path) -> dict[str, Bits]:
+    """The arrays of a .npz."""
+    with np.load(path) as f:
+        return {k: f[k] for k in f.files}
+
+
+def read(do: str, paths: Mapping[str, Path], folder: Path, software: str = SOFTWARE[-1], ranks: int = 1) -> Any:
+    """Jobs of ``paddle_read``, one for each path, by name: what each told, with its tensors (of each rank)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    outs = {n: str(folder / f"{n.replace('/', '_')}.npz") for n in paths}
+    jobs = folder / "jobs.json"
+    jobs.write_text(
+        json.dumps([{"do": do, "path": str(p), "out": outs[n]} for n, p in paths.items()]), encoding="utf-8"
+    )
+    told = start("tests.peers.paddle_read", jobs, software, ranks)
+    for rank in told:
+        for one in rank:
+            if "error" not in one and do != "flex_merge":
+                one["tensors"] = load(one["out"])
+    by_name = {n: [rank[i] for rank in told] for i, n in enumerate(paths)}
+    return {n: one[0] for n, one in by_name.items()} if ranks == 1 else by_name
+
+
+def resume(
+    checkpoint: Path,
+    folder: Path,
+    kind: str,
+    *,
+    software: str = SOFTWARE[-1],
+    tp: int = 1,
+    pp: int = 1,
+    sharding: int = 1,
+    version: str = "v2",
+    bf16: bool = True,
+) -> list[dict[str, Bits]]:
+    """What each rank of a trainer holds after it loaded a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = folder / "job.json"
+    given = {"checkpoint": str(checkpoint), "out": str(folder / "held"), "format": kind, "bf16": bf16}
+    sizes = {"tp": tp, "pp": pp, "sharding": sharding, "version": version}
+    job.write_text(json.dumps(given | sizes), encoding="utf-8")
+    ranks = tp * pp * sharding
+    start("tests.peers.paddle_resume", job, software, ranks)
+    return [load(folder / f"held.rank{r}.npz") for r in range(ranks)]
