@@ -37,7 +37,7 @@ class Case(NamedTuple):
     def options(self) -> list[str | int]:
         out: list[str | int] = ["--to", self.to, "--tp-out", self.tp if self.written_tp is None else self.written_tp]
         if self.to != "flex":
-            out += ["--target", self.target]
+            out += ["--target", self.target, *(["--native-names"] if self.source else [])]
         if self.sharding > 1 and self.to != "unified":
             out += ["--sharding-out", self.sharding, "--sharding-version", self.version]
         return out
@@ -48,6 +48,7 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         written = "" if self.written_tp is None else f"_from_tp{self.written_tp}"
+        written += f"_of_{self.source}" if self.source else ""
         return f"{self.to}{written}_{self.target}_tp{self.tp}_sharding{self.sharding}_{self.version}"
 
 
@@ -70,6 +71,10 @@ CASES = [
     Case("zcc", NEW, sharding=2),
     Case("flex", NEW, sharding=2),
     Case("flex", NEW, sharding=2, written_tp=2),
+    # From one generation to another: names, head and optimizer state as the other's models have them.
+    Case("hybrid", NEW, tp=2, source=NLP),
+    Case("unified", NEW, source=NLP),
+    Case("hybrid", NLP, sharding=2, source=NEW),
 ]
 
 
