@@ -7,8 +7,10 @@ rows, an adapter's factors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from math import prod
-from typing import Protocol
+from typing import ClassVar, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import xxhash
@@ -18,13 +20,17 @@ from ckpttool.errors import UnsupportedError
 from ckpttool.execute.blocks import Carrier
 from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes
-from ckpttool.execute.strided import gather
+from ckpttool.execute.strided import gather, is_turned
 from ckpttool.kernels.cast import cast
 from ckpttool.plan import Adapted, Gathered, LowRank, Operand, Scaled, Stored
 
 _PRODUCT = 256 << 10
 """Elements of a product of adapter factors that is worked out in one go. A constant: the order in which a library
 adds depends on the shape it is given, and bytes may not depend on ``--memory``."""
+
+
+_STRIPS = 4 << 20
+"""Least bytes for the strips of all operands: a process that only verifies has hardly an arena."""
 
 
 class Reader(Protocol):
@@ -58,6 +64,47 @@ class Buffer:
         return self._memory[:nbytes]
 
 
+class _Strip:
+    """Elements ``[start, stop)`` of an operand whose neighbours lie apart in its file.
+
+    The wider a strip, the longer the runs of which it is read: a chunk of a transposed matrix is a few columns of it.
+    """
+
+    def __init__(self, strips: _Strips) -> None:
+        self._strips = strips
+        self.start = self.stop = 0
+
+    @cached_property
+    def memory(self) -> Bytes:
+        """Its share, taken when it is first read: all operands of the tensor are there then."""
+        return np.empty(self._strips.share, np.uint8)
+
+
+class _Strips:
+    """The strips of one worker's operands: together as large as the arena that stands idle while it computes."""
+
+    _all: ClassVar[WeakKeyDictionary[Carrier, _Strips]] = WeakKeyDictionary()
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._open: WeakSet[_Strip] = WeakSet()
+
+    @classmethod
+    def of(cls, carrier: Carrier) -> _Strips:
+        """Those of this worker."""
+        return cls._all.setdefault(carrier, cls(max(carrier.arena.size, _STRIPS)))
+
+    def strip(self) -> _Strip:
+        """One more. Those of the tensor before are gone by now."""
+        strip = _Strip(self)
+        self._open.add(strip)
+        return strip
+
+    @property
+    def share(self) -> int:
+        return self._room // max(1, len(self._open))
+
+
 class StoredReader:
     """A tensor as it lies in files; also gives its raw elements, and the hash of all of them once they have passed."""
 
@@ -70,19 +117,38 @@ class StoredReader:
         self._buffer = buffer
         self._hash = xxhash.xxh3_128()
         self._hashed = 0
+        self._size = prod(operand.shape)
+        self._strip = _Strips.of(carrier).strip() if is_turned(operand.copies) else None
 
     def raw(self, lo: int, hi: int, *, last: bool) -> Array:
         """Elements as they are stored; valid until the buffer's next use."""
         item = self._item
         memory = self._buffer.take((hi - lo) * item)
         if self._buffer.holds != (self, lo, hi):
-            gather(self._carrier, self._copies, lo * item, hi * item, memory, once=last)
+            if self._strip is not None and hi - lo < self._strip.memory.nbytes // item:
+                self._through(self._strip, lo, hi, memory, last=last)
+            else:
+                gather(self._carrier, self._copies, lo * item, hi * item, memory, once=last)
             self._buffer.holds = (self, lo, hi)
         if last and self._hashed == lo:
             self._hash.update(memory.data)
             self._hashed = hi
         found: Array = memory.view(self.dtype)
         return found
+
+    def _through(self, strip: _Strip, lo: int, hi: int, memory: Bytes, *, last: bool) -> None:
+        """Take elements from the strip, and read the strip that holds them where it does not."""
+        item = self._item
+        while lo < hi:
+            if not strip.start <= lo < strip.stop:
+                strip.start, strip.stop = lo, min(self._size, lo + strip.memory.nbytes // item)
+                held = strip.memory[: (strip.stop - lo) * item]
+                gather(self._carrier, self._copies, lo * item, strip.stop * item, held, once=last)
+            n = (min(hi, strip.stop) - lo) * item
+            at = (lo - strip.start) * item
+            memory[:n] = strip.memory[at : at + n]
+            memory = memory[n:]
+            lo += n // item
 
     def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
         raw = self.raw(lo, hi, last=last)

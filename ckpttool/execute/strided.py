@@ -19,6 +19,9 @@ from ckpttool.execute.reader import Bytes, offsets, read_block
 from ckpttool.kernels.cast import cast
 from ckpttool.plan import Block, Copy
 
+_BLOCK = 1 << 20
+"""Bytes that are read in one go where they are not read to their place."""
+
 
 def clip(copy: Copy, lo: int, hi: int, *, inner: str) -> Iterator[Copy]:
     """The parts of ``copy`` whose bytes of the array lie in ``[lo, hi)``; ``inner`` ("src" or "dst") is its side.
@@ -71,26 +74,70 @@ def is_run(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
 
 
 def gather(carrier: Carrier, copies: Sequence[Copy], lo: int, hi: int, buffer: Bytes, *, once: bool) -> None:
-    """Read bytes ``[lo, hi)`` of an operand into ``buffer``."""
+    """Read bytes ``[lo, hi)`` of an operand into ``buffer``; elements stored in another dtype are cast to its own."""
     for copy in copies:
         size = itemsize(copy.dst_dtype)
-        if len(copy.shape) == 1 and copy.src.strides[0] == copy.dst.strides[0] == size:
+        same = copy.src_dtype == copy.dst_dtype
+        if same and len(copy.shape) == 1 and copy.src.strides[0] == copy.dst.strides[0] == size:
             a, b = max(lo, copy.dst.offset), min(hi, copy.dst.offset + copy.shape[0] * size)
             if a < b:
                 part = buffer[a - lo : b - lo].data
                 carrier.read(copy.src.file, copy.src.offset + a - copy.dst.offset, (part,), once=once)
             continue
         for c in clip(copy, lo, hi, inner="dst"):
-            if is_run(c.shape, c.src.strides, size) and is_run(c.shape, c.dst.strides, size):
+            if same and is_run(c.shape, c.src.strides, size) and is_run(c.shape, c.dst.strides, size):
                 n = size * int(np.prod(c.shape, dtype=np.int64))
                 at = c.dst.offset - lo
                 carrier.read(c.src.file, c.src.offset, (buffer[at : at + n].data,), once=once)
                 continue
-            path = carrier.sources[c.src.file]
-            block = read_block(path, c.src.offset, c.src.strides, c.shape, c.src_dtype, files=carrier.pool)
-            carrier.bytes_read += block.nbytes
-            target: Array = np.ndarray(c.shape, block.dtype, buffer.data, c.dst.offset - lo, c.dst.strides)
-            target[...] = block
+            for d in _bounded(c):
+                _gather_block(carrier, d, lo, buffer, once=once)
+
+
+def _gather_block(carrier: Carrier, c: Copy, lo: int, buffer: Bytes, *, once: bool) -> None:
+    """Read a block by way of another one, which takes its bytes as they are stored."""
+    kinds = numpy_dtype(c.src_dtype), numpy_dtype(c.dst_dtype)
+    if is_run(c.shape, c.src.strides, kinds[0].itemsize):
+        block: Array = np.empty(c.shape, kinds[0])
+        carrier.read(c.src.file, c.src.offset, (block.reshape(-1).view(np.uint8).data,), once=once)
+    else:
+        path = carrier.sources[c.src.file]
+        block = read_block(path, c.src.offset, c.src.strides, c.shape, c.src_dtype, files=carrier.pool)
+        carrier.bytes_read += block.nbytes
+    target: Array = np.ndarray(c.shape, kinds[1], buffer.data, c.dst.offset - lo, c.dst.strides)
+    if kinds[0] == kinds[1]:
+        target[...] = block
+    else:
+        cast(block, target)
+
+
+def _bounded(c: Copy) -> Iterator[Copy]:
+    """A copy in pieces of at most ``_BLOCK`` bytes, along the axis that takes the longest steps in the source.
+
+    Runs of the source stay as long as they are, and what is read by way of another block takes little memory.
+    """
+    size = itemsize(c.src_dtype)
+    nbytes = size * int(np.prod(c.shape, dtype=np.int64))
+    if nbytes <= _BLOCK or not c.shape:
+        yield c
+        return
+    axis = max(range(len(c.shape)), key=lambda i: c.src.strides[i] if c.shape[i] > 1 else -1)
+    n = c.shape[axis]
+    step = max(1, n * _BLOCK // nbytes)
+    for at in range(0, n, step):
+        shape = (*c.shape[:axis], min(step, n - at), *c.shape[axis + 1 :])
+        src = c.src._replace(offset=c.src.offset + at * c.src.strides[axis])
+        dst = c.dst._replace(offset=c.dst.offset + at * c.dst.strides[axis])
+        yield c._replace(src=src, dst=dst, shape=shape)
+
+
+def is_turned(copies: Sequence[Copy]) -> bool:
+    """Whether the elements that follow each other in an operand lie apart in the files: a stored transpose, say."""
+    for c in copies:
+        last = max(range(len(c.shape)), key=lambda i: -c.dst.strides[i] if c.shape[i] > 1 else -(1 << 62))
+        if any(n > 1 and abs(s) < abs(c.src.strides[last]) for n, s in zip(c.shape, c.src.strides, strict=True)):
+            return True
+    return False
 
 
 def scatter(carrier: Carrier, copies: Sequence[Copy], lo: int, hi: int, buffer: Bytes) -> None:

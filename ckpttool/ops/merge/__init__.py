@@ -6,6 +6,7 @@ models.py      the sources: one table of files, one naming
 adapters.py    low-rank adapters on top of them
 words.py       embeddings of models whose tokenizers differ
 tensors.py     what is computed from what, and what to do where the models disagree
+form.py        back to the names, fusions and orientation of Paddle's models
 config.py      config.json of the output
 provenance.py  the record of where it comes from
 prepare.py     all of it in order; the result is executed like any plan

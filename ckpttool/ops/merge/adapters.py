@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from math import prod
 
 from ckpttool.adapters import Change, Changes, InOut, adapt, combine, read_adapter
-from ckpttool.adapters.base import Term
+from ckpttool.adapters.base import Adapter, Term
 from ckpttool.execute.hashing import hash_range
+from ckpttool.ops.merge.form import is_paddle
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.plan import Adapted, LowRank, Operand
 from ckpttool.planner import Operands
@@ -36,11 +37,10 @@ class Adaptations:
         for path, weight in zip(ref.adapters, weights, strict=True):
             adapter = read_adapter(path).shifted(len(self._models.files))
             self._models.files += adapter.files
-            paddle = adapter.format == "paddle"
             changes = adapt(
                 adapter,
                 shapes,
-                in_out=_orientation(model) if paddle else None,
+                in_out=_orientation(model, adapter),
                 kv_heads=kv_heads if isinstance(kv_heads, int) else 0,
             )
             found.append((changes, weight))
@@ -94,13 +94,17 @@ def _low_rank(term: Term, operands: Operands, label: str) -> LowRank:
     return LowRank(up, down, term.factor, term.row, term.column)
 
 
-def _orientation(model: Model) -> InOut | None:
-    """How the base of a Paddle adapter stores linear layers: [out, in] if torch's format is recorded in its files and
-    its names are Hugging Face's, or if it is read from another format; else as the adapter's own library does.
+def _orientation(model: Model, adapter: Adapter) -> InOut | None:
+    """How the base stores linear layers: [out, in] if torch's format is recorded in its files and its names are Hugging
+    Face's, or if it is read from another format; else as the adapter's own library does.
 
     Paddle, too, records torch's format at times, but then its names are its own (``llama.layers``).
     """
     stored = model.checkpoint.stored
+    if is_paddle(model.checkpoint) and model.checkpoint.family.name == "none":
+        return lambda _: True  # nothing says what the model is, so names and orientation still are Paddle's
+    if adapter.format != "paddle":
+        return None
     named = any(n.startswith("model.") for n in model.views)
     torch = stored.format != "hf" or (stored.metadata.get("format") == "pt" and named)
     return (lambda _: False) if torch else None

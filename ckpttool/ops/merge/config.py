@@ -1,12 +1,20 @@
-"""config.json of a merge: one model's, with what the merge has changed."""
+"""config.json of a merge: one model's, with what the merge has changed. And which of its small files stay behind."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Fields that count the decoder's layers."""
+
+TRAINING = re.compile(
+    r"(?:rng_state.*\.pth|scheduler\.pd(?:params|opt)|scheduler\.pt|scaler\.(?:pdparams|pt)|training_args\.bin"
+    r"|trainer_state\.(?:json|bin)|saved_signal.*|model_meta\.json|\..*\.done.*)"
+)
+"""Small files that say where a training run stood: with them beside it, a trainer would take a merged model for a
+checkpoint to go on from, and count its steps from there."""
 
 
 def merged_config(

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
-from ckpttool.catalog import DataFile
+from ckpttool.catalog import Catalog, DataFile, Key
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.dtypes import CASTABLE, lookup
-from ckpttool.errors import UnsupportedError
+from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import inverse
 from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
+from ckpttool.ops.merge.form import is_paddle
 from ckpttool.plan import Operand, Scaled
 from ckpttool.planner import Operands
 from ckpttool.recipe.model import ModelRef
-from ckpttool.relate import View, apply_ops, identity
+from ckpttool.relate import View, Views, apply_ops, follow, identity, parameters
 
 QUANTISED = ("F8_E4M3", "F8_E5M2")
 """dtypes of weights that are dequantised with the scales beside them."""
@@ -32,6 +34,9 @@ class Model:
     """By name, without the scales of quantised weights."""
     scales: dict[str, View] = field(default_factory=dict)
     """By the name of the weight."""
+    derived: tuple[int, str] = (0, "")
+    """How many of its tensors are elements of another dtype, rounded, and that dtype: model weights that a trainer
+    stores as master weights only."""
 
     @property
     def holds_bits(self) -> bool:
@@ -73,8 +78,10 @@ class Model:
 class Models:
     """All models of a merge; each path is opened once."""
 
-    def __init__(self, options: OpenOptions) -> None:
+    def __init__(self, options: OpenOptions, component: str = "model") -> None:
+        """``component`` is what is merged: the model weights, or the master weights."""
         self.options = options
+        self.component = component
         self.files: list[DataFile] = []
         self.notes: list[str] = []
         self._by_path: dict[str, Model] = {}
@@ -83,7 +90,7 @@ class Models:
         """Open what is not open yet, then give all models the same naming.
 
         Names stay as they are while every model has the Hugging Face form of one naming; otherwise all of them get
-        Hugging Face's published names.
+        Hugging Face's published names. Raises ConflictError when that is not possible.
         """
         checkpoints: dict[str, Checkpoint] = {}
         for ref in refs:
@@ -95,18 +102,96 @@ class Models:
             self.files += found.catalog.files
             self.notes += [f"{ref.path}: {n}" for n in found.notes]
             checkpoints[ref.path] = found
+        _check_names(checkpoints)
         forms = {(c.format, c.ops) for c in checkpoints.values()}
         as_they_are = len(forms) == 1 and next(iter(forms))[0] == "hf"
+        left: dict[str, None] = {}
         for path, checkpoint in checkpoints.items():
-            views = identity(checkpoint.catalog)
-            if not as_they_are and checkpoint.ops:
-                views = apply_ops(views, inverse(checkpoint.ops), checkpoint.family, checkpoint.ops)
-                self.notes += [f"{path}: {n}" for n in views.notes]
-            self._by_path[path] = _model(path, checkpoint, views.table, self.notes)
+            views = _weights(path, checkpoint, self.component, canonical=not as_they_are)
+            self.notes += [f"{path}: {n}" for n in views.notes]
+            model = _model(path, checkpoint, views.table, self.notes)
+            model.derived = _derived(checkpoint, self.component)
+            self._by_path[path] = model
+            left |= dict.fromkeys(c for c in checkpoint.components if c != self.component)
+        if left:
+            what = "model weights" if self.component == "model" else "master weights"
+            self.notes.append(f"{', '.join(left)} of the sources left out: {what} are merged, and nothing else")
         self.as_they_are = as_they_are
 
     def __getitem__(self, ref: ModelRef) -> Model:
         return self._by_path[ref.path]
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._by_path.values())
+
+
+def _check_names(checkpoints: Mapping[str, Checkpoint]) -> None:
+    """Raises ConflictError for models whose names and orientation cannot be brought together.
+
+    Without a family nobody knows which way round Paddle's linear weights lie, and square ones would be merged with
+    their transposes unnoticed.
+    """
+    unknown = {p: c for p, c in checkpoints.items() if is_paddle(c) and c.family.name == "none"}
+    if not unknown or len(unknown) == len(checkpoints):
+        return
+    raise ConflictError(
+        "it is not known how the weights of some models lie, and others have another form",
+        where=list(unknown),
+        hint="put the model's config.json beside them, or name the family: --family",
+    )
+
+
+def _weights(path: str, checkpoint: Checkpoint, component: str, *, canonical: bool) -> Views:
+    """The tensors of a component by name; under Hugging Face's names if ``canonical``.
+
+    Raises IncompleteError when there are none.
+    """
+    if component not in checkpoint.components:
+        _refuse(path, checkpoint, component)
+    catalog = checkpoint.catalog
+    views = identity(catalog) if component == "model" else parameters(catalog)
+    if canonical and checkpoint.ops:
+        views = apply_ops(views, inverse(checkpoint.ops), checkpoint.family, checkpoint.ops)
+    if component == "model":
+        return views
+    # A parameter that is float32 itself has no master weight beside it: it is its own.
+    own = {
+        Key(k.name, component): t
+        for k, t in catalog.tensors.items()
+        if k.component == "model" and t.dtype == "F32" and Key(k.name, component) not in catalog.tensors
+    }
+    full = Catalog(catalog.files, {**catalog.tensors, **own})
+    return Views(follow(views, full, component, "", []), views.notes)
+
+
+def _refuse(path: str, checkpoint: Checkpoint, component: str) -> NoReturn:
+    have = checkpoint.components
+    held = ", ".join(have) or "nothing"
+    if component == "model" and "adapter" in have:
+        raise IncompleteError(
+            f"the source is an adapter and holds no model weights (it has {held})",
+            where=path,
+            hint=f"add it to the model that it belongs to: BASE+{path}",
+        )
+    dtypes = {t.dtype for t in checkpoint.catalog if t.key.component == "model"}
+    raise IncompleteError(
+        f"the source has no {component.replace('_', ' ')} (it has {held})",
+        where=path,
+        hint="its model weights are float32 themselves: merge those, with merge_prefix `model`"
+        if dtypes == {"F32"}
+        else "merge the model weights, with merge_prefix `model`"
+        if component != "model"
+        else "leave it out, or give the directory that holds the weights",
+    )
+
+
+def _derived(checkpoint: Checkpoint, component: str) -> tuple[int, str]:
+    found = [
+        t.pieces[0].stored.dtype
+        for t in checkpoint.catalog
+        if t.key.component == component and t.pieces and t.pieces[0].stored.dtype != t.dtype
+    ]
+    return len(found), found[0] if found else ""
 
 
 def _model(path: str, checkpoint: Checkpoint, table: Mapping[str, View], notes: list[str]) -> Model:

@@ -11,16 +11,18 @@ from typing import Any, Literal
 from ckpttool.catalog import Catalog, Key
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, pick_family
 from ckpttool.dtypes import parse
-from ckpttool.errors import UnsupportedError
+from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compute import verify_computed
+from ckpttool.formats._paddle import published_config
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.sparse import drawing
 from ckpttool.layout.assemble import LAYER
 from ckpttool.mesh import Mesh
 from ckpttool.ops.merge.adapters import Adaptations
-from ckpttool.ops.merge.config import merged_config
+from ckpttool.ops.merge.config import TRAINING, merged_config
+from ckpttool.ops.merge.form import PADDLE, Form, form_of, is_paddle
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import CARD, ONE, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
@@ -87,18 +89,18 @@ def prepare(
     """Plan a merge. Raises a CkptError subclass; nothing is written."""
     selection = replace(selection, remove=(*selection.remove, *recipe.remove_keys))
     refs = recipe.references()
-    models = Models(options)
+    masters = recipe.component != "model"
+    dtype = target.dtype or recipe.out_dtype or recipe.dtype
+    dtype = parse(dtype).name if dtype else ""
+    if masters:
+        _check_masters(recipe, refs, dtype)
+    models = Models(options, recipe.component)
     models.open(refs)
     adaptations = Adaptations(models, refs, rounded=recipe.method != "passthrough")
     donor_ref = recipe.base or refs[0]
     donor = models[donor_ref]
     words = Words.of(recipe, models, donor_ref)
-    dtype = target.dtype or recipe.out_dtype or recipe.dtype
-    dtype = parse(dtype).name if dtype else ""
-    if recipe.component != "model":
-        raise UnsupportedError(
-            f"the recipe merges `{recipe.component}`, and only models are read so far", where=recipe.name
-        )
+    form = form_of(donor.checkpoint, [m.checkpoint for m in models], target.format)
     resolved = resolve(
         recipe, {r: adaptations.names(r) for r in refs}, {r: models[r].layers for r in refs}, layer=LAYER
     )
@@ -106,7 +108,7 @@ def prepare(
         models,
         adaptations,
         method=recipe.method,
-        dtype=dtype,
+        dtype="F32" if masters else dtype,
         vocab=choices.vocab,
         finite=not choices.allow_nonfinite,
         words=words,
@@ -119,6 +121,8 @@ def prepare(
         vocabulary=rows,
         dequantised=any(models[r].quantised for r in refs),
     )
+    if form is None and is_paddle(donor.checkpoint):
+        config = published_config(config)
     random = METHODS[recipe.method].random
     seed = choices.seed if random else None
     used = {label for names in builder.names.values() for label, _ in names}
@@ -127,18 +131,20 @@ def prepare(
         models.notes.append(f"{donor_ref} gives config and tokenizer only: `{recipe.method}` has no base")
     provenance = Provenance(recipe.record(), recipe.text, seed, choices.rng if random else "", origins)
     provenance.operands = builder.names
+    provenance.component = recipe.component
     written = list(words.files.items()) if words is not None else []
     if choices.card:
         written.append(("README.md", _card(donor, provenance)))
     prepared = plan_target(
-        _as_checkpoint(recipe, donor, models, builder, config, options, words),
-        replace(target, dtype=dtype, format=target.format or ("" if _is_cut(target) else "hf")),
+        _as_checkpoint(recipe, donor, models, builder, config, options, words, form),
+        replace(target, dtype="" if masters else dtype, format=target.format or _usual(target, form)),
         selection,
         computed=Computed(
             builder.computed, builder.operands, _randomness(choices, builder, recipe) if random else None
         ),
         written=written,
     )
+    provenance.format = prepared.format
     methods = [c.method == "passthrough" and recipe.method != "passthrough" for c in builder.computed]
     return PreparedMerge(
         prepared,
@@ -154,16 +160,23 @@ def prepare(
 
 
 def prepare_one(src: str | Path, options: OpenOptions, target: Target, selection: Selection) -> PreparedMerge:
-    """Plan how the shards of one checkpoint become one whole checkpoint, or what ``target`` says."""
+    """Plan how the shards of one checkpoint become one whole checkpoint, or what ``target`` says.
+
+    Paddle's checkpoints keep all components that a unified checkpoint can hold: the result can be trained on.
+    """
     source = open_checkpoint(src, options)
     cut = _is_cut(target)
-    if source.format == "flex" and not target.format and not cut:
-        # What Paddle's own merge of such a directory gives: every key under its own name, states included.
+    usual = PADDLE if is_paddle(source) else "hf"
+    if source.format == "flex" and not target.format and not cut and any(source.stored.root.glob("*.metadata")):
+        # What Paddle's own merge of such a directory gives: every key under its own name, states included. (What a
+        # trainer writes is several such directories, which it does not merge.)
         source = open_checkpoint(src, replace(options, mesh=replace(options.mesh, raw=True)))
-    whole = target if cut else replace(target, tp=1, pp=1, ep=1, etp=1, format=target.format or "hf")
+        usual = "hf"
+    whole = target if cut else replace(target, tp=1, pp=1, ep=1, etp=1, format=target.format or usual)
     origin = Origin(str(src), str(src), source.format, _files(source), len(source.catalog))
     prepared = plan_target(source, whole, selection)
     provenance = Provenance({"merge_method": ONE}, "", None, "", [origin])
+    provenance.format = prepared.format
     return PreparedMerge(prepared, ONE, None, "", [origin], provenance, 0, len(prepared.views), (str(src),))
 
 
@@ -198,10 +211,32 @@ def _files(checkpoint: Checkpoint) -> list[tuple[str, int]]:
     return [(f.path.name, f.size) for f in checkpoint.catalog.files]
 
 
+def _usual(target: Target, form: Form | None) -> str:
+    """The format when --to does not say one; "" leaves it to the ranks that are asked for."""
+    return PADDLE if form is not None else "" if _is_cut(target) else "hf"
+
+
+def _check_masters(recipe: Recipe, refs: Sequence[ModelRef], dtype: str) -> None:
+    """Raises for what cannot be asked of a merge of master weights."""
+    if dtype not in ("", "F32"):
+        raise UsageError(
+            f"master weights are float32, and {dtype} is asked for",
+            where=recipe.name,
+            hint="leave --dtype away, or merge the model weights: merge_prefix `model`",
+        )
+    for ref in refs:
+        if ref.adapters:
+            raise UnsupportedError(
+                "an adapter is added to model weights, and the recipe merges the master weights",
+                where=[recipe.name, *ref.adapters],
+                hint="leave merge_prefix away",
+            )
+
+
 def _origin(ref: ModelRef, model: Model, adaptations: Adaptations) -> Origin:
     checkpoint = model.checkpoint
     held, adapters = _files(checkpoint), adaptations.hashes(ref)
-    return Origin(str(ref), model.label, checkpoint.format, held, len(model.views), adapters)
+    return Origin(str(ref), model.label, checkpoint.format, held, len(model.views), adapters, model.derived)
 
 
 def _randomness(choices: Choices, builder: Builder, recipe: Recipe) -> Randomness:
@@ -228,28 +263,35 @@ def _as_checkpoint(
     config: dict[str, Any],
     options: OpenOptions,
     words: Words | None,
+    form: Form | None,
 ) -> Checkpoint:
     """The merged model as if it were a checkpoint: what reshard can write, merge can write."""
     old = donor.checkpoint.stored
+    notes = [*recipe.notes, *models.notes, *(words.notes if words else ()), *builder.notes]
+    companions = [n for n in old.companions if n != RECORD and not (words and n in TOKENIZER_FILES)]
+    run = [n for n in companions if TRAINING.fullmatch(n)]
+    if run:
+        shown = ", ".join(run[:3]) + (f" and {len(run) - 3} more" if len(run) > 3 else "")
+        notes.append(f"not carried, because a merge is no state of a training run: {shown}")
     stored = StoredCheckpoint(
-        "hf",
+        PADDLE if form else "hf",
         old.root,
         models.files,
         [],
         Mesh(),
-        naming=old.naming if models.as_they_are else "hf",
+        naming=old.naming if form or models.as_they_are else "hf",
         fused=old.fused if models.as_they_are else "",
         config=config,
-        companions=tuple([n for n in old.companions if n != RECORD and not (words and n in TOKENIZER_FILES)]),
+        companions=tuple([n for n in companions if n not in run]),
         native_config=old.native_config or old.config if config != old.config else {},
     )
     family = pick_family(options.family, old.family, config)
-    catalog = Catalog(models.files, builder.tensors)
-    tied = family.tied and Key("lm_head.weight") not in builder.tensors
-    if tied and Key("model.embed_tokens.weight") in builder.tensors:
+    tensors = form.of(builder.tensors, family) if form else builder.tensors
+    catalog = Catalog(models.files, tensors)
+    tied = family.tied and Key("lm_head.weight") not in tensors
+    if tied and Key("model.embed_tokens.weight") in tensors:
         catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}
-    notes = [*recipe.notes, *models.notes, *(words.notes if words else ()), *builder.notes]
-    return Checkpoint(donor.checkpoint.path, stored, family, catalog, notes)
+    return Checkpoint(donor.checkpoint.path, stored, family, catalog, notes, form.ops if form else ())
 
 
 def _card(donor: Model, provenance: Provenance) -> bytes:

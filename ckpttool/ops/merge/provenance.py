@@ -35,6 +35,8 @@ class Origin:
     tensors: int
     adapters: Sequence[tuple[str, str]] = ()
     """(path, hash of its weights)"""
+    derived: tuple[int, str] = (0, "")
+    """(tensors, dtype): model weights that are rounded elements of that dtype, and stored nowhere by themselves."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,10 @@ class Provenance:
     origins: Sequence[Origin]
     operands: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
     """Name of a computed tensor -> (label of the source, tensor there) of each operand."""
+    component: str = "model"
+    """What was merged."""
+    format: str = ""
+    """Of the output."""
 
     def record(self, plan: Plan, digests: Mapping[str, str]) -> bytes:
         """The record as JSON. ``digests`` are the operands' hashes by the keys of ``operand_keys``.
@@ -69,6 +75,7 @@ class Provenance:
             h = hasher()
             for name, digest in sorted(found[o.label].items()):
                 h.update(f"{name} {digest}\n".encode(errors="surrogateescape"))
+            count, stored = o.derived
             sources.append(
                 {
                     "path": o.path,
@@ -78,6 +85,7 @@ class Provenance:
                     "tensors_hashed": len(found[o.label]),
                     "hash": f"{ALGORITHM}:{h.hexdigest()}",
                     "adapters": [{"path": p, "hash": d} for p, d in o.adapters],
+                    "derived": {"tensors": count, "from": "master_weights", "stored": stored} if count else None,
                 }
             )
         data = {
@@ -88,6 +96,8 @@ class Provenance:
             "recipe_text": self.text,
             "seed": self.seed,
             "rng": self.rng,
+            "format": self.format,
+            "component": self.component,
             "sources": sources,
         }
         return (json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n").encode(errors="surrogateescape")

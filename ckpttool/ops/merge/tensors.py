@@ -144,7 +144,7 @@ class Builder:
     ) -> None:
         shape = shape_of(models[0])
         self._try(name, shape, models, base, parameters, whole, base_at, method)
-        key = Key(name)
+        key = Key(name, self.models.component)
         if not prod(shape):
             self.tensors[key] = LogicalTensor(key, dtype, shape, ())
             return
