@@ -64,6 +64,8 @@ class Same(NamedTuple):
     dtype: str
     what: str
     """Tensor name for the error."""
+    b_dtype: str = ""
+    """Of ``b`` where it is another: its elements are rounded to ``dtype`` before they are compared."""
 
 
 class Padding(NamedTuple):

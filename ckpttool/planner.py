@@ -315,13 +315,21 @@ def _clipped(piece: Piece, box: Box) -> Piece:
 
 
 def _equal(pairs: Iterable[Equal]) -> list[Unit]:
-    """Scalars that become one must hold the same."""
+    """Tensors of which only one is written must hold the same: where dtypes differ, the second one rounded."""
     units = []
     for a, b in pairs:
-        if a.pieces and b.pieces:
-            box = whole(a.shape)
-            one, other = Piece(a.pieces[0].stored, box, box), Piece(b.pieces[0].stored, box, box)
-            units.append(Unit(f"check {b.key}", (_same(a, one, other),)))
+        steps: list[Step] = []
+        for one in a.pieces:
+            for other in b.pieces:
+                common = one.box.intersect(other.box) if one.box.start else one.box
+                if common is None:
+                    continue
+                mine, its = _clipped(one, common), _clipped(other, common)
+                if (mine.stored.file, mine.stored.offset) == (its.stored.file, its.stored.offset):
+                    continue  # derived from it
+                steps.append(_same(a, mine, its))
+        if steps:
+            units.append(Unit(f"check {a.key}", tuple(steps)))
     return units
 
 
@@ -331,18 +339,18 @@ def _same(tensor: LogicalTensor, mine: Piece, other: Piece) -> Same:
     if lookup(a.dtype).bits % 8 and mine.local == whole(a.shape) and other.local == whole(b.shape):
         # Elements that share bytes are never cut, so these are copies of the whole.
         return Same(Block(a.file, a.offset, (1,)), Block(b.file, b.offset, (1,)), (a.nbytes,), "U8", what)
-    item = _item(a.dtype, what)
-    sa = [s * item for s in a.element_strides]
-    sb = [s * item for s in b.element_strides]
+    sa = [s * _item(a.dtype, what) for s in a.element_strides]
+    sb = [s * _item(b.dtype, what) for s in b.element_strides]
     shape, (x, y) = merged_axes(other.box.shape, sa, sb)
     if not shape:
-        shape, x, y = (1,), (item,), (item,)
+        shape, x, y = (1,), (_item(a.dtype, what),), (_item(b.dtype, what),)
     return Same(
         Block(a.file, a.offset + _at(mine.local, sa), x),
         Block(b.file, b.offset + _at(other.local, sb), y),
         shape,
         a.dtype,
         what,
+        "" if a.dtype == b.dtype else b.dtype,
     )
 
 

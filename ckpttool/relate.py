@@ -623,8 +623,10 @@ def follow(views: Views, catalog: Catalog, component: str, state: str, equal: li
 
     A tensor of its parameter's shape goes where the parameter's elements go. A scalar goes to every tensor that its
     parameter is in; where several are joined they must be equal, which ``equal`` collects. The result is by parameter
-    name. Raises ConflictError for other shapes, IncompleteError when only some of the joined parameters have it.
+    name. A cast is one of weights: other components keep their precision. Raises ConflictError for other shapes,
+    IncompleteError when only some of the joined parameters have it.
     """
+    weights = component in ("model", "adapter")
     out: dict[str, View] = {}
     for view in views:
         parts = view.parts if view.same is None else ()
@@ -652,12 +654,13 @@ def follow(views: Views, catalog: Catalog, component: str, state: str, equal: li
                     where=[catalog.place(p.stored) for p in t.pieces[:1]],
                 )
         if view.same is not None:
-            out[view.name] = View(str(key), there[0].dtype, view.shape, there[0])
+            out[view.name] = View(str(key), view.dtype if weights else there[0].dtype, view.shape, there[0])
         else:
             moved = []
             for p in parts:
                 counterpart = mine[id(p.source)]
                 if counterpart is not None:
                     moved.append(p._replace(source=counterpart))
-            out[view.name] = View(str(key), there[0].dtype, view.shape, None, tuple(moved))
+            dtype = view.dtype if weights else there[0].dtype
+            out[view.name] = View(str(key), dtype, view.shape, None, tuple(moved))
     return out

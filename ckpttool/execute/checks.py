@@ -11,6 +11,7 @@ from ckpttool.errors import CorruptError
 from ckpttool.execute.blocks import Carrier
 from ckpttool.execute.files import span
 from ckpttool.execute.reader import Bytes, blocks, read_strided
+from ckpttool.kernels.cast import cast
 from ckpttool.plan import Block, Padding, Same
 
 _BLOCK = 2 << 20
@@ -62,19 +63,24 @@ def _bytewise(step: Same) -> Same:
 def _same(step: Same, carrier: Carrier, done: int) -> None:
     if lookup(step.dtype).bits % 8:
         step = _bytewise(step)
-    size = itemsize(step.dtype)
-    read = _Reader(carrier, 2, size)
+    size, other = itemsize(step.dtype), step.b_dtype or step.dtype
+    read = _Reader(carrier, 2, max(size, itemsize(other)))
     kind = np.dtype(f"u{size}")
-    for box in blocks(step.shape, size, read.limit):
+    for box in blocks(step.shape, max(size, itemsize(other)), read.limit):
         a = read(0, step.a, box.start, box.shape, size)
-        b = read(1, step.b, box.start, box.shape, size)
+        b = read(1, step.b, box.start, box.shape, itemsize(other))
+        if other != step.dtype:
+            rounded = np.empty(b.size // itemsize(other), numpy_dtype(step.dtype))
+            cast(b.view(numpy_dtype(other)), rounded)
+            b = rounded.view(np.uint8)
         if not np.array_equal(a, b):
             at = int(np.flatnonzero(a.view(kind) != b.view(kind))[0])
             inside = np.unravel_index(at, box.shape) if box.shape else ()
             index = tuple(int(i) + s for i, s in zip(inside, box.start, strict=True))
             values = [str(x.view(numpy_dtype(step.dtype))[at]) for x in (a, b)]
+            copies = f"two copies of `{step.what}`" if other == step.dtype else f"`{step.what}` and its master weight"
             raise CorruptError(
-                f"two copies of `{step.what}` differ, first at element {done + at:,}: {values[0]} and {values[1]}",
+                f"{copies} differ, first at element {done + at:,}: {values[0]} and {values[1]}",
                 where=[f"{carrier.sources[block.file]} {span(_at(block, index), size)}" for block in (step.a, step.b)],
             )
         done += prod(box.shape)

@@ -9,7 +9,7 @@ that one checkpoint holds both. Measured with paddlenlp 3.0.0b4, paddleformers 0
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 STATES = frozenset({"moment1_0", "moment2_0", "velocity_0", "beta1_pow_acc_0", "beta2_pow_acc_0", "moment2_max_0"})
@@ -131,6 +131,8 @@ def clean_architecture(name: str) -> str:
 
 def target_config(config: Mapping[str, Any], version: str, dtype: str) -> dict[str, Any]:
     """config.json as this version's loader expects it: its dtype key, plain architectures, no parallel sizes."""
+    if not config:
+        return {}
     out = dict(config)
     if isinstance(names := out.get("architectures"), list):
         out["architectures"] = [clean_architecture(n) if isinstance(n, str) else n for n in names]
@@ -143,12 +145,28 @@ def target_config(config: Mapping[str, Any], version: str, dtype: str) -> dict[s
         for name in ("paddlenlp", "paddleformers"):
             out.pop(f"{name}_version", None)
         out[f"{reader.name}_version"] = ".".join(map(str, (*reader.version, 0)))
-    said = dtype or out.get("torch_dtype") or out.get("dtype")
+    said = next((n for n, d in CONFIG_DTYPES.items() if d == dtype), "") or out.get("torch_dtype") or out.get("dtype")
     key, other = ("dtype", "torch_dtype") if version.startswith("paddlenlp") else ("torch_dtype", "dtype")
     if said is not None and (key not in out or dtype):
         out.pop(other, None)
         out[key] = said
     return out
+
+
+FUSED_FLAGS = {"fuse_attention_qkv": ("qkv_proj",), "fuse_attention_ffn": ("gate_up_fused_proj", "up_gate_proj")}
+"""Fields of PaddleNLP's configs that say which projections are fused -> the fused modules."""
+
+
+def with_fused_flags(config: Mapping[str, Any], modules: Collection[str]) -> dict[str, Any]:
+    """The config with the flags of fused projections as these modules say; fields that are not there stay away."""
+    return {k: any(m in modules for m in FUSED_FLAGS[k]) if k in FUSED_FLAGS else v for k, v in config.items()}
+
+
+TRAINER_FILES = re.compile(
+    r"rng_state.*\.pth|scheduler\.pdparams|scaler\.pdparams|training_args\.bin|trainer_state\.(?:json|bin)"
+    r"|model_meta\.json|saved_signal_.*|optimizer\.safetensors\.index\.json"
+)
+"""Small files that only a trainer has a use for."""
 
 
 def published_config(config: Mapping[str, Any]) -> dict[str, Any]:

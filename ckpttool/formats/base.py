@@ -218,8 +218,8 @@ class Habits(NamedTuple):
     """Optimizer state may be shared out over --sharding-out ranks."""
     spread: bool = False
     """A save may lie in several directories (--also), each written by another node."""
-    full_masters: bool = False
-    """Parameters that are float32 themselves have a master weight too."""
+    fp32_masters: str = "kept"
+    """Of parameters that are float32 themselves, a master weight is ``added``, ``dropped``, or ``kept`` as it is."""
     keeps: bool = False
     """What comes in this format stays in it unless --to says otherwise."""
 

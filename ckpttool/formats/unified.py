@@ -64,7 +64,7 @@ _RANKED = re.compile(
 _COORDINATE = re.compile(r"(tp|pp|shard|moe)(\d+)")
 _QUANTISED = re.compile(r"@(?:min_|max_)?scales\Z")
 _CARRIED = re.compile(
-    r"(?:rng_state.*\.pth|scheduler\.pdparams|scaler\.pdparams|training_args\.bin|trainer_state\.(?:json|bin)"
+    r"(?:rng_state.*\.pth|saved_signal_\d+|scheduler\.pdparams|scaler\.pdparams|training_args\.bin|trainer_state\.(?:json|bin)"
     r"|.*\.json|.*\.txt|.*\.model|.*\.jinja|.*\.npy)\Z"
 )
 _OWN = re.compile(r"(?:config\.json|.*\.index\.json|ckpttool\.manifest\.json)\Z")
@@ -101,7 +101,7 @@ class Unified:
         components=("model", "adapter", "master_weights", "optimizer"),
         targets=TARGETS,
         keeps=True,
-        full_masters=True,
+        fp32_masters="added",
         spread=True,
     )
 
@@ -551,11 +551,21 @@ class _Reader:
                         where=str(self.listing.root),
                         hint="fetch the missing files; directories of other nodes go with --also",
                     )
-                self.notes.append(
-                    f"{stem}.safetensors.index.json names {len(gone)} tensors that no file holds; rebuilt"
+                name = str(min(gone))
+                raise IncompleteError(
+                    f"{stem}.safetensors.index.json names {len(gone)} tensors that no file holds: `{name}`",
+                    where=str(self.listing.root),
+                    hint="a file is one of another save; or, when the tensors are really gone, remove the index",
                 )
             if extra := real - keys:
                 self.notes.append(f"{len(extra)} tensors are not in {stem}.safetensors.index.json; rebuilt")
+        weights = {k.name for k in held if k.component in ("model", "adapter")}
+        if weights and (lost := sorted({k.name for k in held} - weights)):
+            raise IncompleteError(
+                f"{len(lost)} parameters have optimizer state or master weights, but no weight: `{lost[0]}`",
+                where=str(self.listing.root),
+                hint="a model file is missing or is one of another save",
+            )
 
 
 def _key(name: str, component: str) -> Key:

@@ -14,7 +14,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Habits
 from ckpttool.geometry import whole
-from ckpttool.relate import View
+from ckpttool.relate import Equal, View
 
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 """All that a checkpoint can hold, in the order in which they are written."""
@@ -23,12 +23,19 @@ WEIGHTS = ("model", "adapter")
 
 
 def chosen_components(
-    source: Checkpoint, wanted: tuple[str, ...], habits: Habits, fmt: str, notes: list[str], *, ema: bool
+    source: Checkpoint,
+    wanted: tuple[str, ...],
+    habits: Habits,
+    fmt: str,
+    notes: list[str],
+    equal: list[Equal],
+    *,
+    ema: bool,
 ) -> tuple[Catalog, list[tuple[str, str]]]:
     """The catalog with what shall be written, and its (component, state) pairs in order.
 
     ``wanted`` are the components of --only, () for all that the format can hold; ``ema`` writes the average as the
-    model.
+    model. ``equal`` collects tensors of which only one is written.
 
     Raises UsageError for a component that is not there or that the format cannot hold.
     """
@@ -45,6 +52,7 @@ def chosen_components(
         if wanted != ("model",):
             raise UsageError("--ema writes the average as the model, so only `--only model` goes with it")
         catalog = _ema_as_model(catalog)
+        notes[:] = [n for n in notes if not n.startswith("model weights are ")]
     if "adapter" in have and "adapter" not in habits.components and not wanted:
         raise UsageError(
             f"the source is an adapter, and --to {fmt} holds {', '.join(habits.components)}",
@@ -59,7 +67,9 @@ def chosen_components(
         if c not in habits.components:
             raise UsageError(
                 f"--only {c}: --to {fmt} holds {', '.join(habits.components)}",
-                hint="use --to unified, hybrid, zcc or flex for the state of an optimizer",
+                hint="the average as the model: --ema"
+                if c == "ema" and "model" in habits.components
+                else "use --to unified, hybrid, zcc or flex for the state of an optimizer",
             )
     keep = wanted or tuple(c for c in have if c in habits.components)
     if not keep:
@@ -70,8 +80,13 @@ def chosen_components(
     if not wanted and (left := [c for c in have if c not in keep]):
         notes.append(f"{', '.join(left)} left out: --to {fmt} holds {', '.join(habits.components)}")
     tensors = {k: t for k, t in catalog.tensors.items() if k.component in keep}
-    if habits.full_masters and "master_weights" in keep:
+    if habits.fp32_masters == "added" and "master_weights" in keep:
         tensors |= _own_masters(catalog)
+    elif habits.fp32_masters == "dropped" and "model" in keep:
+        for key in [k for k in tensors if k.component == "master_weights"]:
+            model = catalog.tensors.get(Key(key.name))
+            if model is not None and model.dtype == "F32":
+                equal.append((model, tensors.pop(key)))
     kept = Catalog(catalog.files, tensors, catalog.aliases)
     order = {c: i for i, c in enumerate(COMPONENTS)}
     pairs = dict.fromkeys((k.component, k.state) for k in kept.tensors)

@@ -6,7 +6,7 @@ open SRC -> views (names, fusions, selections) -> ranks of DST -> skeleton -> pl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
@@ -20,7 +20,13 @@ from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
-from ckpttool.formats._paddle import base_prefix, published_config, software
+from ckpttool.formats._paddle import (
+    TRAINER_FILES,
+    base_prefix,
+    published_config,
+    software,
+    with_fused_flags,
+)
 from ckpttool.formats.base import Format, Habits, ReadOptions, Skeleton, Turning, WriteRequest
 from ckpttool.formats.registry import by_name, read_source
 from ckpttool.geometry import Box
@@ -159,7 +165,8 @@ def plan_target(
     _check_target(target, fmt, writer, source)
     family = source.family
     version = _version(source, target, habits)
-    catalog, components = chosen_components(source, target.components, habits, fmt, notes, ema=target.ema)
+    equal: list[Equal] = []
+    catalog, components = chosen_components(source, target.components, habits, fmt, notes, equal, ema=target.ema)
     fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
     naming = writer.naming()
     if not naming:
@@ -201,7 +208,6 @@ def plan_target(
     )
     chosen = _chosen(target, mesh)
     ranks = partitioner.run(cut, chosen)
-    equal: list[Equal] = []
     tables = {c: follow(views, catalog, *c, equal) for c in components}
     ranks = [[r for c in components for r in share_of(held, c, tables[c], cast)] for held in ranks]
     table = {v.name: v for c in components for v in tables[c].values()}
@@ -211,6 +217,8 @@ def plan_target(
         turned = partial(writer.turned, version=version, prefix=prefix, config=source.config)
         ranks = [[_turned(turned, r, table) for r in held] for held in ranks]
     config = _config(source, mesh, dtype)
+    if naming == "paddle":
+        config = with_fused_flags(config, {n.rsplit(".", 2)[-2] for n in views.table if n.count(".") > 1})
     if naming != "paddle" and source.stored.naming == "paddle" and config:
         config = published_config(config)
     sharding = target.sharding or (source.stored.sharding if habits.optimizer_shards else 1)
@@ -238,6 +246,8 @@ def plan_target(
         companions,
     )
     skeleton = writer.write(request)
+    if skeleton.ranks is not None:
+        equal += _left_to_masters(catalog, tables, skeleton.ranks)
     carried, literal = _beside(source, request, skeleton, written, notes)
     plan = build_plan(
         catalog,
@@ -258,6 +268,26 @@ def plan_target(
     return Prepared(source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed)
 
 
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _left_to_masters(
+    catalog: Catalog, tables: Mapping[tuple[str, str], dict[str, View]], ranks: Sequence[Sequence[RankTensor]]
+) -> list[Equal]:
+    """Model weights that the files hold as master weights only: readers will round those, so they must be that."""
+    written = {r.key for held in ranks for r in held}
+    out = []
+    for name, view in tables.get(("model", ""), {}).items():
+        if view.name in written or ("master_weights", "") not in tables or name not in tables["master_weights", ""]:
+            continue
+        for source in {id(p.source): p.source for p in view.parts}.values():
+            master = catalog.tensors.get(Key(source.key.name, "master_weights"))
+            if master is not None and source.key.component == "model":
+                out.append((source, master))
+    return out
+
+
 def _beside(
     source: Checkpoint,
     request: WriteRequest,
@@ -275,9 +305,15 @@ def _beside(
     elif request.config:
         text = json.dumps(request.config, indent=2, ensure_ascii=False) + "\n"
         made.insert(0, ("config.json", text.encode()))
-    if left := [p.name for p in carried if p.name in skeleton.left]:
-        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        notes.append(f"not carried, because they belong to the ranks of the source: {shown}")
+    left = [p.name for p in carried if p.name in skeleton.left]
+    if request.naming != "paddle":
+        unused = [p.name for p in carried if TRAINER_FILES.fullmatch(p.name)]
+        if unused:
+            notes.append(f"not carried, because only a trainer uses them: {_shown(unused)}")
+            carried = [p for p in carried if p.name not in unused]
+        left = [n for n in left if n not in unused]
+    if left:
+        notes.append(f"not carried, because they belong to the ranks of the source: {_shown(left)}")
     gone = {*skeleton.left, *(name for name, _ in made)}
     return [p for p in carried if p.name not in gone], made
 
@@ -399,6 +435,26 @@ def _check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) 
             )
     if target.native_names and writer.naming() != "paddle":
         raise UsageError(f"--native-names does nothing for --to {fmt}", hint="leave it away")
+    sharding = target.sharding or source.stored.sharding
+    if target.sharding_version and (sharding == 1 or fmt == "flex"):
+        raise UsageError(
+            f"--sharding-version {target.sharding_version} does nothing "
+            + ("for --to flex" if fmt == "flex" else "without --sharding-out 2 or more"),
+            hint="leave it away",
+        )
+    if target.dtype and writer.habits.fp32_masters == "dropped" and sharding > 1:
+        raise UsageError(
+            f"--dtype {target.dtype} is not possible with sharding {sharding}: model weights are stored as master"
+            " weights only, and read back in the model's own dtype",
+            hint="write --to unified with --dtype, or --sharding-out 1",
+        )
+    if target.dtype and target.components and not set(target.components) & set(WEIGHTS):
+        raise UsageError(
+            f"--dtype {target.dtype} casts model weights, and --only leaves them out",
+            hint="the state of an optimizer keeps its precision",
+        )
+    if target.vocab_multiple > 1 and not writer.habits.pad_vocab:
+        raise UsageError(f"--to {fmt} does not pad the vocabulary", hint="leave --vocab-multiple away")
     if target.sharding is not None and target.sharding < 1:
         raise UsageError(f"--sharding-out is {target.sharding}", hint="parallel sizes start at 1")
 
@@ -507,7 +563,10 @@ def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[
             name = source.format if source.stored.mesh.world > 1 or by_name(source.format, "").sharded else "ranks"
         notes.append(f"written as {name}" + ("" if name == source.format else " (--to chooses another format)"))
     writer = by_name(name, "--to")
-    return name, writer.target_mesh(asked if writer.sharded else Mesh(), said), asked
+    mesh = writer.target_mesh(asked if writer.sharded else Mesh(), said)
+    if mesh.etp != asked.etp:
+        notes[:] = [n for n in notes if not n.startswith(f"etp {asked.etp} = tp")]
+    return name, mesh, asked
 
 
 def select(

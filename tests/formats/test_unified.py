@@ -285,13 +285,6 @@ def test_shapes_overrule_the_version(tmp_path: Path) -> None:
         (lambda d: {**d, "metadata": {"total_size": 1}}, ""),
         (lambda d: {"metadata": d["metadata"]}, "no usable"),
         (lambda d: {**d, "weight_map": dict(list(d["weight_map"].items())[1:])}, "not in model.safetensors.index.json"),
-        (
-            lambda d: {
-                **d,
-                "weight_map": {**d["weight_map"], "ghost.weight": next(iter(d["weight_map"].values()))},
-            },
-            "that no file holds",
-        ),
     ],
 )
 def test_an_index_that_lies_is_rebuilt(change: Any, note: str, tmp_path: Path) -> None:
@@ -300,6 +293,69 @@ def test_an_index_that_lies_is_rebuilt(change: Any, note: str, tmp_path: Path) -
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     done = reshard(src, tmp_path / "out", "--to", "unified", "--verify")
     assert note in done.err
+
+
+def test_an_index_with_tensors_that_no_file_holds(tmp_path: Path) -> None:
+    src = copy("nlp_llama_bf16_tp2_ignore_merge", tmp_path / "src")
+    path = src / "model.safetensors.index.json"
+    data = json.loads(path.read_text())
+    data["weight_map"]["ghost.weight"] = next(iter(data["weight_map"].values()))
+    path.write_text(json.dumps(data))
+    assert "`ghost.weight`" in refused(src, tmp_path / "out", "--to", "unified")
+
+
+def test_a_model_file_of_another_part(tmp_path: Path) -> None:
+    """The second file is a copy of the first: half of the model would be gone, with or without an index."""
+    src = copy("nlp_llama_bf16_tp2_ignore_merge", tmp_path / "src")
+    shutil.copy(src / "model-00001-of-00002.safetensors", src / "model-00002-of-00002.safetensors")
+    assert "no file holds" in refused(src, tmp_path / "out", "--to", "unified")
+    (src / "model.safetensors.index.json").unlink()
+    assert "but no weight" in refused(src, tmp_path / "out", "--to", "unified")
+
+
+def test_weights_that_are_not_their_masters_are_not_lost(tmp_path: Path) -> None:
+    """With sharding, only master weights are written: weights that were changed since would be gone."""
+    src = tmp_path / "src"
+    reshard(FIXTURES / "nlp_llama_bf16_tp2_ignore_merge", src, "--to", "unified")
+    path = src / "model-00001-of-00001.safetensors"
+    tensors = read_folder(src, path.name)
+    name = "llama.layers.1.mlp.down_proj.weight"
+    tensors[name] = (tensors[name].astype(np.float32) * 1.5).astype(ml_dtypes.bfloat16)
+    write_file(path, tensors, {"format": "np"})
+    text = refused(src, tmp_path / "out", "--to", "hybrid", "--sharding-out", 2)
+    assert f"`{name}` and its master weight differ" in text
+    reshard(src, tmp_path / "flex", "--to", "flex", "--verify")
+    reshard(src, tmp_path / "hybrid", "--to", "hybrid", "--verify")
+
+
+def test_float32_parameters_and_their_masters(tmp_path: Path) -> None:
+    """Unified checkpoints hold float32 parameters twice, hybrid ones once; they must be equal."""
+    src = tmp_path / "src"
+    reshard(FIXTURES / "nlp_llama_bf16_tp2_ignore_merge", src, "--to", "unified", "--dtype", "f32")
+    path = src / "model-00001-of-00001.safetensors"
+    masters = read_folder(src, "master_weights-*.safetensors")
+    write_file(path, masters, {"format": "np"})
+    for options in (("--sharding-out", 2), ("--tp-out", 2)):
+        out = tmp_path / f"out{options[0]}"
+        reshard(src, out, "--to", "hybrid", *options, "--verify")
+        reshard(out, tmp_path / f"back{options[0]}", "--to", "unified", "--tp-out", 1, "--verify")
+        got, want = held(tmp_path / f"back{options[0]}"), held(src)
+        assert got.keys() == {k for k in want if not k.startswith("master")}
+        assert all(np.array_equal(got[k], want[k]) for k in got)
+    masters["lm_head.weight"] = masters["lm_head.weight"] + 1
+    write_file(path, masters, {"format": "np"})
+    assert "differ" in refused(src, tmp_path / "x", "--to", "hybrid", "--sharding-out", 2)
+
+
+def test_config_keeps_to_the_files(tmp_path: Path) -> None:
+    src = FIXTURES / "nlp_llamafused_bf16_tp2"
+    reshard(src, tmp_path / "a", "--to", "unified", "--unfuse", "--dtype", "f16")
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    assert config["dtype"] == "float16"
+    assert config["fuse_attention_qkv"] is False
+    done = reshard(src, tmp_path / "b", "--to", "hf")
+    assert not list((tmp_path / "b").glob("*.pdparams"))
+    assert "only a trainer uses them" in done.err
 
 
 def test_flags_that_mean_nothing_are_refused(tmp_path: Path) -> None:
@@ -368,7 +424,7 @@ def test_names_of_another_generation(tmp_path: Path) -> None:
         b["model/layers.0.mlp.up_proj.weight"], a["model/layers.0.mlp.gate_up_fused_proj.weight"][:, 48:].T
     )
     assert {n.split(".")[0] for n in read_folder(new, "model-*.safetensors")} == {"model", "lm_head"}
-    reshard(new, back, *plain, "--native-names", "--verify")
+    reshard(new, back, *plain, "--native-names", "--fuse", "--verify")
     for f in straight.glob("*.safetensors*"):
         assert (back / f.name).read_bytes() == f.read_bytes(), f.name
     assert "--native-names" in refused(src, tmp_path / "x", "--to", "hf", "--native-names", code=2)
