@@ -77,7 +77,8 @@ def build_plan(
             file, offset = places[t.slot]
             todo = steps.setdefault(view.name, [])
             size = nbytes(t.dtype, prod(t.shape), where=t.name)
-            targets.setdefault(view.name, []).append(Target(t.name, file, offset, size))
+            label = t.name + (f"/{t.state}" if t.state else "") + (f"#{t.part}" if t.part else "")
+            targets.setdefault(view.name, []).append(Target(label, file, offset, size))
             _rank_steps(todo, view, t, file, offset, used)
     units = [Unit(name, tuple(todo), tuple(targets[name])) for name, todo in steps.items() if todo or targets[name]]
     if computed is not None:

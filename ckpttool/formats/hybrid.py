@@ -175,7 +175,13 @@ class Hybrid:
     about = "Paddle hybrid-parallel: model_state.*.pdparams and optimizer.*.pdopt per rank, with or without model_meta"
     sharded = True
     habits = Habits(
-        pad_vocab=False, components=COMPONENTS[:3], targets=TARGETS, optimizer_shards=True, keeps=True, spread=True
+        pad_vocab=False,
+        components=COMPONENTS[:3],
+        targets=TARGETS,
+        optimizer_shards=True,
+        keeps=True,
+        spread=True,
+        fp32_masters="dropped",
     )
     ema = False
 
@@ -220,7 +226,13 @@ class ZeroCost(Hybrid):
     name = "zcc"
     about = "Paddle Zero-Cost Checkpoint: hybrid with ema.*.pdopt"
     habits = Habits(
-        pad_vocab=False, components=COMPONENTS, targets=TARGETS, optimizer_shards=True, keeps=True, spread=True
+        pad_vocab=False,
+        components=COMPONENTS,
+        targets=TARGETS,
+        optimizer_shards=True,
+        keeps=True,
+        spread=True,
+        fp32_masters="dropped",
     )
     ema = True
 

@@ -22,6 +22,7 @@ from ckpttool.formats._paddle import base_prefix, head_in_out, is_linear
 from ckpttool.layout.family import Family, Fuse, Op, Rename, Transpose, inverse
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.scales import weight_of
+from ckpttool.select import compile_pattern
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -176,19 +177,25 @@ def _hf_names(ops: Sequence[Op], shapes: Shapes) -> Shapes:
     return out
 
 
-def kept_whole(family: Family, ops: tuple[Op, ...], names: Iterable[str], tp: int) -> tuple[str, ...]:
-    """Patterns of the tensors that Paddle's tensor parallelism holds whole on every rank because they do not divide.
+def kept_whole(
+    family: Family, ops: tuple[Op, ...], names: Iterable[str], tp: int, source: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Patterns of the tensors that Paddle's tensor parallelism holds whole on every rank.
 
-    Key and value projections whose heads do not divide, and embeddings and heads of a vocabulary that does not.
+    Key and value projections whose heads do not divide, and embeddings and heads of a vocabulary that does not; and
+    of the tensors that no rule names those that the source held whole (``source`` are its patterns).
     """
     heads, vocab = family.size("kv_heads") or 0, family.size("vocab") or 0
-    if tp == 1 or not (heads % tp or vocab % tp):
-        return ()
     place_of = family.placer(ops)
+    held = [compile_pattern(p) for p in source]
     out = set()
     for name in names:
         place = place_of(name)
         if place is None:
+            if any(p.search(name) for p in held):
+                out.add("*".join(split_numbers(name)[0].split("#")))
+            continue
+        if tp == 1:
             continue
         rule = place.rule
         if (rule.verb == "vocab" and vocab % tp) or (rule.verb == "column" and rule.units == "kv_heads" and heads % tp):

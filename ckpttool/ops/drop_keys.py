@@ -1,7 +1,8 @@
 """``ckpttool drop-keys``: the same checkpoint without some of its tensors.
 
-A Hugging Face checkpoint keeps its files: those that lose nothing are carried (or linked), the others are written
-anew with what is left in them. What has ranks is written anew by the planner of reshard, over the same ranks.
+A Hugging Face or a unified checkpoint keeps its files: those that lose nothing are carried (or linked), the others
+are written anew with what is left in them. What has ranks is written anew by the planner of reshard, over the same
+ranks. A parameter goes with all of its components.
 """
 
 from __future__ import annotations
@@ -10,25 +11,41 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckpttool.catalog import RankTensor, StoredTensor
+from ckpttool.catalog import Catalog, DataFile, Key, RankTensor, StoredTensor, whole_tensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.errors import UsageError
+from ckpttool.formats._paddle import base_prefix
 from ckpttool.formats.base import build_files, list_source
 from ckpttool.formats.hf import NUMBERED
+from ckpttool.formats.registry import by_name
 from ckpttool.formats.safetensors import read_header, tensor_bytes
+from ckpttool.formats.unified import STEMS
 from ckpttool.geometry import whole
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.scales import weight_of
 from ckpttool.mesh import Mesh
+from ckpttool.ops.inspect.listing import in_order, is_derived, source_files
 from ckpttool.ops.reshard import Prepared, Selection, Target, plan_target, select
 from ckpttool.planner import build_plan
-from ckpttool.relate import Views, identity
+from ckpttool.relate import View, Views, identity, parameters
 
 INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYERS, MTP = "num_hidden_layers", "num_nextn_predict_layers"
+
+
+class Gone(NamedTuple):
+    """One tensor that is left out."""
+
+    name: str
+    """As ``inspect --list`` shows it: ``optimizer/PARAMETER/moment1_0``."""
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    """0 for a model weight that is its master weight, rounded: it has no bytes of its own."""
+    component: str = "model"
 
 
 @dataclass(slots=True)
@@ -36,8 +53,8 @@ class PreparedDrop:
     """Everything known before a byte is written."""
 
     target: Prepared
-    gone: Sequence[tuple[str, str, tuple[int, ...], int]]
-    """(name, dtype, shape, bytes) of what is left out, in the order of the checkpoint."""
+    gone: Sequence[Gone]
+    """What is left out, in the order of the checkpoint."""
     warnings: Sequence[str]
     rewritten: int
     """Files with tensors that are written anew."""
@@ -49,7 +66,16 @@ class PreparedDrop:
     @property
     def freed(self) -> int:
         """Bytes of the tensors that are left out."""
-        return sum(n for _, _, _, n in self.gone)
+        return sum(g.nbytes for g in self.gone)
+
+    @property
+    def components(self) -> dict[str, tuple[int, int]]:
+        """(tensors, bytes) that are left out of each component."""
+        out: dict[str, tuple[int, int]] = {}
+        for g in self.gone:
+            tensors, size = out.get(g.component, (0, 0))
+            out[g.component] = (tensors + 1, size + g.nbytes)
+        return {c: out[c] for c in in_order(out)}
 
 
 def prepare(
@@ -63,28 +89,47 @@ def prepare(
     if not selection.remove and not selection.keep:
         raise UsageError("nothing is to go", hint="name patterns: ckpttool drop-keys SRC DST 'lm_head.*'")
     source = open_checkpoint(src, options)
-    table = identity(source.catalog).table
-    views, _ = select(identity(source.catalog), selection, [], option="the pattern")
-    gone = [(v.name, v.dtype, v.shape, v.nbytes) for v in table.values() if v.name not in views.table]
-    warnings = list(_warnings(source, {n for n, *_ in gone}, views))
-    _settle(source, views, {n for n, *_ in gone})
-    same_files = source.format == "hf" and target == Target() and not selection.rename
-    if link and not same_files:
+    table = parameters(source.catalog).table
+    views, _ = select(parameters(source.catalog), selection, [], option="the pattern")
+    lost = {n for n in table if n not in views.table}
+    # A parameter goes with all that there is of it: its master weight, the optimizer's states, its average.
+    gone = [
+        Gone(str(k), t.dtype, t.shape, 0 if is_derived(source.catalog, k) else t.nbytes, k.component)
+        for k, t in source.catalog.tensors.items()
+        if k.name in lost
+    ]
+    warnings = list(_warnings(source, lost, views))
+    _settle(source, views, lost)
+    same = target == Target() and not selection.rename
+    same_files = source.format == "hf" and same
+    unified = _keep_unified(source, lost) if source.format == "unified" and same else None
+    if link and not same_files and unified is None:
         raise UsageError(
             "--link keeps files that do not change, and this target writes all of them",
             hint="leave --link away, or the options for another target",
         )
     if same_files:
         return _in_place(source, selection, gone, warnings, link=link)
+    if unified is not None:
+        return _in_unified(source, unified, lost, gone, warnings, link=link)
     prepared = plan_target(source, target, selection)
-    written = sum(not o.carried for o in prepared.plan.outputs)
-    return PreparedDrop(prepared, gone, warnings, written, 0, 0)
+    notes = prepared.notes
+    if len(gone) > len(lost):
+        # reshard counts what its patterns choose, which are parameters.
+        tensors, size = prepared.removed
+        counted = f"{tensors} tensor{'s' if tensors > 1 else ''} left out, {size:,} bytes"
+        said = f"{len(lost)} parameter{'s' if len(lost) > 1 else ''} left out, {len(gone)} tensors of all components"
+        notes[:] = [said if n == counted else n for n in notes]
+    if prepared.format == source.format and by_name(source.format, "").habits.keeps:
+        notes.append("every file is written anew, also those that lose nothing")
+    written = {t.file for unit in prepared.plan.units for t in unit.targets}
+    return PreparedDrop(prepared, gone, warnings, len(written), 0, 0)
 
 
 def _in_place(
     source: Checkpoint,
     selection: Selection,
-    gone: Sequence[tuple[str, str, tuple[int, ...], int]],
+    gone: Sequence[Gone],
     warnings: Sequence[str],
     *,
     link: bool,
@@ -138,6 +183,132 @@ def _in_place(
     return PreparedDrop(prepared, gone, warnings, len(rewritten), len(stay), len(files) - len(kept))
 
 
+class _UnifiedFile(NamedTuple):
+    """A file of a unified checkpoint that stays."""
+
+    file: DataFile
+    name: str
+    """In DST."""
+    component: str
+    held: list[StoredTensor]
+    """What stays in it, as its header says: names with states, codes of quantised moments, runs of shards."""
+    loses: bool
+
+
+def _parameter(raw: str, component: str) -> str:
+    """The parameter of a tensor in a file of this component: the optimizer's are called ``parameter/state``."""
+    return raw.rpartition("/")[0] if component == "optimizer" else raw
+
+
+def _keep_unified(source: Checkpoint, lost: Collection[str]) -> list[_UnifiedFile] | None:
+    """The files of a unified checkpoint that stay; None when they cannot stay what they are.
+
+    That is so when a component loses all that it has (the indexes speak of each other), and when the files lie in
+    several directories.
+    """
+    root = source.stored.root
+    out: list[_UnifiedFile] = []
+    stems: dict[str, list[int]] = {}
+    for f in source_files(source.stored.files):
+        stem = f.path.name.split(".")[0].split("-")[0]
+        if f.path.parent != root or stem not in STEMS:
+            return None
+        tensors = read_header(f.path).tensors
+        held = [t for t in tensors if _parameter(t.name, STEMS[stem]) not in lost]
+        numbered = NUMBERED.match(f.path.name)
+        # What a rank wrote stays even when nothing is left in it: the files of all ranks must be there.
+        if held or not numbered:
+            stems.setdefault(stem, []).append(len(out))
+            out.append(_UnifiedFile(f, f.path.name, STEMS[stem], held, len(held) < len(tensors)))
+        else:
+            stems.setdefault(stem, [])
+    for stem, found in stems.items():
+        if not any(out[i].held for i in found):
+            return None
+        shards = [i for i in found if NUMBERED.match(out[i].name)]
+        for n, i in enumerate(shards, 1):
+            out[i] = out[i]._replace(name=f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors")
+    return out
+
+
+def _in_unified(
+    source: Checkpoint,
+    kept: Sequence[_UnifiedFile],
+    lost: Collection[str],
+    gone: Sequence[Gone],
+    warnings: Sequence[str],
+    *,
+    link: bool,
+) -> PreparedDrop:
+    """Plan the same files with fewer tensors, byte for byte what they were: moments that are quantised stay it."""
+    notes = [*source.notes, f"{len(lost)} parameter{'s' if len(lost) > 1 else ''} left out"]
+    stored, root = source.stored, source.stored.root
+    rewritten = [k for k in kept if k.loses]
+    catalog = Catalog([k.file for k in rewritten], {})
+    ranks: list[list[RankTensor]] = []
+    groups = []
+    for i, k in enumerate(rewritten):
+        tensors = []
+        for t in k.held:
+            # The same name is in the files of several components, and in those of several ranks.
+            key = Key(f"{k.name}: {t.name}")
+            catalog.tensors[key] = whole_tensor(t._replace(file=i), key)
+            box = whole(t.shape)
+            tensors.append(RankTensor(t.name, t.dtype, t.shape, key.name, t.shape, ((box, box),)))
+        ranks.append(tensors)
+        groups.append((k.name, i, tensors, read_header(k.file.path).metadata or None))
+    literal = [
+        (f"{stem}.safetensors.index.json", data) for stem in STEMS if (data := _unified_index(source, stem, kept, lost))
+    ]
+    carried = [(str(k.file.path), k.name, k.file.size) for k in kept if not k.loses]
+    config = root / "config.json"
+    if stored.native_config:
+        literal.append(("config.json", (json.dumps(source.config, indent=2, ensure_ascii=False) + "\n").encode()))
+    elif config.is_file():
+        carried.append((str(config), config.name, config.stat().st_size))
+    carried += [(str(root / n), n, (root / n).stat().st_size) for n in stored.companions]
+    linked = {k.name for k in kept if not k.loses} if link else set()
+    plan = build_plan(
+        catalog,
+        identity(catalog).table,
+        ranks,
+        build_files(groups, max(1, len(groups))),
+        carried=carried,
+        literal_files=literal,
+        linked=linked,
+    )
+    plan.notes = notes
+    left = {str(k): View(str(k), t.dtype, t.shape, t) for k, t in source.catalog.tensors.items() if k.name not in lost}
+    dtypes = {n: v.dtype for n, v in left.items()}
+    prepared = Prepared(source, Target(), "unified", Mesh(), source.family, Views(left), plan, "", dtypes, notes)
+    files = len(source_files(stored.files))
+    return PreparedDrop(prepared, gone, warnings, len(rewritten), len(kept) - len(rewritten), files - len(kept))
+
+
+def _unified_index(source: Checkpoint, stem: str, kept: Sequence[_UnifiedFile], lost: Collection[str]) -> bytes:
+    """The index of one component of what is left; b"" when there is none."""
+    name = f"{stem}.safetensors.index.json"
+    data = list_source(source.stored.root).json(name) if (source.stored.root / name).is_file() else {}
+    if not data:
+        return b""
+    component = STEMS[stem]
+    old = data.get("weight_map")
+    if isinstance(old, dict):
+        renamed = {k.file.path.name: k.name for k in kept}
+        data["weight_map"] = {
+            n: renamed.get(file, file) for n, file in old.items() if _parameter(n, component) not in lost
+        }
+    metadata = data.get("metadata")
+    if isinstance(metadata, dict) and isinstance(metadata.get("total_size"), int):
+        size = sum(t.nbytes for k in kept if k.component == component for t in k.held)
+        if data.get("ckpt_quant_stage"):
+            # The total is that of the moments and not of their codes.
+            tensors = source.catalog.tensors.items()
+            size = sum(t.nbytes for k, t in tensors if k.component == component and k.name not in lost)
+        data["metadata"] = {**metadata, "total_size": size}
+    return (json.dumps(data, indent=4) + "\n").encode()
+
+
 def _names(kept: Sequence[str], before: Sequence[str]) -> list[str]:
     """Names of the files that stay; numbered shards are numbered anew when one of them goes."""
     matches = [NUMBERED.match(n) for n in kept]
@@ -183,14 +354,16 @@ def _warnings(source: Checkpoint, gone: Collection[str], views: Views) -> list[s
     left = views.table
     tied = source.family.tied or source.config.get("tie_word_embeddings") is True
     out = []
+    names = [*left, *gone]
+    prefix = base_prefix(dict.fromkeys(names)) if source.stored.naming == "paddle" else ""
+    embedding, norm = (n.replace("model.", f"{prefix or 'model'}.", 1) for n in (EMBEDDING, NORM))
     if HEAD in gone and not tied:
         out.append(f"`{HEAD}` is required: the config does not tie it to the embeddings")
-    if EMBEDDING in gone:
+    if embedding in gone:
         other = f", and `{HEAD}` is tied to it" if tied else ""
-        out.append(f"`{EMBEDDING}` is required{other}")
-    if NORM in gone:
-        out.append(f"`{NORM}` is required")
-    names = [*left, *gone]
+        out.append(f"`{embedding}` is required{other}")
+    if norm in gone:
+        out.append(f"`{norm}` is required")
     for name in gone:
         weight = weight_of(name, names)
         if weight is not None and weight in left:

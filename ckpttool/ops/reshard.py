@@ -194,7 +194,7 @@ def plan_target(
     )
     whole = habits.whole
     if naming == "paddle":
-        whole = (*whole, *source.stored.whole, *paddle.kept_whole(family, after, (v.name for v in cut), mesh.tp))
+        whole = (*whole, *paddle.kept_whole(family, after, [v.name for v in cut], mesh.tp, source.stored.whole))
     cast = caster(names, dtype)
     partitioner = Partitioner(
         family.with_whole(whole),
@@ -265,6 +265,7 @@ def plan_target(
         v.name: cast(n, v.dtype) if c[0] in WEIGHTS else v.dtype for c in components for n, v in tables[c].items()
     }
     source = replace(source, catalog=catalog)
+    family = family.with_whole(whole)
     return Prepared(source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, target_of
-from ckpttool.report.text import count, dump, message, plain, size
+from ckpttool.report.text import count, dump, message, plain, short, size
 
 if TYPE_CHECKING:
     from ckpttool.ops.drop_keys import PreparedDrop
@@ -21,6 +21,7 @@ def _dropped(prepared: PreparedDrop) -> dict[str, Any]:
         "source": str(prepared.target.source.path),
         "removed_tensors": len(prepared.gone),
         "removed_bytes": prepared.freed,
+        "components": {c: {"tensors": n, "bytes": size} for c, (n, size) in prepared.components.items()},
         "files_rewritten": prepared.rewritten,
         "files_carried": prepared.carried,
         "files_dropped": prepared.dropped,
@@ -31,8 +32,12 @@ def _dropped(prepared: PreparedDrop) -> dict[str, Any]:
 
 
 def _summary(prepared: PreparedDrop) -> str:
+    parts = prepared.components
+    each = ""
+    if set(parts) != {"model"}:
+        each = " (" + ", ".join(f"{n:,} {c} {short(b)}" for c, (n, b) in parts.items()) + ")"
     return (
-        f"{count(len(prepared.gone), 'tensor')} out, {size(prepared.freed)} freed;"
+        f"{count(len(prepared.gone), 'tensor')} out{each}, {size(prepared.freed)} freed;"
         f" {count(prepared.rewritten, 'file')} rewritten, {prepared.carried} as they are, {prepared.dropped} gone"
     )
 
@@ -41,7 +46,10 @@ def show_drop_plan(prepared: PreparedDrop, *, as_json: bool) -> None:
     """``--dry-run``: every tensor that would go."""
     target = prepared.target
     if as_json:
-        tensors = [{"name": n, "dtype": d, "shape": list(s), "bytes": b} for n, d, s, b in prepared.gone]
+        tensors = [
+            {"name": g.name, "dtype": g.dtype, "shape": list(g.shape), "bytes": g.nbytes, "component": g.component}
+            for g in prepared.gone
+        ]
         dump(
             {"schema": PLAN_SCHEMA, **_dropped(prepared), "tensors": tensors, "notes": target.notes},
             entries=len(prepared.gone),
@@ -53,7 +61,7 @@ def show_drop_plan(prepared: PreparedDrop, *, as_json: bool) -> None:
     message(_summary(prepared))
     text.table(
         ("tensor", "dtype", "shape", "bytes"),
-        [(plain(n), d, "x".join(map(str, s)), b) for n, d, s, b in prepared.gone],
+        [(plain(g.name), g.dtype, "x".join(map(str, g.shape)), g.nbytes) for g in prepared.gone],
     )
 
 

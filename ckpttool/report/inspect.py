@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from ckpttool.ops.inspect.check import CheckResult
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
-    from ckpttool.ops.inspect.listing import FileRow, Listing
+    from ckpttool.ops.inspect.listing import ComponentTotal, FileRow, Listing
+    from ckpttool.ops.inspect.tree import Line
     from ckpttool.ops.inspect.values import Slice, Values
 
 SCHEMA = "ckpttool.inspect/1"
@@ -58,12 +59,15 @@ def show_inspect(
 
 def _head(listing: Listing, view: str) -> dict[str, Any]:
     """What every JSON answer begins with."""
+    from ckpttool.ops.inspect.listing import sharding_of
+
     return {
         "schema": SCHEMA,
         "view": view,
         "path": str(listing.path),
         "format": listing.format,
         "mesh": listing.mesh.to_json(),
+        "sharding": sharding_of(listing.stored),
         "files": len(listing.files),
         "file_bytes": sum(f.size for f in listing.files),
         "tensors": listing.tensors,
@@ -73,13 +77,26 @@ def _head(listing: Listing, view: str) -> dict[str, Any]:
         "dtypes": {
             t.dtype: {"tensors": t.tensors, "elements": t.elements, "bytes": t.nbytes} for t in listing.totals()
         },
+        "components": {
+            t.component: {
+                "dtypes": list(t.dtypes),
+                "tensors": t.tensors,
+                "elements": t.elements,
+                "bytes": t.nbytes,
+                "derived": t.derived,
+            }
+            for t in listing.component_totals()
+        },
         "notes": listing.notes,
     }
 
 
 def summary(listing: Listing) -> str:
-    """Two or three lines: what it is, how large, and which dtypes."""
-    mesh = f", {listing.mesh}" if listing.mesh.world > 1 else ""
+    """A few lines: what it is, how large, and which components or dtypes."""
+    from ckpttool.ops.inspect.listing import mesh_text, sharding_of
+
+    stored = listing.stored
+    mesh = f", {mesh_text(stored)}" if stored.mesh.world > 1 or stored.cut or sharding_of(stored) > 1 else ""
     lines = [f"{plain(str(listing.path))}: {listing.format}{mesh}, {count(len(listing.files), 'file')}"]
     chosen = f" of {listing.tensors:,}" if len(listing.rows) != listing.tensors else ""
     totals = listing.totals()
@@ -87,45 +104,86 @@ def summary(listing: Listing) -> str:
         f"{len(listing.rows):,}{chosen} tensor{'s' if listing.tensors != 1 else ''},"
         f" {count(sum(t.elements for t in totals), 'element')}, {size(listing.nbytes)}"
     )
-    if len(totals) > 1:
+    components = listing.component_totals()
+    if [t.component for t in components] not in ([], ["model"]) or any(t.derived for t in components):
+        by_component = [
+            (
+                t.component,
+                count(t.tensors, "tensor"),
+                count(t.elements, "element"),
+                size(t.nbytes),
+                ", ".join(t.dtypes) + _derived(t),
+            )
+            for t in components
+        ]
+        lines.append(aligned(by_component, right=(1, 2), indent="  ").rstrip("\n"))
+    elif len(totals) > 1:
         rows = [(t.dtype, count(t.tensors, "tensor"), count(t.elements, "element"), size(t.nbytes)) for t in totals]
         lines.append(aligned(rows, right=(1, 2), indent="  ").rstrip("\n"))
     return "\n".join(lines) + "\n"
 
 
-def show_tree(listing: Listing, *, depth: int | None, as_json: bool) -> None:
-    """Names with numbers collapsed, as a tree."""
-    from ckpttool.ops.inspect.tree import collapse, lines
+def _derived(total: ComponentTotal) -> str:
+    """That some or all tensors have no bytes of their own."""
+    if not total.derived:
+        return ""
+    if total.derived == total.tensors:
+        return ": rounded master weights, no bytes of their own"
+    return f": {total.derived:,} are rounded master weights, no bytes of their own"
 
-    found = lines(collapse(listing.rows), depth)
+
+def show_tree(listing: Listing, *, depth: int | None, as_json: bool) -> None:
+    """Names with numbers collapsed, as a tree for each component."""
+    from ckpttool.ops.inspect.tree import by_component, collapse, lines
+
+    trees = by_component(listing.rows)
+    roots = {component: collapse(rows) for component, (_, rows) in trees.items()}
+    shown = {component: lines(root, depth) for component, root in roots.items()}
     if as_json:
         tree = [
             {
                 "name": line.name,
+                "component": component,
                 "depth": line.depth,
                 "tensors": line.times * line.node.count,
                 "elements": line.times * line.node.elements,
                 "bytes": line.times * line.node.nbytes,
                 **({"dtype": line.node.dtype, "shape": list(line.node.shape)} if line.node.dtype else {}),
+                **_said(component, line.node.dtype and (line.node.mark or trees[component][0])),
             }
+            for component, found in shown.items()
             for line in found
         ]
-        dump({**_head(listing, "tree"), "tree": tree}, entries=len(found))
+        dump({**_head(listing, "tree"), "tree": tree}, entries=len(tree))
         return
-    rows = []
-    for line in found:
-        node, n = line.node, line.times * line.node.count
-        rows.append(
-            (
-                "  " * line.depth + (plain(node.label) or "."),
-                node.dtype,
-                shape(node.shape) if node.dtype else "",
-                f"{n:,}" if n > 1 or not node.dtype else "",
-                f"{line.times * node.nbytes:,}",
-            )
-        )
-    body = aligned([("", "dtype", "shape", "tensors", "bytes"), *rows], right=(3, 4))
-    text.write(summary(listing) + "\n" + body)
+    rows: list[tuple[str, ...]] = [("", "dtype", "shape", "tensors", "bytes", "")]
+    headed = any(component != "model" or mark for component, (mark, _) in trees.items())
+    for component, (mark, _) in trees.items():
+        root = roots[component]
+        if headed:
+            each = f"each: {mark}" if component == "optimizer" and mark else mark
+            rows.append((component, "", "", f"{root.count:,}", f"{root.nbytes:,}", each))
+        rows += [_tree_line(line, headed=headed) for line in shown[component]]
+    text.write(summary(listing) + "\n" + aligned(rows, right=(3, 4)))
+
+
+def _said(component: str, mark: str) -> dict[str, Any]:
+    """What a leaf's mark is, for programs."""
+    if not mark:
+        return {}
+    return {"states": mark.split(", ")} if component == "optimizer" else {"derived": True}
+
+
+def _tree_line(line: Line, *, headed: bool) -> tuple[str, ...]:
+    node, n = line.node, line.times * line.node.count
+    return (
+        "  " * (line.depth + headed) + (plain(node.label) or "."),
+        node.dtype,
+        shape(node.shape) if node.dtype else "",
+        f"{n:,}" if n > 1 or not node.dtype else "",
+        f"{line.times * node.nbytes:,}",
+        node.mark,
+    )
 
 
 def show_list(listing: Listing, *, as_json: bool) -> None:
@@ -141,6 +199,10 @@ def show_list(listing: Listing, *, as_json: bool) -> None:
                 "file": names[r.file] if r.file >= 0 else None,
                 "offset": r.offset if r.file >= 0 else None,
                 "pieces": r.pieces,
+                "component": r.component,
+                "parameter": r.parameter,
+                "state": r.state or None,
+                "derived": r.derived,
             }
             for r in listing.rows
         ]
@@ -151,7 +213,7 @@ def show_list(listing: Listing, *, as_json: bool) -> None:
     shapes = {dims: shape(dims) for dims in {r.shape for r in listing.rows}}
     rows = [
         (plain(name), dtype, shapes[dims], size, pieces, names[file], offset if file >= 0 else "-")
-        for name, dtype, dims, size, file, offset, pieces in listing.rows
+        for name, dtype, dims, size, file, offset, pieces, *_ in listing.rows
     ]
     text.table(header, rows)
 
@@ -424,10 +486,19 @@ def show_diff(result: DiffResult, *, as_json: bool) -> None:
             what = "names and shapes"
         what += f" and every element{within}" if result.tolerance is None else f", and every element{within}"
     naming = ", both under Hugging Face names" if result.renamed else ""
+    parts = ", ".join(f"{n:,} {c}" for c, n in result.by_component.items())
+    parts = f" ({parts})" if set(result.by_component) - {"model"} else ""
     if result.ok:
-        text.write(f"equal: {count(result.compared, 'tensor')} by {what}{naming}\n")
+        text.write(f"equal: {count(result.compared, 'tensor')}{parts} by {what}{naming}\n")
     else:
-        text.message(f"different: {count(result.compared, 'tensor')} compared by {what}{naming}")
+        text.message(f"different: {count(result.compared, 'tensor')}{parts} compared by {what}{naming}")
+    for side, components in (("SRC", result.components_left), ("OTHER", result.components_right)):
+        if components:
+            (text.write if result.ok else _line)(f"not compared: {', '.join(components)}, only in {side}\n")
+
+
+def _line(line: str) -> None:
+    text.message(line.rstrip("\n"))
 
 
 def _diff_json(result: DiffResult) -> dict[str, Any]:
@@ -441,6 +512,9 @@ def _diff_json(result: DiffResult) -> dict[str, Any]:
         "values": result.values,
         "tolerance": None if tolerance is None else {"atol": tolerance.atol, "rtol": tolerance.rtol},
         "compared": result.compared,
+        "components": result.by_component,
+        "only_left_components": result.components_left,
+        "only_right_components": result.components_right,
         "renamed": result.renamed,
         "only_left": result.only_left,
         "only_right": result.only_right,

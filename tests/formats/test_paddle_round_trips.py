@@ -95,6 +95,23 @@ def test_there_and_back(source: str, target: tuple[str, ...], tmp_path: Path) ->
     assert {f.name for f in back.glob("*.safetensors")} == {f.name for f in straight.glob("*.safetensors")}
 
 
+def test_ranks_are_cut_whatever_the_source_was_cut_for(tmp_path: Path) -> None:
+    """From pipeline stages without tensor parallelism: new ranks hold shares, not all of what a stage held whole."""
+    staged, way, direct = tmp_path / "staged", tmp_path / "way", tmp_path / "direct"
+    src = FIXTURES / "paddle_zcc/sharding2_v1"
+    reshard(src, staged, "--to", "hybrid", "--pp-out", 2, "--sharding-out", 2)
+    reshard(staged, way, "--to", "hybrid", "--tp-out", 2, "--pp-out", 1, "--sharding-out", 2, "--verify")
+    reshard(src, direct, "--to", "hybrid", "--tp-out", 2, "--sharding-out", 2)
+    a, b = (json.loads((p / "model_meta.json").read_text())["sharding_metas"] for p in (way, direct))
+    assert a.keys() == b.keys() == {"tp00_pp00", "tp01_pp00"}
+    for key in a:
+        assert a[key]["param_meta"] == b[key]["param_meta"]
+        assert any(meta[2] for meta in a[key]["param_meta"].values())
+    reshard(
+        staged, tmp_path / "classic", "--to", "hybrid", "--tp-out", 2, "--pp-out", 1, "--sharding-out", 1, "--verify"
+    )
+
+
 def test_the_average_as_the_model(tmp_path: Path) -> None:
     """--ema: in the model's dtype, or unrounded with --dtype float32; nothing else is written."""
     src = FIXTURES / "paddle_zcc/ep2_tp2_sharding2_ema"

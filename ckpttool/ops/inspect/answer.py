@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import OpenOptions
 from ckpttool.formats.safetensors import read_header
-from ckpttool.ops.inspect.listing import Choice, FileRow, Listing, file_rows, list_tensors, relative
+from ckpttool.ops.inspect.listing import (
+    Choice,
+    FileRow,
+    Listing,
+    file_rows,
+    is_safetensors,
+    list_tensors,
+    relative,
+)
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
@@ -108,7 +116,8 @@ def inspect(
         from ckpttool.execute import NoProgress
         from ckpttool.ops.inspect.check import check
 
-        return check(src, options, progress or NoProgress(), values=question.values)
+        only = tuple(question.choice.components)
+        return check(src, options, progress or NoProgress(), values=question.values, only=only)
     if question.diff is not None:
         from ckpttool.execute import NoProgress
         from ckpttool.ops.inspect.diff import Tolerance, diff
@@ -125,6 +134,7 @@ def inspect(
             patterns=patterns,
             values=question.values or tolerance is not None,
             tolerance=tolerance,
+            only=tuple(question.choice.components),
         )
     if question.show:
         from ckpttool.ops.inspect.values import show
@@ -173,6 +183,12 @@ def _sensible(question: Question) -> None:
     if question.depth is not None and chosen:
         raise UsageError(f"--depth belongs to the tree, not to {chosen[0]}")
     choice = question.choice
+    if choice.components and (question.show or question.files or question.metadata):
+        raise UsageError(
+            f"--only does not apply to {chosen[0]}", hint="--list --only COMPONENT shows which files it lies in"
+        )
+    if choice.components and question.check and not question.values:
+        raise UsageError("--only with --check says whose elements --values reads", hint="add --values")
     if (question.check or question.show or question.files or question.metadata) and (
         choice.patterns or choice.dtypes or choice.min_size
     ):
@@ -182,5 +198,8 @@ def _sensible(question: Question) -> None:
 
 
 def _metadata(listing: Listing) -> dict[str, dict[str, str]]:
-    """``__metadata__`` of each file."""
-    return {relative(f.path, listing.stored.root): read_header(f.path).metadata for f in listing.files}
+    """``__metadata__`` of each file; a pickle has none."""
+    return {
+        relative(f.path, listing.stored.root): read_header(f.path).metadata if is_safetensors(f.path) else {}
+        for f in listing.files
+    }

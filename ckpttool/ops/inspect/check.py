@@ -13,9 +13,11 @@ finding. The identifiers are stable: scripts may rely on them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,14 +34,20 @@ from ckpttool.errors import (
 )
 from ckpttool.execute import Progress
 from ckpttool.execute.hashing import ALGORITHM, hash_range
+from ckpttool.formats._paddle import base_prefix, head_in_out
 from ckpttool.formats.base import Listing, OpenOptions, StoredCheckpoint, list_source
 from ckpttool.formats.hf import NOT_WEIGHTS, NUMBERED
 from ckpttool.formats.registry import choose, read_source
 from ckpttool.formats.safetensors import examine
+from ckpttool.formats.unified import STEMS
+from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs, source_files
 from ckpttool.ops.inspect.names import ranges
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
 
 MANIFEST = "ckpttool.manifest.json"
+_PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")
+_SMALL = re.compile(r"(?:scheduler|scaler)\.\w+")
+"""Pickles of a trainer that hold no tensors of the model."""
 
 ERROR, WARNING, INFO = "error", "warning", "info"
 
@@ -151,15 +159,26 @@ class _File:
 
 
 def check(
-    src: str | Path, options: OpenOptions, progress: Progress, *, values: bool = False, workers: int = 2
+    src: str | Path,
+    options: OpenOptions,
+    progress: Progress,
+    *,
+    values: bool = False,
+    only: tuple[str, ...] = (),
+    workers: int = 2,
 ) -> CheckResult:
-    """Find every problem. Raises UsageError when there is no such source; everything else is a finding."""
+    """Find every problem. ``only`` are the components of which ``values`` are read, () for all.
+
+    Raises UsageError when there is no such source or component; everything else is a finding.
+    """
     path = Path(src)
     listing = list_source(path)
     result = CheckResult(path)
     stored = _read(path, options)
-    names = _names(listing, stored)
+    names = _names(listing, stored, options)
     files = [_examine(listing, name, i, result) for i, name in enumerate(names)]
+    if isinstance(stored, StoredCheckpoint):
+        _check_pickles(stored, files, result)
     result.checked["file"] = len(files)
     result.format = stored.format if isinstance(stored, StoredCheckpoint) else _format(listing, options, result)
     complete = all(f.sound for f in files)
@@ -169,18 +188,32 @@ def check(
     if whole:
         found = _check_set(listing, files, stored, result)
         complete, mapped = complete and found[0], found[1]
+    elif result.format == "unified":
+        _check_stems(listing, files, stored, result)
     checkpoint = _open(path, stored, options, result)
     named = _named(checkpoint, files, mapped) if checkpoint is not None or whole else {}
-    result.checked["tensor"] = len(named) or sum(len(f.tensors) for f in files)
-    for finding in tensor_findings(named, config, complete=complete):
+    tensors = len(named) if checkpoint is None else len(checkpoint.catalog)
+    result.checked["tensor"] = tensors or sum(len(f.tensors) for f in files)
+    vocab = partial(_vocab_axis, checkpoint) if checkpoint is not None else None
+    for finding in tensor_findings(named, config, complete=complete, vocab_axis=vocab):
         result.findings.append(Finding(*finding))
-    _check_manifest(listing, files, result, progress, workers)
+    padded = _padded(checkpoint) if checkpoint is not None else set()
+    _check_manifest(listing, files, result, progress, workers, padded)
     if values and checkpoint is not None:
         from ckpttool.ops.inspect.values_check import value_findings  # reads tensor data, which needs numpy
 
-        for finding in value_findings(checkpoint, result.checked, progress):
+        check_components(only, checkpoint.components, path)
+        for finding in value_findings(checkpoint, result.checked, progress, only):
             result.findings.append(Finding(*finding))
     return result
+
+
+def _vocab_axis(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> int:
+    """The axis of an embedding or head that the vocabulary is on: Paddle keeps some heads [hidden, vocab]."""
+    if checkpoint.stored.naming != "paddle" or not name.endswith("lm_head.weight"):
+        return 0
+    names = {k.name: None for k in checkpoint.catalog.tensors}
+    return int(head_in_out(shape, base_prefix(names), checkpoint.config))
 
 
 # -- files
@@ -193,15 +226,15 @@ def _read(path: Path, options: OpenOptions) -> StoredCheckpoint | CkptError:
         return e
 
 
-def _names(listing: Listing, stored: StoredCheckpoint | CkptError) -> list[str]:
+def _names(listing: Listing, stored: StoredCheckpoint | CkptError, options: OpenOptions) -> list[str]:
     """Files to examine: those that make up the checkpoint, and others beside them that look like a part of it."""
     out: dict[str, None] = {}
     if isinstance(stored, StoredCheckpoint):
-        for f in stored.files:
-            try:
-                out[f.path.relative_to(listing.root).as_posix()] = None
-            except ValueError:
-                out[str(f.path)] = None
+        out = dict.fromkeys(relative(f.path, listing.root) for f in source_files(stored.files))
+    elif not listing.single:
+        out = dict.fromkeys(n for n in listing.names if _PICKLES.search(n) and not _SMALL.fullmatch(n))
+        if _format_by_names(listing, options) == "unified":
+            out |= dict.fromkeys(n for n in listing.names if ".safetensors" in n and not n.endswith(".json"))
     if not listing.single.endswith(".safetensors"):
         out |= dict.fromkeys(n for n in listing.safetensors() if not NOT_WEIGHTS.match(n))
     elif listing.single:
@@ -212,6 +245,8 @@ def _names(listing: Listing, stored: StoredCheckpoint | CkptError) -> list[str]:
 def _examine(listing: Listing, name: str, index: int, result: CheckResult) -> _File:
     path = listing.path(name)
     try:
+        if not is_safetensors(path):
+            return _read_pickle(name, path, result)
         head, problems = examine(path, index)
     except IncompleteError as e:
         result.add("unreadable", e.what, path)
@@ -221,6 +256,44 @@ def _examine(listing: Listing, name: str, index: int, result: CheckResult) -> _F
     if head is None:
         return _File(name, None, [], sound=False)
     return _File(name, head.file, head.tensors, sound=not problems)
+
+
+def _read_pickle(name: str, path: Path, result: CheckResult) -> _File:
+    """A pickle of Paddle's. Whether one is sound shows only when it is read: no header says what is in it."""
+    from ckpttool.formats._pickle import read_pickle
+
+    try:
+        read_pickle(path)
+    except CkptError as e:
+        id_ = next((i for c, i in _CLASSES if isinstance(e, c)), "corrupt")
+        result.add(id_, e.what, path, e.hint)
+        return _File(name, None, [], sound=False)
+    stat = path.stat()
+    return _File(name, DataFile(path, stat.st_size, stat.st_mtime_ns), [], sound=True)
+
+
+def _check_pickles(stored: StoredCheckpoint, files: Iterable[_File], result: CheckResult) -> None:
+    """Tensors of pickles lie inside their files and not on each other; those of scratch files are sound by making."""
+    sound = {f.info.path: f for f in files if f.info is not None and not f.tensors}
+    held: dict[int, list[StoredTensor]] = {}
+    for t in runs(stored):
+        if not stored.files[t.file].label and stored.files[t.file].path in sound:
+            held.setdefault(t.file, []).append(t)
+    for number, tensors in held.items():
+        info = stored.files[number]
+        sound[info.path].tensors = tensors
+        at, last = 0, tensors[0]
+        for t in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
+            if not t.nbytes:
+                continue
+            if t.offset + t.nbytes > info.size:
+                text = f"tensor `{t.key}` ends at byte {t.offset + t.nbytes:,}, the file has {info.size:,}"
+                result.add("truncated", text, info.path)
+            if t.offset < at:
+                text = f"tensors `{last.key}` and `{t.key}` overlap at byte {t.offset:,}"
+                result.add("overlap", text, info.path)
+            if t.offset + t.nbytes > at:
+                at, last = t.offset + t.nbytes, t
 
 
 # -- index and shards
@@ -265,6 +338,43 @@ def _check_set(
     return not missing and not any(f.id == "shard-missing" for f in result.findings), mapped
 
 
+def _check_stems(
+    listing: Listing, files: list[_File], stored: StoredCheckpoint | CkptError, result: CheckResult
+) -> None:
+    """Index and files of each component of a unified checkpoint (model, peft_model, master_weights, optimizer)."""
+    mine = {f.path for f in stored.files} if isinstance(stored, StoredCheckpoint) else None
+    for stem in STEMS:
+        own = [f for f in files if Path(f.name).name.startswith((f"{stem}-", f"{stem}."))]
+        members = [f for f in own if mine is None or listing.path(f.name) in mine]
+        for name in listing.names if mine is not None else ():
+            if (m := NUMBERED.match(name)) and m["stem"] == stem and listing.path(name) not in (mine or ()):
+                text = f"{name} is no part of the checkpoint that {stem}.safetensors.index.json describes"
+                result.add("orphan-shard", text, listing.path(name), "move it away: it is of another save")
+        name = f"{stem}.safetensors.index.json"
+        if name not in listing.names or not members:
+            continue
+        try:
+            data = listing.json(name)
+        except CorruptError as e:
+            result.add("index-json", e.what, listing.path(name))
+            continue
+        # An index without a map is how saves say that each rank wrote files of its own.
+        if "weight_map" not in data:
+            continue
+        index = _parse_index(data, listing.path(name), result)
+        if index is None:
+            continue
+        missing = set(index.mapped.values()) - {Path(f.name).name for f in own}
+        for file in sorted(missing):
+            result.add("shard-missing", f"{name} names {file}, which is not there", listing.root, "fetch the file")
+        if not any(Path(f.name).name in index.mapped.values() for f in members):
+            continue  # the map is of other files; that these are missing is said
+        # The total of a quantised optimizer is that of the moments, and its scales are in no index.
+        quantised = bool(data.get("ckpt_quant_stage"))
+        index = index._replace(total=None) if quantised else index
+        _check_mapping(listing, members, index, missing, result, unified=True, quantised=quantised)
+
+
 def _is_member(name: str, wanted: Mapping[str, None]) -> bool:
     """Whether a file is a part of what the index describes: named by it, or a shard of the same set."""
     if not wanted or name in wanted:
@@ -299,9 +409,13 @@ def _index(listing: Listing, result: CheckResult) -> _Index | None:
     except CorruptError as e:
         result.add("index-json", e.what, where)
         return None
+    return _parse_index(data, where, result)
+
+
+def _parse_index(data: Mapping[str, Any], where: Path, result: CheckResult) -> _Index | None:
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        result.add("index-json", f"{names[0]} has no weight_map of names", where)
+        result.add("index-json", f"{where.name} has no weight_map of names", where)
         return None
     outside = {v for v in weight_map.values() if "/" in v or "\\" in v or v in (".", "..")}
     for v in sorted(outside):
@@ -357,8 +471,20 @@ def _check_duplicates(
                 seen[t.name] = f.name
 
 
-def _check_mapping(listing: Listing, files: list[_File], index: _Index, missing: set[str], result: CheckResult) -> None:
-    """The index against the headers."""
+def _check_mapping(
+    listing: Listing,
+    files: list[_File],
+    index: _Index,
+    missing: set[str],
+    result: CheckResult,
+    *,
+    unified: bool = False,
+    quantised: bool = False,
+) -> None:
+    """The index against the headers; one of ``quantised`` state names the moments, of which some are not stored.
+
+    In ``unified`` checkpoints a name in several files is as many runs of elements, and its total has them all.
+    """
     unknown = missing | {f.name for f in files if not f.sound}
     places: dict[str, list[str]] = {}
     for f in files:
@@ -368,7 +494,7 @@ def _check_mapping(listing: Listing, files: list[_File], index: _Index, missing:
     for name, shard in mapped.items():
         held = places.get(name)
         if held is None:
-            if shard not in unknown:
+            if shard not in unknown and not quantised:
                 text = f"the index puts tensor `{name}` in {shard}, and no shard holds it"
                 result.add(
                     "index-missing", text, listing.path(shard), "the model lacks a tensor, or the index is stale"
@@ -377,7 +503,7 @@ def _check_mapping(listing: Listing, files: list[_File], index: _Index, missing:
             text = f"the index puts tensor `{name}` in {shard}; it is in {held[0]}"
             result.add("index-shard", text, listing.path(shard), "write the index anew: `ckpttool reshard` does")
     for name, held in places.items():
-        if name not in mapped:
+        if name not in mapped and not (quantised and "@" in name):
             result.add(
                 "index-extra",
                 f"tensor `{name}` of {held[0]} is not in the index, so loaders do not see it",
@@ -386,10 +512,10 @@ def _check_mapping(listing: Listing, files: list[_File], index: _Index, missing:
             )
     said = index.total
     if said is not None and not unknown:
-        tensors = {t.name: t for f in files for t in f.tensors}.values()
+        tensors = list({(t.name, f.name if unified else ""): t for f in files for t in f.tensors}.values())
         real = sum(t.nbytes for t in tensors)
         if said != real:
-            why = _explain_total(said, list(tensors), sum(f.info.size for f in files if f.info is not None))
+            why = _explain_total(said, tensors, sum(f.info.size for f in files if f.info is not None))
             text = f"the index says total_size {said:,}, the tensors have {real:,} bytes{why}"
             result.add("total-size", text, listing.root)
 
@@ -420,6 +546,13 @@ def _explain_total(said: float, tensors: list[StoredTensor], file_bytes: int) ->
 
 
 # -- opening
+
+
+def _format_by_names(listing: Listing, options: OpenOptions) -> str:
+    try:
+        return choose(listing, options.format, options.mesh).name
+    except CkptError:
+        return ""
 
 
 def _format(listing: Listing, options: OpenOptions, result: CheckResult) -> str:
@@ -459,10 +592,15 @@ def _open(
 
 
 def _named(checkpoint: Checkpoint | None, files: list[_File], mapped: Mapping[str, str] | None) -> dict[str, Named]:
-    """Dtype, shape and file of each tensor: of whole tensors where there is a catalog, else of those in the files."""
+    """Dtype, shape and file of each model weight: whole ones where there is a catalog, else those in the files.
+
+    The config speaks of the model; what else there is has the shapes of the model's weights, or is not read at all.
+    """
     if checkpoint is not None:
         return {
-            str(t.key): Named(t.dtype, t.shape, tuple({p.stored.file for p in t.pieces})) for t in checkpoint.catalog
+            t.key.name: Named(t.dtype, t.shape, tuple({p.stored.file for p in t.pieces}))
+            for t in checkpoint.catalog
+            if t.key.component == "model"
         }
     out: dict[str, Named] = {}
     for f in files:
@@ -491,7 +629,12 @@ def _config(listing: Listing, stored: StoredCheckpoint | CkptError, result: Chec
 
 
 def _check_manifest(
-    listing: Listing, files: list[_File], result: CheckResult, progress: Progress, workers: int
+    listing: Listing,
+    files: list[_File],
+    result: CheckResult,
+    progress: Progress,
+    workers: int,
+    padded: set[tuple[Path, int]],
 ) -> None:
     """Prove files against the checksums that were taken when they were written."""
     if MANIFEST not in listing.names or listing.single.endswith(".safetensors"):
@@ -517,10 +660,15 @@ def _check_manifest(
         f = by_name.get(name)
         if f is None or name in wrong or not f.sound:
             continue
-        there = {t.name: t for t in f.tensors}
+        there = _manifest_names(f.tensors)
+        several = Path(name).name.startswith("optimizer") or any(t.component != "model" for t in f.tensors)
+        if several and set(there) != set(tensors):
+            result.notes.append(f"the manifest does not tell the tensors of {name} apart; its size is compared")
+            continue
         for tensor, digest in tensors.items():
             if tensor in there:
-                todo.append((f, there[tensor], str(digest)))
+                if (listing.path(name), there[tensor].offset) not in padded:
+                    todo.append((f, there[tensor], str(digest)))
             else:
                 text = f"the manifest lists tensor `{tensor}` of {name}, which is not in it"
                 result.add("manifest-tensor", text, listing.path(name))
@@ -530,6 +678,24 @@ def _check_manifest(
                 result.add("manifest-tensor", text, listing.path(name))
     result.checked["checksum"] = len(todo)
     _prove(todo, listing, result, progress, workers)
+
+
+def _padded(checkpoint: Checkpoint) -> set[tuple[Path, int]]:
+    """(file, offset) of flat shards with padding, which a manifest knows as several blocks under one name."""
+    files = checkpoint.catalog.files
+    pads = (pad.stored for t in checkpoint.catalog for pad in t.pads if t.key.component != "model")
+    return {(files[stored.file].path, stored.offset) for stored in pads}
+
+
+def _manifest_names(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
+    """What a manifest calls the tensors of a file: optimizer states are ``parameter/state``, and blocks numbered."""
+    out: dict[str, StoredTensor] = {}
+    seen: dict[str, int] = {}
+    for t in sorted(tensors, key=lambda t: t.offset):
+        name = f"{t.name}/{t.state}" if t.state else t.name
+        n = seen[name] = seen.get(name, -1) + 1
+        out[f"{name}#{n}" if n else name] = t
+    return out
 
 
 def _check_sizes(listing: Listing, sizes: Mapping[str, Any], result: CheckResult) -> set[str]:

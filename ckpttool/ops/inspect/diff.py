@@ -2,6 +2,9 @@
 
 Where the namings differ, both are brought to Hugging Face names by the relations of their families; what cannot be
 brought there (a layer that one format leaves out) is a difference.
+
+Components that both sides have are compared; those that one side only has are told and are no difference, because
+formats differ in what they hold.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from pathlib import Path
 from ckpttool.catalog import Key
 from ckpttool.checkpoint import Checkpoint, assemble
 from ckpttool.dtypes import itemsize, lookup
-from ckpttool.errors import LayoutError, UnsupportedError
+from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_view
 from ckpttool.execute.reader import blocks
@@ -22,8 +25,8 @@ from ckpttool.formats.base import OpenOptions
 from ckpttool.formats.registry import read_source
 from ckpttool.kernels.stats import differs, first_index
 from ckpttool.layout.family import inverse
-from ckpttool.relate import View, Views, apply_ops, identity
-from ckpttool.select import matching
+from ckpttool.ops.inspect.listing import check_components, in_order, wanted_names
+from ckpttool.relate import View, Views, apply_ops, follow, identity, parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,11 @@ class DiffResult:
     shapes: list[Mismatch] = field(default_factory=list)
     elements: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    by_component: dict[str, int] = field(default_factory=dict)
+    """Tensors of equal name, by component."""
+    components_left: list[str] = field(default_factory=list)
+    """Components that only the left side has; they are not compared."""
+    components_right: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -80,24 +88,31 @@ def diff(
     patterns: tuple[str, ...] = (),
     values: bool = False,
     tolerance: Tolerance | None = None,
+    only: tuple[str, ...] = (),
     workers: int = 2,
 ) -> DiffResult:
     """Compare; ``options`` are about ``left``, ``right`` is opened by what it says itself.
 
-    With ``values`` every element is read, bit for bit unless there is a ``tolerance``. ``patterns`` choose tensors.
+    With ``values`` every element is read, bit for bit unless there is a ``tolerance``. ``patterns`` choose tensors,
+    ``only`` components.
     """
     a, b = _open(Path(left), Path(right), options)
-    (mine, theirs), renamed = _same_names(a, b)
+    renamed = a.ops != b.ops
     result = DiffResult(a, b, renamed, values=values, tolerance=tolerance)
-    if renamed:
-        result.notes += [*mine.notes, *theirs.notes]
-    one, two = _with_aliases(a, mine, renamed=renamed), _with_aliases(b, theirs, renamed=renamed)
-    names = [*one, *(n for n in two if n not in one)]
+    compared = _components(a, b, only, result)
+    mine, theirs = _side(a, compared, result.notes, renamed=renamed), _side(b, compared, result.notes, renamed=renamed)
+    for lost in [c for c in compared if c in mine.failed or c in theirs.failed]:
+        compared.remove(lost)
+        result.notes.append(f"{lost} is not compared: {mine.failed.get(lost) or theirs.failed[lost]}")
+    one, two = mine.views(compared), theirs.views(compared)
+    _own_masters(one, two)
+    owners = {n: v.parameter for n, v in (two | one).items()}
+    names = [n for c in compared for n, v in (one | two).items() if v.component == c]
     if patterns:
-        wanted = matching(patterns, names, option="--filter")
+        wanted = wanted_names(patterns, owners)
         names = [n for n in names if n in wanted]
     # A name that one side only has as another name of stored elements is no difference when the other lacks it.
-    shared_left, shared_right = set(one) - set(mine.table), set(two) - set(theirs.table)
+    shared_left, shared_right = mine.aliases, theirs.aliases
     both = []
     for name in names:
         if name not in two:
@@ -107,8 +122,10 @@ def diff(
             if name not in shared_right:
                 result.only_right.append(name)
         elif name not in shared_left or name not in shared_right:
-            x, y = one[name], two[name]
+            component = one[name].component
+            x, y = one[name].view, two[name].view
             result.compared += 1
+            result.by_component[component] = result.by_component.get(component, 0) + 1
             if x.shape != y.shape:
                 result.shapes.append(Mismatch(name, str(list(x.shape)), str(list(y.shape))))
             if x.dtype != y.dtype:
@@ -132,34 +149,135 @@ def _open(left: Path, right: Path, options: OpenOptions) -> tuple[Checkpoint, Ch
     return assemble(one, left, options, b.family), b
 
 
-def _same_names(a: Checkpoint, b: Checkpoint) -> tuple[tuple[Views, Views], bool]:
-    """Views of both under one naming."""
-    left, right = identity(a.catalog), identity(b.catalog)
-    if a.ops == b.ops:
-        return (left, right), False
-    return (_published(a, left), _published(b, right)), True
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A tensor of one side under the name by which it is compared."""
+
+    view: View
+    parameter: str
+    component: str
+    lone: bool = False
+    """A float32 model weight that is a master weight at the same time, where its side stores none."""
 
 
-def _published(checkpoint: Checkpoint, views: Views) -> Views:
+@dataclass(slots=True)
+class _Side:
+    """One side's tensors by component."""
+
+    tables: dict[str, dict[str, _Found]] = field(default_factory=dict)
+    aliases: set[str] = field(default_factory=set)
+    """Other names of stored elements, which the other side may lack."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Components that cannot be brought to the common names, and why."""
+
+    def views(self, components: list[str]) -> dict[str, _Found]:
+        """All of these components, by the name that --list shows."""
+        return {n: v for c in components for n, v in self.tables.get(c, {}).items()}
+
+
+def _components(a: Checkpoint, b: Checkpoint, only: tuple[str, ...], result: DiffResult) -> list[str]:
+    """Those that both sides have; ``result`` gets the others. Raises UsageError when --only names one of these."""
+    left, right = in_order(a.components), in_order(b.components)
+    check_components(only, left, a.path)
+    check_components(only, right, b.path)
+    compared = [c for c in left if c in right and (not only or c in only)]
+    if not compared:
+        raise UsageError(
+            "the two have no component in common",
+            where=[f"{a.path}: {', '.join(left)}", f"{b.path}: {', '.join(right)}"],
+            hint="compare each with a checkpoint of its own kind",
+        )
+    if not only:
+        result.components_left = [c for c in left if c not in right]
+        result.components_right = [c for c in right if c not in left]
+    return compared
+
+
+def _side(checkpoint: Checkpoint, components: list[str], notes: list[str], *, renamed: bool) -> _Side:
+    """What one side has of the components, under the names by which they are compared."""
+    out = _Side()
+    catalog = checkpoint.catalog
+    if not renamed:
+        for key, t in catalog.tensors.items():
+            if key.component in components:
+                name = str(key)
+                found = _Found(View(name, t.dtype, t.shape, t), key.name, key.component)
+                out.tables.setdefault(key.component, {})[name] = found
+    else:
+        _publish(checkpoint, components, out, notes)
+    if "model" in components:
+        _add_aliases(checkpoint, out, renamed=renamed)
+    if "master_weights" in components:
+        masters = out.tables["master_weights"]
+        weights = out.tables["model"] if "model" in out.tables else {} if renamed else identity(catalog).table
+        for weight in weights.values():
+            view = weight.view if isinstance(weight, _Found) else weight
+            name = str(Key(view.name, "master_weights"))
+            if view.dtype == "F32" and name not in masters:
+                masters[name] = _Found(view.named(name), view.name, "master_weights", lone=True)
+    return out
+
+
+def _publish(checkpoint: Checkpoint, components: list[str], out: _Side, notes: list[str]) -> None:
+    """Tensors under Hugging Face names. Raises LayoutError when the model cannot be brought there."""
+    catalog = checkpoint.catalog
+    table = _published(checkpoint, identity(catalog), notes) if "model" in components else None
+    if table is not None:
+        out.tables["model"] = {v.name: _Found(v, v.name, "model") for v in table}
+    others = [c for c in components if c != "model"]
+    if not others:
+        return
+    try:
+        names = _published(checkpoint, parameters(catalog), [])
+    except CkptError as e:
+        out.failed |= dict.fromkeys(others, e.what)
+        return
+    for component in others:
+        states = dict.fromkeys(k.state for k in catalog.tensors if k.component == component)
+        held: dict[str, _Found] = {}
+        try:
+            for state in states:
+                for name, view in follow(names, catalog, component, state, []).items():
+                    held[view.name] = _Found(view, name, component)
+        except CkptError as e:
+            out.failed[component] = e.what
+        out.tables[component] = held
+
+
+def _published(checkpoint: Checkpoint, views: Views, notes: list[str]) -> Views:
     """The views under Hugging Face names."""
     family = checkpoint.family
     try:
-        return apply_ops(views, inverse(checkpoint.ops), family, checkpoint.ops)
+        out = apply_ops(views, inverse(checkpoint.ops), family, checkpoint.ops)
     except LayoutError as e:
         e.where = (*e.where, f"while bringing {checkpoint.path} to Hugging Face names")
         raise
+    notes += out.notes
+    return out
 
 
-def _with_aliases(checkpoint: Checkpoint, views: Views, *, renamed: bool) -> dict[str, View]:
-    """The views, and under their other names those that a tied model does not store twice."""
-    table = dict(views.table)
-    aliases = {Key(k.name): Key(v.name) for k, v in checkpoint.catalog.aliases.items()}
+def _add_aliases(checkpoint: Checkpoint, side: _Side, *, renamed: bool) -> None:
+    """Under their other names, the tensors that a tied model does not store twice."""
+    table = side.tables["model"]
+    aliases = {k.name: v.name for k, v in checkpoint.catalog.aliases.items()}
     if renamed and checkpoint.config.get("tie_word_embeddings"):
-        aliases.setdefault(Key("lm_head.weight"), Key("model.embed_tokens.weight"))
+        aliases.setdefault("lm_head.weight", "model.embed_tokens.weight")
     for alias, owner in aliases.items():
-        if alias.name not in table and owner.name in table:
-            table[alias.name] = replace(table[owner.name], name=alias.name)
-    return table
+        if alias not in table and owner in table:
+            side.aliases.add(alias)
+            table[alias] = _Found(replace(table[owner].view, name=alias), alias, "model")
+
+
+def _own_masters(one: dict[str, _Found], two: dict[str, _Found]) -> None:
+    """Take out float32 weights as their own master weights where the other side has none either.
+
+    Some formats store a master weight of a parameter that is float32 itself, and others do not.
+    """
+    for mine, other in ((one, two), (two, one)):
+        for name in [n for n, v in mine.items() if v.lone and (n not in other or other[n].lone)]:
+            del mine[name]
+            if name in other:
+                del other[name]
 
 
 def _compare(result: DiffResult, pairs: list[tuple[View, View]], progress: Progress, workers: int) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckpttool.catalog import LogicalTensor
 from ckpttool.geometry import Box
-from ckpttool.ops.inspect.listing import Listing
+from ckpttool.ops.inspect.listing import Holders, Listing, holders_of, runs
 from ckpttool.ops.inspect.names import SLOT, ranges, templates
 
 Ranks = tuple[int, ...]
@@ -82,16 +82,17 @@ def layout_of(listing: Listing) -> Layout:
     """Who holds the listed tensors. Raises LayoutError when ranks' tensors cannot be put together."""
     by_name = {str(t.key): t for t in listing.checkpoint().catalog}
     tensors = [by_name[r.name] for r in listing.rows]
-    stored = dict.fromkeys(range(listing.mesh.world), 0)
-    for s in listing.stored.tensors:
-        stored[s.rank] += s.nbytes
+    holders = holders_of(listing.stored)
+    stored = dict.fromkeys(range(holders.world), 0)
+    for s in runs(listing.stored):
+        stored[holders.rank(s)] += s.nbytes
     kinds: dict[tuple[str, str, tuple[int, ...]], dict[_Pattern, list[tuple[int, ...]]]] = {}
     known: dict[tuple[object, ...], _Pattern] = {}
     for (template, numbers), tensor in zip(templates([str(t.key) for t in tensors]), tensors, strict=True):
-        raw = _raw_pattern(tensor)
+        raw = _raw_pattern(tensor, holders)
         pattern = known.get(raw)
         if pattern is None:
-            pattern = known[raw] = _pattern(tensor)
+            pattern = known[raw] = _pattern(tensor, holders)
         kinds.setdefault((template, tensor.dtype, tensor.shape), {}).setdefault(pattern, []).append(numbers)
     holdings = []
     for (template, dtype, shape), patterns in kinds.items():
@@ -102,21 +103,22 @@ def layout_of(listing: Listing) -> Layout:
             groups += [Group(label, count, held) for label, count in _labels(template, alike, slots)]
         padding = max(p[3] for p in patterns)
         holdings.append(Holding(_fill(template, slots), dtype, shape, len(everything), tuple(groups), padding))
-    return Layout(str(listing.mesh), listing.mesh.world, tuple(holdings), stored)
+    return Layout(holders.text, holders.world, tuple(holdings), stored)
 
 
-def _raw_pattern(tensor: LogicalTensor) -> tuple[object, ...]:
+def _raw_pattern(tensor: LogicalTensor, holders: Holders) -> tuple[object, ...]:
     """Equal for tensors that are held alike; cheap."""
-    pieces = tuple([(p.box, p.stored.rank) for p in tensor.pieces])
-    return (tensor.dtype, tensor.shape, pieces, *[(p.box, p.stored.rank) for p in tensor.replicas], len(tensor.pads))
+    pieces = tuple([(p.box, holders.rank(p.stored)) for p in tensor.pieces])
+    copies = [(p.box, holders.rank(p.stored)) for p in tensor.replicas]
+    return (tensor.dtype, tensor.shape, pieces, *copies, *[p.local for p in tensor.pads])
 
 
-def _pattern(tensor: LogicalTensor) -> _Pattern:
+def _pattern(tensor: LogicalTensor, holders: Holders) -> _Pattern:
     owners: dict[Box, set[int]] = {}
     for p in (*tensor.pieces, *tensor.replicas):
         if not p.box.volume:
             continue  # of an empty tensor
-        owners.setdefault(p.box, set()).add(p.stored.rank)
+        owners.setdefault(p.box, set()).add(holders.rank(p.stored))
     held = merge([Held(box, tuple(sorted(ranks))) for box, ranks in owners.items()])
     return (tensor.dtype, tensor.shape, tuple(held), sum(p.local.volume for p in tensor.pads))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -11,11 +12,12 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool.catalog import Catalog, DataFile, StoredTensor
+from ckpttool.catalog import IN_SHARDS, Catalog, DataFile, Key, StoredTensor
 from ckpttool.dtypes import nbytes, parse
 from ckpttool.errors import LayoutError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import read_source
+from ckpttool.formats.safetensors import read_header
 from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.names import natural_order
 from ckpttool.select import matching
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint
 
 SORTS = ("name", "size", "offset", "file")
+COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
+"""The order in which ``ops.components`` writes them; that module loads what a listing does not need."""
 
 
 class Row(NamedTuple):
@@ -39,6 +43,18 @@ class Row(NamedTuple):
     """Byte of its first piece in that file."""
     pieces: int
     """Stored tensors that make it up, copies included."""
+    component: str = "model"
+    state: str = ""
+    """Of an optimizer."""
+    derived: bool = False
+    """Has no bytes of its own: a model weight that is read from its master weight, and rounded."""
+
+    @property
+    def parameter(self) -> str:
+        """What the tensor belongs to; its own name for a model weight."""
+        if self.component == "model":
+            return self.name
+        return self.name[len(self.component) + 1 : -len(self.state) - 1 if self.state else None]
 
 
 class DtypeTotal(NamedTuple):
@@ -50,6 +66,20 @@ class DtypeTotal(NamedTuple):
     nbytes: int
 
 
+class ComponentTotal(NamedTuple):
+    """Everything of one component."""
+
+    component: str
+    dtypes: tuple[str, ...]
+    """Most bytes first."""
+    tensors: int
+    elements: int
+    nbytes: int
+    """Of whole tensors as they are read, derived ones included."""
+    derived: int
+    """Tensors without bytes of their own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Which tensors to list, and in which order."""
@@ -59,6 +89,8 @@ class Choice:
     min_size: int = 0
     sort: str = ""
     """One of SORTS; "" keeps the order of the files."""
+    components: Sequence[str] = ()
+    """Only these; () is all."""
 
 
 @dataclass(slots=True)
@@ -79,7 +111,8 @@ class Listing:
 
     @property
     def files(self) -> list[DataFile]:
-        return self.stored.files
+        """Files of the source. What was decoded lies in scratch files that go again; here it is in those it is from."""
+        return source_files(self.stored.files)
 
     @property
     def format(self) -> str:
@@ -91,8 +124,14 @@ class Listing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chosen tensors."""
-        return sum(r.nbytes for r in self.rows)
+        """Bytes of the chosen tensors; those that two of them share are counted once."""
+        masters = {r.parameter for r in self.rows if r.component == "master_weights"}
+        return sum([r[3] for r in self.rows if not (r[9] and r[0] in masters)])
+
+    @property
+    def components(self) -> list[str]:
+        """Components of the chosen tensors, in the order in which they are written."""
+        return in_order({r[7] for r in self.rows})
 
     def checkpoint(self) -> Checkpoint:
         """The checkpoint with its catalog. Raises LayoutError when no rule says how its ranks fit together."""
@@ -110,6 +149,15 @@ class Listing:
             t[2] += n * size
         out = [DtypeTotal(d, *t) for d, t in found.items()]
         return sorted(out, key=lambda t: (-t.nbytes, t.dtype))
+
+    def component_totals(self) -> list[ComponentTotal]:
+        """The chosen tensors by component, in the order in which these are written."""
+        found: dict[str, Counter[str]] = {c: Counter() for c in self.components}
+        sums = {c: [0, 0, 0, 0] for c in found}
+        for (dtype, shape, size, component, derived), n in Counter(map(itemgetter(1, 2, 3, 7, 9), self.rows)).items():
+            found[component][dtype] += n * size
+            sums[component] = [a + n * b for a, b in zip(sums[component], (1, prod(shape), size, derived), strict=True)]
+        return [ComponentTotal(c, tuple(d for d, _ in dtypes.most_common()), *sums[c]) for c, dtypes in found.items()]
 
 
 def list_tensors(
@@ -139,7 +187,7 @@ def list_tensors(
             rows = logical_rows(checkpoint.catalog)
             listing.notes = list(checkpoint.notes)
     listing.tensors = len(rows)
-    listing.rows = choose(rows, choice)
+    listing.rows = choose(rows, choice, path)
     return listing
 
 
@@ -176,16 +224,87 @@ def _distinct(tensors: Iterable[StoredTensor]) -> list[Row]:
 def logical_rows(catalog: Catalog) -> list[Row]:
     """A row for each logical tensor."""
     out = []
+    # A scratch file is no file of the source: rows name the one that it was decoded from.
+    known = {str(f.path): i for i, f in enumerate(source_files(catalog.files))}
+    places = [known[str(source_of(f))] for f in catalog.files]
     for key, t in catalog.tensors.items():
         file, offset = (t.pieces[0].stored.file, t.pieces[0].stored.offset) if t.pieces else (-1, 0)
-        out.append(Row(str(key), t.dtype, t.shape, t.nbytes, file, offset, len(t.pieces) + len(t.replicas)))
+        out.append(
+            Row(
+                str(key),
+                t.dtype,
+                t.shape,
+                t.nbytes,
+                places[file] if file >= 0 else file,
+                offset,
+                len(t.pieces) + len(t.replicas),
+                key.component,
+                key.state,
+                is_derived(catalog, key),
+            )
+        )
     return out
 
 
-def choose(rows: list[Row], choice: Choice) -> list[Row]:
-    """Filter and sort. Raises UsageError when a pattern, a dtype or a size matches nothing."""
+def is_derived(catalog: Catalog, key: Key) -> bool:
+    """Whether the tensor is a model weight that its master weight stands for: the same bytes under another key."""
+    if key.component != "model":
+        return False
+    master = catalog.tensors.get(Key(key.name, "master_weights"))
+    if master is None or not master.pieces:
+        return False
+    mine = catalog.tensors[key].pieces
+    return bool(mine) and mine[0].stored[3:5] == master.pieces[0].stored[3:5]  # file and offset
+
+
+def in_order(components: Iterable[str]) -> list[str]:
+    """Components in the order in which checkpoints are written, unknown ones last."""
+    order = {c: i for i, c in enumerate(COMPONENTS)}
+    return sorted(components, key=lambda c: (order.get(c, len(order)), c))
+
+
+def source_of(file: DataFile) -> Path:
+    """The file of the source that a data file is, or was decoded from (its label says so)."""
+    return Path(file.label.rpartition(" decoded")[0]) if file.label else file.path
+
+
+def source_files(files: Sequence[DataFile]) -> list[DataFile]:
+    """The files of the source, scratch files replaced by what they were decoded from, each once."""
+    if not any(f.label for f in files):
+        return list(files)
+    out: dict[Path, DataFile] = {}
+    for f in files:
+        path = source_of(f)
+        if path not in out:
+            stat = path.stat()
+            out[path] = DataFile(path, stat.st_size, stat.st_mtime_ns)
+    return list(out.values())
+
+
+def check_components(wanted: Iterable[str], have: Iterable[str], path: Path) -> None:
+    """Raises UsageError for a component of --only that is not there."""
+    there = in_order(set(have))
+    for c in wanted:
+        if c not in there:
+            raise UsageError(f"--only {c}: the source has no {c}", where=str(path), hint="it has " + ", ".join(there))
+
+
+def wanted_names(patterns: Sequence[str], names: Mapping[str, str]) -> set[str]:
+    """The names that --filter means; ``names`` are those of tensors with that of the parameter of each.
+
+    A pattern may mean a tensor or a parameter: ``lm_head.weight`` is it in every component, as in drop-keys.
+    """
+    found = matching(patterns, {*names, *names.values()}, option="--filter")
+    return {n for n, parameter in names.items() if n in found or parameter in found}
+
+
+def choose(rows: list[Row], choice: Choice, path: Path = Path()) -> list[Row]:
+    """Filter and sort. Raises UsageError when a pattern, a component, a dtype or a size matches nothing."""
+    if choice.components:
+        check_components(choice.components, {r.component for r in rows}, path)
+        rows = [r for r in rows if r.component in choice.components]
     if choice.patterns:
-        wanted = matching(choice.patterns, {r.name for r in rows}, option="--filter")
+        wanted = wanted_names(choice.patterns, {r.name: r.parameter for r in rows})
         rows = [r for r in rows if r.name in wanted]
     if choice.dtypes:
         names = {parse(d).name for d in choice.dtypes}
@@ -207,7 +326,12 @@ def choose(rows: list[Row], choice: Choice) -> list[Row]:
 def sort(rows: list[Row], by: str) -> list[Row]:
     """By name (numbers as numbers), size (largest first), place in the files, or file."""
     if by == "name":
-        return [rows[i] for i in natural_order([r.name for r in rows])]
+        out = [rows[i] for i in natural_order([r.name for r in rows])]
+        found = {r[7] for r in out}
+        if len(found) < 2:
+            return out
+        order = {c: i for i, c in enumerate(in_order(found))}
+        return sorted(out, key=lambda r: order[r.component])
     if by == "size":
         return sorted(sort(rows, "name"), key=attrgetter("nbytes"), reverse=True)
     if by == "offset":
@@ -234,17 +358,116 @@ class FileRow:
 
 def file_rows(listing: Listing) -> list[FileRow]:
     """The data files of a source, in reading order."""
-    root = listing.stored.root
-    out = [FileRow(relative(f.path, root), f.size) for f in listing.files]
+    stored = listing.stored
+    root = stored.root
+    files = listing.files
+    out = [FileRow(relative(f.path, root), f.size) for f in files]
+    place = {f.path: i for i, f in enumerate(files)}
     ranks: list[set[int]] = [set() for _ in out]
-    for t in listing.stored.tensors:
-        row = out[t.file]
-        row.tensors += 1
-        row.data += _size(t.dtype, t.shape)
-        ranks[t.file].add(t.rank)
+    holders = holders_of(stored)
+    decoded = {source_of(f) for f in stored.files if f.label}
+    for t in runs(stored):
+        at = place[source_of(stored.files[t.file])]
+        ranks[at].add(holders.rank(t))
+        out[at].tensors += 1
+        out[at].data += _size(t.dtype, t.shape)
+    if any(".safetensors" in path.name for path in decoded):
+        # Codes and scales are in the files, and not the moments that they were decoded to.
+        for f, row in zip(files, out, strict=True):
+            held = read_header(f.path).tensors
+            row.tensors, row.data = len(held), sum(t.nbytes for t in held)
     for row, found in zip(out, ranks, strict=True):
         row.ranks = sorted(found)
     return out
+
+
+def runs(stored: StoredCheckpoint) -> list[StoredTensor]:
+    """What the files hold, every run of bytes once: shards instead of what they make up, nothing for derived tensors.
+
+    Tensors that are cut into blocks (flattened shards of flex) are as many runs.
+    """
+    if not stored.shards and all(t.component == "model" for t in stored.tensors):
+        return stored.tensors  # nothing is there twice
+    out: dict[tuple[int, int, int], StoredTensor] = {}
+    # Master weights come before the model weights that are derived from them, so that the run has the stored dtype.
+    for t in sorted(stored.tensors, key=lambda t: t.component == "model"):
+        for run in [s.stored for s in stored.shards[t.offset]] if t.file == IN_SHARDS else (t,):
+            out.setdefault((run.file, run.offset, run.nbytes), run)
+    return list(out.values())
+
+
+_COORDINATE = re.compile(r"(?<=[._])(tp|pp|shard|moe)(\d{2,})(?=[._])")
+
+
+@dataclass(slots=True)
+class Holders:
+    """Which rank each file belongs to, for formats whose readers number model-parallel ranks only."""
+
+    world: int
+    text: str
+    """The sizes, as the mesh line of a drawing has them."""
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """By file; what is not in it is of the rank that the stored tensor says."""
+
+    def rank(self, stored: StoredTensor) -> int:
+        return self.ranks.get(stored.file, stored.rank)
+
+
+def holders_of(stored: StoredCheckpoint) -> Holders:
+    """The ranks of a checkpoint.
+
+    Ranks that share optimizer state are told apart by the names of their files (``optimizer.tp01_shard03.pdopt``);
+    they are numbered as Paddle does, data (the experts' ``moe``) over pipeline over sharding over tensor parallel.
+    """
+    mesh = mesh_text(stored)
+    found = _coordinates(stored)
+    if not found:
+        # The files of a flex checkpoint are numbered by rank, and its mesh is not told.
+        world = max(stored.mesh.world, 1 + max((t.rank for t in stored.tensors), default=0))
+        return Holders(world, mesh if world == stored.mesh.world else "as its metadata says")
+    axes = ("moe", "pp", "shard", "tp")
+    sizes = {a: 1 + max(c.get(a, 0) for c in found.values()) for a in axes}
+    ranks = {}
+    for i, c in found.items():
+        ranks[i] = 0
+        for a in axes:
+            ranks[i] = ranks[i] * sizes[a] + c.get(a, 0)
+    return Holders(prod(sizes.values()), mesh, ranks)
+
+
+def _coordinates(stored: StoredCheckpoint) -> dict[int, dict[str, int]]:
+    """By file of a Paddle checkpoint, the coordinates of the rank in its name."""
+    out = {}
+    for i, f in enumerate(stored.files if stored.naming == "paddle" else ()):
+        if found := {k: int(v) for k, v in _COORDINATE.findall(source_of(f).name)}:
+            out[i] = found
+    return out
+
+
+def sharding_of(stored: StoredCheckpoint) -> int:
+    """Ranks that share optimizer state; those that wrote files of their own where they shared out whole tensors."""
+    return max([stored.sharding, *(1 + c.get("shard", 0) for c in _coordinates(stored).values())])
+
+
+def mesh_text(stored: StoredCheckpoint) -> str:
+    """``tp 2, pp 2, sharding 4``: the sizes of the ranks that wrote a checkpoint."""
+    sharding = sharding_of(stored)
+    parts = [str(stored.mesh)] if stored.mesh.world > 1 or not (sharding > 1 or stored.cut) else []
+    if sharding > 1:
+        parts.append(f"sharding {sharding}")
+    if stored.cut:
+        meshes = {str(m): ", ".join(c for c, other in stored.cut.items() if other == m) for m in stored.cut.values()}
+        parts += [f"{mesh} ({components})" for mesh, components in meshes.items()]
+    return ", ".join(parts)
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a data file of a source is one; what Paddle pickles has names of its own (and those may lie, too)."""
+    if ".safetensors" in path.name:
+        return True
+    from ckpttool.formats._pickle import sniff
+
+    return sniff(path) != "pickle"
 
 
 def relative(path: Path, root: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ckpttool.errors import LayoutError
@@ -38,13 +38,22 @@ _Found = Iterator[tuple[str, str, str, str]]
 """(id, text, where, hint) of each finding."""
 
 
-def tensor_findings(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool) -> _Found:
-    """All findings. ``complete`` says that no tensor is hidden in a file that could not be read."""
+VocabAxis = Callable[[str, tuple[int, ...]], int]
+"""(name, shape) -> the axis of the vocabulary."""
+
+
+def tensor_findings(
+    tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool, vocab_axis: VocabAxis | None = None
+) -> _Found:
+    """All findings. ``complete`` says that no tensor is hidden in a file that could not be read.
+
+    ``vocab_axis`` is for models that do not keep their head [vocab, hidden].
+    """
     yield from _scales(tensors, config, complete=complete)
     if config:
         yield from _architecture(config)
         yield from _layers(tensors, config, complete=complete)
-        yield from _vocabulary(tensors, config)
+        yield from _vocabulary(tensors, config, vocab_axis or (lambda _name, _shape: 0))
         yield from _tie(tensors, config, complete=complete)
 
 
@@ -161,17 +170,18 @@ def _layers(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete
         yield "config-extra-layers", f"config.json says {wanted} layers; there are tensors of layer {shown}", "", ""
 
 
-def _vocabulary(tensors: Mapping[str, Named], config: Mapping[str, Any]) -> _Found:
+def _vocabulary(tensors: Mapping[str, Named], config: Mapping[str, Any], vocab_axis: VocabAxis) -> _Found:
     wanted = _number(config, "vocab_size")
     if wanted is None:
         return
     for name, t in tensors.items():
         if len(t.shape) == 2 and name.endswith((*EMBEDDINGS, "lm_head.weight")) and "visual" not in name:
-            rows = t.shape[0]
+            axis = vocab_axis(name, t.shape)
+            rows, word = t.shape[axis], "columns" if axis else "rows"
             if rows < wanted:
-                yield "config-vocab", f"`{name}` has {rows:,} rows, vocab_size is {wanted:,}", "", ""
+                yield "config-vocab", f"`{name}` has {rows:,} {word}, vocab_size is {wanted:,}", "", ""
             elif rows > wanted:
-                text = f"`{name}` has {rows:,} rows, vocab_size is {wanted:,}"
+                text = f"`{name}` has {rows:,} {word}, vocab_size is {wanted:,}"
                 yield "config-vocab-padding", text, "", "padding, or another model's config.json"
 
 

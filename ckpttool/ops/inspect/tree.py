@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpttool.formats.base import natural
-from ckpttool.ops.inspect.listing import Row
+from ckpttool.ops.inspect.listing import Row, in_order
 from ckpttool.ops.inspect.names import SLOT, ranges, templates
 
 
@@ -32,6 +32,73 @@ class Node:
     times: int = 1
     """How often the children stand in the checkpoint: the number of numbers in the label."""
     children: list[Node] = field(default_factory=list)
+    mark: str = ""
+    """What is to be said of the tensor besides: which states it stands for, or what it is derived from."""
+
+
+class Summed(NamedTuple):
+    """Like a row, for a leaf that stands for several tensors of one parameter or has something to be said of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    mark: str
+    tensors: int
+    elements: int
+
+
+DERIVED = "rounded master weight"
+
+
+def by_component(rows: Sequence[Row]) -> dict[str, tuple[str, Sequence[Row | Summed]]]:
+    """Rows by component, in the order of the components, under the names of their parameters.
+
+    The states of an optimizer are one leaf for each parameter. With each component comes the mark that all of its
+    leaves have, which then stands on none of them.
+    """
+    found: dict[str, list[Row]] = {}
+    for r in rows:
+        found.setdefault(r[7], []).append(r)
+    out: dict[str, tuple[str, Sequence[Row | Summed]]] = {}
+    for component in in_order(found):
+        mine = found[component]
+        if component == "model" and not any(r[9] for r in mine):
+            out[component] = ("", mine)
+            continue
+        leaves = _leaves(mine)
+        marks = {leaf.mark for leaf in leaves}
+        every = marks.pop() if len(marks) == 1 else ""
+        out[component] = (every, [leaf._replace(mark="") for leaf in leaves] if every else leaves)
+    return out
+
+
+def _leaves(rows: Sequence[Row]) -> list[Summed]:
+    """A leaf for each parameter: its dtypes and states, the shape of its largest tensor."""
+    out: dict[str, Summed] = {}
+    for r in rows:
+        name, elements = r.parameter, prod(r.shape)
+        mark = r.state or (DERIVED if r.derived else "")
+        known = out.get(name)
+        if known is None:
+            out[name] = Summed(name, r.dtype, r.shape, r.nbytes, mark, 1, elements)
+            continue
+        out[name] = Summed(
+            name,
+            known.dtype if r.dtype in known.dtype.split(", ") else f"{known.dtype}, {r.dtype}",
+            max(known.shape, r.shape, key=prod),
+            known.nbytes + r.nbytes,
+            f"{known.mark}, {mark}" if mark else known.mark,
+            known.tensors + 1,
+            known.elements + elements,
+        )
+    # In the order of their names, whatever order the rows came in.
+    return [t._replace(mark=", ".join(sorted(t.mark.split(", "), key=_state))) for t in out.values()]
+
+
+def _state(name: str) -> tuple[bool, str]:
+    """Moments first, powers of beta after them."""
+    return name.startswith("beta"), name
 
 
 def _join(one: str, other: str) -> str:
@@ -44,6 +111,10 @@ class _Leaf(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    mark: str = ""
+    tensors: int = 1
+    elements: int = -1
+    """-1: what the shape says."""
 
 
 class _Numbered(NamedTuple):
@@ -58,22 +129,23 @@ _Below = dict[str, dict[tuple[int, ...], list[int]]]
 """Template up to its last slot -> numbers in the slots -> items that stand there."""
 
 
-def collapse(rows: Sequence[Row]) -> Node:
+def collapse(rows: Sequence[Row | Summed]) -> Node:
     """The tree of all rows; the root has no label."""
     items: dict[_Item, int] = {}
     """Every distinct thing that can stand below a parent, numbered."""
     below: dict[int, _Below] = {}
     """By number of slots."""
-    known: dict[str, tuple[str, dict[tuple[int, ...], list[int]], dict[tuple[str, tuple[int, ...]], int]]] = {}
+    known: dict[str, tuple[str, dict[tuple[int, ...], list[int]], dict[tuple[Any, ...], int]]] = {}
     for (template, numbers), row in zip(templates([r.name for r in rows]), rows, strict=True):
         if template not in known:
             cut = template.rfind(SLOT) + 1
             known[template] = (template[cut:], below.setdefault(len(numbers), {}).setdefault(template[:cut], {}), {})
         text, places, leaves = known[template]
-        kind = row[1:3]
+        kind: tuple[Any, ...] = row[1:] if isinstance(row, Summed) else row[1:3]
         item = leaves.get(kind)
         if item is None:
-            item = leaves[kind] = items.setdefault(_Leaf(text, row.dtype, row.shape, row.nbytes), len(items))
+            more = row[4:] if isinstance(row, Summed) else ()
+            item = leaves[kind] = items.setdefault(_Leaf(text, row[1], row[2], row[3], *more), len(items))
         if numbers in places:
             places[numbers].append(item)
         else:
@@ -127,7 +199,9 @@ class _Builder:
         for item in trie.items:
             if isinstance(item, _Leaf):
                 name = item.text.strip(".").rpartition(".")[2]
-                children.append(Node(name, 1, prod(item.shape), item.nbytes, item.dtype, item.shape))
+                elements = prod(item.shape) if item.elements < 0 else item.elements
+                leaf = Node(name, item.tensors, elements, item.nbytes, item.dtype, item.shape, mark=item.mark)
+                children.append(leaf)
             else:
                 braces = "{" + ranges(item.numbers) + "}" if len(item.numbers) > 1 else str(item.numbers[0])
                 children.append(self.node(braces, self.contents[item.content], len(item.numbers)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -10,22 +11,29 @@ from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.execute import Progress
-from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_piece, read_tensor
+from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_piece, read_tensor, read_view
 from ckpttool.execute.reader import blocks
 from ckpttool.geometry import Box, whole
+from ckpttool.ops.inspect.listing import is_derived
 from ckpttool.ops.inspect.soundness import Named, heads, scale_pairs
 from ckpttool.ops.inspect.values import digest, read_blocks
+from ckpttool.relate import View, permute
 
 _Found = Iterator[tuple[str, str, str, str]]
 
 
-def value_findings(checkpoint: Checkpoint, checked: dict[str, int], progress: Progress) -> _Found:
-    """All findings; ``checked`` gets the numbers of what was read."""
+def value_findings(
+    checkpoint: Checkpoint, checked: dict[str, int], progress: Progress, only: tuple[str, ...] = ()
+) -> _Found:
+    """All findings of the chosen components; ``checked`` gets the numbers of what was read."""
     catalog = checkpoint.catalog
-    named = {str(t.key): Named(t.dtype, t.shape, ()) for t in catalog}
-    tensors = {str(t.key): t for t in catalog}
+    chosen = [t for t in catalog if not only or t.key.component in only]
+    named = {t.key.name: Named(t.dtype, t.shape, ()) for t in chosen if t.key.component == "model"}
+    tensors = {t.key.name: t for t in chosen if t.key.component == "model"}
     scales = [tensors[n] for n in scale_pairs(named) if lookup(tensors[n].dtype).kind in ("float", "scale")]
-    copied = [t for t in catalog if (t.replicas or t.pads) and not lookup(t.dtype).bits % 8]
+    copied = [t for t in chosen if (t.replicas or t.pads) and not lookup(t.dtype).bits % 8]
+    if not only or "master_weights" in only:
+        copied = [t for t in copied if not is_derived(catalog, t.key)]  # the same bytes as the master weight's
     progress.start(sum(2 * t.nbytes for t in copied) + sum(t.nbytes for t in scales), 0)
     checked["replica"] = sum(len(t.replicas) for t in copied)
     checked["scale"] = len(scales)
@@ -38,42 +46,59 @@ def value_findings(checkpoint: Checkpoint, checked: dict[str, int], progress: Pr
         progress.advance(t.nbytes)
     embedding, head = heads(named)
     tied = checkpoint.config.get("tie_word_embeddings") is True and embedding is not None and head is not None
-    if tied and digest(catalog, tensors[embedding or ""]) != digest(catalog, tensors[head or ""]):
+    if tied and _differ(catalog, tensors[embedding or ""], tensors[head or ""]):
         text = f"config.json ties `{head}` to `{embedding}`, and they differ"
         yield "tied-differ", text, "", "loaders use one of them and lose the other"
     progress.finish()
 
 
+def _differ(catalog: Catalog, embedding: LogicalTensor, head: LogicalTensor) -> bool:
+    """Whether two tied tensors are different; one may be the other turned round."""
+    if embedding.shape == head.shape[::-1] != head.shape:
+        turned = permute(str(head.key), View(str(head.key), head.dtype, head.shape, head), (1, 0))
+        read = partial(read_tensor, catalog, embedding)
+        return (
+            embedding.dtype != head.dtype
+            or compare_one(turned.name, turned.shape, head.dtype, read, partial(read_view, catalog, turned)) is not None
+        )
+    return digest(catalog, embedding) != digest(catalog, head)
+
+
 def _replicas(catalog: Catalog, tensor: LogicalTensor) -> _Found:
-    primary = {p.box: p for p in tensor.pieces}
     for copy in tensor.replicas:
-        mine = primary[copy.box]
-        found = _compare(catalog, tensor, mine, copy)
+        mine = [p for p in tensor.pieces if p.box == copy.box or not p.box.start or p.box.intersect(copy.box)]
+        found = _compare(catalog, tensor, copy)
         if found is not None:
             yield (
                 "replica",
                 f"two copies of {found}",
-                f"{catalog.place(mine.stored)}; {catalog.place(copy.stored)}",
+                f"{catalog.place(mine[0].stored)}; {catalog.place(copy.stored)}",
                 "the ranks are from different checkpoints, or one was not synchronised",
             )
 
 
-def _compare(catalog: Catalog, tensor: LogicalTensor, one: Piece, other: Piece) -> Difference | None:
-    at = one.box.start
+def _compare(catalog: Catalog, tensor: LogicalTensor, copy: Piece) -> Difference | None:
+    """A copy with what the pieces hold there: shards of two ranks may be cut at other places. As stored, not cast."""
+    at, dtype = copy.box.start, copy.stored.dtype
     return compare_one(
         str(tensor.key),
-        one.box.shape,
-        tensor.dtype,
-        lambda box: read_piece(catalog, one, box.shift(at)),
-        lambda box: read_piece(catalog, other, box.shift(at)),
+        copy.box.shape,
+        dtype,
+        lambda box: read_tensor(catalog, tensor, box.shift(at), dtype),
+        lambda box: read_piece(catalog, copy, box.shift(at)),
     )
 
 
 def _padding(catalog: Catalog, tensor: LogicalTensor) -> _Found:
     for pad in tensor.pads:
         if pad.local.volume and not _is_padding(catalog, tensor, pad):
-            text = f"the padding of `{tensor.key}` holds something else than zeros or copies of the last row"
-            yield "padding", text, catalog.place(pad.stored), "the sizes given for the source may be wrong"
+            if len(pad.stored.shape) == len(tensor.shape) > 1:
+                text = f"the padding of `{tensor.key}` holds something else than zeros or copies of the last row"
+                hint = "the sizes given for the source may be wrong"
+            else:
+                text = f"the padding behind a shard of `{tensor.key}` holds something else than zeros"
+                hint = "the shard is longer than the tensor, or its shape is not that of this save"
+            yield "padding", text, catalog.place(pad.stored), hint
 
 
 def _is_padding(catalog: Catalog, tensor: LogicalTensor, pad: Pad) -> bool:
@@ -82,12 +107,13 @@ def _is_padding(catalog: Catalog, tensor: LogicalTensor, pad: Pad) -> bool:
     stored = Piece(pad.stored, every, every)
     shape = pad.local.shape
     zeros, copies = True, bool(tensor.shape) and tensor.shape[0] > 0 and tensor.shape[1:] == shape[1:] != ()
-    for box in blocks(shape, itemsize(tensor.dtype), BLOCK):
+    for box in blocks(shape, itemsize(pad.stored.dtype), BLOCK):
         found = read_piece(catalog, stored, box.shift(pad.local.start))
         zeros = zeros and not found.view(np.uint8).any()
         if copies:
             last = tensor.shape[0] - 1
-            row = read_tensor(catalog, tensor, Box((last, *box.start[1:]), (last + 1, *box.stop[1:])))
+            at = Box((last, *box.start[1:]), (last + 1, *box.stop[1:]))
+            row = read_tensor(catalog, tensor, at, pad.stored.dtype)
             copies = bool((found.view(np.uint8) == row.view(np.uint8)).all())
         if not zeros and not copies:
             return False
