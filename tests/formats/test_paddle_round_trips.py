@@ -155,3 +155,27 @@ def test_resume_gives_the_same_files(tmp_path: Path) -> None:
         plan_target(open_checkpoint(src), Target(format="flex", tp=2), Selection()).plan.digest() for _ in range(2)
     }
     assert len(digests) == 1
+
+
+def test_statements_move_the_whole_state(tmp_path: Path) -> None:
+    """--aoa: a renamed, transposed and cast weight; its master and moments go along in their own precision."""
+    from tests.helpers.paddle import read_folder
+
+    src = UNIFIED / "nlp_llama_bf16_tp2_ignore_merge"
+    rules = tmp_path / "rules.txt"
+    rules.write_text(
+        "llama.layers.$LAYER_ID.mlp.down_proj.weight^T -> turned.$LAYER_ID.weight\n"
+        'llama.norm.weight -> final.weight, dtype="float32"\n'
+        "lm_head.weight -> _\n"
+    )
+    reshard(src, tmp_path / "out", "--to", "unified", "--target", "paddlenlp-3.0", "--aoa", rules, "--verify")
+    reshard(src, tmp_path / "plain", "--to", "unified", "--target", "paddlenlp-3.0")
+    model, plain = (read_folder(tmp_path / d, "model-*.safetensors") for d in ("out", "plain"))
+    state, before = (read_folder(tmp_path / d, "optimizer-*.safetensors") for d in ("out", "plain"))
+    old = "llama.layers.1.mlp.down_proj.weight"
+    assert np.array_equal(model["turned.1.weight"], plain[old].T)
+    assert np.array_equal(state["turned.1.weight/moment2_0"], before[f"{old}/moment2_0"].T)
+    assert state["turned.1.weight/beta1_pow_acc_0"] == before[f"{old}/beta1_pow_acc_0"]
+    assert model["final.weight"].dtype == np.float32
+    assert np.array_equal(model["final.weight"], plain["llama.norm.weight"].astype(np.float32))
+    assert not [n for n in (*model, *state) if "lm_head" in n]
