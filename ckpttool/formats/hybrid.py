@@ -86,6 +86,8 @@ MASTER = "_fp32_master_0"
 
 COMPONENTS = ("model", "master_weights", "optimizer", "ema")
 
+MOST_RANKS = 4096
+"""Ranks that are looked for one by one, and 64 more for each file; a larger size is a damaged number."""
 _SIZE_FLAGS = {"tp": "tp", "pp": "pp", "shard": "sharding", "moe": "expert", "ep": "expert"}
 _EXPERT = re.compile(r"(?<![^.])experts\.(\d+)(?![^.])")
 _LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d+)(?![^.])")
@@ -320,6 +322,14 @@ def _degrees(found: _Found, meta: ModelMeta | None, config: Mapping[str, Any]) -
                 where=where,
                 hint=f"the files and {META} are not of one save",
             )
+    files_there = sum(len(files) for files in found.kinds.values())
+    ranks_said = sizes.mp * sizes.pp * sizes.shards * sizes.moe
+    if max(ranks_said, sizes.ep) > MOST_RANKS + 64 * files_there:
+        raise ConflictError(
+            f"{says} say{'s' if meta else ''} that there are {ranks_said:,} ranks, and {files_there} files are here",
+            where=where,
+            hint="the sizes are wrong, or nearly all files are missing",
+        )
     if sizes.ep > 1 and sizes.moe > 1:
         raise ConflictError(
             f"files are named _moeNN, which ep {sizes.ep} of {says} excludes",

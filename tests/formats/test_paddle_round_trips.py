@@ -179,3 +179,16 @@ def test_statements_move_the_whole_state(tmp_path: Path) -> None:
     assert model["final.weight"].dtype == np.float32
     assert np.array_equal(model["final.weight"], plain["llama.norm.weight"].astype(np.float32))
     assert not [n for n in (*model, *state) if "lm_head" in n]
+
+
+@pytest.mark.parametrize("size", ["sharding_degree", "pp_degree", "mp_degree", "ep_degree"])
+def test_a_damaged_size_is_not_believed(size: str, tmp_path: Path) -> None:
+    """A billion ranks are not looked for one by one."""
+    import shutil
+
+    src = tmp_path / "src"
+    shutil.copytree(FIXTURES / "paddle_zcc/sharding2_v1", src)
+    meta = json.loads((src / "model_meta.json").read_text())
+    meta["parallel_config"][size] = 10**9
+    (src / "model_meta.json").write_text(json.dumps(meta))
+    assert "model_meta.json" in refused(src, tmp_path / "out", "--to", "unified")
