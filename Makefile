@@ -21,7 +21,7 @@ demo: $(DEV) ## reshard a small checkpoint from tp 8 to tp 2, look at it, and co
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
 test: $(DEV) ## run every test that needs no other library to judge (the pages in docs/ included)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
 
 test-peers: $(PEERS) $(PADDLE) ## let the libraries that read these formats judge what ckpttool writes
 	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' $(BIN)/python -m pytest tests/peers $(ARGS)
