@@ -39,7 +39,8 @@ class Case(NamedTuple):
         if self.to != "flex":
             out += ["--target", self.target, *(["--native-names"] if self.source else [])]
         if self.sharding > 1 and self.to != "unified":
-            out += ["--sharding-out", self.sharding, "--sharding-version", self.version]
+            out += ["--sharding-out", self.sharding]
+            out += ["--sharding-version", self.version] if self.to != "flex" else []
         return out
 
     @property
