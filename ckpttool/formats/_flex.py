@@ -178,7 +178,11 @@ def read_save(directories: Sequence[Path], files: list[DataFile]) -> Save:
 def _metadata_path(directories: Sequence[Path]) -> Path:
     found = [d / n for d in directories for n in metadata_names(d)]
     if not found:
-        raise IncompleteError("there is no N.metadata", where=[str(d) for d in directories])
+        raise IncompleteError(
+            "there is no 0.metadata, which says what the .distcp files hold",
+            where=[str(d) for d in directories],
+            hint="the save was interrupted, or the file was left behind: it is written by one rank only",
+        )
     names = {p.name for p in found}
     if len(names) > 1:
         raise ConflictError(

@@ -93,7 +93,10 @@ class Flex:
     def detect(self, listing: Listing) -> int:
         if listing.single and not METADATA.fullmatch(listing.single):
             return 0
-        return 2 if any(metadata_names(listing.root / d) for d in ("", *PARTS.values())) else 0
+        if any(metadata_names(listing.root / d) for d in ("", *PARTS.values())):
+            return 2
+        # Payloads whose metadata was left behind: reading says what is missing.
+        return 2 if not listing.single and any(n.endswith(".distcp") for n in listing.names) else 0
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         files: list[DataFile] = []

@@ -507,7 +507,7 @@ def test_two_metadata_files(tmp_path: Path) -> None:
 def test_no_metadata(tmp_path: Path) -> None:
     root = trainer(tmp_path / "a")
     (root / "master_weight" / "0.metadata").unlink()
-    refused(root, IncompleteError, "there is no N.metadata", "master_weight")
+    refused(root, IncompleteError, "there is no 0.metadata", "master_weight")
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:
@@ -879,3 +879,16 @@ def test_protocol_2_payloads_are_in_a_scratch_file(tmp_path: Path) -> None:
     a, b = ckpttool.open(source), ckpttool.open(src)
     assert list(a) == list(b)
     assert all(np.array_equal(a.read(n), b.read(n)) for n in a)
+
+
+def test_payloads_without_their_metadata(tmp_path: Path) -> None:
+    import shutil
+
+    import ckpttool
+    from ckpttool.errors import IncompleteError
+
+    source = next(p for p in sorted(FIXTURES.iterdir()) if p.is_dir() and "dist" in p.name)
+    for path in source.glob("*.distcp"):
+        shutil.copy(path, tmp_path)
+    with pytest.raises(IncompleteError, match=r"no 0\.metadata"):
+        ckpttool.open(tmp_path)
