@@ -64,7 +64,7 @@ from ckpttool.formats._paddle import (
 )
 from ckpttool.formats._pickle import Array, PaddleFile, read_paddle
 from ckpttool.formats._scratch import scratch_file
-from ckpttool.formats._sharding import ALIGNMENT
+from ckpttool.formats._sharding import ALIGNMENT, ITEMSIZE, Param, buffers
 from ckpttool.formats.base import (
     COMPANION_LIMIT,
     Habits,
@@ -419,6 +419,7 @@ class _Reader:
             self._add_ema(ranks, read_paddle(path))
         if not self.ema and "ema" in _kinds(listing):
             self.notes.append("ema.*.pdopt is not read: --from zcc reads it as well")
+        self._check_order(found)
         dtypes = self._derive()
         self._check_all_there(found)
         tensors = self._store()
@@ -779,6 +780,48 @@ class _Reader:
             where=[str(found.meta), *shown, *(["..."] if len(missing) > len(shown) else [])],
             hint=hint,
         )
+
+    def _check_order(self, found: _Found) -> None:
+        """Slices are joined in the order of the shards' numbers, so files that changed places would be scrambled.
+
+        Where each file has the slices that version 2 gives to another shard, they did: ConflictError. Files that fit
+        no shard are left alone, because a trainer may lay its buffers out in other sizes.
+        """
+        if self._strategy() != "ShardingV2" or self.sizes.experts > 1:
+            return
+        lengths: dict[Path, dict[str, int]] = {}
+        for slot, parts in self.held.items():
+            if slot.component == "master_weights":
+                for h in parts:
+                    lengths.setdefault(self.files[h.file].path, {})[slot.name] = prod(h.shape)
+        for (pp, tp, _), cell in self.cells.items():
+            files = {
+                r.shard: path
+                for r, path in found.kinds.get("optimizer", {}).items()
+                if (r.pp or 0, r.tp or 0) == (pp, tp) and r.shard is not None
+            }
+            held = {shard: lengths.get(path, {}) for shard, path in files.items()}
+            trained = {n for names in held.values() for n in names}
+            params = [
+                Param(n, m.dtype, prod(m.shape))
+                for s, n in cell.by_struct.items()
+                if n in trained and (m := cell.names.params.get(n) or cell.names.params.get(s)) and m.dtype in ITEMSIZE
+            ]
+            if {p.name for p in params} != trained:
+                continue
+            usual: list[dict[str, int]] = [{} for _ in range(self.sizes.shards)]
+            for buffer in buffers(params, self.sizes.shards):
+                for name in buffer.starts:
+                    for shard, (start, stop) in buffer.spans(name):
+                        usual[shard][name] = stop - start
+            looks = {shard: [i for i, u in enumerate(usual) if u == its] for shard, its in held.items()}
+            moved = {shard: i[0] for shard, i in looks.items() if i and shard not in i}
+            if moved and all(looks.values()):
+                raise ConflictError(
+                    f"{files[min(moved)].name} holds what shard {moved[min(moved)]} holds: files changed places",
+                    where=[str(files[s]) for s in sorted(moved)][:4],
+                    hint="give the files back their names: slices are joined in the order of the shards",
+                )
 
     def _store(self) -> list[StoredTensor]:
         """Stored tensors in the order of components, states and the model."""

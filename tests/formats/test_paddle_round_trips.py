@@ -192,3 +192,15 @@ def test_a_damaged_size_is_not_believed(size: str, tmp_path: Path) -> None:
     meta["parallel_config"][size] = 10**9
     (src / "model_meta.json").write_text(json.dumps(meta))
     assert "model_meta.json" in refused(src, tmp_path / "out", "--to", "unified")
+
+
+def test_shards_that_changed_places(tmp_path: Path) -> None:
+    """A parameter that two shards share would be joined the wrong way round."""
+    src = tmp_path / "src"
+    reshard(FIXTURES / "paddle_zcc/sharding2_v1", src, "--to", "hybrid", "--tp-out", 2, "--sharding-out", 3)
+    first, second = src / "optimizer.tp01_shard00.pdopt", src / "optimizer.tp01_shard02.pdopt"
+    first.rename(tmp_path / "x")
+    second.rename(first)
+    (tmp_path / "x").rename(second)
+    text = refused(src, tmp_path / "out", "--to", "unified")
+    assert "optimizer.tp01_shard00.pdopt holds what shard 2 holds" in text
