@@ -27,8 +27,11 @@ from ckpttool.execute.options import default_workers
 from ckpttool.formats.base import ReadOptions
 from ckpttool.geometry import Box
 from ckpttool.mesh import Mesh
-from ckpttool.ops.reshard import Prepared, ReshardResult, Selection, Target, execute, plan_target
+from ckpttool.ops.recode import Recoding, high, recode
+from ckpttool.ops.reshard import Prepared, ReshardResult, Selection, Target, execute, plan_recoded, plan_target
 from ckpttool.plan import Plan
+from ckpttool.quant.keep import Keep
+from ckpttool.quant.scheme import scheme
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +135,7 @@ class Checkpoint:
         ranks: Sequence[int] | None = None,
         to: str = "",
         dtype: str = "",
+        dequant: str = "",
         fuse: bool = False,
         unfuse: bool = False,
         max_shard_size: int | None = None,
@@ -169,7 +173,33 @@ class Checkpoint:
             native_names,
             None if aoa is None else Path(aoa),
         )
-        return Resharding(plan_target(self.opened, wanted, Selection(remove, keep, rename)))
+        selection = Selection(remove, keep, rename)
+        if dequant:
+            recoded = recode(self.opened, Recoding(None, high(dequant, "dequant")))
+            return Resharding(plan_recoded(recoded, wanted, selection))
+        return Resharding(plan_target(self.opened, wanted, selection))
+
+    def fp8_cast(
+        self,
+        recipe: str = "block",
+        *,
+        to: str = "",
+        block: tuple[int, int] | None = None,
+        scale_dtype: str = "",
+        method: str = "",
+        keep: Sequence[str] = (),
+        include: Sequence[str] = (),
+        preset: str = "hf-default",
+        max_shard_size: int | None = None,
+    ) -> Resharding:
+        """Plan what ``ckpttool fp8-cast`` with the same options does; ``to`` dequantises. Raises a CkptError."""
+        if to:
+            recoding = Recoding(None, high(to, "to"))
+        else:
+            wanted = scheme(recipe, method=method, block=block, scale_dtype=scale_dtype)
+            recoding = Recoding(wanted, keep=Keep(preset, keep, include))
+        target = Target("hf", 1, 1, 1, 1, max_shard_size=max_shard_size)
+        return Resharding(plan_recoded(recode(self.opened, recoding), target, Selection()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ckpttool.errors import CkptError, UsageError
 if TYPE_CHECKING:
     from ckpttool.checkpoint import OpenOptions
     from ckpttool.execute import RunOptions
+    from ckpttool.ops.recode import Recoding
     from ckpttool.ops.reshard import Target
 
 
@@ -276,6 +277,72 @@ AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Write NaN and infinities instead of refusing them.")
 ]
 Card = Annotated[bool, typer.Option("--card", help="Add a section about the merge to README.md of DST.")]
+Dequant = Annotated[
+    str,
+    typer.Option("--dequant", metavar="DTYPE", help="Quantised weights become bf16, f16 or f32.", show_default=False),
+]
+Requant = Annotated[
+    str,
+    typer.Option(
+        "--requant",
+        metavar="RECIPE[:MxN]",
+        help="Weights are quantised anew, as fp8-cast does: channel, block:64x128.",
+        show_default=False,
+    ),
+]
+Recipe = Annotated[
+    str,
+    typer.Option(
+        "--recipe", metavar="RECIPE", help="tensor, channel, block, mxfp8, nvfp4 or mxfp4.", show_default=False
+    ),
+]
+ToPrecision = Annotated[
+    str,
+    typer.Option("--to", metavar="DTYPE", help="Dequantise instead: bf16, f16 or f32.", show_default=False),
+]
+BlockSides = Annotated[
+    str, typer.Option("--block", metavar="MxN", help="Elements per scale: 128x128 unless said.", show_default=False)
+]
+ScaleDtype = Annotated[
+    str,
+    typer.Option(
+        "--scale-dtype", metavar="DTYPE", help="Of scales: f32, bf16 or e8m0 (powers of two).", show_default=False
+    ),
+]
+QuantMethod = Annotated[
+    str,
+    typer.Option(
+        "--quant-method",
+        metavar="METHOD",
+        help="Whose names: fp8, compressed-tensors, modelopt or fbgemm_fp8.",
+        show_default=False,
+    ),
+]
+CodeDtype = Annotated[str, typer.Option("--code", metavar="DTYPE", help="Of codes: e4m3 or e5m2.", show_default=False)]
+PowersOfTwo = Annotated[bool, typer.Option("--pow2", help="Scales are powers of two, whatever their dtype.")]
+KeepHigh = Annotated[
+    list[str] | None,
+    typer.Option("--keep", metavar="PATTERN", help="Weights that stay in high precision.", show_default=False),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include", metavar="PATTERN", help="Weights that are quantised although others keep them.", show_default=False
+    ),
+]
+KeepPreset = Annotated[
+    str,
+    typer.Option("--keep-preset", metavar="NAME", help="What stays: hf-default, deepseek, experts-only or none."),
+]
+Edge = Annotated[
+    str,
+    typer.Option(
+        "--edge",
+        metavar="ceil|skip|error",
+        help="Sides that are no multiple of the block: a partly filled one, keep the weight, or refuse.",
+        show_default=False,
+    ),
+]
 Patterns = Annotated[
     list[str] | None,
     typer.Argument(metavar="PATTERN...", help="Tensors to leave out: globs or re:REGEX.", show_default=False),
@@ -401,6 +468,37 @@ def _open_options(
     return OpenOptions(fmt, mesh, family, tuple(replicate or ()), tuple(split or ()))
 
 
+def _high(dtype: str, option: str) -> str:
+    """A dtype for dequantised weights, as the table has it."""
+    from ckpttool.ops.recode import high
+
+    return high(dtype, option) if dtype else ""
+
+
+def _sides(text: str, option: str) -> tuple[int, int] | None:
+    """``128x128``."""
+    if not text:
+        return None
+    rows, cross, columns = text.lower().partition("x")
+    if not (cross and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+        raise UsageError(f"{option} `{text}` is not MxN", hint="for example 128x128")
+    return int(rows), int(columns)
+
+
+def _recoding(dequant: str, requant: str) -> Recoding | None:
+    from ckpttool.ops.recode import Recoding
+    from ckpttool.quant.scheme import scheme
+
+    if dequant and requant:
+        raise UsageError("--dequant and --requant exclude each other")
+    if requant:
+        recipe, colon, block = requant.partition(":")
+        if colon and not block:
+            raise UsageError(f"--requant `{requant}` has no block behind its colon", hint="--requant block:64x128")
+        return Recoding(scheme(recipe, block=_sides(block, "--requant")), like_source=True)
+    return Recoding(None, _high(dequant, "--dequant")) if dequant else None
+
+
 def _target(
     *,
     to: str,
@@ -506,6 +604,8 @@ def reshard(
     keep_keys: KeepKeys = None,
     rename: Rename = None,
     dtype: Dtype = "",
+    dequant: Dequant = "",
+    requant: Requant = "",
     fuse: Fuse = False,
     unfuse: Unfuse = False,
     max_shard_size: MaxShard = "",
@@ -561,7 +661,7 @@ def reshard(
     )
     run = _run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
     selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()), tuple(rename or ()))
-    prepared = prepare(src, opened, target, selection)
+    prepared = prepare(src, opened, target, selection, _recoding(dequant, requant))
     if dry_run:
         report.show_plan(prepared, run, as_json=json)
         return
@@ -604,6 +704,7 @@ def merge(
     keep_keys: KeepKeys = None,
     rename: Rename = None,
     dtype: Dtype = "",
+    dequant: Dequant = "",
     fuse: Fuse = False,
     unfuse: Unfuse = False,
     max_shard_size: MaxShard = "",
@@ -661,6 +762,7 @@ def merge(
         seed,
         _one_of(rng, "--rng", "counter", "mergekit"),
         card,
+        _high(dequant, "--dequant"),
     )
     said = bool(method or weights or base or param)
     if is_recipe(sources):
@@ -672,7 +774,7 @@ def merge(
         recipe = read_recipe(sources[0])
         prepared = prepare(recipe, opened, target, selection, choices)
     elif len(sources) == 1 and not said and "+" not in sources[0]:
-        prepared = prepare_one(sources[0], opened, target, selection)
+        prepared = prepare_one(sources[0], opened, target, selection, _recoding(dequant, ""))
     elif len(sources) == 1 and not (method or base or param):
         prepared = prepare(adapted(sources[0], weights), opened, target, selection, choices)
     else:
@@ -850,6 +952,110 @@ def inspect(
     report.show_inspect(answer, as_json=json, quiet=quiet)
     if not answer.ok:
         raise typer.Exit(3)
+
+
+@app.command(name="fp8-cast")
+def fp8_cast(
+    src: Src,
+    dst: Dst,
+    recipe: Recipe = "",
+    to: ToPrecision = "",
+    block: BlockSides = "",
+    scale_dtype: ScaleDtype = "",
+    quant_method: QuantMethod = "",
+    code: CodeDtype = "",
+    pow2: PowersOfTwo = False,
+    edge: Edge = "",
+    keep: KeepHigh = None,
+    include: Include = None,
+    keep_preset: KeepPreset = "hf-default",
+    max_shard_size: MaxShard = "",
+    tp: Tp = None,
+    pp: Pp = None,
+    ep: Ep = None,
+    etp: Etp = None,
+    sharding: Sharding = None,
+    also: Also = None,
+    from_: From = "",
+    rank_pattern: RankPattern = "",
+    family: FamilyName = "",
+    replicate: Replicate = None,
+    split: Split = None,
+    remove_keys: RemoveKeys = None,
+    keep_keys: KeepKeys = None,
+    dry_run: DryRun = False,
+    force: Force = False,
+    resume: Resume = False,
+    verify: Verify = False,
+    workers: Workers = None,
+    memory: Memory = "64MiB",
+    manifest: Manifest = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write SRC with its weights quantised (FP8, MXFP4, NVFP4), or dequantised with --to."""
+    from ckpttool import report
+    from ckpttool.ops.fp8_cast import prepare
+    from ckpttool.ops.recode import Recoding
+    from ckpttool.ops.reshard import Selection, execute
+    from ckpttool.quant.keep import Keep
+    from ckpttool.quant.scheme import scheme
+
+    opened = _open_options(
+        fmt=from_,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        rank_pattern=rank_pattern,
+        family=family,
+        replicate=replicate,
+        split=split,
+        sharding=sharding,
+        also=also,
+    )
+    if to:
+        said = [
+            option
+            for option, value in (
+                ("--recipe", recipe),
+                ("--block", block),
+                ("--scale-dtype", scale_dtype),
+                ("--quant-method", quant_method),
+                ("--code", code),
+                ("--pow2", pow2),
+                ("--edge", edge),
+                ("--keep", keep),
+                ("--include", include),
+                ("--keep-preset", keep_preset != "hf-default"),
+            )
+            if value
+        ]
+        if said:
+            raise UsageError(
+                f"{said[0]} says how to quantise, and --to {to} dequantises", hint="leave one of them away"
+            )
+        recoding = Recoding(None, _high(to, "--to"))
+    else:
+        wanted = scheme(
+            recipe or "block",
+            method=quant_method,
+            block=_sides(block, "--block"),
+            scale_dtype=scale_dtype,
+            code=code,
+            edge=edge,
+            powers=pow2,
+        )
+        recoding = Recoding(wanted, keep=Keep(keep_preset, tuple(keep or ()), tuple(include or ())))
+    run = _run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
+    selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()))
+    limit = parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None
+    prepared = prepare(src, opened, recoding, selection, max_shard_size=limit)
+    if dry_run:
+        report.show_cast_plan(prepared, run, as_json=json)
+        return
+    result = execute(prepared, dst, run, report.progress(quiet=quiet or json), verify=verify)
+    report.show_cast(result, as_json=json, quiet=quiet)
 
 
 def main() -> NoReturn:

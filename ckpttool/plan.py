@@ -9,6 +9,7 @@
         Same    two strided blocks of sources must be equal (replicas)
         Padding a strided block of a source must be padding (zeros, or copies of the row before it)
         Compute a tensor that is worked out from operands, and the Copies that put it where the output wants it
+        Quantize a tensor that is rounded to codes with a scale for each block; likewise, for codes and scales
 
 A block is (file, byte offset, byte stride per axis); the shape belongs to the step. Boxes, never byte runs: a
 row-parallel cut of a 70B model is a thousand boxes but ten million runs.
@@ -94,13 +95,20 @@ class Stored(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """A quantised weight and its scales: element = code * scale of its block."""
+    """A quantised weight and its scales: element = code * scale of its block (* factor)."""
 
     weight: Stored
+    """The codes. Two 4-bit codes lie in a byte, the first in the low half; its dtype is U8 then."""
     scale: Stored
     """One scale per block, row-major over the grid of blocks."""
     block: tuple[int, ...]
     """Elements per scale along each axis of the weight."""
+    code: str = ""
+    """dtype of a code where that of ``weight`` is another: F4 in bytes, F8_E4M3 in I8."""
+    factor: Stored | None = None
+    """One number for the whole weight, by which all elements are multiplied besides."""
+    divides: bool = False
+    """They are divided by the factor."""
 
 
 class LowRank(NamedTuple):
@@ -152,9 +160,10 @@ Operand = Stored | Scaled | Adapted | Gathered
 
 def shape_of(operand: Operand) -> tuple[int, ...]:
     """Shape of the tensor that an operand gives."""
-    while not isinstance(operand, Stored | Gathered):
-        operand = operand.weight
-    return operand.shape
+    if isinstance(operand, Scaled):
+        shape = operand.weight.shape
+        return (*shape[:-1], 2 * shape[-1]) if operand.code == "F4" else shape
+    return shape_of(operand.weight) if isinstance(operand, Adapted) else operand.shape
 
 
 class Compute(NamedTuple):
@@ -185,7 +194,57 @@ class Compute(NamedTuple):
         return self.models if self.base is None else (*self.models, self.base)
 
 
-Step = Copy | Fill | Same | Padding | Compute
+class Rounding(NamedTuple):
+    """How a weight is quantised: the arithmetic, without names."""
+
+    scheme: str
+    """Name in ``ckpttool.kernels.quantize.SCHEMES``: tensor, channel, block, mxfp8, nvfp4, mxfp4."""
+    code: str
+    """dtype of a code: F8_E4M3, F8_E5M2 or F4."""
+    scale: str
+    """dtype in which a scale is worked out and stored: F32, BF16, F8_E8M0 or (nvfp4) F8_E4M3."""
+    block: tuple[int, int]
+    """Elements per scale along the last two axes; 0 is all of the axis."""
+    powers: bool = False
+    """Scales are powers of two, rounded up, whatever dtype they are stored in."""
+    divides: bool = True
+    """The factor of nvfp4 is one by which elements are divided (compressed-tensors), not multiplied (ModelOpt)."""
+
+
+class Result(NamedTuple):
+    """One tensor that a Quantize makes."""
+
+    role: str
+    """``codes``, ``scales`` or ``factor``."""
+    dtype: str
+    """As stored: U8 for two F4 codes, and where the format keeps E8M0 scales as bytes."""
+    shape: tuple[int, ...]
+    outputs: tuple[Copy, ...] = ()
+    """From the row-major result (``src.offset`` counts from its first byte) to outputs."""
+
+
+class Quantize(NamedTuple):
+    """A weight that is rounded to codes, with a scale for each block of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """[..., rows, columns] of the weight; blocks lie over the last two axes."""
+    operand: Operand
+    rounding: Rounding
+    results: tuple[Result, ...]
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """What is read."""
+        return (self.operand,)
+
+    @property
+    def outputs(self) -> tuple[Copy, ...]:
+        """What is written, of all results."""
+        return tuple([c for r in self.results for c in r.outputs])
+
+
+Step = Copy | Fill | Same | Padding | Compute | Quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +299,7 @@ class Unit(NamedTuple):
                 total += prod(s.shape) * lookup(s.dst_dtype).bits // 8
             elif type(s) is Fill:
                 total += prod(s.shape) * itemsize(s.dtype)
-            elif type(s) is Compute:
+            elif type(s) is Compute or type(s) is Quantize:
                 total += sum(prod(c.shape) * lookup(c.dst_dtype).bits // 8 for c in s.outputs)
         return total
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -11,17 +11,20 @@ from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
 from ckpttool.errors import IncompleteError, LayoutError
 from ckpttool.formats.base import Skeleton
 from ckpttool.geometry import Box, contiguous_strides, whole
-from ckpttool.layout.scales import weight_of
+from ckpttool.layout.scales import is_beside, weight_of
 from ckpttool.plan import (
     Block,
     Compute,
     Copy,
     Fill,
+    Operand,
     Output,
     Padding,
     Plan,
+    Quantize,
     Randomness,
     Same,
+    Scaled,
     Source,
     Step,
     Stored,
@@ -39,7 +42,7 @@ def caster(names: Collection[str], wanted: str) -> Callable[[str, str], str]:
     """
 
     def cast(name: str, dtype: str) -> str:
-        if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None:
+        if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None or is_beside(name):
             return dtype
         return wanted
 
@@ -63,7 +66,7 @@ def build_plan(
 
     ``carried`` are (source path, name, bytes) of companion files, ``literal_files`` (name, bytes) of generated ones.
     Carried files whose name is in ``linked`` may share their bytes with the source. A stored tensor whose file number
-    is ``len(catalog.files) + k`` is the result of ``computed.steps[k]``.
+    is ``len(catalog.files) + k`` is a result of ``computed``.
     Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte.
     """
     outputs = [Output(f.name, f.size, f.literals) for f in skeleton.files]
@@ -82,7 +85,7 @@ def build_plan(
             _rank_steps(todo, view, t, file, offset, used)
     units = [Unit(name, tuple(todo), tuple(targets[name])) for name, todo in steps.items() if todo or targets[name]]
     if computed is not None:
-        units = _with_computed(units, computed.steps, len(catalog.files))
+        units = _with_computed(units, computed, len(catalog.files))
     units.sort(key=_order)
     if check_replicas:
         units = _checks(used.values()) + _equal(equal) + units
@@ -101,7 +104,7 @@ def _order(unit: Unit) -> tuple[int, int, int]:
     for s in unit.steps:
         if isinstance(s, Copy):
             return (first, s.src.file, s.src.offset)
-        if isinstance(s, Compute) and isinstance(o := s.operands[0], Stored) and o.copies:
+        if isinstance(s, Compute | Quantize) and isinstance(o := codes_of(s.operands[0]), Stored) and o.copies:
             return (first, o.copies[0].src.file, o.copies[0].src.offset)
     return (first, 0, 0)
 
@@ -126,19 +129,31 @@ class Operands:
 class Computed:
     """The tensors of a catalog that are in no file yet."""
 
-    steps: Sequence[Compute]
+    steps: Sequence[Compute | Quantize]
     operands: Operands
     randomness: Randomness | None = None
+    results: Sequence[tuple[int, int]] | None = None
+    """(step, which of its results) of each tensor; None: tensor ``k`` is the one result of step ``k``."""
 
 
-def _with_computed(units: Sequence[Unit], computed: Sequence[Compute], real: int) -> list[Unit]:
-    """The same work with a Compute in place of the copies from each computed tensor.
+def codes_of(operand: Operand) -> Operand:
+    """The operand, or the codes of a quantised weight."""
+    return operand.weight if isinstance(operand, Scaled) else operand
+
+
+def _with_computed(units: Sequence[Unit], computed: Computed, real: int) -> list[Unit]:
+    """The same work with a Compute or Quantize in place of the copies from each computed tensor.
 
     Units that take from one computed tensor (a fused tensor that is written apart) become one, and so do all the
     tensors that one unit takes from: what is worked out is worked out once.
     """
+    results = computed.results
     home: dict[int, int] = {}
     group = list(range(len(units)))
+
+    def result(copy: Copy) -> tuple[int, int]:
+        slot = copy.src.file - real
+        return (slot, 0) if results is None else results[slot]
 
     def root(i: int) -> int:
         while group[i] != i:
@@ -149,23 +164,32 @@ def _with_computed(units: Sequence[Unit], computed: Sequence[Compute], real: int
     for i, unit in enumerate(units):
         for s in unit.steps:
             if isinstance(s, Copy) and s.src.file >= real:
-                group[root(i)] = root(home.setdefault(s.src.file - real, i))
+                group[root(i)] = root(home.setdefault(result(s)[0], i))
     members: dict[int, list[Unit]] = {}
     for i, unit in enumerate(units):
         members.setdefault(root(i), []).append(unit)
     out = []
     for joined in members.values():
-        outputs: dict[int, list[Copy]] = {}
+        outputs: dict[int, dict[int, list[Copy]]] = {}
         steps: list[Step] = []
         for unit in joined:
             for s in unit.steps:
                 if isinstance(s, Copy) and s.src.file >= real:
-                    outputs.setdefault(s.src.file - real, []).append(s)
+                    step, which = result(s)
+                    outputs.setdefault(step, {}).setdefault(which, []).append(s)
                 else:
                     steps.append(s)
-        steps = [*(computed[k]._replace(outputs=tuple(copies)) for k, copies in sorted(outputs.items())), *steps]
-        out.append(Unit(joined[0].name, tuple(steps), tuple([t for unit in joined for t in unit.targets])))
+        made = [_with_outputs(computed.steps[k], copies) for k, copies in sorted(outputs.items())]
+        targets = tuple([t for unit in joined for t in unit.targets])
+        out.append(Unit(joined[0].name, (*made, *steps), targets))
     return out
+
+
+def _with_outputs(step: Compute | Quantize, copies: Mapping[int, Sequence[Copy]]) -> Compute | Quantize:
+    if isinstance(step, Compute):
+        return step._replace(outputs=tuple(copies[0]))
+    results = [r._replace(outputs=tuple(copies.get(i, ()))) for i, r in enumerate(step.results)]
+    return step._replace(results=tuple(results))
 
 
 def _rank_steps(

@@ -39,7 +39,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("aoa",),
     ("plan",),
     ("planner",),
-    ("adapters", "vocabulary"),
+    ("adapters", "quant", "vocabulary"),
     ("kernels",),
     ("recipe",),
     ("execute",),

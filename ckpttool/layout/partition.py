@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import Any, Protocol
 
 from ckpttool.catalog import RankTensor
@@ -125,6 +126,9 @@ class Partitioner:
                         local = local_boxes(place.rule, base, self.cutting, at, bias=bias, blocks=blocks)
                     except Uneven as e:
                         works = self._works(placed, expert=place.rule.expert)
+                        if e.inside and self.flag == "out":
+                            side = self._finer(placed, e.inside)
+                            works += f", or other scales: --requant block:{side}x{side}, or none: --dequant bf16"
                         raise cannot_cut(t.name, t.shape, place.rule.place, e, str(mesh), works) from None
                     known = self._locals[key] = (local, tuple(pad_boxes(local)))
                 local, pads = known
@@ -150,6 +154,18 @@ class Partitioner:
         if place.stage == "layers" and place.layer is not None:
             return stages.get(place.layer, last)  # a layer after the last one is multi-token prediction
         return 0 if place.stage == "first" else last
+
+    def _finer(self, placed: Sequence[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]], side: int) -> int:
+        """Side of the largest blocks, of at most ``side`` elements, between which every cut falls."""
+        mesh = self.cutting.mesh
+        distinct = {(id(p.rule), base, blocks): (p.rule, base, blocks) for _, p, base, blocks in placed if blocks}
+        for rule, base, blocks in distinct.values():
+            for rank in (0, mesh.world - 1):
+                try:
+                    local_boxes(rule, base, self.cutting, mesh.coords(rank), blocks=blocks)
+                except Uneven as e:
+                    side = gcd(side, e.inside)
+        return max(side, 1)
 
     def _works(
         self, placed: Sequence[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]], *, expert: bool

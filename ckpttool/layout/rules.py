@@ -213,10 +213,12 @@ def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisS
 class Uneven(Exception):  # noqa: N818 - it says what is the matter with a cut; users see LayoutError
     """A share that does not come out even; becomes a LayoutError once the tensor's name is known."""
 
-    def __init__(self, why: str, works: tuple[int, ...]) -> None:
+    def __init__(self, why: str, works: tuple[int, ...], inside: int = 0) -> None:
+        """``inside``: the cut falls inside a scale block, and blocks of so many elements would end there."""
         super().__init__(why)
         self.why = why
         self.works = works
+        self.inside = inside
 
 
 def _divisors(n: int, *, shared: bool = False) -> tuple[int, ...]:
@@ -287,6 +289,7 @@ def blocked(got: AxisShare, n: int, block: int) -> AxisShare:
                 f"the cut at {logical if logical % block else logical + length} of {n} falls inside a scale block"
                 f" of {block}",
                 (),
+                gcd(block, logical, local, 0 if at_end else length),
             )
         segments.append(Segment(local // block, logical // block, -(-length // block)))
     return AxisShare(-(-got.size // block), tuple(segments))

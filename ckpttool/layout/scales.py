@@ -1,8 +1,8 @@
 """Scale grids: which tensor scales which weight, and how many elements share a scale along each axis.
 
 A scale grid is cut where its weight is cut, so a cut must fall between two blocks. Sources of the names: DeepSeek and
-Hugging Face finegrained FP8 (``weight_scale_inv``), compressed-tensors and ModelOpt (``weight_scale``), DeepSeek's
-inference code (``scale``), transformers' fused experts (``gate_up_proj_scale_inv``).
+Hugging Face finegrained FP8 (``weight_scale_inv``), compressed-tensors and ModelOpt (``weight_scale``, also of
+``weight_packed``), DeepSeek's inference code (``scale``), transformers' fused experts (``gate_up_proj_scale_inv``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,25 @@ from ckpttool.errors import LayoutError
 _SUFFIXES = (
     ("weight_scale_inv", "weight"),
     ("weight_scale", "weight"),
+    (".weight_scale", ".weight_packed"),
     (".qscale_weight", ".weight"),
     (".scale", ".weight"),
     ("_proj_scale_inv", "_proj"),
+)
+
+_BESIDE = (
+    ".weight_scale_2",
+    ".weight_global_scale",
+    ".input_scale",
+    ".output_scale",
+    ".activation_scale",
+    "_activation_scale",
+    ".input_global_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".prob_scale",
+    ".kv_scale",
 )
 
 
@@ -33,15 +49,27 @@ def weight_of(name: str, names: Collection[str]) -> str | None:
     return None
 
 
+def is_beside(name: str) -> bool:
+    """Numbers that mean something only beside quantised weights, activations or caches."""
+    return name.endswith(_BESIDE)
+
+
 def is_lone(name: str, shape: tuple[int, ...]) -> bool:
     """One number for a whole tensor (``input_scale``, ``k_scale``): every rank holds it."""
     return name.endswith("scale") and prod(shape) == 1
 
 
 def config_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """``weight_block_size`` of the quantization config, if it has one."""
+    """Sides of the blocks of FP8 weights, if the config names them: ``weight_block_size``, or compressed-tensors'
+    ``block_structure``."""
     quant = config.get("quantization_config")
-    block = quant.get("weight_block_size") if isinstance(quant, dict) else None
+    if not isinstance(quant, dict):
+        return None
+    block = quant.get("weight_block_size")
+    groups = quant.get("config_groups")
+    for group in groups.values() if block is None and isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        block = weights.get("block_structure") if isinstance(weights, dict) else None
     if isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
         return (block[0], block[1])
     return None

@@ -6,7 +6,7 @@ open SRC -> views (names, fusions, selections) -> ranks of DST -> skeleton -> pl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.aoa import apply_aoa, read_aoa
-from ckpttool.catalog import Catalog, Key, RankTensor
+from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
+from ckpttool.execute.compute import verify_computed
 from ckpttool.formats._paddle import (
     TRAINER_FILES,
     base_prefix,
@@ -37,6 +38,7 @@ from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh
 from ckpttool.ops.components import WEIGHTS, chosen_components, share_of
+from ckpttool.ops.recode import Recoded, Recoding, recode
 from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan, caster
 from ckpttool.relate import Equal, View, Views, apply_ops, follow, keep, parameters, permute, rename_by_rules
@@ -119,6 +121,8 @@ class Prepared:
     """In the order in which they were found."""
     removed: tuple[int, int] = (0, 0)
     """(tensors, bytes) that --remove-keys or --keep-keys left out."""
+    recoded: Recoded | None = None
+    """What was dequantised and quantised on the way."""
 
 
 @dataclass(slots=True)
@@ -132,9 +136,25 @@ class ReshardResult:
     notes: list[str] = field(default_factory=list)
 
 
-def prepare(src: str | Path, options: OpenOptions, target: Target, selection: Selection | None = None) -> Prepared:
+def prepare(
+    src: str | Path,
+    options: OpenOptions,
+    target: Target,
+    selection: Selection | None = None,
+    recoding: Recoding | None = None,
+) -> Prepared:
     """Plan a reshard. Raises a CkptError subclass; nothing is written."""
-    return plan_target(open_checkpoint(src, options), target, selection or Selection())
+    source = open_checkpoint(src, options)
+    if recoding is None:
+        return plan_target(source, target, selection or Selection())
+    return plan_recoded(recode(source, recoding), target, selection or Selection())
+
+
+def plan_recoded(recoded: Recoded, target: Target, selection: Selection) -> Prepared:
+    """Plan how a checkpoint whose weights change their precision becomes ``target``."""
+    prepared = plan_target(recoded.checkpoint, target, selection, computed=recoded.computed, written=recoded.written)
+    prepared.recoded = recoded
+    return prepared
 
 
 def plan_target(
@@ -472,15 +492,16 @@ def execute(
                 "--verify needs all ranks, --ranks-out writes only some",
                 hint="verify when all ranks are there: ckpttool inspect SRC --diff DST --values",
             )
-        options = replace(options, verify=lambda partial: verify_output(prepared, partial))
+        options = replace(options, verify=lambda partial: verify_output(prepared, partial, options.memory))
     result = run(prepared.plan, path, options, progress)
     return ReshardResult(prepared, path, result, verify)
 
 
-def verify_output(prepared: Prepared, written: Path) -> None:
+def verify_output(prepared: Prepared, written: Path, memory: int) -> None:
     """Read ``written`` back through its format's reader and compare every element with the source.
 
     Knows nothing of the plan: the source side goes through pieces and views, the written side through its own headers.
+    What is dequantised or quantised is worked out once more, with ``memory`` bytes, and compared where it was written.
     Raises VerifyError naming the first tensors that differ.
     """
     mesh = prepared.mesh
@@ -499,9 +520,12 @@ def verify_output(prepared: Prepared, written: Path) -> None:
             f"the output has {len(extra)} unexpected tensors and lacks {len(missing)}: {(missing + extra)[0]}",
             where=str(written),
         )
+    real = len(prepared.source.catalog.files)
+    if prepared.recoded is not None:
+        verify_computed(prepared.plan, written, memory)
     wrong = compare_views(
         prepared.source.catalog,
-        expected.values(),
+        [v for v in expected.values() if all(s.file < real for s in _stored(v))],
         found,
         cast=lambda name, _: prepared.dtypes[name],
         check_replicas=True,
@@ -512,6 +536,13 @@ def verify_output(prepared: Prepared, written: Path) -> None:
             where=[str(w) for w in wrong[:5]],
             hint="nothing was kept. This is a fault of ckpttool or of the disk: please report it with the command line",
         )
+
+
+def _stored(view: View) -> Iterator[StoredTensor]:
+    """The stored tensors that a view takes elements from."""
+    for part in view.parts:
+        for piece in part.source.pieces:
+            yield piece.stored
 
 
 def _check_overrides(family: Family, names: set[str]) -> None:

@@ -171,4 +171,6 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
         f" {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}{rate}\n"
     )
     if result.verified:
-        text.write("verified: every element is equal to the source\n")
+        recoded = prepared.recoded is not None
+        what = "every tensor was worked out again and is equal" if recoded else "every element is equal to the source"
+        text.write(f"verified: {what}\n")

@@ -9,19 +9,16 @@ from typing import NoReturn
 
 from ckpttool.catalog import Catalog, DataFile, Key
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
-from ckpttool.dtypes import CASTABLE, lookup
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import inverse
-from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
 from ckpttool.ops.merge.form import is_paddle
-from ckpttool.plan import Operand, Scaled
+from ckpttool.ops.recode import high_precision, scaled
+from ckpttool.plan import Operand
 from ckpttool.planner import Operands
+from ckpttool.quant.coded import Coded, find_codes
 from ckpttool.recipe.model import ModelRef
 from ckpttool.relate import View, Views, apply_ops, follow, identity, parameters
-
-QUANTISED = ("F8_E4M3", "F8_E5M2")
-"""dtypes of weights that are dequantised with the scales beside them."""
 
 
 @dataclass(slots=True)
@@ -31,9 +28,11 @@ class Model:
     label: str
     checkpoint: Checkpoint
     views: dict[str, View]
-    """By name, without the scales of quantised weights."""
-    scales: dict[str, View] = field(default_factory=dict)
-    """By the name of the weight."""
+    """By name, in high precision: without the scales of quantised weights."""
+    stored: Mapping[str, View] = field(default_factory=dict)
+    """By name, codes and scales as they lie in the files."""
+    codes: dict[str, Coded] = field(default_factory=dict)
+    """The quantised weights, by name."""
     derived: tuple[int, str] = (0, "")
     """How many of its tensors are elements of another dtype, rounded, and that dtype: model weights that a trainer
     stores as master weights only."""
@@ -50,36 +49,30 @@ class Model:
         return max((int(m[1]) for n in self.views if (m := LAYER.search(n))), default=-1) + 1
 
     def operand(self, name: str, operands: Operands) -> Operand:
-        """What a Compute reads for a tensor; dequantised where it has scales."""
+        """What a Compute reads for a tensor; dequantised where it is quantised."""
+        if name in self.codes:
+            return scaled(self.codes[name], self.stored, operands, self.label)
         view = self.views[name]
-        label = f"`{name}` of {self.label}"
-        stored = operands.stored(view, label)
-        if view.dtype != self.dtype(name) and name not in self.scales:
-            stored = stored._replace(dtype=self.dtype(name))
-        scale = self.scales.get(name)
-        if scale is None:
-            return stored
-        block = block_of(view.shape, scale.shape, config_block(self.checkpoint.config), name=scale.name)
-        grid = operands.stored(scale, f"`{scale.name}` of {self.label}")
-        return Scaled(stored, grid, view.shape if block is None else block)
+        stored = operands.stored(view, f"`{name}` of {self.label}")
+        return stored if view.dtype == self.dtype(name) else stored._replace(dtype=self.dtype(name))
 
     def dtype(self, name: str) -> str:
         """dtype of a tensor as a merge sees it: quantised weights count as what they stand for."""
         stored = self.views[name].dtype
-        if stored == "U16" and self.holds_bits:
-            return "BF16"
-        return "BF16" if name in self.scales else stored
+        return "BF16" if stored == "U16" and self.holds_bits else stored
 
     @property
     def quantised(self) -> bool:
-        return bool(self.scales)
+        return bool(self.codes)
 
 
 class Models:
     """All models of a merge; each path is opened once."""
 
-    def __init__(self, options: OpenOptions, component: str = "model") -> None:
-        """``component`` is what is merged: the model weights, or the master weights."""
+    def __init__(self, options: OpenOptions, component: str = "model", dequant: str = "") -> None:
+        """``component`` is what is merged: the model weights, or the master weights. ``dequant`` is the dtype that
+        quantised weights count as; "" is what each model's config says."""
+        self.dequant = dequant
         self.options = options
         self.component = component
         self.files: list[DataFile] = []
@@ -109,7 +102,7 @@ class Models:
         for path, checkpoint in checkpoints.items():
             views = _weights(path, checkpoint, self.component, canonical=not as_they_are)
             self.notes += [f"{path}: {n}" for n in views.notes]
-            model = _model(path, checkpoint, views.table, self.notes)
+            model = _model(path, checkpoint, views.table, self.dequant, self.notes)
             model.derived = _derived(checkpoint, self.component)
             self._by_path[path] = model
             left |= dict.fromkeys(c for c in checkpoint.components if c != self.component)
@@ -194,33 +187,30 @@ def _derived(checkpoint: Checkpoint, component: str) -> tuple[int, str]:
     return len(found), found[0] if found else ""
 
 
-def _model(path: str, checkpoint: Checkpoint, table: Mapping[str, View], notes: list[str]) -> Model:
-    """Set scales apart from weights. Raises UnsupportedError for what cannot be dequantised."""
-    views, scales, lone = {}, {}, []
+def _model(path: str, checkpoint: Checkpoint, table: Mapping[str, View], dequant: str, notes: list[str]) -> Model:
+    """Set codes and scales apart. Raises for weights that cannot be dequantised."""
+    config = checkpoint.config
+    codes = find_codes({n: (v.dtype, v.shape) for n, v in table.items()}, config, where=path)
+    if turned := next((c.name for c in codes.weights.values() if c.turned), None):
+        raise UnsupportedError(
+            f"`{turned}` is quantised the other way round than it is merged",
+            where=path,
+            hint=f"dequantise the model first: ckpttool fp8-cast {path} DST --to bf16",
+        )
+    parts, beside = codes.parts, set(codes.beside)
+    dtype = dequant or high_precision(config)
+    views: dict[str, View] = {}
     for name, view in table.items():
-        weight = weight_of(name, table)
-        if weight is not None and table[weight].dtype in QUANTISED:
-            scales[weight] = view
-        elif is_lone(name, view.shape) and any(v.dtype in QUANTISED for v in table.values()):
-            lone.append(name)
-        else:
+        if name in beside:
+            continue
+        weight = codes.weights.get(parts.get(name, ""))
+        if weight is None:
             views[name] = view
-    for name, view in views.items():
-        kind = lookup(view.dtype)
-        if kind.kind == "float" and view.dtype not in CASTABLE and name not in scales:
-            raise UnsupportedError(
-                f"`{name}` is {view.dtype} and has no scales that are known",
-                where=path,
-                hint="merge the model as it was before it was quantised",
-            )
-        if kind.bits < 8 or (view.dtype in ("U8", "F8_E8M0") and name.endswith(("_blocks", "_scales"))):
-            raise UnsupportedError(
-                f"`{name}` is quantised ({view.dtype}) in a way that merge does not undo",
-                where=path,
-                hint="merge the model as it was before it was quantised",
-            )
-    if scales:
-        notes.append(f"{path}: {len(scales)} quantised weights are dequantised with their scales")
-    if lone:
-        notes.append(f"{path}: {len(lone)} scales of activations or caches are left out (`{lone[0]}`)")
-    return Model(str(Path(path)), checkpoint, views, scales)
+        elif weight.name not in views:
+            views[weight.name] = View(weight.name, dtype, weight.shape)
+    if codes.weights:
+        notes.append(f"{path}: {len(codes.weights)} quantised weights are dequantised")
+    if beside:
+        shown = codes.beside[0]
+        notes.append(f"{path}: {len(beside)} scales of activations or caches are left out (`{shown}`)")
+    return Model(str(Path(path)), checkpoint, views, table, codes.weights)

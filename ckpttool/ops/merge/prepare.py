@@ -27,7 +27,8 @@ from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import CARD, ONE, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
 from ckpttool.ops.merge.words import Words
-from ckpttool.ops.reshard import Prepared, Selection, Target, plan_target, verify_output
+from ckpttool.ops.recode import Recoding, recode
+from ckpttool.ops.reshard import Prepared, Selection, Target, plan_recoded, plan_target, verify_output
 from ckpttool.plan import Plan, Randomness
 from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
@@ -45,6 +46,8 @@ class Choices:
     seed: int = 0
     rng: Literal["counter", "mergekit"] = "counter"
     card: bool = False
+    dequant: str = ""
+    """The dtype that quantised weights count as; "" is what each model's config says."""
 
 
 @dataclass(slots=True)
@@ -94,8 +97,10 @@ def prepare(
     dtype = parse(dtype).name if dtype else ""
     if masters:
         _check_masters(recipe, refs, dtype)
-    models = Models(options, recipe.component)
+    models = Models(options, recipe.component, choices.dequant)
     models.open(refs)
+    if choices.dequant and not any(models[r].quantised for r in refs):
+        raise UsageError("--dequant: no weight of the sources is quantised", hint="--dtype chooses the output's dtype")
     adaptations = Adaptations(models, refs, rounded=recipe.method != "passthrough")
     donor_ref = recipe.base or refs[0]
     donor = models[donor_ref]
@@ -159,7 +164,13 @@ def prepare(
     )
 
 
-def prepare_one(src: str | Path, options: OpenOptions, target: Target, selection: Selection) -> PreparedMerge:
+def prepare_one(
+    src: str | Path,
+    options: OpenOptions,
+    target: Target,
+    selection: Selection,
+    recoding: Recoding | None = None,
+) -> PreparedMerge:
     """Plan how the shards of one checkpoint become one whole checkpoint, or what ``target`` says.
 
     Paddle's checkpoints keep all components that a unified checkpoint can hold: the result can be trained on.
@@ -174,7 +185,10 @@ def prepare_one(src: str | Path, options: OpenOptions, target: Target, selection
         usual = "hf"
     whole = target if cut else replace(target, tp=1, pp=1, ep=1, etp=1, format=target.format or usual)
     origin = Origin(str(src), str(src), source.format, _files(source), len(source.catalog))
-    prepared = plan_target(source, whole, selection)
+    if recoding is None:
+        prepared = plan_target(source, whole, selection)
+    else:
+        prepared = plan_recoded(recode(source, recoding), whole, selection)
     provenance = Provenance({"merge_method": ONE}, "", None, "", [origin])
     provenance.format = prepared.format
     return PreparedMerge(prepared, ONE, None, "", [origin], provenance, 0, len(prepared.views), (str(src),))
@@ -189,7 +203,7 @@ def execute(
 
     def verify_all(partial: Path) -> None:
         if prepared.single:
-            verify_output(target, partial)
+            verify_output(target, partial, options.memory)
         else:
             verify_computed(plan, partial, options.memory)
 

@@ -1,0 +1,26 @@
+"""``ckpttool fp8-cast``: weights to FP8 (or MXFP4, NVFP4) and back, as a Hugging Face checkpoint.
+
+What it writes has the bytes that ``fp8-size`` foretells with the same options: both ask ``ckpttool.quant``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckpttool.checkpoint import OpenOptions, open_checkpoint
+from ckpttool.ops.recode import Recoding, recode
+from ckpttool.ops.reshard import Prepared, Selection, Target, plan_recoded
+
+
+def prepare(
+    src: str | Path,
+    options: OpenOptions,
+    recoding: Recoding,
+    selection: Selection,
+    *,
+    max_shard_size: int | None = None,
+) -> Prepared:
+    """Plan a cast. Raises a CkptError subclass; nothing is written."""
+    recoded = recode(open_checkpoint(src, options), recoding)
+    target = Target("hf", 1, 1, 1, 1, max_shard_size=max_shard_size)
+    return plan_recoded(recoded, target, selection)

@@ -1,0 +1,364 @@
+"""Weights in another precision on their way to the output: dequantised, quantised, or one after the other.
+
+    checkpoint -> which tensors are codes and scales -> what becomes of each weight -> a checkpoint whose changed
+    tensors are in no file yet, and the steps that make them
+
+``fp8-cast``, ``reshard --dequant`` and ``--requant`` and ``merge --dequant`` all plan it here; the result is planned
+further as any other checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.dtypes import CASTABLE, parse
+from ckpttool.errors import UnsupportedError, UsageError
+from ckpttool.geometry import contiguous_strides
+from ckpttool.layout.family import inverse
+from ckpttool.plan import Compute, Operand, Quantize, Result, Scaled
+from ckpttool.planner import Computed, Operands
+from ckpttool.quant.coded import Coded, Codes, find_codes
+from ckpttool.quant.config import FIELDS, HF_QUANT, hf_quant_config, quantization_config, said, without
+from ckpttool.quant.keep import Keep, Treated, Weight, treat
+from ckpttool.quant.scheme import METHODS, Form, Scheme, scheme
+from ckpttool.relate import View, apply_ops, identity, permute
+
+HIGH = ("BF16", "F16", "F32")
+"""What quantised weights can be written as."""
+
+DTYPE_FIELDS = ("torch_dtype", "dtype")
+"""Of config.json: the dtype of weights in high precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recoding:
+    """What becomes of the weights."""
+
+    scheme: Scheme | None = None
+    """How they are quantised; None: none of them is."""
+    dtype: str = ""
+    """Of weights that come out of codes; "" is what the config says, else BF16."""
+    keep: Keep = field(default_factory=Keep)
+    like_source: bool = False
+    """Names and scales as the source has them, where its software has the recipe."""
+
+
+@dataclass(slots=True)
+class Recoded:
+    """A checkpoint with its weights in another precision."""
+
+    checkpoint: Checkpoint
+    computed: Computed
+    scheme: Scheme | None
+    dtype: str
+    """Of weights that came out of codes."""
+    written: list[tuple[str, bytes]]
+    """Small files that say how weights are quantised, other than config.json."""
+    quantised: int = 0
+    dequantised: int = 0
+    same: int = 0
+    """Quantised weights that have the wanted form already."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """Why tensors stay in high precision -> how many."""
+
+
+def high(text: str, option: str) -> str:
+    """A dtype for weights in high precision, as people write it. Raises UsageError for others."""
+    found = parse(text).name
+    if found not in HIGH:
+        raise UsageError(f"{option} {text}: dequantised weights are bf16, f16 or f32")
+    return found
+
+
+def high_precision(config: Mapping[str, Any]) -> str:
+    """The dtype that the model had before it was quantised: the config's, else BF16."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        for name in DTYPE_FIELDS:
+            if isinstance(value := place.get(name), str) and value:
+                found = parse(value).name
+                return found if found in HIGH else "BF16"
+    return "BF16"
+
+
+def scaled(coded: Coded, views: Mapping[str, View], operands: Operands, label: str) -> Operand:
+    """What gives a quantised weight's values, in the shape in which its codes lie ([..., out, in] where ``turned``)."""
+    codes = operands.stored(views[coded.codes], f"`{coded.codes}` of {label}")
+    if coded.turned:
+        *lead, k, n = coded.shape
+        codes = codes._replace(shape=(*lead, n, k // 2))
+    if not coded.scale:
+        return codes._replace(dtype=coded.code)
+    scale = operands.stored(views[coded.scale], f"`{coded.scale}` of {label}")._replace(dtype=coded.scale_dtype)
+    factor = operands.stored(views[coded.factor], f"`{coded.factor}` of {label}") if coded.factor else None
+    code = "" if coded.code == codes.dtype else coded.code
+    return Scaled(codes, scale, coded.block, code, factor, coded.divides)
+
+
+def recode(source: Checkpoint, recoding: Recoding) -> Recoded:
+    """Plan the weights of ``source`` in another precision.
+
+    Raises IncompleteError, ConflictError or UnsupportedError for codes without their scales, LayoutError for weights
+    that the recipe cannot hold, UsageError when there is nothing to do.
+    """
+    return _Recoder(source, recoding).run()
+
+
+def _said(config: Mapping[str, Any]) -> Scheme | None:
+    """The recipe of the source as its config has it; None also where that is none of ours: its tensors decide."""
+    try:
+        found = said(config).scheme
+    except UnsupportedError:
+        return None
+    return found
+
+
+def _like(wanted: Scheme | None, config: Mapping[str, Any]) -> Scheme | None:
+    """The recipe in the words of the software that quantised the source, if that has it."""
+    before = _said(config)
+    if wanted is None or before is None or before.method not in METHODS[wanted.recipe]:
+        return wanted
+    same = before.recipe == wanted.recipe
+    return scheme(
+        wanted.recipe,
+        method=before.method,
+        block=wanted.block if wanted.recipe == "block" else None,
+        scale_dtype=before.scale if same else "",
+        code=before.code if same else "",
+        powers=same and before.powers,
+    )
+
+
+class _Recoder:
+    def __init__(self, source: Checkpoint, recoding: Recoding) -> None:
+        self.source = source
+        self.recoding = recoding
+        self.config = source.config
+        self.scheme = _like(recoding.scheme, self.config) if recoding.like_source else recoding.scheme
+        self.before = _said(self.config)
+        self.dtype = recoding.dtype or high_precision(self.config)
+        # Scales get the names that Hugging Face's files have, so weights must have those too. What is only
+        # dequantised may keep its names, and the other components then keep theirs.
+        self.renamed = self.scheme is not None and source.format != "hf" and bool(source.ops)
+        views = identity(source.catalog)
+        if self.renamed:
+            views = apply_ops(views, inverse(source.ops), source.family, source.ops)
+        self.views = views
+        self.operands = Operands()
+        self.steps: list[Compute | Quantize] = []
+        self.results: list[tuple[int, int]] = []
+        self.tensors: dict[Key, LogicalTensor] = {}
+
+    def run(self) -> Recoded:
+        table = {n: (v.dtype, v.shape) for n, v in self.views.table.items()}
+        codes = find_codes(table, self.config, where=str(self.source.path))
+        weights = self._weights(codes)
+        if self.scheme is None and not codes.weights:
+            raise UsageError(
+                "there is nothing to dequantise: no weight of the source is quantised", where=str(self.source.path)
+            )
+        self.recoding.keep.check([w.name for w in weights])
+        computed = Computed(self.steps, self.operands, None, self.results)
+        out = Recoded(self.source, computed, self.scheme, self.dtype, [])
+        keep = replace(self.recoding.keep, among=frozenset(codes.weights) if codes.weights else None)
+        ends = {t.weight.name: t for t in treat(weights, self.scheme, keep)}
+        parts = codes.parts
+        beside = set(codes.beside)
+        for name, view in self.views.table.items():
+            if name in beside:
+                continue
+            weight = parts.get(name, name)
+            treated = ends.pop(weight, None)
+            if treated is None:
+                continue  # the codes or scales of a weight that was met before
+            self._one(treated, codes.weights.get(weight), view, out)
+        if self.scheme is not None and not out.quantised and not out.same:
+            raise UsageError(
+                "there is nothing to quantise: every tensor stays as it is",
+                where=str(self.source.path),
+                hint="they stay because: " + ", ".join(f"{why} ({n})" for why, n in out.kept.items()),
+            )
+        out.checkpoint = self._checkpoint(out, codes)
+        return out
+
+    def _weights(self, codes: Codes) -> list[Weight]:
+        """Every tensor in high precision, in the order of the checkpoint."""
+        family, ops = self.source.family, () if self.renamed else self.source.ops
+        place = family.placer(ops)
+        parts, beside = codes.parts, set(codes.beside)
+        out: list[Weight] = []
+        seen = set()
+        for name, view in self.views.table.items():
+            weight = parts.get(name, name)
+            if weight in seen or name in beside:
+                continue
+            seen.add(weight)
+            found = place(weight) if len(view.shape) > 1 and self.scheme is not None else None
+            in_out = found is not None and found.rule.in_out
+            coded = codes.weights.get(weight)
+            if coded is not None:
+                out.append(Weight(weight, self.dtype, coded.shape, in_out or coded.turned))
+            else:
+                out.append(Weight(name, view.dtype, view.shape, in_out))
+        return out
+
+    def _one(self, treated: Treated, coded: Coded | None, view: View, out: Recoded) -> None:
+        name = treated.weight.name
+        if not treated.forms:
+            if self.scheme is not None:
+                out.kept[treated.why] = out.kept.get(treated.why, 0) + 1
+            if coded is None:
+                self._copy(name, view)
+            else:
+                out.dequantised += 1
+                self._dequantise(coded)
+            return
+        if coded is not None and self._has_form(coded, treated.forms):
+            out.same += 1
+            for n in (coded.codes, coded.scale, coded.factor):
+                if n:
+                    self._copy(n, self.views.table[n])
+            return
+        out.quantised += 1
+        self._quantise(treated, coded, view)
+
+    def _has_form(self, coded: Coded, forms: Sequence[Form]) -> bool:
+        """Whether the weight is stored as the recipe would store it."""
+        wanted = {(f.name, f.dtype, f.shape) for f in forms if f.role != "input"}
+        names = [n for n in (coded.codes, coded.scale, coded.factor) if n]
+        views = [self.views.table[n] for n in names]
+        return wanted == {(v.name, v.dtype, v.shape) for v in views} and self.before == self.scheme
+
+    def _copy(self, name: str, view: View) -> None:
+        if view.same is not None:
+            key = Key(name)
+            self.tensors[key] = replace(view.same, key=key)
+            return
+        # A part of a fused tensor under Hugging Face's names: its bytes are gathered.
+        step = self._compute(name, view.dtype, view.shape, self.operands.stored(view, f"`{name}`"))
+        self._put(name, view.dtype, view.shape, step, 0)
+
+    def _compute(self, name: str, dtype: str, shape: tuple[int, ...], operand: Operand) -> int:
+        parameters = ((("scale", 1.0),),)
+        self.steps.append(Compute(name, shape, dtype, "passthrough", (operand,), None, parameters, (), None))
+        return len(self.steps) - 1
+
+    def _put(
+        self, name: str, dtype: str, shape: tuple[int, ...], step: int, result: int, *, turned: bool = False
+    ) -> None:
+        key = Key(name)
+        if not prod(shape):
+            self.tensors[key] = LogicalTensor(key, dtype, shape, ())
+            return
+        strides = None
+        if turned:
+            *lead, k, n = shape
+            strides = contiguous_strides((*lead, n, k))
+            strides = (*strides[:-2], strides[-1], strides[-2])
+        file = len(self.source.catalog.files) + len(self.results)
+        self.results.append((step, result))
+        self.tensors[key] = whole_tensor(StoredTensor(name, dtype, shape, file, 0, strides=strides), key)
+
+    def _dequantise(self, coded: Coded) -> None:
+        shape = coded.shape
+        if coded.turned:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        operand = scaled(coded, self.views.table, self.operands, str(self.source.path))
+        step = self._compute(coded.name, self.dtype, shape, operand)
+        self._put(coded.name, self.dtype, coded.shape, step, 0, turned=coded.turned)
+
+    def _quantise(self, treated: Treated, coded: Coded | None, view: View) -> None:
+        """Plan codes and scales.
+
+        They are worked out the way round in which the recipe stores them; of a weight that is coded the other way
+        round, in that way, and put into place transposed.
+        """
+        weight, scheme = treated.weight, self.scheme
+        if scheme is None:
+            return
+        forms = [f for f in treated.forms if f.role != "input"]
+        rounding, shape = scheme.rounding, weight.shape
+        swapped = (*shape[:-2], shape[-1], shape[-2])
+        stored_turned = scheme.recipe == "mxfp4" and weight.in_out
+        back = False
+        if coded is not None:
+            operand = scaled(coded, self.views.table, self.operands, str(self.source.path))
+            if coded.turned:
+                shape = swapped
+            if coded.turned != stored_turned:
+                if stored_turned:
+                    raise UsageError(
+                        f"`{weight.name}` is quantised [in, out], and {scheme.recipe} codes lie [out, in]",
+                        hint="dequantise first: --to bf16",
+                    )
+                back = True
+                rounding = rounding._replace(block=(rounding.block[1], rounding.block[0]))
+        elif stored_turned:
+            order = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+            operand = self.operands.stored(permute(view.name, view, order), f"`{view.name}` of {self.source.path}")
+            shape = swapped
+        else:
+            operand = self.operands.stored(view, f"`{view.name}` of {self.source.path}")
+        results = []
+        for f in forms:
+            # The steps see results as they are worked out.
+            there = (*f.shape[:-2], f.shape[-1], f.shape[-2]) if back and len(f.shape) > 1 else f.shape
+            results.append(Result(f.role, f.dtype, there))
+        self.steps.append(Quantize(weight.name, shape, operand, rounding, tuple(results)))
+        for i, f in enumerate(forms):
+            self._put(f.name, f.dtype, f.shape, len(self.steps) - 1, i, turned=back and len(f.shape) > 1)
+
+    def _checkpoint(self, out: Recoded, codes: Codes) -> Checkpoint:
+        source, stored = self.source, self.source.stored
+        notes = list(source.notes)
+        others = {k: t for k, t in source.catalog.tensors.items() if k.component != "model"}
+        if others and self.renamed:
+            left = ", ".join(dict.fromkeys(k.component for k in others))
+            notes.append(f"{left} left out: quantised weights are for serving")
+            others = {}
+        if codes.beside:
+            notes.append(
+                f"{len(codes.beside)} scales of activations or caches are left out (`{codes.beside[0]}`):"
+                " they belong to the recipe that the source had"
+            )
+        catalog = Catalog(source.catalog.files, {**self.tensors, **others}, source.catalog.aliases)
+        config = self._config(out)
+        companions = tuple([n for n in stored.companions if n != HF_QUANT])
+        stored = replace(
+            stored,
+            config=config,
+            companions=companions,
+            recorded=None,
+            native_config=stored.native_config or (source.config if config != source.config else {}),
+            notes=[],
+        )
+        if self.renamed:
+            stored.naming, stored.fused = "hf", ""
+        return Checkpoint(source.path, stored, source.family, catalog, notes, () if self.renamed else source.ops)
+
+    def _config(self, out: Recoded) -> dict[str, Any]:
+        config = without(self.config)
+        if not self.config:
+            return {}
+        text = config.get("text_config")
+        for place in (config, text if isinstance(text, dict) else {}):
+            for name in DTYPE_FIELDS if out.dequantised and self.scheme is None else ():
+                if isinstance(place.get(name), str):
+                    place[name] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[self.dtype]
+        if self.scheme is not None:
+            kept = [
+                k.name.removesuffix(".weight")
+                for k, t in self.tensors.items()
+                if len(t.shape) == 2 and k.name.endswith(".weight") and t.dtype in CASTABLE
+            ]
+            config[FIELDS[0]] = quantization_config(self.scheme, kept)
+            own = hf_quant_config(self.scheme, kept)
+            if own is not None:
+                out.written.append((HF_QUANT, (json.dumps(own, indent=2) + "\n").encode()))
+        return config

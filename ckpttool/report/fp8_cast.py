@@ -1,0 +1,97 @@
+"""What ``fp8-cast`` is going to write, and what it wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.report import text
+from ckpttool.report.reshard import files_of, plan_files, target_of
+from ckpttool.report.text import count, dump, message, short, size
+
+if TYPE_CHECKING:
+    from ckpttool.execute import RunOptions
+    from ckpttool.ops.reshard import Prepared, ReshardResult
+
+PLAN_SCHEMA = "ckpttool.fp8-cast-plan/1"
+CAST_SCHEMA = "ckpttool.fp8-cast/1"
+
+
+def _done(prepared: Prepared) -> dict[str, Any]:
+    recoded = prepared.recoded
+    source = prepared.source
+    return {
+        "source": str(source.path),
+        "source_bytes": sum(f.size for f in source.catalog.files),
+        "recipe": str(recoded.scheme) if recoded and recoded.scheme else None,
+        "quantised": recoded.quantised if recoded else 0,
+        "dequantised": recoded.dequantised if recoded else 0,
+        "same": recoded.same if recoded else 0,
+        "kept": dict(recoded.kept) if recoded else {},
+        "target": target_of(prepared),
+        "tensor_bytes": sum(v.nbytes for v in prepared.views),
+        "files": files_of(prepared.plan),
+    }
+
+
+def _summary(prepared: Prepared) -> str:
+    recoded = prepared.recoded
+    if recoded is None:
+        return ""
+    parts = []
+    if recoded.quantised:
+        parts.append(f"{count(recoded.quantised, 'weight')} quantised ({recoded.scheme})")
+    if recoded.same:
+        parts.append(f"{count(recoded.same, 'weight')} already so")
+    if recoded.dequantised:
+        parts.append(f"{count(recoded.dequantised, 'weight')} dequantised to {recoded.dtype}")
+    if recoded.kept:
+        why = ", ".join(f"{n:,} {w}" for w, n in recoded.kept.items())
+        parts.append(f"{sum(recoded.kept.values()):,} kept ({why})")
+    return "; ".join(parts)
+
+
+def show_cast_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
+    """``--dry-run``: what becomes of the weights, and the files that would be written."""
+    if as_json:
+        dump(
+            {"schema": PLAN_SCHEMA, **_done(prepared), "buffers": run.memory, "notes": prepared.notes},
+            entries=len(prepared.plan.outputs),
+        )
+        return
+    text.notes(prepared.notes)
+    message(_summary(prepared))
+    message(f"{size(sum(f.size for f in prepared.source.catalog.files))} become {size(prepared.plan.bytes_written)}")
+    plan_files(prepared.plan)
+
+
+def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
+    """What was written, how fast, and whether it was verified."""
+    prepared, run = result.prepared, result.run
+    notes = list(dict.fromkeys([*prepared.notes, *run.notes]))
+    if as_json:
+        dump(
+            {
+                "schema": CAST_SCHEMA,
+                "path": str(result.dst),
+                **_done(prepared),
+                "bytes_read": run.bytes_read,
+                "bytes_written": run.bytes_written,
+                "bytes_resumed": run.bytes_skipped,
+                "seconds": round(run.seconds, 6),
+                "verified": result.verified,
+                "notes": notes,
+            },
+            entries=len(prepared.plan.outputs),
+        )
+        return
+    if quiet:
+        return
+    text.notes(notes)
+    message(_summary(prepared))
+    rate = f" in {run.seconds:.1f} s, {short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
+    text.write(
+        f"{result.dst}: {prepared.format}, {count(len(prepared.views), 'tensor')} in"
+        f" {count(len(prepared.plan.outputs), 'file')}, {size(prepared.plan.bytes_written)}{rate}\n"
+    )
+    if result.verified:
+        text.write("verified: every tensor was worked out again and is equal\n")
