@@ -9,7 +9,7 @@ key with an example.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -91,6 +91,48 @@ class LayersSpec(_Strict):
     rules: dict[str, str]
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """A key that stands twice in one map is an error, where YAML itself lets the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002 - PyYAML's own signature
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"`{key.value}` stands twice in one map", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class DefaultSpec(_Strict):
+    """What a config field means that is not there, where that is something else than null."""
+
+    missing: bool | int | str
+    none: bool | int | str
+    """The field is null."""
+
+
+class TensorsSpec(_Strict):
+    """Which tensors a model has; layout/shapes.py reads it, and checks what stands below first, layers and last."""
+
+    defaults: dict[str, bool | int | str | list[int | str] | DefaultSpec] = {}
+    """Config fields that may be missing: what they mean then. A text is an expression."""
+    names: dict[str, str] = {}
+    """Expressions that are used more than once."""
+    mtp: int | str = 0
+    """How many multi-token-prediction layers there are."""
+    count: int | str = "layers"
+    """How many layers are numbered."""
+    prefix: str = ""
+    """Of a layer's tensors, where the rules allow several."""
+    first: dict[str, Any] = {}
+    """Pattern: shape or {shape, dtype}; ``if CONDITION``: more of these."""
+    layers: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+
+
 class FamilySpec(_Strict):
     """A family file."""
 
@@ -109,6 +151,7 @@ class FamilySpec(_Strict):
     namings: dict[str, list[OpSpec]] = {}
     hf_namings: list[str] = []
     """Namings that checkpoints in the Hugging Face format have too."""
+    tensors: TensorsSpec | None = None
 
 
 class Placement(NamedTuple):
@@ -538,7 +581,7 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+            data = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)  # noqa: S506 - a safe loader
         except OSError as e:
             raise UsageError(f"cannot read the family file: {e.strerror}", where=str(path)) from None
         except (yaml.YAMLError, UnicodeDecodeError) as e:

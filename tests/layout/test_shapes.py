@@ -1,0 +1,434 @@
+"""The tensors that a family declares from a config alone: against recorded lists, published totals, and bad files.
+
+The record in data/shapes/variations.json comes from transformers (``python -m tests.peers.test_shapes``); the totals
+in data/shapes/published.json are those that the Hub or the authors state.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ckpttool.errors import LayoutError
+from ckpttool.layout.family import FAMILIES, Family, TensorsSpec, UniqueKeys, family_names, find_family, load_family
+from ckpttool.layout.shapes import Declared, declared_tensors
+from tests.helpers.tiny_names import all_lists
+
+DATA = Path(__file__).parent / "data" / "shapes"
+PUBLIC: dict[str, dict[str, Any]] = json.loads((DATA / "published.json").read_text(encoding="utf-8"))
+RECORD = json.loads((DATA / "variations.json").read_text(encoding="utf-8"))
+CONFIGS: dict[str, dict[str, Any]] = RECORD["variants"]
+LISTS = {variant: listed.tensors for (_, variant), listed in all_lists().items() if variant in CONFIGS}
+
+Shapes = dict[str, list[int]]
+
+
+def tensors_of(config: dict[str, Any], *, mtp: bool = True) -> list[Declared]:
+    return declared_tensors(load_family(find_family(config) or "", config), config, mtp=mtp)
+
+
+def shapes_of(config: dict[str, Any], *, mtp: bool = False) -> Shapes:
+    return {t.name: list(t.shape) for t in tensors_of(config, mtp=mtp)}
+
+
+def expanded(tensors: Shapes) -> Shapes:
+    """``experts.{8}.`` is one line for eight experts."""
+    out: Shapes = {}
+    for line, shape in tensors.items():
+        at, count, rest = re.fullmatch(r"([^{]*)(?:\{(\d+)\})?(.*)", line).groups()  # type: ignore[union-attr]
+        out |= {f"{at}{i}{rest}": shape for i in range(int(count))} if count else {line: shape}
+    return out
+
+
+# What transformers has
+
+
+def test_every_family_is_recorded() -> None:
+    assert sorted({find_family(c) or "" for c in CONFIGS.values()}) == family_names()
+
+
+@pytest.mark.parametrize("variant", CONFIGS)
+def test_variants(variant: str) -> None:
+    assert shapes_of(CONFIGS[variant]) == LISTS[variant]
+
+
+@pytest.mark.parametrize("case", RECORD["variations"], ids=lambda c: f"{c['variant']}-{c['config']}")
+def test_variations(case: dict[str, Any]) -> None:
+    expected = dict(LISTS[case["variant"]])
+    for name in expanded({line: [] for line in case["without"]}):
+        del expected[name]
+    expected |= expanded(case["with"])
+    assert shapes_of({**CONFIGS[case["variant"]], **case["config"]}) == expected
+
+
+@pytest.mark.parametrize("variant", CONFIGS)
+def test_every_tensor_has_a_rule_and_stands_in_model_order(variant: str) -> None:
+    config = CONFIGS[variant]
+    family = load_family(find_family(config) or "", config)
+    found = [family.placement(t.name) for t in declared_tensors(family, config)]
+    places = [p for p in found if p is not None]
+    assert len(places) == len(found)
+    stages = ["first", "layers", "last"]
+    order = [(stages.index(p.stage), p.layer or 0) for p in places]
+    assert order == sorted(order)
+
+
+def test_experts_stand_one_after_the_other() -> None:
+    names = [t.name for t in tensors_of(CONFIGS["mixtral"]) if "layers.1.block_sparse_moe.experts" in t.name]
+    assert names == [
+        f"model.layers.1.block_sparse_moe.experts.{e}.{w}.weight" for e in range(4) for w in ("w1", "w2", "w3")
+    ]
+
+
+# What is published
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_published_totals(name: str) -> None:
+    known = PUBLIC[name]
+    found = tensors_of(known["config"])
+    assert sum(prod(t.shape) for t in found) == known["elements"]
+    if "tensors" in known:
+        assert len(found) == known["tensors"]
+        assert {t.dtype for t in found} == {"BF16"}
+        assert 2 * known["elements"] == known["bytes"]
+    if "elements_without_mtp" in known:
+        short = tensors_of(known["config"], mtp=False)
+        assert sum(prod(t.shape) for t in short) == known["elements_without_mtp"]
+        assert not [t for t in short if t.name.startswith("model.layers.61.")]
+
+
+def test_deepseek_v3_by_dtype_and_number() -> None:
+    """Its published files: 91,991 tensors with scale grids, and this many elements of each dtype."""
+    found = tensors_of(PUBLIC["DeepSeek-V3"]["config"])
+    fp8 = [t for t in found if ".layers." in t.name and t.name.endswith(("_proj.weight", "_mqa.weight"))]
+    fp8 = [t for t in fp8 if "eh_proj" not in t.name]
+    scales = sum(prod(-(-n // 128) for n in t.shape) for t in fp8)
+    elements = {d: sum(prod(t.shape) for t in found if t.dtype == d) for d in ("BF16", "F32")}
+    assert sum(prod(t.shape) for t in fp8) == 680_571_043_840
+    assert elements["BF16"] - 680_571_043_840 == 3_918_786_560
+    assert elements["F32"] + scales == 41_555_600
+    assert len(found) + len(fp8) == 91_991
+
+
+def test_deepseek_prediction_layer() -> None:
+    names = {t.name: t.shape for t in tensors_of(PUBLIC["DeepSeek-V3.2"]["config"]) if ".layers.61." in t.name}
+    at = "model.layers.61."
+    assert {n.removeprefix(at): s for n, s in names.items() if "self_attn" not in n and "mlp" not in n} == {
+        "input_layernorm.weight": (7168,),
+        "post_attention_layernorm.weight": (7168,),
+        "enorm.weight": (7168,),
+        "hnorm.weight": (7168,),
+        "eh_proj.weight": (7168, 14336),
+        "embed_tokens.weight": (129280, 7168),
+        "shared_head.norm.weight": (7168,),
+        "shared_head.head.weight": (129280, 7168),
+    }
+    assert names[at + "self_attn.indexer.wq_b.weight"] == (8192, 1536)
+    assert names[at + "mlp.experts.255.down_proj.weight"] == (7168, 2048)
+
+
+@pytest.mark.parametrize(("listed", "variant"), [("glm4_moe_mtp", "glm4_moe"), ("ernie4_5_moe_mtp", "ernie4_5_moe")])
+def test_other_prediction_layers(listed: str, variant: str) -> None:
+    expected = next(v.tensors for (_, name), v in all_lists().items() if name == listed)
+    config = {**CONFIGS[variant], "num_nextn_predict_layers": 1}
+    assert shapes_of(config, mtp=True) == expected
+    assert shapes_of(config, mtp=False) == LISTS[variant]
+
+
+def test_large_models_take_no_time() -> None:
+    config = PUBLIC["DeepSeek-V3"]["config"]
+    family = load_family("deepseek", config)
+    start = time.process_time()
+    assert len(declared_tensors(family, config)) == 46_183
+    assert time.process_time() - start < 1
+
+
+# dtypes and nested configs
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({}, "BF16"),
+        ({"torch_dtype": "float16"}, "F16"),
+        ({"dtype": "float32"}, "F32"),
+        ({"dtype": "torch.bfloat16", "torch_dtype": "float32"}, "BF16"),
+        ({"torch_dtype": None, "text_config": {"dtype": "float16"}}, "F16"),
+    ],
+)
+def test_dtype_of_the_config(fields: dict[str, Any], dtype: str) -> None:
+    found = tensors_of({**CONFIGS["deepseek_v3"], "dtype": None, **fields})
+    correction = [t for t in found if t.name.endswith("e_score_correction_bias")]
+    assert correction
+    assert {t.dtype for t in correction} == {"F32"}
+    assert {t.dtype for t in found if t not in correction} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"), [("bf17", "unknown dtype `bf17`"), ("float8_e4m3fn", "no model is published in")]
+)
+def test_other_dtypes(dtype: str, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        tensors_of({**CONFIGS["llama"], "dtype": dtype})
+
+
+def test_fields_in_text_config() -> None:
+    config = dict(CONFIGS["llama"])
+    nested = {"model_type": "llama", "text_config": config}
+    assert declared_tensors(load_family("llama", nested), nested) == tensors_of(config)
+
+
+def test_every_key_is_explained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
+    section = page.split("\n## Tensors\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(TensorsSpec.model_fields)
+
+
+def test_the_examples_of_the_page(tmp_path: Path) -> None:
+    """The orca of docs/layouts.md: the tensors that its script writes."""
+    page = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
+    family = page.split("> family: orca\n")[1].split("> END")[0].replace("\n> ", "\n").replace("\n>\n", "\n\n")
+    examples = re.findall(r"```yaml\n(tensors:.*?)```", page, re.DOTALL)
+    assert len(examples) == 2
+    path = tmp_path / "orca.yaml"
+    path.write_text("family: orca\n" + family.removeprefix("> ") + examples[0], encoding="utf-8")
+    config = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 100, "width": 32, "mlp_width": 48}
+    found = declared_tensors(load_family(str(path), config), config)
+    layer = {
+        "attn.wqkv.weight": (64, 32),
+        "attn.wo.weight": (32, 32),
+        "mlp.w13.weight": (96, 32),
+        "mlp.w2.weight": (32, 48),
+        "norm1.weight": (32,),
+        "norm2.weight": (32,),
+    }
+    assert {t.name: t.shape for t in found} == {
+        "embed.weight": (100, 32),
+        **{f"blocks.{i}.{n}": s for i in range(2) for n, s in layer.items()},
+        "norm.weight": (32,),
+        "unembed.weight": (100, 32),
+    }
+    path.write_text('family: orca\nlayers: {prefix: "b.{layer}.", rules: {}}\n' + examples[1], encoding="utf-8")
+    glm = {**CONFIGS["glm4_moe"], "num_nextn_predict_layers": 1}
+    family_of_glm = load_family("glm4_moe", glm)
+    family_of_glm.spec.tensors = load_family(str(path), glm).spec.tensors
+    names = {t.name for t in declared_tensors(family_of_glm, glm)}
+    assert names <= {t.name for t in tensors_of(glm)}
+    assert "model.layers.2.eh_proj.weight" in names
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("variant", "field"),
+    [
+        ("llama", "hidden_size"),
+        ("llama", "num_hidden_layers"),
+        ("llama", "vocab_size"),
+        ("deepseek_v3", "moe_intermediate_size"),
+        ("deepseek_v3", "n_routed_experts"),
+        ("deepseek_v3", "kv_lora_rank"),
+        ("qwen2_moe", "shared_expert_intermediate_size"),
+        ("gpt_oss", "intermediate_size"),
+    ],
+)
+def test_a_field_that_is_missing(variant: str, field: str) -> None:
+    config = {k: v for k, v in CONFIGS[variant].items() if k != field}
+    family = find_family(config) or ""
+    with pytest.raises(LayoutError) as e:
+        tensors_of(config)
+    assert f"config.json lacks `{field}`" in e.value.what
+    assert f"family `{family}`" in e.value.what
+    assert e.value.where[0].startswith(f"{family}.yaml: tensors: ")
+
+
+def family_of(tmp_path: Path, tensors: str, **config: Any) -> tuple[Family, dict[str, Any]]:
+    """A family file with this section, and a config."""
+    path = tmp_path / "orca.yaml"
+    head = 'family: orca\nsizes: {layers: n_layers, experts: n_experts}\nlayers: {prefix: "b.{layer}.", rules: {}}\n'
+    body = "tensors:\n" + "".join(f"  {line}\n" for line in tensors.strip().splitlines())
+    path.write_text(head + body, encoding="utf-8")
+    config = {"n_layers": 2, "n_experts": 3, "width": 8, **config}
+    return load_family(str(path), config), config
+
+
+def orca(tmp_path: Path, tensors: str, **config: Any) -> dict[str, tuple[int, ...]]:
+    return {t.name: t.shape for t in declared_tensors(*family_of(tmp_path, tensors, **config))}
+
+
+def test_a_family_without_the_section(tmp_path: Path) -> None:
+    path = tmp_path / "orca.yaml"
+    path.write_text('family: orca\nlayers: {prefix: "b.{layer}.", rules: {}}\n', encoding="utf-8")
+    with pytest.raises(LayoutError, match="family `orca` does not say which tensors") as e:
+        declared_tensors(load_family(str(path), {}), {})
+    assert "`tensors:`" in (e.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("7", 7),
+        ("width", 8),
+        ("n_layers * width - 3 + 10 // 3 % 2", 14),
+        ("-3 + width", 5),
+        ("width if flag else 2", 2),
+        ("width if not flag and layers == 2 or flag else 2", 8),
+        ("9 if 0 < layers <= 2 else 1", 9),
+        ("widths[1] if widths else 1", 6),
+        ("4 if kind in ['a', 'b'] else 1", 4),
+        ("4 if kind not in ['a', 'b'] else 1", 1),
+        ("4 if kind == 'b' else 1", 4),
+        ("left_out", 24),
+        ("nothing", 5),
+        ("absent", 7),
+        ("twice + 1", 17),
+    ],
+)
+def test_expressions(tmp_path: Path, expression: str, value: int) -> None:
+    section = f"""
+defaults:
+  left_out: experts * width
+  nothing: {{missing: 3, none: 5}}
+  absent: {{missing: 7, none: 5}}
+names: {{twice: 2 * width}}
+first: {{w: ["{expression}"]}}
+"""
+    fields = {"flag": False, "kind": "b", "widths": [5, 6], "nothing": None}
+    assert orca(tmp_path, section, **fields) == {"w": (value,)}
+
+
+def test_everything_together(tmp_path: Path) -> None:
+    section = """
+names: {wide: layer >= 1}
+mtp: 1
+count: layers + mtp
+prefix: "blocks.{layer}."
+first: {embed: [width, 1]}
+layers:
+  "{up,down}.w": [width]
+  if wide:
+    e.{expert}.{a,b}: [layer + 1]
+    e.{expert}.c: [1]
+    if layer >= layers:
+      more: {shape: [2], dtype: F32}
+last:
+  head.{mtp}: [3]
+"""
+    family, config = family_of(tmp_path, section)
+    got = declared_tensors(family, config)
+    assert [t.name for t in got if t.name.startswith("blocks.1.")] == [
+        "blocks.1.up.w",
+        "blocks.1.down.w",
+        *(f"blocks.1.e.{i}.{n}" for i in range(3) for n in "abc"),
+    ]
+    by_name = {t.name: t for t in got}
+    assert by_name["blocks.1.e.2.b"].shape == (2,)
+    assert by_name["blocks.2.e.2.b"].shape == (3,)
+    assert by_name["blocks.2.more"] == Declared("blocks.2.more", "F32", (2,))
+    assert got[-1] == Declared("head.0", "BF16", (3,))
+    without = declared_tensors(family, config, mtp=False)
+    assert [t for t in got if not t.name.startswith(("blocks.2.", "head."))] == without
+
+
+BAD = {
+    "call": ("first: {w: ['int(3)']}", "`int(3)` is nothing that an expression may hold", "first: w: `int(3)`"),
+    "attribute": ("first: {w: [width.real]}", "`width.real` is nothing", "first: w: `width.real`"),
+    "power": ("first: {w: ['2 ** 9']}", "`2 ** 9` is nothing", "first: w"),
+    "division": ("first: {w: ['width / 2']}", "`width / 2` is nothing", "first: w"),
+    "fraction": ("first: {w: ['1.5']}", "`1.5` is nothing", "first: w"),
+    "lambda": ("first: {w: ['(lambda: 1)()']}", "is nothing that", "first: w"),
+    "syntax": ("first: {w: ['2 +']}", "this is not an expression", "first: w: `2 +`"),
+    "empty": ("first: {w: ['']}", "this is not an expression", "first: w"),
+    "deep": (f"first: {{w: ['{'(' * 5000}1{')' * 5000}']}}", "not an expression", "first: w"),
+    "long": (f"first: {{w: ['{'-' * 3000}1']}}", "", "first: w"),
+    "zero": ("first: {w: [width - 8]}", "this comes to 0, which is not a size", "first: w: `width - 8`"),
+    "negative": ("first: {w: [-1]}", "this comes to -1", "first: w"),
+    "truth": ("first: {w: [width == 8]}", "this comes to True", "first: w"),
+    "text": ("first: {w: [kind]}", "this comes to 'b'", "first: w"),
+    "text times": ("first: {w: [3 * kind]}", "`kind` is 'b', not a whole number", "first: w"),
+    "truth plus": ("first: {w: [1 + flag]}", "`flag` is True, not a whole number", "first: w"),
+    "by zero": ("first: {w: [width // (width - 8)]}", "`width - 8` is 0", "first: w"),
+    "modulo zero": ("first: {w: [width % 0]}", "`0` is 0", "first: w"),
+    "compared": ("first: {w: ['1 if kind < 3 else 2']}", "'b' and 3 cannot be compared", "first: w"),
+    "identity": ("first: {w: ['1 if kind is 3 else 2']}", "cannot be compared like this", "first: w"),
+    "index": ("first: {w: ['widths[7]']}", "`widths` has no element 7", "first: w"),
+    "no list": ("first: {w: ['width[0]']}", "`width` has no element 0", "first: w"),
+    "fraction field": ("first: {w: [ratio]}", "`ratio` of config.json is 0.5", "first: w: `ratio`"),
+    "unknown": ("first: {w: [hidden]}", "config.json lacks `hidden`", "first: w: `hidden`"),
+    "condition": ("first: {if hidden: {w: [1]}}", "config.json lacks `hidden`", "first: if hidden: `hidden`"),
+    "condition alone": ("first: {if flag: [1]}", "a condition needs tensors below it", "first: if flag"),
+    "circle": ("names: {a: b + 1, b: a}\nfirst: {w: [a]}", "`a` is explained by itself", "first: w: `a`"),
+    "layer outside": ("last: {w: [layer]}", "`layer` has a meaning only in `layers`", "last: w: `layer`"),
+    "count": ("count: 0 - 3\nlayers: {w: [1]}", "this comes to -3, which is not a count", "count: `0 - 3`"),
+    "experts": (
+        "first: {'e.{expert}': [1]}\nnames: {experts: \"'many'\"}",
+        "which is not a count",
+        "first: e.{expert}",
+    ),
+    "shape": ("first: {w: width}", "a tensor needs a list of its sizes", "first: w"),
+    "shape entry": ("first: {w: [1.5]}", "a tensor needs a list of its sizes", "first: w"),
+    "no shape": ("first: {w: {dtype: F32}}", "a tensor needs a list of its sizes", "first: w"),
+    "tensor key": ("first: {w: {shape: [1], type: F32}}", "`type` is not a key of a tensor", "first: w"),
+    "dtype": ("first: {w: {shape: [1], dtype: float32}}", "`float32` is not a dtype", "first: w"),
+    "star": ("first: {'w.*': [1]}", "`*` cannot stand in the name of a tensor", "first: w.*"),
+    "word": ("first: {'w.{name}': [1]}", "`{name}` cannot stand in the name", "first: w.{name}"),
+    "brace": ("first: {'w.{': [1]}", "`{` cannot stand in the name", "first: w.{"),
+    "two numbers": ("first: {'w.{expert}.{mtp}': [1]}", "a tensor has one number", "first: w"),
+    "prefix": ("prefix: 'b.'\nlayers: {w: [1]}", "`b.` does not give every layer one name", "prefix"),
+    "twice": ("first: {w: [1]}\nlast: {'{w,v}': [1]}", "`w` is declared twice", ""),
+    "too many layers": ("count: 10 * 1000 * 1000 * 1000", "more than any model has", "count"),
+    "too many": ("first: {'e.{expert}': [1]}\nnames: {experts: '10 * 1000 * 1000 * 1000'}", "more than", "first: e."),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_sections(tmp_path: Path, case: str) -> None:
+    section, what, where = BAD[case]
+    with pytest.raises(LayoutError) as e:
+        orca(tmp_path, section, kind="b", flag=True, widths=[1], ratio=0.5)
+    assert what in e.value.what
+    assert e.value.where[0].startswith("orca.yaml: tensors" + (f": {where}" if where else ""))
+
+
+def test_an_error_names_the_way_to_it(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError) as e:
+        orca(tmp_path, "defaults: {b: c * 2}\nnames: {a: b + 1}\nlayers: {w: [1, a]}")
+    assert e.value.where == (
+        "orca.yaml: tensors: layers: w: `a`",
+        "orca.yaml: tensors: defaults: b: `c * 2`",
+        "orca.yaml: tensors: names: a: `b + 1`",
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("defaults: {a: {missing: 3}}", "tensors.defaults.a"),
+        ("default: {a: 3}", "tensors.default"),
+        ("names: {a: [3]}", "tensors.names.a"),
+        ("layers: [w]", "tensors.layers"),
+    ],
+)
+def test_the_file_is_checked(tmp_path: Path, section: str, words: str) -> None:
+    with pytest.raises(LayoutError, match=re.escape(f"not valid at `{words}")):
+        orca(tmp_path, section)
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    """YAML would take the last one, and the tensors below the first `if` would be gone."""
+    with pytest.raises(LayoutError, match="`if flag` stands twice in one map"):
+        orca(tmp_path, "layers:\n  if flag: {w: [1]}\n  v: [1]\n  if flag: {x: [1]}")
+
+
+@pytest.mark.parametrize("path", sorted(FAMILIES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_no_key_stands_twice_in_a_family(path: Path) -> None:
+    assert yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)["tensors"]  # noqa: S506 - a safe loader
