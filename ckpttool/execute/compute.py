@@ -22,12 +22,13 @@ from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import FilePool
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
 from ckpttool.execute.permute import Array
+from ckpttool.execute.quantize import Quantizing
 from ckpttool.execute.reader import Bytes
 from ckpttool.execute.strided import compare, scatter
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Tensor
-from ckpttool.plan import Compute, Copy, Plan, Stored
+from ckpttool.plan import Compute, Copy, Plan, Quantize, Stored
 
 STRETCH = 2 << 20
 """Bytes of a result that are written in one go."""
@@ -297,7 +298,7 @@ def _is_finite(a: Array) -> bool:
 
 
 def verify_computed(plan: Plan, outputs: Path, memory: int) -> None:
-    """Work out every computed tensor once more and compare it with what was written below ``outputs``.
+    """Work out every computed or quantised tensor once more and compare it with what was written below ``outputs``.
 
     Raises VerifyError naming the first tensor that differs.
     """
@@ -305,11 +306,13 @@ def verify_computed(plan: Plan, outputs: Path, memory: int) -> None:
         paths = [str(outputs / o.name) for o in plan.outputs]
         carrier = Carrier([s.path for s in plan.sources], paths, pool, 1 << 20, threading.Event())
         computing = Computing(carrier, memory, tensor_draws(plan.randomness), compare)
+        quantizing = Quantizing(carrier, memory, compare)
         for unit in plan.units:
             for step in unit.steps:
-                if isinstance(step, Compute):
+                if isinstance(step, Compute | Quantize):
+                    again = computing.run(step, ()) if isinstance(step, Compute) else quantizing.run(step, ())
                     try:
-                        for _ in computing.run(step, ()):
+                        for _ in again:
                             pass
                     except VerifyError as e:
                         raise VerifyError(

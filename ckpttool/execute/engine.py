@@ -39,8 +39,9 @@ from ckpttool.execute.hashing import ALGORITHM, Sums
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
 from ckpttool.execute.options import Checksum, NoProgress, Progress, RunOptions, RunResult
+from ckpttool.execute.quantize import Quantizing
 from ckpttool.execute.schedule import Part, Task, operand_keys, schedule, separate
-from ckpttool.plan import Compute, Plan
+from ckpttool.plan import Compute, Plan, Quantize
 
 _MIB = 1 << 20
 _SMALLEST_ARENA = 64 << 10
@@ -549,6 +550,7 @@ class _Hand:
         self.tasks = tasks
         self.carrier = Carrier(run.sources, run.paths, pool, memory // 4, run.stop)
         self.computing = Computing(self.carrier, memory, run.draws)
+        self.quantizing = Quantizing(self.carrier, memory)
         for path in run.paths:
             pool.expect_writes(path)
 
@@ -564,11 +566,15 @@ class _Hand:
                 carrier.carry(part.items)
                 yield {"part": part.number}
         for i, step in enumerate(steps):
-            if type(step) is not Compute:
+            if not isinstance(step, Compute | Quantize):
                 continue
             numbers = {p.compute[1]: p.number for p in task.parts if p.compute[0] == i}
             finished = {n for n, number in numbers.items() if number in done}
-            for event in self.computing.run(step, finished):
+            if isinstance(step, Compute):
+                events = self.computing.run(step, finished)
+            else:
+                events = self.quantizing.run(step, finished)
+            for event in events:
                 if isinstance(event, int):
                     yield {"part": numbers[event]}
                 else:

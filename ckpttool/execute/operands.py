@@ -22,12 +22,21 @@ from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes
 from ckpttool.execute.strided import gather, is_turned
 from ckpttool.kernels.cast import cast
-from ckpttool.plan import Adapted, Gathered, LowRank, Operand, Scaled, Stored
+from ckpttool.kernels.fp8 import FORMATS, decode, decode_scaled
+from ckpttool.plan import Adapted, Gathered, LowRank, Operand, Scaled, Stored, shape_of
 
 _PRODUCT = 256 << 10
 """Elements of a product of adapter factors that is worked out in one go. A constant: the order in which a library
 adds depends on the shape it is given, and bytes may not depend on ``--memory``."""
 
+
+_AHEAD = 8 << 10
+"""Scales that are read in one go."""
+
+_SCALE_ROWS = 1 << 10
+"""Rows of scales that are looked at together."""
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 _STRIPS = 4 << 20
 """Least bytes for the strips of all operands: a process that only verifies has hardly an arena."""
@@ -178,48 +187,90 @@ def stretches(lo: int, hi: int, columns: int) -> Iterator[tuple[int, int, int, i
 
 
 class ScaledReader:
-    """A quantised weight: each code times the scale of its block."""
+    """A quantised weight: each code times the scale of its block (and the factor of the weight)."""
 
     def __init__(self, operand: Scaled, carrier: Carrier, buffer: Buffer) -> None:
         self.label = operand.weight.label
+        self._code = operand.code or operand.weight.dtype
+        self._each = 2 if self._code == "F4" else 1
+        self._coded = self._code in FORMATS
         self._weight = StoredReader(operand.weight, carrier, buffer)
-        self._scale = StoredReader(operand.scale, carrier, Buffer())
-        shape = operand.weight.shape
+        shape = shape_of(operand)
         block = operand.block or shape
         self._shape = shape if len(shape) > 1 else (1, *(shape or (1,)))
         full = [b or n for b, n in zip(block, shape, strict=False)]
         full += shape[len(full) :]
         self._block = tuple(full if len(shape) > 1 else [1, *(full or [1])])
-        self._grid = tuple([-(-n // b) for n, b in zip(self._shape, self._block, strict=True)])
+        self._grid = tuple([-(-n // max(b, 1)) for n, b in zip(self._shape, self._block, strict=True)])
         if prod(self._grid) != prod(operand.scale.shape):
             raise UnsupportedError(
                 f"the scales {list(operand.scale.shape)} of `{self.label}` {list(shape)} are no grid of blocks"
             )
+        self._scales = _Scales(operand, carrier)
+        self._bytes = np.empty(0, np.float32)
 
     def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
-        self._weight.read(lo, hi, out, last=last)
+        over = self._values(lo, hi, out, last=last)
         columns, across = self._shape[-1], self._grid[-1]
-        wide = self._block[-1]
         at = 0
         for r0, r1, c0, c1 in stretches(lo, hi, columns):
             part = out[at : at + (r1 - r0) * (c1 - c0)].reshape(r1 - r0, c1 - c0)
             at += part.size
-            for row, a, b in self._grid_rows(r0, r1):
-                scales = np.empty(across, np.float32)
-                self._scale.read(row * across, (row + 1) * across, scales, last=False)
-                if wide == 1:
-                    spread = scales[c0:c1]
-                else:
-                    spread = np.repeat(scales[c0 // wide : -(-c1 // wide)], wide)
-                    spread = spread[c0 - c0 // wide * wide :][: c1 - c0]
-                part[a - r0 : b - r0] *= spread
+            rows = list(self._grid_rows(r0, r1))
+            g0, g1 = c0 // self._block[-1], -(-c1 // self._block[-1])
+            for first in range(0, len(rows), _SCALE_ROWS):
+                some = rows[first : first + _SCALE_ROWS]
+                scales = self._scales.rows([row for row, _, _ in some], g0, g1, across)
+                runs = [(a - some[0][1], b - some[0][1]) for _, a, b in some]
+                with np.errstate(all="ignore"):
+                    self._multiply(part[some[0][1] - r0 : some[-1][2] - r0], c0, runs, scales, over)
+
+    def _multiply(self, whole: Array, c0: int, runs: list[tuple[int, int]], scales: Array, over: float) -> None:
+        """Multiply elements, which begin at column ``c0``, by ``over`` and each run of rows by a row of scales."""
+        columns, wide = whole.shape[1], self._block[-1]
+        if over != 1:
+            if scales.size and float(np.abs(scales).max()) * over < _LARGEST:
+                scales = scales * np.float32(over)  # exact, and so one multiplication rounds what two would
+            else:
+                np.multiply(whole, np.float32(over), out=whole)
+        skip = c0 % wide
+        if scales.shape[1] == 1:
+            if len(whole) == len(runs):
+                np.multiply(whole, scales, out=whole)
+                return
+            spread = scales
+        elif not skip and len(whole) == len(runs) and columns == scales.shape[1] * wide and whole.flags.c_contiguous:
+            groups = whole.reshape(-1, wide)
+            np.multiply(groups, scales.reshape(-1, 1), out=groups)
+            return
+        else:
+            spread = np.repeat(scales, wide, axis=1)[:, skip : skip + columns]
+        for line, (a, b) in zip(spread, runs, strict=True):
+            np.multiply(whole[a:b], line, out=whole[a:b])
+
+    def _values(self, lo: int, hi: int, out: Array, *, last: bool) -> float:
+        """Put the values of the codes into ``out``; they are to be multiplied by what is returned."""
+        if not self._coded:
+            self._weight.read(lo, hi, out, last=last)
+            return 1.0
+        each = self._each
+        first, stop = lo // each, -(-hi // each)
+        codes = self._weight.raw(first, stop, last=last).view(np.uint8)
+        if lo % each or hi % each:
+            if self._bytes.size < each * codes.size:
+                self._bytes = np.empty(each * codes.size, np.float32)
+            values = self._bytes[: each * codes.size]
+            over = decode_scaled(self._code, codes, values)
+            out[...] = values[lo - first * each :][: hi - lo]
+            return over
+        return decode_scaled(self._code, codes, out)
 
     def pass_over(self, lo: int, hi: int) -> None:
-        self._weight.pass_over(lo, hi)
+        self._weight.pass_over(lo // self._each, -(-hi // self._each))
 
     def digest(self, size: int) -> str | None:
         """Of the codes, without the scales."""
-        return self._weight.digest(size)
+        return self._weight.digest(size // self._each)
 
     def _grid_rows(self, r0: int, r1: int) -> Iterator[tuple[int, int, int]]:
         """(row of the grid, first row of the weight, last + 1): runs of rows that share their scales."""
@@ -238,6 +289,53 @@ class ScaledReader:
                     above = above * g + int(i) // (b or n)
             yield above * self._grid[-2] + row // tall, r0, stop
             r0 = stop
+
+
+class _Scales:
+    """The scales of a weight, as float32, a stretch of their grid at a time; the factor is in them."""
+
+    def __init__(self, operand: Scaled, carrier: Carrier) -> None:
+        self._reader = StoredReader(operand.scale, carrier, Buffer())
+        self._size = prod(operand.scale.shape)
+        self._dtype = operand.scale.dtype if operand.scale.dtype in ("F8_E8M0", *FORMATS) else ""
+        self._factor: np.float32 | None = None
+        self._divides = operand.divides
+        if operand.factor is not None:
+            one = np.empty(1, np.float32)
+            StoredReader(operand.factor, carrier, Buffer()).read(0, 1, one, last=True)
+            self._factor = one[0]
+        self._start = self._stop = 0
+        self._held = np.empty(0, np.float32)
+
+    def rows(self, rows: Sequence[int], g0: int, g1: int, across: int) -> Array:
+        """Columns ``[g0, g1)`` of rows of a grid with ``across`` columns, [rows, g1 - g0]."""
+        # No step is longer than to the next row, but where a scale is for several matrices there are steps back.
+        if rows[-1] - rows[0] == len(rows) - 1 and (len(rows) > 1 or g1 - g0 == across):
+            held = self._take(rows[0] * across, (rows[-1] + 1) * across)
+            return held.reshape(len(rows), across)[:, g0:g1]
+        out = np.empty((len(rows), g1 - g0), np.float32)
+        for line, r in zip(out, rows, strict=True):
+            line[...] = self._take(r * across + g0, r * across + g1)
+        return out
+
+    def _take(self, lo: int, hi: int) -> Array:
+        """Elements [lo, hi) of the grid, and some more kept for the next call."""
+        if not self._start <= lo <= hi <= self._stop:
+            stop = min(self._size, max(hi, lo + _AHEAD))
+            if self._held.size < stop - lo:
+                self._held = np.empty(stop - lo, np.float32)
+            self._read(lo, stop, self._held[: stop - lo])
+            self._start, self._stop = lo, stop
+        return self._held[lo - self._start : hi - self._start]
+
+    def _read(self, lo: int, hi: int, out: Array) -> None:
+        if self._dtype:
+            decode(self._dtype, self._reader.raw(lo, hi, last=False).view(np.uint8), out)
+        else:
+            self._reader.read(lo, hi, out, last=False)
+        if self._factor is not None:
+            with np.errstate(all="ignore"):
+                (np.divide if self._divides else np.multiply)(out, self._factor, out=out)
 
 
 class AdaptedReader:

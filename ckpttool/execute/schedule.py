@@ -17,7 +17,9 @@ from math import prod
 from ckpttool.dtypes import lookup
 from ckpttool.execute.compute import part_elements, parts_of
 from ckpttool.execute.moves import Item, arrange, divide, item_bytes, item_files
-from ckpttool.plan import Compute, Copy, Fill, Gathered, Padding, Plan, Same, Target, Unit
+from ckpttool.execute.quantize import part_bytes
+from ckpttool.execute.quantize import parts_of as quantized_parts
+from ckpttool.plan import Compute, Copy, Fill, Gathered, Padding, Plan, Quantize, Same, Target, Unit
 
 _MIB = 1 << 20
 _LARGEST_PART = 64 * _MIB
@@ -50,7 +52,7 @@ class Part:
     carried: int = -1
     """Output that is a companion file, copied whole; -1 otherwise."""
     compute: tuple[int, int] = (-1, 0)
-    """(step of the unit, part of it) of a computed tensor; (-1, 0) otherwise."""
+    """(step of the unit, part of it) of a computed or quantised tensor; (-1, 0) otherwise."""
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ def schedule(plan: Plan, *, chained: bool) -> list[Task]:
             number += 1
     for u, unit in enumerate(plan.units):
         targets = [(f"{u}.{t}", target) for t, target in enumerate(unit.targets)] if chained else []
-        if any(type(s) is Compute for s in unit.steps):
+        if any(type(s) is Compute or type(s) is Quantize for s in unit.steps):
             parts = [*_computed_parts(unit), *_moved_parts(unit, limit)]
             for part in parts:
                 part.number = number
@@ -128,9 +130,13 @@ def _moved_parts(unit: Unit, limit: int) -> list[Part]:
 def _computed_parts(unit: Unit) -> Iterator[Part]:
     """What a unit works out, in parts without numbers."""
     for i, step in enumerate(unit.steps):
-        if type(step) is not Compute:
+        if not isinstance(step, Compute | Quantize):
             continue
         files = tuple(sorted({c.dst.file for c in step.outputs}))
+        if isinstance(step, Quantize):
+            for n in range(quantized_parts(step)):
+                yield Part(0, part_bytes(step, n), files, compute=(i, n))
+            continue
         total = sum([prod(c.shape) * lookup(c.dst_dtype).bits // 8 for c in step.outputs])
         size, each = max(prod(step.shape), 1), part_elements(step)
         for n in range(parts_of(step)):
@@ -144,7 +150,7 @@ def operand_keys(plan: Plan, unit: int) -> list[str]:
     return [
         f"{unit}:{i}:{k}"
         for i, s in enumerate(steps)
-        if type(s) is Compute
+        if type(s) is Compute or type(s) is Quantize
         for k, o in enumerate(s.operands)
         if not isinstance(o, Gathered)  # its rows pass in another order
     ]

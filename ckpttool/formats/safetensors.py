@@ -327,15 +327,14 @@ def layout_file(
         entries["__metadata__"] = dict(metadata)
     ordered = sorted(tensors, key=lambda t: (-ORDER[t[1]], t[0].encode("utf-8", "surrogateescape")))
     at = 0
+    starts = []
     for name, dtype, shape in ordered:
         size = nbytes(dtype, prod(shape), where=name)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        starts.append(at)
         at += size
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     base = 8 + len(text)
-    placed, offset = [], base
-    for name, dtype, shape in ordered:
-        placed.append(Placed(name, dtype, shape, offset))
-        offset += nbytes(dtype, prod(shape), where=name)
-    return struct.pack("<Q", len(text)) + text, placed, offset
+    placed = [Placed(*tensor, base + start) for tensor, start in zip(ordered, starts, strict=True)]
+    return struct.pack("<Q", len(text)) + text, placed, base + at

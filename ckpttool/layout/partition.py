@@ -12,7 +12,7 @@ from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, cannot_cut, is_bias, no_rule, overridden, pad_boxes, shift_layer
 from ckpttool.layout.family import Family, Op, Placement
-from ckpttool.layout.rules import Cutting, Local, Uneven, local_boxes
+from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, local_boxes
 from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
 from ckpttool.mesh import Coords, share
 
@@ -67,6 +67,7 @@ class Partitioner:
         shapes = {t.name: t.shape for t in tensors}
         weights = {n: w for n in shapes if (w := weight_of(n, shapes)) is not None}
         placed: list[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]] = []
+        scaled: dict[tuple[int, tuple[int, ...]], Rule] = {}
         missing = []
         place_of = self.family.placer(self.ops)
         block_size = config_block(self.config)
@@ -78,6 +79,8 @@ class Partitioner:
                 weight = weights[t.name]
                 place = place_of(weight) or place
                 block = block_of(shapes[weight], t.shape, block_size, name=t.name)
+                if place is not None:
+                    scaled[id(place.rule), shapes[weight]] = place.rule
                 if place is not None and block is None:
                     place = place._replace(rule=replace(place.rule, verb="replicate"))
                 elif block is not None and len(block) == len(shapes[weight]):
@@ -127,7 +130,7 @@ class Partitioner:
                     except Uneven as e:
                         works = self._works(placed, expert=place.rule.expert)
                         if e.inside and self.flag == "out":
-                            side = self._finer(placed, e.inside)
+                            side = self._finer(scaled, e.inside)
                             works += f", or other scales: --requant block:{side}x{side}, or none: --dequant bf16"
                         raise cannot_cut(t.name, t.shape, place.rule.place, e, str(mesh), works) from None
                     known = self._locals[key] = (local, tuple(pad_boxes(local)))
@@ -155,17 +158,20 @@ class Partitioner:
             return stages.get(place.layer, last)  # a layer after the last one is multi-token prediction
         return 0 if place.stage == "first" else last
 
-    def _finer(self, placed: Sequence[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]], side: int) -> int:
-        """Side of the largest blocks, of at most ``side`` elements, between which every cut falls."""
+    def _finer(self, scaled: Mapping[tuple[int, tuple[int, ...]], Rule], side: int) -> int:
+        """Side of the largest square blocks, of at most ``side`` elements, between which every cut falls.
+
+        ``scaled`` are the rules of quantised weights, by rule and shape.
+        """
         mesh = self.cutting.mesh
-        distinct = {(id(p.rule), base, blocks): (p.rule, base, blocks) for _, p, base, blocks in placed if blocks}
-        for rule, base, blocks in distinct.values():
+        for (_, shape), rule in scaled.items():
+            leading = (1,) * (len(shape) - 2)
             for rank in (0, mesh.world - 1):
                 try:
-                    local_boxes(rule, base, self.cutting, mesh.coords(rank), blocks=blocks)
+                    local_boxes(rule, shape, self.cutting, mesh.coords(rank), blocks=(*leading, side, side))
                 except Uneven as e:
                     side = gcd(side, e.inside)
-        return max(side, 1)
+        return side
 
     def _works(
         self, placed: Sequence[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]], *, expert: bool

@@ -25,7 +25,7 @@ from ckpttool.plan import Compute, Operand, Quantize, Result, Scaled
 from ckpttool.planner import Computed, Operands
 from ckpttool.quant.coded import Coded, Codes, find_codes
 from ckpttool.quant.config import FIELDS, HF_QUANT, hf_quant_config, quantization_config, said, without
-from ckpttool.quant.keep import Keep, Treated, Weight, treat
+from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
 from ckpttool.quant.scheme import METHODS, Form, Scheme, scheme
 from ckpttool.relate import View, apply_ops, identity, permute
 
@@ -166,7 +166,8 @@ class _Recoder:
         self.recoding.keep.check([w.name for w in weights])
         computed = Computed(self.steps, self.operands, None, self.results)
         out = Recoded(self.source, computed, self.scheme, self.dtype, [])
-        keep = replace(self.recoding.keep, among=frozenset(codes.weights) if codes.weights else None)
+        keep = for_family(self.recoding.keep, self.scheme, weights)
+        keep = replace(keep, among=frozenset(codes.weights) if codes.weights else None)
         ends = {t.weight.name: t for t in treat(weights, self.scheme, keep)}
         parts = codes.parts
         beside = set(codes.beside)
@@ -352,13 +353,26 @@ class _Recoder:
                 if isinstance(place.get(name), str):
                     place[name] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[self.dtype]
         if self.scheme is not None:
-            kept = [
-                k.name.removesuffix(".weight")
-                for k, t in self.tensors.items()
-                if len(t.shape) == 2 and k.name.endswith(".weight") and t.dtype in CASTABLE
-            ]
-            config[FIELDS[0]] = quantization_config(self.scheme, kept)
+            kept = self._kept()
+            config[FIELDS[0]] = quantization_config(
+                self.scheme, kept, blocks=any(k.name.endswith("_blocks") for k in self.tensors)
+            )
             own = hf_quant_config(self.scheme, kept)
             if own is not None:
                 out.written.append((HF_QUANT, (json.dumps(own, indent=2) + "\n").encode()))
         return config
+
+    def _kept(self) -> list[str]:
+        """Modules with a matrix that stays as it was.
+
+        Where all experts of a layer do, their common name is one of them: in transformers they are one module.
+        """
+        kept: list[str] = []
+        experts: dict[str, bool] = {}
+        for key, t in self.tensors.items():
+            at, inside, _ = key.name.partition(".experts.")
+            if inside:
+                experts[at] = experts.get(at, True) and t.dtype in CASTABLE
+            if len(t.shape) == 2 and key.name.endswith(".weight") and t.dtype in CASTABLE:
+                kept.append(key.name.removesuffix(".weight"))
+        return kept + [f"{at}.experts" for at, high in experts.items() if high]

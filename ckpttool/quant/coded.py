@@ -108,7 +108,7 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
             )
     if bare and (scales or _quantised(config)):
         raise IncompleteError(
-            f"FP8 weight `{bare[0]}` has no scales" + (f", nor have {len(bare) - 1} others" if len(bare) > 1 else ""),
+            f"FP8 weight `{bare[0]}` has no scales" + (f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""),
             where=where,
             hint="without them it means nothing; fetch the missing files",
         )

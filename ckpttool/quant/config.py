@@ -131,8 +131,13 @@ def _compressed(quant: Mapping[str, Any]) -> Scheme:
 # -- what was made
 
 
-def quantization_config(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
-    """``quantization_config`` for config.json; ``kept`` are the modules with a matrix that stays as it was."""
+def quantization_config(scheme: Scheme, kept: Sequence[str], *, blocks: bool = False) -> dict[str, Any]:
+    """``quantization_config`` for config.json.
+
+    ``kept`` are the modules with a matrix that stays as it was; ``blocks``: MXFP4 is stored as in gpt-oss's files.
+    """
+    if blocks:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": list(kept)}
     if scheme.method == "fp8":
         out: dict[str, Any] = {
             "quant_method": "fp8",

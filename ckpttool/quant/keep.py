@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckpttool.dtypes import CASTABLE
@@ -132,6 +132,12 @@ def _ignores(pattern: str, module: str) -> bool:
     if pattern.startswith("re:") or "*" in pattern:
         return bool(compile_pattern(pattern).search(module))
     return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
+
+
+def for_family(keep: Keep, scheme: Scheme | None, weights: Collection[Weight]) -> Keep:
+    """The usual preset of a model with gpt-oss's experts, of which nobody reads MXFP4 weights beside the experts."""
+    blocks = scheme is not None and scheme.recipe == "mxfp4" and any(w.in_out and len(w.shape) == 3 for w in weights)
+    return replace(keep, preset="experts-only", _known={}) if blocks and keep.preset == "hf-default" else keep
 
 
 def treat(weights: Iterable[Weight], scheme: Scheme | None, keep: Keep) -> list[Treated]:

@@ -77,7 +77,7 @@ class Scheme:
     @property
     def rounding(self) -> Rounding:
         """The arithmetic."""
-        return Rounding(self.recipe, self.code, self.scale, self.block, self.powers)
+        return Rounding(self.recipe, self.code, self.scale, self.block, self.powers, self.method != "modelopt")
 
     def __str__(self) -> str:
         text = self.recipe
@@ -170,14 +170,15 @@ def forms(scheme: Scheme, name: str, shape: tuple[int, ...], *, in_out: bool = F
             hint=f"--edge ceil stores partly filled blocks; --edge skip or --keep '{name}' leaves it as it is",
         )
     if not weight:
-        # As transformers names the scales of experts in one tensor.
-        if scheme.method != "fp8" and scheme.recipe != "tensor":
+        # As transformers names the scales of experts in one tensor. With one scale for a tensor it wants two for
+        # gate_up_proj, of halves that no name tells.
+        if (scheme.method, scheme.recipe) != ("fp8", "block"):
             raise LayoutError(
                 f"`{name}` {list(shape)} holds all experts, for which {scheme.method} has no {scheme.recipe} scales",
                 hint=f"--keep '{name}', or --recipe block",
             )
-        grid = (*lead, *_grid(scheme, n, k)) if scheme.recipe == "block" else (*lead, 1, 1)
-        out = [Form("codes", name, scheme.code, shape), Form("scales", f"{name}_scale_inv", scheme.stored_scale, grid)]
+        scales = Form("scales", f"{name}_scale_inv", scheme.stored_scale, (*lead, *_grid(scheme, n, k)))
+        out = [Form("codes", name, scheme.code, shape), scales]
         if scheme.static:
             out.append(Form("input", f"{name}_activation_scale", scheme.stored_scale, (*lead, 1, 1)))
         return tuple(out)

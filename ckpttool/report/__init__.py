@@ -6,6 +6,7 @@
     merge.py      plans and results of merge
     drop_keys.py  what drop-keys leaves out
     fp8_cast.py   what fp8-cast quantises and dequantises
+    fp8_size.py   what fp8-size worked out
     inspect.py    what inspect found
     layout.py     who holds what, drawn with characters
     svg.py        the same as a picture
@@ -16,16 +17,19 @@ stdout carries data, stderr messages and progress.
 from ckpttool.report.bars import progress
 from ckpttool.report.drop_keys import show_drop, show_drop_plan
 from ckpttool.report.fp8_cast import show_cast, show_cast_plan
+from ckpttool.report.fp8_size import UNITS, show_fp8_size
 from ckpttool.report.inspect import show_inspect
 from ckpttool.report.merge import show_merge, show_merge_plan
 from ckpttool.report.reshard import show_plan, show_reshard
 
 __all__ = [
+    "UNITS",
     "progress",
     "show_cast",
     "show_cast_plan",
     "show_drop",
     "show_drop_plan",
+    "show_fp8_size",
     "show_inspect",
     "show_merge",
     "show_merge_plan",

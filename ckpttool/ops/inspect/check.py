@@ -515,12 +515,12 @@ def _check_mapping(
         tensors = list({(t.name, f.name if unified else ""): t for f in files for t in f.tensors}.values())
         real = sum(t.nbytes for t in tensors)
         if said != real:
-            why = _explain_total(said, tensors, sum(f.info.size for f in files if f.info is not None))
+            why = explain_total(said, tensors, sum(f.info.size for f in files if f.info is not None))
             text = f"the index says total_size {said:,}, the tensors have {real:,} bytes{why}"
             result.add("total-size", text, listing.root)
 
 
-def _explain_total(said: float, tensors: list[StoredTensor], file_bytes: int) -> str:
+def explain_total(said: float, tensors: list[StoredTensor], file_bytes: int) -> str:
     """What was counted instead, where that is known."""
     real = sum(t.nbytes for t in tensors)
 

@@ -1,0 +1,243 @@
+"""A question about a model's size with all its options -> one report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpttool.checkpoint import OpenOptions
+from ckpttool.errors import UsageError
+from ckpttool.formats.base import list_source
+from ckpttool.mesh import Mesh
+from ckpttool.ops.fp8_size.cache import Cache, cache_of
+from ckpttool.ops.fp8_size.model import Model, index_of, load
+from ckpttool.ops.fp8_size.resident import Ranks, partition
+from ckpttool.ops.fp8_size.stored import Applied, Disk, Wanted, apply, on_disk
+from ckpttool.ops.fp8_size.training import Training, training_of
+from ckpttool.ops.inspect.check import explain_total
+
+BY = ("class", "dtype", "module", "tensor")
+"""What --by may say."""
+NOT_MODELLED = ("activations", "CUDA graphs", "the allocator's gaps", "NCCL buffers")
+"""Parts of a device's memory that no number here contains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The options; None and "" are "not said"."""
+
+    wanted: Wanted = field(default_factory=Wanted)
+    config: Path | None = None
+    mtp: bool = True
+    max_shard_size: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    pp_layout: tuple[int, ...] = ()
+    vocab_pad: int | None = None
+    kv: str = ""
+    tokens: int | None = None
+    batch: int | None = None
+    max_model_len: int | None = None
+    train: bool = False
+    zero: int | None = None
+    dp: int | None = None
+    grad: str = ""
+    master: str = ""
+    moment: str = ""
+    fp8_transposed: bool = False
+    device_mem: int | None = None
+    check_total_size: bool = False
+
+    @property
+    def per_rank(self) -> bool:
+        """Whether anything asks for what a rank holds."""
+        meshed = (self.tp, self.pp, self.ep, self.etp, self.pp_layout or None)
+        return any(n is not None for n in meshed) or bool(self.kv or self.train or self.device_mem)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The most loaded rank against the memory of a device."""
+
+    rank: int
+    needed: int
+    memory: int
+    tokens: int | None = None
+    """Of keys and values, that the memory left on that rank has room for in layers that keep all; None without --kv."""
+
+    @property
+    def ok(self) -> bool:
+        return self.needed <= self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class TotalSize:
+    """What SRC's index says, and what its headers add up to."""
+
+    index: str
+    said: int | float
+    real: int
+    why: str
+    """A known mistake that gives what is said; ""."""
+
+    @property
+    def ok(self) -> bool:
+        return self.said == self.real
+
+
+@dataclass(slots=True)
+class SizeReport:
+    """The answer."""
+
+    model: Model
+    applied: Applied
+    disk: Disk
+    ranks: Ranks | None = None
+    cache: Cache | None = None
+    training: Training | None = None
+    fit: Fit | None = None
+    total_size: TotalSize | None = None
+    not_modelled: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """It fits, it can be cut, and the index is right, as far as these were asked."""
+        return not (
+            (self.fit and not self.fit.ok)
+            or (self.ranks and self.ranks.misfits)
+            or (self.total_size and not self.total_size.ok)
+        )
+
+
+def answer(src: str | Path, options: OpenOptions, question: Question) -> SizeReport:
+    """Work out the size of a model. Reads headers and config.json; raises a CkptError subclass."""
+    _sensible(question)
+    path = Path(src)
+    model = load(path, options, question.config, mtp=question.mtp)
+    applied = apply(model, question.wanted)
+    if question.fp8_transposed and not applied.quantised:
+        raise UsageError(f"--fp8-transposed does nothing for recipe {applied.recipe}", hint="--recipe block")
+    out = SizeReport(model, applied, on_disk(model, applied, question.max_shard_size), notes=list(model.notes))
+    more = out.disk.payload - applied.total.nbytes
+    if more:
+        out.notes.append(f"the files hold {more:,} bytes more than the tensors have: copies and padding of ranks")
+    if question.check_total_size:
+        out.total_size = _total_size(model)
+    if question.per_rank:
+        _ranks(out, question)
+    return out
+
+
+def _sensible(question: Question) -> None:
+    """Options that would do nothing are errors."""
+    q = question
+    needs = (
+        ("--kv", q.kv, (("--tokens", q.tokens), ("--batch", q.batch), ("--max-model-len", q.max_model_len))),
+        (
+            "--train",
+            q.train,
+            (
+                ("--zero", q.zero),
+                ("--dp", q.dp),
+                ("--grad", q.grad or None),
+                ("--master", q.master or None),
+                ("--moment", q.moment or None),
+                ("--fp8-transposed", q.fp8_transposed or None),
+            ),
+        ),
+        ("--tp-out, --kv, --train or --device-mem", q.per_rank, (("--vocab-pad", q.vocab_pad),)),
+    )
+    for needed, there, options in needs:
+        for option, value in options:
+            if value is not None and not there:
+                raise UsageError(f"{option} does nothing without {needed}", hint=f"give {needed}, too")
+    if q.kv and q.train:
+        raise UsageError("--kv is for serving and --train for training", hint="ask twice")
+    if q.tokens is None and (q.batch is not None or q.max_model_len is not None):
+        option = "--batch" if q.batch is not None else "--max-model-len"
+        raise UsageError(f"{option} does nothing without --tokens", hint="--tokens N: how many a sequence has")
+
+
+def _mesh(out: SizeReport, q: Question) -> tuple[Mesh, bool]:
+    """The mesh that is asked for (what is not said is as in SRC), and whether its etp is its tp."""
+    source = out.model.checkpoint.mesh if out.model.checkpoint else Mesh()
+    tp = q.tp or source.tp
+    pp = q.pp or (len(q.pp_layout) if q.pp_layout else source.pp)
+    layout = q.pp_layout or (source.layout if pp == source.pp else ())
+    ep = q.ep or source.ep
+    etp = q.etp or (source.etp if (tp, ep) == (source.tp, source.ep) else 1 if ep > 1 else tp)
+    if (q.ep or q.etp) and not out.model.family.has_experts:
+        option = f"--ep-out {q.ep}" if q.ep else f"--etp-out {q.etp}"
+        raise UsageError(f"{option} does nothing: the model has no experts", where=str(out.model.path))
+    if q.ep and q.ep > 1 and not q.etp:
+        out.notes.append(f"etp {etp}: with --ep-out experts are whole on their ranks; --etp-out says otherwise")
+    return Mesh(tp, pp, ep, etp, layout), q.etp is None and ep == 1
+
+
+def _ranks(out: SizeReport, q: Question) -> None:
+    """Everything that is said of each rank."""
+    model, applied = out.model, out.applied
+    mesh, follows = _mesh(out, q)
+    # Engines that serve want whole blocks on every rank; what trains quantises its own share.
+    ranks = partition(model, applied, mesh, q.vocab_pad or 64, blocks=not q.train, follows=follows)
+    out.ranks = ranks
+    not_modelled = list(NOT_MODELLED)
+    if q.kv:
+        out.cache = cache_of(model, q.kv, mesh, tokens=q.tokens or 0, batch=q.batch or 1, length=q.max_model_len or 0)
+        not_modelled += [f"the state of {n} {kind} layers" for kind, n in out.cache.unknown.items()]
+        if model.config.get("index_head_dim"):
+            not_modelled.append("the indexer's keys")
+    if q.train and ranks.held:
+        out.training = training_of(
+            ranks.held,
+            mesh,
+            zero=1 if q.zero is None else q.zero,
+            dp=q.dp or 1,
+            gradient=q.grad or "fp32",
+            master=q.master or "fp32",
+            moment=q.moment or "fp32",
+            transposed=q.fp8_transposed,
+        )
+    out.not_modelled = tuple(not_modelled)
+    if q.device_mem and ranks.held:
+        out.fit = _fit(out, q.device_mem)
+
+
+def _fit(out: SizeReport, memory: int) -> Fit:
+    ranks, cache = out.ranks, out.cache
+    if out.training is not None:
+        most = out.training.most
+        return Fit(most, out.training.held[most].nbytes, memory)
+    if ranks is None:
+        raise AssertionError  # the caller made them
+    stages = [at.pp for at in ranks.mesh.all_coords()]
+    needed = [w.nbytes + (cache.needed(stage) if cache else 0) for w, stage in zip(ranks.held, stages, strict=True)]
+    most = needed.index(max(needed))
+    if cache is None:
+        return Fit(most, needed[most], memory)
+    rooms = []
+    for w, stage in zip(ranks.held, stages, strict=True):
+        if layers := sum(cache.stages[stage]):
+            rooms.append(max(0, memory - w.nbytes) // (layers * cache.per_layer))
+    return Fit(most, needed[most], memory, min(rooms, default=0))
+
+
+def _total_size(model: Model) -> TotalSize:
+    """Compare the index with the headers. Raises UsageError when there is no index or no total in it."""
+    source = model.checkpoint
+    if source is None:
+        raise UsageError("--check-total-size: SRC is a config, without files", where=str(model.path))
+    listing = list_source(model.path)
+    name = index_of(listing)
+    if not name:
+        raise UsageError("--check-total-size: SRC has no index", where=str(model.path))
+    meta = listing.json(name).get("metadata")
+    said = meta.get("total_size") if isinstance(meta, dict) else None
+    if isinstance(said, bool) or not isinstance(said, int | float):
+        raise UsageError("--check-total-size: the index says no total_size", where=str(listing.path(name)))
+    real = sum(t.nbytes for t in source.tensors)
+    why = explain_total(said, source.tensors, sum(f.size for f in source.files))
+    return TotalSize(name, said, real, why)

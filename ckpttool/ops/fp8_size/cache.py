@@ -1,0 +1,194 @@
+"""Bytes of keys and values for a number of tokens.
+
+Grouped-query attention keeps two vectors for each key/value head of a rank; a rank has at least one head. Latent
+attention (DeepSeek) keeps one latent and one rotary key for all heads, whole on every rank. A layer with a sliding
+window needs no more than its window; engines may reserve the whole length for it all the same, which is given besides.
+
+Sources: vLLM's mla_attention.py (656 bytes a token and layer of ``fp8_ds_mla``: 512 codes, 4 F32 scales, 64 BF16),
+configuration classes of transformers (which layers slide), hf-mem #60 (what engines reserve).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool.errors import UnsupportedError, UsageError
+from ckpttool.mesh import Mesh
+from ckpttool.ops.fp8_size.model import Model
+
+KINDS = ("bf16", "fp8", "fp8_ds_mla")
+"""What --kv may say."""
+DS_MLA = 656
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+_OTHER_LAYERS = (
+    "mamba",
+    "ssm",
+    "linear_",
+    "recurrent",
+    "lru_",
+    "short_conv",
+    "conv_L_cache",
+    "rwkv",
+    "hybrid_override",
+)
+"""Starts of config fields of models with layers that keep a state of constant size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Keys and values on one rank of each pipeline stage."""
+
+    dtype: str
+    """One of ``KINDS``."""
+    latent: bool
+    per_layer: int
+    """Bytes of a token in one layer."""
+    tokens: int
+    """Of a sequence; 0 when not said."""
+    batch: int
+    length: int
+    """For which an engine reserves memory; 0 when not said."""
+    window: int
+    """0 when no layer slides."""
+    stages: tuple[tuple[int, int], ...]
+    """Per pipeline stage: layers that keep all, layers that keep the window."""
+    unknown: Mapping[str, int]
+    """Layers that are not modelled, by what the config calls them."""
+
+    @property
+    def layers(self) -> int:
+        return sum(a + b for a, b in self.stages)
+
+    @property
+    def per_token(self) -> int:
+        """Bytes of a token in all layers of the model, as long as no window is full."""
+        return self.layers * self.per_layer
+
+    def used(self, stage: int) -> int:
+        """Bytes on a rank of this stage for the tokens asked for."""
+        full, sliding = self.stages[stage]
+        held = full * self.tokens + sliding * (min(self.tokens, self.window) if self.window else self.tokens)
+        return held * self.per_layer * self.batch
+
+    def reserved(self, stage: int) -> int:
+        """Bytes on a rank of this stage when every layer gets the whole length."""
+        return sum(self.stages[stage]) * (self.length or self.tokens) * self.per_layer * self.batch
+
+    def needed(self, stage: int) -> int:
+        """What must fit: what is reserved where a length is said, else what the tokens use."""
+        return self.reserved(stage) if self.length else self.used(stage)
+
+
+def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, length: int) -> Cache:
+    """The cache of a model; 0 tokens or length is "not said".
+
+    Raises UsageError for a dtype that the model cannot have, UnsupportedError when the config does not say what its
+    layers keep.
+    """
+    if dtype not in KINDS:
+        raise UsageError(f"--kv `{dtype}` is not known", hint="one of " + ", ".join(KINDS))
+    if length and length < tokens:
+        raise UsageError(f"--max-model-len {length} is less than --tokens {tokens}")
+    config = _Fields(model)
+    size = 2 if dtype == "bf16" else 1
+    latent = config.number("kv_lora_rank")
+    if latent:
+        per_layer = DS_MLA if dtype == "fp8_ds_mla" else (latent + config.need("qk_rope_head_dim")) * size
+        if dtype == "fp8_ds_mla" and (latent, config.number("qk_rope_head_dim")) != (512, 64):
+            raise UsageError("--kv fp8_ds_mla is for latents of 512 with rotary keys of 64", where=str(model.path))
+    elif dtype == "fp8_ds_mla":
+        raise UsageError("--kv fp8_ds_mla: the model has no latent attention (MLA)", hint="--kv fp8")
+    else:
+        heads = config.number("num_attention_heads") or config.need("n_head")
+        groups = config.number("num_key_value_heads") or heads
+        head_dim = config.number("head_dim")
+        if not head_dim:
+            head_dim = (config.number("hidden_size") or config.need("n_embd")) // heads
+        per_layer = 2 * max(1, -(-groups // mesh.tp)) * head_dim * size
+    layers = model.family.size("layers") or config.need("num_hidden_layers")
+    kinds = _layer_kinds(config, layers)
+    window = config.number("sliding_window") or (128 if config.model_type == "gpt_oss" else 0)
+    if SLIDING in kinds and not window:
+        raise UnsupportedError(
+            "the config has layers with sliding windows and no `sliding_window`", where=str(model.path)
+        )
+    counts = tuple(
+        (sum(kinds[n] == FULL for n in numbers), sum(kinds[n] == SLIDING for n in numbers))
+        for numbers in mesh.stage_layers(layers)
+    )
+    unknown: dict[str, int] = {}
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            unknown[kind] = unknown.get(kind, 0) + 1
+    return Cache(
+        dtype,
+        bool(latent),
+        per_layer,
+        tokens,
+        batch,
+        length,
+        window if SLIDING in kinds else 0,
+        counts,
+        unknown,
+    )
+
+
+class _Fields:
+    """Fields of the config, or of its part about text."""
+
+    def __init__(self, model: Model) -> None:
+        text = model.config.get("text_config")
+        self._path = model.path
+        self.places: list[Mapping[str, Any]] = [model.config, *([text] if isinstance(text, dict) else [])]
+        self.model_type = str(self.get("model_type") or "")
+
+    def get(self, name: str) -> Any:
+        return next((p[name] for p in self.places if p.get(name) is not None), None)
+
+    def number(self, name: str) -> int:
+        """0 when the config does not have it."""
+        found = self.get(name)
+        return found if type(found) is int else 0
+
+    def need(self, name: str) -> int:
+        found = self.number(name)
+        if not found:
+            raise UnsupportedError(
+                f"the config does not say `{name}`, so the size of the KV cache is not known",
+                where=str(self._path),
+                hint="give the whole config.json: --config FILE",
+            )
+        return found
+
+
+def _layer_kinds(config: _Fields, layers: int) -> list[str]:
+    """What each layer keeps: all, a window, or something that is not modelled."""
+    said = config.get("layer_types")
+    if isinstance(said, list) and len(said) >= layers:
+        return [{"attention": FULL, "chunked_attention": SLIDING}.get(str(k), str(k)) for k in said[:layers]]
+    if every := config.number("full_attention_interval"):
+        return [FULL if (n + 1) % every == 0 else "linear_attention" for n in range(layers)]
+    other = [k for p in config.places for k in p if k.startswith(_OTHER_LAYERS) and p[k] not in (None, False)]
+    if other:
+        raise UnsupportedError(
+            f"the model has layers that keep a state instead of keys and values (`{other[0]}`), and the config does not"
+            " say which: their cache is not modelled",
+            hint="leave --kv away",
+        )
+    window = config.number("sliding_window")
+    model_type = config.model_type
+    if model_type in ("gpt_oss", "gemma2"):
+        return [FULL if n % 2 else SLIDING for n in range(layers)]
+    if model_type.startswith("gemma3"):
+        every = config.number("sliding_window_pattern") or 6
+        return [SLIDING if (n + 1) % every else FULL for n in range(layers)]
+    if not window or config.get("use_sliding_window") is False:
+        return [FULL] * layers
+    if model_type.startswith("qwen"):
+        # Qwen slides only where it is asked to, and not in its first layers.
+        first = config.number("max_window_layers") if config.get("use_sliding_window") else layers
+        return [SLIDING if n >= first else FULL for n in range(layers)]
+    return [SLIDING] * layers

@@ -1,0 +1,238 @@
+"""SRC: a checkpoint (headers only) or a config.json alone, as weights in high precision and what is stored of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, pick_family
+from ckpttool.dtypes import lookup
+from ckpttool.errors import CorruptError, UnsupportedError, UsageError
+from ckpttool.formats.base import Listing, StoredCheckpoint, list_source
+from ckpttool.formats.registry import detect, read_source
+from ckpttool.layout.family import Family, Op, inverse
+from ckpttool.layout.names import split_numbers
+from ckpttool.layout.shapes import declared_tensors
+from ckpttool.ops.recode import high_precision
+from ckpttool.quant.coded import Codes, find_codes
+from ckpttool.quant.keep import Weight
+from ckpttool.relate import apply_ops, identity
+
+CONFIG = "config.json"
+CONFIG_ALONE = "config"
+"""``Model.format`` of a config.json without weights."""
+
+
+class Held(NamedTuple):
+    """One tensor that is stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str = ""
+    """Of a quantised weight: codes, scales, factor, input; "" is a tensor in high precision."""
+
+
+class Kind(NamedTuple):
+    """What a name says of a weight."""
+
+    template: str
+    """Without its numbers."""
+    mtp: bool
+    """It belongs to a multi-token-prediction layer."""
+    in_out: bool
+    """Stored [..., in, out]."""
+
+
+@dataclass(slots=True)
+class Model:
+    """What SRC says."""
+
+    path: Path
+    format: str
+    config: Mapping[str, Any]
+    family: Family
+    ops: tuple[Op, ...]
+    """Statements that lead from Hugging Face names to those of ``weights``."""
+    weights: list[Weight]
+    """In high precision. Of a quantised checkpoint they are those that it was made of."""
+    kinds: list[Kind]
+    """Of each weight."""
+    stored: dict[str, Held] = field(default_factory=dict)
+    """What SRC stores, by name; empty for a config alone."""
+    codes: Codes = field(default_factory=Codes)
+    checkpoint: StoredCheckpoint | None = None
+    without_mtp: bool = False
+    """The multi-token-prediction layers were left out."""
+    notes: list[str] = field(default_factory=list)
+
+
+def load(path: Path, options: OpenOptions, config: Path | None, *, mtp: bool) -> Model:
+    """Read headers or the config.
+
+    Raises UsageError for options that do nothing, LayoutError for a family that does not say which tensors it has,
+    and what ``open_checkpoint`` and ``find_codes`` raise.
+    """
+    alone = _config_alone(path, options)
+    if alone is not None:
+        model = _from_config(path, alone, options, config, mtp=mtp)
+    else:
+        model = _from_checkpoint(_open(path, options, config), mtp=mtp)
+    if not mtp and not model.without_mtp:
+        raise UsageError("--no-mtp: the model has no multi-token-prediction layers", where=str(path))
+    return model
+
+
+def _config_alone(path: Path, options: OpenOptions) -> dict[str, Any] | None:
+    """The config, when SRC is a config.json or a directory with nothing else that can be read; else None."""
+    if path.is_file():
+        if path.suffix != ".json" or path.name.endswith(".index.json"):
+            return None
+        config = _read_json(path)
+        return None if "weight_map" in config else config
+    listing = list_source(path)
+    if CONFIG not in listing.names or options.format or options.mesh.rank_pattern:
+        return None
+    try:
+        detect(listing)
+    except UnsupportedError:
+        return _read_json(path / CONFIG)
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as e:
+        raise UsageError(f"the config cannot be read: {e.strerror}", where=str(path)) from None
+    except (ValueError, RecursionError) as e:
+        raise CorruptError(f"the config is not valid JSON: {e}", where=str(path)) from None
+    if not isinstance(data, dict):
+        raise CorruptError("the config is not a JSON object", where=str(path))
+    return data
+
+
+def _from_config(
+    path: Path, config: Mapping[str, Any], options: OpenOptions, other: Path | None, *, mtp: bool
+) -> Model:
+    if other is not None:
+        raise UsageError("--config does nothing: SRC is a config", hint="give one of the two")
+    said = [*options.mesh.said(), *(["from"] if options.format else [])]
+    if said:
+        raise UsageError(f"--{said[0]} does nothing: SRC is a config, without ranks", where=str(path))
+    family = pick_family(options.family, "", config)
+    if family.name == "none":
+        kind = config.get("model_type") or config.get("architectures")
+        raise UnsupportedError(
+            f"the config names no family that is known: {kind}" if kind else "this is no config of a model",
+            where=str(path),
+            hint="--family NAME or --family FILE.yaml says which tensors it has",
+        )
+    declared = declared_tensors(family, config, mtp=mtp)
+    without = not mtp and len(declared) < len(declared_tensors(family, config))
+    kind_of = _kinds(family, ())
+    kinds = [kind_of(name) for name, _, _ in declared]
+    weights = [
+        Weight(name, dtype, shape, len(shape) > 1 and kind.in_out)
+        for (name, dtype, shape), kind in zip(declared, kinds, strict=True)
+    ]
+    return Model(path, CONFIG_ALONE, config, family, (), weights, kinds, without_mtp=without)
+
+
+def _kinds(family: Family, ops: tuple[Op, ...]) -> Callable[[str], Kind]:
+    """A function that says the kind of a weight, which asks the family once for each template."""
+    place = family.placer(ops)
+    layers = family.size("layers")
+    known: dict[str, tuple[int, bool]] = {}
+
+    def kind(name: str) -> Kind:
+        template, numbers = split_numbers(name)
+        got = known.get(template)
+        if got is None:
+            found = place(name)
+            # The layer comes first in a name. Those that follow the model's last predict further tokens.
+            counts = found is not None and found.layer is not None and layers is not None
+            at = numbers.index(str(found.layer)) if found is not None and counts else -1
+            got = known[template] = (at, found is not None and found.rule.in_out)
+        at, in_out = got
+        return Kind(template, at >= 0 and int(numbers[at]) >= (layers or 0), in_out)
+
+    return kind
+
+
+def _open(path: Path, options: OpenOptions, config: Path | None) -> Checkpoint:
+    if config is None:
+        return open_checkpoint(path, options)
+    stored = read_source(path, options.format, options.mesh)
+    if stored.config:
+        raise UsageError("--config does nothing: SRC has a config of its own", where=str(path))
+    stored.config = _read_json(config)
+    return assemble(stored, path, options)
+
+
+def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
+    family, ops, notes = source.family, source.ops, list(source.notes)
+    views = identity(source.catalog)
+    if source.format != "hf" and ops:
+        # Scales are known by the names that Hugging Face's files have; a Hugging Face checkpoint keeps its form.
+        views = apply_ops(views, inverse(ops), family, ops)
+        notes += views.notes
+        ops = ()
+    others = [c for c in source.components if c != "model"]
+    if others:
+        notes.append(f"{', '.join(others)}: not counted, only the model's weights are")
+    if not views.table:
+        raise UsageError("SRC holds no model weights", where=str(source.path))
+    kind_of = _kinds(family, ops)
+    table = {}
+    left = False
+    for name, view in views.table.items():
+        if not mtp and kind_of(name).mtp:
+            left = True
+            continue
+        lookup(view.dtype, where=name)
+        table[name] = (view.dtype, view.shape)
+    codes = find_codes(table, source.config, where=str(source.path))
+    dtype = high_precision(source.config)
+    parts, beside = codes.parts, set(codes.beside)
+    weights: dict[str, Weight] = {}
+    kinds: dict[str, Kind] = {}
+    for name, (stored_as, shape) in table.items():
+        weight = parts.get(name, name)
+        if weight in weights or name in beside:
+            continue
+        coded = codes.weights.get(weight)
+        kinds[weight] = kind_of(weight)
+        in_out = len(shape) > 1 and kinds[weight].in_out
+        if coded is not None:
+            weights[weight] = Weight(weight, dtype, coded.shape, in_out or coded.turned)
+        else:
+            weights[weight] = Weight(name, stored_as, shape, in_out)
+    roles = dict.fromkeys(beside, "input")
+    for c in codes.weights.values():
+        roles |= {c.codes: "codes", c.scale: "scales", c.factor: "factor"}
+    stored = {n: Held(n, *entry, roles.get(n, "")) for n, entry in table.items()}
+    return Model(
+        source.path,
+        source.format,
+        source.config,
+        family,
+        ops,
+        list(weights.values()),
+        list(kinds.values()),
+        stored,
+        codes,
+        source.stored,
+        left,
+        notes,
+    )
+
+
+def index_of(listing: Listing) -> str:
+    """Name of the index of the model's weights; "" if there is none."""
+    if listing.single:
+        return listing.single if listing.single.endswith(".index.json") else ""
+    return "model.safetensors.index.json" if "model.safetensors.index.json" in listing.names else ""

@@ -1,0 +1,376 @@
+"""What ``fp8-size`` worked out, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.report import text
+from ckpttool.report.text import aligned, count, dump, plain, ranks, shape, short
+
+if TYPE_CHECKING:
+    from ckpttool.ops.fp8_size import SizeReport
+    from ckpttool.ops.fp8_size.cache import Cache
+    from ckpttool.ops.fp8_size.resident import Misfit, Ranks
+    from ckpttool.ops.fp8_size.stored import Row, Total
+    from ckpttool.ops.fp8_size.training import Training
+
+SCHEMA = "ckpttool.fp8-size/1"
+UNITS = {"B": 1, "GB": 10**9, "GiB": 1 << 30}
+BAR = 24
+"""Characters of the longest bar, on a terminal."""
+
+
+def show_fp8_size(report: SizeReport, *, by: str, unit: str, as_json: bool, quiet: bool = False) -> None:
+    """Print the report; ``unit`` "" shows GB and GiB."""
+    if as_json:
+        data = to_json(report, by)
+        dump(data, entries=len(data.get("tensors", ())))
+        return
+    if not quiet:
+        text.notes(report.notes)
+    units = [unit] if unit else ["GB", "GiB"]
+    parts = [_head(report), _table(report, by, units), _files(report, units)]
+    if report.total_size is not None:
+        parts.append(_total_size(report))
+    if report.ranks is not None:
+        parts += _ranks(report, report.ranks, units)
+    text.write("\n".join(parts))
+
+
+# -- people
+
+
+def _amount(n: int, unit: str) -> str:
+    return f"{n:,}" if unit == "B" else f"{n / UNITS[unit]:,.3f}"
+
+
+def _amounts(n: int, units: Sequence[str]) -> list[str]:
+    """Exact bytes, and the units."""
+    return [f"{n:,}", *(_amount(n, u) for u in units if u != "B")]
+
+
+def _columns(units: Sequence[str]) -> list[str]:
+    return ["bytes", *(u for u in units if u != "B")]
+
+
+def _recipe(report: SizeReport) -> str:
+    applied = report.applied
+    if applied.scheme is not None:
+        static = ", static activations" if applied.scheme.static else ""
+        said = f"{applied.recipe}: " if applied.recipe == "as-is" else ""
+        return f"{said}{applied.scheme}{static} ({applied.scheme.method})"
+    if applied.recipe == "bf16" or not applied.quantised:
+        return f"{applied.recipe}: in high precision"
+    return "as-is: what is stored"
+
+
+def _head(report: SizeReport) -> str:
+    model, applied = report.model, report.applied
+    lines = [f"{plain(str(model.path))}: {model.format}, family {model.family.name}", f"recipe {_recipe(report)}"]
+    if applied.kept and applied.quantised:
+        why = ", ".join(f"{n:,} {w}" for w, n in applied.kept.items())
+        lines.append(f"{count(sum(applied.kept.values()), 'tensor')} in high precision ({why})")
+    total = applied.total
+    lines.append(
+        f"{total.parameters:,} parameters, {total.elements:,} stored elements, {total.nbytes:,} bytes"
+        f" ({_amount(total.nbytes, 'GB')} GB, {_amount(total.nbytes, 'GiB')} GiB)"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _table(report: SizeReport, by: str, units: Sequence[str]) -> str:
+    from ckpttool.ops.fp8_size.stored import in_order
+
+    applied = report.applied
+    if by == "tensor":
+        header: list[str] = ["tensor", "class", "dtype", "shape", "parameters", "elements", *_columns(units)]
+        rows = [
+            [plain(r.name), r.kind, r.dtype, shape(r.shape), *_numbers(r, units)]
+            for r in in_order(report.model, report.applied)
+        ]
+        return aligned([header, *rows], right=range(4, len(header)))
+    tables = {"class": applied.classes, "dtype": applied.dtypes, "module": applied.modules}
+    found = tables[by]
+    largest = max((t.nbytes for t in found.values()), default=0)
+    bars = text.on_terminal()
+    rows = [
+        [plain(name), f"{t.tensors:,}", *_numbers(t, units), *([_bar(t.nbytes, largest)] if bars else [])]
+        for name, t in found.items()
+    ]
+    rows.append(["total", f"{applied.total.tensors:,}", *_numbers(applied.total, units)])
+    header = [by, "tensors", "parameters", "elements", *_columns(units)]
+    return aligned([header, *rows], right=range(1, len(header)))
+
+
+def _numbers(of: Total | Row, units: Sequence[str]) -> list[str]:
+    return [f"{of.parameters:,}", f"{of.elements:,}", *_amounts(of.nbytes, units)]
+
+
+def _bar(n: int, largest: int) -> str:
+    return "█" * -(-n * BAR // largest) if largest else ""
+
+
+def _files(report: SizeReport, units: Sequence[str]) -> str:
+    disk = report.disk
+    rows = [
+        ["on disk", *_columns(units)],
+        ["tensors (total_size)", *_amounts(disk.payload, units)],
+        ["headers", *_amounts(disk.headers, units)],
+        [count(disk.files, "file"), *_amounts(disk.size, units)],
+    ]
+    if disk.index:
+        rows.append(["index.json, besides", *_amounts(disk.index, units)])
+    return aligned(rows, right=range(1, len(rows[0])))
+
+
+def _total_size(report: SizeReport) -> str:
+    found = report.total_size
+    if found is None:
+        return ""
+    if found.ok:
+        return f"{found.index}: total_size {found.real:,} is right\n"
+    return f"{found.index}: total_size says {found.said:,}, the tensors have {found.real:,} bytes{found.why}\n"
+
+
+def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> list[str]:
+    """Everything about ranks: whether they can be, what they hold, whether it fits."""
+    out = []
+    lines = [f"per rank: {found.mesh}"]
+    rows, padded = found.vocabulary
+    if padded > rows:
+        lines.append(f"vocabulary of {rows:,} padded to {padded:,}")
+    if any(g.coding is not None and g.coding.sides[0] for g in report.applied.groups):
+        lines.append("scales of blocks are held as F32")
+    if found.misfits:
+        lines += [_misfit(m) for m in found.misfits]
+        works = ", ".join(map(str, found.works))
+        hint = f"possible: --tp-out {works}" if works else "no other tp is possible"
+        if found.mesh.ep == 1 and all(m.expert for m in found.misfits):
+            hint += "; or --ep-out N, with whole experts on each rank"
+        lines.append(hint)
+    elif found.checked:
+        lines.append("every cut and every joined part is a multiple of the block")
+    out.append("\n".join(lines) + "\n")
+    if report.training is not None:
+        out.append(_training(report.training, units))
+    elif found.held:
+        out.append(_serving(report, found, units))
+    if report.cache is not None:
+        out.append(_cache(report.cache))
+    tail = []
+    if report.fit is not None:
+        tail.append(_fit(report))
+    tail.append("not modelled: " + ", ".join(report.not_modelled))
+    out.append("\n".join(tail) + "\n")
+    return out
+
+
+def _misfit(m: Misfit) -> str:
+    return f"not possible: `{plain(m.name)}` {shape(m.shape)}: {m.why}"
+
+
+def _groups(rows: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[int]]:
+    """Ranks with equal rows."""
+    out: dict[tuple[Any, ...], list[int]] = {}
+    for rank, row in enumerate(rows):
+        out.setdefault(row, []).append(rank)
+    return out
+
+
+def _serving(report: SizeReport, found: Ranks, units: Sequence[str]) -> str:
+    cache = report.cache
+    stages = [at.pp for at in found.mesh.all_coords()]
+    used = [cache.used(s) if cache else 0 for s in stages]
+    rows = [(w.experts, w.dense, n) for w, n in zip(found.held, used, strict=True)]
+    names = ["experts", "other weights", "KV"]
+    # A part that no rank has is left out.
+    shown = [i for i in range(3) if any(row[i] for row in rows)]
+    header = ["ranks", *(names[i] for i in shown), *_columns(units)]
+    table = [header]
+    for row, numbers in _groups(rows).items():
+        table.append([ranks(numbers), *(f"{row[i]:,}" for i in shown), *_amounts(sum(row), units)])
+    return aligned(table, right=range(1, len(header)))
+
+
+def _cache(c: Cache) -> str:
+    what = "latents" if c.latent else "keys and values"
+    lines = [
+        f"KV cache, {c.dtype}: {what}, {c.per_layer:,} bytes a token and layer on a rank, {c.per_token:,} in all layers"
+    ]
+    sliding = sum(b for _, b in c.stages)
+    if sliding:
+        lines.append(f"{sliding} of {c.layers} layers keep a window of {c.window:,} tokens")
+    lines += [f"{n} {plain(kind)} layers: not modelled" for kind, n in c.unknown.items()]
+    if c.tokens:
+        used = max(c.used(s) for s in range(len(c.stages)))
+        reserved = max(c.reserved(s) for s in range(len(c.stages)))
+        lines.append(f"{c.batch:,} x {c.tokens:,} tokens: {used:,} bytes on a rank")
+        if reserved != used:
+            lines.append(
+                f"engine reserve, {c.batch:,} x {c.length or c.tokens:,} tokens in every layer: {reserved:,} bytes"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _training(t: Training, units: Sequence[str]) -> str:
+    head = f"training: ZeRO-{t.zero}, dp {t.dp}"
+    if t.expert_dp != t.dp:
+        head += f" (experts {t.expert_dp})"
+    head += f", gradients {t.gradient}, master weights {t.master}, moments {t.moment}"
+    if t.transposed:
+        head += ", codes twice (transposed)"
+    header = ["ranks", "weights", "gradients", "masters", "moments", *_columns(units)]
+    rows = [header]
+    for state, numbers in _groups(tuple(s) for s in t.held).items():
+        rows.append([ranks(numbers), *(f"{n:,}" for n in state), *_amounts(sum(state), units)])
+    return head + "\n" + aligned(rows, right=range(1, len(header)))
+
+
+def _fit(report: SizeReport) -> str:
+    f = report.fit
+    if f is None:
+        return ""
+    left = f.memory - f.needed
+    word = f"fits: {short(left)} of {short(f.memory)} are left" if f.ok else f"does not fit: {short(-left)} too much"
+    out = f"{word} on rank {f.rank}, which needs {f.needed:,} of {f.memory:,} bytes"
+    if f.tokens is not None:
+        out += f"; room for {f.tokens:,} tokens of keys and values"
+    return out
+
+
+# -- programs
+
+
+def to_json(report: SizeReport, by: str) -> dict[str, Any]:
+    """The whole report; whole numbers are exact."""
+    from ckpttool.ops.fp8_size.stored import in_order
+
+    model, applied, disk = report.model, report.applied, report.disk
+    chosen = applied.scheme
+    out: dict[str, Any] = {
+        "schema": SCHEMA,
+        "path": str(model.path),
+        "format": model.format,
+        "family": model.family.name,
+        "ok": report.ok,
+        "recipe": {
+            "name": applied.recipe,
+            "quantised": applied.quantised,
+            "scheme": None
+            if chosen is None
+            else {
+                "recipe": chosen.recipe,
+                "quant_method": chosen.method,
+                "code": chosen.code,
+                "scale_dtype": chosen.stored_scale,
+                "block": list(chosen.block),
+                "static_act": chosen.static,
+                "edge": chosen.edge,
+                "keep_preset": applied.preset,
+            },
+            "kept": applied.kept,
+        },
+        "mtp": not model.without_mtp,
+        "tensors_stored": applied.total.tensors,
+        "parameters": applied.total.parameters,
+        "elements": applied.total.elements,
+        "elements_unpacked": applied.unpacked(),
+        "bytes": applied.total.nbytes,
+        "dtypes": {d: _total(t) for d, t in applied.dtypes.items()},
+        "classes": {c: _total(t) for c, t in applied.classes.items()},
+        "disk": {
+            "payload": disk.payload,
+            "headers": disk.headers,
+            "files": disk.files,
+            "bytes": disk.size,
+            "index": disk.index,
+            "real": disk.real,
+        },
+    }
+    if by == "module":
+        out["modules"] = {m: _total(t) for m, t in applied.modules.items()}
+    if by == "tensor":
+        out["tensors"] = [
+            {
+                "name": r.name,
+                "class": r.kind,
+                "dtype": r.dtype,
+                "shape": list(r.shape),
+                "parameters": r.parameters,
+                "elements": r.elements,
+                "bytes": r.nbytes,
+            }
+            for r in in_order(report.model, report.applied)
+        ]
+    if report.total_size is not None:
+        out["total_size"] = {**asdict(report.total_size), "ok": report.total_size.ok}
+    if report.ranks is not None:
+        out |= _ranks_json(report, report.ranks)
+    return {**out, "not_modelled": list(report.not_modelled), "notes": report.notes}
+
+
+def _total(t: Total) -> dict[str, int]:
+    return {"tensors": t.tensors, "parameters": t.parameters, "elements": t.elements, "bytes": t.nbytes}
+
+
+def _ranks_json(report: SizeReport, found: Ranks) -> dict[str, Any]:
+    cache, training, fit = report.cache, report.training, report.fit
+    held = _groups((w, at.pp) for w, at in zip(found.held, found.mesh.all_coords(), strict=False))
+    groups = []
+    for (w, stage), numbers in held.items():
+        group = {"ranks": numbers, "stage": stage, "bytes": w.nbytes, "experts": w.experts, "other": w.dense}
+        if cache is not None and cache.tokens:
+            group |= {"kv": cache.used(stage), "kv_reserve": cache.reserved(stage)}
+        groups.append(group)
+    out: dict[str, Any] = {
+        "ranks": {
+            "mesh": found.mesh.to_json(),
+            "vocabulary": {"rows": found.vocabulary[0], "padded": found.vocabulary[1]},
+            "feasible": not found.misfits,
+            "misfits": [
+                {"tensor": m.name, "shape": list(m.shape), "why": m.why, "expert": m.expert} for m in found.misfits
+            ],
+            "possible_tp": list(found.works),
+            "most_loaded": found.most if found.held else None,
+            "groups": groups,
+        }
+    }
+    if cache is not None:
+        out["kv"] = {
+            "dtype": cache.dtype,
+            "latent": cache.latent,
+            "bytes_per_token_and_layer": cache.per_layer,
+            "bytes_per_token": cache.per_token,
+            "layers": cache.layers,
+            "sliding_layers": sum(b for _, b in cache.stages),
+            "window": cache.window,
+            "not_modelled": dict(cache.unknown),
+            "tokens": cache.tokens,
+            "batch": cache.batch,
+            "max_model_len": cache.length,
+        }
+    if training is not None:
+        states = _groups(tuple(s) for s in training.held)
+        out["training"] = {
+            "zero": training.zero,
+            "dp": training.dp,
+            "expert_dp": training.expert_dp,
+            "grad": training.gradient,
+            "master": training.master,
+            "moment": training.moment,
+            "fp8_transposed": training.transposed,
+            "most_loaded": training.most if training.held else None,
+            "groups": [
+                {
+                    "ranks": numbers,
+                    "bytes": sum(state),
+                    **dict(zip(("weights", "gradients", "masters", "moments"), state, strict=True)),
+                }
+                for state, numbers in states.items()
+            ],
+        }
+    if fit is not None:
+        out["fit"] = {**asdict(fit), "ok": fit.ok, "left": fit.memory - fit.needed}
+    return out

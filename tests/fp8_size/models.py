@@ -1,0 +1,80 @@
+"""Public models by their config.json, and what a recipe makes of them."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ckpttool.checkpoint import OpenOptions
+from ckpttool.mesh import Mesh
+from ckpttool.ops.fp8_size.model import Model, load
+from ckpttool.ops.fp8_size.resident import Ranks, partition
+from ckpttool.ops.fp8_size.stored import Applied, Wanted, apply
+
+DATA = Path(__file__).with_name("data")
+CONFIGS: dict[str, dict[str, Any]] = json.loads((DATA / "configs.json").read_text())
+GOLDEN: list[dict[str, Any]] = json.loads((DATA / "golden.json").read_text())
+RECIPES = {
+    "block128_f32": Wanted("block", scale_dtype="f32"),
+    "block128_bf16": Wanted("block", scale_dtype="bf16"),
+    "channel_bf16": Wanted("channel", scale_dtype="bf16"),
+    "bf16": Wanted("bf16"),
+    "none": Wanted("bf16"),
+    "mxfp4": Wanted("as-is"),
+}
+"""As golden.json calls them."""
+
+
+def model_of(config: dict[str, Any], *, mtp: bool = True) -> Model:
+    """The model of a config."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        return load(path, OpenOptions(), None, mtp=mtp)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Models of a hundred thousand tensors stay for all tests, so the garbage collector need not look at them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@cache
+@uncollected()
+def model(name: str, *, mtp: bool = True) -> Model:
+    return model_of(CONFIGS[name], mtp=mtp)
+
+
+@cache
+@uncollected()
+def applied(name: str, wanted: Wanted, *, mtp: bool = True) -> Applied:
+    """A recipe over a public model. Nothing writes into what this returns."""
+    return apply(model(name, mtp=mtp), wanted)
+
+
+BLOCK = Wanted("block")
+
+
+@cache
+def ranks(name: str, mesh: Mesh, wanted: Wanted = BLOCK, *, mtp: bool = True) -> Ranks:
+    """Its shares; blocks are checked."""
+    follows = mesh.ep == 1
+    return partition(model(name, mtp=mtp), applied(name, wanted, mtp=mtp), mesh, 64, blocks=True, follows=follows)
+
+
+def write_config(folder: Path, name: str) -> Path:
+    """The config of a public model as a file."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(CONFIGS[name]))
+    return path

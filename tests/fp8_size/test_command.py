@@ -1,0 +1,392 @@
+"""The command line of fp8-size: sources, exit codes, errors, output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.fp8_size.models import write_config
+from tests.fp8_size.test_ranks import small
+from tests.helpers.command import ckpttool
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+DEEPSEEK = FIXTURES / "deepseek_v3"
+
+
+def size_of(src: Path, *options: object, code: int = 0) -> dict[str, Any]:
+    """``fp8-size --json``, which must end with ``code``."""
+    done = ckpttool("fp8-size", src, *options, "--json")
+    assert done.code == code, done.err
+    data: dict[str, Any] = json.loads(done.out)
+    assert data["schema"] == "ckpttool.fp8-size/1"
+    assert data["ok"] == (code == 0)
+    return data
+
+
+def refused(src: Path, *options: object, code: int = 2) -> str:
+    """``fp8-size``, which must fail with one clear error."""
+    done = ckpttool("fp8-size", src, *options)
+    assert done.code == code, (done.code, done.out, done.err)
+    assert done.out == ""
+    assert done.err.count("error: ") == 1
+    return done.err
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(small()))
+    return path
+
+
+# -- sources
+
+
+def test_a_checkpoint_as_it_is() -> None:
+    data = size_of(DEEPSEEK)
+    files = list(DEEPSEEK.glob("*.safetensors"))
+    index = DEEPSEEK / "model.safetensors.index.json"
+    assert data["recipe"]["name"] == "as-is"
+    assert data["disk"] == {
+        "payload": json.loads(index.read_text())["metadata"]["total_size"],
+        "headers": sum(f.stat().st_size for f in files) - data["bytes"],
+        "files": 2,
+        "bytes": sum(f.stat().st_size for f in files),
+        "index": index.stat().st_size,
+        "real": True,
+    }
+    assert sum(t["bytes"] for t in data["classes"].values()) == data["bytes"]
+    assert sum(t["bytes"] for t in data["dtypes"].values()) == data["bytes"]
+    assert {"scale", "experts", "mtp"} <= data["classes"].keys()
+
+
+def test_the_weights_of_a_quantised_checkpoint_are_found_again(tmp_path: Path) -> None:
+    # Its config alone declares the same tensors in high precision, and the same recipe makes the same of them.
+    config = tmp_path / "config.json"
+    shutil.copy(DEEPSEEK / "config.json", config)
+    # (The prediction layer of the fixture is not complete.)
+    options = ("--no-mtp", "--by", "tensor")
+    there, declared = size_of(DEEPSEEK, *options), size_of(tmp_path, *options)
+    assert declared["recipe"]["name"] == there["recipe"]["name"] == "as-is"
+    for key in ("parameters", "elements", "bytes", "tensors", "classes", "disk"):
+        assert declared[key] == there[key]
+
+
+def test_a_model_is_as_large_in_ranks_as_whole() -> None:
+    whole = size_of(DEEPSEEK, "--no-mtp", "--recipe", "block")
+    ranks = size_of(FIXTURES / "deepseek_v3_mp2", "--recipe", "block")
+    for key in ("parameters", "elements", "bytes", "dtypes", "classes"):
+        assert ranks[key] == whole[key]
+    note = size_of(FIXTURES / "deepseek_v3_mp2")["notes"]
+    assert any("copies and padding" in n for n in note)
+
+
+@pytest.mark.parametrize("name", ["llama_tp8", "vllm_sharded_tp2", "vllm/qwen3_moe", "vllm/llama_tied"])
+def test_other_formats(name: str) -> None:
+    data = size_of(FIXTURES / name, "--recipe", "bf16")
+    assert data["parameters"] == data["elements"] > 0
+
+
+def test_packed_codes_and_lone_scales(tmp_path: Path) -> None:
+    save_file(
+        {
+            "a.weight_packed": np.zeros((16, 16), "uint8"),
+            "a.weight_scale": np.zeros((16, 2), ml_dtypes.float8_e4m3fn),
+            "a.weight_global_scale": np.ones(1, "float32"),
+            "a.input_global_scale": np.ones(1, "float32"),
+            "norm.weight": np.ones(32, ml_dtypes.bfloat16),
+        },
+        tmp_path / "model.safetensors",
+    )
+    data = size_of(tmp_path, "--by", "module")
+    assert data["parameters"] == 16 * 32 + 32
+    assert data["elements_unpacked"] - data["elements"] == 16 * 16
+    assert data["classes"]["scale"]["tensors"] == 3
+    assert data["modules"]["a"]["bytes"] == 16 * 16 + 16 * 2 + 4 + 4
+    bf16 = size_of(tmp_path, "--recipe", "bf16")
+    assert bf16["bytes"] == 2 * bf16["parameters"]
+
+
+def test_a_file_and_a_config_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    shutil.copy(FIXTURES / "hf_tiny_source" / "model.safetensors", file)
+    config = FIXTURES / "hf_tiny_source" / "config.json"
+    assert size_of(file)["family"] == "none"
+    assert size_of(file, "--config", config, "--recipe", "bf16", "--tp-out", 2)["family"] == "llama"
+    assert "has a config of its own" in refused(FIXTURES / "hf_tiny_source", "--config", config)
+
+
+def test_an_index_is_a_source() -> None:
+    assert size_of(DEEPSEEK / "model.safetensors.index.json")["bytes"] == size_of(DEEPSEEK)["bytes"]
+
+
+def test_configs_that_are_none(tmp_path: Path, llama: Path) -> None:
+    odd = tmp_path / "odd.json"
+    odd.write_text("{}")
+    assert "no config of a model" in refused(odd, code=1)
+    odd.write_text('{"model_type": "unheard"}')
+    assert "no family that is known: unheard" in refused(odd, code=1)
+    odd.write_text("[]")
+    assert "not a JSON object" in refused(odd, code=1)
+    odd.write_text("{")
+    assert "not valid JSON" in refused(odd, code=1)
+    assert "does not exist" in refused(tmp_path / "nothing")
+    assert "--tp does nothing" in refused(llama, "--tp", 2)
+    assert "--from does nothing" in refused(llama, "--from", "hf")
+    assert "--config does nothing" in refused(llama, "--config", llama)
+
+
+def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F3", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0")
+    assert "tensor `x` has the unknown dtype `F3`" in refused(tmp_path, code=1)
+
+
+# -- recipes
+
+
+def test_recipes_choose_themselves(llama: Path, tmp_path: Path) -> None:
+    assert size_of(llama)["recipe"]["name"] == "block"
+    quantised = tmp_path / "quantised.json"
+    quantised.write_text(json.dumps(small(quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]})))
+    data = size_of(quantised)
+    assert data["recipe"]["name"] == "as-is"
+    assert data["recipe"]["scheme"]["block"] == [64, 64]
+    assert size_of(quantised, "--scale-dtype", "bf16")["recipe"]["name"] == "block"
+
+
+def test_as_is_keeps_what_the_config_keeps(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    quant = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.1.mlp.down_proj"]}
+    path.write_text(json.dumps(small(quantization_config=quant)))
+    kept = size_of(path)["recipe"]["kept"]
+    assert kept["config"] == 1
+
+
+def test_keep_and_include(llama: Path) -> None:
+    plain = size_of(llama)["dtypes"]["F8_E4M3"]["tensors"]
+    assert size_of(llama, "--keep", "*.layers.0.*")["dtypes"]["F8_E4M3"]["tensors"] == plain - 7
+    assert size_of(llama, "--include", "lm_head.*")["dtypes"]["F8_E4M3"]["tensors"] == plain + 1
+    assert "F8_E4M3" not in size_of(llama, "--keep-preset", "experts-only")["dtypes"]
+    assert "did you mean" in refused(llama, "--keep", "*.nothing.*")
+
+
+def test_edges(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small(intermediate_size=500)))
+    assert size_of(path)["dtypes"]["F8_E4M3"]["tensors"] == 14
+    skipped = size_of(path, "--edge", "skip")
+    assert skipped["recipe"]["kept"]["--edge skip"] == 6
+    assert "no multiple of blocks" in refused(path, "--edge", "error", code=1)
+    assert "no multiple of 32" in refused(path, "--recipe", "mxfp8", code=1)
+
+
+def test_static_activations_have_a_scale_each(llama: Path) -> None:
+    options = ("--recipe", "tensor", "--quant-method", "modelopt")
+    assert size_of(llama, *options, "--static-act")["bytes"] == size_of(llama, *options)["bytes"] + 14 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--recipe", "int4"), "unknown recipe"),
+        (("--recipe", "bf16", "--block", "64x64"), "--block does nothing for recipe bf16"),
+        (("--recipe", "as-is", "--keep", "*"), "--keep does nothing for recipe as-is"),
+        (("--block", "64"), "not MxN"),
+        (("--scale-dtype", "e4m3"), "no F8_E4M3 scales"),
+        (("--no-mtp",), "no multi-token-prediction layers"),
+        (("--by", "size"), "not one of"),
+        (("--unit", "MB"), "not one of"),
+        (("--tokens", 5), "--tokens does nothing without --kv"),
+        (("--kv", "bf16", "--batch", 2), "--batch does nothing without --tokens"),
+        (("--kv", "bf16", "--max-model-len", 2), "--max-model-len does nothing without --tokens"),
+        (("--kv", "fp8_ds_mla"), "no latent attention"),
+        (("--zero", 1), "--zero does nothing without --train"),
+        (("--fp8-transposed",), "--fp8-transposed does nothing without --train"),
+        (("--train", "--recipe", "bf16", "--fp8-transposed"), "does nothing for recipe bf16"),
+        (("--train", "--kv", "bf16"), "ask twice"),
+        (("--vocab-pad", 128), "--vocab-pad does nothing"),
+        (("--ep-out", 2), "no experts"),
+        (("--check-total-size",), "SRC is a config"),
+    ],
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "",
+)
+def test_options_that_do_nothing_or_make_no_sense(llama: Path, options: tuple[object, ...], said: str) -> None:
+    assert said in refused(llama, *options)
+
+
+# -- the answer is no
+
+
+def test_blocks_that_a_cut_tears(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(small(intermediate_size=640, num_key_value_heads=4)))
+    data = size_of(config, "--tp-out", 2, code=3)
+    assert not data["ranks"]["feasible"]
+    assert data["ranks"]["possible_tp"] == [1]
+    assert data["ranks"]["misfits"][0]["shape"] == [640, 256]
+    text = ckpttool("fp8-size", config, "--tp-out", 2).out
+    assert "not possible: `model.layers.0.mlp.gate_proj.weight` [640, 256]: a rank has 320 of its 640 rows" in text
+    assert "possible: --tp-out 1" in text
+
+
+def test_training_has_no_blocks_to_tear(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(small(intermediate_size=640, num_key_value_heads=4)))
+    assert size_of(config, "--tp-out", 2, "--train")["ranks"]["feasible"]
+
+
+def test_devices_that_are_too_small(llama: Path) -> None:
+    data = size_of(llama, "--device-mem", "1MB", code=3)
+    held = data["ranks"]["groups"][0]["bytes"]
+    assert data["fit"] == {
+        "rank": 0,
+        "needed": held,
+        "memory": 10**6,
+        "tokens": None,
+        "ok": False,
+        "left": 10**6 - held,
+    }
+    assert size_of(llama, "--device-mem", held)["fit"]["left"] == 0
+    kv = size_of(llama, "--device-mem", held + 1000 * 1024, "--kv", "bf16", "--tokens", 1000)
+    assert kv["kv"]["bytes_per_token"] == 2 * 2 * 2 * 64 * 2 == 1024
+    assert (kv["fit"]["left"], kv["fit"]["tokens"]) == (0, 1000)
+    assert not size_of(llama, "--device-mem", held + 999 * 1024, "--kv", "bf16", "--tokens", 1000, code=3)["fit"]["ok"]
+    assert size_of(llama, "--train", "--device-mem", "100MB")["fit"]["ok"]
+
+
+def test_the_most_loaded_rank_counts(llama: Path) -> None:
+    data = size_of(llama, "--pp-out", 2, "--device-mem", "1GB")
+    sizes = [g["bytes"] for g in data["ranks"]["groups"]]
+    assert data["fit"]["needed"] == max(sizes)
+    assert data["ranks"]["most_loaded"] == 1
+    assert data["not_modelled"] == ["activations", "CUDA graphs", "the allocator's gaps", "NCCL buffers"]
+
+
+def indexed(folder: Path, total: float, **tensors: np.ndarray[Any, Any]) -> Path:
+    save_file(tensors, folder / "model-00001-of-00001.safetensors")
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors"),
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+MISTAKES = [
+    ("float8_e5m2", 0, 32, "F8_E5M2 was counted as nothing"),
+    ("bool", 4, 32, "BOOL was counted as one bit"),
+    ("float8_e4m3fn", 64, 32, "two bytes an element"),
+    ("bfloat16", 32, 64, "the number of elements"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "said", "true", "why"), MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_wrong_totals_are_explained(tmp_path: Path, dtype: str, said: int, true: int, why: str) -> None:
+    kind = getattr(ml_dtypes, dtype, dtype)
+    src = indexed(tmp_path, said, x=np.zeros((4, 8)).astype(kind))
+    data = size_of(src, "--check-total-size", "--recipe", "bf16", code=3)
+    assert (data["total_size"]["said"], data["total_size"]["real"]) == (said, true)
+    assert why in data["total_size"]["why"]
+    assert why in ckpttool("fp8-size", src, "--check-total-size").out
+
+
+def test_right_totals(tmp_path: Path) -> None:
+    assert size_of(DEEPSEEK, "--check-total-size")["total_size"]["ok"]
+    assert "no index" in refused(FIXTURES / "hf_tiny_source", "--check-total-size")
+    src = indexed(tmp_path, 4, x=np.zeros(1, "float32"))
+    (src / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00001.safetensors"}}')
+    assert "says no total_size" in refused(src, "--check-total-size")
+
+
+def test_every_dtype_has_its_true_size(tmp_path: Path) -> None:
+    # What peers take from the digits at the end of a name: an error for e4m3fn and e8m0fnu, 0 for e5m2, 1/8 for bool.
+    sizes = {"float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "bool": 1, "bfloat16": 2, "float32": 4}
+    save_file(
+        {name: np.zeros(8).astype(getattr(ml_dtypes, name, name)) for name in sizes}, tmp_path / "model.safetensors"
+    )
+    data = size_of(tmp_path, "--recipe", "bf16", "--by", "tensor")
+    assert {t["name"]: t["bytes"] for t in data["tensors"]} == {name: 8 * n for name, n in sizes.items()}
+
+
+# -- output
+
+
+def test_json(llama: Path) -> None:
+    serving = size_of(llama, "--tp-out", 1, "--kv", "bf16", "--tokens", 10, "--device-mem", "1GB")
+    assert set(serving) == {
+        "schema",
+        "path",
+        "format",
+        "family",
+        "ok",
+        "recipe",
+        "mtp",
+        "tensors_stored",
+        "parameters",
+        "elements",
+        "elements_unpacked",
+        "bytes",
+        "dtypes",
+        "classes",
+        "disk",
+        "ranks",
+        "kv",
+        "fit",
+        "not_modelled",
+        "notes",
+    }
+    assert set(serving["ranks"]["groups"][0]) == {"ranks", "stage", "bytes", "experts", "other", "kv", "kv_reserve"}
+    for table in ("dtypes", "classes"):
+        for key in ("parameters", "elements", "bytes"):
+            numbers = [t[key] for t in serving[table].values()]
+            assert all(type(n) is int for n in numbers)
+            assert sum(numbers) == serving[key]
+
+
+def test_tables(llama: Path) -> None:
+    for by, word in (("class", "dense mlp"), ("dtype", "F8_E4M3"), ("module", "model.layers.*.mlp.down_proj")):
+        out = ckpttool("fp8-size", llama, "--by", by).out
+        assert word in out
+        assert "█" not in out
+    listed = ckpttool("fp8-size", llama, "--by", "tensor", "--unit", "B").out
+    assert "model.layers.1.mlp.down_proj.weight_scale_inv" in listed
+    assert "GiB  " not in listed
+
+
+def test_bars_on_a_terminal(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpttool.report.text.on_terminal", lambda: True)
+    assert "█" in ckpttool("fp8-size", llama).out
+
+
+def test_tensors_stand_in_model_order(llama: Path) -> None:
+    names = [t["name"] for t in size_of(llama, "--by", "tensor")["tensors"]]
+    assert names[0] == "model.embed_tokens.weight"
+    assert names[-2:] == ["lm_head.weight", "model.norm.weight"] or names[-1] == "lm_head.weight"
+    at = names.index("model.layers.0.self_attn.q_proj.weight")
+    assert names[at + 1] == "model.layers.0.self_attn.q_proj.weight_scale_inv"
+
+
+def test_quiet_and_notes(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "Mixtral-8x7B")
+    options = ("--tp-out", 2, "--ep-out", 2)
+    assert "note: etp 1" in ckpttool("fp8-size", config, *options).err
+    assert ckpttool("fp8-size", config, *options, "-q").err == ""
+
+
+def test_training_on_the_command_line(llama: Path) -> None:
+    data = size_of(llama, "--train", "--zero", 2, "--dp", 4, "--recipe", "bf16")
+    state = data["training"]["groups"][0]
+    n = data["parameters"]
+    padded = n + 2 * 28 * 256
+    assert state["weights"] == 2 * padded
+    assert state["gradients"] == state["masters"] == padded
+    assert data["training"]["expert_dp"] == 4
+    assert "training: ZeRO-2, dp 4" in ckpttool("fp8-size", llama, "--train", "--zero", 2, "--dp", 4).out

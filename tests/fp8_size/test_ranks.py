@@ -1,0 +1,294 @@
+"""What each rank holds, which cuts are possible, keys and values, training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpttool.errors import UnsupportedError, UsageError
+from ckpttool.mesh import Mesh
+from ckpttool.ops.fp8_size.cache import Cache, cache_of
+from ckpttool.ops.fp8_size.resident import partition
+from ckpttool.ops.fp8_size.stored import Wanted, apply
+from ckpttool.ops.fp8_size.training import Training, training_of
+from tests.fp8_size.models import applied, model, model_of, ranks
+
+
+def tp(n: int) -> Mesh:
+    return Mesh(tp=n, etp=n)
+
+
+# -- blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "local", "possible"),
+    [
+        ("Qwen3-30B-A3B", 4, "192 of its 768", (1, 2)),
+        ("Qwen3-235B-A22B", 8, "192 of its 1,536", (1, 2, 4)),
+        ("DeepSeek-V3", 32, "576 of its 18,432", (1, 2, 4, 8, 16)),
+    ],
+)
+def test_blocks_that_a_cut_would_tear(name: str, size: int, local: str, possible: tuple[int, ...]) -> None:
+    found = ranks(name, tp(size))
+    assert any(local in m.why for m in found.misfits)
+    assert found.works == possible
+    assert found.held  # engines that pad could hold it all the same
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("Qwen3-30B-A3B", tp(2)),
+        ("Qwen3-30B-A3B", Mesh(tp=4, ep=4)),
+        ("DeepSeek-V3", tp(8)),
+        ("DeepSeek-V3", tp(16)),
+        ("DeepSeek-V3", Mesh(tp=16, ep=16)),
+    ],
+    ids=str,
+)
+def test_blocks_that_no_cut_tears(name: str, mesh: Mesh) -> None:
+    found = ranks(name, mesh)
+    assert found.checked
+    assert not found.misfits
+    assert len(found.held) == mesh.world
+
+
+def small(**fields: Any) -> dict[str, Any]:
+    """A Llama of two layers."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "vocab_size": 100,
+        **fields,
+    }
+
+
+def test_joined_parts_are_whole_blocks_though_nothing_is_cut() -> None:
+    made = model_of(small(num_key_value_heads=1))
+    found = partition(made, apply(made, Wanted("block")), Mesh(), 64, blocks=True, follows=True)
+    # q | k | v: the k of 64 rows lies in the middle, the v of 64 rows at the end, where a block may be partly filled.
+    assert [(m.name, m.why) for m in found.misfits] == [
+        ("model.layers.0.self_attn.k_proj.weight", "it is joined to others with 64 rows, no multiple of 128")
+    ]
+
+
+def test_heads_that_do_not_divide_are_no_answer_but_a_misfit() -> None:
+    found = ranks("Llama-3-8B", tp(3))
+    assert not found.held
+    assert found.works == (1, 2, 4, 8, 16)
+    assert any("32 heads do not divide by 3" in m.why for m in found.misfits)
+
+
+def test_other_recipes_have_no_blocks_to_tear() -> None:
+    found = ranks("Qwen3-30B-A3B", tp(4), Wanted("channel"))
+    assert not found.misfits
+    assert not found.checked
+
+
+# -- shares
+
+
+def test_a_share_by_hand() -> None:
+    made = model_of(small())
+    found = partition(made, apply(made, Wanted("block")), tp(4), 64, blocks=False, follows=True)
+    attention = 64 * 256 + 2 * (64 * 256) + 256 * 64  # two ranks hold the same key and value head
+    scales = 4 * (2 + 2 + 2 + 2)  # a share of 64 rows or columns still has a scale for each started block
+    mlp = 3 * 128 * 256
+    norms = 2 * 2 * 256
+    layer = attention + scales + mlp + 3 * 2 * 4 + norms
+    vocabulary = 2 * (128 // 4) * 256 * 2  # 100 rows padded to 128; embedding and head, BF16
+    assert found.vocabulary == (100, 128)
+    assert {w.nbytes for w in found.held} == {2 * layer + vocabulary + 2 * 256}
+
+
+def test_whole_model_on_one_rank_is_what_is_stored() -> None:
+    held = ranks("Llama-3-8B", Mesh()).held
+    assert [w.nbytes for w in held] == [applied("Llama-3-8B", Wanted("block")).total.nbytes]
+    assert held[0].parameters == 8_030_261_248
+
+
+def test_scales_of_blocks_are_resident_as_f32() -> None:
+    bf16 = ranks("Qwen3-30B-A3B", Mesh(), Wanted("block", scale_dtype="bf16")).held[0]
+    f32 = ranks("Qwen3-30B-A3B", Mesh(), Wanted("block", scale_dtype="f32")).held[0]
+    assert bf16 == f32
+
+
+def test_stages_have_their_own_tensors() -> None:
+    held = ranks("Llama-3-8B", Mesh(pp=2)).held
+    assert len(held) == 2
+    assert sum(w.nbytes for w in held) == applied("Llama-3-8B", Wanted("block")).total.nbytes
+    assert held[1].nbytes - held[0].nbytes == 2 * 4096  # the last norm
+
+
+def test_a_tied_embedding_is_on_both_ends() -> None:
+    total = applied("Qwen3-0.6B", Wanted("block")).total.nbytes
+    held = ranks("Qwen3-0.6B", Mesh(pp=2)).held
+    assert sum(w.nbytes for w in held) == total + 2 * 151_936 * 1024
+
+
+def test_experts_are_shared_out() -> None:
+    one = ranks("Qwen3-30B-A3B", Mesh()).held[0]
+    for mesh in (Mesh(tp=2, etp=2), Mesh(tp=1, ep=8)):
+        held = ranks("Qwen3-30B-A3B", mesh).held
+        assert {w.experts for w in held} == {one.experts // mesh.ep // mesh.etp}
+    assert {w.dense for w in ranks("Qwen3-30B-A3B", Mesh(tp=1, ep=8)).held} == {one.dense}
+
+
+def test_packed_experts_of_gpt_oss() -> None:
+    wanted = Wanted("as-is")
+    held = ranks("gpt-oss-20b", Mesh(tp=2, etp=2), wanted).held
+    experts = 24 * 32 * (5760 * 2880 + 2880 * 2880) * 17 // 32  # 4 bits, and a byte for 32 of them
+    biases = 24 * 32 * (5760 + 2880) * 2
+    down = 24 * 32 * 2880 * 2  # held whole
+    assert {w.experts for w in held} == {experts // 2 + (biases - down) // 2 + down}
+
+
+# -- keys and values
+
+
+ONE = Mesh()
+
+
+def kv(name: str, dtype: str = "bf16", mesh: Mesh = ONE, *, tokens: int = 0, batch: int = 1, length: int = 0) -> Cache:
+    return cache_of(model(name), dtype, mesh, tokens=tokens, batch=batch, length=length)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"),
+    [
+        ("Llama-3-8B", "bf16", 131_072),
+        ("Llama-3-70B", "bf16", 327_680),
+        ("Qwen3-30B-A3B", "bf16", 98_304),
+        ("Mixtral-8x7B", "bf16", 131_072),
+        ("Qwen3-8B", "bf16", 147_456),
+        ("Qwen3-8B", "fp8", 147_456 // 2),
+        ("DeepSeek-V3", "bf16", 70_272),
+        ("DeepSeek-V3", "fp8", 35_136),
+        ("DeepSeek-V3", "fp8_ds_mla", 40_016),
+    ],
+)
+def test_bytes_of_a_token(name: str, dtype: str, size: int) -> None:
+    assert kv(name, dtype).per_token == size
+
+
+def test_heads_are_shared_out_and_latents_are_not() -> None:
+    assert kv("Llama-3-8B", mesh=tp(8)).per_token == 131_072 // 8
+    assert kv("Llama-3-8B", mesh=tp(32)).per_token == 131_072 // 8  # no rank has less than a head
+    assert kv("DeepSeek-V3", mesh=tp(8)).per_token == 70_272
+
+
+def test_a_stage_keeps_its_own_layers() -> None:
+    found = kv("Llama-3-8B", mesh=Mesh(pp=4), tokens=100, batch=3)
+    assert found.stages == ((8, 0),) * 4
+    assert found.used(0) * 4 == 131_072 * 300
+
+
+def test_windows_are_full_at_some_point_and_engines_reserve_more() -> None:
+    found = kv("gpt-oss-20b", tokens=1000, batch=2, length=4096)
+    layer = 2 * 8 * 64 * 2
+    assert (found.stages, found.window) == (((12, 12),), 128)
+    assert found.used(0) == 2 * 12 * layer * (1000 + 128)
+    assert found.reserved(0) == found.needed(0) == 2 * 24 * layer * 4096
+    assert kv("gpt-oss-20b", tokens=100).used(0) == 24 * layer * 100
+    assert kv("gpt-oss-20b", tokens=1000).needed(0) == 12 * layer * 1128
+
+
+@pytest.mark.parametrize(
+    ("fields", "stages", "unknown"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, ((1, 0),), {"linear_attention": 1}),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}, ((1, 1),), {}),
+        ({"full_attention_interval": 2}, ((1, 0),), {"linear_attention": 1}),
+        ({"sliding_window": 8}, ((0, 2),), {}),
+        ({"sliding_window": None}, ((2, 0),), {}),
+        ({"sliding_window": 8, "use_sliding_window": False}, ((2, 0),), {}),
+        (
+            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+            ((1, 1),),
+            {},
+        ),
+        ({"model_type": "gemma2", "sliding_window": 8}, ((1, 1),), {}),
+        ({"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 2}, ((1, 1),), {}),
+    ],
+)
+def test_what_layers_keep(fields: dict[str, Any], stages: object, unknown: dict[str, int]) -> None:
+    found = cache_of(model_of(small(**fields)), "bf16", Mesh(), tokens=10, batch=1, length=0)
+    assert (found.stages, dict(found.unknown)) == (stages, unknown)
+
+
+def test_a_state_that_the_config_does_not_place_is_not_guessed() -> None:
+    with pytest.raises(UnsupportedError, match="mamba_d_state"):
+        cache_of(model_of(small(mamba_d_state=16)), "bf16", Mesh(), tokens=1, batch=1, length=0)
+
+
+def test_caches_that_cannot_be() -> None:
+    with pytest.raises(UsageError, match="no latent attention"):
+        kv("Llama-3-8B", "fp8_ds_mla")
+    with pytest.raises(UsageError, match="less than --tokens"):
+        kv("Llama-3-8B", tokens=10, length=5)
+    with pytest.raises(UsageError, match="not known"):
+        kv("Llama-3-8B", "int4")
+
+
+# -- training
+
+
+def training(recipe: str, **said: Any) -> Training:
+    options: dict[str, Any] = {
+        "zero": 1,
+        "dp": 8,
+        "gradient": "fp32",
+        "master": "fp32",
+        "moment": "fp32",
+        "transposed": False,
+    } | said
+    return training_of(ranks("Llama-3-8B", Mesh(), Wanted(recipe)).held, Mesh(), **options)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said", "gb"),
+    [
+        ("bf16", {"zero": 0}, 144.545),
+        ("bf16", {"zero": 1}, 60.227),
+        ("bf16", {"zero": 2}, 32.121),
+        ("bf16", {"zero": 3}, 18.068),
+        ("block", {}, 53.249),
+        ("block", {"transposed": True}, 60.230),
+        ("block", {"gradient": "bf16", "moment": "bf16"}, 33.174),
+    ],
+)
+def test_training_state(recipe: str, said: dict[str, Any], gb: float) -> None:
+    found = training(recipe, **said)
+    assert round(found.held[0].nbytes / 1e9, 3) == gb
+
+
+def test_megatrons_bytes_a_parameter() -> None:
+    n = 8_030_261_248
+    assert training("bf16", zero=0).held[0].nbytes == 18 * n
+    assert training("bf16").held[0].nbytes == 6 * n + 12 * n // 8
+    assert training("bf16", master="none").held[0].masters == 0
+
+
+def test_experts_have_fewer_copies() -> None:
+    mesh = Mesh(tp=2, ep=4)
+    held = ranks("Qwen3-30B-A3B", mesh, Wanted("bf16")).held
+    found = training_of(held, mesh, zero=1, dp=8, gradient="fp32", master="fp32", moment="fp32", transposed=False)
+    assert found.expert_dp == 2 * 8 // 4
+    w = held[0]
+    assert found.held[0].masters == w.parameters * 4 // 8 + w.expert_parameters * 4 // 4
+    with pytest.raises(UsageError, match="no multiple"):
+        training_of(held, mesh, zero=1, dp=1, gradient="fp32", master="fp32", moment="fp32", transposed=False)
+
+
+@pytest.mark.parametrize("said", [{"gradient": "fp16"}, {"master": "bf16"}, {"moment": "fp8"}])
+def test_dtypes_that_training_does_not_have(said: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="is "):
+        training("bf16", **said)
