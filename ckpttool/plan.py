@@ -232,6 +232,8 @@ class Quantize(NamedTuple):
     operand: Operand
     rounding: Rounding
     results: tuple[Result, ...]
+    beside: tuple[Operand, ...] = ()
+    """Weights that share their factor with this one, because engines hold them as one: q, k and v."""
 
     @property
     def operands(self) -> tuple[Operand, ...]:

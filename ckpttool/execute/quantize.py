@@ -25,7 +25,7 @@ from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes
 from ckpttool.execute.strided import scatter
 from ckpttool.kernels.quantize import NotFiniteError, Rounder
-from ckpttool.plan import Adapted, Copy, Operand, Quantize, Result, Stored
+from ckpttool.plan import Adapted, Copy, Operand, Quantize, Result, Stored, shape_of
 
 PART = 8 << 20
 """Elements of a part, or as many as the least whole number of blocks has."""
@@ -326,8 +326,29 @@ class _Work:
                 for a, b, c0, c1 in self._pieces(0, self.grid.rows):
                     panel = self._read(m, a, b, c0, c1, last=False)
                     np.maximum(most, self._finite(self.rounder.largest, panel, m, a, c0), out=most)
+            for operand in self.step.beside:
+                np.maximum(most, self._largest_of(operand), out=most)
             self._factors[key] = self.rounder.factor(most)
         return self._factors[key]
+
+    def _largest_of(self, operand: Operand) -> Array:
+        """The bits of the largest magnitude of a weight that shares the factor, uint32 [1, 1]."""
+        most = np.zeros((1, 1), np.uint32)
+        source = reader(operand, self.owner.carrier, Buffer)
+        size = prod(shape_of(operand))
+        for lo in range(0, size, self.room):
+            hi = min(size, lo + self.room)
+            if isinstance(source, StoredReader):
+                panel = source.raw(lo, hi, last=False).reshape(1, hi - lo)
+            else:
+                panel = self.owner.take("panel", 4 * (hi - lo)).view(np.float32).reshape(1, hi - lo)
+                source.read(lo, hi, panel[0], last=False)
+            try:
+                np.maximum(most, self.rounder.largest(panel), out=most)
+            except NotFiniteError as e:
+                place = ", ".join([str(int(i)) for i in np.unravel_index(lo + e.column, shape_of(operand))])
+                raise self._refused(source.label, panel[0, e.column], place, source.label) from None
+        return most
 
     def _write_factor(self, matrix: int) -> None:
         data = np.array([self._factor(matrix)], np.float32).view(np.uint8)
@@ -398,8 +419,11 @@ class _Work:
         shape = self.step.shape
         at = (matrix * self.grid.rows + row) * self.grid.columns + column
         place = ", ".join([str(int(i)) for i in np.unravel_index(at, shape)]) if shape else ""
+        return self._refused(f"`{self.step.name}`", value, place, self.source.label)
+
+    def _refused(self, name: str, value: Any, place: str, where: str) -> CorruptError:
         return CorruptError(
-            f"`{self.step.name}` is {value} at [{place}], for which there is no {self.step.rounding.code} code",
-            where=self.source.label,
+            f"{name} is {value} at [{place}], for which there is no {self.step.rounding.code} code",
+            where=where,
             hint="a weight that is not finite is broken; --keep leaves it as it is",
         )

@@ -21,10 +21,11 @@ from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.geometry import contiguous_strides
 from ckpttool.layout.family import inverse
+from ckpttool.layout.names import pattern_regex
 from ckpttool.plan import Compute, Operand, Quantize, Result, Scaled
 from ckpttool.planner import Computed, Operands
 from ckpttool.quant.coded import Coded, Codes, find_codes
-from ckpttool.quant.config import FIELDS, HF_QUANT, hf_quant_config, quantization_config, said, without
+from ckpttool.quant.config import FIELDS, HF_QUANT, hf_quant_config, quantization_config, said, section, without
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
 from ckpttool.quant.scheme import METHODS, Form, Scheme, scheme
 from ckpttool.relate import View, apply_ops, identity, permute
@@ -122,7 +123,8 @@ def _said(config: Mapping[str, Any]) -> Scheme | None:
 def _like(wanted: Scheme | None, config: Mapping[str, Any]) -> Scheme | None:
     """The recipe in the words of the software that quantised the source, if that has it."""
     before = _said(config)
-    if wanted is None or before is None or before.method not in METHODS[wanted.recipe]:
+    blocks = section(config).get("quant_method") == "mxfp4"  # gpt-oss's, for which there is no other recipe
+    if wanted is None or before is None or blocks or before.method not in METHODS[wanted.recipe]:
         return wanted
     same = before.recipe == wanted.recipe
     return scheme(
@@ -141,7 +143,8 @@ class _Recoder:
         self.recoding = recoding
         self.config = source.config
         self.scheme = _like(recoding.scheme, self.config) if recoding.like_source else recoding.scheme
-        self.before = _said(self.config)
+        before = _said(self.config)
+        self.before = before and replace(before, static=False, edge="")
         self.dtype = recoding.dtype or high_precision(self.config)
         # Scales get the names that Hugging Face's files have, so weights must have those too. What is only
         # dequantised may keep its names, and the other components then keep theirs.
@@ -154,6 +157,9 @@ class _Recoder:
         self.steps: list[Compute | Quantize] = []
         self.results: list[tuple[int, int]] = []
         self.tensors: dict[Key, LogicalTensor] = {}
+        self.codes: dict[str, Coded] = {}
+        self.groups: dict[str, tuple[str, ...]] = {}
+        """Weights that engines hold as one, by the name of each."""
 
     def run(self) -> Recoded:
         table = {n: (v.dtype, v.shape) for n, v in self.views.table.items()}
@@ -169,6 +175,9 @@ class _Recoder:
         keep = for_family(self.recoding.keep, self.scheme, weights)
         keep = replace(keep, among=frozenset(codes.weights) if codes.weights else None)
         ends = {t.weight.name: t for t in treat(weights, self.scheme, keep)}
+        self.codes = codes.weights
+        if self.scheme is not None and self.scheme.recipe == "nvfp4":
+            self.groups = self._fused([n for n, t in ends.items() if t.forms])
         parts = codes.parts
         beside = set(codes.beside)
         for name, view in self.views.table.items():
@@ -209,6 +218,23 @@ class _Recoder:
                 out.append(Weight(name, view.dtype, view.shape, in_out))
         return out
 
+    def _fused(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """The weights that the family's fusions join, by the name of each of them."""
+        found: dict[tuple[str, ...], list[str]] = {}
+        for fusion, spec in self.source.family.spec.fusions.items():
+            parts = [pattern_regex(p) for p in spec.parts]
+            for name in names:
+                if m := next((m for p in parts if (m := p.match(name))), None):
+                    found.setdefault((fusion, *m.groupdict().values()), []).append(name)
+        return {n: tuple(group) for group in found.values() for n in group if len(group) > 1}
+
+    def _whole(self, name: str) -> Operand:
+        """A weight as it is before it is quantised."""
+        coded = self.codes.get(name)
+        if coded is not None:
+            return scaled(coded, self.views.table, self.operands, str(self.source.path))
+        return self.operands.stored(self.views.table[name], f"`{name}` of {self.source.path}")
+
     def _one(self, treated: Treated, coded: Coded | None, view: View, out: Recoded) -> None:
         name = treated.weight.name
         if not treated.forms:
@@ -234,7 +260,9 @@ class _Recoder:
         wanted = {(f.name, f.dtype, f.shape) for f in forms if f.role != "input"}
         names = [n for n in (coded.codes, coded.scale, coded.factor) if n]
         views = [self.views.table[n] for n in names]
-        return wanted == {(v.name, v.dtype, v.shape) for v in views} and self.before == self.scheme
+        return wanted == {(v.name, v.dtype, v.shape) for v in views} and (
+            self.scheme is not None and self.before == replace(self.scheme, static=False, edge="")
+        )
 
     def _copy(self, name: str, view: View) -> None:
         if view.same is not None:
@@ -311,7 +339,8 @@ class _Recoder:
             # The steps see results as they are worked out.
             there = (*f.shape[:-2], f.shape[-1], f.shape[-2]) if back and len(f.shape) > 1 else f.shape
             results.append(Result(f.role, f.dtype, there))
-        self.steps.append(Quantize(weight.name, shape, operand, rounding, tuple(results)))
+        beside = tuple([self._whole(n) for n in self.groups.get(weight.name, ()) if n != weight.name])
+        self.steps.append(Quantize(weight.name, shape, operand, rounding, tuple(results), beside))
         for i, f in enumerate(forms):
             self._put(f.name, f.dtype, f.shape, len(self.steps) - 1, i, turned=back and len(f.shape) > 1)
 
@@ -323,6 +352,8 @@ class _Recoder:
             left = ", ".join(dict.fromkeys(k.component for k in others))
             notes.append(f"{left} left out: quantised weights are for serving")
             others = {}
+        if self.scheme is not None and (self.scheme.method, self.scheme.recipe) == ("modelopt", "tensor"):
+            notes.append("ModelOpt's FP8 needs a scale for each layer's activations too, which takes data to find")
         if codes.beside:
             notes.append(
                 f"{len(codes.beside)} scales of activations or caches are left out (`{codes.beside[0]}`):"

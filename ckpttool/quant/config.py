@@ -92,8 +92,8 @@ def _unknown(what: str) -> UnsupportedError:
 def _modelopt(algo: str) -> Scheme:
     if algo == "FP8":
         return scheme("tensor", method="modelopt", static=True)
-    if algo == "NVFP4":
-        return scheme("nvfp4", method="modelopt", static=True)
+    if algo in ("NVFP4", "W4A16_NVFP4"):
+        return scheme("nvfp4", method="modelopt", static=algo == "NVFP4")
     raise _unknown(f"modelopt {algo}")
 
 
@@ -186,7 +186,10 @@ def hf_quant_config(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _algo(scheme: Scheme) -> str:
-    return "NVFP4" if scheme.recipe == "nvfp4" else "FP8"
+    if scheme.recipe != "nvfp4":
+        return "FP8"
+    # NVFP4 alone means activations in F4 as well, for which vLLM takes the scale of activations as it finds it.
+    return "NVFP4" if scheme.static else "W4A16_NVFP4"
 
 
 def _format(scheme: Scheme) -> str:

@@ -175,7 +175,7 @@ def forms(scheme: Scheme, name: str, shape: tuple[int, ...], *, in_out: bool = F
         if (scheme.method, scheme.recipe) != ("fp8", "block"):
             raise LayoutError(
                 f"`{name}` {list(shape)} holds all experts, for which {scheme.method} has no {scheme.recipe} scales",
-                hint=f"--keep '{name}', or --recipe block",
+                hint=f"--keep '{name}', or --recipe block --quant-method fp8",
             )
         scales = Form("scales", f"{name}_scale_inv", scheme.stored_scale, (*lead, *_grid(scheme, n, k)))
         out = [Form("codes", name, scheme.code, shape), scales]

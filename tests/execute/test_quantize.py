@@ -298,7 +298,7 @@ def scaled(files: Files, rng: Any, shape: tuple[int, ...], kind: str, block: tup
     dtype = {"f4": "F8_E4M3", "e8m0": "F8_E8M0", "bf16": "BF16"}.get(kind, "F32")
     scale = (2.0 ** rng.integers(-9, 9, grid)).astype(np.float32)
     if dtype != "F8_E8M0":
-        scale *= rng.choice(np.float32([1, 1.125, -1.25]), grid)
+        scale *= rng.choice(np.array([1, 1.125, -1.25], np.float32), grid)
     if rng.random() < 0.2 and dtype == "F32":
         scale *= np.float32(1e35)
     scale = scale.astype(numpy_dtype(dtype))

@@ -7,9 +7,19 @@ import sys
 from pathlib import Path
 
 
-def reshard(src: Path, dst: Path, *options: str | int | Path) -> str:
-    """``ckpttool reshard``; fails with what it said. Returns stdout."""
-    command = [sys.executable, "-m", "ckpttool", "reshard", str(src), str(dst), *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(command: str, src: Path, dst: Path, *options: str | int | Path) -> str:
+    """``ckpttool COMMAND``; fails with what it said. Returns stdout."""
+    line = [sys.executable, "-m", "ckpttool", command, str(src), str(dst), *map(str, options)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def reshard(src: Path, dst: Path, *options: str | int | Path) -> str:
+    """``ckpttool reshard``."""
+    return run("reshard", src, dst, *options)
+
+
+def fp8_cast(src: Path, dst: Path, *options: str | int | Path) -> str:
+    """``ckpttool fp8-cast``."""
+    return run("fp8-cast", src, dst, *options)

@@ -92,8 +92,9 @@ def numbers(code: str) -> Array:
         middles,
         np.array([0.0, -0.0, 1e-45, -1e-45, 2.0**-126], np.float32),
     ]
-    x = np.concatenate(parts)
-    return x[np.isfinite(x)]
+    x: Array = np.concatenate(parts)
+    finite: Array = x[np.isfinite(x)]
+    return finite
 
 
 @pytest.mark.parametrize("code", KINDS)
@@ -218,7 +219,7 @@ def plainly(r: Rounding, x: Array, kind: str) -> tuple[Array, Array, float]:
         elif r.scheme == "nvfp4":
             top = np.maximum(amax.max(initial=0), np.float32(2.0**-126))
             if r.divides:
-                g = as_kind(as_kind(np.float32([1]) / top) * np.float32(2688))[0]
+                g = as_kind(as_kind(np.ones(1, np.float32) / top) * np.float32(2688))[0]
                 factor = float(g) if np.isfinite(g) else 1.0
                 wanted = as_kind(amax / np.float32(6)) * np.float32(factor)
             else:

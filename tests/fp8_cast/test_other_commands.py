@@ -1,0 +1,188 @@
+"""Quantised weights in reshard and merge: scales travel, ``--dequant`` and ``--requant`` change what is stored."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fp8_cast.judge import Case, dequantised, floats, quantised, stored
+from tests.fp8_cast.models import FIXTURES, LLAMA, cast, config_of, linear, llama, others, refused, sound
+from tests.helpers.command import ckpttool, reshard
+from tests.helpers.tensorfile import Tensors, assert_same, read_all, save_hf
+
+DEEPSEEK = FIXTURES / "deepseek_v3"
+BLOCK = Case("block", "fp8", "F32")
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("bf16") / "src")
+
+
+@pytest.fixture(scope="module")
+def fp8(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Blocks of 16 x 16, which two ranks can share."""
+    cast(bf16, out := tmp_path_factory.mktemp("fp8") / "src", "--block", "16x16")
+    return out
+
+
+def back_to_one(folder: Path, dst: Path) -> Tensors:
+    reshard(folder, dst, "--to", "hf", "--tp-out", 1)
+    return read_all(dst)
+
+
+# -- reshard
+
+
+@pytest.mark.parametrize("target", [["--tp-out", 2], ["--tp-out", 2, "--to", "ranks"], ["--max-shard-size", "20KB"]])
+def test_scales_travel(target: list[object], fp8: Path, tmp_path: Path) -> None:
+    reshard(fp8, tmp_path / "cut", *target, "--verify")
+    if "--tp-out" in target:
+        first = read_all(tmp_path / "cut", "*00000*")
+        at = "model.layers.0.mlp.down_proj.weight"
+        assert first[at].bits.shape == (64, 48)
+        assert first[f"{at}_scale_inv"].bits.shape == (4, 3)
+    assert_same(back_to_one(tmp_path / "cut", tmp_path / "one"), read_all(fp8))
+    assert config_of(tmp_path / "one")["quantization_config"] == config_of(fp8)["quantization_config"]
+
+
+@pytest.mark.parametrize("recipe", ["channel", "tensor", "mxfp8", "nvfp4"])
+def test_other_recipes_travel_or_are_refused(recipe: str, bf16: Path, tmp_path: Path) -> None:
+    """What cannot be cut for two ranks is refused, never quietly wrong."""
+    cast(bf16, tmp_path / "fp8", "--recipe", recipe)
+    done = ckpttool("reshard", tmp_path / "fp8", tmp_path / "two", "--tp-out", 2, "--verify")
+    if done.code:
+        assert done.err.count("error: ") == 1
+        assert "hint: " in done.err
+        assert not (tmp_path / "two").exists()
+    else:
+        assert_same(back_to_one(tmp_path / "two", tmp_path / "one"), read_all(tmp_path / "fp8"))
+
+
+def test_a_cut_inside_a_block_is_refused(bf16: Path, tmp_path: Path) -> None:
+    cast(bf16, tmp_path / "fp8", "--block", "32x32")
+    error = refused("reshard", tmp_path / "fp8", tmp_path / "two", "--tp-out", 2)
+    assert "falls inside a scale block of 32" in error
+    assert "hint: use --tp-out 1, or other scales: --requant block:16x16, or none: --dequant bf16" in error
+
+
+def test_the_way_out_of_a_cut_inside_a_block(bf16: Path, tmp_path: Path) -> None:
+    """--requant with smaller blocks, or --dequant."""
+    cast(bf16, tmp_path / "fp8", "--block", "32x32")
+    high = dequantised(read_all(tmp_path / "fp8"), (32, 32), dtype="F32")
+    names = set(linear())
+    expected: Tensors = {}
+    for name, raw in high.items():
+        expected |= quantised(BLOCK, name, raw, (16, 16)) if name in names else {name: raw}
+    reshard(tmp_path / "fp8", tmp_path / "two", "--tp-out", 2, "--requant", "block:16x16", "--verify")
+    assert_same(back_to_one(tmp_path / "two", tmp_path / "one"), expected)
+    quant = config_of(tmp_path / "one")["quantization_config"]
+    assert quant["weight_block_size"] == [16, 16]
+    reshard(tmp_path / "fp8", tmp_path / "plain", "--tp-out", 2, "--dequant", "bf16", "--verify")
+    assert_same(back_to_one(tmp_path / "plain", tmp_path / "back"), dequantised(read_all(tmp_path / "fp8"), (32, 32)))
+    assert "quantization_config" not in config_of(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_dequantised_on_the_way(dtype: str, tmp_path: Path) -> None:
+    reshard(DEEPSEEK, tmp_path / "dst", "--dequant", dtype, "--verify")
+    assert_same(read_all(tmp_path / "dst"), dequantised(read_all(DEEPSEEK), dtype=dtype.upper()))
+    sound(tmp_path / "dst")
+
+
+@pytest.mark.parametrize("to", ["deepseek", "vllm", "ranks"])
+def test_dequantised_for_other_formats(to: str, tmp_path: Path) -> None:
+    """The same as dequantising first."""
+    cast(DEEPSEEK, tmp_path / "plain", "--to", "bf16")
+    words = ["--to", to, "--tp-out", 2]
+    reshard(DEEPSEEK, tmp_path / "dst", *words, "--dequant", "bf16", "--verify")
+    reshard(tmp_path / "plain", tmp_path / "expected", *words)
+    found = {p.name: p.read_bytes() for p in (tmp_path / "dst").glob("*.safetensors")}
+    assert found == {p.name: p.read_bytes() for p in (tmp_path / "expected").glob("*.safetensors")}
+
+
+def test_quantised_on_the_way(bf16: Path, tmp_path: Path) -> None:
+    """--requant is what fp8-cast does."""
+    reshard(bf16, tmp_path / "dst", "--requant", "channel", "--verify")
+    cast(bf16, tmp_path / "expected", "--recipe", "channel")
+    assert_same(read_all(tmp_path / "dst"), read_all(tmp_path / "expected"))
+    names = ("quantization_config", "torch_dtype")
+    one, other = config_of(tmp_path / "dst"), config_of(tmp_path / "expected")
+    assert {n: one[n] for n in names} == {n: other[n] for n in names}
+
+
+WRONG: list[tuple[list[object], str]] = [
+    (["--dequant", "bf16", "--requant", "channel"], "--dequant and --requant exclude each other"),
+    (["--requant", "block:"], "--requant `block:` has no block behind its colon"),
+    (["--requant", "block:16"], "--requant `16` is not MxN"),
+    (["--requant", "channel:16x16"], "--block does nothing"),
+    (["--requant", "q8"], "unknown recipe `q8`"),
+    (["--dequant", "fp8"], "--dequant fp8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), WRONG, ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else ""
+)
+def test_options_that_make_no_sense(options: list[object], words: str, fp8: Path, tmp_path: Path) -> None:
+    done = ckpttool("reshard", fp8, tmp_path / "dst", *options)
+    assert done.code in (1, 2)
+    assert words in done.err or "are bf16, f16 or f32" in done.err
+    assert not (tmp_path / "dst").exists()
+
+
+def test_nothing_to_dequantise(bf16: Path, tmp_path: Path) -> None:
+    assert "nothing to dequantise" in refused("reshard", bf16, tmp_path / "dst", "--dequant", "bf16", code=2)
+
+
+# -- merge
+
+
+def merged(dst: Path, *arguments: object) -> Tensors:
+    done = ckpttool("merge", *arguments, "-o", dst, "--verify")
+    assert done.code == 0, done.err
+    return read_all(dst)
+
+
+def test_a_quantised_model_and_one_that_is_not(bf16: Path, fp8: Path, tmp_path: Path) -> None:
+    """The average of the values, in the dtype that --dequant says."""
+    tuned = {n: stored("BF16", floats(r) + np.float32(0.01)) for n, r in read_all(bf16).items()}
+    save_hf(tmp_path / "tuned", tuned, LLAMA)
+    values = dequantised(read_all(fp8), (16, 16), dtype="F32")
+    for dequant in ("bf16", "f32"):
+        rounded = {n: floats(stored("BF16" if r.dtype == "BF16" else "F32", floats(r))) for n, r in values.items()}
+        found = merged(tmp_path / dequant, fp8, tmp_path / "tuned", "--dequant", dequant, "--dtype", "f32")
+        assert found.keys() == tuned.keys()
+        for name, raw in found.items():
+            want = (rounded[name] + floats(tuned[name])) / np.float32(2)
+            assert np.allclose(floats(raw), want, rtol=1e-6, atol=1e-7), name
+        assert "quantization_config" not in config_of(tmp_path / dequant)
+
+
+def test_dequant_needs_something_quantised(bf16: Path, tmp_path: Path) -> None:
+    shutil.copytree(bf16, tmp_path / "other")
+    done = ckpttool("merge", bf16, tmp_path / "other", "-o", tmp_path / "dst", "--dequant", "bf16")
+    assert done.code == 2
+    assert "no weight of the sources is quantised" in done.err
+
+
+def test_shards_of_one_model(fp8: Path, tmp_path: Path) -> None:
+    reshard(fp8, tmp_path / "cut", "--tp-out", 2)
+    found = merged(tmp_path / "dst", tmp_path / "cut", "--dequant", "bf16")
+    assert_same(found, dequantised(read_all(fp8), (16, 16)))
+    assert "quantization_config" not in config_of(tmp_path / "dst")
+    assert_same(merged(tmp_path / "codes", tmp_path / "cut"), read_all(fp8))
+
+
+def test_two_quantised_models(fp8: Path, tmp_path: Path) -> None:
+    """They are averaged by their values, never by their codes."""
+    values = dequantised(read_all(fp8), (16, 16), dtype="F32")
+    shutil.copytree(fp8, tmp_path / "other")
+    found = merged(tmp_path / "dst", fp8, tmp_path / "other", "--dequant", "f32", "--dtype", "f32")
+    for name, raw in found.items():
+        assert np.array_equal(floats(raw), floats(values[name])), name
+    assert others().keys() < found.keys()
+    assert "quantization_config" not in config_of(tmp_path / "dst")
