@@ -387,7 +387,7 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
     from ckpttool.cli import app
 
     commands = getattr(get_command(app), "commands", {})
-    assert {"reshard", "merge", "drop-keys", "inspect"} <= commands.keys()
+    assert {"reshard", "merge", "drop-keys", "inspect", "fp8-cast", "fp8-size"} <= commands.keys()
     runs = [["--help"], *([name, "--help"] for name in commands)]
     for arguments, status, heavy in loaded_by(HEAVY_FOR_HELP, runs, tmp_path):
         assert (status, heavy) == (0, []), f"ckpttool {' '.join(arguments)}"
@@ -402,8 +402,11 @@ def test_writers_do_not_load_torch(tmp_path: Path) -> None:
         ["reshard", "src", "dst1", "--tp-out", "2"],
         ["merge", "ft1", "ft2", "-o", "dst2", *ties],
         ["drop-keys", "ft1", "dst3", "lm_head.weight"],
+        ["fp8-cast", "ft1", "dst4", "--recipe", "nvfp4"],
+        ["fp8-cast", "dst4", "dst5", "--to", "bf16"],
+        ["fp8-size", "dst4", "--tp-out", "2"],
     ]
     # Seen from the inside (what is loaded after the run) and from the effect (there is an output).
     assert loaded_by(HEAVY_FOR_RESHARD, runs, tmp_path) == [(arguments, 0, []) for arguments in runs]
-    for i in (1, 2, 3):
+    for i in (1, 2, 3, 4, 5):
         assert any((tmp_path / f"dst{i}").iterdir())
