@@ -27,7 +27,7 @@ from ckpttool.execute.options import default_workers
 from ckpttool.formats.base import ReadOptions
 from ckpttool.geometry import Box
 from ckpttool.mesh import Mesh
-from ckpttool.ops.recode import Recoding, high, recode
+from ckpttool.ops.recode import Recoding, high
 from ckpttool.ops.reshard import Prepared, ReshardResult, Selection, Target, execute, plan_recoded, plan_target
 from ckpttool.plan import Plan
 from ckpttool.quant.keep import Keep
@@ -175,8 +175,8 @@ class Checkpoint:
         )
         selection = Selection(remove, keep, rename)
         if dequant:
-            recoded = recode(self.opened, Recoding(None, high(dequant, "dequant")))
-            return Resharding(plan_recoded(recoded, wanted, selection))
+            recoding = Recoding(None, high(dequant, "dequant"))
+            return Resharding(plan_recoded(self.opened, recoding, wanted, selection))
         return Resharding(plan_target(self.opened, wanted, selection))
 
     def fp8_cast(
@@ -199,7 +199,7 @@ class Checkpoint:
             wanted = scheme(recipe, method=method, block=block, scale_dtype=scale_dtype)
             recoding = Recoding(wanted, keep=Keep(preset, keep, include))
         target = Target("hf", 1, 1, 1, 1, max_shard_size=max_shard_size)
-        return Resharding(plan_recoded(recode(self.opened, recoding), target, Selection()))
+        return Resharding(plan_recoded(self.opened, recoding, target, Selection()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from ckpttool.execute.strided import compare, scatter
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Tensor
-from ckpttool.plan import Compute, Copy, Plan, Quantize, Stored
+from ckpttool.plan import Compute, Copy, Plan, Quantize, Scaled, Stored
 
 STRETCH = 2 << 20
 """Bytes of a result that are written in one go."""
@@ -257,6 +257,12 @@ class Computing:
         if not where:
             where = [f"{r.label} is finite there" for r in readers]
         place = ", ".join(str(int(i)) for i in at)
+        if compute.method == "passthrough" and isinstance(compute.operands[0], Scaled):
+            return CorruptError(
+                f"`{compute.name}` is {out[bad]} at [{place}] when it is dequantised",
+                where=readers[0].label,
+                hint=f"a code or a scale of it is not finite, or too large for {compute.dtype}",
+            )
         return CorruptError(
             f"the merged `{compute.name}` is {out[bad]} at [{place}]",
             where=where,

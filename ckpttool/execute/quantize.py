@@ -24,7 +24,7 @@ from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
 from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes
 from ckpttool.execute.strided import scatter
-from ckpttool.kernels.quantize import NotFiniteError, Rounder
+from ckpttool.kernels.quantize import NotFiniteError, Rounder, ScaleError
 from ckpttool.plan import Adapted, Copy, Operand, Quantize, Result, Stored, shape_of
 
 PART = 8 << 20
@@ -160,9 +160,16 @@ class Quantizing:
         for number in range(count):
             if number in done:
                 work.pass_over(number)
-            else:
+                continue
+            try:
                 work.part(number)
-                yield number
+            except ScaleError as e:
+                raise CorruptError(
+                    f"`{step.name}` takes a scale of {e.scale:g}, which {step.rounding.scale} does not hold",
+                    where=work.source.label,
+                    hint="--scale-dtype f32",
+                ) from None
+            yield number
         digest = work.source.digest(prod(step.shape))
         yield {} if digest is None else {"0": digest}
 

@@ -190,6 +190,12 @@ def config_dtype(config: Mapping[str, Any]) -> str:
 def fp8_dtype(config: Mapping[str, Any]) -> str:
     """The FP8 dtype of a model's quantised weights, or "" when its config names none."""
     quant = config.get("quantization_config")
-    if not isinstance(quant, dict) or "fp8" not in str(quant.get("quant_method", "")):
+    if not isinstance(quant, dict):
+        return ""
+    method = str(quant.get("quant_method", ""))
+    groups = quant.get("config_groups")
+    weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    floats = any(isinstance(w, dict) and w.get("type") == "float" for w in weights)
+    if "fp8" not in method and not (method in ("compressed-tensors", "modelopt") and floats):
         return ""
     return "F8_E5M2" if quant.get("fmt") == "e5m2" else "F8_E4M3"

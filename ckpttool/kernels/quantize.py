@@ -7,7 +7,7 @@ a panel may be, ``maxima`` is taken over all panels first, ``scale`` makes scale
 scheme   scale s of a block whose largest magnitude is a         codes
 =======  ======================================================  ====================================================
 tensor,  a / largest code. 1 where that is 0. With ``powers``    x / s
-channel, rounded up to a power of two, at least 2^-127.
+channel, rounded up to a power of two, at least 2^-127 (F16 2^-24).
 block    In BF16 and F16, as compressed-tensors has it: rounded  and then x / s, too, is rounded to the dtype of the
          to it; 2^-7 (2^-10) where that is 0.                    scales, if the weight has the same dtype
 mxfp8    a / 448, rounded up to a power of two (ceil), as        x / s
@@ -65,6 +65,8 @@ _NARROW = {"BF16": (7, 2.0**-126, _BF16), "F16": (10, 2.0**-14, np.dtype(np.floa
 """dtype -> (bits of its mantissa, its first number with a leading bit, numpy's)."""
 _EPS = {"BF16": 2.0**-7, "F16": 2.0**-10}
 """What compressed-tensors puts in place of a scale of 0."""
+_F16_MOST, _F16_LEAST = np.float32(65504), np.float32(2.0**-24)
+"""Of the numbers that F16 holds, 0 apart."""
 _NV = 448.0 * 6.0
 
 
@@ -75,6 +77,14 @@ class NotFiniteError(ValueError):
         super().__init__(f"not finite at [{row}, {column}]")
         self.row = row
         self.column = column
+
+
+class ScaleError(ValueError):
+    """A scale is larger than its dtype can hold."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(f"a scale is {scale}")
+        self.scale = scale
 
 
 class _Tile:
@@ -349,6 +359,11 @@ class Rounder:
                 return stored[..., None], s
         if r.scale in _NARROW:
             kind = _NARROW[r.scale][2]
+            if r.scale == "F16":
+                if s.size and s.max() > _F16_MOST:
+                    raise ScaleError(float(s.max()))
+                if r.powers:
+                    s = np.maximum(s, _F16_LEAST)
             narrow = s.astype(kind)
             if not r.powers:
                 narrow[narrow == 0] = _EPS[r.scale]

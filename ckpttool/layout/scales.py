@@ -15,12 +15,11 @@ from typing import Any
 from ckpttool.errors import LayoutError
 
 _SUFFIXES = (
-    ("weight_scale_inv", "weight"),
+    ("_scale_inv", ""),
     ("weight_scale", "weight"),
     (".weight_scale", ".weight_packed"),
     (".qscale_weight", ".weight"),
     (".scale", ".weight"),
-    ("_proj_scale_inv", "_proj"),
 )
 
 _BESIDE = (
@@ -60,8 +59,8 @@ def is_lone(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def config_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Sides of the blocks of FP8 weights, if the config names them: ``weight_block_size``, or compressed-tensors'
-    ``block_structure``."""
+    """Sides of the blocks of quantised weights, if the config names them: ``weight_block_size``, or what
+    compressed-tensors says of its weights. Of 4-bit codes they are sides in bytes, two codes each."""
     quant = config.get("quantization_config")
     if not isinstance(quant, dict):
         return None
@@ -69,8 +68,12 @@ def config_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     groups = quant.get("config_groups")
     for group in groups.values() if block is None and isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
-        block = weights.get("block_structure") if isinstance(weights, dict) else None
-    if isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
+        if not isinstance(weights, dict):
+            continue
+        block, size = weights.get("block_structure"), weights.get("group_size")
+        if block is None and isinstance(size, int) and str(weights.get("strategy")) in ("group", "tensor_group"):
+            block = [1, size // 2 if weights.get("num_bits") == 4 else size]
+    if isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block):
         return (block[0], block[1])
     return None
 
@@ -80,8 +83,9 @@ def block_of(
 ) -> tuple[int, ...] | None:
     """Elements per scale along each axis, or None for a scale that is one number for the whole weight.
 
-    0 is "all of the axis, however long": one scale for each output, stored [out, 1]. Otherwise the config's block
-    counts when it explains the shape, then 128, then an exact division. Raises LayoutError when nothing explains it.
+    0 is "all of the axis, however long": one scale for each output, stored [out, 1], or for each of several matrices.
+    Other grids are in the config's blocks; where it names none, in blocks of 128, or of an exact division. Raises
+    LayoutError for what fits none of these.
     """
     try:
         return _block(weight, scale, config)
@@ -95,21 +99,33 @@ def _block(weight: tuple[int, ...], scale: tuple[int, ...], config: tuple[int, i
         return None
     if len(scale) == 1 and len(weight) == 2 and scale[0] == weight[0]:
         return (1,)
+    wrong = f"the scales {list(scale)} do not fit their weight {list(weight)}"
     if len(scale) != len(weight):
-        raise LayoutError(f"the scales {list(scale)} do not fit their weight {list(weight)}")
-    if scale == (*weight[:-1], 1):
-        return (*[1] * (len(weight) - 1), 0)
+        raise LayoutError(wrong)
+    one = (1,) * (len(weight) - 2)
+    # Of a matrix that is stored [in, out] the sides are the other way round.
+    for sides in (config, config[::-1]) if config else ():
+        block = (*one, *sides)
+        if all(-(-n // b) == s for n, s, b in zip(weight, scale, block, strict=True)):
+            return block
+    for sides in ((1, 0), (0, 1), (0, 0)):
+        if scale == (*weight[:-2], *(n if side else 1 for n, side in zip(weight[-2:], sides, strict=True))):
+            return (*one, *sides)
+    if config:
+        raise LayoutError(
+            f"{wrong} in blocks of {config[0]}x{config[1]}",
+            hint="these are the blocks that quantization_config of config.json names",
+        )
     out = []
-    for i, (n, s) in enumerate(zip(weight, scale, strict=True)):
-        named = config[i - len(weight)] if config and i >= len(weight) - 2 else 0
-        for block in (named, 128, n // s if s and n % s == 0 else 0):
-            if block and -(-n // block) == s:
-                out.append(block)
+    for n, s in zip(weight, scale, strict=True):
+        for side in (128, n // s if s and n % s == 0 else 0):
+            if side and -(-n // side) == s:
+                out.append(side)
                 break
         else:
             if s != 1:
                 raise LayoutError(
-                    f"the scales {list(scale)} do not fit their weight {list(weight)} in blocks of 128",
+                    f"{wrong} in blocks of 128",
                     hint="give the block in config.json: quantization_config.weight_block_size",
                 )
             out.append(n)

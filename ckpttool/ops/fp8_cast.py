@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
-from ckpttool.ops.recode import Recoding, recode
+from ckpttool.ops.recode import Recoding
 from ckpttool.ops.reshard import Prepared, Selection, Target, plan_recoded
 
 
@@ -21,6 +21,5 @@ def prepare(
     max_shard_size: int | None = None,
 ) -> Prepared:
     """Plan a cast. Raises a CkptError subclass; nothing is written."""
-    recoded = recode(open_checkpoint(src, options), recoding)
     target = Target("hf", 1, 1, 1, 1, max_shard_size=max_shard_size)
-    return plan_recoded(recoded, target, selection)
+    return plan_recoded(open_checkpoint(src, options), recoding, target, selection)

@@ -18,7 +18,7 @@ from typing import Any
 from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import CASTABLE, parse
-from ckpttool.errors import UnsupportedError, UsageError
+from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.geometry import contiguous_strides
 from ckpttool.layout.family import inverse
 from ckpttool.layout.names import pattern_regex
@@ -29,9 +29,12 @@ from ckpttool.quant.config import FIELDS, HF_QUANT, hf_quant_config, quantizatio
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
 from ckpttool.quant.scheme import METHODS, Form, Scheme, scheme
 from ckpttool.relate import View, apply_ops, identity, permute
+from ckpttool.select import matching
 
 HIGH = ("BF16", "F16", "F32")
 """What quantised weights can be written as."""
+
+_BY_CONFIG = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "half": "F16", "float": "F32"}
 
 DTYPE_FIELDS = ("torch_dtype", "dtype")
 """Of config.json: the dtype of weights in high precision."""
@@ -67,6 +70,8 @@ class Recoded:
     """Quantised weights that have the wanted form already."""
     kept: dict[str, int] = field(default_factory=dict)
     """Why tensors stay in high precision -> how many."""
+    removed: tuple[int, int] = (0, 0)
+    """(tensors, bytes) of the source that are left out."""
 
 
 def high(text: str, option: str) -> str:
@@ -83,7 +88,7 @@ def high_precision(config: Mapping[str, Any]) -> str:
     for place in (config, text if isinstance(text, Mapping) else {}):
         for name in DTYPE_FIELDS:
             if isinstance(value := place.get(name), str) and value:
-                found = parse(value).name
+                found = _BY_CONFIG.get(value.removeprefix("torch."), "")
                 return found if found in HIGH else "BF16"
     return "BF16"
 
@@ -102,13 +107,14 @@ def scaled(coded: Coded, views: Mapping[str, View], operands: Operands, label: s
     return Scaled(codes, scale, coded.block, code, factor, coded.divides)
 
 
-def recode(source: Checkpoint, recoding: Recoding) -> Recoded:
+def recode(source: Checkpoint, recoding: Recoding, *, remove: Sequence[str] = (), keep: Sequence[str] = ()) -> Recoded:
     """Plan the weights of ``source`` in another precision.
 
-    Raises IncompleteError, ConflictError or UnsupportedError for codes without their scales, LayoutError for weights
-    that the recipe cannot hold, UsageError when there is nothing to do.
+    ``remove`` and ``keep`` are patterns for what is left out, of names in high precision: codes and scales go with
+    their weight. Raises IncompleteError, ConflictError or UnsupportedError for codes without their scales, LayoutError
+    for weights that the recipe cannot hold, UsageError when there is nothing to do.
     """
-    return _Recoder(source, recoding).run()
+    return _Recoder(source, recoding).run(remove, keep)
 
 
 def _said(config: Mapping[str, Any]) -> Scheme | None:
@@ -161,7 +167,7 @@ class _Recoder:
         self.groups: dict[str, tuple[str, ...]] = {}
         """Weights that engines hold as one, by the name of each."""
 
-    def run(self) -> Recoded:
+    def run(self, remove: Sequence[str], keep_keys: Sequence[str]) -> Recoded:
         table = {n: (v.dtype, v.shape) for n, v in self.views.table.items()}
         codes = find_codes(table, self.config, where=str(self.source.path))
         weights = self._weights(codes)
@@ -169,7 +175,13 @@ class _Recoder:
             raise UsageError(
                 "there is nothing to dequantise: no weight of the source is quantised", where=str(self.source.path)
             )
-        self.recoding.keep.check([w.name for w in weights])
+        names = {w.name for w in weights}
+        self.recoding.keep.check(names)
+        wanted = matching(keep_keys, names, option="--keep-keys") if keep_keys else set(names)
+        wanted -= matching(remove, names, option="--remove-keys")
+        if not wanted:
+            raise UsageError("no tensor is left: the patterns remove all of them")
+        weights = [w for w in weights if w.name in wanted]
         computed = Computed(self.steps, self.operands, None, self.results)
         out = Recoded(self.source, computed, self.scheme, self.dtype, [])
         keep = for_family(self.recoding.keep, self.scheme, weights)
@@ -184,9 +196,11 @@ class _Recoder:
             if name in beside:
                 continue
             weight = parts.get(name, name)
+            if weight not in wanted:
+                out.removed = (out.removed[0] + 1, out.removed[1] + view.nbytes)
             treated = ends.pop(weight, None)
             if treated is None:
-                continue  # the codes or scales of a weight that was met before
+                continue  # left out, or the codes or scales of a weight that was met before
             self._one(treated, codes.weights.get(weight), view, out)
         if self.scheme is not None and not out.quantised and not out.same:
             raise UsageError(
@@ -266,12 +280,20 @@ class _Recoder:
 
     def _copy(self, name: str, view: View) -> None:
         if view.same is not None:
-            key = Key(name)
-            self.tensors[key] = replace(view.same, key=key)
+            self._add(name, replace(view.same, key=Key(name)))
             return
         # A part of a fused tensor under Hugging Face's names: its bytes are gathered.
         step = self._compute(name, view.dtype, view.shape, self.operands.stored(view, f"`{name}`"))
         self._put(name, view.dtype, view.shape, step, 0)
+
+    def _add(self, name: str, tensor: LogicalTensor) -> None:
+        if tensor.key in self.tensors:
+            raise ConflictError(
+                f"two tensors would both be named `{name}`: one that the source has, and a scale or code of the recipe",
+                where=str(self.source.path),
+                hint=f"leave the one that is there out: --remove-keys '{name}'",
+            )
+        self.tensors[tensor.key] = tensor
 
     def _compute(self, name: str, dtype: str, shape: tuple[int, ...], operand: Operand) -> int:
         parameters = ((("scale", 1.0),),)
@@ -283,7 +305,7 @@ class _Recoder:
     ) -> None:
         key = Key(name)
         if not prod(shape):
-            self.tensors[key] = LogicalTensor(key, dtype, shape, ())
+            self._add(name, LogicalTensor(key, dtype, shape, ()))
             return
         strides = None
         if turned:
@@ -292,7 +314,7 @@ class _Recoder:
             strides = (*strides[:-2], strides[-1], strides[-2])
         file = len(self.source.catalog.files) + len(self.results)
         self.results.append((step, result))
-        self.tensors[key] = whole_tensor(StoredTensor(name, dtype, shape, file, 0, strides=strides), key)
+        self._add(name, whole_tensor(StoredTensor(name, dtype, shape, file, 0, strides=strides), key))
 
     def _dequantise(self, coded: Coded) -> None:
         shape = coded.shape
@@ -354,6 +376,10 @@ class _Recoder:
             others = {}
         if self.scheme is not None and (self.scheme.method, self.scheme.recipe) == ("modelopt", "tensor"):
             notes.append("ModelOpt's FP8 needs a scale for each layer's activations too, which takes data to find")
+        if out.removed[0]:
+            notes.append(
+                f"{out.removed[0]} tensor{'s' if out.removed[0] > 1 else ''} left out, {out.removed[1]:,} bytes"
+            )
         if codes.beside:
             notes.append(
                 f"{len(codes.beside)} scales of activations or caches are left out (`{codes.beside[0]}`):"

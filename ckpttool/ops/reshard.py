@@ -147,13 +147,18 @@ def prepare(
     source = open_checkpoint(src, options)
     if recoding is None:
         return plan_target(source, target, selection or Selection())
-    return plan_recoded(recode(source, recoding), target, selection or Selection())
+    return plan_recoded(source, recoding, target, selection or Selection())
 
 
-def plan_recoded(recoded: Recoded, target: Target, selection: Selection) -> Prepared:
+def plan_recoded(source: Checkpoint, recoding: Recoding, target: Target, selection: Selection) -> Prepared:
     """Plan how a checkpoint whose weights change their precision becomes ``target``."""
-    prepared = plan_target(recoded.checkpoint, target, selection, computed=recoded.computed, written=recoded.written)
+    recoded = recode(source, recoding, remove=selection.remove, keep=selection.keep)
+    prepared = plan_target(
+        recoded.checkpoint, target, replace(selection, remove=(), keep=()),
+        computed=recoded.computed, written=recoded.written,
+    )  # fmt: skip
     prepared.recoded = recoded
+    prepared.removed = recoded.removed
     return prepared
 
 

@@ -11,12 +11,11 @@ from ckpttool.layout.family import find_family
 from ckpttool.layout.scales import block_of, config_block, weight_of
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-_SCALE_ENDS = ("weight_scale_inv", "weight_scale", "_proj_scale_inv", ".qscale_weight")
+_SCALE_ENDS = ("_scale_inv", "weight_scale", ".qscale_weight")
 """Names that are a scale of a weight and nothing else (``.scale`` alone is also a norm's)."""
 _STEMS = {
-    "weight_scale_inv": "weight",
+    "_scale_inv": "",
     "weight_scale": "weight",
-    "_proj_scale_inv": "_proj",
     ".qscale_weight": ".weight",
 }
 _PACKED = ("", "_packed", "_qdata", "_quantized")

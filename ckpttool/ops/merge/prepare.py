@@ -27,7 +27,7 @@ from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import CARD, ONE, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
 from ckpttool.ops.merge.words import Words
-from ckpttool.ops.recode import Recoding, recode
+from ckpttool.ops.recode import Recoding
 from ckpttool.ops.reshard import Prepared, Selection, Target, plan_recoded, plan_target, verify_output
 from ckpttool.plan import Plan, Randomness
 from ckpttool.planner import Computed
@@ -188,7 +188,7 @@ def prepare_one(
     if recoding is None:
         prepared = plan_target(source, whole, selection)
     else:
-        prepared = plan_recoded(recode(source, recoding), whole, selection)
+        prepared = plan_recoded(source, recoding, whole, selection)
     provenance = Provenance({"merge_method": ONE}, "", None, "", [origin])
     provenance.format = prepared.format
     return PreparedMerge(prepared, ONE, None, "", [origin], provenance, 0, len(prepared.views), (str(src),))
