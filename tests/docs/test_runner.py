@@ -7,9 +7,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.docs.runner import PageError, Session, blocks, commands, output_matches, problems, updated
+from tests.docs.runner import (
+    Block,
+    PageError,
+    Session,
+    blocks,
+    commands,
+    output_matches,
+    plain_arguments,
+    problems,
+    updated,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 PAGE = """\
@@ -65,13 +76,14 @@ PAGE = """\
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Session:
+def session(tmp_path: Path) -> Iterator[Session]:
     root = tmp_path / "root"
     (root / "fixtures").mkdir(parents=True)
     (root / "fixtures" / "f.txt").write_text("hello world\n")
     folder = tmp_path / "page"
     folder.mkdir()
-    return Session(folder, root=root)
+    with Session(folder, root=root) as session:
+        yield session
 
 
 def page(text: str) -> str:
@@ -210,3 +222,29 @@ def test_update_changes_only_what_differs(session: Session) -> None:
     (second := session.folder.parent / "second").mkdir()
     again = updated(text, session, "page.md")
     assert updated(again, Session(second, root=second), "page.md") == again
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("ckpttool inspect a --filter 'x.*'", ["inspect", "a", "--filter", "x.*"]),
+        ("ckpttool inspect a \\\n    --json", ["inspect", "a", "--json"]),
+        ('ckpttool merge "a b" -o c', ["merge", "a b", "-o", "c"]),
+        ("ckpttool inspect a --json | head", None),
+        ("ckpttool inspect *", None),
+        ("ckpttool inspect $HOME", None),
+        ('ckpttool inspect "$HOME"', None),
+        ("ckpttool --version; ls", None),
+        ("ckpttool inspect a\nls", None),
+        ("cat ckpttool", None),
+    ],
+)
+def test_what_needs_no_shell(text: str, arguments: list[str] | None) -> None:
+    assert plain_arguments(text) == arguments
+
+
+def test_forks_do_what_a_shell_does(session: Session) -> None:
+    for text in ("ckpttool inspect nowhere", "ckpttool --version", "ckpttool reshard", "ckpttool inspect -h"):
+        (plain,) = commands(Block("console", 1, (f"$ {text}",)))
+        (shell,) = commands(Block("console", 1, (f"$ true; {text}",)))
+        assert session.run(plain) == session.run(shell)
