@@ -39,7 +39,8 @@ class Forks:
         assert process.stdin is not None
         assert process.stdout is not None
         printed = folder.with_name(f"{folder.name}.printed")
-        print(json.dumps([arguments, str(folder), str(printed)]), file=process.stdin, flush=True)
+        process.stdin.write(json.dumps([arguments, str(folder), str(printed)]) + "\n")
+        process.stdin.flush()
         status = int(process.stdout.readline())
         text = printed.read_text(encoding="utf-8")
         printed.unlink()
@@ -68,7 +69,7 @@ def _command(arguments: list[str], folder: str, printed: str) -> int:
         main()
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # as the interpreter does
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -89,7 +90,8 @@ def serve() -> None:
         if not child:
             os._exit(_command(*json.loads(order)))
         _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

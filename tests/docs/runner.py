@@ -33,7 +33,7 @@ import sysconfig
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from tests.docs.forks import Forks
 
@@ -220,7 +220,7 @@ class Session:
 
         self.forks = Forks(self.environment)
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
