@@ -564,7 +564,9 @@ def family_names() -> list[str]:
 
 def find_family(config: Mapping[str, Any]) -> str | None:
     """The family whose architectures or model types the config names, or None."""
-    architectures = config.get("architectures") or []
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list):
+        architectures = []
     for known in ("architectures", "model_types"):
         wanted = architectures if known == "architectures" else [config.get("model_type")]
         for name, (_, data) in _builtin().items():

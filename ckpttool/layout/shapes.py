@@ -31,6 +31,7 @@ the layer; never for each expert.
 from __future__ import annotations
 
 import ast
+import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,7 +87,8 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
     """All tensors of the model that ``config`` describes, in the order in which a model holds them.
 
     ``mtp=False`` leaves the multi-token-prediction layers out. Raises LayoutError for a family that does not say which
-    tensors its models have, a field that the config lacks, and an expression that cannot be worked out.
+    tensors its models have, a field that the config lacks or has with a value that it cannot have, and an expression
+    that cannot be worked out.
     """
     spec = family.spec.tensors
     if spec is None:
@@ -111,6 +113,18 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
     out.add(_entries(spec.last, "last", family))
     out.check()
     return out.found
+
+
+def check_sizes(family: Family, config: Mapping[str, Any]) -> None:
+    """Raises LayoutError for a field of the config that a size of the family comes from, and that is no whole number.
+
+    Reading sizes takes such a field for one that is not there, as what is only moved needs few of them.
+    """
+    for name in family.spec.sizes:
+        try:
+            _sized(family, _places(config), name)
+        except _Refused as e:
+            raise LayoutError(e.why, where=f"{family.origin}: sizes: {name}", hint=e.hint) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +225,7 @@ def _config_dtype(config: Mapping[str, Any]) -> str:
     for place in _places(config):
         for key in ("dtype", "torch_dtype"):
             said = place.get(key)
-            if said is None:
+            if said is None or said == "auto":  # whatever the files have, which a config alone does not say
                 continue
             try:
                 dtype = parse(str(said)).name
@@ -224,6 +238,23 @@ def _config_dtype(config: Mapping[str, Any]) -> str:
                 )
             return dtype
     return "BF16"
+
+
+def _fields(spec: SizeSpec | str | list[str]) -> tuple[list[str], list[str]]:
+    """The config fields of a size: those of which the first counts, and those that are added."""
+    if isinstance(spec, SizeSpec):
+        return spec.fields, spec.plus
+    return [spec] if isinstance(spec, str) else spec, []
+
+
+def _sized(family: Family, places: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Raises _Refused when a field that a size comes from is there and is no size."""
+    fields, plus = _fields(family.spec.sizes[name])
+    first = [(f, p[f]) for f in fields for p in places if p.get(f) is not None]
+    added = [(f, p[f]) for f in plus for p in places if p.get(f) is not None]
+    for field, value in (*first[:1], *added):
+        if type(value) is not int:
+            raise _Refused(f"`{field}` of config.json is {_shown(value)}, not a whole number", hint=_HINT)
 
 
 def _places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -243,7 +274,7 @@ class _Tensors:
     def add(self, entries: Sequence[_Entry], prefix: str = "") -> None:
         """The tensors of these lines, as far as their conditions hold. Neighbours with {expert} go expert by expert."""
         scope = self._scope
-        there = [e for e in entries if all(scope.value(text, path) for text, path in e.conditions)]
+        there = [e for e in entries if all(scope.holds(text, path) for text, path in e.conditions)]
         for counted, run in groupby(there, key=lambda e: e.counted):
             group = [(e, e.dtype or self._dtype, scope.shape(e)) for e in run]
             count = scope.number(_COUNTED[counted], group[0][0].path) if counted else 1
@@ -264,6 +295,15 @@ class _Tensors:
             if name in seen:
                 raise self._scope.wrong(f"`{name}` is declared twice", ())
             seen.add(name)
+
+
+_HINT = "correct it in config.json, as the authors of the model publish it"
+
+
+def _shown(value: object) -> str:
+    """A value as config.json has it."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class _Refused(Exception):  # noqa: N818 - why an expression has no value; users see LayoutError
@@ -311,16 +351,45 @@ class _Scope:
 
     def wrong(self, why: str, path: Sequence[str], text: str = "", hint: str | None = None) -> LayoutError:
         at = [": ".join([self._family.origin, "tensors", *path, *([f"`{text}`"] if text else [])])]
+        if text and (read := self._read(text)):
+            at.append("config.json: " + ", ".join(f"`{name}` is {_shown(value)}" for name, value in read.items()))
         return LayoutError(why, where=at, hint=hint)
+
+    def _read(self, text: str) -> dict[str, Any]:
+        """The fields of config.json that an expression comes from, as far as they are there."""
+        out: dict[str, Any] = {}
+        seen: set[str] = set()
+        todo: list[object] = [text]
+        while todo:
+            following = todo.pop(0)
+            if isinstance(following, DefaultSpec):
+                todo += [following.missing, following.none]
+            if not isinstance(following, str):
+                continue
+            try:
+                names = [n.id for n in ast.walk(_parsed(following)) if isinstance(n, ast.Name)]
+            except (_Refused, RecursionError):
+                continue
+            for name in (n for n in names if n not in seen):
+                seen.add(name)
+                if name in self._spec.names:
+                    todo.append(self._spec.names[name])
+                    continue
+                size = self._family.spec.sizes.get(name)
+                fields = [name] if size is None else [f for found in _fields(size) for f in found]
+                found = {f: p[f] for f in fields for p in reversed(self._places) if f in p}
+                out |= found
+                if not any(v is not None for v in found.values()):
+                    todo.append(self._spec.defaults.get(name))
+        return out
 
     def value(self, text: str, path: Sequence[str]) -> Value:
         """What an expression comes to. Raises LayoutError naming file, tensor and expression."""
         try:
             return self._remembered(f"`{text}`", lambda: self._evaluate(_parsed(text)))
         except _Refused as e:
-            error = self.wrong(e.why, path, text, e.hint)
-            error.where = (*error.where, *e.through)
-            raise error from None
+            first, *more = self.wrong(e.why, path, text).where
+            raise LayoutError(e.why, where=(first, *e.through, *more), hint=e.hint) from None
         except RecursionError:
             raise self.wrong("this expression is too deep", path) from None
 
@@ -374,29 +443,46 @@ class _Scope:
     def _look_up(self, name: str) -> Value:
         if name in self._spec.names:
             return self._explained("names", name, self._spec.names[name])
+        if name in self._family.spec.sizes:
+            _sized(self._family, self._places, name)
         size = self._family.size(name)
         if size is not None:
             return size
         said = [p[name] for p in self._places if name in p]
         found = next((s for s in said if s is not None), None)
         if found is not None:
-            return _field(name, found)
+            return _field(name, found, self._kind(name))
         if name in self._spec.defaults:
             default = self._spec.defaults[name]
             if isinstance(default, DefaultSpec):
                 default = default.none if said else default.missing
             return self._explained("defaults", name, default)
-        if name == "tie_word_embeddings":
+        if name == _TIED:
             return not said and self._family.spec.tied
         field = name
         if name in self._family.spec.sizes:
-            spec = self._family.spec.sizes[name]
-            fields = spec.fields if isinstance(spec, SizeSpec) else [spec] if isinstance(spec, str) else spec
+            fields, _ = _fields(self._family.spec.sizes[name])
             field = fields[0]
+            if found := next(((f, p[f]) for f in fields for p in self._places if p.get(f) is not None), None):
+                raise _Refused(f"`{found[0]}` of config.json is {_shown(found[1])}, which is not a size", hint=_HINT)
         raise _Refused(
             f"config.json lacks `{field}`, on which the tensors of family `{self._family.name}` depend",
             hint="give the complete config.json of the model; a family file can have a default in `tensors: defaults:`",
         )
+
+    def _kind(self, name: str) -> type | None:
+        """What a field has to be, as its default is; None where that does not say it."""
+        if name == _TIED:
+            return bool
+        default = self._spec.defaults.get(name)
+        if isinstance(default, DefaultSpec):
+            default = default.missing
+        if default is None:
+            return None
+        try:
+            return type(self._explained("defaults", name, default))
+        except _Refused:
+            return None
 
     def _explained(self, key: str, name: str, text: Value) -> Value:
         """The meaning that the section gives a name."""
@@ -424,12 +510,12 @@ class _Scope:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._whole(operand)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return not self._evaluate(operand)
+                return not self._truth(operand)
             case ast.BoolOp(op=op, values=values):
                 holds = all if isinstance(op, ast.And) else any
-                return holds(self._evaluate(v) for v in values)
+                return holds(self._truth(v) for v in values)
             case ast.IfExp(test=test, body=body, orelse=orelse):
-                return self._evaluate(body if self._evaluate(test) else orelse)
+                return self._evaluate(body if self._truth(test) else orelse)
             case ast.Compare(left=left, ops=ops, comparators=others):
                 return self._compared(left, ops, others)
             case ast.Subscript(value=value, slice=index):
@@ -438,6 +524,19 @@ class _Scope:
             f"`{ast.unparse(node)}` is nothing that an expression may hold",
             hint="names, whole numbers, + - * // %, comparisons, and, or, not, `a if b else c`, list[i]",
         )
+
+    def holds(self, text: str, path: Sequence[str]) -> bool:
+        """Whether a condition is met."""
+        got = self.value(text, path)
+        if isinstance(got, str):
+            raise self.wrong(f"this comes to {got!r}, which is neither true nor false", path, text)
+        return bool(got)
+
+    def _truth(self, node: ast.expr) -> bool:
+        got = self._evaluate(node)
+        if isinstance(got, str):
+            raise _Refused(f"`{ast.unparse(node)}` is {got!r}, which is neither true nor false")
+        return bool(got)
 
     def _whole(self, node: ast.expr) -> int:
         got = self._evaluate(node)
@@ -465,8 +564,16 @@ class _Scope:
         return _field(ast.unparse(value), elements[at])
 
 
-def _field(name: str, value: object) -> Value:
-    """A value of config.json that an expression can use."""
+_TIED = "tie_word_embeddings"
+_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", list: "a list"}
+
+
+def _field(name: str, value: object, kind: type | None = None) -> Value:
+    """A value of config.json that an expression can use; ``kind`` is what it has to be."""
+    if kind is bool and type(value) is int and value in (0, 1):
+        return value
+    if kind is not None and type(value) is not kind:
+        raise _Refused(f"`{name}` of config.json is {_shown(value)}, not {_WORDS[kind]}", hint=_HINT)
     if isinstance(value, int | str | list):
         return value
-    raise _Refused(f"`{name}` of config.json is {value!r}, which is not a whole number, a text or a list")
+    raise _Refused(f"`{name}` of config.json is {_shown(value)}, which is not a whole number, a text or a list")

@@ -27,7 +27,7 @@ from ckpttool.planner import Computed, Operands
 from ckpttool.quant.coded import Coded, Codes, find_codes
 from ckpttool.quant.config import FIELDS, HF_QUANT, hf_quant_config, quantization_config, said, section, without
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
-from ckpttool.quant.scheme import METHODS, Form, Scheme, scheme
+from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
 from ckpttool.relate import View, apply_ops, identity, permute
 from ckpttool.select import matching
 
@@ -187,6 +187,7 @@ class _Recoder:
         keep = for_family(self.recoding.keep, self.scheme, weights)
         keep = replace(keep, among=frozenset(codes.weights) if codes.weights else None)
         ends = {t.weight.name: t for t in treat(weights, self.scheme, keep)}
+        check_together((name, t.forms) for name, t in ends.items())
         self.codes = codes.weights
         if self.scheme is not None and self.scheme.recipe == "nvfp4":
             self.groups = self._fused([n for n, t in ends.items() if t.forms])

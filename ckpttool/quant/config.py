@@ -6,10 +6,12 @@ hf_quant_config.json and the copy of it in config.json, gpt-oss (``mxfp4``), FBG
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpttool.errors import UnsupportedError
+from ckpttool.errors import ConflictError, UnsupportedError
 from ckpttool.quant.scheme import GROUP, Scheme, scheme
 
 HF_QUANT = "hf_quant_config.json"
@@ -33,13 +35,19 @@ class Said(NamedTuple):
 
 
 def section(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of config.json that speaks of quantisation; {} if there is none."""
+    """The part of config.json that speaks of quantisation; {} if there is none. Raises ConflictError for odd ones."""
     places = [config, config.get("text_config")]
     for place in places:
         if isinstance(place, Mapping):
             for name in FIELDS:
                 found = place.get(name)
-                if isinstance(found, Mapping) and found:
+                if found is not None and not isinstance(found, Mapping):
+                    raise ConflictError(
+                        f"`{name}` of config.json is {_short(found)}, which says nothing of a recipe",
+                        where=f"config.json: {name}",
+                        hint='{"quant_method": ...} says how weights are quantised; leave it away if they are not',
+                    )
+                if found:
                     return dict(found)
     return {}
 
@@ -53,33 +61,84 @@ def without(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def said(config: Mapping[str, Any]) -> Said:
-    """The recipe that a config names. Raises UnsupportedError for one that is none of ours."""
+    """The recipe that a config names.
+
+    Raises UnsupportedError for one that is none of ours, ConflictError for fields that are not what they should be.
+    """
     quant = section(config)
     if not quant:
         return Said(None)
-    ignored = tuple(str(x) for name in _IGNORED for x in quant.get(name) or ())
-    method = str(quant.get("quant_method") or quant.get("quant_algo") or "")
-    static = quant.get("activation_scheme") == "static"
+    ignored = tuple(x for name in _IGNORED for x in _modules(quant, name))
+    algo = _text(quant, "quant_algo")
+    method = _text(quant, "quant_method") or algo
+    static = _text(quant, "activation_scheme") == "static"
     if method == "fp8":
-        code = "F8_E5M2" if str(quant.get("fmt", "")).startswith("e5m2") else "F8_E4M3"
-        block = quant.get("weight_block_size", [128, 128] if "weight_block_size" not in quant else None)
-        powers = quant.get("scale_fmt") == "ue8m0"
-        if quant.get("expert_dtype") == "fp4":
+        code = "F8_E5M2" if _text(quant, "fmt").startswith("e5m2") else "F8_E4M3"
+        powers = _text(quant, "scale_fmt") == "ue8m0"
+        if _text(quant, "expert_dtype") == "fp4":
             raise _unknown("fp8 with FP4 experts")
-        if not block:
+        if "weight_block_size" in quant and quant["weight_block_size"] is None:
             return Said(scheme("tensor", method="fp8", code=code, static=static), ignored)
-        return Said(
-            scheme("block", method="fp8", code=code, block=(block[0], block[1]), powers=powers, static=static), ignored
-        )
+        block = _sides(quant.get("weight_block_size", [128, 128]), "weight_block_size")
+        return Said(scheme("block", method="fp8", code=code, block=block, powers=powers, static=static), ignored)
     if method == "fbgemm_fp8":
         return Said(scheme("channel", method="fbgemm_fp8"), ignored)
     if method == "mxfp4":
         return Said(scheme("mxfp4"), ignored, "experts-only")
     if method == "modelopt" or "producer" in quant:
-        return Said(_modelopt(str(quant.get("quant_algo") or "FP8")), ignored)
+        return Said(_modelopt(algo or "FP8"), ignored)
     if method == "compressed-tensors":
         return Said(_compressed(quant), ignored)
     raise _unknown(method or "(no quant_method)")
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _odd(path: str, value: object, hint: str) -> ConflictError:
+    """A field that is there and is not what it should be."""
+    return ConflictError(
+        f"`{path}` of config.json's quantization_config is {_short(value)}",
+        where=f"config.json: quantization_config: {path}",
+        hint=hint,
+    )
+
+
+def _text(quant: Mapping[str, Any], name: str, path: str = "") -> str:
+    """A text, or "" for one that is not there."""
+    value = quant.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _odd(f"{path}{name}", value, "it is a text, or is left away")
+    return value or ""
+
+
+def _modules(quant: Mapping[str, Any], name: str) -> list[str]:
+    """Names of modules, or [] for a list that is not there."""
+    value = quant.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+        raise _odd(name, value, 'it is a list of names, as in ["lm_head"]')
+    return value
+
+
+def _map(quant: Mapping[str, Any], name: str, path: str = "") -> Mapping[str, Any]:
+    """An object, or {} for one that is not there."""
+    value = quant.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise _odd(f"{path}{name}", value, "it is an object, or null")
+    return value or {}
+
+
+def _sides(value: object, path: str) -> tuple[int, int]:
+    """The sides of a block; compressed-tensors has them as "128x128", too."""
+    if isinstance(value, str) and (m := re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", value, re.ASCII)):
+        return int(m[1]), int(m[2])
+    if isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
+        return value[0], value[1]
+    raise _odd(path, value, "the sides of a block are two whole numbers: [128, 128]")
 
 
 def _unknown(what: str) -> UnsupportedError:
@@ -98,33 +157,31 @@ def _modelopt(algo: str) -> Scheme:
 
 
 def _compressed(quant: Mapping[str, Any]) -> Scheme:
-    groups = quant.get("config_groups")
-    weights = (
-        [g.get("weights") for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []
-    )
-    found = [w for w in weights if isinstance(w, Mapping)]
+    groups = _map(quant, "config_groups")
+    found = []
+    for key in groups:
+        group, at = _map(groups, key, "config_groups."), f"config_groups.{key}."
+        if weights := _map(group, "weights", at):
+            found.append((group, weights, at))
     if len(found) != 1:
-        raise _unknown("compressed-tensors with several groups")
-    w = found[0]
-    name = (
-        str(quant.get("format") or next(iter(groups.values())).get("format") or "")
-        if isinstance(groups, Mapping)
-        else ""
-    )
-    inputs = next(iter(groups.values())).get("input_activations") if isinstance(groups, Mapping) else None
-    static = isinstance(inputs, Mapping) and inputs.get("dynamic") is False
+        raise _unknown(f"compressed-tensors with {len(found) or 'no'} groups")
+    group, w, at = found[0]
+    name = _text(quant, "format") or _text(group, "format", at)
+    inputs = _map(group, "input_activations", at)
+    static = bool(inputs) and inputs.get("dynamic") is False
     if name.startswith("mxfp8"):
         return scheme("mxfp8")
     if name.startswith("mxfp4"):
         return scheme("mxfp4")
     if name.startswith("nvfp4"):
-        return scheme("nvfp4", static=static or (isinstance(inputs, Mapping) and inputs.get("dynamic") == "local"))
-    strategy = w.get("strategy")
+        return scheme("nvfp4", static=static or inputs.get("dynamic") == "local")
+    strategy = _text(w, "strategy", f"{at}weights.")
     if w.get("num_bits") == 8 and w.get("type") == "float":
-        if strategy == "block" and isinstance(sides := w.get("block_structure"), list) and len(sides) == 2:
-            return scheme("block", method="compressed-tensors", block=(sides[0], sides[1]))
+        if strategy == "block":
+            sides = _sides(w.get("block_structure"), f"{at}weights.block_structure")
+            return scheme("block", method="compressed-tensors", block=sides)
         if strategy in ("tensor", "channel"):
-            return scheme(str(strategy), method="compressed-tensors", static=static)
+            return scheme(strategy, method="compressed-tensors", static=static)
     raise _unknown(f"compressed-tensors {w.get('type')} {w.get('num_bits')} bits, {strategy}")
 
 

@@ -17,11 +17,12 @@ compressed-tensors 0.20 (tensor, channel, block, mxfp8, nvfp4, mxfp4), ModelOpt'
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpttool.dtypes import parse
-from ckpttool.errors import LayoutError, UsageError
+from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 from ckpttool.plan import Rounding
 
 RECIPES = ("tensor", "channel", "block", "mxfp8", "nvfp4", "mxfp4")
@@ -69,7 +70,7 @@ class Scheme:
     block: tuple[int, int]
     """Elements per scale along N and K; 0 is all of the axis."""
     powers: bool = False
-    """Scales are powers of two."""
+    """Scales are powers of two, where the recipe alone does not say so."""
     static: bool = False
     """One scale for the activations lies beside each weight."""
     edge: str = "ceil"
@@ -77,7 +78,8 @@ class Scheme:
     @property
     def rounding(self) -> Rounding:
         """The arithmetic."""
-        return Rounding(self.recipe, self.code, self.scale, self.block, self.powers, self.method != "modelopt")
+        powers = self.powers or self.scale == "F8_E8M0"
+        return Rounding(self.recipe, self.code, self.scale, self.block, powers, self.method != "modelopt")
 
     def __str__(self) -> str:
         text = self.recipe
@@ -106,11 +108,18 @@ def scheme(
         raise UsageError(f"--quant-method {method} has no {recipe} recipe", hint=f"for {recipe}: " + ", ".join(methods))
     if block is not None and recipe != "block":
         raise UsageError(f"--block does nothing for recipe {recipe}", hint="leave it away, or use --recipe block")
-    wanted = parse(scale_dtype).name if scale_dtype else ""
-    four = recipe in ("nvfp4", "mxfp4")
-    code = "F4" if four else parse(code).name if code else "F8_E4M3"
-    if not four and code not in ("F8_E4M3", "F8_E5M2"):
-        raise UsageError(f"codes of {recipe} are F8_E4M3 or F8_E5M2, not {code}")
+    if edge and edge not in EDGES:
+        raise UsageError(f"--edge is {edge}", hint="one of " + ", ".join(EDGES))
+    if edge and recipe in ("tensor", "channel"):
+        raise UsageError(f"--edge does nothing for recipe {recipe}, which has no blocks", hint="leave it away")
+    if powers and recipe == "nvfp4":
+        raise UsageError("--pow2: the scales of nvfp4 are F8_E4M3, and no powers of two", hint="leave it away")
+    if powers and recipe in GROUP:
+        raise UsageError(
+            f"--pow2 does nothing for recipe {recipe}, whose scales are powers of two anyway", hint="leave it away"
+        )
+    wanted = _dtype(scale_dtype, "--scale-dtype") if scale_dtype else ""
+    code = _code(recipe, code)
     if code == "F8_E5M2" and method in ("compressed-tensors", "modelopt"):
         raise UsageError(f"--quant-method {method} knows E4M3 codes only", hint="--quant-method fp8")
     if recipe in GROUP:
@@ -122,7 +131,7 @@ def scheme(
                 f"{recipe} has no partly filled groups: K is a multiple of {GROUP[recipe]}", hint="--edge error"
             )
         stored = fixed if recipe == "nvfp4" else "U8"
-        return Scheme(recipe, method, code, fixed, stored, (1, GROUP[recipe]), recipe != "nvfp4", static, "error")
+        return Scheme(recipe, method, code, fixed, stored, (1, GROUP[recipe]), static=static, edge="error")
     usual = "BF16" if method == "compressed-tensors" else "F32"
     scale = wanted or usual
     allowed = {
@@ -136,12 +145,47 @@ def scheme(
             f"--quant-method {method} has no {scale} scales for recipe {recipe}",
             hint="it has " + ", ".join(allowed),
         )
-    if edge and edge not in EDGES:
-        raise UsageError(f"--edge is {edge}", hint="one of " + ", ".join(EDGES))
     if static and method == "fbgemm_fp8":
         raise UsageError("fbgemm_fp8 has no static activation scales", hint="leave --static-act away")
     sides = {"tensor": (0, 0), "channel": (1, 0), "block": block or (128, 128)}[recipe]
     return Scheme(recipe, method, code, scale, scale, sides, powers or scale == "F8_E8M0", static, edge or "ceil")
+
+
+def _dtype(text: str, option: str) -> str:
+    """The name of a dtype that an option has. Raises UsageError for what is none."""
+    try:
+        return parse(text).name
+    except UnsupportedError as e:
+        raise UsageError(f"{option}: {e.what}", hint=e.hint) from None
+
+
+def _code(recipe: str, text: str) -> str:
+    """The dtype of codes. Raises UsageError for one that the recipe does not have."""
+    known = ("F4",) if recipe in ("nvfp4", "mxfp4") else ("F8_E4M3", "F8_E5M2")
+    code = _dtype(text, "--code") if text else known[0]
+    if code not in known:
+        raise UsageError(f"codes of {recipe} are {' or '.join(known)}, not {code}", hint="leave --code away")
+    return code
+
+
+def check_together(made: Iterable[tuple[str, Sequence[Form]]]) -> None:
+    """MXFP4 as in gpt-oss's files is for experts alone: nobody reads ``weight_packed`` beside it.
+
+    ``made`` are weights and what they become. Raises UsageError.
+    """
+    blocks = packed = ""
+    for weight, found in made:
+        for f in found:
+            if f.name.endswith("_blocks"):
+                blocks = blocks or weight
+            elif f.name.endswith(".weight_packed"):
+                packed = packed or weight
+    if blocks and packed:
+        raise UsageError(
+            f"`{packed}` cannot be MXFP4 beside `{blocks}`: nobody reads other MXFP4 weights in a model with"
+            " gpt-oss's experts",
+            hint="--keep-preset experts-only, without --include, quantises experts alone; or take another --recipe",
+        )
 
 
 def forms(scheme: Scheme, name: str, shape: tuple[int, ...], *, in_out: bool = False) -> tuple[Form, ...]:
@@ -188,7 +232,7 @@ def forms(scheme: Scheme, name: str, shape: tuple[int, ...], *, in_out: bool = F
         there = name if scheme.method == "modelopt" else f"{stem}.weight_packed"
         codes = Form("codes", there, "U8", (*lead, n, k // 2))
     alone: tuple[int, ...] = (1,) if scheme.method == "compressed-tensors" else ()
-    grid = alone
+    grid = (1, 1) if lead else alone
     if scheme.recipe != "tensor":
         grid = (n, k // group) if group else _grid(scheme, n, k)
     suffix = "weight_scale_inv" if scheme.method == "fp8" else "weight_scale"

@@ -57,7 +57,7 @@ def _columns(units: Sequence[str]) -> list[str]:
 
 def _recipe(report: SizeReport) -> str:
     applied = report.applied
-    if applied.scheme is not None:
+    if applied.scheme is not None and applied.quantised:
         static = ", static activations" if applied.scheme.static else ""
         said = f"{applied.recipe}: " if applied.recipe == "as-is" else ""
         return f"{said}{applied.scheme}{static} ({applied.scheme.method})"

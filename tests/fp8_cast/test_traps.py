@@ -122,3 +122,17 @@ def test_a_dtype_that_the_config_does_not_settle(tmp_path: Path) -> None:
     coded(tmp_path / "src", np.ones((3, 2), np.float32), (300, 256), config)
     cast(tmp_path / "src", tmp_path / "dst", "--to", "bf16")
     assert read_all(tmp_path / "dst")[NAME].dtype == "BF16"
+
+
+def test_mxfp4_of_gpt_oss_is_that_of_its_experts(tmp_path: Path) -> None:
+    tensors: Tensors = {
+        "model.layers.0.mlp.experts.gate_up_proj": weight(1, (2, 32, 64)),
+        "model.layers.0.mlp.experts.down_proj": weight(2, (2, 32, 32)),
+        "model.layers.0.self_attn.q_proj.weight": weight(3, (64, 32)),
+    }
+    config = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 2}
+    save_hf(tmp_path / "src", tensors, config)
+    mxfp4 = ("--recipe", "mxfp4")
+    refused("fp8-cast", tmp_path / "src", tmp_path / "dst", *mxfp4, "--keep-preset", "none", code=2)
+    cast(tmp_path / "src", tmp_path / "dst", *mxfp4)
+    assert "model.layers.0.mlp.experts.down_proj_blocks" in read_all(tmp_path / "dst")

@@ -140,7 +140,92 @@ def test_configs_that_are_none(tmp_path: Path, llama: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nothing")
     assert "--tp does nothing" in refused(llama, "--tp", 2)
     assert "--from does nothing" in refused(llama, "--from", "hf")
+    assert "--rank-pattern does nothing" in refused(llama, "--rank-pattern", "x{rank}")
     assert "--config does nothing" in refused(llama, "--config", llama)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    index = tmp_path / "x.index.json"
+    shutil.copy(DEEPSEEK / "model.safetensors.index.json", index)
+    text = refused(index, code=1)
+    assert "2 of 2 files that the index names are missing: `model-00001-of-00002.safetensors`" in text
+    assert f"--> {index}\n" in text
+    other = tmp_path / "h.py"
+    other.write_text("x = 1")
+    text = refused(other, code=1)
+    assert "neither a checkpoint nor the config.json" in text
+    assert f"--> {other}\n" in text
+
+
+# -- fields that are not what they should be
+
+
+@pytest.mark.parametrize("value", ["8", 1.5, [], {}, True, 0, -8], ids=repr)
+def test_sizes_of_another_type(tmp_path: Path, value: object) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small(num_key_value_heads=value)))
+    assert f"`num_key_value_heads` of config.json is {json.dumps(value)}, " in refused(path, code=1)
+
+
+def test_sizes_of_a_checkpoint_count_on_ranks(tmp_path: Path) -> None:
+    src = shutil.copytree(FIXTURES / "hf_tiny_source", tmp_path / "src")
+    config = json.loads((src / "config.json").read_text())
+    (src / "config.json").write_text(json.dumps({**config, "num_key_value_heads": "2"}))
+    whole = size_of(FIXTURES / "hf_tiny_source", "--recipe", "bf16")
+    assert size_of(src, "--recipe", "bf16")["bytes"] == whole["bytes"]
+    for options in (("--tp-out", 2), ("--kv", "bf16")):
+        assert '`num_key_value_heads` of config.json is "2"' in refused(src, "--recipe", "bf16", *options, code=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("gpt-oss-20b", "sliding_window", -5),
+        ("gpt-oss-20b", "sliding_window", "x"),
+        ("gpt-oss-20b", "layer_types", "full_attention"),
+        ("gpt-oss-20b", "layer_types", ["full_attention"]),
+        ("gpt-oss-20b", "layer_types", [1] * 24),
+        ("gpt-oss-20b", "full_attention_interval", 0),
+        ("Qwen2.5-7B", "use_sliding_window", "false"),
+        ("DeepSeek-V3", "qk_rope_head_dim", "64"),
+    ],
+)
+def test_fields_of_the_cache(tmp_path: Path, name: str, field: str, value: object) -> None:
+    path = write_config(tmp_path, name)
+    config = {k: v for k, v in json.loads(path.read_text()).items() if field == "layer_types" or k != "layer_types"}
+    path.write_text(json.dumps({**config, field: value}))
+    text = refused(path, "--kv", "bf16", "--tokens", 1000, code=1)
+    assert f"`{field}`" in text
+    assert json.dumps(value)[:20] in text
+
+
+def test_no_window(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "gpt-oss-20b")
+    config = json.loads(path.read_text())
+    options = ("--kv", "bf16", "--tokens", 1000)
+    path.write_text(json.dumps({**config, "sliding_window": 256}))
+    kv = size_of(path, *options)["kv"]
+    assert (kv["layers"], kv["sliding_layers"], kv["window"]) == (24, 12, 256)
+    path.write_text(json.dumps({k: v for k, v in config.items() if k != "sliding_window"}))
+    assert size_of(path, *options)["kv"]["window"] == 128
+    path.write_text(json.dumps({**config, "sliding_window": None}))
+    kv = size_of(path, *options)["kv"]
+    assert (kv["layers"], kv["sliding_layers"], kv["window"]) == (24, 0, 0)
+
+
+def test_a_dtype_that_is_left_to_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small(torch_dtype="auto")))
+    assert set(size_of(path, "--recipe", "bf16")["dtypes"]) == {"BF16"}
+
+
+@pytest.mark.parametrize("value", [[128], "x", 5, [0, 128], ["x", 1], [True, 128], {}], ids=repr)
+def test_blocks_of_another_type(tmp_path: Path, value: object) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small(quantization_config={"quant_method": "fp8", "weight_block_size": value})))
+    text = refused(path, code=1)
+    assert f"`weight_block_size` of config.json's quantization_config is {json.dumps(value)}" in text
+    assert "hint: " in text
 
 
 def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
@@ -174,7 +259,7 @@ def test_keep_and_include(llama: Path) -> None:
     plain = size_of(llama)["dtypes"]["F8_E4M3"]["tensors"]
     assert size_of(llama, "--keep", "*.layers.0.*")["dtypes"]["F8_E4M3"]["tensors"] == plain - 7
     assert size_of(llama, "--include", "lm_head.*")["dtypes"]["F8_E4M3"]["tensors"] == plain + 1
-    assert "F8_E4M3" not in size_of(llama, "--keep-preset", "experts-only")["dtypes"]
+    assert "nothing to quantise" in refused(llama, "--keep-preset", "experts-only")
     assert "did you mean" in refused(llama, "--keep", "*.nothing.*")
 
 
@@ -215,11 +300,34 @@ def test_static_activations_have_a_scale_each(llama: Path) -> None:
         (("--vocab-pad", 128), "--vocab-pad does nothing"),
         (("--ep-out", 2), "no experts"),
         (("--check-total-size",), "SRC is a config"),
+        (("--recipe", "tensor", "--edge", "skip"), "--edge does nothing for recipe tensor"),
+        (("--recipe", "channel", "--edge", "ceil"), "--edge does nothing for recipe channel"),
+        (("--recipe", "mxfp8", "--edge", "round"), "--edge is round"),
+        (("--scale-dtype", "xx"), "--scale-dtype: unknown dtype `xx`"),
+        (("--keep", "*"), "nothing to quantise"),
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "",
 )
 def test_options_that_do_nothing_or_make_no_sense(llama: Path, options: tuple[object, ...], said: str) -> None:
     assert said in refused(llama, *options)
+
+
+def test_scales_of_blocks_that_gpt_oss_cannot_have(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "gpt-oss-20b")
+    mxfp4 = ("--recipe", "mxfp4")
+    for options in (("--include", "*.q_proj.weight"), ("--keep-preset", "none")):
+        assert "cannot be MXFP4 beside `model.layers.0.mlp.experts.gate_up_proj`" in refused(config, *mxfp4, *options)
+    alone = size_of(config, *mxfp4, "--keep", "*.experts.*", "--include", "*.q_proj.weight")
+    assert alone["dtypes"]["U8"]["tensors"] == 2 * 24
+    assert size_of(config, *mxfp4)["dtypes"]["U8"]["tensors"] == 4 * 24
+
+
+def test_an_index_is_checked_where_nothing_can_be_quantised(tmp_path: Path) -> None:
+    src = indexed(tmp_path, 4, x=np.zeros(1, "float32"))
+    data = size_of(src, "--check-total-size")
+    assert (data["recipe"]["name"], data["total_size"]["ok"]) == ("as-is", True)
+    assert "nothing to quantise" in refused(src)
+    assert "nothing to quantise" in refused(src, "--check-total-size", "--recipe", "block")
 
 
 # -- the answer is no

@@ -18,7 +18,7 @@ import yaml
 
 from ckpttool.errors import LayoutError
 from ckpttool.layout.family import FAMILIES, Family, TensorsSpec, UniqueKeys, family_names, find_family, load_family
-from ckpttool.layout.shapes import Declared, declared_tensors
+from ckpttool.layout.shapes import Declared, check_sizes, declared_tensors
 from tests.helpers.tiny_names import all_lists
 
 DATA = Path(__file__).parent / "data" / "shapes"
@@ -180,6 +180,11 @@ def test_other_dtypes(dtype: str, words: str) -> None:
         tensors_of({**CONFIGS["llama"], "dtype": dtype})
 
 
+def test_a_dtype_that_is_left_to_the_files() -> None:
+    fields = {"dtype": None, "torch_dtype": "auto"}
+    assert {t.dtype for t in tensors_of({**CONFIGS["llama"], **fields})} == {"BF16"}
+
+
 def test_fields_in_text_config() -> None:
     config = dict(CONFIGS["llama"])
     nested = {"model_type": "llama", "text_config": config}
@@ -249,6 +254,62 @@ def test_a_field_that_is_missing(variant: str, field: str) -> None:
     assert f"config.json lacks `{field}`" in e.value.what
     assert f"family `{family}`" in e.value.what
     assert e.value.where[0].startswith(f"{family}.yaml: tensors: ")
+
+
+@pytest.mark.parametrize("value", ["8", 1.5, [], {}, True, False, 0, -8], ids=repr)
+@pytest.mark.parametrize(
+    ("variant", "field"),
+    [
+        ("llama", "num_key_value_heads"),
+        ("llama", "num_hidden_layers"),
+        ("llama", "hidden_size"),
+        ("llama", "head_dim"),
+        ("llama", "intermediate_size"),
+        ("gpt_oss", "num_local_experts"),
+        ("deepseek_v3", "n_routed_experts"),
+        ("deepseek_v3", "kv_lora_rank"),
+    ],
+)
+def test_a_field_that_is_no_size(variant: str, field: str, value: object) -> None:
+    with pytest.raises(LayoutError) as e:
+        tensors_of({**CONFIGS[variant], field: value})
+    assert f"`{field}`" in str(e.value)
+    assert json.dumps(value) in str(e.value)
+    assert "lacks" not in e.value.what
+
+
+@pytest.mark.parametrize(
+    ("variant", "field", "value", "what"),
+    [
+        ("llama", "attention_bias", "false", 'is "false", not true or false'),
+        ("llama", "mlp_bias", [], "is [], not true or false"),
+        ("llama", "tie_word_embeddings", "false", 'is "false", not true or false'),
+        ("deepseek_v3", "moe_layer_freq", "1", 'is "1", not a whole number'),
+        ("deepseek_v3", "first_k_dense_replace", True, "is true, not a whole number"),
+        ("qwen2_moe", "mlp_only_layers", "1", 'is "1", not a list'),
+    ],
+)
+def test_a_field_of_another_type(variant: str, field: str, value: object, what: str) -> None:
+    with pytest.raises(LayoutError) as e:
+        tensors_of({**CONFIGS[variant], field: value})
+    assert e.value.what == f"`{field}` of config.json {what}"
+
+
+def test_truth_values_that_are_numbers() -> None:
+    assert tensors_of({**CONFIGS["llama"], "attention_bias": 1}) == tensors_of(
+        {**CONFIGS["llama"], "attention_bias": True}
+    )
+
+
+def test_reading_sizes_is_not_strict() -> None:
+    """What is only moved needs few sizes: a field of another type is one that is not there."""
+    config = {**CONFIGS["llama"], "num_key_value_heads": "2"}
+    family = load_family("llama", config)
+    assert family.size("kv_heads") == family.size("heads")
+    with pytest.raises(LayoutError, match=r'`num_key_value_heads` of config\.json is "2", not a'):
+        check_sizes(family, config)
+    check_sizes(load_family("llama", CONFIGS["llama"]), CONFIGS["llama"])
+    assert find_family({"architectures": 5, "model_type": "llama"}) == "llama"
 
 
 def family_of(tmp_path: Path, tensors: str, **config: Any) -> tuple[Family, dict[str, Any]]:
@@ -407,6 +468,9 @@ def test_an_error_names_the_way_to_it(tmp_path: Path) -> None:
         "orca.yaml: tensors: defaults: b: `c * 2`",
         "orca.yaml: tensors: names: a: `b + 1`",
     )
+    with pytest.raises(LayoutError) as e:
+        orca(tmp_path, "defaults: {b: c - width}\nnames: {a: b + 1}\nlayers: {w: [a]}", c=2)
+    assert e.value.where == ("orca.yaml: tensors: layers: w: `a`", "config.json: `c` is 2, `width` is 8")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import list_source
+from ckpttool.layout.shapes import check_sizes
 from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.cache import Cache, cache_of
 from ckpttool.ops.fp8_size.model import Model, index_of, load
@@ -117,7 +118,8 @@ def answer(src: str | Path, options: OpenOptions, question: Question) -> SizeRep
     _sensible(question)
     path = Path(src)
     model = load(path, options, question.config, mtp=question.mtp)
-    applied = apply(model, question.wanted)
+    # An index is right or wrong whatever becomes of the weights.
+    applied = apply(model, question.wanted, or_as_it_is=question.check_total_size and model.checkpoint is not None)
     if question.fp8_transposed and not applied.quantised:
         raise UsageError(f"--fp8-transposed does nothing for recipe {applied.recipe}", hint="--recipe block")
     out = SizeReport(model, applied, on_disk(model, applied, question.max_shard_size), notes=list(model.notes))
@@ -180,6 +182,7 @@ def _mesh(out: SizeReport, q: Question) -> tuple[Mesh, bool]:
 def _ranks(out: SizeReport, q: Question) -> None:
     """Everything that is said of each rank."""
     model, applied = out.model, out.applied
+    check_sizes(model.family, model.config)
     mesh, follows = _mesh(out, q)
     # Engines that serve want whole blocks on every rank; what trains quantises its own share.
     ranks = partition(model, applied, mesh, q.vocab_pad or 64, blocks=not q.train, follows=follows)

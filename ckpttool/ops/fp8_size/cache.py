@@ -10,18 +10,19 @@ configuration classes of transformers (which layers slide), hf-mem #60 (what eng
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.errors import UnsupportedError, UsageError
+from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.model import Model
 
 KINDS = ("bf16", "fp8", "fp8_ds_mla")
 """What --kv may say."""
 DS_MLA = 656
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 _OTHER_LAYERS = (
     "mamba",
@@ -86,7 +87,7 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
     """The cache of a model; 0 tokens or length is "not said".
 
     Raises UsageError for a dtype that the model cannot have, UnsupportedError when the config does not say what its
-    layers keep.
+    layers keep, ConflictError for a field that has a value which it cannot have.
     """
     if dtype not in KINDS:
         raise UsageError(f"--kv `{dtype}` is not known", hint="one of " + ", ".join(KINDS))
@@ -94,7 +95,7 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
         raise UsageError(f"--max-model-len {length} is less than --tokens {tokens}")
     config = _Fields(model)
     size = 2 if dtype == "bf16" else 1
-    latent = config.number("kv_lora_rank")
+    latent = config.number("kv_lora_rank", least=0)
     if latent:
         per_layer = DS_MLA if dtype == "fp8_ds_mla" else (latent + config.need("qk_rope_head_dim")) * size
         if dtype == "fp8_ds_mla" and (latent, config.number("qk_rope_head_dim")) != (512, 64):
@@ -110,7 +111,14 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
         per_layer = 2 * max(1, -(-groups // mesh.tp)) * head_dim * size
     layers = model.family.size("layers") or config.need("num_hidden_layers")
     kinds = _layer_kinds(config, layers)
-    window = config.number("sliding_window") or (128 if config.model_type == "gpt_oss" else 0)
+    window = config.number("sliding_window", least=0)
+    if not window and config.model_type == "gpt_oss" and not config.has("sliding_window"):
+        window = 128
+    if SLIDING in kinds and not window and config.has("sliding_window"):
+        # null: layers that slide have no window.
+        kinds = [FULL if k == SLIDING else k for k in kinds]
+    if CHUNKED in kinds:
+        kinds = [SLIDING if k == CHUNKED else k for k in kinds]
     if SLIDING in kinds and not window:
         raise UnsupportedError(
             "the config has layers with sliding windows and no `sliding_window`", where=str(model.path)
@@ -148,10 +156,33 @@ class _Fields:
     def get(self, name: str) -> Any:
         return next((p[name] for p in self.places if p.get(name) is not None), None)
 
-    def number(self, name: str) -> int:
-        """0 when the config does not have it."""
+    def has(self, name: str) -> bool:
+        """Whether the config has it, be it null."""
+        return any(name in p for p in self.places)
+
+    def wrong(self, name: str, what: str) -> ConflictError:
+        text = json.dumps(self.get(name), default=repr)
+        return ConflictError(
+            f"`{name}` of config.json is {text if len(text) <= 60 else text[:57] + '...'}, not {what}",
+            where=str(self._path),
+            hint="correct it in config.json, as the authors of the model publish it; or leave --kv away",
+        )
+
+    def number(self, name: str, *, least: int = 1) -> int:
+        """0 when the config does not have it. Raises ConflictError for what is no such number."""
         found = self.get(name)
-        return found if type(found) is int else 0
+        if found is None:
+            return 0
+        if type(found) is not int or found < least:
+            raise self.wrong(name, f"a whole number from {least} on")
+        return found
+
+    def flag(self, name: str) -> bool | None:
+        """None when the config does not have it."""
+        found = self.get(name)
+        if found is not None and not isinstance(found, bool):
+            raise self.wrong(name, "true or false")
+        return found
 
     def need(self, name: str) -> int:
         found = self.number(name)
@@ -167,8 +198,12 @@ class _Fields:
 def _layer_kinds(config: _Fields, layers: int) -> list[str]:
     """What each layer keeps: all, a window, or something that is not modelled."""
     said = config.get("layer_types")
-    if isinstance(said, list) and len(said) >= layers:
-        return [{"attention": FULL, "chunked_attention": SLIDING}.get(str(k), str(k)) for k in said[:layers]]
+    if said is not None:
+        if not isinstance(said, list) or not all(isinstance(k, str) for k in said):
+            raise config.wrong("layer_types", "a list of texts, one for each layer")
+        if len(said) < layers:
+            raise config.wrong("layer_types", f"long enough: it has {len(said)} entries for {layers} layers")
+        return [FULL if k == "attention" else k for k in said[:layers]]
     if every := config.number("full_attention_interval"):
         return [FULL if (n + 1) % every == 0 else "linear_attention" for n in range(layers)]
     other = [k for p in config.places for k in p if k.startswith(_OTHER_LAYERS) and p[k] not in (None, False)]
@@ -178,17 +213,18 @@ def _layer_kinds(config: _Fields, layers: int) -> list[str]:
             " say which: their cache is not modelled",
             hint="leave --kv away",
         )
-    window = config.number("sliding_window")
+    window = config.number("sliding_window", least=0)
     model_type = config.model_type
     if model_type in ("gpt_oss", "gemma2"):
         return [FULL if n % 2 else SLIDING for n in range(layers)]
     if model_type.startswith("gemma3"):
         every = config.number("sliding_window_pattern") or 6
         return [SLIDING if (n + 1) % every else FULL for n in range(layers)]
-    if not window or config.get("use_sliding_window") is False:
+    slides = config.flag("use_sliding_window")
+    if not window or slides is False:
         return [FULL] * layers
     if model_type.startswith("qwen"):
         # Qwen slides only where it is asked to, and not in its first layers.
-        first = config.number("max_window_layers") if config.get("use_sliding_window") else layers
+        first = config.number("max_window_layers", least=0) if slides else layers
         return [SLIDING if n >= first else FULL for n in range(layers)]
     return [SLIDING] * layers

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, pick_family
 from ckpttool.dtypes import lookup
-from ckpttool.errors import CorruptError, UnsupportedError, UsageError
+from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import Listing, StoredCheckpoint, list_source
 from ckpttool.formats.registry import detect, read_source
 from ckpttool.layout.family import Family, Op, inverse
@@ -120,7 +120,8 @@ def _from_config(
 ) -> Model:
     if other is not None:
         raise UsageError("--config does nothing: SRC is a config", hint="give one of the two")
-    said = [*options.mesh.said(), *(["from"] if options.format else [])]
+    said = [*options.mesh.said()]
+    said += [o for o, value in (("rank-pattern", options.mesh.rank_pattern), ("from", options.format)) if value]
     if said:
         raise UsageError(f"--{said[0]} does nothing: SRC is a config, without ranks", where=str(path))
     family = pick_family(options.family, "", config)
@@ -163,7 +164,33 @@ def _kinds(family: Family, ops: tuple[Op, ...]) -> Callable[[str], Kind]:
     return kind
 
 
+def _check_file(path: Path, options: OpenOptions) -> None:
+    """Raises an error that names SRC, a file, when it or what it speaks of cannot be read."""
+    listing = list_source(path)
+    if path.name.endswith(".json"):
+        found = listing.json(path.name).get("weight_map")
+        names = sorted({str(f) for f in found.values()}) if isinstance(found, dict) else []
+        missing = [n for n in names if not listing.path(n).is_file()]
+        if missing:
+            raise IncompleteError(
+                f"{len(missing)} of {len(names)} files that the index names are missing: `{missing[0]}`",
+                where=str(path),
+                hint="copy the missing files beside it",
+            )
+    if not options.format and not options.mesh.rank_pattern:
+        try:
+            detect(listing)
+        except UnsupportedError:
+            raise UnsupportedError(
+                "this is neither a checkpoint nor the config.json of a model",
+                where=str(path),
+                hint="give a directory, a .safetensors file, an index, or a config.json",
+            ) from None
+
+
 def _open(path: Path, options: OpenOptions, config: Path | None) -> Checkpoint:
+    if path.is_file():
+        _check_file(path, options)
     if config is None:
         return open_checkpoint(path, options)
     stored = read_source(path, options.format, options.mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from ckpttool.ops.fp8_size.model import CONFIG_ALONE, Held, Model
 from ckpttool.ops.fp8_size.names import CLASSES, class_of, module_of
 from ckpttool.quant.config import said, section
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
-from ckpttool.quant.scheme import RECIPES, Scheme, scheme
+from ckpttool.quant.scheme import RECIPES, Form, Scheme, check_together, scheme
 
 AS_IS, PLAIN = "as-is", "bf16"
 CHOICES = (AS_IS, PLAIN, *RECIPES)
@@ -177,8 +177,12 @@ def _loose(h: Held) -> Row:
     return Row(h.name, h.dtype, h.shape, "scale", 0, elements, nbytes(h.dtype, elements, where=h.name))
 
 
-def apply(model: Model, wanted: Wanted) -> Applied:
-    """Work out what is stored. Raises UsageError for options that do nothing, LayoutError as ``quant.forms`` does."""
+def apply(model: Model, wanted: Wanted, *, or_as_it_is: bool = False) -> Applied:
+    """Work out what is stored.
+
+    ``or_as_it_is``: where no recipe is wanted and none would do anything, that is what the files hold. Raises
+    UsageError for options that do nothing and when there is nothing to quantise, LayoutError as ``quant.forms`` does.
+    """
     recipe = wanted.recipe
     if recipe and recipe not in CHOICES:
         raise UsageError(f"unknown recipe `{recipe}`", hint="recipes: " + ", ".join(CHOICES))
@@ -192,6 +196,12 @@ def apply(model: Model, wanted: Wanted) -> Applied:
         )
     as_it_is = recipe == AS_IS and model.format != CONFIG_ALONE
     out = _stored(model) if as_it_is else _treated(model, recipe, wanted)
+    if recipe in RECIPES:
+        if or_as_it_is and not out.quantised and wanted == Wanted():
+            out = _stored(model)
+        else:
+            _something(model, out.groups)
+        check_together((g.weight.name, [Form(h.role, *h[:3]) for h in g.held]) for g in out.groups if g.coding)
     _sum(out)
     return out
 
@@ -213,10 +223,13 @@ def _treated(model: Model, recipe: str, wanted: Wanted) -> Applied:
             edge=wanted.edge,
         )
     keep = for_family(Keep(preset, wanted.keep, wanted.include, ignored), chosen, model.weights)
+    # What a quantised source has in high precision stays so.
+    coded = model.codes.weights
+    keep = replace(keep, among=frozenset(coded) if coded else None)
     if wanted.keep or wanted.include:
         keep.check([w.name for w in model.weights])
     # A pattern may name one layer; the presets treat all numbers alike, so that one weight of a kind decides.
-    each = wanted.keep or wanted.include or ignored
+    each = wanted.keep or wanted.include or ignored or coded
     fates: Iterable[Treated | None] = treat(model.weights, chosen, keep) if each else repeat(None, len(model.weights))
     groups: dict[tuple[Any, ...], Group] = {}
     for w, (template, mtp, _), fate in zip(model.weights, model.kinds, fates, strict=True):
@@ -234,6 +247,21 @@ def _treated(model: Model, recipe: str, wanted: Wanted) -> Applied:
             groups[key] = group
         group.names.append(w.name)
     return Applied(recipe, chosen, keep.preset if chosen else "", list(groups.values()), [])
+
+
+def _something(model: Model, groups: Iterable[Group]) -> None:
+    """Raises UsageError when a recipe leaves everything as it is."""
+    kept: dict[str, int] = {}
+    for g in groups:
+        if g.coding is not None:
+            return
+        kept[g.why] = kept.get(g.why, 0) + len(g.names)
+    raise UsageError(
+        "there is nothing to quantise: every tensor stays as it is",
+        where=str(model.path),
+        hint=f"--recipe {PLAIN} says how large it is; tensors stay because: "
+        + ", ".join(f"{why} ({n})" for why, n in kept.items()),
+    )
 
 
 def _stored(model: Model) -> Applied:
