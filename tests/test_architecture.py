@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,7 @@ class Import:
     """Whether it runs when the module is imported (not in a function, not under TYPE_CHECKING)."""
 
 
+@cache
 def sources(root: Path) -> list[Source]:
     """Every module of the package below `root`."""
     found = []

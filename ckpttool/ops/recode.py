@@ -284,7 +284,7 @@ class _Recoder:
             self._add(name, replace(view.same, key=Key(name)))
             return
         # A part of a fused tensor under Hugging Face's names: its bytes are gathered.
-        step = self._compute(name, view.dtype, view.shape, self.operands.stored(view, f"`{name}`"))
+        step = self._compute(name, view.dtype, view.shape, self.operands.stored(view, f"`{name}`"), finite=False)
         self._put(name, view.dtype, view.shape, step, 0)
 
     def _add(self, name: str, tensor: LogicalTensor) -> None:
@@ -296,9 +296,9 @@ class _Recoder:
             )
         self.tensors[tensor.key] = tensor
 
-    def _compute(self, name: str, dtype: str, shape: tuple[int, ...], operand: Operand) -> int:
+    def _compute(self, name: str, dtype: str, shape: tuple[int, ...], operand: Operand, *, finite: bool = True) -> int:
         parameters = ((("scale", 1.0),),)
-        self.steps.append(Compute(name, shape, dtype, "passthrough", (operand,), None, parameters, (), None))
+        self.steps.append(Compute(name, shape, dtype, "passthrough", (operand,), None, parameters, (), None, finite))
         return len(self.steps) - 1
 
     def _put(

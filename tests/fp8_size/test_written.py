@@ -23,7 +23,9 @@ OPTIONS = ("", "--keep-preset none", "--keep-preset none --max-shard-size 30KB",
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_sizes(tmp_path: Path, source: str, recipe: str) -> None:
-    for number, options in enumerate(OPTIONS):
+    # Every source and every recipe meets all options, though not every pair of them does.
+    turn = (SOURCES.index(source) + RECIPES.index(recipe)) % 2
+    for number, options in enumerate(OPTIONS[turn::2]):
         out = tmp_path / str(number)
         asked = ["--recipe", *recipe.split(), *options.split()]
         done = ckpttool("fp8-cast", FIXTURES / source, out, *asked)
