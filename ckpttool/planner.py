@@ -104,7 +104,7 @@ def _order(unit: Unit) -> tuple[int, int, int]:
     for s in unit.steps:
         if isinstance(s, Copy):
             return (first, s.src.file, s.src.offset)
-        if isinstance(s, Compute | Quantize) and isinstance(o := codes_of(s.operands[0]), Stored) and o.copies:
+        if isinstance(s, Compute | Quantize) and isinstance(o := _codes_of(s.operands[0]), Stored) and o.copies:
             return (first, o.copies[0].src.file, o.copies[0].src.offset)
     return (first, 0, 0)
 
@@ -136,7 +136,7 @@ class Computed:
     """(step, which of its results) of each tensor; None: tensor ``k`` is the one result of step ``k``."""
 
 
-def codes_of(operand: Operand) -> Operand:
+def _codes_of(operand: Operand) -> Operand:
     """The operand, or the codes of a quantised weight."""
     return operand.weight if isinstance(operand, Scaled) else operand
 

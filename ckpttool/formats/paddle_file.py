@@ -83,12 +83,16 @@ class PaddleFile:
         return "paddle"
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
-        raise UnsupportedError(
-            "--to pdparams is not written", hint="use --to hybrid, whose model_state.pdparams is such a file"
-        )
+        raise _read_only()
 
     def write(self, request: WriteRequest) -> Skeleton:
-        raise NotImplementedError  # target_mesh has refused
+        raise _read_only()
+
+
+def _read_only() -> UnsupportedError:
+    return UnsupportedError(
+        "--to pdparams is not written", hint="use --to hybrid, whose model_state.pdparams is such a file"
+    )
 
 
 def _weights(listing: Listing) -> list[str]:

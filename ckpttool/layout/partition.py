@@ -131,7 +131,8 @@ class Partitioner:
                         works = self._works(placed, expert=place.rule.expert)
                         if e.inside and self.flag == "out":
                             side = self._finer(scaled, e.inside)
-                            works += f", or other scales: --requant block:{side}x{side}, or none: --dequant bf16"
+                            works += f", or reshard with other scales (--requant block:{side}x{side})"
+                            works += " or none (--dequant bf16)"
                         raise cannot_cut(t.name, t.shape, place.rule.place, e, str(mesh), works) from None
                     known = self._locals[key] = (local, tuple(pad_boxes(local)))
                 local, pads = known

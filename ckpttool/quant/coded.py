@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.dtypes import CASTABLE, lookup
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
+from ckpttool.formats._paddle import fp8_dtype
 from ckpttool.layout.scales import block_of, config_block, is_beside, weight_of
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -61,8 +62,6 @@ class Codes:
     """By the name in high precision."""
     beside: list[str] = field(default_factory=list)
     """Scales of activations and caches, which mean nothing without the codes."""
-    cast: int = 0
-    """Weights that are FP8 without scales."""
 
     @property
     def parts(self) -> dict[str, str]:
@@ -96,7 +95,7 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
     block = config_block(config)
     for name, (dtype, shape) in table.items():
         if name in scales:
-            coded = _coded(name, scales[name], table, block, where)
+            coded = _coded(name, scales[name], table, block, where, fp8_dtype(config))
             out.weights[coded.name] = coded
         elif dtype in FP8 and len(shape) > 1 and "scale" not in name:
             bare.append(name)
@@ -112,7 +111,6 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
             where=where,
             hint="without them it means nothing; fetch the missing files",
         )
-    out.cast = len(bare)
     for name in bare:
         dtype, shape = table[name]
         out.weights[name] = Coded(name, shape, name, dtype)
@@ -126,7 +124,8 @@ def _quantised(config: Mapping[str, Any]) -> bool:
     return bool(config.get("quantization_config") or config.get("compression_config"))
 
 
-def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, where: str) -> Coded:
+def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, where: str, fp8: str) -> Coded:
+    """``fp8`` is what bytes are by the config; "" if it does not say that they are floats."""
     dtype, shape = table[codes]
     scale_dtype, grid = table[scale]
     if codes.endswith("_blocks"):
@@ -146,9 +145,9 @@ def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, 
         if dtype not in BYTES or len(grid) != len(shape) or not grid[-1] or logical[-1] % grid[-1]:
             raise ConflictError(f"the scales `{scale}` {list(grid)} do not fit `{codes}` {list(shape)}", where=where)
         group = logical[-1] // grid[-1]
-        if group not in (16, 32):
+        if group != {"F8_E8M0": 32, "U8": 32, "F8_E4M3": 16}.get(scale_dtype):
             raise UnsupportedError(
-                f"`{codes}` has groups of {group}: integers, and not F4 codes",
+                f"`{codes}` has {scale_dtype} scales for groups of {group}: integers, and not F4 codes",
                 where=where,
                 hint="take the model as it was before it was quantised",
             )
@@ -159,13 +158,13 @@ def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, 
             divides=factor.endswith("global_scale"),
         )  # fmt: skip
     if dtype in BYTES:
-        if dtype == "I8" and scale_dtype not in ("F8_E8M0", "U8") and block is None:
+        if not fp8:
             raise UnsupportedError(
-                f"`{codes}` is I8 with scales: integers, and no FP8 that is known",
+                f"`{codes}` is {dtype} with scales: integers, and no FP8 by config.json",
                 where=where,
                 hint="take the model as it was before it was quantised",
             )
-        dtype = "F8_E4M3"
+        dtype = fp8
     if scale_dtype == "U8":
         scale_dtype = "F8_E8M0"
     if scale_dtype not in (*CASTABLE, "F8_E8M0"):

@@ -66,7 +66,9 @@ def test_a_cut_inside_a_block_is_refused(bf16: Path, tmp_path: Path) -> None:
     cast(bf16, tmp_path / "fp8", "--block", "32x32")
     error = refused("reshard", tmp_path / "fp8", tmp_path / "two", "--tp-out", 2)
     assert "falls inside a scale block of 32" in error
-    assert "hint: use --tp-out 1, or other scales: --requant block:16x16, or none: --dequant bf16" in error
+    assert (
+        "hint: use --tp-out 1, or reshard with other scales (--requant block:16x16) or none (--dequant bf16)" in error
+    )
 
 
 def test_the_way_out_of_a_cut_inside_a_block(bf16: Path, tmp_path: Path) -> None:

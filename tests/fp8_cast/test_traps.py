@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,27 @@ def test_mxfp4_of_gpt_oss_is_that_of_its_experts(tmp_path: Path) -> None:
     refused("fp8-cast", tmp_path / "src", tmp_path / "dst", *mxfp4, "--keep-preset", "none", code=2)
     cast(tmp_path / "src", tmp_path / "dst", *mxfp4)
     assert "model.layers.0.mlp.experts.down_proj_blocks" in read_all(tmp_path / "dst")
+
+
+INTEGERS: dict[str, dict[str, Any]] = {
+    "blocks": {"quant_method": "blockwise_int8", "weight_block_size": [128, 128]},
+    "groups": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {"weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128}}},
+    },
+}
+
+
+@pytest.mark.parametrize("quant", INTEGERS)
+def test_integers_are_no_fp8(quant: str, tmp_path: Path) -> None:
+    grid = (2, 2) if quant == "blocks" else (256, 2)
+    tensors = {NAME: Raw("I8", np.ones((256, 256), np.uint8)), f"{NAME}_scale_inv": stored("F32", np.ones(grid))}
+    save_hf(tmp_path / "src", tensors, {"architectures": ["X"], "quantization_config": INTEGERS[quant]})
+    for options in (("--to", "bf16"), ("--recipe", "channel")):
+        error = refused("fp8-cast", tmp_path / "src", tmp_path / "dst", *options)
+        assert f"`{NAME}` is I8 with scales: integers" in error
+    # What is stored has its size all the same.
+    done = ckpttool("fp8-size", tmp_path / "src", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["bytes"] == 256 * 256 + 4 * grid[0] * grid[1]
+    assert ckpttool("fp8-size", tmp_path / "src", "--recipe", "channel").code == 1

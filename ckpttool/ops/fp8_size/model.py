@@ -68,13 +68,15 @@ class Model:
     without_mtp: bool = False
     """The multi-token-prediction layers were left out."""
     notes: list[str] = field(default_factory=list)
+    foreign: UnsupportedError | None = None
+    """Why it is not known which weights SRC was made of: it is quantised in a way that is none of ours."""
 
 
 def load(path: Path, options: OpenOptions, config: Path | None, *, mtp: bool) -> Model:
     """Read headers or the config.
 
     Raises UsageError for options that do nothing, LayoutError for a family that does not say which tensors it has,
-    and what ``open_checkpoint`` and ``find_codes`` raise.
+    and what ``open_checkpoint`` and ``find_codes`` raise; codes that are none of ours do not end it.
     """
     alone = _config_alone(path, options)
     if alone is not None:
@@ -222,7 +224,13 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
             continue
         lookup(view.dtype, where=name)
         table[name] = (view.dtype, view.shape)
-    codes = find_codes(table, source.config, where=str(source.path))
+    foreign = None
+    try:
+        codes = find_codes(table, source.config, where=str(source.path))
+    except UnsupportedError as e:
+        # What is stored has its size, whatever it means.
+        codes, foreign = Codes(), e
+        notes.append(f"{e.what}; every tensor is counted as it is stored")
     dtype = high_precision(source.config)
     parts, beside = codes.parts, set(codes.beside)
     weights: dict[str, Weight] = {}
@@ -255,6 +263,7 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
         source.stored,
         left,
         notes,
+        foreign,
     )
 
 

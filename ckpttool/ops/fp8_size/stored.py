@@ -187,7 +187,7 @@ def apply(model: Model, wanted: Wanted, *, or_as_it_is: bool = False) -> Applied
     if recipe and recipe not in CHOICES:
         raise UsageError(f"unknown recipe `{recipe}`", hint="recipes: " + ", ".join(CHOICES))
     if not recipe:
-        already = model.codes.weights or (model.format == CONFIG_ALONE and section(model.config))
+        already = model.codes.weights or model.foreign or (model.format == CONFIG_ALONE and section(model.config))
         # Options of a recipe ask for one; they would do nothing to what there is.
         recipe = AS_IS if already and not wanted.options() else "block"
     if recipe in (AS_IS, PLAIN) and (options := wanted.options()):
@@ -195,6 +195,8 @@ def apply(model: Model, wanted: Wanted, *, or_as_it_is: bool = False) -> Applied
             f"{options[0]} does nothing for recipe {recipe}", hint="leave it away, or choose another --recipe"
         )
     as_it_is = recipe == AS_IS and model.format != CONFIG_ALONE
+    if model.foreign is not None and not as_it_is:
+        raise model.foreign
     out = _stored(model) if as_it_is else _treated(model, recipe, wanted)
     if recipe in RECIPES:
         if or_as_it_is and not out.quantised and wanted == Wanted():
