@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -26,6 +27,8 @@ JOURNAL = ".journal"
 MANIFEST = "ckpttool.manifest.json"
 SLACK = 16 << 20
 """Free space that stays beside the output: directories, journal, the filesystem's own records."""
+PATIENCE = 5.0
+"""Seconds to wait for a lock. Workers of a run that was killed hold it until they are gone too: they could write."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -151,7 +154,7 @@ class Destination:
     def _locked(self, path: Path, flags: int) -> int:
         fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(fd)
             held = os.path.samestat(os.fstat(fd), path.stat())
         except BlockingIOError:
             held = False
@@ -278,3 +281,17 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _flock(fd: int) -> None:
+    """Raises BlockingIOError when another run holds the lock for longer than a killed one would."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return

@@ -354,7 +354,8 @@ def test_resume_without_an_interrupted_run(tmp_path: Path, plan: Plan) -> None:
 # -- two runs
 
 
-def test_two_runs_on_one_destination(tmp_path: Path, plan: Plan) -> None:
+def test_two_runs_on_one_destination(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "PATIENCE", 0.05)
     (tmp_path / "dst.partial").mkdir()
     with (tmp_path / "dst.partial/.journal").open("w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
@@ -363,6 +364,18 @@ def test_two_runs_on_one_destination(tmp_path: Path, plan: Plan) -> None:
                 run(plan, tmp_path / "dst", options)
     run(plan, tmp_path / "dst", RunOptions(force=True))
     assert left(tmp_path) == ["dst", "src"]
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_workers_of_a_killed_run_are_waited_for(tmp_path: Path, plan: Plan) -> None:
+    """They share its lock, and outlive it by as long as their last write takes."""
+    with (tmp_path / "dst.partial/.journal").open("r+") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        survivor = threading.Timer(0.3, fcntl.flock, (f, fcntl.LOCK_UN))
+        survivor.start()
+        assert run(plan, tmp_path / "dst", RunOptions(resume=True)).bytes_skipped > 0
+        survivor.join()
+    assert written(tmp_path / "dst", plan) == expected(plan)
 
 
 def test_a_destination_that_appears_during_the_run(tmp_path: Path, plan: Plan) -> None:
