@@ -310,7 +310,10 @@ GOOD = {
     "ops/merge.py": "from ckpttool.ops.inspect import inspect\nnumpy.load(f, allow_pickle=False)",
     "report.py": "from ckpttool.ops.inspect import Result\ndef f():\n    import rich",
     "api.py": "from ckpttool.ops import inspect\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import torch",
-    "cli.py": "def f():\n    from ckpttool import report, __version__",
+    "cli/__init__.py": "from ckpttool.cli.app import main",
+    "cli/app.py": "from ckpttool.cli.reshard import reshard\nfrom ckpttool import __version__",
+    "cli/reshard.py": "from ckpttool.cli import options\ndef f():\n    from ckpttool import report",
+    "cli/options.py": "FORMATS = ''",
     "__main__.py": "from ckpttool.cli import main",
 }
 

@@ -35,10 +35,11 @@ _RENAME_EXCHANGE = 2
 
 
 class Destination:
-    """DST and the directory it is built in."""
+    """DST and the directory it is built in. ``single``: DST is to be the only file of that directory."""
 
-    def __init__(self, dst: Path) -> None:
+    def __init__(self, dst: Path, *, single: bool = False) -> None:
         self.given = dst
+        self.single = single
         parent = Path(os.path.realpath(dst.parent))
         if dst.name in ("", ".", ".."):
             resolved = Path(os.path.realpath(dst))
@@ -67,6 +68,8 @@ class Destination:
         resolved = [os.path.realpath(s) for s in sources]
         holders = [os.path.realpath(r) for r in roots] or sorted({str(Path(s).parent) for s in resolved})
         self._check_apart([*resolved, *[os.path.realpath(c) for c in carried]], holders)
+        if self.single and self.path.is_dir():
+            raise OutputError("the destination is to be a file, and there is a directory", where=str(self.given))
         if os.path.lexists(self.path) and not self._is_empty_directory():
             if not force:
                 raise OutputError("the destination exists", where=str(self.given), hint="use --force to replace it")
@@ -206,10 +209,12 @@ class Destination:
             raise write_error(e, str(self.partial), 0, 0) from e
 
     def publish(self, *, force: bool) -> str | None:
-        """Rename the partial directory to DST. Returns a note when an old DST could not be removed."""
+        """Rename the partial directory, or its only file, to DST. Returns a note when an old DST could not go."""
         note = None
         try:
-            if force and os.path.lexists(self.path) and not self._is_empty_directory():
+            if self.single:
+                self._publish_file(force=force)
+            elif force and os.path.lexists(self.path) and not self._is_empty_directory():
                 note = self._replace()
             else:
                 self.partial.rename(self.path)
@@ -221,6 +226,20 @@ class Destination:
         finally:
             self.close()
         return note
+
+    def _publish_file(self, *, force: bool) -> None:
+        made = self.partial / self.path.name
+        if force:
+            made.replace(self.path)
+        else:
+            try:
+                os.link(made, self.path)  # a rename would replace a file that has appeared meanwhile
+                made.unlink()
+            except OSError as e:
+                if e.errno == errno.EEXIST or os.path.lexists(self.path):
+                    raise OutputError("the destination appeared during the run", where=str(self.given)) from e
+                made.rename(self.path)  # a filesystem without links
+        self.partial.rmdir()
 
     def _replace(self) -> str | None:
         old = self.partial

@@ -115,7 +115,7 @@ class _Run:
         self.plan = plan
         self.options = options
         self.progress = progress
-        self.destination = Destination(dst)
+        self.destination = Destination(dst, single=self.options.single)
         self.paths = [str(self.destination.partial / o.name) for o in plan.outputs]
         self.sources = [s.path for s in plan.sources]
         self.stop = threading.Event()

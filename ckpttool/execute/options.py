@@ -41,6 +41,8 @@ class RunOptions:
     closing: Callable[[Mapping[str, str]], Mapping[str, bytes]] | None = None
     """Called when everything is written with the hashes of the operands of computed tensors, by the keys of
     ``operand_keys``; returns further small files, by name, that could not be known before."""
+    single: bool = False
+    """DST is a file: the only output of the plan, which has its name."""
     source_roots: tuple[str, ...] = ()
     """Directories the caller named as SRC; DST may not lie inside. Empty: the directories that hold the sources."""
 

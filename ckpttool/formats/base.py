@@ -246,6 +246,8 @@ class Skeleton(NamedTuple):
     """Small files of the format's own beside them; they replace companions of the same name."""
     left: tuple[str, ...] = ()
     """Companions (file names) that are not valid in the target and are left out."""
+    beside: tuple[Path, ...] = ()
+    """Files that the format carries over as they are, of any size."""
 
 
 class Format(Protocol):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from ckpttool.catalog import RankTensor
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import (
     Habits,
@@ -115,20 +116,27 @@ class HuggingFace:
         return Mesh()
 
     def write(self, request: WriteRequest) -> Skeleton:
-        tensors = request.ranks[0]
-        groups = fill_files(tensors, request.max_shard_size or SHARD_LIMIT)
-        meta = {"format": "pt"}
-        if len(groups) == 1:
-            return build_files([("model.safetensors", 0, groups[0], meta)], 1)
-        n = len(groups)
-        named = [(f"model-{i + 1:05d}-of-{n:05d}.safetensors", 0, g, meta) for i, g in enumerate(groups)]
-        skeleton = build_files(named, 1)
-        total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
-        weight_map = {t.name: name for name, _, group, _ in named for t in group}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-        skeleton.files.append(OutFile("model.safetensors.index.json", len(text), ((0, text),)))
-        return skeleton
+        return layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"})
+
+
+def layout_published(
+    tensors: Sequence[RankTensor],
+    max_shard_size: int | None,
+    metadata: Callable[[Sequence[RankTensor]], Mapping[str, str]],
+) -> Skeleton:
+    """``model.safetensors``, or numbered shards and their index; ``metadata`` is what each file's header says."""
+    groups = fill_files(tensors, max_shard_size or SHARD_LIMIT)
+    if len(groups) == 1:
+        return build_files([("model.safetensors", 0, groups[0], metadata(groups[0]))], 1)
+    n = len(groups)
+    named = [(f"model-{i + 1:05d}-of-{n:05d}.safetensors", 0, g, metadata(g)) for i, g in enumerate(groups)]
+    skeleton = build_files(named, 1)
+    total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
+    weight_map = {t.name: name for name, _, group, _ in named for t in group}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    skeleton.files.append(OutFile("model.safetensors.index.json", len(text), ((0, text),)))
+    return skeleton
 
 
 def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[str]]:

@@ -15,6 +15,7 @@ from ckpttool.formats.flex import Flex
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.hybrid import Hybrid, ZeroCost
 from ckpttool.formats.paddle_file import PaddleFile
+from ckpttool.formats.paddle_program import PaddleProgram
 from ckpttool.formats.ranks import Ranks
 from ckpttool.formats.trtllm import TensorRTLLM
 from ckpttool.formats.unified import Unified
@@ -33,6 +34,7 @@ FORMATS: dict[str, Format] = {
         ZeroCost(),
         Flex(),
         PaddleFile(),
+        PaddleProgram(),
     )
 }
 

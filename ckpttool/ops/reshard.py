@@ -340,8 +340,8 @@ def _beside(
         left = [n for n in left if n not in unused]
     if left:
         notes.append(f"not carried, because they belong to the ranks of the source: {_shown(left)}")
-    gone = {*skeleton.left, *(name for name, _ in made)}
-    return [p for p in carried if p.name not in gone], made
+    gone = {*skeleton.left, *(name for name, _ in made), *(p.name for p in skeleton.beside)}
+    return [*skeleton.beside, *(p for p in carried if p.name not in gone)], made
 
 
 def _named(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpttool.errors import UsageError
+from ckpttool.formats._pir import looks_like_pir
 from ckpttool.recipe.mergekit import read_mergekit
 from ckpttool.recipe.model import Recipe
 from ckpttool.recipe.paddle import read_paddle
@@ -24,7 +25,9 @@ def is_recipe(sources: Sequence[str]) -> bool:
 def _looks_like_one(source: str) -> bool:
     if Path(source).is_dir():
         return False
-    return source.endswith(YAML) or (source.endswith(".json") and not source.endswith(".index.json"))
+    if source.endswith(".json"):  # so are the index of a checkpoint, and a Paddle program
+        return not source.endswith(".index.json") and not looks_like_pir(Path(source))
+    return source.endswith(YAML)
 
 
 def read_recipe(source: str) -> Recipe:

@@ -5,6 +5,7 @@
     reshard.py    plans and results of reshard
     merge.py      plans and results of merge
     drop_keys.py  what drop-keys leaves out
+    convert_json.py  what convert-json converted, checked and wrote
     fp8_cast.py   what fp8-cast quantises and dequantises
     fp8_size.py   what fp8-size worked out
     inspect.py    what inspect found
@@ -15,6 +16,14 @@ stdout carries data, stderr messages and progress.
 """
 
 from ckpttool.report.bars import progress
+from ckpttool.report.convert_json import (
+    show_conversion,
+    show_conversion_plan,
+    show_header,
+    show_index,
+    show_program_check,
+    show_text,
+)
 from ckpttool.report.drop_keys import show_drop, show_drop_plan
 from ckpttool.report.fp8_cast import show_cast, show_cast_plan
 from ckpttool.report.fp8_size import UNITS, show_fp8_size
@@ -27,12 +36,18 @@ __all__ = [
     "progress",
     "show_cast",
     "show_cast_plan",
+    "show_conversion",
+    "show_conversion_plan",
     "show_drop",
     "show_drop_plan",
     "show_fp8_size",
+    "show_header",
+    "show_index",
     "show_inspect",
     "show_merge",
     "show_merge_plan",
     "show_plan",
+    "show_program_check",
     "show_reshard",
+    "show_text",
 ]

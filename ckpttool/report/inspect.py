@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.report import text
+from ckpttool.report.convert_json import program_json, program_lines
 from ckpttool.report.text import aligned, count, dump, plain, shape, size
 
 if TYPE_CHECKING:
+    from ckpttool.ops.findings import CheckResult
     from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown
-    from ckpttool.ops.inspect.check import CheckResult
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.listing import ComponentTotal, FileRow, Listing
@@ -49,7 +50,7 @@ def show_inspect(
     elif isinstance(answer, Shown):
         show_slices(answer.listing, answer.slices, as_json=as_json)
     else:
-        from ckpttool.ops.inspect.check import CheckResult
+        from ckpttool.ops.findings import CheckResult
 
         if isinstance(answer, CheckResult):
             show_check(answer, as_json=as_json)
@@ -59,6 +60,7 @@ def show_inspect(
 
 def _head(listing: Listing, view: str) -> dict[str, Any]:
     """What every JSON answer begins with."""
+    from ckpttool.formats.paddle_program import Native
     from ckpttool.ops.inspect.listing import sharding_of
 
     return {
@@ -88,11 +90,13 @@ def _head(listing: Listing, view: str) -> dict[str, Any]:
             for t in listing.component_totals()
         },
         "notes": listing.notes,
+        **({"program": program_json(native.program)} if isinstance(native := listing.stored.native, Native) else {}),
     }
 
 
 def summary(listing: Listing) -> str:
     """A few lines: what it is, how large, and which components or dtypes."""
+    from ckpttool.formats.paddle_program import Native
     from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 
     stored = listing.stored
@@ -120,6 +124,8 @@ def summary(listing: Listing) -> str:
     elif len(totals) > 1:
         rows = [(t.dtype, count(t.tensors, "tensor"), count(t.elements, "element"), size(t.nbytes)) for t in totals]
         lines.append(aligned(rows, right=(1, 2), indent="  ").rstrip("\n"))
+    if isinstance(stored.native, Native):
+        lines += program_lines(stored.native.program)
     return "\n".join(lines) + "\n"
 
 

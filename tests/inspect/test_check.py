@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from ckpttool.ops.inspect.check import ERROR, INFO, SEVERITY, WARNING
+from ckpttool.ops.findings import CHECKPOINT, ERROR, INFO, WARNING
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import Raw, origin, read, write
 from tests.inspect.models import (
@@ -290,8 +290,8 @@ def findings(folder: Path, *options: object) -> tuple[int, list[dict[str, Any]]]
 
 
 def test_every_identifier_has_a_case() -> None:
-    assert CASES.keys() == SEVERITY.keys()
-    assert set(SEVERITY.values()) == {ERROR, WARNING, INFO}
+    assert CASES.keys() == CHECKPOINT.keys()
+    assert set(CHECKPOINT.values()) == {ERROR, WARNING, INFO}
 
 
 @pytest.mark.parametrize("base", BASES, ids=lambda b: b.__name__)
@@ -310,8 +310,8 @@ def test_finds_what_was_broken_and_nothing_else(id_: str, tmp_path: Path, monkey
         deny(monkeypatch, folder / SECOND)
     code, found = findings(folder, *(["--values"] if case.values else []))
     assert {f["id"] for f in found} == {id_, *case.also}, found
-    assert {f["severity"] for f in found if f["id"] == id_} == {SEVERITY[id_]}
-    assert code == (3 if SEVERITY[id_] == ERROR else 0)
+    assert {f["severity"] for f in found if f["id"] == id_} == {CHECKPOINT[id_]}
+    assert code == (3 if CHECKPOINT[id_] == ERROR else 0)
     assert all(f["text"] for f in found)
 
 

@@ -24,7 +24,7 @@ from ckpttool.ops.inspect.listing import (
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
-    from ckpttool.ops.inspect.check import CheckResult
+    from ckpttool.ops.findings import CheckResult
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.values import Slice, Values

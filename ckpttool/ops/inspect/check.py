@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -37,9 +37,12 @@ from ckpttool.execute.hashing import ALGORITHM, hash_range
 from ckpttool.formats._paddle import base_prefix, head_in_out
 from ckpttool.formats.base import Listing, OpenOptions, StoredCheckpoint, list_source
 from ckpttool.formats.hf import NOT_WEIGHTS, NUMBERED
+from ckpttool.formats.paddle_program import find_program
 from ckpttool.formats.registry import choose, read_source
 from ckpttool.formats.safetensors import examine
 from ckpttool.formats.unified import STEMS
+from ckpttool.ops.convert_json.check import check_program
+from ckpttool.ops.findings import ERROR, CheckResult, Finding
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs, source_files
 from ckpttool.ops.inspect.names import ranges
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
@@ -49,103 +52,9 @@ _PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")
 _SMALL = re.compile(r"(?:scheduler|scaler)\.\w+")
 """Pickles of a trainer that hold no tensors of the model."""
 
-ERROR, WARNING, INFO = "error", "warning", "info"
-
-SEVERITY = {
-    "unreadable": ERROR,
-    "header-length": ERROR,
-    "header-utf8": ERROR,
-    "header-json": ERROR,
-    "duplicate-key": ERROR,
-    "metadata": ERROR,
-    "entry": ERROR,
-    "dtype": ERROR,
-    "shape": ERROR,
-    "offsets": ERROR,
-    "size": ERROR,
-    "truncated": ERROR,
-    "overlap": ERROR,
-    "hole": ERROR,
-    "trailing": ERROR,
-    "shard-missing": ERROR,
-    "shard-numbering": ERROR,
-    "orphan-shard": WARNING,
-    "no-index": WARNING,
-    "index-json": ERROR,
-    "index-shard": ERROR,
-    "index-missing": ERROR,
-    "index-extra": ERROR,
-    "total-size": WARNING,
-    "duplicate-tensor": ERROR,
-    "format": ERROR,
-    "corrupt": ERROR,
-    "incomplete": ERROR,
-    "conflict": ERROR,
-    "layout": ERROR,
-    "unsupported": ERROR,
-    "scale-missing": ERROR,
-    "scale-orphan": ERROR,
-    "scale-shape": ERROR,
-    "scale-shard": INFO,
-    "unscaled": INFO,
-    "config-json": ERROR,
-    "config-missing": INFO,
-    "config-architecture": INFO,
-    "config-layers": ERROR,
-    "config-extra-layers": WARNING,
-    "config-vocab": ERROR,
-    "config-vocab-padding": WARNING,
-    "config-tie": ERROR,
-    "config-tied-copy": INFO,
-    "manifest-json": ERROR,
-    "manifest-file": ERROR,
-    "manifest-size": ERROR,
-    "manifest-tensor": ERROR,
-    "manifest-checksum": ERROR,
-    "replica": ERROR,
-    "padding": ERROR,
-    "scale-value": ERROR,
-    "tied-differ": ERROR,
-}
-"""Every identifier and how bad it is: an error makes the answer "no"."""
-
-
-class Finding(NamedTuple):
-    """One problem."""
-
-    id: str
-    text: str
-    where: str = ""
-    hint: str = ""
-
-    @property
-    def severity(self) -> str:
-        return SEVERITY[self.id]
-
 
 @dataclass(slots=True)
-class CheckResult:
-    """What was looked at, and what was found."""
-
-    path: Path
-    format: str = ""
-    findings: list[Finding] = field(default_factory=list)
-    checked: dict[str, int] = field(default_factory=dict)
-    """How many files, tensors, checksums, ... were looked at, by noun."""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is an error."""
-        return all(f.severity != ERROR for f in self.findings)
-
-    def add(self, id_: str, text: str, where: object = "", hint: str | None = None) -> None:
-        """Report a finding."""
-        self.findings.append(Finding(id_, text, str(where), hint or ""))
-
-
-@dataclass(slots=True)
-class _File:
+class ExaminedFile:
     """One file as far as it can be read."""
 
     name: str
@@ -173,6 +82,11 @@ def check(
     """
     path = Path(src)
     listing = list_source(path)
+    program = _program(listing, options)
+    if program is not None:
+        result = check_program(program)
+        result.path = path
+        return result
     result = CheckResult(path)
     stored = _read(path, options)
     names = _names(listing, stored, options)
@@ -216,6 +130,16 @@ def _vocab_axis(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> in
     return int(head_in_out(shape, base_prefix(names), checkpoint.config))
 
 
+def _program(listing: Listing, options: OpenOptions) -> Path | None:
+    """The Paddle program that SRC is, when it is one: nothing else about a checkpoint applies to it."""
+    try:
+        if choose(listing, options.format, options.mesh).name == "program":
+            return find_program(listing)
+    except CkptError:
+        pass  # reported as for any other source
+    return None
+
+
 # -- files
 
 
@@ -233,7 +157,7 @@ def _names(listing: Listing, stored: StoredCheckpoint | CkptError, options: Open
         out = dict.fromkeys(relative(f.path, listing.root) for f in source_files(stored.files))
     elif not listing.single:
         out = dict.fromkeys(n for n in listing.names if _PICKLES.search(n) and not _SMALL.fullmatch(n))
-        if _format_by_names(listing, options) == "unified":
+        if format_by_names(listing, options) == "unified":
             out |= dict.fromkeys(n for n in listing.names if ".safetensors" in n and not n.endswith(".json"))
     if not listing.single.endswith(".safetensors"):
         out |= dict.fromkeys(n for n in listing.safetensors() if not NOT_WEIGHTS.match(n))
@@ -242,7 +166,7 @@ def _names(listing: Listing, stored: StoredCheckpoint | CkptError, options: Open
     return list(out)
 
 
-def _examine(listing: Listing, name: str, index: int, result: CheckResult) -> _File:
+def _examine(listing: Listing, name: str, index: int, result: CheckResult) -> ExaminedFile:
     path = listing.path(name)
     try:
         if not is_safetensors(path):
@@ -250,15 +174,15 @@ def _examine(listing: Listing, name: str, index: int, result: CheckResult) -> _F
         head, problems = examine(path, index)
     except IncompleteError as e:
         result.add("unreadable", e.what, path)
-        return _File(name, None, [], sound=False)
+        return ExaminedFile(name, None, [], sound=False)
     for p in problems:
         result.add(p.id, p.text, path)
     if head is None:
-        return _File(name, None, [], sound=False)
-    return _File(name, head.file, head.tensors, sound=not problems)
+        return ExaminedFile(name, None, [], sound=False)
+    return ExaminedFile(name, head.file, head.tensors, sound=not problems)
 
 
-def _read_pickle(name: str, path: Path, result: CheckResult) -> _File:
+def _read_pickle(name: str, path: Path, result: CheckResult) -> ExaminedFile:
     """A pickle of Paddle's. Whether one is sound shows only when it is read: no header says what is in it."""
     from ckpttool.formats._pickle import read_pickle
 
@@ -267,12 +191,12 @@ def _read_pickle(name: str, path: Path, result: CheckResult) -> _File:
     except CkptError as e:
         id_ = next((i for c, i in _CLASSES if isinstance(e, c)), "corrupt")
         result.add(id_, e.what, path, e.hint)
-        return _File(name, None, [], sound=False)
+        return ExaminedFile(name, None, [], sound=False)
     stat = path.stat()
-    return _File(name, DataFile(path, stat.st_size, stat.st_mtime_ns), [], sound=True)
+    return ExaminedFile(name, DataFile(path, stat.st_size, stat.st_mtime_ns), [], sound=True)
 
 
-def _check_pickles(stored: StoredCheckpoint, files: Iterable[_File], result: CheckResult) -> None:
+def _check_pickles(stored: StoredCheckpoint, files: Iterable[ExaminedFile], result: CheckResult) -> None:
     """Tensors of pickles lie inside their files and not on each other; those of scratch files are sound by making."""
     sound = {f.info.path: f for f in files if f.info is not None and not f.tensors}
     held: dict[int, list[StoredTensor]] = {}
@@ -300,7 +224,7 @@ def _check_pickles(stored: StoredCheckpoint, files: Iterable[_File], result: Che
 
 
 def _check_set(
-    listing: Listing, files: list[_File], stored: StoredCheckpoint | CkptError, result: CheckResult
+    listing: Listing, files: list[ExaminedFile], stored: StoredCheckpoint | CkptError, result: CheckResult
 ) -> tuple[bool, Mapping[str, str] | None]:
     """Index, shard names and tensor names. Returns whether all tensors are known, and the usable index."""
     by_name = {f.name: f for f in files}
@@ -315,12 +239,12 @@ def _check_set(
     for name in missing:
         result.add("shard-missing", f"the index names {name}, which is not there", listing.root, "fetch the file")
     if not listing.single.endswith(".safetensors"):
-        _check_numbers(listing, sets, wanted, result)
+        check_numbers(listing, sets, wanted, result)
     if isinstance(stored, StoredCheckpoint):
         mine = {f.path for f in stored.files}
         members = [f for f in files if listing.path(f.name) in mine]
     else:
-        members = [f for f in files if _is_member(f.name, wanted)]
+        members = [f for f in files if is_member(f.name, wanted)]
     mixed = any(f.id == "shard-numbering" for f in result.findings)
     maker = "the index describes" if wanted else "the other files make up"
     for f in files:
@@ -332,14 +256,14 @@ def _check_set(
                 "move it away, or write the index anew if it belongs to the checkpoint",
             )
     if not mixed:
-        _check_duplicates(listing, members, mapped, result)
+        check_duplicates(listing, members, mapped, result)
     if index is not None:
-        _check_mapping(listing, members, index, set(missing), result)
+        check_mapping(listing, members, index, set(missing), result)
     return not missing and not any(f.id == "shard-missing" for f in result.findings), mapped
 
 
 def _check_stems(
-    listing: Listing, files: list[_File], stored: StoredCheckpoint | CkptError, result: CheckResult
+    listing: Listing, files: list[ExaminedFile], stored: StoredCheckpoint | CkptError, result: CheckResult
 ) -> None:
     """Index and files of each component of a unified checkpoint (model, peft_model, master_weights, optimizer)."""
     mine = {f.path for f in stored.files} if isinstance(stored, StoredCheckpoint) else None
@@ -361,7 +285,7 @@ def _check_stems(
         # An index without a map is how saves say that each rank wrote files of its own.
         if "weight_map" not in data:
             continue
-        index = _parse_index(data, listing.path(name), result)
+        index = parse_index(data, listing.path(name), result)
         if index is None:
             continue
         missing = set(index.mapped.values()) - {Path(f.name).name for f in own}
@@ -372,10 +296,10 @@ def _check_stems(
         # The total of a quantised optimizer is that of the moments, and its scales are in no index.
         quantised = bool(data.get("ckpt_quant_stage"))
         index = index._replace(total=None) if quantised else index
-        _check_mapping(listing, members, index, missing, result, unified=True, quantised=quantised)
+        check_mapping(listing, members, index, missing, result, unified=True, quantised=quantised)
 
 
-def _is_member(name: str, wanted: Mapping[str, None]) -> bool:
+def is_member(name: str, wanted: Mapping[str, None]) -> bool:
     """Whether a file is a part of what the index describes: named by it, or a shard of the same set."""
     if not wanted or name in wanted:
         return True
@@ -384,14 +308,14 @@ def _is_member(name: str, wanted: Mapping[str, None]) -> bool:
     return m is not None and (m["stem"], m["total"]) in same
 
 
-class _Index(NamedTuple):
+class Index(NamedTuple):
     """What an index says."""
 
     mapped: dict[str, str]
     total: float | None
 
 
-def _index(listing: Listing, result: CheckResult) -> _Index | None:
+def _index(listing: Listing, result: CheckResult) -> Index | None:
     """The index, its findings reported; None when there is none that can be used."""
     names = [n for n in listing.names if n.endswith(".safetensors.index.json") and not NOT_WEIGHTS.match(n)]
     if listing.single:
@@ -409,10 +333,11 @@ def _index(listing: Listing, result: CheckResult) -> _Index | None:
     except CorruptError as e:
         result.add("index-json", e.what, where)
         return None
-    return _parse_index(data, where, result)
+    return parse_index(data, where, result)
 
 
-def _parse_index(data: Mapping[str, Any], where: Path, result: CheckResult) -> _Index | None:
+def parse_index(data: Mapping[str, Any], where: Path, result: CheckResult) -> Index | None:
+    """What an index says, with findings about its form; None when it has no map that can be used."""
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         result.add("index-json", f"{where.name} has no weight_map of names", where)
@@ -422,12 +347,12 @@ def _parse_index(data: Mapping[str, Any], where: Path, result: CheckResult) -> _
         result.add("index-json", f"the index names a file outside the checkpoint: `{v}`", where)
     meta = data.get("metadata")
     total = meta.get("total_size") if isinstance(meta, dict) else None
-    return _Index(
+    return Index(
         {k: v for k, v in weight_map.items() if v not in outside}, total if isinstance(total, int | float) else None
     )
 
 
-def _check_numbers(
+def check_numbers(
     listing: Listing, sets: Mapping[tuple[str, int], set[int]], wanted: Mapping[str, None], result: CheckResult
 ) -> None:
     """Gaps and mixtures in ``stem-00001-of-00004``."""
@@ -456,9 +381,10 @@ def _check_numbers(
             result.add("shard-numbering", text, f"{listing.root}/{stem}-*-of-{total:05d}.safetensors")
 
 
-def _check_duplicates(
-    listing: Listing, files: Iterable[_File], mapped: Mapping[str, str] | None, result: CheckResult
+def check_duplicates(
+    listing: Listing, files: Iterable[ExaminedFile], mapped: Mapping[str, str] | None, result: CheckResult
 ) -> None:
+    """Tensors that are in two of the files."""
     seen: dict[str, str] = {}
     for f in files:
         for t in f.tensors:
@@ -471,10 +397,10 @@ def _check_duplicates(
                 seen[t.name] = f.name
 
 
-def _check_mapping(
+def check_mapping(
     listing: Listing,
-    files: list[_File],
-    index: _Index,
+    files: list[ExaminedFile],
+    index: Index,
     missing: set[str],
     result: CheckResult,
     *,
@@ -512,12 +438,17 @@ def _check_mapping(
             )
     said = index.total
     if said is not None and not unknown:
-        tensors = list({(t.name, f.name if unified else ""): t for f in files for t in f.tensors}.values())
+        tensors = counted(files, unified=unified)
         real = sum(t.nbytes for t in tensors)
         if said != real:
             why = explain_total(said, tensors, sum(f.info.size for f in files if f.info is not None))
             text = f"the index says total_size {said:,}, the tensors have {real:,} bytes{why}"
             result.add("total-size", text, listing.root)
+
+
+def counted(files: Iterable[ExaminedFile], *, unified: bool = False) -> list[StoredTensor]:
+    """The tensors that a total_size counts: each name once; in ``unified`` checkpoints once for each file."""
+    return list({(t.name, f.name if unified else ""): t for f in files for t in f.tensors}.values())
 
 
 def explain_total(said: float, tensors: list[StoredTensor], file_bytes: int) -> str:
@@ -548,7 +479,8 @@ def explain_total(said: float, tensors: list[StoredTensor], file_bytes: int) -> 
 # -- opening
 
 
-def _format_by_names(listing: Listing, options: OpenOptions) -> str:
+def format_by_names(listing: Listing, options: OpenOptions) -> str:
+    """The format that the names of the files show; "" where they show none."""
     try:
         return choose(listing, options.format, options.mesh).name
     except CkptError:
@@ -591,7 +523,9 @@ def _open(
     return None
 
 
-def _named(checkpoint: Checkpoint | None, files: list[_File], mapped: Mapping[str, str] | None) -> dict[str, Named]:
+def _named(
+    checkpoint: Checkpoint | None, files: list[ExaminedFile], mapped: Mapping[str, str] | None
+) -> dict[str, Named]:
     """Dtype, shape and file of each model weight: whole ones where there is a catalog, else those in the files.
 
     The config speaks of the model; what else there is has the shapes of the model's weights, or is not read at all.
@@ -630,7 +564,7 @@ def _config(listing: Listing, stored: StoredCheckpoint | CkptError, result: Chec
 
 def _check_manifest(
     listing: Listing,
-    files: list[_File],
+    files: list[ExaminedFile],
     result: CheckResult,
     progress: Progress,
     workers: int,
@@ -655,7 +589,7 @@ def _check_manifest(
         return
     wrong = _check_sizes(listing, sizes, result)
     by_name = {f.name: f for f in files}
-    todo: list[tuple[_File, StoredTensor, str]] = []
+    todo: list[tuple[ExaminedFile, StoredTensor, str]] = []
     for name, tensors in sums.items():
         f = by_name.get(name)
         if f is None or name in wrong or not f.sound:
@@ -716,13 +650,13 @@ def _check_sizes(listing: Listing, sizes: Mapping[str, Any], result: CheckResult
 
 
 def _prove(
-    todo: list[tuple[_File, StoredTensor, str]],
+    todo: list[tuple[ExaminedFile, StoredTensor, str]],
     listing: Listing,
     result: CheckResult,
     progress: Progress,
     workers: int,
 ) -> None:
-    def one(item: tuple[_File, StoredTensor, str]) -> str:
+    def one(item: tuple[ExaminedFile, StoredTensor, str]) -> str:
         f, t, _ = item
         return hash_range(listing.path(f.name), t.offset, t.nbytes).removeprefix(f"{ALGORITHM}:")
 

@@ -22,6 +22,8 @@ from ckpttool.relate import NONE, Part, View, Views, apply_ops
 
 PADDLE = "unified"
 """The format that a merge of Paddle's checkpoints has unless --to says another: whole tensors under Paddle's names."""
+PROGRAM = "program"
+"""The parameters of one inference program in several versions stay those of the program."""
 
 
 class Form(NamedTuple):

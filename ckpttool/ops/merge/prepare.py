@@ -22,7 +22,7 @@ from ckpttool.layout.assemble import LAYER
 from ckpttool.mesh import Mesh
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
-from ckpttool.ops.merge.form import PADDLE, Form, form_of, is_paddle
+from ckpttool.ops.merge.form import PADDLE, PROGRAM, Form, form_of, is_paddle
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import CARD, ONE, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
@@ -142,7 +142,11 @@ def prepare(
         written.append(("README.md", _card(donor, provenance)))
     prepared = plan_target(
         _as_checkpoint(recipe, donor, models, builder, config, options, words, form),
-        replace(target, dtype="" if masters else dtype, format=target.format or _usual(target, form)),
+        replace(
+            target,
+            dtype="" if masters else dtype,
+            format=target.format or _usual(target, form, donor.checkpoint.format),
+        ),
         selection,
         computed=Computed(
             builder.computed, builder.operands, _randomness(choices, builder, recipe) if random else None
@@ -177,7 +181,7 @@ def prepare_one(
     """
     source = open_checkpoint(src, options)
     cut = _is_cut(target)
-    usual = PADDLE if is_paddle(source) else "hf"
+    usual = PROGRAM if source.format == PROGRAM else PADDLE if is_paddle(source) else "hf"
     if source.format == "flex" and not target.format and not cut and any(source.stored.root.glob("*.metadata")):
         # What Paddle's own merge of such a directory gives: every key under its own name, states included. (What a
         # trainer writes is several such directories, which it does not merge.)
@@ -225,8 +229,10 @@ def _files(checkpoint: Checkpoint) -> list[tuple[str, int]]:
     return [(f.path.name, f.size) for f in checkpoint.catalog.files]
 
 
-def _usual(target: Target, form: Form | None) -> str:
+def _usual(target: Target, form: Form | None, donor: str) -> str:
     """The format when --to does not say one; "" leaves it to the ranks that are asked for."""
+    if donor == PROGRAM:
+        return PROGRAM
     return PADDLE if form is not None else "" if _is_cut(target) else "hf"
 
 
@@ -287,8 +293,9 @@ def _as_checkpoint(
     if run:
         shown = ", ".join(run[:3]) + (f" and {len(run) - 3} more" if len(run) > 3 else "")
         notes.append(f"not carried, because a merge is no state of a training run: {shown}")
+    program = old.format == PROGRAM
     stored = StoredCheckpoint(
-        PADDLE if form else "hf",
+        PROGRAM if program else PADDLE if form else "hf",
         old.root,
         models.files,
         [],
@@ -298,6 +305,7 @@ def _as_checkpoint(
         config=config,
         companions=tuple([n for n in companions if n not in run]),
         native_config=old.native_config or old.config if config != old.config else {},
+        native=old.native if program else None,
     )
     family = pick_family(options.family, old.family, config)
     tensors = form.of(builder.tensors, family) if form else builder.tensors

@@ -1,0 +1,20 @@
+"""The command line: options and help only. Heavy imports happen inside the commands, so that --help is instant.
+
+    app.py        the commands in the order of --help, how each ends, main
+    options.py    options that several commands have
+    values.py     what options say, in the types that ops take
+    reshard.py    one file per command: the options that it alone has, and what it calls
+    merge.py
+    drop_keys.py
+    convert_json.py
+    inspect.py
+    fp8_cast.py
+    fp8_size.py
+
+A command is a function in a file of its own, and a line of app.py. In its signature ``options.`` marks what others have
+too; a name without it is the command's own. No command imports another.
+"""
+
+from ckpttool.cli.app import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,131 @@
+"""``ckpttool fp8-cast``: how to quantise, or with --to what to dequantise to."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpttool.cli import options
+from ckpttool.cli.values import open_options, parse_size, precision, run_options, sides
+from ckpttool.errors import UsageError
+
+Recipe = Annotated[
+    str,
+    typer.Option(
+        "--recipe", metavar="RECIPE", help="tensor, channel, block, mxfp8, nvfp4 or mxfp4.", show_default=False
+    ),
+]
+To = Annotated[
+    str,
+    typer.Option("--to", metavar="DTYPE", help="Dequantise instead: bf16, f16 or f32.", show_default=False),
+]
+CodeDtype = Annotated[str, typer.Option("--code", metavar="DTYPE", help="Of codes: e4m3 or e5m2.", show_default=False)]
+PowersOfTwo = Annotated[bool, typer.Option("--pow2", help="Scales are powers of two, whatever their dtype.")]
+KeepPreset = Annotated[
+    str,
+    typer.Option("--keep-preset", metavar="NAME", help="What stays: hf-default, deepseek, experts-only or none."),
+]
+
+
+def fp8_cast(
+    src: options.Src,
+    dst: options.Dst,
+    recipe: Recipe = "",
+    to: To = "",
+    block: options.BlockSides = "",
+    scale_dtype: options.ScaleDtype = "",
+    quant_method: options.QuantMethod = "",
+    code: CodeDtype = "",
+    pow2: PowersOfTwo = False,
+    edge: options.Edge = "",
+    keep: options.KeepHigh = None,
+    include: options.Include = None,
+    keep_preset: KeepPreset = "hf-default",
+    max_shard_size: options.MaxShard = "",
+    tp: options.Tp = None,
+    pp: options.Pp = None,
+    ep: options.Ep = None,
+    etp: options.Etp = None,
+    sharding: options.Sharding = None,
+    also: options.Also = None,
+    from_: options.From = "",
+    rank_pattern: options.RankPattern = "",
+    family: options.FamilyName = "",
+    replicate: options.Replicate = None,
+    split: options.Split = None,
+    remove_keys: options.RemoveKeys = None,
+    keep_keys: options.KeepKeys = None,
+    dry_run: options.DryRun = False,
+    force: options.Force = False,
+    resume: options.Resume = False,
+    verify: options.Verify = False,
+    workers: options.Workers = None,
+    memory: options.Memory = "64MiB",
+    manifest: options.Manifest = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write SRC with its weights quantised (FP8, MXFP4, NVFP4), or dequantised with --to."""
+    from ckpttool import report
+    from ckpttool.ops.fp8_cast import prepare
+    from ckpttool.ops.recode import Recoding
+    from ckpttool.ops.reshard import Selection, execute
+    from ckpttool.quant.keep import Keep
+    from ckpttool.quant.scheme import scheme
+
+    opened = open_options(
+        fmt=from_,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        rank_pattern=rank_pattern,
+        family=family,
+        replicate=replicate,
+        split=split,
+        sharding=sharding,
+        also=also,
+    )
+    if to:
+        said = [
+            option
+            for option, value in (
+                ("--recipe", recipe),
+                ("--block", block),
+                ("--scale-dtype", scale_dtype),
+                ("--quant-method", quant_method),
+                ("--code", code),
+                ("--pow2", pow2),
+                ("--edge", edge),
+                ("--keep", keep),
+                ("--include", include),
+                ("--keep-preset", keep_preset != "hf-default"),
+            )
+            if value
+        ]
+        if said:
+            raise UsageError(
+                f"{said[0]} says how to quantise, and --to {to} dequantises", hint="leave one of them away"
+            )
+        recoding = Recoding(None, precision(to, "--to"))
+    else:
+        wanted = scheme(
+            recipe or "block",
+            method=quant_method,
+            block=sides(block, "--block"),
+            scale_dtype=scale_dtype,
+            code=code,
+            edge=edge,
+            powers=pow2,
+        )
+        recoding = Recoding(wanted, keep=Keep(keep_preset, tuple(keep or ()), tuple(include or ())))
+    run = run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
+    selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()))
+    limit = parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None
+    prepared = prepare(src, opened, recoding, selection, max_shard_size=limit)
+    if dry_run:
+        report.show_cast_plan(prepared, run, as_json=json)
+        return
+    result = execute(prepared, dst, run, report.progress(quiet=quiet or json), verify=verify)
+    report.show_cast(result, as_json=json, quiet=quiet)

@@ -1,0 +1,210 @@
+"""``ckpttool fp8-size``: a recipe, ranks, keys and values, training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpttool.cli import options
+from ckpttool.cli.values import numbers, one_of, open_options, parse_size, sides
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", readable=False, help="config.json of a SRC that has none.", show_default=False
+    ),
+]
+Recipe = Annotated[
+    str,
+    typer.Option(
+        "--recipe",
+        metavar="RECIPE",
+        help="as-is, bf16, tensor, channel, block, mxfp8, nvfp4 or mxfp4; block unless SRC is quantised.",
+        show_default=False,
+    ),
+]
+StaticAct = Annotated[bool, typer.Option("--static-act", help="One scale for the inputs of each weight, too.")]
+KeepPreset = Annotated[
+    str,
+    typer.Option(
+        "--keep-preset",
+        metavar="NAME",
+        help="What stays: hf-default, deepseek, experts-only or none.",
+        show_default=False,
+    ),
+]
+NoMtp = Annotated[bool, typer.Option("--no-mtp", help="Without the multi-token-prediction layers.")]
+VocabPad = Annotated[
+    int | None,
+    typer.Option(
+        "--vocab-pad", min=1, metavar="N", help="Ranks pad the vocabulary to this; 64 unless said.", show_default=False
+    ),
+]
+EtpOut = Annotated[
+    int | None,
+    typer.Option(
+        "--etp-out", min=1, help="Expert-tensor-parallel ranks; 1 with --ep-out, else tp.", show_default=False
+    ),
+]
+KvDtype = Annotated[
+    str,
+    typer.Option("--kv", metavar="DTYPE", help="Add keys and values: bf16, fp8 or fp8_ds_mla.", show_default=False),
+]
+Tokens = Annotated[
+    int | None, typer.Option("--tokens", min=1, metavar="N", help="Tokens of a sequence.", show_default=False)
+]
+Batch = Annotated[
+    int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences; 1 unless said.", show_default=False)
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        min=1,
+        metavar="N",
+        help="Tokens that an engine reserves in every layer, whatever its window.",
+        show_default=False,
+    ),
+]
+Train = Annotated[bool, typer.Option("--train", help="What training holds instead of serving.")]
+Zero = Annotated[
+    int | None,
+    typer.Option("--zero", min=0, max=3, help="Stage of ZeRO; 1 unless said.", show_default=False),
+]
+DataParallel = Annotated[
+    int | None, typer.Option("--dp", min=1, metavar="N", help="Data-parallel ranks; 1 unless said.", show_default=False)
+]
+Grad = Annotated[
+    str, typer.Option("--grad", metavar="DTYPE", help="Gradients: fp32 (unless said) or bf16.", show_default=False)
+]
+Master = Annotated[
+    str, typer.Option("--master", metavar="DTYPE", help="Master weights: fp32 or none.", show_default=False)
+]
+Moment = Annotated[
+    str, typer.Option("--moment", metavar="DTYPE", help="The two moments: fp32 or bf16.", show_default=False)
+]
+Fp8Transposed = Annotated[
+    bool, typer.Option("--fp8-transposed", help="Codes are held a second time, for the backward pass.")
+]
+DeviceMem = Annotated[
+    str,
+    typer.Option(
+        "--device-mem", metavar="SIZE", help="Memory of a device; exit 3 if it is not enough.", show_default=False
+    ),
+]
+By = Annotated[str, typer.Option("--by", metavar="class|dtype|module|tensor", help="Rows of the table.")]
+Unit = Annotated[
+    str,
+    typer.Option(
+        "--unit", metavar="GB|GiB|B", help="Of sizes besides bytes; GB and GiB unless said.", show_default=False
+    ),
+]
+CheckTotalSize = Annotated[
+    bool, typer.Option("--check-total-size", help="Compare the index with the headers; exit 3 if they differ.")
+]
+
+
+def fp8_size(
+    src: options.Src,
+    config: ConfigFile = None,
+    recipe: Recipe = "",
+    block: options.BlockSides = "",
+    scale_dtype: options.ScaleDtype = "",
+    quant_method: options.QuantMethod = "",
+    static_act: StaticAct = False,
+    edge: options.Edge = "",
+    keep: options.KeepHigh = None,
+    include: options.Include = None,
+    keep_preset: KeepPreset = "",
+    no_mtp: NoMtp = False,
+    max_shard_size: options.MaxShard = "",
+    tp_out: options.TpOut = None,
+    pp_out: options.PpOut = None,
+    ep_out: options.EpOut = None,
+    etp_out: EtpOut = None,
+    pp_layout: options.PpLayout = "",
+    vocab_pad: VocabPad = None,
+    kv: KvDtype = "",
+    tokens: Tokens = None,
+    batch: Batch = None,
+    max_model_len: MaxModelLen = None,
+    train: Train = False,
+    zero: Zero = None,
+    dp: DataParallel = None,
+    grad: Grad = "",
+    master: Master = "",
+    moment: Moment = "",
+    fp8_transposed: Fp8Transposed = False,
+    device_mem: DeviceMem = "",
+    check_total_size: CheckTotalSize = False,
+    by: By = "class",
+    unit: Unit = "",
+    tp: options.Tp = None,
+    pp: options.Pp = None,
+    ep: options.Ep = None,
+    etp: options.Etp = None,
+    from_: options.From = "",
+    rank_pattern: options.RankPattern = "",
+    family: options.FamilyName = "",
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Say how large SRC (a checkpoint or a config.json) is in FP8: stored, on each rank, and with its KV cache."""
+    from ckpttool import report
+    from ckpttool.ops.fp8_size import Question, answer
+    from ckpttool.ops.fp8_size.answer import BY
+    from ckpttool.ops.fp8_size.stored import Wanted
+
+    opened = open_options(
+        fmt=from_,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        rank_pattern=rank_pattern,
+        family=family,
+        replicate=None,
+        split=None,
+    )
+    by, unit = one_of(by, "--by", *BY), one_of(unit, "--unit", *report.UNITS)
+    question = Question(
+        Wanted(
+            recipe,
+            sides(block, "--block"),
+            scale_dtype,
+            quant_method,
+            static_act,
+            tuple(keep or ()),
+            tuple(include or ()),
+            keep_preset,
+            edge,
+        ),
+        config=config,
+        mtp=not no_mtp,
+        max_shard_size=parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None,
+        tp=tp_out,
+        pp=pp_out,
+        ep=ep_out,
+        etp=etp_out,
+        pp_layout=numbers(pp_layout, "--pp-layout") if pp_layout else (),
+        vocab_pad=vocab_pad,
+        kv=kv,
+        tokens=tokens,
+        batch=batch,
+        max_model_len=max_model_len,
+        train=train,
+        zero=zero,
+        dp=dp,
+        grad=grad,
+        master=master,
+        moment=moment,
+        fp8_transposed=fp8_transposed,
+        device_mem=parse_size(device_mem, "--device-mem") if device_mem else None,
+        check_total_size=check_total_size,
+    )
+    found = answer(src, opened, question)
+    report.show_fp8_size(found, by=by or "class", unit=unit, as_json=json, quiet=quiet)
+    if not found.ok:
+        raise typer.Exit(3)

@@ -1,0 +1,186 @@
+"""JSON that is read in passing: one small value at a time, whatever the size of the file.
+
+A program of 100 MB would take a gigabyte as Python objects. Values are still decoded by the standard library's
+scanner; what is done here is to keep the file's text coming, and to step into the containers that are too large to be
+decoded whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NoReturn
+
+CHUNK = 1 << 20
+"""Bytes read at a time, and the least text that lies ahead of a value before it is decoded (unless the file ends)."""
+LARGEST = 1 << 28
+"""Characters of a single value that is decoded whole."""
+_NEAR = 16
+"""Characters before the end of the text within which an error may only mean that more is to come (`tru`, `\\ud8`)."""
+_SPACE = " \t\n\r"
+
+
+class JsonError(ValueError):
+    """The text is not JSON; says what is wrong and at which byte."""
+
+    def __init__(self, what: str, at: int) -> None:
+        super().__init__(f"{what} (byte {at:,})")
+        self.what = what
+        self.at = at
+
+
+class _ConstantError(ValueError):
+    """NaN, Infinity or -Infinity, which Python reads and JSON does not have."""
+
+
+def _constant(name: str) -> NoReturn:
+    raise _ConstantError(name)
+
+
+class JsonStream:
+    """A cursor in a JSON text. Every method raises JsonError where the text is not JSON."""
+
+    def __init__(self, f: BinaryIO, chunk: int = CHUNK) -> None:
+        self._file = f
+        self._chunk = chunk
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._scan = json.JSONDecoder(parse_constant=_constant).raw_decode
+        self._text = ""
+        self._pos = 0
+        self._base = 0
+        """Byte of the file at which ``_text`` begins."""
+        self._ended = False
+        self._value: Any = None
+        if self._peek() == "\ufeff":  # which JSON forbids and Paddle skips
+            self._pos += 1
+
+    def fail(self, what: str) -> NoReturn:
+        """Raise JsonError for what is at the cursor."""
+        raise JsonError(what, self._byte(self._pos))
+
+    def _byte(self, pos: int) -> int:
+        text = self._text[:pos]
+        return self._base + (pos if text.isascii() else len(text.encode()))
+
+    def _more(self, least: int) -> None:
+        """Have at least ``least`` characters from the cursor on, unless the file ends."""
+        parts = [self._text[self._pos :]]
+        self._base = self._byte(self._pos)
+        have = len(parts[0])
+        while have < least and not self._ended:
+            data = self._file.read(self._chunk)
+            self._ended = not data
+            before = self._base + sum(len(p.encode()) for p in parts)
+            try:
+                parts.append(self._utf8.decode(data, final=self._ended))
+            except UnicodeDecodeError as e:
+                raise JsonError("the text is not UTF-8", before + e.start) from None
+            have += len(parts[-1])
+        self._text = "".join(parts)
+        self._pos = 0
+
+    def _peek(self) -> str:
+        """The next character that is no white space; "" at the end."""
+        while True:
+            text, pos, end = self._text, self._pos, len(self._text)
+            while pos < end and text[pos] in _SPACE:
+                pos += 1
+            self._pos = pos
+            if pos < end:
+                return text[pos]
+            if self._ended:
+                return ""
+            self._more(self._chunk)
+
+    def _take(self, wanted: str) -> None:
+        c = self._peek()
+        if c != wanted:
+            self.fail(f"`{wanted}` is expected, and there is {f'`{c}`' if c else 'the end of the file'}")
+        self._pos += 1
+
+    def starts(self, character: str) -> bool:
+        """Whether the next value is an object (``{``), an array (``[``), a string (``"``)."""
+        return self._peek() == character
+
+    # -- values
+
+    def ahead(self) -> tuple[Any, str] | None:
+        """The next value with its text, when it is near; None when it is too long to be looked at whole."""
+        self._peek()
+        if len(self._text) - self._pos < self._chunk // 2 and not self._ended:
+            self._more(self._chunk)
+        start = self._pos
+        if not self._decode():
+            return None
+        return self._value, self._text[start : self._pos]
+
+    def value(self) -> Any:
+        """The next value, however long."""
+        self._peek()
+        least = self._chunk
+        while not self._decode():
+            least *= 2
+            if least > LARGEST:
+                self.fail(f"a single value is longer than {LARGEST >> 20} MiB")
+            self._more(least)
+        return self._value
+
+    def _decode(self) -> bool:
+        """Decode the value at the cursor into ``_value``. False when its end may not be in the text yet."""
+        try:
+            value, end = self._scan(self._text, self._pos)
+        except json.JSONDecodeError as e:
+            if not self._ended and (e.msg.startswith("Unterminated string") or e.pos >= len(self._text) - _NEAR):
+                return False
+            raise JsonError(e.msg[:1].lower() + e.msg[1:], self._byte(e.pos)) from None
+        except _ConstantError as e:
+            self.fail(f"`{e}` is not JSON")
+        except RecursionError:
+            self.fail("the value is nested too deeply")
+        except ValueError:  # an integer of more digits than Python converts
+            self.fail("a number is too long")
+        if end == len(self._text) and not self._ended:
+            return False  # a number may go on
+        self._pos = end
+        self._value = value
+        return True
+
+    # -- containers that are stepped into
+
+    def names(self) -> Iterator[str]:
+        """The names of an object. After each of them its value must be consumed."""
+        self._take("{")
+        if self._peek() == "}":
+            self._pos += 1
+            return
+        while True:
+            if self._peek() != '"':
+                self.fail("a name in quotes is expected")
+            name = self.value()
+            self._take(":")
+            yield name
+            if self._peek() == "}":
+                self._pos += 1
+                return
+            self._take(",")
+
+    def items(self) -> Iterator[int]:
+        """Numbers of the values of an array. After each of them the value must be consumed."""
+        self._take("[")
+        if self._peek() == "]":
+            self._pos += 1
+            return
+        number = 0
+        while True:
+            yield number
+            number += 1
+            if self._peek() == "]":
+                self._pos += 1
+                return
+            self._take(",")
+
+    def end(self) -> None:
+        """There is nothing more."""
+        if self._peek():
+            self.fail("there is more after the end of the JSON value")

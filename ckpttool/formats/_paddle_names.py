@@ -1,0 +1,60 @@
+"""Structured names (``fc1.weight``) of parameters that a program calls ``linear_0.w_0``.
+
+Two files have them, and neither lies beside a program of paddle 3: a saved ``net.state_dict()``, in its table
+``StructuredToParameterName@@``, and the ``.pdiparams.info`` of a legacy export. The names of parameters count the
+layers of a process, so those of one run say nothing about another; and what is in no state dict (buffers that do not
+persist, tensors that forward makes) has none. Source: paddle 3.3.1 (framework/io.py, jit/api.py), measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpttool.errors import UnsupportedError
+from ckpttool.formats._pickle import STRUCTURED, Array, read_paddle, read_pickle
+from ckpttool.formats._program import Parameter
+
+
+@dataclass(slots=True)
+class StructuredNames:
+    """What one file says."""
+
+    path: Path
+    of: dict[str, list[str]] = field(default_factory=dict)
+    """Structured names of a parameter; several when layers share it, in the order of the file."""
+    tensors: dict[str, Parameter] = field(default_factory=dict)
+    """By structured name, where the file holds the tensors too."""
+
+
+def read_names(path: Path) -> StructuredNames:
+    """Raises what reading a pickle raises, and UnsupportedError for a file without such names."""
+    names = StructuredNames(path)
+    if path.name.endswith(".info"):
+        value = read_pickle(path)
+        if isinstance(value, dict):
+            for parameter, about in value.items():
+                said = about.get("structured_name") if isinstance(about, dict) else None
+                if isinstance(parameter, str) and isinstance(said, str):
+                    names.of.setdefault(parameter, []).append(said)
+        if not names.of:
+            raise UnsupportedError("the file has no structured names", where=str(path), hint="give a .pdiparams.info")
+        return names
+    found = read_paddle(path)
+    for structured, parameter in found.structured.items():
+        names.of.setdefault(parameter, []).append(structured)
+        a: Array | None = found.tensors.get(structured)
+        if a is not None:
+            names.tensors[structured] = Parameter(structured, _dtype(a.dtype), a.shape)
+    if not names.of:
+        raise UnsupportedError(
+            f"the file has no table `{STRUCTURED}`, which says what parameters are called in a program",
+            where=str(path),
+            hint="give what paddle.save(net.state_dict(), PATH) wrote in the run that exported the program",
+        )
+    return names
+
+
+def _dtype(stored: str) -> str:
+    """A pickle holds bfloat16 as uint16, and FP8 as int8: only the size is known then."""
+    return {"U16": "BF16", "I8": ""}.get(stored, stored)

@@ -1,0 +1,268 @@
+"""A Paddle inference program with its parameters: ``model.json`` or ``model.pdmodel`` beside ``model.pdiparams``.
+
+The program gives names, dtypes and shapes, the parameter file gives bytes (``_program.py``). What is read are the
+parameters under the names that the program has; what is written is the same program with new bytes, so that tensors
+may change their values and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpttool.catalog import DataFile, RankTensor, StoredTensor
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.formats._pdiparams import Record, match_records, record_head
+from ckpttool.formats._pdmodel import read_pdmodel
+from ckpttool.formats._pir import looks_like_pir, read_pir
+from ckpttool.formats._program import Parameter, Program
+from ckpttool.formats.base import Habits, Listing, OutFile, ReadOptions, Skeleton, StoredCheckpoint, WriteRequest
+from ckpttool.mesh import Mesh
+
+PARAMS = ".pdiparams"
+INFO = ".pdiparams.info"
+LEGACY = ".pdmodel"
+
+HARMLESS = frozenset(
+    {
+        "version-newer",
+        "value-undefined",
+        "value-order",
+        "value-scope",
+        "value-twice",
+        "operator",
+        "parameter-flags",
+        "parameter-shared",
+        "attribute",
+        "attribute-nan",
+        "attribute-void",
+        "block",
+    }
+)
+"""Problems of a program that leave no doubt about its parameters: reading notes them and goes on."""
+
+
+@dataclass(slots=True)
+class Artifact:
+    """A program and its parameter file, as far as they can be read."""
+
+    program: Program
+    params: Path | None
+    """None when there is no parameter file."""
+    file: DataFile | None = None
+    records: list[Record] = field(default_factory=list)
+    """Of the program's parameters, in their order; fewer where the file is cut off."""
+
+    @property
+    def tensors(self) -> list[tuple[Parameter, Record]]:
+        return list(zip(self.program.parameters, self.records, strict=False))
+
+
+class Native(NamedTuple):
+    """What writing the same program again needs."""
+
+    program: Program
+    params: str
+    """Name of the parameter file."""
+    heads: Mapping[str, bytes]
+    """Heads of records that are not as Paddle 3 writes them, by parameter."""
+    beside: tuple[Path, ...]
+    """Files that go with the program: its own and, of a legacy one, the .info with the structured names."""
+
+
+def is_program(path: Path) -> bool:
+    """Whether a file is a program, by its name and the first bytes of a JSON file."""
+    return path.name.endswith(LEGACY) or (path.suffix == ".json" and looks_like_pir(path))
+
+
+def examine(path: Path, params: Path | None = None) -> Artifact:
+    """A program and its parameters with everything that is wrong with them, in ``program.problems``.
+
+    ``params`` is the parameter file where it is not the one that lies beside the program. Raises IncompleteError when
+    a file that is named does not exist, CorruptError when one cannot be read at all.
+    """
+    program = read_pdmodel(path) if path.name.endswith(LEGACY) else read_pir(path)
+    found = params or beside(path)
+    artifact = Artifact(program, found)
+    if any(p.id not in HARMLESS for p in program.problems):
+        return artifact  # without the list of parameters there is nothing to compare a file with
+    if found is not None and not program.parameters:
+        text = f"the program has no parameters, and {found.name} lies beside it: paddle.jit.load fails"
+        program.report("params-count", text)
+    elif found is not None:
+        artifact.file, artifact.records = match_records(program, found)
+    elif program.parameters:
+        n = len(program.parameters)
+        text = f"the program has {n} parameter{'s' if n > 1 else ''}, and there is no {path.stem}{PARAMS} beside it"
+        program.report("params-missing", text)
+    return artifact
+
+
+def beside(path: Path) -> Path | None:
+    """The parameter file of a program, when it lies where Paddle writes it."""
+    name = path.name.removesuffix(LEGACY).removesuffix(".json")
+    found = path.with_name(name + PARAMS)
+    return found if found.is_file() else None
+
+
+def open_program(path: Path, params: Path | None = None) -> Artifact:
+    """As ``examine``, but raises CorruptError or IncompleteError for the first problem that is not ``HARMLESS``."""
+    artifact = examine(path, params)
+    wrong = [p for p in artifact.program.problems if p.id not in HARMLESS]
+    if wrong:
+        first = wrong[0]
+        kind = IncompleteError if first.id == "params-missing" else CorruptError
+        about = artifact.params if first.id.startswith("params-") and artifact.params else path
+        more = f" (and {len(wrong) - 1} more problems)" if len(wrong) > 1 else ""
+        raise kind(
+            first.text + more,
+            where=[str(about), first.where] if first.where else str(about),
+            hint="give the file with --params"
+            if first.id == "params-missing"
+            else f"`ckpttool convert-json {path.name} --check` says all that is wrong",
+        )
+    return artifact
+
+
+class PaddleProgram:
+    """The parameters of one inference program, under their own names."""
+
+    name = "program"
+    about = "a Paddle inference program (.json, .pdmodel) and its parameters (.pdiparams)"
+    sharded = False
+    habits = Habits(keeps=True)
+
+    def detect(self, listing: Listing) -> int:
+        if listing.single:
+            named = listing.single.endswith((LEGACY, PARAMS))
+            return (
+                2 if named or (listing.single.endswith(".json") and looks_like_pir(listing.path(listing.single))) else 0
+            )
+        return 2 if any(n.endswith((LEGACY, PARAMS)) for n in listing.names) else 0
+
+    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+        """Raises what ``open_program`` raises, and ConflictError when it is not clear which program is meant."""
+        said = options.said()
+        if any(n > 1 for n in said.values()):
+            raise UsageError("a Paddle program holds whole tensors: --tp, --pp and --ep make no sense for it")
+        artifact = open_program(find_program(listing))
+        program = artifact.program
+        native = native_of(artifact)
+        stored = StoredCheckpoint(self.name, listing.root, [], [], Mesh(), naming="paddle", native=native)
+        stored.notes += [f"{p.text} ({p.id})" for p in program.problems]
+        if artifact.file is not None:
+            stored.files = [artifact.file]
+            stored.tensors = [stored_tensor(p, r) for p, r in artifact.tensors]
+        return stored
+
+    def naming(self) -> str:
+        return ""
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        wrong = [f"--{k}-out {v}" for k, v in said.items() if v != 1]
+        if wrong:
+            raise UsageError(f"{' '.join(wrong)} makes no sense for --to program: a program holds whole tensors")
+        return Mesh()
+
+    def write(self, request: WriteRequest) -> Skeleton:
+        """Raises UnsupportedError without a program in the source, ConflictError for tensors that are not its own."""
+        native = request.native
+        if not isinstance(native, Native):
+            raise UnsupportedError(
+                "--to program needs a program, and the source has none",
+                hint="ckpttool convert-json SRC DST --program model.json writes the parameters of a given program",
+            )
+        refuse_others(native.program, request.ranks[0])
+        return layout_program(native, request.ranks[0])
+
+
+def find_program(listing: Listing) -> Path:
+    """The program that SRC means. Raises IncompleteError for none, ConflictError for several."""
+    if listing.single and not listing.single.endswith(PARAMS):
+        return listing.path(listing.single)
+    names = [n for n in listing.names if is_program(listing.path(n))]
+    if listing.single:
+        stem = listing.single.removesuffix(PARAMS)
+        names = [n for n in names if n in (stem + ".json", stem + LEGACY)]
+    if not names:
+        raise IncompleteError(
+            "there are parameters and no program that names them",
+            where=str(listing.path(listing.single) if listing.single else listing.root),
+            hint="give the program: its .json or .pdmodel",
+        )
+    if len(names) > 1:
+        raise ConflictError(
+            f"there are {len(names)} programs here, and which one counts is not said",
+            where=[str(listing.root), *names[:4]],
+            hint="give the path of the program",
+        )
+    return listing.path(names[0])
+
+
+def native_of(artifact: Artifact) -> Native:
+    """What is kept for writing the program again."""
+    program = artifact.program
+    info = program.path.with_name(program.path.name.removesuffix(LEGACY) + INFO)
+    files = (program.path, info) if program.kind == "pdmodel" and info.is_file() else (program.path,)
+    name = artifact.params.name if artifact.params else params_name(program.path)
+    heads = {p.name: r.head for p, r in artifact.tensors if r.head}
+    return Native(program, name, heads, files)
+
+
+def params_name(path: Path) -> str:
+    """Name of the parameter file that Paddle looks for beside a program."""
+    return path.name.removesuffix(LEGACY).removesuffix(".json") + PARAMS
+
+
+def stored_form(parameter: Parameter) -> tuple[str, tuple[int, ...]]:
+    """dtype and shape under which a parameter is known outside Paddle.
+
+    complex128, which safetensors does not have, is F64 with a last axis of two: real and imaginary part.
+    """
+    if parameter.dtype == "C128":
+        return "F64", (*parameter.shape, 2)
+    return parameter.dtype, parameter.shape
+
+
+def stored_tensor(parameter: Parameter, record: Record, name: str = "") -> StoredTensor:
+    """Where a parameter lies, in its ``stored_form``."""
+    return StoredTensor(name or parameter.name, *stored_form(parameter), 0, record.offset)
+
+
+def refuse_others(program: Program, tensors: Sequence[RankTensor], label: str = "the output") -> None:
+    """Raises ConflictError unless ``tensors`` are the parameters of the program: names, dtypes and shapes."""
+    have = {t.name: t for t in tensors}
+    want = {p.name: p for p in program.parameters}
+    wrong = [f"`{n}` is missing" for n in want if n not in have]
+    wrong += [f"`{n}` is not in the program" for n in have if n not in want]
+    for n, p in want.items():
+        t = have.get(n)
+        dtype, shape = stored_form(p)
+        if t is not None and t.dtype != dtype:
+            wrong.append(f"`{n}` is {t.dtype}, the program says {dtype}")
+        elif t is not None and t.shape != shape:
+            wrong.append(f"`{n}` is {list(t.shape)}, the program says {list(shape)}")
+    if wrong:
+        raise ConflictError(
+            f"{label} does not have the tensors of the program: {wrong[0]}"
+            + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""),
+            where=[str(program.path), *wrong[1:5]],
+            hint="only values may change; --to hf writes tensors without a program",
+        )
+
+
+def layout_program(native: Native, tensors: Sequence[RankTensor]) -> Skeleton:
+    """The parameter file, and the program's own files beside it."""
+    slots = {t.name: t.slot for t in tensors}
+    literals: list[tuple[int, bytes]] = []
+    places: dict[str, tuple[int, int]] = {}
+    at = 0
+    for p in native.program.parameters:
+        head = native.heads.get(p.name) or record_head(p.dtype, p.shape)
+        literals.append((at, head))
+        places[slots[p.name]] = (0, at + len(head))
+        at += len(head) + p.nbytes
+    files = [OutFile(native.params, at, tuple(literals))]
+    return Skeleton(files, [places], [], [[0]], beside=native.beside)

@@ -1,0 +1,1 @@
+"""``ckpttool convert-json``: Paddle programs and their parameters, and the JSON of safetensors files."""

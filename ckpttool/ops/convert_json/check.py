@@ -1,0 +1,162 @@
+"""``ckpttool convert-json --check``: does this program say what it should, and are these its parameters?
+
+Paddle compares nothing: it reads a parameter file that is cut off, or another program's, without a word. Every finding
+has an identifier that scripts may rely on; docs/convert-json.md lists them, with what Paddle does in each case.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpttool.errors import CkptError, OutputError, UsageError, VerifyError
+from ckpttool.execute.files import write_error
+from ckpttool.formats._paddle_names import read_names
+from ckpttool.formats._pir import VOID_WRITTEN, read_pir
+from ckpttool.formats._pir_patches import patched
+from ckpttool.formats._program import FLOAT8, Program
+from ckpttool.formats.paddle_program import Artifact, examine, is_program
+from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
+from ckpttool.ops.findings import CheckResult
+
+_WRITTEN = f'"{VOID_WRITTEN}"'.encode()
+_READ = f'"{VOID_WRITTEN.upper()}"'.encode()
+_KEY = b'"VD"'
+_CHUNK = 1 << 20
+_SHOWN = 8
+
+
+@dataclass(slots=True)
+class Repaired:
+    """What ``--fix`` wrote."""
+
+    path: Path
+    count: int
+    """Attributes whose spelling was changed."""
+
+
+def check_program(src: Path, params: Path | None = None, names: Path | None = None) -> CheckResult:
+    """Everything that is wrong with a program and its parameter file. Raises UsageError when SRC is no file.
+
+    ``params`` and ``names`` as in converting.
+    """
+    if not src.is_file():
+        raise UsageError("there is no such file", where=str(src), hint="give the program: its .json or .pdmodel")
+    if src.name.endswith(".safetensors"):
+        raise UsageError("this is no program", where=str(src), hint=f"ckpttool inspect {src} --check")
+    result = CheckResult(src, "program")
+    try:
+        artifact = examine(src, params)
+    except CkptError as e:
+        result.add("unreadable", e.what, ", ".join(e.where), e.hint)
+        return result
+    add_findings(artifact, result)
+    if names is not None and not any(f.id in ("json", "magic", "protobuf") for f in result.findings):
+        _check_names(artifact.program, names, result)
+    return result
+
+
+def add_findings(artifact: Artifact, result: CheckResult) -> None:
+    """What is wrong with an artifact, and what somebody who serves it may want to know."""
+    program = artifact.program
+    for p in program.problems:
+        about = artifact.params if p.id.startswith("params-") and artifact.params else program.path
+        result.add(p.id, p.text, f"{about}: {p.where}" if p.where else about, _HINTS.get(p.id))
+    for id_, n in program.more.items():
+        result.add(id_, f"and {n:,} more of this kind", program.path)
+    for change in patched(program):
+        result.add(
+            "version-patched",
+            f"version {program.version}: Paddle changes {change} (patch {change.version})",
+            program.path,
+        )
+    if coded := {e: n for e, n in program.elements.items() if e in FLOAT8}:
+        held = [p.name for p in program.parameters if p.dtype in FLOAT8]
+        text = " and ".join(f"{n} value{'s' if n > 1 else ''} in {e}" for e, n in coded.items())
+        text += f", {len(held)} of them parameters (`{held[0]}`)" if held else ""
+        result.add("float8", text, program.path)
+    result.checked = {
+        "operator": program.operators.total(),
+        "parameter": len(program.parameters),
+        "record": len(artifact.records),
+    }
+
+
+_HINTS: Mapping[str, str] = {
+    "attribute-nan": "--fix OUT.json writes it as Paddle reads it",
+    "params-missing": "give the file with --params",
+    "params-truncated": "copy or export the file again",
+    "params-count": "is it the parameter file of this program? --params names another; what combine_params=True writes"
+    " fits no program, and Paddle cannot load it",
+}
+
+
+def _check_names(program: Program, path: Path, result: CheckResult) -> None:
+    """Structured names that are to be given to the parameters."""
+    said = read_names(path)
+    parameters = {p.name: p for p in program.parameters}
+    unnamed = [n for n in parameters if n not in said.of]
+    if unnamed:
+        shown = ", ".join(f"`{n}`" for n in unnamed[:_SHOWN]) + (" ..." if len(unnamed) > _SHOWN else "")
+        text = f"{len(unnamed)} of {len(parameters)} parameters have no structured name: {shown}"
+        result.add("names-missing", text, path)
+    for name, structured in said.of.items():
+        for s in structured:
+            t, p = said.tensors.get(s), parameters.get(name)
+            if t is None or p is None:
+                continue
+            if t.shape != p.shape:
+                text = f"`{s}` is {list(t.shape)}, and `{name}` is {list(p.shape)} in the program"
+                result.add("names-shape", text, path)
+
+
+def repair(src: Path, out: Path, *, force: bool = False) -> Repaired:
+    """Write a PIR program with every NaN spelled as Paddle reads it; every other byte stays.
+
+    Raises UsageError for what is no PIR program, OutputError when ``out`` exists or cannot be written, VerifyError
+    when the result still has a NaN that Paddle cannot read.
+    """
+    if not is_program(src) or src.suffix != ".json":
+        raise UsageError("--fix repairs PIR programs, which are JSON", where=str(src))
+    if out.exists() and out.samefile(src):
+        raise UsageError("--fix writes another file, and OUT.json is the program itself", where=str(out))
+    if os.path.lexists(out) and not force:
+        raise OutputError("the destination exists", where=str(out), hint="use --force to replace it")
+    out = resolved(out)
+    with Replacement(out) as new:
+        count = _respell(src, new.fd, out)
+        left = [p for p in read_pir(new.temporary).problems if p.id == "attribute-nan"]
+        if left:
+            raise VerifyError("a NaN is left that Paddle cannot read", where=[str(src), left[0].where])
+        new.sync()
+        new.publish()
+        sync_names([out.parent])
+    return Repaired(out, count)
+
+
+def _respell(src: Path, fd: int, out: Path) -> int:
+    """Copy a text in which ``"VD": "NaN"`` becomes ``"VD": "NAN"``. Returns how often.
+
+    In a JSON text these bytes are never part of a string: a quote within one has a backslash before it.
+    """
+    pattern = re.compile(_KEY + rb"(\s{0,64}):(\s{0,64})" + _WRITTEN)
+    longest = len(_KEY) + 64 + 1 + 64 + len(_WRITTEN)
+    count, at, rest = 0, 0, b""
+    try:
+        os.ftruncate(fd, 0)
+        with src.open("rb") as f:
+            while True:
+                data = f.read(_CHUNK)
+                text, n = pattern.subn(_KEY + rb"\1:\2" + _READ, rest + data)
+                count += n
+                keep = min(len(text), longest - 1) if data else 0
+                write_all(fd, text[: len(text) - keep], at)
+                at += len(text) - keep
+                rest = text[len(text) - keep :]
+                if not data:
+                    return count
+    except OSError as e:
+        raise write_error(e, str(out), 0, 0) from e

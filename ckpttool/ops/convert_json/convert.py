@@ -1,0 +1,379 @@
+"""``ckpttool convert-json``: the parameters of a Paddle program as safetensors, and back, byte for byte.
+
+    model.json + model.pdiparams  ->  model.safetensors, or a directory of shards
+                                      header: names as they are in the program, what is unusual about the records
+    model.safetensors + model.json  ->  DIR/model.json, DIR/model.pdiparams
+
+Both directions read their output again before it gets its name: through the reader of its format, every byte.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tensor
+from ckpttool.errors import CkptError, ConflictError, CorruptError, UsageError, VerifyError
+from ckpttool.execute import Progress, RunOptions, RunResult, run
+from ckpttool.execute.compare import compare_views
+from ckpttool.formats._paddle_names import StructuredNames, read_names
+from ckpttool.formats._program import Program
+from ckpttool.formats.base import ReadOptions, Skeleton, build_files
+from ckpttool.formats.hf import layout_published
+from ckpttool.formats.paddle_program import (
+    INFO,
+    LEGACY,
+    Artifact,
+    Native,
+    examine,
+    layout_program,
+    native_of,
+    open_program,
+    params_name,
+    refuse_others,
+    stored_tensor,
+)
+from ckpttool.formats.registry import read_source
+from ckpttool.formats.safetensors import read_header
+from ckpttool.geometry import whole
+from ckpttool.plan import Plan
+from ckpttool.planner import build_plan
+from ckpttool.relate import identity
+from ckpttool.select import nearest_hint
+
+METADATA = "ckpttool.program"
+"""Key of the safetensors metadata that keeps the way back, as JSON."""
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Everything known before a byte is written."""
+
+    program: Program
+    source: Path
+    plan: Plan
+    catalog: Catalog
+    names: dict[str, str]
+    """Name in the parameter file -> name in safetensors, where they differ."""
+    native: Native
+    roots: tuple[str, ...]
+    """Files that are read."""
+    back: bool = False
+    """From safetensors to parameters."""
+    single: bool = False
+    """DST is one file."""
+
+    @property
+    def notes(self) -> list[str]:
+        return self.plan.notes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.catalog)
+
+
+@dataclass(slots=True)
+class Converted:
+    """What was written, and read again."""
+
+    conversion: Conversion
+    dst: Path
+    run: RunResult
+
+
+def to_safetensors(
+    src: Path, dst: Path, *, params: Path | None = None, names: Path | None = None, max_shard_size: int | None = None
+) -> Conversion:
+    """Plan a program's parameters as safetensors; one file when ``dst`` ends in .safetensors, else a directory.
+
+    Raises IncompleteError and CorruptError for a program or parameter file that is not right, ConflictError for names
+    that are another program's, UnsupportedError for a dtype that safetensors lacks.
+    """
+    single = dst.name.endswith(".safetensors")
+    if single and max_shard_size:
+        raise UsageError(
+            "--max-shard-size makes several files, and DST is one", hint="give a directory: a DST without .safetensors"
+        )
+    artifact = open_program(src, params)
+    program = artifact.program
+    if not program.parameters:
+        raise UsageError(
+            "the program has no parameters, so there is nothing to convert",
+            where=str(src),
+            hint=f"`ckpttool convert-json {src.name} --check` checks it all the same",
+        )
+    notes = [f"{p.text} ({p.id})" for p in program.problems]
+    given = _given_names(program, names, notes)
+    catalog = Catalog([artifact.file] if artifact.file else [], {})
+    for p, r in artifact.tensors:
+        _add(catalog, given.get(p.name, p.name), stored_tensor(p, r))
+    tensors = [_whole(t.key.name, t.dtype, t.shape) for t in catalog]
+    native = native_of(artifact)
+    parameter_of = {new: old for old, new in given.items()}
+    digest = _digest(program.path)
+
+    def metadata(group: Sequence[RankTensor]) -> Mapping[str, str]:
+        return {"format": "pt", METADATA: _way_back(native, digest, [t.name for t in group], parameter_of)}
+
+    skeleton = (
+        build_files([(dst.name, 0, tensors, metadata(tensors))], 1)
+        if single
+        else layout_published(tensors, max_shard_size, metadata)
+    )
+    plan = _plan(catalog, tensors, skeleton, notes)
+    roots = (str(src), *(str(f.path) for f in catalog.files))
+    return Conversion(program, src, plan, catalog, given, native, roots, single=single)
+
+
+def from_safetensors(src: Path, program: Path, *, names: Path | None = None) -> Conversion:
+    """Plan the parameter file of ``program`` with the tensors of ``src`` (a file, a directory of shards, an index).
+
+    Raises ConflictError for tensors that are missing, unexpected, or of another shape or dtype than in the program.
+    """
+    artifact = _without_params(program)
+    found = artifact.program
+    stored = read_source(src, "hf", ReadOptions())
+    told = [_read_way_back(f.path) for f in stored.files]
+    parameter_of: dict[str, str] = {}
+    heads: dict[str, bytes] = {}
+    for way in told:
+        parameter_of |= way.names
+        heads |= way.heads
+    notes = list(stored.notes)
+    if names is not None:
+        said = read_names(names)
+        parameter_of |= {s: p for p, structured in said.of.items() for s in structured if p in _set(found)}
+    digests = {way.digest for way in told if way.digest}
+    if digests and digests != {_digest(program)}:
+        notes.append(f"{program.name} is not the program that the tensors came from, or it has been edited")
+    catalog = Catalog(list(stored.files), {})
+    given: dict[str, str] = {}
+    for t in stored.tensors:
+        parameter = parameter_of.get(t.name, t.name)
+        if Key(parameter) in catalog.tensors:
+            raise ConflictError(f"two tensors are the parameter `{parameter}`: `{given.get(parameter)}` and `{t.name}`")
+        _add(catalog, parameter, t)
+        given[parameter] = t.name
+    tensors = [_whole(t.key.name, t.dtype, t.shape) for t in catalog]
+    try:
+        refuse_others(found, tensors, str(src))
+    except ConflictError as e:
+        _explain(e, found, given, parameter_of)
+        raise
+    native = _as_told(native_of(artifact), told, heads)
+    skeleton = layout_program(native, tensors)
+    renamed = {p: n for p, n in given.items() if p != n}
+    plan = _plan(catalog, tensors, skeleton, notes, native.beside)
+    roots = (str(src), *(str(f.path) for f in catalog.files), str(program))
+    return Conversion(found, src, plan, catalog, renamed, native, roots, back=True)
+
+
+def execute(conversion: Conversion, dst: Path, options: RunOptions, progress: Progress) -> Converted:
+    """Write, read again, compare, and only then give DST its name. Raises OutputError, CorruptError, VerifyError."""
+    check: Callable[[Path], None] = (
+        (lambda partial: _verify_program(conversion, partial))
+        if conversion.back
+        else (lambda partial: _verify_safetensors(conversion, partial))
+    )
+    options = replace(options, single=conversion.single, source_roots=conversion.roots, verify=check)
+    return Converted(conversion, dst, run(conversion.plan, dst, options, progress))
+
+
+# -- what both directions share
+
+
+def _add(catalog: Catalog, name: str, stored: StoredTensor) -> None:
+    key = Key(name)
+    catalog.tensors[key] = whole_tensor(stored, key)
+
+
+def _whole(name: str, dtype: str, shape: tuple[int, ...]) -> RankTensor:
+    box = whole(shape)
+    return RankTensor(name, dtype, shape, name, shape, ((box, box),))
+
+
+def _plan(
+    catalog: Catalog, tensors: Sequence[RankTensor], skeleton: Skeleton, notes: list[str], beside: Sequence[Path] = ()
+) -> Plan:
+    carried = [(str(p), p.name, p.stat().st_size) for p in beside]
+    plan = build_plan(catalog, identity(catalog).table, [tensors], skeleton, carried=carried)
+    plan.notes = [*notes, *plan.notes]
+    return plan
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _set(program: Program) -> set[str]:
+    return {p.name for p in program.parameters}
+
+
+# -- the way back
+
+
+@dataclass(slots=True)
+class _WayBack:
+    """What one safetensors file says about the program that its tensors came from."""
+
+    digest: str = ""
+    params: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+    """Name here -> parameter."""
+    heads: dict[str, bytes] = field(default_factory=dict)
+
+
+def _way_back(native: Native, digest: str, names: Sequence[str], parameter_of: Mapping[str, str]) -> str:
+    said: dict[str, Any] = {
+        "file": native.program.path.name,
+        "sha256": digest,
+        "params": native.params,
+    }
+    renamed = {n: parameter_of[n] for n in names if n in parameter_of}
+    heads = {p: native.heads[p] for n in names if (p := parameter_of.get(n, n)) in native.heads}
+    if renamed:
+        said["names"] = renamed
+    if heads:
+        said["heads"] = {p: base64.b64encode(h).decode() for p, h in heads.items()}
+    return json.dumps(said, ensure_ascii=False, separators=(",", ":"))
+
+
+def _read_way_back(path: Path) -> _WayBack:
+    """Raises CorruptError when the metadata is ours and cannot be used."""
+    text = read_header(path).metadata.get(METADATA)
+    if text is None:
+        return _WayBack()
+    try:
+        said = json.loads(text)
+        names = dict(said.get("names", {}))
+        heads = {str(k): base64.b64decode(v, validate=True) for k, v in dict(said.get("heads", {})).items()}
+        params = str(said.get("params", ""))
+        if not all(isinstance(v, str) for v in names.values()) or Path(params).name != params:
+            raise ValueError("a name is none")
+        return _WayBack(str(said.get("sha256", "")), params, names, heads)
+    except (ValueError, TypeError, AttributeError) as e:
+        raise CorruptError(f"the metadata `{METADATA}` cannot be used: {e}", where=str(path)) from None
+
+
+def _as_told(native: Native, told: Sequence[_WayBack], heads: Mapping[str, bytes]) -> Native:
+    """As the tensors' files say it: unusual heads of records, and the parameter file's name where it was another."""
+    names = {way.params for way in told if way.params}
+    name = names.pop() if len(names) == 1 else params_name(native.program.path)
+    own = _set(native.program)
+    return native._replace(params=name, heads={n: h for n, h in heads.items() if n in own})
+
+
+def _without_params(program: Path) -> Artifact:
+    """A program, whose parameter file may be missing or wrong: it is about to be written."""
+    artifact = examine(program)
+    program_problems = [p for p in artifact.program.problems if not p.id.startswith("params-")]
+    artifact.program.problems = program_problems
+    artifact.records, artifact.file, artifact.params = [], None, None
+    return artifact
+
+
+def _explain(e: CkptError, program: Program, given: Mapping[str, str], parameter_of: Mapping[str, str]) -> None:
+    """Names are the commonest reason."""
+    names = _set(program)
+    strange = [n for n in given if n not in names]
+    if strange and not parameter_of:
+        e.hint = "give the file that has the structured names: --names model.pdparams"
+    elif strange:
+        e.hint = nearest_hint(strange[0], names) or e.hint
+
+
+# -- structured names
+
+
+def _given_names(program: Program, path: Path | None, notes: list[str]) -> dict[str, str]:
+    """Parameter -> structured name, where one is known."""
+    if path is None:
+        own = program.path.with_name(program.path.name.removesuffix(LEGACY) + INFO)
+        if program.kind != "pdmodel" or not own.is_file():
+            return {}
+        path = own
+    said = read_names(path)
+    names = _set(program)
+    out = {p: structured[0] for p, structured in said.of.items() if p in names}
+    if not out:
+        known = next(iter(said.of))
+        raise ConflictError(
+            f"{path.name} names none of the program's parameters: it has `{known}`, the program"
+            f" `{program.parameters[0].name}`",
+            where=[str(path), str(program.path)],
+            hint="parameters are counted in every run: give the names that the run which exported the program saved",
+        )
+    _check_names(program, said, out)
+    if unnamed := [n for n in sorted(names) if n not in out]:
+        more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
+        notes.append(f"without a structured name: `{unnamed[0]}`{more}")
+    if shared := [p for p in out if len(said.of[p]) > 1]:
+        p = shared[0]
+        notes.append(f"`{p}` has several names: {', '.join(said.of[p])}; the first is taken")
+    return {p: n for p, n in out.items() if p != n}
+
+
+def _check_names(program: Program, said: StructuredNames, out: Mapping[str, str]) -> None:
+    """Raises ConflictError for one name of two parameters, and for tensors that are not the program's."""
+    owner: dict[str, str] = {}
+    for p in program.parameters:
+        name = out.get(p.name, p.name)
+        if name in owner:
+            raise ConflictError(
+                f"`{name}` would be the name of two parameters, `{owner[name]}` and `{p.name}`", where=str(said.path)
+            )
+        owner[name] = p.name
+        t = said.tensors.get(name)
+        if t is not None and (t.shape != p.shape or (t.dtype and t.dtype != p.dtype and p.dtype in ("", t.dtype))):
+            raise ConflictError(
+                f"`{name}` is {list(t.shape)} in {said.path.name}, and `{p.name}` is {list(p.shape)} in the program",
+                where=[str(said.path), str(program.path)],
+                hint="these are names of another model or another run",
+            )
+
+
+# -- reading again
+
+
+def _verify_safetensors(conversion: Conversion, partial: Path) -> None:
+    """Every file is read through its own header."""
+    names = [o.name for o in conversion.plan.outputs if o.name.endswith(".safetensors")]
+    found = Catalog([], {})
+    for i, name in enumerate(names):
+        head = read_header(partial / name, i)
+        found.files.append(head.file)
+        for t in head.tensors:
+            _add(found, t.name, t)
+    _compare(conversion, found, partial)
+
+
+def _verify_program(conversion: Conversion, partial: Path) -> None:
+    """The parameters are read as the program in DST says."""
+    path = partial / conversion.program.path.name
+    again = open_program(path, partial / conversion.native.params)
+    if again.program.parameters != conversion.program.parameters or again.file is None:
+        raise VerifyError("the program that was written is not the one that was given", where=str(path))
+    found = Catalog([again.file], {})
+    for p, r in again.tensors:
+        _add(found, p.name, stored_tensor(p, r))
+    _compare(conversion, found, partial)
+
+
+def _compare(conversion: Conversion, found: Catalog, partial: Path) -> None:
+    views = identity(conversion.catalog).table
+    if set(found.tensors) != set(conversion.catalog.tensors):
+        raise VerifyError("the output does not have the tensors of the source", where=str(partial))
+    wrong = compare_views(conversion.catalog, list(views.values()), found, check_replicas=True)
+    if wrong:
+        raise VerifyError(
+            f"{len(wrong)} of {len(views)} tensors differ from the source",
+            where=[str(w) for w in wrong[:5]],
+            hint="nothing was kept. This is a fault of ckpttool or of the disk: please report it with the command line",
+        )

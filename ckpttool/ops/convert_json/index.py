@@ -1,0 +1,716 @@
+"""``ckpttool convert-json --index``: the index files of a directory, made or checked from the headers of its shards.
+
+An index belongs to the files of one stem: ``model-00001-of-00004.safetensors`` and its fellows to
+``model.safetensors.index.json``; the components of a unified checkpoint of Paddle's have one each. What an index says
+beside ``weight_map`` and ``total_size`` stays as it is, for no header knows it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpttool.catalog import StoredTensor
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UsageError
+from ckpttool.formats._paddle import config_dtype
+from ckpttool.formats.base import Listing, OpenOptions, list_source, natural
+from ckpttool.formats.hf import NUMBERED
+from ckpttool.formats.safetensors import Header, examine, read_header
+from ckpttool.formats.unified import STEMS
+from ckpttool.ops.convert_json.durable import replace_all
+from ckpttool.ops.findings import CheckResult
+from ckpttool.ops.inspect.check import (
+    ExaminedFile,
+    check_duplicates,
+    check_mapping,
+    check_numbers,
+    counted,
+    format_by_names,
+    is_member,
+    parse_index,
+)
+
+WRITTEN, RIGHT, NONE_NEEDED = "written", "right", "none needed"
+
+READERS = 8
+"""Threads that read headers: they wait for the disk, not for each other."""
+
+_INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>[A-Za-z]\w*))?\.json\Z")
+_RANKED = re.compile(r"(?P<stem>\w+)\.(?:(?:tp|pp|shard|moe)\d{2,}_?)+\.safetensors(?:_shard_(?P<part>\d{4}))?\Z")
+"""Files that each rank wrote for itself."""
+_SINGLE = ("model", "adapter_model", "diffusion_pytorch_model", *STEMS)
+"""Stems of which a file without a number is a whole set."""
+_CODED = re.compile(r"@(?:min_|max_)?scales\Z")
+_ANEW = "`ckpttool convert-json --index` writes it anew"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexState:
+    """One index, or a set of files that has none."""
+
+    name: str
+    """File name, also of one that is not needed."""
+    shards: tuple[str, ...]
+    tensors: int
+    """Names that the shards hold."""
+    total_size: int | None
+    """As the index says it; None where it says none."""
+    state: str
+    """``written``, ``right`` or ``none needed``."""
+    changes: tuple[str, ...] = ()
+    """What was wrong with the old one."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class IndexResult:
+    """All indexes of a directory."""
+
+    path: Path
+    dry_run: bool
+    """Nothing was written; ``written`` is what would be."""
+    indexes: list[IndexState] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def written(self) -> int:
+        """How many were written, or would be."""
+        return sum(i.state == WRITTEN for i in self.indexes)
+
+
+@dataclass(slots=True)
+class _Group:
+    """An index and the files that it is, or would be, about."""
+
+    stem: str
+    index: str
+    files: list[str]
+    """Merged files and shards in natural order."""
+    ranked: list[str] = field(default_factory=list)
+    """Files of ranks, which no map speaks of."""
+    raw: bytes | None = None
+    """The index as it is; None when there is none."""
+    data: dict[str, Any] = field(default_factory=dict)
+    broken: str = ""
+    """Why the index cannot be read."""
+    mapped: dict[str, str] = field(default_factory=dict)
+    """The map, {} where it cannot be used."""
+
+    @property
+    def numbered(self) -> dict[tuple[str, int], set[int]]:
+        """Parts by stem and total."""
+        sets: dict[tuple[str, int], set[int]] = {}
+        for n in self.files:
+            if m := NUMBERED.match(n):
+                sets.setdefault((m["stem"], int(m["total"])), set()).add(int(m["part"]))
+        return sets
+
+    @property
+    def quantised(self) -> bool:
+        return bool(self.data.get("ckpt_quant_stage"))
+
+
+class _Chosen(NamedTuple):
+    """Which file an index names for each tensor."""
+
+    mapping: dict[str, str]
+    refused: dict[str, list[str]]
+    """Tensors in several files of which none is the one."""
+    copies: dict[str, list[str]]
+    """Tensors in several files, understood."""
+
+
+def rebuild(directory: Path, *, dry_run: bool = False) -> IndexResult:
+    """Bring the indexes of a directory in line with the headers of its shards; those that are right stay untouched.
+
+    All are planned before the first is written, and each is replaced at once. Raises UsageError (no directory),
+    IncompleteError (shards are missing), CorruptError (a header is broken), UnsupportedError (a dtype is not known),
+    ConflictError (a tensor in two shards, shards of two sets), OutputError; then nothing was written.
+    """
+    listing, unified, groups, others = _look(directory)
+    result = IndexResult(directory, dry_run)
+    if others:
+        result.notes.append(_left_alone(others))
+    kept, notes = [], []
+    for g in groups:
+        names, said = _members(listing, g, unified=unified)
+        kept.append(names)
+        notes.append(said)
+    wanted = list(dict.fromkeys(n for g, names in zip(groups, kept, strict=True) for n in (*names, *g.ranked)))
+    with ThreadPoolExecutor(READERS) as pool:
+        heads = dict(zip(wanted, pool.map(lambda n: read_header(listing.path(n)), wanted), strict=True))
+    files: dict[Path, bytes] = {}
+    for g, names, said in zip(groups, kept, notes, strict=True):
+        state, data = _plan(listing, g, names, heads, said, unified=unified)
+        result.indexes.append(state)
+        if data is not None:
+            files[listing.path(g.index)] = data
+    if files and not dry_run:
+        _unchanged(listing, heads, groups)
+        replace_all(files)
+    return result
+
+
+def verify(directory: Path) -> CheckResult:
+    """Everything that is wrong with the indexes of a directory and its shards, by the names of ``inspect --check``.
+
+    Raises UsageError (no directory, or one without safetensors files); everything else is a finding.
+    """
+    listing, unified, groups, others = _look(directory)
+    result = CheckResult(directory, "unified" if unified else "")
+    if others:
+        result.notes.append(_left_alone(others))
+    wanted = list(dict.fromkeys(n for g in groups for n in (*g.files, *g.ranked)))
+    with ThreadPoolExecutor(READERS) as pool:
+        found = dict(zip(wanted, pool.map(lambda n: _examine(listing.path(n)), wanted), strict=True))
+    files: dict[str, ExaminedFile] = {}
+    for name, (head, problems) in found.items():
+        for id_, text in problems:
+            result.add(id_, text, listing.path(name))
+        tensors = head.tensors if head is not None else []
+        files[name] = ExaminedFile(name, head.file if head is not None else None, tensors, sound=not problems)
+    for g in groups:
+        _check_group(listing, g, files, result, unified=unified)
+    result.findings = [f._replace(hint=_ANEW) if "`ckpttool reshard`" in f.hint else f for f in result.findings]
+    result.checked = {
+        "index": sum(g.raw is not None for g in groups),
+        "file": len(files),
+        "tensor": sum(len({t.name for n in (*g.files, *g.ranked) for t in files[n].tensors}) for g in groups),
+    }
+    return result
+
+
+# -- what is there
+
+
+def _look(directory: Path) -> tuple[Listing, bool, list[_Group], list[str]]:
+    """The sets of files of a directory, and the files that are in none."""
+    if directory.is_file():
+        raise UsageError("this is a file", where=str(directory), hint="give the directory that holds the shards")
+    listing = list_source(directory)
+    unified = format_by_names(listing, OpenOptions()) == "unified"
+    sets: dict[str, list[str]] = {}
+    ranked: dict[str, list[str]] = {}
+    for n in listing.names:
+        if m := NUMBERED.match(n):
+            sets.setdefault(m["stem"], []).append(n)
+        elif unified and (m := _RANKED.match(n)) and m["stem"] in STEMS:
+            ranked.setdefault(m["stem"], []).append(n)
+    groups = [_indexed(listing, m, sets, ranked) for n in listing.names if (m := _INDEX.match(n))]
+    taken = {n for g in groups for n in (*g.files, *g.ranked)}
+    alone = [n for n in listing.safetensors() if n not in taken]
+    made: dict[str, _Group] = {}
+    others = []
+    for n in alone:
+        numbered, own = NUMBERED.match(n), _RANKED.match(n)
+        if numbered:
+            stem = numbered["stem"]
+        elif n.removesuffix(".safetensors") in _SINGLE:
+            stem = n.removesuffix(".safetensors")
+        elif unified and own and own["stem"] in STEMS:
+            continue
+        else:
+            others.append(n)
+            continue
+        made.setdefault(stem, _Group(stem, _index_name(stem), [])).files.append(n)
+    for stem, names in ranked.items():
+        if not any(n in taken for n in names):
+            made.setdefault(stem, _Group(stem, _index_name(stem), [])).ranked += names
+    groups += made.values()
+    if not groups and not others:
+        raise UsageError("there are no safetensors files here", where=str(directory))
+    return listing, unified, sorted(groups, key=lambda g: natural(g.index)), others
+
+
+def _indexed(
+    listing: Listing, name: re.Match[str], sets: Mapping[str, list[str]], ranked: Mapping[str, list[str]]
+) -> _Group:
+    """An index that exists, with its own files, those that it names, and the fellows of these."""
+    stem = f"{name['stem']}.{name['variant']}" if name["variant"] else name["stem"]
+    g = _Group(stem, name[0], [], list(ranked.get(stem, ())))
+    try:
+        g.raw = listing.path(g.index).read_bytes()
+        g.data = listing.json(g.index)
+    except CorruptError as e:
+        g.broken = e.what
+    except OSError as e:
+        raise CorruptError(f"the index cannot be read: {e.strerror}", where=str(listing.path(g.index))) from None
+    found = g.data.get("weight_map")
+    if isinstance(found, dict) and all(isinstance(v, str) for v in found.values()):
+        g.mapped = found if not any(map(_outside, set(found.values()))) else {}
+    present = set(listing.safetensors())
+    own = [*sets.get(stem, ()), *([f"{stem}.safetensors"] if f"{stem}.safetensors" in present else [])]
+    named = [n for n in dict.fromkeys(g.mapped.values()) if n in present]
+    same = {(m["stem"], m["total"]) for n in named if (m := NUMBERED.match(n))}
+    fellows = [n for s, _ in same for n in sets.get(s, ()) if (m := NUMBERED.match(n)) and (s, m["total"]) in same]
+    g.files = sorted({*own, *named, *fellows}, key=natural)
+    return g
+
+
+def _index_name(stem: str) -> str:
+    """The index of a stem. ``model.fp16`` is a variant of ``model``, and its word stands elsewhere in the index's."""
+    base, _, variant = stem.rpartition(".")
+    if base in _SINGLE and re.fullmatch(r"[A-Za-z]\w*", variant):
+        return f"{base}.safetensors.index.{variant}.json"
+    return f"{stem}.safetensors.index.json"
+
+
+def _outside(name: str) -> bool:
+    return "/" in name or "\\" in name or name in ("", ".", "..")
+
+
+def _left_alone(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} is no shard and in no index; left alone"
+    return f"{len(names)} files are no shards and in no index ({names[0]}, ...); left alone"
+
+
+# -- rebuilding
+
+
+def _members(listing: Listing, g: _Group, *, unified: bool) -> tuple[list[str], list[str]]:
+    """The files that an index is to speak of, and notes. Raises IncompleteError, ConflictError."""
+    root = str(listing.root)
+    mapped = g.mapped
+    named = set(mapped.values())
+    notes: list[str] = []
+    if g.files and g.ranked:
+        raise ConflictError(
+            f"merged {g.stem} files and {g.stem} files of ranks lie in one directory",
+            where=[str(listing.path(g.files[0])), str(listing.path(g.ranked[0]))],
+            hint="move those away that do not belong to this save",
+        )
+    sets = g.numbered
+    totals = sorted(t for s, t in sets if s == g.stem)
+    if len(totals) > 1:
+        raise ConflictError(
+            f"shards of {len(totals)} sets lie in one directory",
+            where=[root, *(f"{g.stem}-*-of-{t:05d}.safetensors" for t in totals)],
+            hint="move all but one set away",
+        )
+    names = g.files
+    single = [n for n in names if not NUMBERED.match(n)]
+    own = f"{g.stem}.safetensors"
+    if own in single and sets:
+        if own in named and not any(NUMBERED.match(n) for n in named):
+            left, names = [n for n in names if NUMBERED.match(n)], single
+            sets = {}
+        elif named & set(names) and own not in named:
+            left, names = [own], [n for n in names if n != own]
+        else:
+            raise ConflictError(
+                f"{own} and numbered shards of it lie in one directory",
+                where=[str(listing.path(own)), str(listing.path(next(n for n in names if NUMBERED.match(n))))],
+                hint="move one of the two away",
+            )
+        notes.append(f"{left[0]}{' and others are' if len(left) > 1 else ' is'} not in the index; left out")
+    for (stem, total), parts in sets.items():
+        beyond = [p for p in parts if not 1 <= p <= total]
+        if beyond:
+            raise ConflictError(
+                f"there is a shard {max(beyond)} of {total}",
+                where=str(listing.path(f"{stem}-{max(beyond):05d}-of-{total:05d}.safetensors")),
+                hint="move it away, or give it its number",
+            )
+        gaps = [i for i in range(1, total + 1) if i not in parts]
+        # An asynchronous save writes no file for a rank that holds nothing, and its index names none.
+        if unified and named & set(names):
+            empty = [i for i in gaps if f"{stem}-{i:05d}-of-{total:05d}.safetensors" not in named]
+            if empty:
+                notes.append(f"{len(empty)} of {total} files are not there, and the index names none of them")
+            gaps = [i for i in gaps if i not in empty]
+        if gaps:
+            raise IncompleteError(
+                f"{len(gaps)} of {total} shards are missing: {stem}-{gaps[0]:05d}-of-{total:05d}.safetensors",
+                where=root,
+                hint="fetch the missing files; an index is only made of a whole set",
+            )
+    if not names and not g.ranked:
+        what = f"none of the {len(named)} files that {g.index} names is there: {min(named)}" if named else ""
+        raise IncompleteError(
+            what or f"there is {g.index}, and no file that it could be of",
+            where=root,
+            hint="fetch the missing files, or remove the index",
+        )
+    return names, notes
+
+
+def _choose(
+    g: _Group, names: Iterable[str], tensors: Mapping[str, Sequence[StoredTensor]], *, unified: bool
+) -> _Chosen:
+    """The file of each tensor.
+
+    In a unified checkpoint a tensor may be in several files on purpose: sharding ranks hold runs of it, or each has
+    its own scalars. An index names one of them, and Paddle's readers do not mind which; Paddle names the last.
+    """
+    places: dict[str, list[str]] = {}
+    for n in names:
+        for t in tensors[n]:
+            places.setdefault(t.name, []).append(n)
+    mapped = g.mapped
+    mapping = {name: held[0] for name, held in places.items()}
+    several = {name: held for name, held in places.items() if len(held) > 1}
+    if not several:
+        return _Chosen(mapping, {}, {})
+    # Whole tensors of a save without runs have more than one axis somewhere.
+    state = g.stem in ("optimizer", "master_weights")
+    flat = state and all(len(t.shape) == 1 for n in names for t in tensors[n])
+    scalars = {t.name for n in names for t in tensors[n] if state and prod(t.shape) == 1}
+    refused: dict[str, list[str]] = {}
+    for name, held in several.items():
+        if unified and mapped.get(name) in held:
+            mapping[name] = mapped[name]
+        elif unified and len(set(held)) == len(held) and (flat or name in scalars):
+            mapping[name] = held[-1]
+        else:
+            refused[name] = held
+    return _Chosen(mapping, refused, {n: h for n, h in several.items() if n not in refused})
+
+
+def _plan(
+    listing: Listing,
+    g: _Group,
+    names: Sequence[str],
+    heads: Mapping[str, Header],
+    notes: list[str],
+    *,
+    unified: bool,
+) -> tuple[IndexState, bytes | None]:
+    """What is to become of one index, and its bytes if it is to be written. Raises ConflictError, IncompleteError."""
+    if g.ranked:
+        return _plan_ranked(g, heads, notes)
+    tensors = {n: heads[n].tensors for n in names}
+    chosen = _choose(g, names, tensors, unified=unified)
+    if chosen.refused:
+        name, held = next(iter(chosen.refused.items()))
+        more = f" (and {len(chosen.refused) - 1} more)" if len(chosen.refused) > 1 else ""
+        raise ConflictError(
+            f"tensor `{name}` is in {len(held)} shards{more}",
+            where=[str(listing.path(n)) for n in held],
+            hint="remove the stale shard, or the stale copies with `ckpttool drop-keys`",
+        )
+    if chosen.copies:
+        name, held = next(iter(chosen.copies.items()))
+        text = f"{len(chosen.copies)} tensors are in several files: `{name}` in {' and '.join(held)}"
+        notes.append(f"{text}; the index names {chosen.mapping[name]}")
+    examined = [ExaminedFile(n, heads[n].file, heads[n].tensors, sound=True) for n in names]
+    size = sum(t.nbytes for t in counted(examined, unified=unified))
+    if g.raw is None and not any(NUMBERED.match(n) for n in names):
+        return IndexState(g.index, tuple(names), len(chosen.mapping), None, NONE_NEEDED, (), tuple(notes)), None
+    _refuse_lost(listing, g, chosen.mapping, names, notes)
+    mapping, total = chosen.mapping, size
+    extra: dict[str, Any] = {}
+    coded = unified and g.stem == "optimizer" and any(_CODED.search(n) for n in mapping)
+    if coded:
+        mapping, total, stage = _as_moments(chosen.mapping, tensors, g.mapped)
+        said = _total(g.data)
+        if g.quantised and said is not None:
+            total = said
+            notes.append(f"total_size {total:,} is of the moments before they were quantised; it stays as it is")
+        elif not g.quantised:
+            extra["ckpt_quant_stage"] = stage
+            notes.append(f"ckpt_quant_stage {stage}: by the names of the moments")
+    if unified:
+        extra |= _fields(listing, g, heads)
+    new = _new_index(g, mapping, total, extra)
+    changes = _changes(g, new)
+    state = WRITTEN if changes else RIGHT
+    found = IndexState(g.index, tuple(names), len(chosen.mapping), total, state, tuple(changes), tuple(notes))
+    return found, _encode(g, new, unified=unified) if changes else None
+
+
+def _plan_ranked(g: _Group, heads: Mapping[str, Header], notes: list[str]) -> tuple[IndexState, bytes | None]:
+    """Files of ranks. That the optimizer's index has no map is how Paddle's readers know them."""
+    names = {t.name for n in g.ranked for t in heads[n].tensors}
+    parts = max(int(m["part"] or 0) for n in g.ranked if (m := _RANKED.match(n)))
+    if g.stem != "optimizer":
+        state = RIGHT if g.raw is not None and not g.broken else NONE_NEEDED
+        return IndexState(g.index, tuple(g.ranked), len(names), None, state, (), tuple(notes)), None
+    if "weight_map" in g.data:
+        raise ConflictError(
+            f"{g.index} has a weight_map, and the files are those of ranks: {g.ranked[0]}",
+            where=str(heads[g.ranked[0]].file.path.parent / g.index),
+            hint="the index is of another save: move it away",
+        )
+    new: dict[str, Any] = dict(g.data)
+    if g.raw is None or g.broken:
+        stage = _stage(names)
+        new = {**({"ckpt_quant_stage": stage} if stage else {}), "quant_ckpt_resume_times": 0}
+    if parts:
+        new["optim_shard_num"] = parts
+    changes = _changes(g, new)
+    state = WRITTEN if changes else RIGHT
+    notes.append("each rank wrote files of its own: the index has no weight_map")
+    found = IndexState(g.index, tuple(g.ranked), len(names), None, state, tuple(changes), tuple(notes))
+    return found, _encode(g, new, unified=True) if changes else None
+
+
+def _refuse_lost(
+    listing: Listing, g: _Group, mapping: Mapping[str, str], names: Sequence[str], notes: list[str]
+) -> None:
+    """A file that the index names and that is not there may hold what no other file does."""
+    mapped = g.mapped
+    missing = sorted({f for f in mapped.values() if f not in names and f not in listing.names}, key=natural)
+    if not missing:
+        return
+    lost = [n for n, f in mapped.items() if f in missing and n not in mapping]
+    if lost:
+        raise IncompleteError(
+            f"{missing[0]} is missing: the index names it for `{lost[0]}`"
+            + (f" and {len(lost) - 1} more tensors" if len(lost) > 1 else "")
+            + ", which no shard holds",
+            where=str(listing.path(g.index)),
+            hint="fetch the file; or remove the index, when these tensors are really gone",
+        )
+    notes.append(f"the index named {missing[0]}, which is not there; all of its tensors are in other files")
+
+
+def _stage(names: Iterable[str]) -> str:
+    """How moments are quantised, by their names: O2 packs both into one; "" where they are not."""
+    there = set(names)
+    coded = [n.partition("@")[0] for n in there if _CODED.search(n)]
+    if not coded:
+        return ""
+    return "O1" if all(n.replace("moment2", "moment1") in there for n in coded) else "O2"
+
+
+def _as_moments(
+    mapping: Mapping[str, str], tensors: Mapping[str, Sequence[StoredTensor]], old: Mapping[str, str]
+) -> tuple[dict[str, str], int, str]:
+    """The map, the total and the stage of quantised state: an index of Paddle's is that of the moments in float32.
+
+    Scales are not in it, and moments that are packed into another tensor are.
+    """
+    stage = _stage(mapping)
+    coded = {n.partition("@")[0] for n in mapping if _CODED.search(n)}
+    shapes = {t.name: t.shape for held in tensors.values() for t in held if t.name in coded}
+    out: dict[str, str] = {}
+    size = 0
+    for name, file in mapping.items():
+        if "@" in name:
+            if name in old:
+                out[name] = file
+            continue
+        out[name] = file
+        if name not in shapes:
+            continue
+        size += 4 * prod(shapes[name])
+        first = name.replace("moment2", "moment1")
+        if first not in mapping:
+            out[first] = file
+            size += 4 * prod(shapes[name])
+    size += sum(t.nbytes for held in tensors.values() for t in held if "@" not in t.name and t.name not in coded)
+    return out, size, stage
+
+
+def _fields(listing: Listing, g: _Group, heads: Mapping[str, Header]) -> dict[str, Any]:
+    """What Paddle's readers want to know beside the map, where the old index does not say it."""
+    if g.stem == "peft_model" and g.raw is None:
+        return {"type": "ptuning" if "prefix_config.json" in listing.names else "lora"}
+    if g.stem != "optimizer":
+        return {}
+    out: dict[str, Any] = {}
+    if "quant_ckpt_resume_times" not in g.data and (g.raw is None or g.broken):
+        out["quant_ckpt_resume_times"] = 0
+    if "master_weights" not in g.data:
+        out["master_weights"] = _has_masters(listing, heads)
+    return out
+
+
+def _has_masters(listing: Listing, heads: Mapping[str, Header]) -> bool:
+    """Whether there are master weights: files of their own, or a model in float32 that the config calls another."""
+    if any(n.startswith(("master_weights-", "master_weights.")) and ".safetensors" in n for n in heads):
+        return True
+    try:
+        want = config_dtype(listing.json("config.json"))
+    except CorruptError:
+        return False
+    model = [t for n, h in heads.items() if n.startswith("model-") for t in h.tensors]
+    return want in ("BF16", "F16") and bool(model) and all(t.dtype == "F32" for t in model)
+
+
+def _new_index(g: _Group, mapping: Mapping[str, str], total: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The index as it should be, in the order of the old one."""
+    old = g.mapped
+    listed = list(old)
+    if listed and listed != sorted(listed):
+        order = [*(n for n in old if n in mapping), *sorted(n for n in mapping if n not in old)]
+    else:
+        order = sorted(mapping)
+    metadata = g.data.get("metadata")
+    new = {
+        **g.data,
+        "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": total},
+        "weight_map": {n: mapping[n] for n in order},
+        **extra,
+    }
+    if g.data.keys() & {"metadata", "weight_map"}:
+        return new
+    return {"metadata": new.pop("metadata"), "weight_map": new.pop("weight_map"), **new}
+
+
+def _total(data: Mapping[str, Any]) -> int | None:
+    metadata = data.get("metadata")
+    said = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return said if type(said) is int else None
+
+
+def _changes(g: _Group, new: Mapping[str, Any]) -> list[str]:
+    """What is to be mended; [] when the old index says the same."""
+    if g.raw is None:
+        return ["there was none"]
+    if g.broken:
+        return [g.broken]
+    if dict(g.data) == dict(new):
+        return []
+    out = []
+    old, mapping = g.data.get("weight_map"), new.get("weight_map", {})
+    if mapping and not g.mapped:
+        out.append("it had no weight_map" if old is None else "its weight_map could not be used")
+    elif isinstance(old, dict):
+        for text, found in (
+            ("{} not in it", [n for n in mapping if n not in old]),
+            ("{} in no shard", [n for n in old if n not in mapping]),
+            ("{} in another shard", [n for n in mapping if n in old and old[n] != mapping[n]]),
+        ):
+            if found:
+                some = f"{len(found)} tensors were" if len(found) > 1 else "1 tensor was"
+                out.append(text.format(some) + f": `{found[0]}`")
+    if g.data.get("metadata") != new.get("metadata"):
+        said, real = _total(g.data), _total(new)
+        out.append(f"total_size was {'missing' if said is None else f'{said:,}'}, it is {real:,}")
+    out += [
+        f"{k} was {json.dumps(g.data[k]) if k in g.data else 'missing'}"
+        for k in new
+        if k not in ("metadata", "weight_map") and g.data.get(k, new) != new[k]
+    ]
+    return out
+
+
+def _encode(g: _Group, new: Mapping[str, Any], *, unified: bool) -> bytes:
+    """The index in the style of the old one, else in that of its software."""
+    if g.raw is None or g.broken:
+        text = json.dumps(new, indent=4 if unified else 2, ensure_ascii=False)
+        return (text if unified else text + "\n").encode()
+    m = re.match(rb"\s*\{[^\S\n]*\n([ \t]*)\S", g.raw)
+    indent = m[1].decode() if m else None
+    text = json.dumps(new, indent=indent, ensure_ascii=rb"\u" in g.raw)
+    return (text + ("\n" if g.raw.endswith(b"\n") else "")).encode()
+
+
+def _unchanged(listing: Listing, heads: Mapping[str, Header], groups: Iterable[_Group]) -> None:
+    """Raises ConflictError when a file is no longer the one that was read."""
+    for head in heads.values():
+        try:
+            stat = head.file.path.stat()
+            same = (stat.st_size, stat.st_mtime_ns) == (head.file.size, head.file.mtime_ns)
+        except OSError:
+            same = False
+        if not same:
+            raise ConflictError("a shard changed while it was read", where=str(head.file.path), hint="try again")
+    for g in groups:
+        where = listing.path(g.index)
+        try:
+            raw = where.read_bytes()
+        except OSError:
+            raw = None
+        if raw != g.raw:
+            raise ConflictError("the index changed during the run", where=str(where), hint="try again")
+
+
+# -- checking
+
+
+def _examine(path: Path) -> tuple[Header | None, list[tuple[str, str]]]:
+    try:
+        head, problems = examine(path)
+    except CkptError as e:
+        return None, [("unreadable", e.what)]
+    return head, [(p.id, p.text) for p in problems]
+
+
+def _check_group(
+    listing: Listing, g: _Group, found: Mapping[str, ExaminedFile], result: CheckResult, *, unified: bool
+) -> None:
+    """One index against its files."""
+    where = listing.path(g.index)
+    if g.broken:
+        result.add("index-json", g.broken, where, _ANEW)
+    if g.ranked:
+        _check_ranked(g, where, result)
+        if not g.files:
+            return
+        text = f"merged {g.stem} files and {g.stem} files of ranks lie in one directory"
+        result.add("conflict", text, listing.root, "move those away that do not belong to this save")
+        return
+    index = parse_index(g.data, where, result) if g.raw is not None and not g.broken else None
+    wanted = dict.fromkeys(index.mapped.values() if index is not None else ())
+    files = [found[n] for n in g.files]
+    missing = {n for n in wanted if n not in found}
+    for n in missing:
+        result.add("shard-missing", f"the index names {n}, which is not there", listing.root, "fetch the file")
+    sets = g.numbered
+    totals = sorted(t for s, t in sets if s == g.stem)
+    single = f"{g.stem}.safetensors"
+    mixed = len(totals) > 1 or (single in g.files and bool(sets) and not any(n in found for n in wanted))
+    if len(totals) > 1:
+        shown = ", ".join(f"{g.stem}-*-of-{t:05d}" for t in totals)
+        text = f"shards of {len(totals)} sets lie in one directory: {shown}"
+        result.add("shard-numbering", text, listing.root, "move all but one set away")
+    elif mixed:
+        text = f"{single} and numbered shards of it lie in one directory"
+        result.add("shard-numbering", text, listing.root, "move one of the two away")
+    if unified and any(n in found for n in wanted):
+        # An asynchronous save writes no file for a rank that holds nothing, and its index names none.
+        sets = {k: parts | set(range(1, k[1] + 1)) for k, parts in sets.items()}
+    if not mixed:
+        check_numbers(listing, sets, wanted, result)
+    members = [f for f in files if is_member(f.name, wanted) or not any(n in found for n in wanted)]
+    for f in files if not mixed else ():
+        if f not in members:
+            text = f"{f.name} is no part of the checkpoint that the index describes"
+            result.add("orphan-shard", text, listing.path(f.name), "move it away, or write the index anew")
+    if g.raw is None and sets:
+        text = f"{len(files)} shards have no index" if len(files) > 1 else f"{g.files[0]} has no index"
+        result.add("no-index", text, listing.root, _ANEW)
+    if mixed:
+        return
+    if unified:
+        refused = _choose(g, [f.name for f in members], {f.name: f.tensors for f in members}, unified=True).refused
+        for name, held in refused.items():
+            text = f"tensor `{name}` is in {' and in '.join(held)}"
+            result.add("duplicate-tensor", text, listing.root, "remove the stale copy")
+        wants_masters = g.stem == "optimizer" and index is not None and "master_weights" not in g.data
+        if wants_masters:
+            text = f"{g.index} does not say whether there are master_weights, and Paddle asks for it"
+            result.add("index-json", text, where, _ANEW)
+    else:
+        check_duplicates(listing, members, index.mapped if index is not None else None, result)
+    if index is None:
+        return
+    coded = unified and g.quantised
+    if coded:
+        # The total is that of the moments, and its scales are in no index.
+        index = index._replace(total=None)
+        result.notes.append(f"{g.index}: total_size is of the moments before they were quantised, and not checked")
+    check_mapping(listing, members, index, missing, result, unified=unified, quantised=coded)
+
+
+def _check_ranked(g: _Group, where: Path, result: CheckResult) -> None:
+    """The index of files of ranks, which only the optimizer has."""
+    if g.stem != "optimizer":
+        return
+    parts = max(int(m["part"] or 0) for n in g.ranked if (m := _RANKED.match(n)))
+    if g.raw is None:
+        result.add("no-index", f"{len(g.ranked)} optimizer files of ranks have no index", where.parent, _ANEW)
+    elif "weight_map" in g.data:
+        text = f"{g.index} has a weight_map, and the files are those of ranks: {g.ranked[0]}"
+        result.add("conflict", text, where, "the index is of another save: move it away")
+    elif parts and not g.broken and g.data.get("optim_shard_num") != parts:
+        result.add("index-json", f"{g.index} does not say that optim_shard_num is {parts}", where, _ANEW)

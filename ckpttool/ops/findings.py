@@ -1,0 +1,142 @@
+"""What checks find: identifiers, how bad each is, and the answer that collects them.
+
+The identifiers are stable: scripts may rely on them. docs/inspect.md explains those of checkpoints,
+docs/convert-json.md those of Paddle programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+ERROR, WARNING, INFO = "error", "warning", "info"
+
+CHECKPOINT = {
+    "unreadable": ERROR,
+    "header-length": ERROR,
+    "header-utf8": ERROR,
+    "header-json": ERROR,
+    "duplicate-key": ERROR,
+    "metadata": ERROR,
+    "entry": ERROR,
+    "dtype": ERROR,
+    "shape": ERROR,
+    "offsets": ERROR,
+    "size": ERROR,
+    "truncated": ERROR,
+    "overlap": ERROR,
+    "hole": ERROR,
+    "trailing": ERROR,
+    "shard-missing": ERROR,
+    "shard-numbering": ERROR,
+    "orphan-shard": WARNING,
+    "no-index": WARNING,
+    "index-json": ERROR,
+    "index-shard": ERROR,
+    "index-missing": ERROR,
+    "index-extra": ERROR,
+    "total-size": WARNING,
+    "duplicate-tensor": ERROR,
+    "format": ERROR,
+    "corrupt": ERROR,
+    "incomplete": ERROR,
+    "conflict": ERROR,
+    "layout": ERROR,
+    "unsupported": ERROR,
+    "scale-missing": ERROR,
+    "scale-orphan": ERROR,
+    "scale-shape": ERROR,
+    "scale-shard": INFO,
+    "unscaled": INFO,
+    "config-json": ERROR,
+    "config-missing": INFO,
+    "config-architecture": INFO,
+    "config-layers": ERROR,
+    "config-extra-layers": WARNING,
+    "config-vocab": ERROR,
+    "config-vocab-padding": WARNING,
+    "config-tie": ERROR,
+    "config-tied-copy": INFO,
+    "manifest-json": ERROR,
+    "manifest-file": ERROR,
+    "manifest-size": ERROR,
+    "manifest-tensor": ERROR,
+    "manifest-checksum": ERROR,
+    "replica": ERROR,
+    "padding": ERROR,
+    "scale-value": ERROR,
+    "tied-differ": ERROR,
+}
+PROGRAM = {
+    "unreadable": ERROR,
+    "json": ERROR,
+    "protobuf": ERROR,
+    "magic": ERROR,
+    "version": ERROR,
+    "version-newer": ERROR,
+    "version-patched": INFO,
+    "structure": ERROR,
+    "program-empty": ERROR,
+    "block": ERROR,
+    "operator": ERROR,
+    "type": ERROR,
+    "value-undefined": ERROR,
+    "value-order": ERROR,
+    "value-scope": ERROR,
+    "value-twice": ERROR,
+    "attribute": ERROR,
+    "attribute-nan": ERROR,
+    "attribute-void": ERROR,
+    "parameter-twice": ERROR,
+    "parameter-shared": WARNING,
+    "parameter-nested": ERROR,
+    "parameter-flags": ERROR,
+    "parameter-shape": ERROR,
+    "float8": INFO,
+    "params-missing": ERROR,
+    "params-record": ERROR,
+    "params-truncated": ERROR,
+    "params-count": ERROR,
+    "params-dtype": ERROR,
+    "params-shape": ERROR,
+    "params-trailing": ERROR,
+    "names-missing": WARNING,
+    "names-shape": ERROR,
+}
+SEVERITY = CHECKPOINT | PROGRAM
+"""Every identifier and how bad it is: an error makes the answer "no"."""
+
+
+class Finding(NamedTuple):
+    """One problem."""
+
+    id: str
+    text: str
+    where: str = ""
+    hint: str = ""
+
+    @property
+    def severity(self) -> str:
+        return SEVERITY[self.id]
+
+
+@dataclass(slots=True)
+class CheckResult:
+    """What was looked at, and what was found."""
+
+    path: Path
+    format: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+    """How many files, tensors, checksums, ... were looked at, by noun."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is an error."""
+        return all(f.severity != ERROR for f in self.findings)
+
+    def add(self, id_: str, text: str, where: object = "", hint: str | None = None) -> None:
+        """Report a finding."""
+        self.findings.append(Finding(id_, text, str(where), hint or ""))
