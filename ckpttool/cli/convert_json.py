@@ -23,7 +23,7 @@ Src = Annotated[
 Dst = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[DST]", readable=False, help="FILE.safetensors, or a directory to create.", show_default=False
+        metavar="DST", readable=False, help="FILE.safetensors, or a directory to create.", show_default=False
     ),
 ]
 Params = Annotated[
@@ -53,6 +53,15 @@ Program = Annotated[
         metavar="FILE",
         readable=False,
         help="The way back: write SRC as the parameters of this program.",
+        show_default=False,
+    ),
+]
+MaxShard = Annotated[
+    str,
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Largest file, when DST is a directory; 5GB unless said.",
         show_default=False,
     ),
 ]
@@ -90,7 +99,7 @@ def convert_json(
     params: Params = None,
     names: Names = None,
     program: Program = None,
-    max_shard_size: options.MaxShard = "",
+    max_shard_size: MaxShard = "",
     check: Check = False,
     fix: Fix = None,
     index: Index = False,
@@ -107,6 +116,8 @@ def convert_json(
     """Convert a Paddle program and its parameters to safetensors and back, or check them; JSON of safetensors."""
     if index + header + (check or fix is not None) + (program is not None) > 1 + (index and check and fix is None):
         raise UsageError("--check, --index, --header and --program are different tasks", hint="ask for one at a time")
+    if output is not None and not header:
+        raise UsageError("--output makes no sense without --header", hint="give DST")
     if index:
         _without(dst, "--index", params=params, names=names, max_shard_size=max_shard_size, resume=resume, force=force)
         _index(src, check=check, dry_run=dry_run, as_json=json, quiet=quiet)
@@ -124,7 +135,7 @@ def convert_json(
 
         if program is not None:
             _without(None, "--program", params=params, max_shard_size=max_shard_size)
-            conversion = from_safetensors(src, program, names=names)
+            conversion = from_safetensors(src, dst, program, names=names)
         else:
             size = parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None
             conversion = to_safetensors(src, dst, params=params, names=names, max_shard_size=size)
@@ -150,11 +161,11 @@ def _check(
     src: Path, params: Path | None, names: Path | None, fix: Path | None, *, force: bool, as_json: bool, quiet: bool
 ) -> None:
     from ckpttool import report
-    from ckpttool.formats.paddle_program import beside
+    from ckpttool.formats.paddle_program import beside, program_of
     from ckpttool.ops.convert_json.check import check_program, repair
 
     repaired = repair(src, fix, force=force) if fix is not None else None
-    result = check_program(fix or src, params or beside(src), names)
+    result = check_program(fix or src, params or beside(program_of(src)), names)
     report.show_program_check(result, repaired, as_json=as_json, quiet=quiet)
     if not result.ok:
         raise typer.Exit(3)

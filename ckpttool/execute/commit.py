@@ -81,7 +81,7 @@ class Destination:
 
     def _check_apart(self, sources: Sequence[str], holders: Sequence[str]) -> None:
         for target in {self.path, self.partial, Path(os.path.realpath(self.path))}:
-            for s in sources:
+            for s in [*sources, *holders]:
                 if Path(s).is_relative_to(target):
                     raise OutputError(
                         "the source lies inside the destination", where=[str(self.given), s], hint="choose another DST"

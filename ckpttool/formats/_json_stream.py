@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator
+from math import isinf
 from typing import Any, BinaryIO, NoReturn
 
 CHUNK = 1 << 20
@@ -19,6 +20,7 @@ LARGEST = 1 << 28
 _NEAR = 16
 """Characters before the end of the text within which an error may only mean that more is to come (`tru`, `\\ud8`)."""
 _SPACE = " \t\n\r"
+_SURROGATES = ("\\ud", "\\uD")
 
 
 class JsonError(ValueError):
@@ -30,12 +32,22 @@ class JsonError(ValueError):
         self.at = at
 
 
-class _ConstantError(ValueError):
-    """NaN, Infinity or -Infinity, which Python reads and JSON does not have."""
+class _NumberError(ValueError):
+    """NaN, Infinity or a number that fits no double: Python reads them, and stricter readers (Paddle's) do not."""
 
 
 def _constant(name: str) -> NoReturn:
-    raise _ConstantError(name)
+    raise _NumberError(f"`{name}` is not JSON")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if isinf(value):
+        raise _NumberError(f"`{text}` is too large a number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant, parse_float=_float)
 
 
 class JsonStream:
@@ -45,13 +57,15 @@ class JsonStream:
         self._file = f
         self._chunk = chunk
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
-        self._scan = json.JSONDecoder(parse_constant=_constant).raw_decode
+        self._scan = _DECODER.raw_decode
         self._text = ""
         self._pos = 0
         self._base = 0
         """Byte of the file at which ``_text`` begins."""
         self._ended = False
         self._value: Any = None
+        self._unbatched: str | None = None
+        """A text in which values are taken one by one."""
         if self._peek() == "\ufeff":  # which JSON forbids and Paddle skips
             self._pos += 1
 
@@ -107,9 +121,7 @@ class JsonStream:
 
     def ahead(self) -> tuple[Any, str] | None:
         """The next value with its text, when it is near; None when it is too long to be looked at whole."""
-        self._peek()
-        if len(self._text) - self._pos < self._chunk // 2 and not self._ended:
-            self._more(self._chunk)
+        self._ahead()
         start = self._pos
         if not self._decode():
             return None
@@ -126,6 +138,12 @@ class JsonStream:
             self._more(least)
         return self._value
 
+    def _ahead(self) -> None:
+        """Go to the next value, with enough text after it."""
+        self._peek()
+        if len(self._text) - self._pos < self._chunk // 2 and not self._ended:
+            self._more(self._chunk)
+
     def _decode(self) -> bool:
         """Decode the value at the cursor into ``_value``. False when its end may not be in the text yet."""
         try:
@@ -133,18 +151,34 @@ class JsonStream:
         except json.JSONDecodeError as e:
             if not self._ended and (e.msg.startswith("Unterminated string") or e.pos >= len(self._text) - _NEAR):
                 return False
-            raise JsonError(e.msg[:1].lower() + e.msg[1:], self._byte(e.pos)) from None
-        except _ConstantError as e:
-            self.fail(f"`{e}` is not JSON")
+            raise JsonError(self._reason(e), self._byte(e.pos)) from None
+        except _NumberError as e:
+            self.fail(str(e))
         except RecursionError:
             self.fail("the value is nested too deeply")
         except ValueError:  # an integer of more digits than Python converts
             self.fail("a number is too long")
-        if end == len(self._text) and not self._ended:
-            return False  # a number may go on
+        if end > len(self._text) - _NEAR and not self._ended:
+            return False  # a number may go on, also behind `0.` and `1e+`
+        self._check_text(value, self._pos, end)
         self._pos = end
         self._value = value
         return True
+
+    def _reason(self, e: json.JSONDecodeError) -> str:
+        if self._ended and e.pos >= len(self._text.rstrip(_SPACE)):
+            return "the file ends within a value"
+        if e.msg.startswith("Unterminated string"):
+            return "a text that begins here has no end"
+        return e.msg[:1].lower() + e.msg[1:]
+
+    def _check_text(self, value: Any, start: int, end: int) -> None:
+        """Half characters, which Python reads and stricter readers do not."""
+        if any(self._text.find(mark, start, end) >= 0 for mark in _SURROGATES):
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                self.fail("a text holds half a character, a lone surrogate")
 
     # -- containers that are stepped into
 
@@ -179,6 +213,41 @@ class JsonStream:
                 self._pos += 1
                 return
             self._take(",")
+
+    def batches(self) -> Iterator[list[Any]]:
+        """The values of an array that may be long, many at a time."""
+        self._take("[")
+        if self._peek() == "]":
+            self._pos += 1
+            return
+        while True:
+            found = self._batch()
+            if found:
+                yield found
+                continue
+            yield [self.value()]
+            if self._peek() == "]":
+                self._pos += 1
+                return
+            self._take(",")
+
+    def _batch(self) -> list[Any]:
+        """Values up to a comma far ahead; none when the text up to there is not a part of the array."""
+        self._ahead()
+        start = self._pos
+        if self._text is self._unbatched:
+            return []
+        cut = self._text.rfind("},", start) + 1 if self._peek() == "{" else self._text.rfind(",", start)
+        try:
+            found: list[Any] = _DECODER.decode(f"[{self._text[start:cut]}]") if cut > start else []
+        except (ValueError, RecursionError):
+            found = []
+        if found:
+            self._check_text(found, start, cut)
+            self._pos = cut + 1
+        else:  # the array ends in this text, or is wrong: one by one will tell
+            self._unbatched = self._text
+        return found
 
     def end(self) -> None:
         """There is nothing more."""

@@ -127,9 +127,9 @@ class _Matcher:
             else:
                 self._compare(r, p, label, where)
             end = r.offset + r.nbytes
-            other = r.offset + p.nbytes
-            if end != other and not self._follows(end, i) and self._follows(other, i):
-                end = other
+            if (r.dtype, r.shape, r.wrong) != (p.dtype, p.shape, "") and not self._follows(end, i):
+                others = (r.offset + p.nbytes, at + len(record_head(p.dtype, p.shape)) + p.nbytes)
+                end = next((o for o in others if self._follows(o, i)), end)
             if end > self.size:
                 self.program.problems = [q for q in self.program.problems if q.where != where]
                 text = f"{label}, needs {end - at:,} bytes, and there are {self.size - at:,}"
@@ -235,7 +235,7 @@ class _Matcher:
         number, dims = _desc(raw.take(length))
         element = BY_NUMBER.get(number)
         if element is None:
-            wrong = wrong or f"has the element type {number}, which Paddle does not have"
+            wrong = wrong or f"has the element type {number}, which is not known"
         if any(n < 0 for n in dims):
             wrong = wrong or f"has the shape {list(dims)}"
             dims = tuple([max(n, 0) for n in dims])

@@ -57,7 +57,7 @@ PROBLEMS = {
     "value-order": "an operator takes something before an operator defines it",
     "parameter-twice": "a block declares two variables of one name, and saves it",
     "parameter-shape": "a parameter's shape is missing or has a length that is not known",
-    "dtype": "a parameter has a type that is not known here",
+    "type": "a parameter has a type that is not known here",
 }
 """What ``read_pdmodel`` reports."""
 
@@ -665,11 +665,11 @@ class _Reader:
     def check_parameter(self, name: str, kind: _Type, where: str) -> None:
         if kind.kind != _DENSE_TENSOR:
             said = _KINDS.get(kind.kind, f"of the type {kind.kind}")
-            self.program.report("dtype", f"parameter `{name}` is no tensor but {said}", where)
+            self.program.report("type", f"parameter `{name}` is no tensor but {said}", where)
         elif not kind.described:
             self.program.report("parameter-shape", f"parameter `{name}` has no shape", where)
         elif kind.number not in BY_NUMBER:
-            self.program.report("dtype", f"parameter `{name}` has the unknown data_type {kind.number}", where)
+            self.program.report("type", f"parameter `{name}` has the unknown data_type {kind.number}", where)
         elif min(kind.dims, default=0) < 0:
             text = f"parameter `{name}` has the shape {_dims(kind.dims)}, whose length is not known"
             self.program.report("parameter-shape", text, where)

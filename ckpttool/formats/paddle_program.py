@@ -18,7 +18,16 @@ from ckpttool.formats._pdiparams import Record, match_records, record_head
 from ckpttool.formats._pdmodel import read_pdmodel
 from ckpttool.formats._pir import looks_like_pir, read_pir
 from ckpttool.formats._program import Parameter, Program
-from ckpttool.formats.base import Habits, Listing, OutFile, ReadOptions, Skeleton, StoredCheckpoint, WriteRequest
+from ckpttool.formats.base import (
+    Habits,
+    Listing,
+    OutFile,
+    ReadOptions,
+    Skeleton,
+    StoredCheckpoint,
+    WriteRequest,
+    list_source,
+)
 from ckpttool.mesh import Mesh
 
 PARAMS = ".pdiparams"
@@ -121,7 +130,7 @@ def open_program(path: Path, params: Path | None = None) -> Artifact:
             where=[str(about), first.where] if first.where else str(about),
             hint="give the file with --params"
             if first.id == "params-missing"
-            else f"`ckpttool convert-json {path.name} --check` says all that is wrong",
+            else f"`ckpttool convert-json {path} --check` says all that is wrong",
         )
     return artifact
 
@@ -187,8 +196,9 @@ def find_program(listing: Listing) -> Path:
         stem = listing.single.removesuffix(PARAMS)
         names = [n for n in names if n in (stem + ".json", stem + LEGACY)]
     if not names:
+        orphan = any(n.endswith(PARAMS) for n in (listing.single, *listing.names))
         raise IncompleteError(
-            "there are parameters and no program that names them",
+            "there are parameters and no program that names them" if orphan else "there is no program here",
             where=str(listing.path(listing.single) if listing.single else listing.root),
             hint="give the program: its .json or .pdmodel",
         )
@@ -199,6 +209,21 @@ def find_program(listing: Listing) -> Path:
             hint="give the path of the program",
         )
     return listing.path(names[0])
+
+
+def program_of(path: Path) -> Path:
+    """The program that a path of the command line means: its file, its parameter file, or their directory.
+
+    Raises UsageError for what is none and what is not there, and what ``find_program`` raises.
+    """
+    listing = list_source(path)
+    if listing.single.endswith(".safetensors"):
+        raise UsageError(
+            "this is no program but tensors",
+            where=str(path),
+            hint="the way back needs one: --program model.json; to check tensors: ckpttool inspect SRC --check",
+        )
+    return find_program(listing)
 
 
 def native_of(artifact: Artifact) -> Native:

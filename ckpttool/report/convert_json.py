@@ -110,7 +110,7 @@ def show_conversion_plan(conversion: Conversion, dst: Path, *, as_json: bool) ->
 
 def _summary(conversion: Conversion, dst: Path) -> str:
     files = conversion.plan.outputs
-    renamed = f", {count(len(conversion.names), 'structured name')}" if conversion.names else ""
+    renamed = f", {len(conversion.names):,} renamed" if conversion.names else ""
     return (
         f"{plain(str(dst))}: {count(len(conversion.catalog), 'tensor')}, {size(conversion.nbytes)}"
         f" in {count(len(files), 'file')}{renamed}"
@@ -167,10 +167,12 @@ def show_program_check(result: CheckResult, repaired: Repaired | None, *, as_jso
     text.notes(result.notes)
     counted = [count(sum(f.severity == s for f in result.findings), s) for s in ("error", "warning")]
     infos = sum(f.severity == "info" for f in result.findings)
-    checked = ", ".join(count(n, what) for what, n in result.checked.items())
+    checked = ", ".join(count(n, what, _PLURALS.get(what, "")) for what, n in result.checked.items())
     text.write(f"{plain(str(result.path))}: {', '.join(counted)}" + (f", {infos} info" if infos else ""))
     text.write(f" in {checked}\n" if checked else "\n")
 
+
+_PLURALS = {"index": "indexes"}
 
 # -- safetensors
 
@@ -239,7 +241,9 @@ def show_header(result: HeaderResult, *, as_json: bool, quiet: bool) -> None:
     if quiet:
         return
     text.notes(result.notes)
-    how = f"would be {result.how}" if result.dry_run and result.how != "unchanged" else result.how
+    how = _HOW[result.how]
+    if result.dry_run and result.how != "unchanged":
+        how = f"would be {how}"
     written = f", {size(result.bytes_written)} written" if result.bytes_written and not result.dry_run else ""
     text.write(f"{plain(str(result.out))}: {how}, {count(result.tensors, 'tensor')}{written}\n")
     lines = [f"{plain(a)} -> {plain(b)}" for a, b in result.renamed]
@@ -253,6 +257,7 @@ def show_header(result: HeaderResult, *, as_json: bool, quiet: bool) -> None:
 
 
 _LINES = 20
+_HOW = {"unchanged": "unchanged", "in place": "changed in place", "copied": "written anew", "restored": "restored"}
 
 
 def _said(value: str | None) -> str:

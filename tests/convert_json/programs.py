@@ -69,12 +69,22 @@ def usual(parameters: Sequence[Parameter] = PARAMETERS) -> dict[str, Any]:
     ops = [parameter(i + 1, *p) for i, p in reversed(list(enumerate(parameters)))]
     then = block([operator("1.relu", [n + 2], [n + 4]), operator("2.yield", [n + 4], [])])
     other = block([operator("1.abs", [n + 2], [n + 5]), operator("2.yield", [n + 5], [])])
+    empty = operator("1.is_empty", [n + 2], [n + 3])
+    empty["O"][0]["TT"] = dense("BOOL", [])
     branch = operator("1.if", [n + 3], [n + 6])
     branch["regions"] = [region(then), region(other)]
     ops += [
-        operator("1.data", [], [n + 1], attribute("name", "0.a_str", "x")),
+        operator(
+            "1.data",
+            [],
+            [n + 1],
+            attribute("name", "0.a_str", "x"),
+            attribute("shape", "1.a_intarray", [-1, 4]),
+            attribute("dtype", "1.a_dtype", "float32"),
+            attribute("place", "1.a_place", [0, 0, ""]),
+        ),
         operator("1.leaky_relu", [n + 1], [n + 2], attribute("negative_slope", "0.a_f64", 0.25)),
-        operator("1.any", [n + 2], [n + 3], attribute("keepdim", "0.a_bool", False)),
+        empty,
         branch,
         operator("1.fetch", [n + 6], [n + 7], attribute("name", "0.a_str", "out"), attribute("col", "0.a_i32", 0)),
     ]
@@ -129,7 +139,9 @@ def data_of(p: Parameter, seed: int = 0) -> bytes:
     count = ELEMENTS[p[1]][2]
     for d in p[2]:
         count *= d
-    return bytes([(seed * 37 + i * 11 + len(p[0])) % 256 for i in range(count)])
+    data = bytes([(seed * 37 + i * 11 + len(p[0])) % 256 for i in range(count)])
+    # Numbers that Paddle can compute with, and no byte of them is zero.
+    return struct.pack(f"<{count // 4}f", *((n - 127.5) / 97 for n in data[::4])) if p[1] == "F32" else data
 
 
 def records(parameters: Sequence[Parameter] = PARAMETERS) -> list[bytes]:

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpttool.errors import CkptError, OutputError, UsageError, VerifyError
+from ckpttool.errors import CkptError, CorruptError, OutputError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute.files import write_error
 from ckpttool.formats._paddle_names import read_names
 from ckpttool.formats._pir import VOID_WRITTEN, read_pir
 from ckpttool.formats._pir_patches import patched
 from ckpttool.formats._program import FLOAT8, Program
-from ckpttool.formats.paddle_program import Artifact, examine, is_program
+from ckpttool.formats.paddle_program import Artifact, examine, is_program, program_of
 from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
 from ckpttool.ops.findings import CheckResult
 
@@ -39,14 +39,11 @@ class Repaired:
 
 
 def check_program(src: Path, params: Path | None = None, names: Path | None = None) -> CheckResult:
-    """Everything that is wrong with a program and its parameter file. Raises UsageError when SRC is no file.
+    """Everything that is wrong with a program and its parameter file. Raises what ``program_of`` raises.
 
     ``params`` and ``names`` as in converting.
     """
-    if not src.is_file():
-        raise UsageError("there is no such file", where=str(src), hint="give the program: its .json or .pdmodel")
-    if src.name.endswith(".safetensors"):
-        raise UsageError("this is no program", where=str(src), hint=f"ckpttool inspect {src} --check")
+    src = program_of(src)
     result = CheckResult(src, "program")
     try:
         artifact = examine(src, params)
@@ -87,7 +84,7 @@ def add_findings(artifact: Artifact, result: CheckResult) -> None:
 
 _HINTS: Mapping[str, str] = {
     "attribute-nan": "--fix OUT.json writes it as Paddle reads it",
-    "params-missing": "give the file with --params",
+    "params-missing": "`ckpttool convert-json --params` names another file",
     "params-truncated": "copy or export the file again",
     "params-count": "is it the parameter file of this program? --params names another; what combine_params=True writes"
     " fits no program, and Paddle cannot load it",
@@ -116,25 +113,37 @@ def _check_names(program: Program, path: Path, result: CheckResult) -> None:
 def repair(src: Path, out: Path, *, force: bool = False) -> Repaired:
     """Write a PIR program with every NaN spelled as Paddle reads it; every other byte stays.
 
-    Raises UsageError for what is no PIR program, OutputError when ``out`` exists or cannot be written, VerifyError
-    when the result still has a NaN that Paddle cannot read.
+    Raises UsageError for what is no PIR program, CorruptError for broken JSON, OutputError when ``out`` exists or
+    cannot be written, and UnsupportedError where the spelling stands beside a value, which alone counts.
     """
+    src = program_of(src)
     if not is_program(src) or src.suffix != ".json":
         raise UsageError("--fix repairs PIR programs, which are JSON", where=str(src))
     if out.exists() and out.samefile(src):
         raise UsageError("--fix writes another file, and OUT.json is the program itself", where=str(out))
     if os.path.lexists(out) and not force:
         raise OutputError("the destination exists", where=str(out), hint="use --force to replace it")
-    out = resolved(out)
+    before = read_pir(src)
+    for p in before.problems:
+        if p.id in ("json", "magic"):
+            raise CorruptError(p.text, where=[str(src), p.where] if p.where else str(src))
+    given, out = out, resolved(out)
     with Replacement(out) as new:
         count = _respell(src, new.fd, out)
-        left = [p for p in read_pir(new.temporary).problems if p.id == "attribute-nan"]
-        if left:
-            raise VerifyError("a NaN is left that Paddle cannot read", where=[str(src), left[0].where])
+        if count != _nans(before):
+            raise UnsupportedError(
+                'an attribute has a value and `"VD": "NaN"` besides, and only the value counts', where=str(src)
+            )
+        if left := _nans(read_pir(new.temporary)):
+            raise VerifyError(f"{left} NaN are left that Paddle cannot read", where=str(src))
         new.sync()
         new.publish()
         sync_names([out.parent])
-    return Repaired(out, count)
+    return Repaired(given, count)
+
+
+def _nans(program: Program) -> int:
+    return sum(p.id == "attribute-nan" for p in program.problems) + program.more["attribute-nan"]
 
 
 def _respell(src: Path, fd: int, out: Path) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tensor
-from ckpttool.errors import CkptError, ConflictError, CorruptError, UsageError, VerifyError
+from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
 from ckpttool.formats._paddle_names import StructuredNames, read_names
@@ -35,6 +35,7 @@ from ckpttool.formats.paddle_program import (
     native_of,
     open_program,
     params_name,
+    program_of,
     refuse_others,
     stored_tensor,
 )
@@ -44,7 +45,6 @@ from ckpttool.geometry import whole
 from ckpttool.plan import Plan
 from ckpttool.planner import build_plan
 from ckpttool.relate import identity
-from ckpttool.select import nearest_hint
 
 METADATA = "ckpttool.program"
 """Key of the safetensors metadata that keeps the way back, as JSON."""
@@ -96,17 +96,19 @@ def to_safetensors(
     that are another program's, UnsupportedError for a dtype that safetensors lacks.
     """
     single = dst.name.endswith(".safetensors")
+    _refuse_name(dst, _OWN)
     if single and max_shard_size:
         raise UsageError(
             "--max-shard-size makes several files, and DST is one", hint="give a directory: a DST without .safetensors"
         )
+    src = program_of(src)
     artifact = open_program(src, params)
     program = artifact.program
     if not program.parameters:
         raise UsageError(
             "the program has no parameters, so there is nothing to convert",
             where=str(src),
-            hint=f"`ckpttool convert-json {src.name} --check` checks it all the same",
+            hint=f"`ckpttool convert-json {src} --check` checks it all the same",
         )
     notes = [f"{p.text} ({p.id})" for p in program.problems]
     given = _given_names(program, names, notes)
@@ -127,15 +129,17 @@ def to_safetensors(
         else layout_published(tensors, max_shard_size, metadata)
     )
     plan = _plan(catalog, tensors, skeleton, notes)
-    roots = (str(src), *(str(f.path) for f in catalog.files))
+    roots = _roots(src, params, names, *(f.path for f in catalog.files))
     return Conversion(program, src, plan, catalog, given, native, roots, single=single)
 
 
-def from_safetensors(src: Path, program: Path, *, names: Path | None = None) -> Conversion:
+def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None = None) -> Conversion:
     """Plan the parameter file of ``program`` with the tensors of ``src`` (a file, a directory of shards, an index).
 
     Raises ConflictError for tensors that are missing, unexpected, or of another shape or dtype than in the program.
     """
+    _refuse_name(dst, (*_OWN, ".safetensors"))
+    program = program_of(program)
     artifact = _without_params(program)
     found = artifact.program
     stored = read_source(src, "hf", ReadOptions())
@@ -170,8 +174,21 @@ def from_safetensors(src: Path, program: Path, *, names: Path | None = None) -> 
     skeleton = layout_program(native, tensors)
     renamed = {p: n for p, n in given.items() if p != n}
     plan = _plan(catalog, tensors, skeleton, notes, native.beside)
-    roots = (str(src), *(str(f.path) for f in catalog.files), str(program))
+    roots = _roots(src, program, names, *(f.path for f in catalog.files))
     return Conversion(found, src, plan, catalog, renamed, native, roots, back=True)
+
+
+_OWN = (".json", ".pdmodel", ".pdiparams")
+
+
+def _refuse_name(dst: Path, suffixes: tuple[str, ...]) -> None:
+    """Raises UsageError for a directory with the name of a file: something else was meant."""
+    if dst.name.endswith(suffixes):
+        raise UsageError(
+            f"DST would be a directory with the name `{dst.name}`",
+            where=str(dst),
+            hint="give a directory; what lies in it has the names that Paddle gives it",
+        )
 
 
 def execute(conversion: Conversion, dst: Path, options: RunOptions, progress: Progress) -> Converted:
@@ -189,6 +206,10 @@ def execute(conversion: Conversion, dst: Path, options: RunOptions, progress: Pr
 
 
 def _add(catalog: Catalog, name: str, stored: StoredTensor) -> None:
+    if name == "__metadata__":
+        raise UnsupportedError(
+            "safetensors has no room for a tensor with the name `__metadata__`", hint="--names may give it another"
+        )
     key = Key(name)
     catalog.tensors[key] = whole_tensor(stored, key)
 
@@ -205,6 +226,10 @@ def _plan(
     plan = build_plan(catalog, identity(catalog).table, [tensors], skeleton, carried=carried)
     plan.notes = [*notes, *plan.notes]
     return plan
+
+
+def _roots(*paths: Path | None) -> tuple[str, ...]:
+    return tuple([str(p) for p in paths if p is not None])
 
 
 def _digest(path: Path) -> str:
@@ -255,7 +280,7 @@ def _read_way_back(path: Path) -> _WayBack:
         names = dict(said.get("names", {}))
         heads = {str(k): base64.b64decode(v, validate=True) for k, v in dict(said.get("heads", {})).items()}
         params = str(said.get("params", ""))
-        if not all(isinstance(v, str) for v in names.values()) or Path(params).name != params:
+        if not all(isinstance(v, str) for v in names.values()) or params in (".", "..") or Path(params).name != params:
             raise ValueError("a name is none")
         return _WayBack(str(said.get("sha256", "")), params, names, heads)
     except (ValueError, TypeError, AttributeError) as e:
@@ -283,10 +308,11 @@ def _explain(e: CkptError, program: Program, given: Mapping[str, str], parameter
     """Names are the commonest reason."""
     names = _set(program)
     strange = [n for n in given if n not in names]
-    if strange and not parameter_of:
-        e.hint = "give the file that has the structured names: --names model.pdparams"
+    e.hint = "only values may change: names, dtypes and shapes are the program's"
+    if strange and parameter_of:
+        e.hint = "these are tensors of another program, or names were changed since"
     elif strange:
-        e.hint = nearest_hint(strange[0], names) or e.hint
+        e.hint = "give the file that has the structured names: --names model.pdparams"
 
 
 # -- structured names
@@ -331,9 +357,10 @@ def _check_names(program: Program, said: StructuredNames, out: Mapping[str, str]
             )
         owner[name] = p.name
         t = said.tensors.get(name)
-        if t is not None and (t.shape != p.shape or (t.dtype and t.dtype != p.dtype and p.dtype in ("", t.dtype))):
+        if t is not None and (t.shape != p.shape or t.dtype not in ("", p.dtype)):
             raise ConflictError(
-                f"`{name}` is {list(t.shape)} in {said.path.name}, and `{p.name}` is {list(p.shape)} in the program",
+                f"`{name}` is {t.dtype} {list(t.shape)} in {said.path.name}, and `{p.name}` is {p.dtype}"
+                f" {list(p.shape)} in the program",
                 where=[str(said.path), str(program.path)],
                 hint="these are names of another model or another run",
             )

@@ -1,0 +1,45 @@
+"""The fixture that says what Paddle does with broken programs has every case of the tables, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpttool.formats.paddle_program import examine
+from ckpttool.ops.findings import PROGRAM, SEVERITY
+from tests.convert_json.accepted import CASES, RIGHTS, recorded
+
+ANSWERS = {"accepted, same output", "accepted, other output", "refused", "crash or hang"}
+NOT_LOADED = {"unreadable", "version-patched", "float8", "names-missing", "names-shape"}
+"""Findings that say nothing about whether Paddle loads a program: there is nothing to measure."""
+
+
+@pytest.mark.parametrize("table", CASES)
+def test_every_case_was_measured(table: str) -> None:
+    found = {name: one["id"] for name, one in recorded()[table].items()}
+    hint = "python scripts/measure_paddle_programs.py measures again"
+    assert found == {name: case.id for name, case in CASES[table].items()}, hint
+
+
+def test_answers() -> None:
+    said = recorded()
+    assert said.keys() == {"paddle", *CASES}
+    found = {loader: one[loader] for t in CASES for one in said[t].values() for loader in ("J", "S", "I")}
+    assert set(found.values()) <= ANSWERS
+
+
+def test_every_finding_is_there() -> None:
+    found = {case.id for cases in CASES.values() for case in cases.values()}
+    assert PROGRAM.keys() - NOT_LOADED <= found <= SEVERITY.keys()
+
+
+@pytest.mark.parametrize("table", CASES)
+def test_cases_are_what_they_are_called(table: str, tmp_path: Path) -> None:
+    """Paddle gets a program with more operators than the tests of the tables, so that a change shows in its output."""
+    assert examine(RIGHTS[table].write(tmp_path / "right")).program.problems == []
+    found = {
+        name: {p.id for p in examine(case.write(tmp_path / str(i))).program.problems}
+        for i, (name, case) in enumerate(CASES[table].items())
+    }
+    assert found == {name: {case.id} for name, case in CASES[table].items()}
