@@ -40,11 +40,12 @@ format: $(DEV) ## rewrite the files the way `make lint` wants them, where that i
 types: $(DEV) ## check types
 	@$(BIN)/mypy --strict
 
-bench: $(DEV) ## measure speed and memory against cp, merges against mergekit and Paddle, and fp8-cast against torch (minutes; about 40 GB of disk)
+bench: $(DEV) ## measure speed and memory against cp, merges against mergekit and Paddle, fp8-cast against torch, and convert-json against cp (minutes; about 40 GB of disk)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/run.py $(ARGS)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/merge.py $(MERGE_ARGS)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/paddle_flex.py $(FLEX_ARGS)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/fp8.py $(FP8_ARGS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/program.py $(PROGRAM_ARGS)
 
 clean: ## remove .venv, .venv-paddle, build outputs and caches
 	rm -rf $(VENV) $(PADDLE_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -164,7 +164,7 @@ def _check(
     from ckpttool.formats.paddle_program import beside, program_of
     from ckpttool.ops.convert_json.check import check_program, repair
 
-    repaired = repair(src, fix, force=force) if fix is not None else None
+    repaired = repair(src, fix, force=force, apart=(params, names)) if fix is not None else None
     result = check_program(fix or src, params or beside(program_of(src)), names)
     report.show_program_check(result, repaired, as_json=as_json, quiet=quiet)
     if not result.ok:

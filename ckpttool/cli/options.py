@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-FORMATS = "hf, ranks, deepseek, vllm, trtllm, unified, hybrid, zcc, flex"
+FORMATS = "hf, ranks, deepseek, vllm, trtllm, unified, hybrid, zcc, flex, program"
 
 # What is read, and how it is cut.
 Src = Annotated[

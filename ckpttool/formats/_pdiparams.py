@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ckpttool.catalog import DataFile
 from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats._program import BY_DTYPE, BY_NUMBER, Parameter, Program
+from ckpttool.formats.safetensors import refuse_special
 
 PROBLEMS = {
     "params-missing": "the program has parameters, and there is no parameter file",
@@ -91,6 +92,7 @@ def match_records(program: Program, path: Path) -> tuple[DataFile, list[Record]]
     read.
     """
     try:
+        refuse_special(path)
         with path.open("rb", buffering=0) as f:
             st = os.fstat(f.fileno())
             info = DataFile(path, st.st_size, st.st_mtime_ns)
@@ -213,40 +215,9 @@ class _Matcher:
             text = f"the file has the tensors of the program in another order{self._from()}"
             self._report("shape", text, "")
 
-    # -- heads
-
     def _head(self, at: int) -> Record:
         """The record at a byte. Raises _EndError or _HeadError."""
-        raw = _Bytes(self.fd, at, self.size)
-        version, levels = raw.unpack("<IQ")
-        wrong = f"has the record version {version}, and 0 is known" if version else ""
-        if levels > _MOST_LEVELS:
-            raise _HeadError(f"there is no record here: {levels:,} levels of detail")
-        for _ in range(levels):
-            (size,) = raw.unpack("<Q")
-            if size % 8:
-                raise _HeadError(f"a level of detail has {size:,} bytes, which are no 64-bit numbers")
-            raw.skip(size)
-        version, length = raw.unpack("<Ii")
-        if version:
-            wrong = wrong or f"has the tensor version {version}, and 0 is known"
-        if not 0 <= length <= _MOST_DESC:
-            raise _HeadError(f"there is no record here: a TensorDesc of {length:,} bytes")
-        number, dims = _desc(raw.take(length))
-        element = BY_NUMBER.get(number)
-        if element is None:
-            wrong = wrong or f"has the element type {number}, which is not known"
-        if any(n < 0 for n in dims):
-            wrong = wrong or f"has the shape {list(dims)}"
-            dims = tuple([max(n, 0) for n in dims])
-        dtype = "" if element is None else element.dtype
-        offset = raw.at
-        head = b""
-        if element is not None and (offset - at != (canonical := len(record_head(dtype, dims))) or wrong or levels):
-            head = os.pread(self.fd, offset - at, at)
-        elif element is not None and raw.first[:canonical] != record_head(dtype, dims):
-            head = raw.first[:canonical]
-        return Record(dtype, dims, at, offset, head, wrong)
+        return _read_head(_Bytes(self.fd, at, self.size))
 
 
 def _tensors(n: int) -> str:
@@ -256,10 +227,10 @@ def _tensors(n: int) -> str:
 class _Bytes:
     """A cursor in the file that reads a head in one go where that is enough."""
 
-    def __init__(self, fd: int, at: int, size: int) -> None:
+    def __init__(self, fd: int, at: int, size: int, data: bytes | None = None) -> None:
         self.fd, self.size = fd, size
         self.start = self.at = at
-        self.first = os.pread(fd, _FIRST, at)
+        self.first = os.pread(fd, _FIRST, at) if data is None else data
 
     def take(self, n: int) -> bytes:
         if self.at + n > self.size:
@@ -271,6 +242,11 @@ class _Bytes:
         self.at += n
         return data
 
+    def since_start(self) -> bytes:
+        """What was passed so far."""
+        n = self.at - self.start
+        return self.first[:n] if n <= len(self.first) else os.pread(self.fd, n, self.start)
+
     def skip(self, n: int) -> None:
         if self.at + n > self.size:
             raise _EndError
@@ -278,6 +254,46 @@ class _Bytes:
 
     def unpack(self, code: str) -> tuple[int, ...]:
         return struct.unpack(code, self.take(struct.calcsize(code)))
+
+
+def _read_head(raw: _Bytes) -> Record:
+    at = raw.at
+    version, levels = raw.unpack("<IQ")
+    wrong = f"has the record version {version}, and 0 is known" if version else ""
+    if levels > _MOST_LEVELS:
+        raise _HeadError(f"there is no record here: {levels:,} levels of detail")
+    for _ in range(levels):
+        (size,) = raw.unpack("<Q")
+        if size % 8:
+            raise _HeadError(f"a level of detail has {size:,} bytes, which are no 64-bit numbers")
+        raw.skip(size)
+    version, length = raw.unpack("<Ii")
+    if version:
+        wrong = wrong or f"has the tensor version {version}, and 0 is known"
+    if not 0 <= length <= _MOST_DESC:
+        raise _HeadError(f"there is no record here: a TensorDesc of {length:,} bytes")
+    number, dims = _desc(raw.take(length))
+    element = BY_NUMBER.get(number)
+    if element is None:
+        wrong = wrong or f"has the element type {number}, which is not known"
+    if any(n < 0 for n in dims):
+        wrong = wrong or f"has the shape {list(dims)}"
+        dims = tuple([max(n, 0) for n in dims])
+    dtype = "" if element is None else element.dtype
+    head = b""
+    if element is not None:
+        read = raw.since_start()
+        head = b"" if read == record_head(dtype, dims) else read
+    return Record(dtype, dims, at, raw.at, head, wrong)
+
+
+def head_fits(head: bytes, parameter: Parameter) -> bool:
+    """Whether bytes are the head of a record of this parameter, and nothing else."""
+    try:
+        found = _read_head(_Bytes(-1, 0, len(head), head))
+    except (_EndError, _HeadError):
+        return False
+    return found.offset == len(head) and not found.wrong and (found.dtype, found.shape) == parameter[1:]
 
 
 def _desc(data: bytes) -> tuple[int, tuple[int, ...]]:

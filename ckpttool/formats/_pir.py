@@ -105,10 +105,9 @@ def read_pir(path: Path) -> Program:
                 reader.top(stream)
                 stream.end()
             except JsonError as e:
-                # What follows from a file that ends early is no finding of its own.
-                reader.program.problems = [p for p in reader.program.problems if p.id == "magic"]
-                if not reader.program.problems:
-                    reader.program.report("json", f"the file is not JSON: {e.what}", f"byte {e.at:,}")
+                reader.give_up(f"the file cannot be read as JSON: {e.what}", f"byte {e.at:,}")
+            except RecursionError:
+                reader.give_up("blocks lie in one another too deeply to be read", "")
             except _StopError:
                 pass
             else:
@@ -188,6 +187,11 @@ class _Reader:
             raise _StopError
         if "program" not in seen or not program.blocks:
             program.report("structure", "there is no `program` with a region and a block")
+
+    def give_up(self, text: str, where: str) -> None:
+        """What follows from a file that cannot be read to its end is no finding of its own."""
+        self.program = Program(self.program.path, self.program.kind, self.program.version, self.program.trainable)
+        self.program.report("json", text, where)
 
     def _base(self, base: Any) -> None:
         program = self.program
@@ -526,7 +530,9 @@ class _Reader:
         if before is found:
             self.program.parameters.append(found)
         elif before == found:
-            text = f"`{name}` is declared twice and is one tensor: paddle.jit.load fails, load_inference_model does not"
+            text = (
+                f"`{name}` is declared twice and is one tensor: of Paddle's loaders only load_inference_model takes it"
+            )
             self.program.report("parameter-shared", text)
         else:
             text = f"there are two parameters `{name}`: {before.dtype} {list(before.shape)} and {found.dtype} {dims}"
@@ -579,10 +585,16 @@ def _element(kind: Mapping[str, Any]) -> str:
     element, dims, layout, levels, offset = kind["D"]
     if type(dims) is not list or not all(type(n) is int for n in dims):
         raise _StructureError(f"a type has the dimensions {_shown(dims)}")
-    if str(layout).upper() not in _LAYOUTS or type(levels) is not list or type(offset) is not int:
+    if str(layout).upper() not in _LAYOUTS or not _is_levels(levels) or type(offset) is not int:
         raise _StructureError(f"a type says {_shown([layout, levels, offset])} of its layout")
-    name: str = element["#"]
+    name = element["#"]
+    if type(name) is not str:
+        raise _StructureError(f"a type has the element {_shown(name)}")
     return name
+
+
+def _is_levels(levels: Any) -> bool:
+    return type(levels) is list and all(type(x) is list and all(type(n) is int for n in x) for x in levels)
 
 
 def _dtype(element: str) -> str:

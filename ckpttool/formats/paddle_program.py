@@ -33,6 +33,8 @@ from ckpttool.mesh import Mesh
 PARAMS = ".pdiparams"
 INFO = ".pdiparams.info"
 LEGACY = ".pdmodel"
+PICKLES = (".pdparams", ".pdopt", ".distcp")
+"""Weights of other formats, which may lie in the same directory."""
 
 HARMLESS = frozenset(
     {
@@ -145,11 +147,12 @@ class PaddleProgram:
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
-            named = listing.single.endswith((LEGACY, PARAMS))
-            return (
-                2 if named or (listing.single.endswith(".json") and looks_like_pir(listing.path(listing.single))) else 0
-            )
-        return 2 if any(n.endswith((LEGACY, PARAMS)) for n in listing.names) else 0
+            return 2 * (listing.single.endswith(PARAMS) or is_program(listing.path(listing.single)))
+        others = any(n.endswith((".safetensors", *PICKLES)) for n in listing.names)
+        if any(n.endswith((LEGACY, PARAMS)) for n in listing.names):
+            return 1 if others else 2
+        # A program without parameters is nothing but a JSON file.
+        return 0 if others else int(any(is_program(listing.path(n)) for n in listing.names))
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         """Raises what ``open_program`` raises, and ConflictError when it is not clear which program is meant."""

@@ -7,6 +7,7 @@ tensors and headers out of offset order are valid; holes, overlaps and trailing 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import DataFile, StoredTensor
@@ -50,9 +52,17 @@ class Problem(NamedTuple):
     tensor: str = ""
 
 
+def refuse_special(path: Path) -> None:
+    """Raises OSError for a pipe, a socket or a device, of which one would wait for ever."""
+    mode = path.stat().st_mode
+    if not (S_ISREG(mode) or S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
 def read_raw(path: Path) -> tuple[DataFile, bytes]:
     """The file's identity and its header bytes. Raises CorruptError or IncompleteError."""
     try:
+        refuse_special(path)
         with path.open("rb", buffering=0) as f:
             stat = os.fstat(f.fileno())
             info = DataFile(path, stat.st_size, stat.st_mtime_ns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -75,6 +76,12 @@ def test_what_is_no_program_at_all(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(UsageError if name != "." else IncompleteError):
         check_program(tmp_path / name)
+
+
+def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    src = write(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert ids(check_program(src, tmp_path / "pipe")) == ["unreadable"]
 
 
 def test_findings_beyond_the_first_are_counted(tmp_path: Path) -> None:
@@ -151,10 +158,15 @@ def test_many_are_repaired(tmp_path: Path) -> None:
 
 def test_what_is_not_repaired(tmp_path: Path) -> None:
     src = write(tmp_path, spelled("NaN"))
+    (tmp_path / "names").write_text("x")
     with pytest.raises(UsageError, match="is the program itself"):
         repair(src, src)
     with pytest.raises(UsageError, match="is the program itself"):
         repair(src, src, force=True)
+    for other in ("model.pdiparams", "names"):
+        with pytest.raises(UsageError, match="goes with it"):
+            repair(src, tmp_path / other, force=True, apart=(None, tmp_path / "names"))
+    (tmp_path / "names").unlink()
     (tmp_path / "there.json").write_text("mine")
     with pytest.raises(OutputError, match="exists"):
         repair(src, tmp_path / "there.json")

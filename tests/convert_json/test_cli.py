@@ -265,3 +265,19 @@ def test_several_programs_in_one_directory(tmp_path: Path) -> None:
     assert "2 programs" in refused("inspect", tmp_path / "src", code=1)
     assert answer("inspect", tmp_path / "src/other.pdiparams")["tensors"] == 3
     assert answer("inspect", tmp_path / "src/other.json")["tensors"] == 3
+
+
+def test_a_directory_with_a_program_and_other_weights(tmp_path: Path) -> None:
+    src = write(tmp_path / "src")
+    ok("convert-json", src, tmp_path / "src/model.safetensors", "-q")
+    assert "could be hf or program" in refused("inspect", tmp_path / "src", code=1)
+    assert answer("inspect", tmp_path / "src", "--from", "program")["format"] == "program"
+    assert answer("inspect", tmp_path / "src/model.safetensors")["format"] == "hf"
+    assert ok("convert-json", tmp_path / "src", "--check")
+
+
+def test_a_directory_with_nothing_but_a_program(tmp_path: Path) -> None:
+    write(tmp_path / "src", usual([]), None)
+    assert answer("inspect", tmp_path / "src")["program"]["operators"] == 9
+    (tmp_path / "src/notes.json").write_text("{}")
+    assert answer("inspect", tmp_path / "src")["tensors"] == 0

@@ -230,11 +230,16 @@ def test_an_index_of_files_with_other_names(tmp_path: Path) -> None:
     assert "c.safetensors" in result.notes[0]
 
 
-def test_rank_files_are_left_alone() -> None:
-    result = rebuild(ROOT / "fixtures" / "llama_tp8", dry_run=True)
-    assert not result.written
-    assert not result.indexes
-    assert "8 files are no shards" in result.notes[0]
+def test_rank_files_are_no_shards() -> None:
+    for look in (rebuild, verify):
+        with pytest.raises(UsageError, match="no shard that one could name"):
+            look(ROOT / "fixtures" / "llama_tp8")
+
+
+def test_files_that_are_no_shards_are_left_alone(shards: Path) -> None:
+    shutil.copy(ROOT / "fixtures/llama_tp8/model_tp0.safetensors", shards)
+    result = rebuild(shards, dry_run=True)
+    assert "model_tp0.safetensors" in result.notes[0]
 
 
 # -- refusals

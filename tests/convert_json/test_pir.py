@@ -132,6 +132,17 @@ def test_long_lists_are_read_in_passing(tmp_path: Path, monkeypatch: pytest.Monk
     assert ids(read(tmp_path, text.replace(b"4998,4999", b"4998,,4999"))) == {"json"}
 
 
+@pytest.mark.parametrize(("depth", "chunk"), [(100, 1 << 20), (5000, 1 << 20), (100, 512), (5000, 512)])
+def test_blocks_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int, chunk: int) -> None:
+    monkeypatch.setattr(_json_stream.JsonStream.__init__, "__defaults__", (chunk,))
+    text = dumped(usual())
+    mark = b'{"#":"1.abs","A":[],"I":[{"%":5}]'
+    open_, close = text[: text.index(mark)], text[text.index(mark) :]
+    inner = b'{"#":"1.if","A":[],"I":[{"%":6}],"O":[],"OA":[],"regions":[{"#":"r","blocks":[{"#":"b","args":[],"ops":['
+    found = read(tmp_path, open_ + inner * depth + b"]}]}]}" * depth + b"," + close)
+    assert ids(found) == (set() if depth == 100 else {"json"})
+
+
 def test_arguments_of_blocks(tmp_path: Path) -> None:
     data = usual()
     loop = operator("1.while", [4], [50])
@@ -231,6 +242,10 @@ def void(spelled: str, kind: str, inside: str = "") -> Change:
     return lambda d: find(d, "1.leaky_relu")["A"][0].update(AT=value)
 
 
+def typed(place: int, item: Any) -> Change:
+    return lambda d: find(d, "1.leaky_relu")["O"][0]["TT"]["D"].__setitem__(place, item)
+
+
 def prepend(op: Any) -> Change:
     return lambda d: ops_of(d).insert(0, op)
 
@@ -281,6 +296,17 @@ wrong("structure", "a parameter without flags")(lambda d: find(d, "p").pop("OA")
 wrong("structure", "a parameter without a name")(lambda d: find(d, "p")["A"].__setitem__(3, None))
 wrong("structure", "a parameter without a shape")(lambda d: find(d, "p")["O"]["TT"]["D"].__setitem__(1, [-1, 3]))
 wrong("structure", "a parameter that is no tensor")(lambda d: find(d, "p")["O"].update(TT={"#": "0.t_vec", "D": []}))
+wrong("structure", "attributes that are no list")(lambda d: find(d, "1.leaky_relu").update(A={}))
+wrong("structure", "an attribute without a name")(lambda d: find(d, "1.leaky_relu")["A"][0].update(N=None))
+wrong("structure", "an element type that is a number")(
+    lambda d: find(d, "1.leaky_relu")["O"][0]["TT"]["D"][0].update({"#": 7})
+)
+wrong("structure", "a parameter of ten axes")(lambda d: find(d, "p")["O"]["TT"]["D"].__setitem__(1, [1] * 10))
+for place, item in ((1, 3), (1, [1, "x"]), (2, "FOO"), (2, 7), (3, 3), (3, ["a"]), (4, "a")):
+    wrong("structure", f"{item} at place {place} of a type")(typed(place, item))
+wrong("attribute", "0.a_f32 that is infinite as such")(
+    lambda d: find(d, "1.leaky_relu")["A"].append(attribute("more", "0.a_f32", 1e39))
+)
 wrong("type", "a result of an unknown element type")(
     lambda d: find(d, "1.leaky_relu")["O"][0]["TT"]["D"].__setitem__(0, {"#": "0.t_f7"})
 )

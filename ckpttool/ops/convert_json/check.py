@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ckpttool.formats._paddle_names import read_names
 from ckpttool.formats._pir import VOID_WRITTEN, read_pir
 from ckpttool.formats._pir_patches import patched
 from ckpttool.formats._program import FLOAT8, Program
-from ckpttool.formats.paddle_program import Artifact, examine, is_program, program_of
+from ckpttool.formats.paddle_program import Artifact, beside, examine, is_program, program_of
 from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
 from ckpttool.ops.findings import CheckResult
 
@@ -110,8 +110,10 @@ def _check_names(program: Program, path: Path, result: CheckResult) -> None:
                 result.add("names-shape", text, path)
 
 
-def repair(src: Path, out: Path, *, force: bool = False) -> Repaired:
+def repair(src: Path, out: Path, *, force: bool = False, apart: Sequence[Path | None] = ()) -> Repaired:
     """Write a PIR program with every NaN spelled as Paddle reads it; every other byte stays.
+
+    ``apart`` are files that belong to the program, none of which ``out`` may be.
 
     Raises UsageError for what is no PIR program, CorruptError for broken JSON, OutputError when ``out`` exists or
     cannot be written, and UnsupportedError where the spelling stands beside a value, which alone counts.
@@ -121,6 +123,9 @@ def repair(src: Path, out: Path, *, force: bool = False) -> Repaired:
         raise UsageError("--fix repairs PIR programs, which are JSON", where=str(src))
     if out.exists() and out.samefile(src):
         raise UsageError("--fix writes another file, and OUT.json is the program itself", where=str(out))
+    for other in (beside(src), *apart):
+        if other is not None and out.exists() and other.exists() and out.samefile(other):
+            raise UsageError("--fix writes a program, and OUT.json is a file that goes with it", where=str(out))
     if os.path.lexists(out) and not force:
         raise OutputError("the destination exists", where=str(out), hint="use --force to replace it")
     before = read_pir(src)

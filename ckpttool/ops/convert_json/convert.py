@@ -22,12 +22,14 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedE
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
 from ckpttool.formats._paddle_names import StructuredNames, read_names
+from ckpttool.formats._pdiparams import head_fits
 from ckpttool.formats._program import Program
 from ckpttool.formats.base import ReadOptions, Skeleton, build_files
 from ckpttool.formats.hf import layout_published
 from ckpttool.formats.paddle_program import (
     INFO,
     LEGACY,
+    PARAMS,
     Artifact,
     Native,
     examine,
@@ -44,10 +46,12 @@ from ckpttool.formats.safetensors import read_header
 from ckpttool.geometry import whole
 from ckpttool.plan import Plan
 from ckpttool.planner import build_plan
-from ckpttool.relate import identity
+from ckpttool.relate import Equal, identity
 
 METADATA = "ckpttool.program"
 """Key of the safetensors metadata that keeps the way back, as JSON."""
+_LONGEST = 200
+"""Bytes of the name of a file."""
 
 
 @dataclass(slots=True)
@@ -150,6 +154,7 @@ def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None 
         parameter_of |= way.names
         heads |= way.heads
     notes = list(stored.notes)
+    names = names or (None if parameter_of else _own_names(found))
     if names is not None:
         said = read_names(names)
         parameter_of |= {s: p for p, structured in said.of.items() for s in structured if p in _set(found)}
@@ -158,22 +163,32 @@ def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None 
         notes.append(f"{program.name} is not the program that the tensors came from, or it has been edited")
     catalog = Catalog(list(stored.files), {})
     given: dict[str, str] = {}
+    equal: list[Equal] = []
     for t in stored.tensors:
         parameter = parameter_of.get(t.name, t.name)
-        if Key(parameter) in catalog.tensors:
-            raise ConflictError(f"two tensors are the parameter `{parameter}`: `{given.get(parameter)}` and `{t.name}`")
-        _add(catalog, parameter, t)
-        given[parameter] = t.name
+        first = catalog.tensors.get(Key(parameter))
+        if first is None:
+            _add(catalog, parameter, t)
+            given[parameter] = t.name
+            continue
+        # A layer that is used twice has several names, and a saved state dict all of them.
+        if (first.dtype, first.shape) != (t.dtype, t.shape):
+            raise ConflictError(
+                f"two tensors are the parameter `{parameter}`: `{given[parameter]}` and `{t.name}`",
+                where=str(src),
+                hint="they are not of one shape and dtype, so one of them has a name that is another's",
+            )
+        equal.append((first, whole_tensor(t, Key(t.name))))
     tensors = [_whole(t.key.name, t.dtype, t.shape) for t in catalog]
     try:
         refuse_others(found, tensors, str(src))
     except ConflictError as e:
-        _explain(e, found, given, parameter_of)
+        _explain(e, found, given, told=bool(digests or parameter_of))
         raise
     native = _as_told(native_of(artifact), told, heads)
     skeleton = layout_program(native, tensors)
     renamed = {p: n for p, n in given.items() if p != n}
-    plan = _plan(catalog, tensors, skeleton, notes, native.beside)
+    plan = _plan(catalog, tensors, skeleton, notes, native.beside, equal)
     roots = _roots(src, program, names, *(f.path for f in catalog.files))
     return Conversion(found, src, plan, catalog, renamed, native, roots, back=True)
 
@@ -220,10 +235,15 @@ def _whole(name: str, dtype: str, shape: tuple[int, ...]) -> RankTensor:
 
 
 def _plan(
-    catalog: Catalog, tensors: Sequence[RankTensor], skeleton: Skeleton, notes: list[str], beside: Sequence[Path] = ()
+    catalog: Catalog,
+    tensors: Sequence[RankTensor],
+    skeleton: Skeleton,
+    notes: list[str],
+    beside: Sequence[Path] = (),
+    equal: Sequence[Equal] = (),
 ) -> Plan:
     carried = [(str(p), p.name, p.stat().st_size) for p in beside]
-    plan = build_plan(catalog, identity(catalog).table, [tensors], skeleton, carried=carried)
+    plan = build_plan(catalog, identity(catalog).table, [tensors], skeleton, carried=carried, equal=equal)
     plan.notes = [*notes, *plan.notes]
     return plan
 
@@ -277,22 +297,36 @@ def _read_way_back(path: Path) -> _WayBack:
         return _WayBack()
     try:
         said = json.loads(text)
-        names = dict(said.get("names", {}))
-        heads = {str(k): base64.b64decode(v, validate=True) for k, v in dict(said.get("heads", {})).items()}
-        params = str(said.get("params", ""))
-        if not all(isinstance(v, str) for v in names.values()) or params in (".", "..") or Path(params).name != params:
-            raise ValueError("a name is none")
+        names, params = dict(said.get("names", {})), said.get("params", "")
+        heads = {k: base64.b64decode(v, validate=True) for k, v in dict(said.get("heads", {})).items()}
+        if not all(isinstance(v, str) for v in names.values()) or not _is_name(params):
+            raise ValueError
         return _WayBack(str(said.get("sha256", "")), params, names, heads)
-    except (ValueError, TypeError, AttributeError) as e:
-        raise CorruptError(f"the metadata `{METADATA}` cannot be used: {e}", where=str(path)) from None
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise CorruptError(
+            f"the metadata `{METADATA}` is not what ckpttool writes",
+            where=str(path),
+            hint="`ckpttool convert-json --header` takes it out; --names gives the names then",
+        ) from None
+
+
+def _is_name(params: Any) -> bool:
+    """Whether a parameter file could have this name in DST; none is "as the program says"."""
+    return params == "" or (
+        isinstance(params, str)
+        and params.endswith(PARAMS)
+        and Path(params).name == params
+        and params.isprintable()
+        and len(params.encode()) <= _LONGEST
+    )
 
 
 def _as_told(native: Native, told: Sequence[_WayBack], heads: Mapping[str, bytes]) -> Native:
     """As the tensors' files say it: unusual heads of records, and the parameter file's name where it was another."""
     names = {way.params for way in told if way.params}
     name = names.pop() if len(names) == 1 else params_name(native.program.path)
-    own = _set(native.program)
-    return native._replace(params=name, heads={n: h for n, h in heads.items() if n in own})
+    fit = {p.name: h for p in native.program.parameters if (h := heads.get(p.name)) is not None and head_fits(h, p)}
+    return native._replace(params=name, heads=fit)
 
 
 def _without_params(program: Path) -> Artifact:
@@ -304,15 +338,15 @@ def _without_params(program: Path) -> Artifact:
     return artifact
 
 
-def _explain(e: CkptError, program: Program, given: Mapping[str, str], parameter_of: Mapping[str, str]) -> None:
-    """Names are the commonest reason."""
-    names = _set(program)
-    strange = [n for n in given if n not in names]
+def _explain(e: CkptError, program: Program, given: Mapping[str, str], *, told: bool) -> None:
+    """Names are the commonest reason. ``told``: SRC or --names says which parameters its tensors are."""
     e.hint = "only values may change: names, dtypes and shapes are the program's"
-    if strange and parameter_of:
-        e.hint = "these are tensors of another program, or names were changed since"
-    elif strange:
-        e.hint = "give the file that has the structured names: --names model.pdparams"
+    if not given.keys() <= _set(program):
+        e.hint = (
+            "these are the tensors of another program, or their names were changed"
+            if told
+            else "give the file that has the structured names: --names model.pdparams"
+        )
 
 
 # -- structured names
@@ -320,11 +354,9 @@ def _explain(e: CkptError, program: Program, given: Mapping[str, str], parameter
 
 def _given_names(program: Program, path: Path | None, notes: list[str]) -> dict[str, str]:
     """Parameter -> structured name, where one is known."""
+    path = path or _own_names(program)
     if path is None:
-        own = program.path.with_name(program.path.name.removesuffix(LEGACY) + INFO)
-        if program.kind != "pdmodel" or not own.is_file():
-            return {}
-        path = own
+        return {}
     said = read_names(path)
     names = _set(program)
     out = {p: structured[0] for p, structured in said.of.items() if p in names}
@@ -344,6 +376,12 @@ def _given_names(program: Program, path: Path | None, notes: list[str]) -> dict[
         p = shared[0]
         notes.append(f"`{p}` has several names: {', '.join(said.of[p])}; the first is taken")
     return {p: n for p, n in out.items() if p != n}
+
+
+def _own_names(program: Program) -> Path | None:
+    """The file that a legacy export has beside it."""
+    path = program.path.with_name(program.path.name.removesuffix(LEGACY) + INFO)
+    return path if program.kind == "pdmodel" and path.is_file() else None
 
 
 def _check_names(program: Program, said: StructuredNames, out: Mapping[str, str]) -> None:

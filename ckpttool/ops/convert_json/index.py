@@ -225,6 +225,12 @@ def _look(directory: Path) -> tuple[Listing, bool, list[_Group], list[str]]:
     groups += made.values()
     if not groups and not others:
         raise UsageError("there are no safetensors files here", where=str(directory))
+    if not groups:
+        raise UsageError(
+            "there is no index here, and no shard that one could name",
+            where=[str(directory), *others[:3]],
+            hint="shards are called PREFIX-00001-of-00004.safetensors; `ckpttool inspect FILE --check` checks a file",
+        )
     return listing, unified, sorted(groups, key=lambda g: natural(g.index)), others
 
 

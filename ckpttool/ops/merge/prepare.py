@@ -24,7 +24,7 @@ from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
 from ckpttool.ops.merge.form import PADDLE, PROGRAM, Form, form_of, is_paddle
 from ckpttool.ops.merge.models import Model, Models
-from ckpttool.ops.merge.provenance import CARD, ONE, RECORD, Origin, Provenance
+from ckpttool.ops.merge.provenance import CARD, ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
 from ckpttool.ops.merge.words import Words
 from ckpttool.ops.recode import Recoding
@@ -211,10 +211,11 @@ def execute(
         else:
             verify_computed(plan, partial, options.memory)
 
+    record = PROGRAM_RECORD if target.format == PROGRAM else RECORD
     options = replace(
         options,
         source_roots=prepared.roots,
-        closing=lambda digests: {RECORD: prepared.provenance.record(plan, digests)},
+        closing=lambda digests: {record: prepared.provenance.record(plan, digests)},
         verify=verify_all if verify else None,
     )
     return MergeResult(prepared, path, run(plan, path, options, progress), verify)

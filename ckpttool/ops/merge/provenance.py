@@ -13,6 +13,9 @@ from ckpttool.execute.hashing import ALGORITHM, hasher
 from ckpttool.plan import Compute, Plan
 
 RECORD = "ckpttool.merge.json"
+PROGRAM_RECORD = "ckpttool-merge.json"
+"""Beside a Paddle program: ``ckpttool.merge.json`` would be a function of one that is called ``ckpt.json``, because
+paddle.jit.load takes every ``PREFIX*.NAME.json`` for one."""
 ONE = "one checkpoint"
 """What a merge of a single source is called."""
 SCHEMA = "ckpttool.provenance/1"
