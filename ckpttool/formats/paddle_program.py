@@ -94,7 +94,7 @@ def examine(path: Path, params: Path | None = None) -> Artifact:
     ``params`` is the parameter file where it is not the one that lies beside the program. Raises IncompleteError when
     a file that is named does not exist, CorruptError when one cannot be read at all.
     """
-    program = read_pdmodel(path) if path.name.endswith(LEGACY) else read_pir(path)
+    program = _read(path)
     found = params or beside(path)
     artifact = Artifact(program, found)
     if any(p.id not in HARMLESS for p in program.problems):
@@ -121,20 +121,37 @@ def beside(path: Path) -> Path | None:
 def open_program(path: Path, params: Path | None = None) -> Artifact:
     """As ``examine``, but raises CorruptError or IncompleteError for the first problem that is not ``HARMLESS``."""
     artifact = examine(path, params)
-    wrong = [p for p in artifact.program.problems if p.id not in HARMLESS]
-    if wrong:
-        first = wrong[0]
-        kind = IncompleteError if first.id == "params-missing" else CorruptError
-        about = artifact.params if first.id.startswith("params-") and artifact.params else path
-        more = f" (and {len(wrong) - 1} more problems)" if len(wrong) > 1 else ""
-        raise kind(
-            first.text + more,
-            where=[str(about), first.where] if first.where else str(about),
-            hint="give the file with --params"
-            if first.id == "params-missing"
-            else f"`ckpttool convert-json {path} --check` says all that is wrong",
-        )
+    _refuse(artifact)
     return artifact
+
+
+def open_alone(path: Path) -> Artifact:
+    """A program without its parameter file, which is about to be written. Raises as ``open_program`` does."""
+    artifact = Artifact(_read(path), None)
+    _refuse(artifact)
+    return artifact
+
+
+def _read(path: Path) -> Program:
+    return read_pdmodel(path) if path.name.endswith(LEGACY) else read_pir(path)
+
+
+def _refuse(artifact: Artifact) -> None:
+    path = artifact.program.path
+    wrong = [p for p in artifact.program.problems if p.id not in HARMLESS]
+    if not wrong:
+        return
+    first = wrong[0]
+    kind = IncompleteError if first.id == "params-missing" else CorruptError
+    about = artifact.params if first.id.startswith("params-") and artifact.params else path
+    more = f" (and {len(wrong) - 1} more problems)" if len(wrong) > 1 else ""
+    raise kind(
+        first.text + more,
+        where=[str(about), first.where] if first.where else str(about),
+        hint="give the file with --params"
+        if first.id == "params-missing"
+        else f"`ckpttool convert-json {path} --check` says all that is wrong",
+    )
 
 
 class PaddleProgram:

@@ -203,6 +203,23 @@ def test_the_parameter_file_keeps_its_name(tmp_path: Path) -> None:
     assert (tmp_path / "back/weights.pdiparams").read_bytes() == other.read_bytes()
 
 
+def test_a_program_of_another_name(tmp_path: Path) -> None:
+    """paddle.jit.load looks for the parameters under the program's name."""
+    src = write(tmp_path / "src")
+    out = there(src, tmp_path / "out.safetensors")
+    other = shutil.copy(src, tmp_path / "fixed.json")
+    run(from_safetensors(out, tmp_path / "back", Path(other)), tmp_path / "back")
+    assert (tmp_path / "back/fixed.pdiparams").read_bytes() == params_of(src).read_bytes()
+
+
+def test_a_broken_program_takes_no_parameters(tmp_path: Path) -> None:
+    src = write(tmp_path / "src")
+    out = there(src, tmp_path / "out.safetensors")
+    src.write_bytes(src.read_bytes()[:-9])
+    with pytest.raises(CorruptError, match="cannot be read as JSON"):
+        from_safetensors(out, tmp_path / "back", src)
+
+
 # -- what is refused
 
 

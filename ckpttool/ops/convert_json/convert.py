@@ -30,11 +30,10 @@ from ckpttool.formats.paddle_program import (
     INFO,
     LEGACY,
     PARAMS,
-    Artifact,
     Native,
-    examine,
     layout_program,
     native_of,
+    open_alone,
     open_program,
     params_name,
     program_of,
@@ -144,7 +143,7 @@ def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None 
     """
     _refuse_name(dst, (*_OWN, ".safetensors"))
     program = program_of(program)
-    artifact = _without_params(program)
+    artifact = open_alone(program)
     found = artifact.program
     stored = read_source(src, "hf", ReadOptions())
     told = [_read_way_back(f.path) for f in stored.files]
@@ -153,11 +152,11 @@ def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None 
     for way in told:
         parameter_of |= way.names
         heads |= way.heads
-    notes = list(stored.notes)
+    notes = [*(f"{p.text} ({p.id})" for p in found.problems), *stored.notes]
     names = names or (None if parameter_of else _own_names(found))
     if names is not None:
-        said = read_names(names)
-        parameter_of |= {s: p for p, structured in said.of.items() for s in structured if p in _set(found)}
+        own = _set(found)
+        parameter_of |= {s: p for p, structured in read_names(names).of.items() for s in structured if p in own}
     digests = {way.digest for way in told if way.digest}
     if digests and digests != {_digest(program)}:
         notes.append(f"{program.name} is not the program that the tensors came from, or it has been edited")
@@ -269,7 +268,10 @@ class _WayBack:
     """What one safetensors file says about the program that its tensors came from."""
 
     digest: str = ""
+    file: str = ""
+    """Name of the program."""
     params: str = ""
+    """Name of the parameter file."""
     names: dict[str, str] = field(default_factory=dict)
     """Name here -> parameter."""
     heads: dict[str, bytes] = field(default_factory=dict)
@@ -301,7 +303,7 @@ def _read_way_back(path: Path) -> _WayBack:
         heads = {k: base64.b64decode(v, validate=True) for k, v in dict(said.get("heads", {})).items()}
         if not all(isinstance(v, str) for v in names.values()) or not _is_name(params):
             raise ValueError
-        return _WayBack(str(said.get("sha256", "")), params, names, heads)
+        return _WayBack(str(said.get("sha256", "")), str(said.get("file", "")), params, names, heads)
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise CorruptError(
             f"the metadata `{METADATA}` is not what ckpttool writes",
@@ -322,20 +324,11 @@ def _is_name(params: Any) -> bool:
 
 
 def _as_told(native: Native, told: Sequence[_WayBack], heads: Mapping[str, bytes]) -> Native:
-    """As the tensors' files say it: unusual heads of records, and the parameter file's name where it was another."""
-    names = {way.params for way in told if way.params}
+    """As the tensors' files say it: unusual heads of records, and the parameter file's name where that was one."""
+    names = {way.params for way in told if way.params and way.params != params_name(Path(way.file))}
     name = names.pop() if len(names) == 1 else params_name(native.program.path)
     fit = {p.name: h for p in native.program.parameters if (h := heads.get(p.name)) is not None and head_fits(h, p)}
     return native._replace(params=name, heads=fit)
-
-
-def _without_params(program: Path) -> Artifact:
-    """A program, whose parameter file may be missing or wrong: it is about to be written."""
-    artifact = examine(program)
-    program_problems = [p for p in artifact.program.problems if not p.id.startswith("params-")]
-    artifact.program.problems = program_problems
-    artifact.records, artifact.file, artifact.params = [], None, None
-    return artifact
 
 
 def _explain(e: CkptError, program: Program, given: Mapping[str, str], *, told: bool) -> None:
