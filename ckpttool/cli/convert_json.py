@@ -80,6 +80,7 @@ Index = Annotated[bool, typer.Option("--index", help="Write the index of the sha
 Header = Annotated[
     bool, typer.Option("--header", help="Header of SRC as JSON, to DST or stdout; from SRC.json into DST.safetensors.")
 ]
+_MEMORY = "64MiB"
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -109,7 +110,7 @@ def convert_json(
     force: options.Force = False,
     resume: options.Resume = False,
     workers: options.Workers = None,
-    memory: options.Memory = "64MiB",
+    memory: options.Memory = "",
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -118,14 +119,22 @@ def convert_json(
         raise UsageError("--check, --index, --header and --program are different tasks", hint="ask for one at a time")
     if output is not None and not header:
         raise UsageError("--output makes no sense without --header", hint="give DST")
+    unused: dict[str, object] = {
+        "max_shard_size": max_shard_size,
+        "resume": resume,
+        "workers": workers,
+        "memory": memory,
+    }
     if index:
-        _without(dst, "--index", params=params, names=names, max_shard_size=max_shard_size, resume=resume, force=force)
+        _without(dst, "--index", params=params, names=names, force=force, **unused)
         _index(src, check=check, dry_run=dry_run, as_json=json, quiet=quiet)
     elif header:
-        _without(None, "--header", params=params, names=names, max_shard_size=max_shard_size, resume=resume)
+        _without(None, "--header", params=params, names=names, **unused)
         _header(src, dst, output, dry_run=dry_run, force=force, as_json=json, quiet=quiet)
     elif check or fix is not None:
-        _without(dst, "--check", max_shard_size=max_shard_size, resume=resume, dry_run=dry_run)
+        _without(dst, "--check", dry_run=dry_run, **unused)
+        if fix is None:
+            _without(None, "--check without --fix", force=force)
         _check(src, params, names, fix, force=force, as_json=json, quiet=quiet)
     else:
         if dst is None:
@@ -139,7 +148,7 @@ def convert_json(
         else:
             size = parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None
             conversion = to_safetensors(src, dst, params=params, names=names, max_shard_size=size)
-        run = run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=False)
+        run = run_options(memory=memory or _MEMORY, workers=workers, force=force, resume=resume, manifest=False)
         if dry_run:
             report.show_conversion_plan(conversion, dst, as_json=json)
             return
@@ -193,11 +202,11 @@ def _header(
     if dst is None:
         _without(None, "--header without OUT.json", output=output, dry_run=dry_run, force=force)
         report.show_text(header.dump(src))
-    elif src.name.endswith(header.BACKUP):
+    elif src.name.endswith(header.BACKUP) and dst.suffix != ".json":
         _without(None, "--header with a backup", output=output, force=force)
         report.show_header(header.restore(src, dst, dry_run=dry_run), as_json=as_json, quiet=quiet)
     elif dst.suffix == ".json" and src.suffix != ".json":
-        _without(None, "--header with OUT.json", output=output, dry_run=dry_run)
+        _without(None, "--header with OUT.json", output=output, dry_run=dry_run, json=as_json)
         header.write_dump(src, dst, force=force)
     else:
         result = header.apply(src, dst, out=output, dry_run=dry_run, force=force)

@@ -156,13 +156,15 @@ class Destination:
 
     def _locked(self, path: Path, flags: int) -> int:
         fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        held, finished = False, False
         try:
             _flock(fd)
             held = os.path.samestat(os.fstat(fd), path.stat())
+            finished = not held
         except BlockingIOError:
-            held = False
-        except FileNotFoundError:  # the other run has just finished
-            held = False
+            pass
+        except FileNotFoundError:
+            finished = True
         except OSError as e:
             if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF):
                 os.close(fd)
@@ -171,9 +173,11 @@ class Destination:
         if not held:
             os.close(fd)
             raise OutputError(
-                "another run is writing this destination",
+                "another run has just finished with this destination"
+                if finished
+                else "another run is writing this destination",
                 where=str(self.partial),
-                hint="wait until it has finished, or choose another DST",
+                hint="repeat the command" if finished else "wait until it has finished, or choose another DST",
             )
         return fd
 
@@ -203,6 +207,9 @@ class Destination:
         try:
             for d in directories:
                 sync_directory(d)
+            # Network filesystems keep a file that is open under another name. The directory's lock stays.
+            os.close(self._fd)
+            self._fd = -1
             (self.partial / JOURNAL).unlink()
             sync_directory(self.partial)
         except OSError as e:
@@ -213,7 +220,7 @@ class Destination:
         note = None
         try:
             if self.single:
-                self._publish_file(force=force)
+                note = self._publish_file(force=force)
             elif force and os.path.lexists(self.path) and not self._is_empty_directory():
                 note = self._replace()
             else:
@@ -227,7 +234,7 @@ class Destination:
             self.close()
         return note
 
-    def _publish_file(self, *, force: bool) -> None:
+    def _publish_file(self, *, force: bool) -> str | None:
         made = self.partial / self.path.name
         if force:
             made.replace(self.path)
@@ -239,7 +246,11 @@ class Destination:
                 if e.errno == errno.EEXIST or os.path.lexists(self.path):
                     raise OutputError("the destination appeared during the run", where=str(self.given)) from e
                 made.rename(self.path)  # a filesystem without links
-        self.partial.rmdir()
+        try:
+            self.partial.rmdir()
+        except OSError as e:
+            return f"the directory that DST was made in could not be removed: {self.partial}: {e.strerror}"
+        return None
 
     def _replace(self) -> str | None:
         old = self.partial

@@ -119,13 +119,10 @@ class JsonStream:
 
     # -- values
 
-    def ahead(self) -> tuple[Any, str] | None:
-        """The next value with its text, when it is near; None when it is too long to be looked at whole."""
+    def ahead(self) -> tuple[Any] | None:
+        """The next value, when it is near; None when it is too long to be looked at whole."""
         self._ahead()
-        start = self._pos
-        if not self._decode():
-            return None
-        return self._value, self._text[start : self._pos]
+        return (self._value,) if self._decode() else None
 
     def value(self) -> Any:
         """The next value, however long."""

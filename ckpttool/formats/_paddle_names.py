@@ -8,12 +8,14 @@ persist, tensors that forward makes) has none. Source: paddle 3.3.1 (framework/i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpttool.errors import UnsupportedError
+from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats._pickle import STRUCTURED, Array, read_paddle, read_pickle
-from ckpttool.formats._program import Parameter
+from ckpttool.formats._program import Parameter, Problem
+from ckpttool.formats.safetensors import refuse_special
 
 
 @dataclass(slots=True)
@@ -27,8 +29,40 @@ class StructuredNames:
     """By structured name, where the file holds the tensors too."""
 
 
+def match_names(parameters: Sequence[Parameter], said: StructuredNames) -> tuple[dict[str, str], list[Problem]]:
+    """The structured name of each parameter that has one (the first of several), and what is wrong with them."""
+    out = {p.name: said.of[p.name][0] for p in parameters if p.name in said.of}
+    if not out and parameters:
+        known = next(iter(said.of))
+        text = f"{said.path.name} names none of the program's parameters: it has `{known}`, the program"
+        return {}, [Problem("names-none", f"{text} `{parameters[0].name}`")]
+    problems = []
+    if unnamed := [p.name for p in parameters if p.name not in out]:
+        more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
+        problems.append(Problem("names-missing", f"without a structured name: `{unnamed[0]}`{more}"))
+    owner: dict[str, str] = {}
+    for p in parameters:
+        name = out.get(p.name, p.name)
+        if name in owner:
+            text = f"`{name}` would be the name of two parameters, `{owner[name]}` and `{p.name}`"
+            problems.append(Problem("names-twice", text))
+        owner[name] = p.name
+        for s in said.of.get(p.name, ()):
+            t = said.tensors.get(s)
+            if t is not None and (t.shape != p.shape or t.dtype not in ("", p.dtype)):
+                text = f"`{s}` is {t.dtype} {list(t.shape)} in {said.path.name}, and `{p.name}` is {p.dtype}"
+                problems.append(Problem("names-shape", f"{text} {list(p.shape)} in the program"))
+    return out, problems
+
+
 def read_names(path: Path) -> StructuredNames:
     """Raises what reading a pickle raises, and UnsupportedError for a file without such names."""
+    try:
+        refuse_special(path)
+    except FileNotFoundError:
+        raise IncompleteError("the file of names does not exist", where=str(path)) from None
+    except OSError as e:
+        raise CorruptError(f"the file of names cannot be read: {e.strerror}", where=str(path)) from None
     names = StructuredNames(path)
     if path.name.endswith(".info"):
         value = read_pickle(path)

@@ -15,6 +15,7 @@ Source: paddle 3.3.1 (fluid/pir/serialize_deserialize), measured.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -89,7 +90,9 @@ def looks_like_pir(path: Path) -> bool:
             head = f.read(256)
     except OSError:
         return False
-    return head.lstrip().startswith(b"{") and b'"base_code"' in head
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    # `program` first is another order than Paddle's, which means nothing in JSON.
+    return head.startswith(b"{") and (b'"base_code"' in head or head[1:].lstrip().startswith(b'"program"'))
 
 
 def read_pir(path: Path) -> Program:
@@ -227,6 +230,8 @@ class _Reader:
         if self.flagless and self.program.trainable is False:
             text = f"{self.flagless} parameters say nothing about themselves (trainable=False when it was saved)"
             self.program.report("parameter-flags", text + ": Paddle cannot load them")
+        elif self.flagless:
+            self._wrong(f"`OA` is missing: {self.flagless} parameters have no flags", "parameters")
         # What an operator defines that could not be read, or that was given another's number, is missed later.
         hidden = any(p.id in ("structure", "value-twice") for p in self.program.problems)
         for value, (where, found) in self.unknown.items():
@@ -515,7 +520,7 @@ class _Reader:
             raise _StructureError(f"parameter `{name}` has no shape: {_shown(dims)}")
         # A program that was saved as not trainable says nothing of its results.
         self.flagless += "OA" not in op
-        said = op["OA"] if self.program.trainable is not False or "OA" in op else (1, 0, 0)
+        said = op.get("OA", (1, 0, 0))
         if len(said) != len(_PARAMETER[1]):
             raise _StructureError(f"a parameter has {len(said)} flags, and {len(_PARAMETER[1])} are expected")
         if len(self.blocks) > 1:

@@ -101,7 +101,9 @@ PROGRAM = {
     "params-dtype": ERROR,
     "params-shape": ERROR,
     "params-trailing": ERROR,
+    "names-none": ERROR,
     "names-missing": WARNING,
+    "names-twice": ERROR,
     "names-shape": ERROR,
 }
 SEVERITY = CHECKPOINT | PROGRAM

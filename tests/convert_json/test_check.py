@@ -58,9 +58,19 @@ def test_structured_names(tmp_path: Path) -> None:
     }
     path = tmp_path / "names.pdparams"
     path.write_bytes(pickle.dumps(names))
-    result = check_program(write(tmp_path), names=path)
+    src = write(tmp_path)
+    result = check_program(src, names=path)
     assert sorted(ids(result)) == ["names-missing", "names-shape"]
     assert not result.ok
+    path.write_bytes(pickle.dumps({"StructuredToParameterName@@": {"w": "other_0"}}))
+    assert ids(check_program(src, names=path)) == ["names-none"]
+    path.write_bytes(pickle.dumps({"StructuredToParameterName@@": {"steps": "linear_0.w_0"}}))
+    assert sorted(ids(check_program(src, names=path))) == ["names-missing", "names-twice"]
+    path.write_bytes(b"")
+    assert ids(check_program(src, names=path)) == ["unreadable"]
+    assert ids(check_program(src, names=tmp_path / "none")) == ["unreadable"]
+    os.mkfifo(tmp_path / "pipe.info")
+    assert ids(check_program(src, names=tmp_path / "pipe.info")) == ["unreadable"]
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -148,6 +158,24 @@ def test_a_value_beside_the_spelling_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "out.json").exists()
 
 
+@pytest.mark.parametrize("written", [b'"VD":' + b" " * 70 + b'"NaN"', b'"VD":"N\\u0061N"'])
+def test_other_ways_to_write_it(tmp_path: Path, written: bytes) -> None:
+    src = write(tmp_path, spelled("NaN").replace(b'"VD":"NaN"', written, 1))
+    assert "attribute-nan" in ids(check_program(src))
+    with pytest.raises(UnsupportedError, match="in a way that is not repaired"):
+        repair(src, tmp_path / "out.json")
+
+
+def test_permissions_stay(tmp_path: Path) -> None:
+    src = write(tmp_path, spelled("NaN"))
+    src.chmod(0o640)
+    repair(src, tmp_path / "out.json")
+    assert (tmp_path / "out.json").stat().st_mode & 0o777 == 0o640
+    (tmp_path / "out.json").chmod(0o600)
+    repair(src, tmp_path / "out.json", force=True)
+    assert (tmp_path / "out.json").stat().st_mode & 0o777 == 0o600
+
+
 def test_many_are_repaired(tmp_path: Path) -> None:
     """More than are listed."""
     data = usual()
@@ -158,15 +186,17 @@ def test_many_are_repaired(tmp_path: Path) -> None:
 
 def test_what_is_not_repaired(tmp_path: Path) -> None:
     src = write(tmp_path, spelled("NaN"))
-    (tmp_path / "names").write_text("x")
+    (tmp_path / "names.json").write_text("x")
     with pytest.raises(UsageError, match="is the program itself"):
         repair(src, src)
     with pytest.raises(UsageError, match="is the program itself"):
         repair(src, src, force=True)
-    for other in ("model.pdiparams", "names"):
-        with pytest.raises(UsageError, match="goes with it"):
-            repair(src, tmp_path / other, force=True, apart=(None, tmp_path / "names"))
-    (tmp_path / "names").unlink()
+    with pytest.raises(UsageError, match="goes with it"):
+        repair(src, tmp_path / "names.json", force=True, apart=(None, tmp_path / "names.json"))
+    (tmp_path / "names.json").unlink()
+    for other in ("model.pdiparams", "new.safetensors", "new.pdmodel"):
+        with pytest.raises(UsageError, match="PIR"):
+            repair(src, tmp_path / other, force=True)
     (tmp_path / "there.json").write_text("mine")
     with pytest.raises(OutputError, match="exists"):
         repair(src, tmp_path / "there.json")

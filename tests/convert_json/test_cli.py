@@ -209,6 +209,7 @@ def test_inspect(tmp_path: Path) -> None:
     assert answer("inspect", PROGRAMS / "legacy/model.pdiparams")["tensors"] == 9
     assert ckpttool("inspect", PIR, "--list").out.count("\n") == 10
     assert "linear_0.w_0" in ok("inspect", PIR, "--stats")
+    assert ok("inspect", PIR, "--metadata") == "model.pdiparams\n  no metadata\n"
     src = write(tmp_path, params=b"")
     assert "[params-count]" in ckpttool("inspect", src, "--check").out
     assert ckpttool("inspect", tmp_path, "--check").code == 3

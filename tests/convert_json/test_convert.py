@@ -294,12 +294,6 @@ def test_a_state_dict_with_tied_weights(tmp_path: Path) -> None:
         '{"names": 3}',
         '{"names": {"a": 1}}',
         '{"heads": {"a": "!"}}',
-        '{"params": "../../x"}',
-        '{"params": ".."}',
-        '{"params": 5}',
-        '{"params": "model.json"}',
-        '{"params": "a\\u0000b.pdiparams"}',
-        '{"params": "' + "a" * 300 + '.pdiparams"}',
         '{"heads": 5}',
         "[" * 5000,
     ],
@@ -310,6 +304,34 @@ def test_metadata_that_cannot_be_used(tmp_path: Path, way: str) -> None:
     save_file(load_file(out), out, {METADATA: way})
     with pytest.raises(CorruptError, match=METADATA):
         from_safetensors(out, tmp_path / "back", src)
+
+
+@pytest.mark.parametrize("params", ["../../x", "..", 5, "model.json", "a\0b.pdiparams", "a" * 300, "\ud800", None])
+def test_a_name_that_no_file_could_have(tmp_path: Path, params: Any) -> None:
+    """The parameters are then called as the program is."""
+    src = write(tmp_path / "src")
+    out = there(src, tmp_path / "out.safetensors")
+    save_file(load_file(out), out, {METADATA: json.dumps({"params": params})})
+    assert back(out, tmp_path / "back", src) == params_of(src).read_bytes()
+    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["model.json", "model.pdiparams"]
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "w\u00a0x.pdiparams", "w" * 240 + ".pdiparams"])
+def test_parameter_files_of_any_name(tmp_path: Path, name: str) -> None:
+    src = write(tmp_path / "src", params=None)
+    (tmp_path / "src" / name).write_bytes(b"".join(records()))
+    out = there(src, tmp_path / "out.safetensors", params=tmp_path / "src" / name)
+    run(from_safetensors(out, tmp_path / "back", src), tmp_path / "back")
+    assert (tmp_path / "back" / name).read_bytes() == b"".join(records())
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    made = write(tmp_path / "src")
+    for suffix in (".json", ".pdiparams"):
+        made.with_suffix(suffix).rename(os.fsdecode(os.fsencode(tmp_path) + b"/src/mod\xffel" + suffix.encode()))
+    src = Path(os.fsdecode(os.fsencode(tmp_path) + b"/src/mod\xffel.json"))
+    out = there(src, tmp_path / "out.safetensors")
+    assert back(out, tmp_path / "back", src) == params_of(src).read_bytes()
 
 
 def test_heads_of_other_records(tmp_path: Path) -> None:
@@ -362,8 +384,12 @@ def test_parameters_without_a_structured_name_keep_theirs(tmp_path: Path) -> Non
 
 
 def test_a_program_without_parameters(tmp_path: Path) -> None:
+    src = write(tmp_path, usual([]), None)
     with pytest.raises(UsageError, match="no parameters"):
-        to_safetensors(write(tmp_path, usual([]), None), tmp_path / "out.safetensors")
+        to_safetensors(src, tmp_path / "out.safetensors")
+    save_file({}, tmp_path / "empty.safetensors")
+    with pytest.raises(UsageError, match="no parameters"):
+        from_safetensors(tmp_path / "empty.safetensors", tmp_path / "back", src)
 
 
 def test_an_edited_program_is_noted(tmp_path: Path) -> None:

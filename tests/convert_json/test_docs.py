@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -99,12 +100,24 @@ def other_names(folder: Path) -> set[str]:  # noqa: ARG001
     return {f.id for f in check_program(PROGRAMS / "tied/model.json", names=PROGRAMS / "model.pdparams").findings}
 
 
+def names_of_another_run(folder: Path) -> set[str]:
+    (folder / "names.pdparams").write_bytes(pickle.dumps({"StructuredToParameterName@@": {"w": "other_0"}}))
+    return {f.id for f in check_program(write(folder), names=folder / "names.pdparams").findings}
+
+
+def one_name_for_two(folder: Path) -> set[str]:
+    (folder / "names.pdparams").write_bytes(pickle.dumps({"StructuredToParameterName@@": {"steps": "linear_0.w_0"}}))
+    return {f.id for f in check_program(write(folder), names=folder / "names.pdparams").findings}
+
+
 WHOLE: dict[Callable[[Path], set[str]], set[str]] = {
     unreadable: {"unreadable"},
     cut_off: {"json"},
     patched: {"version-patched"},
     float8: {"float8"},
     other_names: {"names-missing", "names-shape"},
+    names_of_another_run: {"names-none"},
+    one_name_for_two: {"names-missing", "names-twice"},
 }
 
 

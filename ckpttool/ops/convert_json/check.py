@@ -14,11 +14,11 @@ from pathlib import Path
 
 from ckpttool.errors import CkptError, CorruptError, OutputError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute.files import write_error
-from ckpttool.formats._paddle_names import read_names
+from ckpttool.formats._paddle_names import match_names, read_names
 from ckpttool.formats._pir import VOID_WRITTEN, read_pir
 from ckpttool.formats._pir_patches import patched
 from ckpttool.formats._program import FLOAT8, Program
-from ckpttool.formats.paddle_program import Artifact, beside, examine, is_program, program_of
+from ckpttool.formats.paddle_program import Artifact, beside, examine, program_of
 from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
 from ckpttool.ops.findings import CheckResult
 
@@ -26,7 +26,6 @@ _WRITTEN = f'"{VOID_WRITTEN}"'.encode()
 _READ = f'"{VOID_WRITTEN.upper()}"'.encode()
 _KEY = b'"VD"'
 _CHUNK = 1 << 20
-_SHOWN = 8
 
 
 @dataclass(slots=True)
@@ -93,21 +92,13 @@ _HINTS: Mapping[str, str] = {
 
 def _check_names(program: Program, path: Path, result: CheckResult) -> None:
     """Structured names that are to be given to the parameters."""
-    said = read_names(path)
-    parameters = {p.name: p for p in program.parameters}
-    unnamed = [n for n in parameters if n not in said.of]
-    if unnamed:
-        shown = ", ".join(f"`{n}`" for n in unnamed[:_SHOWN]) + (" ..." if len(unnamed) > _SHOWN else "")
-        text = f"{len(unnamed)} of {len(parameters)} parameters have no structured name: {shown}"
-        result.add("names-missing", text, path)
-    for name, structured in said.of.items():
-        for s in structured:
-            t, p = said.tensors.get(s), parameters.get(name)
-            if t is None or p is None:
-                continue
-            if t.shape != p.shape:
-                text = f"`{s}` is {list(t.shape)}, and `{name}` is {list(p.shape)} in the program"
-                result.add("names-shape", text, path)
+    try:
+        problems = match_names(program.parameters, read_names(path))[1]
+    except CkptError as e:
+        result.add("unreadable", e.what, ", ".join(e.where), e.hint)
+        return
+    for p in problems:
+        result.add(p.id, p.text, path)
 
 
 def repair(src: Path, out: Path, *, force: bool = False, apart: Sequence[Path | None] = ()) -> Repaired:
@@ -119,8 +110,8 @@ def repair(src: Path, out: Path, *, force: bool = False, apart: Sequence[Path | 
     cannot be written, and UnsupportedError where the spelling stands beside a value, which alone counts.
     """
     src = program_of(src)
-    if not is_program(src) or src.suffix != ".json":
-        raise UsageError("--fix repairs PIR programs, which are JSON", where=str(src))
+    if src.suffix != ".json" or out.suffix != ".json":
+        raise UsageError("--fix repairs PIR programs, which are JSON", where=str(out if src.suffix == ".json" else src))
     if out.exists() and out.samefile(src):
         raise UsageError("--fix writes another file, and OUT.json is the program itself", where=str(out))
     for other in (beside(src), *apart):
@@ -135,12 +126,19 @@ def repair(src: Path, out: Path, *, force: bool = False, apart: Sequence[Path | 
     given, out = out, resolved(out)
     with Replacement(out) as new:
         count = _respell(src, new.fd, out)
-        if count != _nans(before):
+        expected = _nans(before)
+        if count > expected:
             raise UnsupportedError(
                 'an attribute has a value and `"VD": "NaN"` besides, and only the value counts', where=str(src)
             )
+        if count < expected:
+            raise UnsupportedError(
+                f"{expected - count} NaN are written in a way that is not repaired: with escapes, or far from `VD`",
+                where=str(src),
+            )
         if left := _nans(read_pir(new.temporary)):
             raise VerifyError(f"{left} NaN are left that Paddle cannot read", where=str(src))
+        new.keep_mode((out if out.exists() else src).stat())
         new.sync()
         new.publish()
         sync_names([out.parent])

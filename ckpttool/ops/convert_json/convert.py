@@ -21,7 +21,7 @@ from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tenso
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
-from ckpttool.formats._paddle_names import StructuredNames, read_names
+from ckpttool.formats._paddle_names import match_names, read_names
 from ckpttool.formats._pdiparams import head_fits
 from ckpttool.formats._program import Program
 from ckpttool.formats.base import ReadOptions, Skeleton, build_files
@@ -29,7 +29,6 @@ from ckpttool.formats.hf import layout_published
 from ckpttool.formats.paddle_program import (
     INFO,
     LEGACY,
-    PARAMS,
     Native,
     layout_program,
     native_of,
@@ -43,13 +42,14 @@ from ckpttool.formats.paddle_program import (
 from ckpttool.formats.registry import read_source
 from ckpttool.formats.safetensors import read_header
 from ckpttool.geometry import whole
+from ckpttool.ops.findings import ERROR, PROGRAM
 from ckpttool.plan import Plan
 from ckpttool.planner import build_plan
 from ckpttool.relate import Equal, identity
 
 METADATA = "ckpttool.program"
 """Key of the safetensors metadata that keeps the way back, as JSON."""
-_LONGEST = 200
+_LONGEST = 255
 """Bytes of the name of a file."""
 
 
@@ -107,12 +107,7 @@ def to_safetensors(
     src = program_of(src)
     artifact = open_program(src, params)
     program = artifact.program
-    if not program.parameters:
-        raise UsageError(
-            "the program has no parameters, so there is nothing to convert",
-            where=str(src),
-            hint=f"`ckpttool convert-json {src} --check` checks it all the same",
-        )
+    _refuse_empty(program)
     notes = [f"{p.text} ({p.id})" for p in program.problems]
     given = _given_names(program, names, notes)
     catalog = Catalog([artifact.file] if artifact.file else [], {})
@@ -145,6 +140,7 @@ def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None 
     program = program_of(program)
     artifact = open_alone(program)
     found = artifact.program
+    _refuse_empty(found)
     stored = read_source(src, "hf", ReadOptions())
     told = [_read_way_back(f.path) for f in stored.files]
     parameter_of: dict[str, str] = {}
@@ -190,6 +186,15 @@ def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None 
     plan = _plan(catalog, tensors, skeleton, notes, native.beside, equal)
     roots = _roots(src, program, names, *(f.path for f in catalog.files))
     return Conversion(found, src, plan, catalog, renamed, native, roots, back=True)
+
+
+def _refuse_empty(program: Program) -> None:
+    if not program.parameters:
+        raise UsageError(
+            "the program has no parameters, so there is nothing to convert",
+            where=str(program.path),
+            hint=f"`ckpttool convert-json {program.path} --check` checks it all the same",
+        )
 
 
 _OWN = (".json", ".pdmodel", ".pdiparams")
@@ -278,11 +283,9 @@ class _WayBack:
 
 
 def _way_back(native: Native, digest: str, names: Sequence[str], parameter_of: Mapping[str, str]) -> str:
-    said: dict[str, Any] = {
-        "file": native.program.path.name,
-        "sha256": digest,
-        "params": native.params,
-    }
+    said: dict[str, Any] = {"file": _text(native.program.path.name), "sha256": digest}
+    if _is_name(native.params):
+        said["params"] = native.params
     renamed = {n: parameter_of[n] for n in names if n in parameter_of}
     heads = {p: native.heads[p] for n in names if (p := parameter_of.get(n, n)) in native.heads}
     if renamed:
@@ -299,11 +302,12 @@ def _read_way_back(path: Path) -> _WayBack:
         return _WayBack()
     try:
         said = json.loads(text)
-        names, params = dict(said.get("names", {})), said.get("params", "")
+        names, params = dict(said.get("names", {})), said.get("params")
         heads = {k: base64.b64decode(v, validate=True) for k, v in dict(said.get("heads", {})).items()}
-        if not all(isinstance(v, str) for v in names.values()) or not _is_name(params):
+        if not all(isinstance(v, str) for v in names.values()):
             raise ValueError
-        return _WayBack(str(said.get("sha256", "")), str(said.get("file", "")), params, names, heads)
+        name = params if _is_name(params) else ""
+        return _WayBack(str(said.get("sha256", "")), str(said.get("file", "")), name, names, heads)
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise CorruptError(
             f"the metadata `{METADATA}` is not what ckpttool writes",
@@ -313,20 +317,23 @@ def _read_way_back(path: Path) -> _WayBack:
 
 
 def _is_name(params: Any) -> bool:
-    """Whether a parameter file could have this name in DST; none is "as the program says"."""
-    return params == "" or (
-        isinstance(params, str)
-        and params.endswith(PARAMS)
-        and Path(params).name == params
-        and params.isprintable()
-        and len(params.encode()) <= _LONGEST
-    )
+    """Whether a parameter file in DST could have this name; what cannot is called as the program is."""
+    if not isinstance(params, str) or params in ("", ".", "..") or "/" in params or "\0" in params:
+        return False
+    return _text(params) == params and len(params.encode()) <= _LONGEST
+
+
+def _text(name: str) -> str:
+    """A file's name as a text that can be written, whatever bytes it is made of."""
+    return name.encode(errors="replace").decode()
 
 
 def _as_told(native: Native, told: Sequence[_WayBack], heads: Mapping[str, bytes]) -> Native:
     """As the tensors' files say it: unusual heads of records, and the parameter file's name where that was one."""
     names = {way.params for way in told if way.params and way.params != params_name(Path(way.file))}
-    name = names.pop() if len(names) == 1 else params_name(native.program.path)
+    name = names.pop() if len(names) == 1 else ""
+    if not name or name in [p.name for p in native.beside]:
+        name = params_name(native.program.path)
     fit = {p.name: h for p in native.program.parameters if (h := heads.get(p.name)) is not None and head_fits(h, p)}
     return native._replace(params=name, heads=fit)
 
@@ -351,20 +358,15 @@ def _given_names(program: Program, path: Path | None, notes: list[str]) -> dict[
     if path is None:
         return {}
     said = read_names(path)
-    names = _set(program)
-    out = {p: structured[0] for p, structured in said.of.items() if p in names}
-    if not out:
-        known = next(iter(said.of))
-        raise ConflictError(
-            f"{path.name} names none of the program's parameters: it has `{known}`, the program"
-            f" `{program.parameters[0].name}`",
-            where=[str(path), str(program.path)],
-            hint="parameters are counted in every run: give the names that the run which exported the program saved",
-        )
-    _check_names(program, said, out)
-    if unnamed := [n for n in sorted(names) if n not in out]:
-        more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
-        notes.append(f"without a structured name: `{unnamed[0]}`{more}")
+    out, problems = match_names(program.parameters, said)
+    for problem in problems:
+        if PROGRAM[problem.id] == ERROR:
+            raise ConflictError(
+                problem.text,
+                where=[str(path), str(program.path)],
+                hint="these are names of another model or another run",
+            )
+        notes.append(problem.text)
     if shared := [p for p in out if len(said.of[p]) > 1]:
         p = shared[0]
         notes.append(f"`{p}` has several names: {', '.join(said.of[p])}; the first is taken")
@@ -375,26 +377,6 @@ def _own_names(program: Program) -> Path | None:
     """The file that a legacy export has beside it."""
     path = program.path.with_name(program.path.name.removesuffix(LEGACY) + INFO)
     return path if program.kind == "pdmodel" and path.is_file() else None
-
-
-def _check_names(program: Program, said: StructuredNames, out: Mapping[str, str]) -> None:
-    """Raises ConflictError for one name of two parameters, and for tensors that are not the program's."""
-    owner: dict[str, str] = {}
-    for p in program.parameters:
-        name = out.get(p.name, p.name)
-        if name in owner:
-            raise ConflictError(
-                f"`{name}` would be the name of two parameters, `{owner[name]}` and `{p.name}`", where=str(said.path)
-            )
-        owner[name] = p.name
-        t = said.tensors.get(name)
-        if t is not None and (t.shape != p.shape or t.dtype not in ("", p.dtype)):
-            raise ConflictError(
-                f"`{name}` is {t.dtype} {list(t.shape)} in {said.path.name}, and `{p.name}` is {p.dtype}"
-                f" {list(p.shape)} in the program",
-                where=[str(said.path), str(program.path)],
-                hint="these are names of another model or another run",
-            )
 
 
 # -- reading again

@@ -126,10 +126,13 @@ def sync_names(directories: Iterable[Path]) -> None:
 
 def replace_all(files: Mapping[Path, bytes]) -> None:
     """Write small files: all of them are complete on disk before the first takes its name. Raises OutputError."""
+    targets: dict[Path, bytes] = {}
+    for path, data in files.items():
+        if targets.setdefault(resolved(path), data) != data:
+            raise OutputError("two files that differ have one place", where=[str(path), str(resolved(path))])
     with contextlib.ExitStack() as stack:
         new = []
-        for path, data in files.items():
-            target = resolved(path)
+        for target, data in targets.items():
             made = stack.enter_context(Replacement(target))
             made.fill(data)
             if target.exists():

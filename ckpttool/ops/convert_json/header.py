@@ -264,9 +264,11 @@ def restore(backup: Path, file: Path, *, dry_run: bool = False) -> HeaderResult:
             where=[str(backup), str(file)],
             hint=f"the backup of this file would be {_backup_of(path)}",
         )
-    info, raw = read_raw(backup)
     fd = _open(path)
     try:
+        # The run that it belongs to may be alive, and removes it when it has finished.
+        lock(fd, path)
+        info, raw = read_raw(backup)
         stat = os.fstat(fd)
         prefix = struct.pack("<Q", len(raw))
         # Only what stands behind the first eight bytes is ever overwritten.
@@ -277,7 +279,6 @@ def restore(backup: Path, file: Path, *, dry_run: bool = False) -> HeaderResult:
                 hint="if the file is right, remove the backup",
             )
         if not dry_run:
-            lock(fd, path)
             try:
                 write_all(fd, raw, 8)
                 os.fsync(fd)

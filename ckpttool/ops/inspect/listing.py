@@ -16,6 +16,7 @@ from ckpttool.catalog import IN_SHARDS, Catalog, DataFile, Key, StoredTensor
 from ckpttool.dtypes import nbytes, parse
 from ckpttool.errors import LayoutError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
+from ckpttool.formats.paddle_program import PARAMS
 from ckpttool.formats.registry import read_source
 from ckpttool.formats.safetensors import read_header
 from ckpttool.mesh import Mesh
@@ -465,6 +466,8 @@ def is_safetensors(path: Path) -> bool:
     """Whether a data file of a source is one; what Paddle pickles has names of its own (and those may lie, too)."""
     if ".safetensors" in path.name:
         return True
+    if path.name.endswith(PARAMS):
+        return False
     from ckpttool.formats._pickle import sniff
 
     return sniff(path) != "pickle"
