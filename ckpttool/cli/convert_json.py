@@ -81,6 +81,15 @@ Header = Annotated[
     bool, typer.Option("--header", help="Header of SRC as JSON, to DST or stdout; from SRC.json into DST.safetensors.")
 ]
 _MEMORY = "64MiB"
+Memory = Annotated[
+    str,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help=f"Memory for all buffers together; {_MEMORY} unless said.",
+        show_default=False,
+    ),
+]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -110,7 +119,7 @@ def convert_json(
     force: options.Force = False,
     resume: options.Resume = False,
     workers: options.Workers = None,
-    memory: options.Memory = "",
+    memory: Memory = "",
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
