@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -42,8 +43,20 @@ class _Commands(TyperGroup):
             raise typer.Exit(130) from None
         except BrokenPipeError:
             # The reader of our output is gone (`| head`); that is no failure. Keep Python from writing to it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _silence(sys.stdout)
             raise typer.Exit(0) from None
+        except OSError as e:
+            if e.filename is not None:  # of a file: whoever opened it should have said so
+                raise
+            _silence(sys.stdout)
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"error: what was to be printed cannot be written: {e.strerror}\n  --> stdout\n")
+            raise typer.Exit(1) from None
+
+
+def _silence(stream: TextIO) -> None:
+    """What is left in a stream goes nowhere, and Python does not complain about that when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 app = typer.Typer(

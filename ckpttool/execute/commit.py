@@ -111,7 +111,8 @@ class Destination:
         free = st.f_bavail * st.f_frsize
         if missing > 0 and free < missing + SLACK:
             raise OutputError(
-                f"not enough space: {missing + SLACK:,} bytes are needed, {free:,} are free",
+                f"not enough space: {missing:,} bytes and {SLACK >> 20} MiB to spare are needed,"
+                f" {free:,} bytes are free",
                 where=str(self.path.parent),
             )
 

@@ -474,7 +474,11 @@ class _Run:
             self._write_manifest(pool)
         if self.options.verify is not None:
             self.verifying = True
-            self.options.verify(self.destination.partial)
+            try:
+                self.options.verify(self.destination.partial)
+            finally:
+                # A source that changed while it was read again is the reason for any difference.
+                self._check_sources()
             self.verifying = False
 
     def _dismiss(self, *, now: bool) -> None:

@@ -81,8 +81,13 @@ def write(text: str, to: TextIO | None = None) -> None:
 
 
 def message(text: str) -> None:
-    """A line on stderr."""
-    write(text + "\n", sys.stderr)
+    """A line on stderr. That it cannot be written (a full disk for logs) is no reason to stop."""
+    try:
+        write(text + "\n", sys.stderr)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def notes(lines: Iterable[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +284,18 @@ def test_a_directory_with_nothing_but_a_program(tmp_path: Path) -> None:
     assert answer("inspect", tmp_path / "src")["program"]["operators"] == 9
     (tmp_path / "src/notes.json").write_text("{}")
     assert answer("inspect", tmp_path / "src")["tensors"] == 0
+
+
+@pytest.mark.parametrize("words", [["--check"], ["out.safetensors"], ["--check", "--json"]])
+def test_full_disks_for_what_is_printed(tmp_path: Path, words: list[str]) -> None:
+    command = [sys.executable, "-m", "ckpttool", "convert-json", str(PIR), *words]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr.endswith(
+            "error: what was to be printed cannot be written: No space left on device\n  --> stdout\n"
+        )
+        (tmp_path / "out.safetensors").unlink(missing_ok=True)
+        done = subprocess.run(command, cwd=tmp_path, stderr=full, stdout=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 0
+        assert "error" in done.stdout or "verified" in done.stdout

@@ -125,7 +125,9 @@ def test_too_little_space(tmp_path: Path, plan: Plan, monkeypatch: pytest.Monkey
         f_bavail = 100
 
     monkeypatch.setattr(os, "statvfs", lambda _: Full)
-    with pytest.raises(OutputError, match=r"not enough space: [\d,]+ bytes are needed, [\d,]+ are free"):
+    with pytest.raises(
+        OutputError, match=r"not enough space: [\d,]+ bytes and 16 MiB to spare are needed, [\d,]+ bytes are free"
+    ):
         run(plan, tmp_path / "dst")
     assert left(tmp_path) == ["src"]
 
@@ -386,6 +388,19 @@ def test_a_destination_that_appears_during_the_run(tmp_path: Path, plan: Plan) -
     with pytest.raises(OutputError, match="appeared during the run"):
         run(plan, tmp_path / "dst", RunOptions(verify=verify))
     assert (tmp_path / "dst/mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_source_that_changes_while_it_is_verified(tmp_path: Path, plan: Plan, seen: bool) -> None:
+    def verify(_: Path) -> None:
+        with Path(plan.sources[0].path).open("ab") as f:
+            f.write(b"x")
+        if seen:
+            raise VerifyError("1 of 3 tensors differ from the source")
+
+    with pytest.raises(CorruptError, match="a source has changed"):
+        run(plan, tmp_path / "dst", RunOptions(verify=verify))
+    assert left(tmp_path) == ["src"]
 
 
 # -- interrupts

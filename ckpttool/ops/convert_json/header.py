@@ -446,7 +446,8 @@ def _check_space(path: Path, needed: int) -> None:
     free = st.f_bavail * st.f_frsize
     if free < needed + SLACK:
         raise OutputError(
-            f"not enough space for a copy of the file: {needed + SLACK:,} bytes are needed, {free:,} are free",
+            f"not enough space for a copy of the file: {needed:,} bytes and {SLACK >> 20} MiB to spare are needed,"
+            f" {free:,} bytes are free",
             where=str(path.parent),
         )
 
