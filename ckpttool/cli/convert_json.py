@@ -124,7 +124,8 @@ def convert_json(
     quiet: options.Quiet = False,
 ) -> None:
     """Convert a Paddle program and its parameters to safetensors and back, or check them; JSON of safetensors."""
-    if index + header + (check or fix is not None) + (program is not None) > 1 + (index and check and fix is None):
+    tasks = (index, header, program is not None, fix is not None or (check and not index))
+    if sum(tasks) > 1:
         raise UsageError("--check, --index, --header and --program are different tasks", hint="ask for one at a time")
     if output is not None and not header:
         raise UsageError("--output makes no sense without --header", hint="give DST")

@@ -242,12 +242,12 @@ class Destination:
         else:
             try:
                 os.link(made, self.path)  # a rename would replace a file that has appeared meanwhile
-                made.unlink()
             except OSError as e:
                 if e.errno == errno.EEXIST or os.path.lexists(self.path):
                     raise OutputError("the destination appeared during the run", where=str(self.given)) from e
                 made.rename(self.path)  # a filesystem without links
         try:
+            made.unlink(missing_ok=True)
             self.partial.rmdir()
         except OSError as e:
             return f"the directory that DST was made in could not be removed: {self.partial}: {e.strerror}"

@@ -34,8 +34,6 @@ PROBLEMS = {
 
 _FIRST = 256
 """Bytes that are read at the place of a head; enough unless there are levels of detail or very many axes."""
-_SMALLEST = 20
-"""Bytes of a head with an empty TensorDesc."""
 _MOST_LEVELS = 64
 _MOST_DESC = 128
 """Bytes; nine dimensions, the most that Paddle has, take 101."""

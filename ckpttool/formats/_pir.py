@@ -31,6 +31,7 @@ NEWEST = 4
 DIALECTS = {"0": "builtin", "1": "pd_op", "2": "cf", "3": "custom_op", "4": "dist"}
 VOID = ("NAN", "INF", "-INF")
 """What paddle 3.3.1 reads under "VD"; it writes ``NaN`` for the first."""
+_INFINITE = ("INF", "-INF")
 VOID_WRITTEN = "NaN"
 _FLOATS = ("0.a_f32", "0.a_f64")
 _DENSE = "0.t_dtensor"
@@ -483,6 +484,8 @@ class _Reader:
             elif spelled not in VOID or kind not in _FLOATS:
                 said = f"`VD` is {_shown(spelled)}" if "VD" in attr else "there is no `D`"
                 self.program.report("attribute-void", f"attribute `{name}` has no value: {said}", where)
+            else:
+                self.program.infinite += spelled in _INFINITE
             return
         if expected is None:
             if kind[:2] in ("0.", "1."):

@@ -50,6 +50,8 @@ BY_NUMBER = {e.number: e for e in ELEMENTS}
 BY_PIR = {e.pir: e for e in ELEMENTS}
 BY_DTYPE = {e.dtype: e for e in ELEMENTS}
 
+LISTED = 20
+"""Problems of one kind that are listed; the others are counted."""
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 
 
@@ -91,22 +93,21 @@ class Program:
     """How many of each operator there are, in all blocks."""
     elements: Counter[str] = field(default_factory=Counter)
     """How many values have each element type, by safetensors' name; parameters included."""
+    infinite: int = 0
+    """Attributes that are infinite, which JSON has no number for."""
     blocks: int = 0
     inputs: list[Parameter] = field(default_factory=list)
     """What is fed, in the order of the program."""
     outputs: list[Parameter] = field(default_factory=list)
     """What is fetched."""
     problems: list[Problem] = field(default_factory=list)
-    """At most ``PROBLEMS`` of each id."""
+    """At most ``LISTED`` of each id."""
     more: Counter[str] = field(default_factory=Counter)
     """Problems beyond those listed, by id."""
 
     def report(self, id_: str, text: str, where: str = "") -> None:
         """Note a problem; the hundredth of a kind says nothing new."""
-        if sum(p.id == id_ for p in self.problems) < PROBLEMS:
+        if sum(p.id == id_ for p in self.problems) < LISTED:
             self.problems.append(Problem(id_, text, where))
         else:
             self.more[id_] += 1
-
-
-PROBLEMS = 20

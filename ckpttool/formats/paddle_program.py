@@ -106,7 +106,7 @@ def examine(path: Path, params: Path | None = None) -> Artifact:
         artifact.file, artifact.records = match_records(program, found)
     elif program.parameters:
         n = len(program.parameters)
-        text = f"the program has {n} parameter{'s' if n > 1 else ''}, and there is no {path.stem}{PARAMS} beside it"
+        text = f"the program has {n} parameter{'s' if n > 1 else ''}, and there is no {params_name(path)} beside it"
         program.report("params-missing", text)
     return artifact
 
@@ -242,6 +242,13 @@ def program_of(path: Path) -> Path:
             "this is no program but tensors",
             where=str(path),
             hint="the way back needs one: --program model.json; to check tensors: ckpttool inspect SRC --check",
+        )
+    if listing.single and not listing.single.endswith((".json", LEGACY, PARAMS)):
+        names = listing.single.endswith((".pdparams", INFO))
+        raise UsageError(
+            "this is no program by its name, which ends in .json or .pdmodel",
+            where=str(path),
+            hint="structured names are given with --names" if names else None,
         )
     return find_program(listing)
 

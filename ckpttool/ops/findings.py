@@ -87,6 +87,7 @@ PROGRAM = {
     "value-twice": ERROR,
     "attribute": ERROR,
     "attribute-nan": ERROR,
+    "attribute-inf": INFO,
     "attribute-void": ERROR,
     "parameter-twice": ERROR,
     "parameter-shared": WARNING,

@@ -40,6 +40,14 @@ def test_patches_are_said(tmp_path: Path) -> None:
     ]
 
 
+def test_infinities_are_said() -> None:
+    """They are right for the Paddle that is known here."""
+    result = check_program(PROGRAMS / "inf.json")
+    assert result.ok
+    assert [f.id for f in result.findings] == ["attribute-inf"]
+    assert result.findings[0].text.startswith("an attribute is infinite")
+
+
 def test_float8_is_said(tmp_path: Path) -> None:
     parameters: list[Parameter] = [("w", "F8_E4M3", [4]), ("v", "F8_E5M2", [4])]
     data = program([parameter(i + 1, *p) for i, p in enumerate(parameters)])
@@ -81,9 +89,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert ids(check_program(tmp_path / "empty.pdmodel")) == ["unreadable"]
 
 
-@pytest.mark.parametrize("name", ["none.json", "model.safetensors", "."])
+@pytest.mark.parametrize("name", ["none.json", "model.safetensors", "model.pdparams", "README", "."])
 def test_what_is_no_program_at_all(tmp_path: Path, name: str) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    for other in ("model.safetensors", "model.pdparams", "README"):
+        (tmp_path / other).write_bytes(b"")
     with pytest.raises(UsageError if name != "." else IncompleteError):
         check_program(tmp_path / name)
 
@@ -130,7 +139,7 @@ def test_only_the_spelling_changes(
 
     monkeypatch.setattr(check, "_CHUNK", chunk)
     src = write(tmp_path, spelled("NaN", indent))
-    assert ids(check_program(src)) == ["attribute-nan", "attribute-nan"]
+    assert ids(check_program(src)) == ["attribute-nan", "attribute-nan", "attribute-inf"]
     done = repair(src, tmp_path / "fixed.json")
     assert done.count == 2
     assert (tmp_path / "fixed.json").read_bytes() == spelled("NAN", indent)

@@ -96,6 +96,10 @@ def float8(folder: Path) -> set[str]:
     return {f.id for f in check_program(path).findings}
 
 
+def infinite(folder: Path) -> set[str]:  # noqa: ARG001
+    return {f.id for f in check_program(PROGRAMS / "inf.json").findings}
+
+
 def other_names(folder: Path) -> set[str]:  # noqa: ARG001
     return {f.id for f in check_program(PROGRAMS / "tied/model.json", names=PROGRAMS / "model.pdparams").findings}
 
@@ -115,6 +119,7 @@ WHOLE: dict[Callable[[Path], set[str]], set[str]] = {
     cut_off: {"json"},
     patched: {"version-patched"},
     float8: {"float8"},
+    infinite: {"attribute-inf"},
     other_names: {"names-missing", "names-shape"},
     names_of_another_run: {"names-none"},
     one_name_for_two: {"names-missing", "names-twice"},

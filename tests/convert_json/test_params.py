@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats._pdiparams import record_head
+from ckpttool.formats._pdiparams import PROBLEMS, record_head
 from ckpttool.formats.paddle_program import Artifact, examine, open_program
 from tests.convert_json.programs import ELEMENTS, PARAMETERS, data_of, parameter, record, records, usual, varint, write
 from tests.convert_json.programs import program as program_of
@@ -128,6 +128,10 @@ WRONG: dict[str, tuple[str, bytes | None]] = {
     "garbage": ("params-record", changed(desc=b"\xff" * 6)),
     "an endless varint": ("params-record", changed(desc=b"\x08" + b"\x80" * 20)),
 }
+
+
+def test_every_problem_has_a_case() -> None:
+    assert {id_ for id_, _ in WRONG.values()} == PROBLEMS.keys()
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -12,7 +12,7 @@ import pytest
 
 from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats import _json_stream
-from ckpttool.formats._pir import NEWEST, looks_like_pir, read_pir
+from ckpttool.formats._pir import NEWEST, PROBLEMS, looks_like_pir, read_pir
 from ckpttool.formats._pir_patches import patched
 from ckpttool.formats._program import Parameter, Program
 from tests.convert_json.programs import (
@@ -373,6 +373,10 @@ def _not_trainable(d: Data) -> None:
     d["base_code"]["trainable"] = False
     for op in ops_of(d):
         op.pop("OA", None)
+
+
+def test_every_problem_has_a_case() -> None:
+    assert {id_ for id_, _ in WRONG.values()} | {"json"} == PROBLEMS.keys()
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,13 +50,13 @@ def check_program(src: Path, params: Path | None = None, names: Path | None = No
     except CkptError as e:
         result.add("unreadable", e.what, ", ".join(e.where), e.hint)
         return result
-    add_findings(artifact, result)
+    _add_findings(artifact, result)
     if names is not None and not any(f.id in ("json", "magic", "protobuf") for f in result.findings):
         _check_names(artifact.program, names, result)
     return result
 
 
-def add_findings(artifact: Artifact, result: CheckResult) -> None:
+def _add_findings(artifact: Artifact, result: CheckResult) -> None:
     """What is wrong with an artifact, and what somebody who serves it may want to know."""
     program = artifact.program
     for p in program.problems:
@@ -69,7 +70,15 @@ def add_findings(artifact: Artifact, result: CheckResult) -> None:
             f"version {program.version}: Paddle changes {change} (patch {change.version})",
             program.path,
         )
-    if coded := {e: n for e, n in program.elements.items() if e in FLOAT8}:
+    if program.infinite:
+        many = f"{program.infinite} attributes are" if program.infinite > 1 else "an attribute is"
+        text = (
+            "infinite: before its pull request 71339, Paddle read the largest number for INF and a small one for -INF"
+        )
+        result.add("attribute-inf", f"{many} {text}", program.path)
+    # A .pdmodel is only asked for its parameters.
+    elements = program.elements or Counter(p.dtype for p in program.parameters)
+    if coded := {e: n for e, n in elements.items() if e in FLOAT8}:
         held = [p.name for p in program.parameters if p.dtype in FLOAT8]
         text = " and ".join(f"{n} value{'s' if n > 1 else ''} in {e}" for e, n in coded.items())
         text += f", {len(held)} of them parameters (`{held[0]}`)" if held else ""
