@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -175,36 +176,56 @@ def logical_tensor(
     """
     pieces = list(pieces)
     dtype = pieces[0].stored.dtype if pieces else "U8"
-    first: dict[Box, Piece] = {}
-    replicas = []
     for p in pieces:
         if p.stored.dtype != dtype:
             raise ConflictError(
                 f"tensor `{key}` is {dtype} in one file and {p.stored.dtype} in another",
                 where=[_place(pieces[0].stored, files), _place(p.stored, files)],
             )
-        if p.box.volume == 0:
-            continue
-        if p.box in first:
-            replicas.append(p)
-        else:
-            first[p.box] = p
-    unique = list(first.values())
-    if len(unique) > 1 and (clash := first_overlap([p.box for p in unique])):
-        a, b = unique[clash[0]], unique[clash[1]]
+    tiling = _tiling(shape, tuple([p.box for p in pieces]))
+    unique = [pieces[i] for i in tiling.first]
+    if tiling.clash is not None:
+        a, b = pieces[tiling.clash[0]], pieces[tiling.clash[1]]
         raise ConflictError(
             f"two pieces of tensor `{key}` overlap without being equal: {a.box} and {b.box}",
             where=[_place(a.stored, files), _place(b.stored, files)],
             hint="the sizes given for the source (--tp, --ep, ...) or its family are probably wrong",
         )
-    hole = uncovered(shape, [p.box for p in unique])
-    if hole is not None:
+    if tiling.hole is not None:
         raise IncompleteError(
-            f"no file holds {hole} of tensor `{key}` {list(shape)}",
+            f"no file holds {tiling.hole} of tensor `{key}` {list(shape)}",
             where=[_place(p.stored, files) for p in unique[:3]],
             hint="a rank's file is missing, or the sizes given for the source (--tp, --pp, --ep) are too large",
         )
-    return LogicalTensor(key, dtype, shape, tuple(unique), tuple(replicas), tuple(pads))
+    return LogicalTensor(key, dtype, shape, tuple(unique), tuple([pieces[i] for i in tiling.again]), tuple(pads))
+
+
+class _Tiling(NamedTuple):
+    """How boxes cover a tensor. Numbers are positions among the boxes."""
+
+    first: tuple[int, ...]
+    """The first of each that are equal; empty boxes are left out."""
+    again: tuple[int, ...]
+    """The others."""
+    clash: tuple[int, int] | None
+    """Two that overlap without being equal."""
+    hole: Box | None
+
+
+@lru_cache(maxsize=4096)
+def _tiling(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> _Tiling:
+    """Cached: the tensors of a checkpoint are cut in few ways."""
+    seen: dict[Box, int] = {}
+    again = []
+    for i, box in enumerate(boxes):
+        if box.volume and seen.setdefault(box, i) != i:
+            again.append(i)
+    first = tuple(seen.values())
+    unique = list(seen)
+    clash = first_overlap(unique) if len(unique) > 1 else None
+    if clash is not None:
+        return _Tiling(first, tuple(again), (first[clash[0]], first[clash[1]]), None)
+    return _Tiling(first, tuple(again), None, uncovered(shape, unique))
 
 
 def _place(stored: StoredTensor, files: list[DataFile]) -> str:

@@ -32,6 +32,10 @@ class Coords(NamedTuple):
     etp: int
 
 
+MAX_WORLD = 1 << 20
+"""Ranks; sizes also come from the names and headers of files, and there are tables of all ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Sizes of the parallel dimensions."""
@@ -50,6 +54,11 @@ class Mesh:
         for name in ("tp", "pp", "ep", "etp"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name} is {getattr(self, name)}", hint="parallel sizes start at 1")
+        if self.world > MAX_WORLD:
+            raise UsageError(
+                f"{self.world:,} ranks are more than any machine has",
+                hint=f"tp, pp, ep and etp make {MAX_WORLD:,} at most",
+            )
         if self.layout and len(self.layout) % self.pp:
             raise UsageError(
                 f"the pipeline layout has {len(self.layout)} chunks, which is no multiple of pp {self.pp}",

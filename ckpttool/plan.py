@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from ckpttool.dtypes import itemsize, lookup
+from ckpttool.errors import ConflictError
 
 
 class Block(NamedTuple):
@@ -267,12 +269,19 @@ class Output:
     name: str
     """Path relative to DST, with forward slashes."""
     size: int
-    literals: tuple[tuple[int, bytes], ...] = ()
+    literals: Sequence[tuple[int, bytes]] = ()
     """(offset, bytes) runs that do not depend on tensor data, headers for example."""
     carried: str = ""
     """Path of a companion file whose bytes become this file (no units then); "" otherwise."""
     link: bool = False
     """Whether a carried file may share its bytes with the other one (a reflink or a hard link)."""
+    mtime_ns: int = 0
+    """Of the companion file when this plan was made."""
+
+    def __post_init__(self) -> None:
+        """Raises ConflictError for a name that leads out of DST, whoever thought of it."""
+        if "\0" in self.name or not {"", ".", ".."}.isdisjoint(self.name.split("/")):
+            raise ConflictError(f"`{self.name}` is no name of a file in the destination", where=self.carried or ())
 
 
 class Target(NamedTuple):
@@ -306,6 +315,123 @@ class Unit(NamedTuple):
         return total
 
 
+STEP, TARGET = 5, 3
+"""Numbers of a packed step (form, file, offset, file, offset) and of a packed target (file, offset, bytes)."""
+
+
+class Units(Sequence[Unit]):
+    """The units of a plan, packed; a unit is made anew whenever it is asked for.
+
+    A plan has a million steps of a few dozen forms; the form is what a step is, were it not for where its blocks begin.
+    So a step is kept as five numbers: its form, and file and offset of its two blocks (zeros for one that it lacks).
+    That is an eighth of the memory of its tuples.
+    """
+
+    __slots__ = ("_forms", "_known", "_packed")
+
+    def __init__(self, units: Iterable[Unit] = ()) -> None:
+        self._forms: list[Step] = []
+        self._known: dict[Step, int] = {}
+        self._packed: list[tuple[str, str | tuple[str, ...], array[int]]] = []
+        """Name; what the targets are called (one name for all, or one for each); how many steps, the steps, the
+        targets."""
+        for unit in units:
+            self.append(unit)
+
+    def form(self, step: Step) -> int:
+        """The number of a form: a step whose blocks begin at byte 0 of file 0."""
+        if type(step) is Compute or type(step) is Quantize:  # no two are alike, and to hash one takes long
+            self._forms.append(step)
+            return len(self._forms) - 1
+        known = self._known.get(step)
+        if known is None:
+            known = self._known[step] = len(self._forms)
+            self._forms.append(step)
+        return known
+
+    def add(self, name: str, steps: array[int], labels: Sequence[str], targets: array[int]) -> None:
+        """A unit of packed steps and targets; ``labels`` are what the targets are called."""
+        one = labels[0] if labels and labels.count(labels[0]) == len(labels) else tuple(labels)
+        self._packed.append((name, one, array("q", (len(steps) // STEP, *steps, *targets))))
+
+    def append(self, unit: Unit) -> None:
+        """Pack a unit."""
+        steps = array("q", [n for s in unit.steps for n in self._pack(s)])
+        self.add(unit.name, steps, [t.name for t in unit.targets], array("q", [n for t in unit.targets for n in t[1:]]))
+
+    def _pack(self, step: Step) -> tuple[int, int, int, int, int]:
+        if isinstance(step, Copy | Same):
+            a, b = step[:2]
+            return (self.form(type(step)(_origin(a), _origin(b), *step[2:])), a.file, a.offset, b.file, b.offset)
+        if isinstance(step, Fill):
+            return (self.form(step._replace(dst=_origin(step.dst))), 0, 0, step.dst.file, step.dst.offset)
+        if isinstance(step, Padding):
+            like = step.like and _origin(step.like)
+            number = self.form(step._replace(src=_origin(step.src), like=like))
+            return (number, step.src.file, step.src.offset, *(step.like[:2] if step.like else (0, 0)))
+        return (self.form(step), 0, 0, 0, 0)
+
+    def step(self, form: int, f: int, x: int, g: int, y: int) -> Step:
+        """A packed step as it is."""
+        step = self._forms[form]
+        if isinstance(step, Copy | Same):
+            (_, _, a), (_, _, b) = step[:2]
+            return type(step)(Block(f, x, a), Block(g, y, b), *step[2:])
+        if isinstance(step, Fill):
+            return step._replace(dst=Block(g, y, step.dst.strides))
+        if isinstance(step, Padding):
+            like = step.like and Block(g, y, step.like.strides)
+            return step._replace(src=Block(f, x, step.src.strides), like=like)
+        return step
+
+    def computed(self, form: int) -> Compute | Quantize | None:
+        """The step behind a form, where it is a tensor that is worked out."""
+        step = self._forms[form]
+        return step if isinstance(step, Compute | Quantize) else None
+
+    @property
+    def boxes(self) -> int:
+        """Steps that move something."""
+        moves = [type(step) is Copy for step in self._forms]
+        return sum(moves[form] for _, _, numbers in self._packed for form in numbers[1 : 1 + STEP * numbers[0] : STEP])
+
+    def lines(self) -> Iterator[bytes]:
+        """All that decides what is written, for a digest."""
+        for step in self._forms:
+            yield repr(tuple(step)).encode(errors="backslashreplace")
+        for name, _, numbers in self._packed:
+            yield f"\n{name}\n".encode(errors="backslashreplace")
+            yield numbers.tobytes()
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    @overload
+    def __getitem__(self, at: int) -> Unit: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Unit]: ...
+    def __getitem__(self, at: int | slice) -> Unit | list[Unit]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        name, labels, numbers = self._packed[at]
+        end = 1 + STEP * numbers[0]
+        steps = tuple([self.step(*numbers[i : i + STEP]) for i in range(1, end, STEP)])
+        count = (len(numbers) - end) // TARGET
+        names = (labels,) * count if isinstance(labels, str) else labels
+        ends = range(end, len(numbers), TARGET)
+        return Unit(name, steps, tuple([Target(n, *numbers[i : i + TARGET]) for n, i in zip(names, ends, strict=True)]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Units) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _origin(block: Block) -> Block:
+    """The block as it would lie at byte 0 of file 0."""
+    return Block(0, 0, block.strides)
+
+
 class Randomness(NamedTuple):
     """Where the random numbers of computed tensors come from."""
 
@@ -323,7 +449,8 @@ class Plan:
 
     sources: list[Source]
     outputs: list[Output]
-    units: list[Unit]
+    units: Sequence[Unit]
+    """``Units`` where they are many."""
     notes: list[str] = field(default_factory=list)
     ranks: list[list[int]] = field(default_factory=list)
     """Output file indices of each target rank, for the report."""
@@ -335,7 +462,7 @@ class Plan:
 
     @property
     def boxes(self) -> int:
-        return sum(1 for u in self.units for s in u.steps if type(s) is Copy)
+        return self._packed().boxes
 
     def digest(self) -> str:
         """Hash of everything that decides the output's bytes; a resumed run must have the same one."""
@@ -349,14 +476,15 @@ class Plan:
         for s in self.sources:
             yield os.fsencode(f"source {s.label or s.path} {s.size} {s.mtime_ns}\n")
         for o in self.outputs:
-            yield os.fsencode(f"output {o.name} {o.size} {o.carried}{' link' if o.link else ''}\n")
+            yield os.fsencode(f"output {o.name} {o.size} {o.carried} {o.mtime_ns}{' link' if o.link else ''}\n")
             for offset, data in o.literals:
                 yield f"{offset} ".encode() + data
         if self.randomness is not None:
             yield repr(tuple(self.randomness)).encode(errors="backslashreplace")
-        for u in self.units:
-            yield f"{u.name}\n".encode(errors="backslashreplace")
-            yield from (repr(tuple(s)).encode(errors="backslashreplace") for s in u.steps)
+        yield from self._packed().lines()
+
+    def _packed(self) -> Units:
+        return self.units if isinstance(self.units, Units) else Units(self.units)
 
 
 def merged_axes(shape: Sequence[int], *strides: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:

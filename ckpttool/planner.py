@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, RankTensor, StoredTensor
+from ckpttool.catalog import Catalog, DataFile, LogicalTensor, Pad, Piece, RankTensor
 from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
 from ckpttool.errors import IncompleteError, LayoutError
 from ckpttool.formats.base import Skeleton
 from ckpttool.geometry import Box, contiguous_strides, whole
 from ckpttool.layout.scales import is_beside, weight_of
 from ckpttool.plan import (
+    STEP,
+    TARGET,
     Block,
     Compute,
     Copy,
@@ -28,8 +32,8 @@ from ckpttool.plan import (
     Source,
     Step,
     Stored,
-    Target,
     Unit,
+    Units,
     merged_axes,
 )
 from ckpttool.relate import NONE, Equal, Part, View
@@ -55,7 +59,7 @@ def build_plan(
     ranks: Sequence[Sequence[RankTensor]],
     skeleton: Skeleton,
     *,
-    carried: Sequence[tuple[str, str, int]] = (),
+    carried: Sequence[tuple[str, DataFile]] = (),
     literal_files: Sequence[tuple[str, bytes]] = (),
     check_replicas: bool = True,
     computed: Computed | None = None,
@@ -64,49 +68,72 @@ def build_plan(
 ) -> Plan:
     """All steps for writing ``ranks`` (what each rank stores of which view) into the files of ``skeleton``.
 
-    ``carried`` are (source path, name, bytes) of companion files, ``literal_files`` (name, bytes) of generated ones.
+    ``carried`` are (name, file of the source) of companion files, ``literal_files`` (name, bytes) of generated ones.
     Carried files whose name is in ``linked`` may share their bytes with the source. A stored tensor whose file number
     is ``len(catalog.files) + k`` is a result of ``computed``.
     Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte.
     """
     outputs = [Output(f.name, f.size, f.literals) for f in skeleton.files]
-    steps: dict[str, list[Step]] = {}
-    targets: dict[str, list[Target]] = {}
+    units = Units()
+    moves = _Moves(units)
+    jobs: dict[str, _Job] = {}
     used: dict[int, LogicalTensor] = {} if computed is None else dict(computed.operands.used)
     for rank, tensors in enumerate(skeleton.ranks or ranks):
         places = skeleton.places[rank]
         for t in tensors:
             view = views[t.key]
             file, offset = places[t.slot]
-            todo = steps.setdefault(view.name, [])
-            size = nbytes(t.dtype, prod(t.shape), where=t.name)
-            label = t.name + (f"/{t.state}" if t.state else "") + (f"#{t.part}" if t.part else "")
-            targets.setdefault(view.name, []).append(Target(label, file, offset, size))
-            _rank_steps(todo, view, t, file, offset, used)
-    units = [Unit(name, tuple(todo), tuple(targets[name])) for name, todo in steps.items() if todo or targets[name]]
+            job = jobs.get(view.name)
+            if job is None:
+                job = jobs[view.name] = _Job(view.name)
+            job.labels.append(t.name + (f"/{t.state}" if t.state else "") + (f"#{t.part}" if t.part else ""))
+            job.targets.extend((file, offset, nbytes(t.dtype, prod(t.shape), where=t.name)))
+            for form, src, at, to in moves.of(view, t, used):
+                job.steps.extend((form, src, at, file, offset + to))
+    work = list(jobs.values())
     if computed is not None:
-        units = _with_computed(units, computed, len(catalog.files))
-    units.sort(key=_order)
+        work = _with_computed(work, units, computed, len(catalog.files))
     if check_replicas:
-        units = _checks(used.values()) + _equal(equal) + units
+        for check in (*_checks(used.values()), *_equal(equal)):
+            units.append(check)
+    jobs.clear()
+    work.sort(key=lambda job: job.order(units))
+    work.reverse()
+    while work:  # each goes when it is packed
+        job = work.pop()
+        units.add(job.name, job.steps, job.labels, job.targets)
     sources = [Source(str(f.path), f.size, f.mtime_ns, f.label) for f in catalog.files]
-    for path, name, size in carried:
-        outputs.append(Output(name, size, (), path, name in linked))
+    for name, given in carried:
+        outputs.append(Output(name, given.size, (), str(given.path), name in linked, given.mtime_ns))
     for name, data in literal_files:
         outputs.append(Output(name, len(data), ((0, data),)))
     randomness = computed.randomness if computed is not None else None
     return Plan(sources, outputs, units, list(skeleton.notes), skeleton.rank_files, randomness)
 
 
-def _order(unit: Unit) -> tuple[int, int, int]:
-    """By output file, then by where the bytes come from, so that sources are read forwards."""
-    first = min((t.file for t in unit.targets), default=0)
-    for s in unit.steps:
-        if isinstance(s, Copy):
-            return (first, s.src.file, s.src.offset)
-        if isinstance(s, Compute | Quantize) and isinstance(o := _codes_of(s.operands[0]), Stored) and o.copies:
-            return (first, o.copies[0].src.file, o.copies[0].src.offset)
-    return (first, 0, 0)
+class _Job:
+    """A unit in the making, packed as ``Units`` keeps it."""
+
+    __slots__ = ("labels", "name", "steps", "targets")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.steps = array("q")
+        self.labels: list[str] = []
+        self.targets = array("q")
+
+    def order(self, units: Units) -> tuple[int, int, int]:
+        """By output file, then by where the bytes come from, so that sources are read forwards."""
+        first = min(self.targets[::TARGET], default=0)
+        if not self.steps:
+            return (first, 0, 0)
+        step = units.computed(self.steps[0])
+        if step is not None:
+            codes = _codes_of(step.operands[0])
+            if isinstance(codes, Stored) and codes.copies:
+                return (first, codes.copies[0].src.file, codes.copies[0].src.offset)
+            return (first, 0, 0)
+        return (first, self.steps[1], self.steps[2])
 
 
 class Operands:
@@ -114,14 +141,15 @@ class Operands:
 
     def __init__(self) -> None:
         self.used: dict[int, LogicalTensor] = {}
+        self._units = Units()
+        self._moves = _Moves(self._units)
 
     def stored(self, view: View, label: str) -> Stored:
         """All of a view, row-major. Raises LayoutError for elements smaller than a byte."""
         box = whole(view.shape)
-        steps: list[Step] = []
         _item(view.dtype, view.name)
         t = RankTensor(view.name, view.dtype, view.shape, view.name, view.shape, ((box, box),))
-        _rank_steps(steps, view, t, 0, 0, self.used)
+        steps = [self._units.step(form, src, at, 0, to) for form, src, at, to in self._moves.of(view, t, self.used)]
         return Stored(view.dtype, view.shape, tuple([s for s in steps if isinstance(s, Copy)]), label)
 
 
@@ -141,19 +169,18 @@ def _codes_of(operand: Operand) -> Operand:
     return operand.weight if isinstance(operand, Scaled) else operand
 
 
-def _with_computed(units: Sequence[Unit], computed: Computed, real: int) -> list[Unit]:
+def _with_computed(jobs: Sequence[_Job], units: Units, computed: Computed, real: int) -> list[_Job]:
     """The same work with a Compute or Quantize in place of the copies from each computed tensor.
 
-    Units that take from one computed tensor (a fused tensor that is written apart) become one, and so do all the
-    tensors that one unit takes from: what is worked out is worked out once.
+    Jobs that take from one computed tensor (a fused tensor that is written apart) become one, and so do all the
+    tensors that one job takes from: what is worked out is worked out once.
     """
     results = computed.results
     home: dict[int, int] = {}
-    group = list(range(len(units)))
+    group = list(range(len(jobs)))
 
-    def result(copy: Copy) -> tuple[int, int]:
-        slot = copy.src.file - real
-        return (slot, 0) if results is None else results[slot]
+    def result(file: int) -> tuple[int, int]:
+        return (file - real, 0) if results is None else results[file - real]
 
     def root(i: int) -> int:
         while group[i] != i:
@@ -161,27 +188,34 @@ def _with_computed(units: Sequence[Unit], computed: Computed, real: int) -> list
             i = group[i]
         return i
 
-    for i, unit in enumerate(units):
-        for s in unit.steps:
-            if isinstance(s, Copy) and s.src.file >= real:
-                group[root(i)] = root(home.setdefault(result(s)[0], i))
-    members: dict[int, list[Unit]] = {}
-    for i, unit in enumerate(units):
-        members.setdefault(root(i), []).append(unit)
+    for i, job in enumerate(jobs):
+        for file in job.steps[1::STEP]:
+            if file >= real:
+                group[root(i)] = root(home.setdefault(result(file)[0], i))
+    members: dict[int, list[_Job]] = {}
+    for i, job in enumerate(jobs):
+        members.setdefault(root(i), []).append(job)
     out = []
     for joined in members.values():
         outputs: dict[int, dict[int, list[Copy]]] = {}
-        steps: list[Step] = []
-        for unit in joined:
-            for s in unit.steps:
-                if isinstance(s, Copy) and s.src.file >= real:
-                    step, which = result(s)
-                    outputs.setdefault(step, {}).setdefault(which, []).append(s)
-                else:
-                    steps.append(s)
-        made = [_with_outputs(computed.steps[k], copies) for k, copies in sorted(outputs.items())]
-        targets = tuple([t for unit in joined for t in unit.targets])
-        out.append(Unit(joined[0].name, (*made, *steps), targets))
+        one = _Job(joined[0].name)
+        for job in joined:
+            one.labels += job.labels
+            one.targets += job.targets
+            for i in range(0, len(job.steps), STEP):
+                packed = job.steps[i : i + STEP]
+                if packed[1] < real:
+                    one.steps += packed
+                    continue
+                copy = units.step(*packed)
+                if isinstance(copy, Copy):
+                    step, which = result(copy.src.file)
+                    outputs.setdefault(step, {}).setdefault(which, []).append(copy)
+        made = array("q")
+        for k, copies in sorted(outputs.items()):
+            made.extend((units.form(_with_outputs(computed.steps[k], copies)), 0, 0, 0, 0))
+        one.steps = made + one.steps
+        out.append(one)
     return out
 
 
@@ -192,63 +226,96 @@ def _with_outputs(step: Compute | Quantize, copies: Mapping[int, Sequence[Copy]]
     return step._replace(results=tuple(results))
 
 
-def _rank_steps(
-    todo: list[Step],
-    view: View,
-    t: RankTensor,
-    file: int,
-    offset: int,
-    used: dict[int, LogicalTensor],
-) -> None:
-    same, dtype = view.same, t.dtype
-    if (
-        same is not None
-        and len(same.pieces) == 1
-        and len(t.boxes) == 1
-        and t.shape == view.shape
-        and same.pieces[0].stored.shape == view.shape
-        and same.pieces[0].stored.strides is None
-    ):
-        # A whole tensor that stays whole: one run of bytes, also for elements smaller than a byte.
-        stored = same.pieces[0].stored
-        _note_used(used, same)
-        if stored.dtype == dtype:
-            count, unit, kind = stored.nbytes, 1, "U8"
-            if not lookup(dtype).bits % 8:
-                unit, kind = itemsize(dtype), dtype
-                count //= unit
-            if count:
-                todo.append(
-                    Copy(Block(stored.file, stored.offset, (unit,)), Block(file, offset, (unit,)), (count,), kind, kind)
-                )
-            return
-    out_strides = contiguous_strides(t.shape)
-    out_item = _item(dtype, view.name)
-    for inner, outer in t.boxes:
-        need = outer.volume
-        if not need:
-            continue
-        for part in view.parts:
-            clipped = part if outer == whole(view.shape) else part.clip(outer)
-            if clipped is None:
-                continue
-            _note_used(used, part.source)
-            for piece in part.source.pieces:
-                c = clipped.clip_source(piece.box)
-                if c is None:
-                    continue
-                need -= prod(c.size)
-                todo.append(_copy(c, piece, inner, outer, out_strides, out_item, file, offset, dtype))
+class _Moves:
+    """Works out what of a view goes where in a rank's tensor, once for all tensors that are cut alike."""
+
+    def __init__(self, units: Units) -> None:
+        self._units = units
+        self._whole: dict[tuple[str, int], int] = {}
+        self._parts: dict[tuple[Any, ...], tuple[int, tuple[tuple[int, int, int, int], ...]]] = {}
+        """By all that decides them: elements, and (piece, form, byte in the stored tensor, byte in the rank's)."""
+        self._geometry: dict[int, tuple[LogicalTensor, int]] = {}
+        """Of tensors of several pieces: equal numbers for equal geometry. The tensor is kept because ids are reused."""
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def of(self, view: View, t: RankTensor, used: dict[int, LogicalTensor]) -> Iterator[tuple[int, int, int, int]]:
+        """(form, source file, byte in it, byte in the rank's tensor) of each copy and fill.
+
+        Source tensors that have something to check are added to ``used``.
+        """
+        same, dtype = view.same, t.dtype
+        if same is not None and len(same.pieces) == 1 and len(t.boxes) == 1 and t.shape == view.shape:
+            stored = same.pieces[0].stored
+            if stored.dtype == dtype and stored.shape == view.shape and stored.strides is None:
+                # A whole tensor that stays whole: one run of bytes, also for elements smaller than a byte.
+                _note_used(used, same)
+                if stored.nbytes:
+                    yield self._run(dtype, stored.nbytes), stored.file, stored.offset, 0
+                return
+        need = sum([outer.volume for _, outer in t.boxes])
+        for part in view.parts_in(t.boxes):
+            found, copies = self._of_part(part, t)
+            if found:
+                _note_used(used, part.source)
+                need -= found
+            for piece, form, at, to in copies:
+                stored = part.source.pieces[piece].stored
+                yield form, stored.file, stored.offset + at, to
         if need:
             raise IncompleteError(
                 f"{need:,} elements of `{view.name}` {list(view.shape)} come from nowhere",
                 hint="this is a fault of the family file's fusions or namings: its sizes do not add up",
             )
-    for pad in t.pads:
-        if pad.volume:
-            at = offset + sum(a * s for a, s in zip(pad.start, out_strides, strict=True)) * out_item
-            shape, (strides,) = merged_axes(pad.shape, [s * out_item for s in out_strides])
-            todo.append(Fill(Block(file, at, strides), shape, dtype))
+        strides = contiguous_strides(t.shape) if t.pads else ()
+        for pad in t.pads:
+            if pad.volume:
+                item = _item(dtype, view.name)
+                shape, (steps,) = merged_axes(pad.shape, [s * item for s in strides])
+                yield self._units.form(Fill(Block(0, 0, steps), shape, dtype)), 0, 0, _at(pad, strides) * item
+
+    def _run(self, dtype: str, size: int) -> int:
+        """The form of a run of bytes that keeps its dtype."""
+        form = self._whole.get((dtype, size))
+        if form is None:
+            unit, kind = (1, "U8") if lookup(dtype).bits % 8 else (itemsize(dtype), dtype)
+            block = Block(0, 0, (unit,))
+            form = self._whole[dtype, size] = self._units.form(Copy(block, block, (size // unit,), kind, kind))
+        return form
+
+    def _of_part(self, part: Part, t: RankTensor) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
+        size, first, step, source, *walk = part
+        key = (self._geometry_of(source), size, first, step, *walk, t.boxes, t.shape, t.dtype)
+        known = self._parts.get(key)
+        if known is None:
+            known = self._parts[key] = self._clipped(part, t)
+        return known
+
+    def _geometry_of(self, tensor: LogicalTensor) -> object:
+        """Equal for tensors whose pieces lie in them, and in what is stored, in the same way."""
+        pieces = tensor.pieces
+        if len(pieces) == 1:
+            ((stored, local, box),) = pieces
+            return (local, box, stored.dtype, stored.shape, stored.strides)
+        known = self._geometry.get(id(tensor))
+        if known is None:
+            all_of = tuple([(p.local, p.box, p.stored.dtype, p.stored.shape, p.stored.strides) for p in pieces])
+            known = self._geometry[id(tensor)] = (tensor, self._numbers.setdefault(all_of, len(self._numbers)))
+        return known[1]
+
+    def _clipped(self, part: Part, t: RankTensor) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
+        strides, item = contiguous_strides(t.shape), _item(t.dtype, t.key)
+        found, copies = 0, []
+        for inner, outer in t.boxes:
+            clipped = part.clip(outer)
+            if clipped is None:
+                continue
+            for i, piece in enumerate(part.source.pieces):
+                c = clipped.clip_source(piece.box)
+                if c is not None:
+                    found += prod(c.size)
+                    form, at, to = _copy(c, piece, inner, outer, strides, item, t.dtype)
+                    copies.append((i, self._units.form(form), at, to))
+        return found, tuple(copies)
 
 
 def _note_used(used: dict[int, LogicalTensor], tensor: LogicalTensor) -> None:
@@ -267,16 +334,9 @@ def _item(dtype: str, name: str) -> int:
 
 
 def _copy(
-    c: Part,
-    piece: Piece,
-    inner: Box,
-    outer: Box,
-    out_strides: Sequence[int],
-    out_item: int,
-    file: int,
-    offset: int,
-    dtype: str,
-) -> Copy:
+    c: Part, piece: Piece, inner: Box, outer: Box, out_strides: Sequence[int], out_item: int, dtype: str
+) -> tuple[Copy, int, int]:
+    """The form of a copy, the byte in the stored tensor and the byte in the rank's tensor at which it begins."""
     stored = piece.stored
     item = _item(stored.dtype, stored.name)
     strides = stored.element_strides
@@ -292,24 +352,7 @@ def _copy(
     shape, (a, b) = merged_axes(c.size, src_strides, dst_strides)
     if not shape:
         shape, a, b = (1,), (item,), (out_item,)
-    return Copy(
-        Block(stored.file, stored.offset + start * item, a),
-        Block(file, offset + dst * out_item, b),
-        shape,
-        stored.dtype,
-        dtype,
-    )
-
-
-def block_of(stored: StoredTensor, box: Box) -> tuple[Block, tuple[int, ...]]:
-    """The block of a box of a stored tensor, and its shape with contiguous axes joined."""
-    item = _item(stored.dtype, stored.name)
-    strides = stored.element_strides
-    at = stored.offset + sum(a * s for a, s in zip(box.start, strides, strict=True)) * item
-    shape, (out,) = merged_axes(box.shape, [s * item for s in strides])
-    if not shape:
-        shape, out = (1,), (item,)
-    return Block(stored.file, at, out), shape
+    return Copy(Block(0, 0, a), Block(0, 0, b), shape, stored.dtype, dtype), start * item, dst * out_item
 
 
 def _checks(tensors: Iterable[LogicalTensor]) -> list[Unit]:

@@ -11,6 +11,7 @@ next, so namings compose by applying them in turn.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -38,7 +39,7 @@ from ckpttool.layout.family import (
 from ckpttool.layout.names import Renamer, expand, pattern_regex
 from ckpttool.layout.rules import Rule, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
-from ckpttool.select import renamer
+from ckpttool.select import bounded, renamer
 
 Equal = tuple[LogicalTensor, LogicalTensor]
 """Two tensors that become one, and must hold the same."""
@@ -104,6 +105,10 @@ class View:
     shape: tuple[int, ...]
     same: LogicalTensor | None = None
     _parts: tuple[Part, ...] = ()
+    _starts: list[int] | None = None
+    """Of many parts that lie one behind the other: where each begins on the first axis; [] when they do not."""
+    _longest: int = 1
+    """The most that one of them takes up there."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -111,6 +116,23 @@ class View:
             return self._parts
         n = len(self.shape)
         return (Part(self.shape, (0,) * n, (1,) * n, self.same, (0,) * n, tuple(range(n)), (1,) * n),)
+
+    def parts_in(self, boxes: Iterable[tuple[Box, Box]]) -> tuple[Part, ...]:
+        """The parts, without some that lie in none of ``boxes`` (the second of each pair): of the experts of a stack
+        those that a rank does not hold, which would be looked at in vain for each of many ranks."""
+        parts = self.parts
+        if len(parts) < 8 or not self.shape:
+            return parts
+        if self._starts is None:
+            starts = [p.first[0] for p in parts]
+            self._starts = starts if starts == sorted(starts) else []
+            self._longest = max(1 + (p.size[0] - 1) * p.step[0] for p in parts)
+        if not self._starts:
+            return parts
+        outer = [b for _, b in boxes]
+        low = min((b.start[0] for b in outer), default=0)
+        high = max((b.stop[0] for b in outer), default=0)
+        return parts[bisect_right(self._starts, low - self._longest) : bisect_left(self._starts, high)]
 
     def named(self, name: str) -> View:
         """The same elements under another name."""
@@ -161,7 +183,8 @@ def rename(views: Views, function: Callable[[str], str | None], why: str) -> Vie
 def rename_by_rules(views: Views, rules: Sequence[str]) -> Views:
     """--rename OLD=NEW; a rule that matches nothing is an error."""
     for regex, replacement, text in renamer(rules):
-        hits = [n for n in views.table if regex.search(n)]
+        with bounded(f"--rename {text}"):
+            hits = [n for n in views.table if regex.search(n)]
         if not hits:
             from ckpttool.errors import UsageError
             from ckpttool.select import nearest_hint
@@ -629,6 +652,9 @@ def follow(views: Views, catalog: Catalog, component: str, state: str, equal: li
     weights = component in ("model", "adapter")
     out: dict[str, View] = {}
     for view in views:
+        if component == "model" and view.same is not None and catalog.tensors.get(Key(view.same.key.name)) is view.same:
+            out[view.name] = view  # by far the most: a weight that becomes what it is
+            continue
         parts = view.parts if view.same is None else ()
         sources = [view.same] if view.same is not None else list({id(p.source): p.source for p in parts}.values())
         mine = {id(s): catalog.tensors.get(Key(s.key.name, component, state)) for s in sources}

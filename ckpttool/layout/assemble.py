@@ -7,6 +7,7 @@ wrong tensor.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,18 +26,21 @@ from ckpttool.catalog import (
     logical_tensor,
 )
 from ckpttool.catalog import whole_tensor as whole_logical
-from ckpttool.errors import ConflictError, LayoutError
+from ckpttool.errors import CkptError, ConflictError, LayoutError
 from ckpttool.geometry import Box, uncovered, whole
-from ckpttool.layout.family import Family, Op, Placement
+from ckpttool.layout.family import Family, Op, Placement, family_names, load_family
 from ckpttool.layout.names import split_numbers
-from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, cut_axis, global_shape, local_boxes
+from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, cut_axis, global_shape, local_boxes, part_lengths
 from ckpttool.layout.scales import block_of, config_block, is_lone, single_block, weight_of
 from ckpttool.mesh import Coords, share
 
-LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d+)(?![^.])")
+LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d{1,18})(?![^.])")
 """The layer number of a name in any naming."""
-EXPERT = re.compile(r"(?<![^.])experts\.(\d+)(?![^.])")
+EXPERT = re.compile(r"(?<![^.])experts\.(\d{1,18})(?![^.])")
 """The expert number of a name that has one."""
+
+_UNPACKED = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+"""Dtypes of which an element is one number of the weight."""
 
 
 def shift_layer(name: str, by: int) -> str:
@@ -60,16 +64,35 @@ def no_rule(names: Iterable[str], family: Family, config: Mapping[str, Any]) -> 
     """The error that lists tensors without a rule, one line per name template."""
     templates = sorted({split_numbers(n)[0].replace("#", "{n}") for n in names})
     shown = templates[:12] + ([f"... and {len(templates) - 12} more"] if len(templates) > 12 else [])
-    origin = f"family `{family.name}`"
-    if family.name == "none":
-        origin = f"no family ({'config.json names none that is known' if config else 'there is no config.json'})"
     first = templates[0].replace("{n}", "*")
+    single = f"--replicate '{first}' or --split '{first}=0' (the axis that is cut)"
+    origin = f"family `{family.name}`"
+    hint = f"say how they are held: {single}, or --family NAME|FILE.yaml"
+    if family.name == "none" and not config:
+        origin = "no family (there is no config.json)"
+        hint = f"put the model's config.json beside the weights, or say how they are held: {single}"
+    elif family.name == "none":
+        origin = f"no family (config.json names none that is known: model_type `{config.get('model_type')}`)"
+        fitting = _fitting(names, config)
+        if fitting:
+            hint = f"if the model is built like those of a family with such names: --family {', '.join(fitting)}"
     return LayoutError(
         f"no layout rule names {len(templates)} kind{'s' if len(templates) > 1 else ''} of tensor",
         where=[origin, *shown],
-        hint=f"say how they are held: --replicate '{first}' or --split '{first}=0' (the axis that is cut),"
-        " or --family NAME|FILE.yaml",
+        hint=hint,
     )
+
+
+def _fitting(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Built-in families whose rules name all these tensors."""
+    one_of_each = {split_numbers(n)[0]: n for n in names}.values()
+    out = []
+    for name in family_names():
+        with contextlib.suppress(CkptError):  # a config that lacks what the family needs
+            place = load_family(name, config).placer(())
+            if all(place(n) is not None for n in one_of_each):
+                out.append(name)
+    return out
 
 
 @dataclass(slots=True)
@@ -110,7 +133,37 @@ class Assembler:
                 tensors[name] = self._one(name, group, place, None)
         for name, weight in weights.items():
             tensors[name] = self._scales(name, named[name], known.get(weight) or known[name], tensors[weight])
+        self._check_heads(tensors, known)
         return Catalog(self.files, {Key(n): tensors[n] for n in named})
+
+    def _check_heads(self, tensors: Mapping[str, LogicalTensor], known: Mapping[str, Placement]) -> None:
+        """Query, key and value of a fused tensor are told apart by numbers of heads that the config alone has.
+
+        The output projection takes what the query's heads give, so its columns are the query's rows. Raises
+        ConflictError.
+        """
+        rows: dict[tuple[int | None, str], tuple[str, int]] = {}
+        for fused in (False, True):
+            for name, place in known.items():
+                tensor, rule = tensors.get(name), place.rule
+                units = rule.parts[0].units if fused and rule.parts else rule.units
+                if tensor is None or len(tensor.shape) != 2 or not units or tensor.dtype not in _UNPACKED:
+                    continue
+                axis = cut_axis(rule, 2, bias=False)
+                if axis is None or rule.verb != ("fused" if fused else "row"):
+                    continue
+                if not fused:
+                    rows[place.layer, units] = name, tensor.shape[axis]
+                    continue
+                length = part_lengths(rule, tensor.shape[axis], self.cutting.sizes)[0]
+                output, columns = rows.get((place.layer, units), ("", length))
+                if length != columns:
+                    raise ConflictError(
+                        f"{length} of the {tensor.shape[axis]} rows of `{name}` would be those of the query, by the"
+                        f" numbers of heads in config.json, but `{output}` takes {columns}",
+                        where=[place.rule.place, *sorted({str(self.files[p.stored.file].path) for p in tensor.pieces})],
+                        hint="check num_attention_heads and num_key_value_heads in config.json",
+                    )
 
     def _global_names(self, stored: list[StoredTensor]) -> dict[str, list[StoredTensor]]:
         """Group by name after giving layers and experts that a rank numbers from 0 their global numbers."""

@@ -586,7 +586,9 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
             data = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)  # noqa: S506 - a safe loader
         except OSError as e:
             raise UsageError(f"cannot read the family file: {e.strerror}", where=str(path)) from None
-        except (yaml.YAMLError, UnicodeDecodeError) as e:
+        except RecursionError:
+            raise LayoutError("the family file is nested too deeply", where=str(path)) from None
+        except (yaml.YAMLError, ValueError) as e:  # ValueError: no UTF-8, or a date that is none
             raise LayoutError(f"the family file is not valid YAML: {e}", where=str(path)) from None
     else:
         if name not in _builtin():
@@ -659,8 +661,9 @@ def read_sizes(spec: FamilySpec, config: Mapping[str, Any]) -> dict[str, Size]:
     for name, short in spec.sizes.items():
         fields = [short] if isinstance(short, str) else short
         raw = fields if isinstance(fields, SizeSpec) else SizeSpec.model_validate({"from": fields})
-        found = (_number(places, key) for key in raw.fields)
-        value: int | str | None = next((n for n in found if n is not None), None)
+        value: int | str | None = next((n for key in raw.fields if (n := _number(places, key)) is not None), None)
+        if value is None and any(p.get(key) is not None for p in places for key in raw.fields):
+            continue  # something is said, and it is no number: the default would be a guess
         if value is None:
             value = out[raw.default].value if isinstance(raw.default, str) and raw.default in out else raw.default
         if isinstance(value, int):

@@ -12,7 +12,7 @@ from functools import cache
 
 from ckpttool.errors import UnsupportedError
 
-_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
+_NUMBER = re.compile(r"(?<![^.])(\d{1,18})(?![^.])")
 """A number that is a whole dot-separated component, as layer and expert numbers are (``w1`` is not)."""
 _TOKEN = re.compile(r"\{([^{}]*)\}|\*")
 
@@ -35,7 +35,7 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
             out.append(f"(?P={word})")
         else:
             seen.add(word)
-            out.append(f"(?P<{word}>{r'[0-9]+' if word in ('layer', 'expert') else '.*'})")
+            out.append(f"(?P<{word}>{r'[0-9]{1,18}' if word in ('layer', 'expert') else '.*'})")
     out.append(re.escape(pattern[at:]))
     return re.compile("".join(out) + r"\Z", re.DOTALL)
 

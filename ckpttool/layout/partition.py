@@ -71,13 +71,15 @@ class Partitioner:
         missing = []
         place_of = self.family.placer(self.ops)
         block_size = config_block(self.config)
+        published: dict[str, Placement | None] = {}
         for t in tensors:
-            place = overridden(self.family, t.name, place_of(t.name))
+            published[t.name] = place_of(t.name)
+            place = overridden(self.family, t.name, published[t.name])
             base: tuple[int, ...] = t.shape
             blocks: tuple[int, ...] = ()
             if t.name in weights:
                 weight = weights[t.name]
-                place = place_of(weight) or place
+                place = (published[weight] if weight in published else place_of(weight)) or place
                 block = block_of(shapes[weight], t.shape, block_size, name=t.name)
                 if place is not None:
                     scaled[id(place.rule), shapes[weight]] = place.rule
@@ -144,7 +146,7 @@ class Partitioner:
     def _stages(self, names: Iterable[str]) -> dict[int, int]:
         """Stage of each layer number."""
         mesh = self.cutting.mesh
-        if mesh.pp == 1:
+        if mesh.pp == 1 and not mesh.layout:
             return {}
         seen = 1 + max((int(m[1]) for n in names if (m := LAYER.search(n))), default=-1)
         layers = self.family.size("layers") or seen
@@ -194,6 +196,8 @@ class Partitioner:
             except Uneven:
                 continue
             good.append(n)
+        if not good:
+            return "no number of ranks divides these sizes: look at them in config.json"
         return f"use --{'etp' if expert else 'tp'}-{self.flag} {_choices(good)}"
 
 

@@ -180,7 +180,7 @@ def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
         return Size(int(units))
     if units not in sizes:
         raise LayoutError(
-            f"the size `{units}` is not known, because the config does not have the field it comes from",
+            f"the size `{units}` is not known, because the config has no whole number in the field it comes from",
             where=rule.place,
             hint="put the model's config.json beside the checkpoint",
         )

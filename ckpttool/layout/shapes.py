@@ -404,7 +404,7 @@ class _Scope:
         out = []
         for text in entry.shape:
             got = text if isinstance(text, int) else self.value(text, entry.path)
-            if type(got) is not int or got < 1:
+            if type(got) is not int or not 1 <= got < 1 << 63:
                 raise self.wrong(f"this comes to {got!r}, which is not a size", entry.path, str(text))
             out.append(got)
         return tuple(out)

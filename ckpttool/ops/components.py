@@ -124,10 +124,13 @@ def share_of(
         if view is None:
             continue
         dtype = cast(r.key, view.dtype) if component in WEIGHTS else view.dtype
-        key = str(Key(r.key, component, state))
-        if view.shape == r.whole:
-            out.append(r._replace(dtype=dtype, key=key, component=component, state=state))
-        else:  # a scalar is held by every rank that holds some of its parameter
+        if view.shape != r.whole:  # a scalar is held by every rank that holds some of its parameter
             box = whole(view.shape)
-            out.append(RankTensor(r.name, dtype, view.shape, key, view.shape, ((box, box),), (), component, state))
+            out.append(
+                RankTensor(r.name, dtype, view.shape, view.name, view.shape, ((box, box),), (), component, state)
+            )
+        elif component == "model" and dtype == r.dtype:
+            out.append(r)
+        else:
+            out.append(r._replace(dtype=dtype, key=view.name, component=component, state=state))
     return out
