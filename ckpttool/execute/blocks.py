@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 
 from ckpttool.dtypes import itemsize
-from ckpttool.execute.files import IOV_MAX, FilePool
+from ckpttool.execute.files import IOV_MAX, SECTOR, UNCACHED_FROM, FilePool
 from ckpttool.execute.hashing import Sums
 from ckpttool.execute.moves import (
     TILES,
@@ -50,7 +50,6 @@ SMALL = 256 << 10
 """Rows of up to this many bytes, read and written, are done together with others."""
 _ROWS = -2
 """Source number of a run that is put together from rows."""
-_ALIGN = 64
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: another thread failed, or the user interrupted
@@ -61,23 +60,38 @@ class Arena:
     """All buffers of one worker. Memory is touched, and so counted by the system, only where it is used."""
 
     def __init__(self, nbytes: int) -> None:
-        self.size = max(nbytes // _ALIGN * _ALIGN, 4096)
-        self._memory: Bytes = np.empty(self.size + _ALIGN, np.uint8)
-        self._base = -self._memory.ctypes.data % _ALIGN
+        self.size = max(nbytes // SECTOR * SECTOR, 4096)
+        self._memory: Bytes = np.empty(self.size + SECTOR, np.uint8)
+        self._base = -self._memory.ctypes.data % SECTOR
         self._used = 0
         self.peak = 0
 
     def reset(self) -> None:
         self._used = 0
 
-    def take(self, nbytes: int) -> Bytes:
-        """A buffer, valid until ``reset``. Raises MemoryError when the arena is too small."""
-        start = self._base + self._used
-        self._used += -(-nbytes // _ALIGN) * _ALIGN
+    def room(self, buffers: int) -> int:
+        """Bytes that so many buffers have together, wherever they begin."""
+        return self.size - 2 * SECTOR * buffers
+
+    def take(self, nbytes: int, offset: int = 0) -> Bytes:
+        """A buffer, valid until ``reset``. Raises MemoryError when the arena is too small.
+
+        It lies in memory as bytes at ``offset`` of a file do, from the last multiple of a sector on, so that they can
+        be written directly.
+        """
+        phase = _phase(offset)
+        start = self._base + self._used + phase
+        self._used += -(-(phase + nbytes) // SECTOR) * SECTOR
         if self._used > self.size:
             raise MemoryError(f"a block needs {self._used:,} bytes of {self.size:,}")
         self.peak = max(self.peak, self._used)
         return self._memory[start : start + nbytes]
+
+
+def _phase(offset: int) -> int:
+    """Bytes from a sector's start; 0 where that would put numbers across their natural places."""
+    phase = offset % SECTOR
+    return 0 if phase % 8 else phase
 
 
 class Carrier:
@@ -134,7 +148,7 @@ class Carrier:
 
     def carry(self, items: Sequence[Item]) -> None:
         """Carry out the items, in order; small ones that follow each other share a block."""
-        limit = min(BLOCK, self.arena.size)
+        limit = min(BLOCK, self.arena.room(2 + self.arena.size // UNCACHED_FROM))
         runs: list[Linear] = []
         small: list[Rows] = []
         room = limit
@@ -144,7 +158,7 @@ class Carrier:
                     rest = run
                     while rest.nbytes > room:
                         head, rest = rest.split(room)
-                        self._block([*runs, head], small)
+                        self._block([*runs, head] if room else runs, small)
                         runs, small, room = [], [], limit
                     runs.append(rest)
                     room -= rest.nbytes
@@ -168,19 +182,31 @@ class Carrier:
         self.arena.reset()
         pieces = [*runs, *[_lane_run(lane, item) for item in small for lane in item.writes]]
         pieces.sort()
+        writes: list[list[int]] = []  # destination, offset, bytes, place in memory
+        of = []  # the write that each piece is a part of
+        for dst, to, n, *_ in pieces:
+            if writes and writes[-1][0] == dst and writes[-1][1] + writes[-1][2] == to:
+                writes[-1][2] += n
+            else:
+                writes.append([dst, to, n, 0])
+            of.append(writes[-1])
+        at = 0
+        for write in writes:
+            if write[2] >= UNCACHED_FROM:  # as in the file, for a direct write
+                at += (write[1] - at) % SECTOR
+            write[3] = at
+            at += write[2]
         places: list[tuple[int, int, int, int, bool]] = []  # source, offset, place in memory, bytes, read again
         targets: dict[tuple[int, int], int] = {}
         zeros = []
-        at = 0
-        for dst, to, n, src, start, again in pieces:
-            if src >= 0:
-                places.append((src, start, at, n, again))
-            elif src == ZEROS:
-                zeros.append((at, n))
+        for run, write in zip(pieces, of, strict=True):
+            here = write[3] + run.to - write[1]
+            if run.src >= 0:
+                places.append((run.src, run.start, here, run.nbytes, run.again))
+            elif run.src == ZEROS:
+                zeros.append((here, run.nbytes))
             else:
-                targets[dst, to] = at
-            at += n
-        written = at
+                targets[run.dst, run.to] = here
         sources: dict[tuple[int, int], int] = {}
         for src, start, n in sorted([_lane_read(lane, item) for item in small for lane in item.reads]):
             places.append((src, start, at, n, False))
@@ -193,15 +219,8 @@ class Carrier:
         self._scatter(places, memory.data)
         for item in small:
             _rearrange(item, memory, targets, sources)
-        at = i = 0
-        while at < written:
-            dst, to, n = pieces[i][:3]
-            i += 1
-            while i < len(pieces) and pieces[i].dst == dst and pieces[i].to == to + n:
-                n += pieces[i].nbytes
-                i += 1
+        for dst, to, n, at in writes:
             self.write(dst, to, memory[at : at + n].data)
-            at += n
 
     def _scatter(self, places: Sequence[tuple[int, int, int, int, bool]], view: memoryview) -> None:
         """Read runs, sorted by source; those that follow each other there in one call."""
@@ -243,7 +262,7 @@ class Carrier:
 
     def _row_blocks(self, item: Rows) -> tuple[int, int] | None:
         """(rows in a block, bytes to read at once), or None when a row is too long for the memory."""
-        size = self.arena.size - _ALIGN * (len(item.writes) + 2)
+        size = self.arena.room(len(item.writes) + 2)
         longest = max([lane.width for lane in item.reads], default=0)
         if item.turned:
             # The more rows, the wider the strips that are read for them.
@@ -262,7 +281,7 @@ class Carrier:
         targets: dict[int, Array] = {}
         held: list[Bytes] = []
         for lane in item.writes:
-            memory = arena.take(n * lane.width)
+            memory = arena.take(n * lane.width, lane.offset + start * lane.stride)
             held.append(memory)
             for member in lane.members:
                 move = item.moves[member.move]
@@ -346,7 +365,7 @@ class Carrier:
 
     def _tile(self, move: Move) -> None:
         size = itemsize(move.dst_dtype)
-        room = self.arena.size - 2 * _ALIGN
+        room = self.arena.room(2)
         scratch_bytes = max(itemsize(move.src_dtype), min(BLOCK, room // 4))
         for part in tiles(move, max(1, (room - scratch_bytes) // size)):
             self.arena.reset()

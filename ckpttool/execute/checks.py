@@ -34,7 +34,7 @@ class _Reader:
         self.carrier = carrier
         arena = carrier.arena
         arena.reset()
-        each = max(size, min(_BLOCK, (arena.size - 64 * (parts + 1)) // (parts + 1)))
+        each = max(size, min(_BLOCK, arena.room(parts + 1) // (parts + 1)))
         self.limit = each
         self.buffers = [arena.take(each) for _ in range(parts)]
         self.scratch = arena.take(each)

@@ -6,18 +6,24 @@ names and the old one is deleted last. A crash leaves
     before the rename   DST.partial/ with a journal: ``--resume`` goes on, ``--force`` starts over; DST is untouched
     after the rename    DST complete; what was DST.partial/ holds the old DST, and ``--force`` clears it
 
+Where the filesystem cannot exchange names (NFS, FUSE), the old DST is called ``.DST.ckpttool-replaced`` in between.
+When a crash leaves it so, and no DST, the next run first gives it its name back.
+
 The journal is also the lock: whoever holds it writes this destination.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
+import shlex
 import shutil
+import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from ckpttool.errors import OutputError
@@ -48,6 +54,7 @@ class Destination:
             name = dst.name
         self.path = parent / name
         self.partial = parent / (name + ".partial")
+        self.replaced = parent / f".{name}.ckpttool-replaced"
         self._fd = -1
         self._directory = -1
 
@@ -62,29 +69,54 @@ class Destination:
         if not self.path.name:
             raise OutputError("the destination has no name", where=str(self.given))
         if not parent.is_dir():
-            raise OutputError("the directory that is to hold the destination does not exist", where=str(parent))
+            if parent.exists():
+                raise OutputError("what is to hold the destination is a file, not a directory", where=str(parent))
+            raise OutputError(
+                "the directory that is to hold the destination does not exist",
+                where=str(parent),
+                hint=f"mkdir -p {shlex.quote(str(parent))}",
+            )
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise OutputError("the directory that is to hold the destination cannot be written", where=str(parent))
+            raise OutputError(
+                "the directory that is to hold the destination cannot be written",
+                where=str(parent),
+                hint="choose a DST in a directory that you may write",
+            )
         resolved = [os.path.realpath(s) for s in sources]
         holders = [os.path.realpath(r) for r in roots] or sorted({str(Path(s).parent) for s in resolved})
         self._check_apart([*resolved, *[os.path.realpath(c) for c in carried]], holders)
         if self.single and self.path.is_dir():
             raise OutputError("the destination is to be a file, and there is a directory", where=str(self.given))
+        self.check_absent(force=force)
         if os.path.lexists(self.path) and not self._is_empty_directory():
-            if not force:
-                raise OutputError("the destination exists", where=str(self.given), hint="use --force to replace it")
+            if not (self.path.is_symlink() or self.path.is_dir() or self.path.is_file()):
+                what = "the destination is a device, a pipe or a socket, and is not replaced"
+                raise OutputError(what, where=str(self.given))
             here = Path(os.path.realpath(Path.cwd()))
             if here.is_relative_to(self.path):
                 raise OutputError(
                     "the destination holds the current directory and is not replaced", where=str(self.given)
                 )
 
+    def check_absent(self, *, force: bool, appeared: bool = False) -> None:
+        """Raises OutputError when there is a DST that is not to be replaced; ``appeared`` since the run began."""
+        if force or not os.path.lexists(self.path) or (not self.single and self._is_empty_directory()):
+            return
+        raise OutputError(
+            "the destination appeared during the run" if appeared else "the destination exists",
+            where=str(self.given),
+            hint="choose another DST, or use --force to replace it",
+        )
+
     def _check_apart(self, sources: Sequence[str], holders: Sequence[str]) -> None:
         for target in {self.path, self.partial, Path(os.path.realpath(self.path))}:
             for s in [*sources, *holders]:
                 if Path(s).is_relative_to(target):
+                    same = str(target) in holders and target.is_dir()
                     raise OutputError(
-                        "the source lies inside the destination", where=[str(self.given), s], hint="choose another DST"
+                        "SRC and DST are the same" if same else "the source lies inside the destination",
+                        where=[str(self.given), s],
+                        hint="choose another DST",
                     )
             for holder in holders:
                 if Path(holder).is_dir() and target.is_relative_to(holder):
@@ -114,53 +146,113 @@ class Destination:
                 f"not enough space: {missing:,} bytes and {SLACK >> 20} MiB to spare are needed,"
                 f" {free:,} bytes are free",
                 where=str(self.path.parent),
+                hint="make room, or choose a DST on another disk",
             )
 
     # -- the partial directory
 
-    def open(self, *, force: bool, resume: bool) -> tuple[int, bool]:
-        """Lock the partial directory, making or emptying it as asked.
+    def open(self, own: Collection[str], *, force: bool, resume: bool) -> tuple[int, bool]:
+        """Lock the partial directory, making or emptying it as asked. ``own``: the names that this run makes in it.
 
         Returns the journal's descriptor and whether there is something to resume.
         Raises OutputError when another run holds it, or when neither force nor resume says what to do with it.
         """
+        fresh = False
         try:
-            try:
+            with contextlib.suppress(FileExistsError):
                 self.partial.mkdir()
                 fresh = True
-            except FileExistsError:
-                fresh = False
             self._lock()
             left = not fresh and os.fstat(self._fd).st_size > 0
-            if not fresh and not resume and not force:
-                self.close()
-                raise OutputError(
-                    "an interrupted run left a partial destination",
-                    where=str(self.partial),
-                    hint="--resume goes on where it stopped, --force starts over",
-                )
+            if not fresh:
+                self._check_left(own, left=left, force=force, resume=resume)
+            self._put_back(force=force)
+            self.check_absent(force=force)  # another run may have made it since the check
             if not fresh and not (resume and left):
                 self._clear()
                 left = False
-        except OSError as e:
-            raise write_error(e, str(self.partial), 0, 0) from e
+        except BaseException as e:
+            if fresh and self._directory >= 0:
+                self.discard()
+            elif fresh:
+                with contextlib.suppress(OSError):  # not empty: another run has it by now
+                    self.partial.rmdir()
+            self.close()
+            if isinstance(e, OSError):
+                raise write_error(e, str(self.partial), 0, 0) from e
+            raise
         return self._fd, left
+
+    def _check_owner(self) -> None:
+        """Raises OutputError for a directory that somebody else has made where anybody can, as in /tmp.
+
+        Its owner could exchange the files in it for links while they are written.
+        """
+        if os.fstat(self._directory).st_uid != os.geteuid() and self.path.parent.stat().st_mode & stat.S_IWOTH:
+            raise OutputError(
+                "the partial destination belongs to somebody else",
+                where=str(self.partial),
+                hint="choose a DST in a directory that only you can write",
+            )
+
+    def _check_left(self, own: Collection[str], *, left: bool, force: bool, resume: bool) -> None:
+        """Raises OutputError when what is in the partial directory is not to be touched."""
+        if force or (resume and left):
+            return
+        strange = sorted(e.name for e in os.scandir(self.partial) if e.name not in own and e.name != JOURNAL)
+        # A run that died before its journal began, or after it was removed, leaves nothing but its own files.
+        if resume and not strange:
+            return
+        if not left:
+            (self.partial / JOURNAL).unlink()  # this run has made it
+        if resume:
+            raise OutputError(
+                "there is nothing to resume: this directory has no journal, and files that this command does not write",
+                where=str(self.partial / strange[0]),
+                hint="move it away, or use --force to remove it",
+            )
+        raise OutputError(
+            "an interrupted run left a partial destination",
+            where=str(self.partial),
+            hint="--resume goes on where it stopped, --force starts over",
+        )
+
+    def _put_back(self, *, force: bool) -> None:
+        """Undo the first of two renames that a crash came between; remove an old DST that was to go."""
+        if not os.path.lexists(self.replaced):
+            return
+        if not os.path.lexists(self.path):
+            self.replaced.rename(self.path)
+            sync_directory(self.path.parent)
+        elif force:
+            remove(self.replaced)
 
     def _lock(self) -> None:
         """The directory first: its lock goes with it when it is renamed, the journal is gone by then."""
-        try:
-            self._directory = self._locked(self.partial, os.O_RDONLY | os.O_DIRECTORY)
-            self._fd = self._locked(self.partial / JOURNAL, os.O_RDWR | os.O_CREAT)
-        except BaseException:
-            self.close()
-            raise
+        self._directory = self._locked(self.partial, os.O_RDONLY | os.O_DIRECTORY)
+        self._check_owner()
+        self._fd = self._locked(self.partial / JOURNAL, os.O_RDWR | os.O_CREAT)
 
     def _locked(self, path: Path, flags: int) -> int:
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        if path.is_symlink():
+            raise OutputError(
+                "a link lies where the output is to be made, and is not followed",
+                where=[str(path), os.path.realpath(path)],
+                hint="remove the link, or choose another DST",
+            )
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         held, finished = False, False
+        info = os.fstat(fd)
+        if not stat.S_ISDIR(info.st_mode) and (not stat.S_ISREG(info.st_mode) or info.st_nlink > 1):
+            os.close(fd)
+            raise OutputError(
+                "this is no journal of a run, or it has another name besides",
+                where=str(path),
+                hint="remove the directory that it lies in, or choose another DST",
+            )
         try:
             _flock(fd)
-            held = os.path.samestat(os.fstat(fd), path.stat())
+            held = os.path.samestat(os.fstat(fd), path.lstat())
             finished = not held
         except BlockingIOError:
             pass
@@ -229,25 +321,22 @@ class Destination:
             sync_directory(self.path.parent)
         except OSError as e:
             if e.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise OutputError("the destination appeared during the run", where=str(self.given)) from e
-            raise write_error(e, str(self.path), 0, 0) from e
+                error = OutputError("the destination appeared during the run", where=str(self.given))
+            else:
+                error = write_error(e, str(self.path), 0, 0)
+            if self.partial.is_dir():
+                error.hint = f"what is in {self.partial} is complete: rename it, or repeat the command with --force"
+            raise error from e
         finally:
             self.close()
         return note
 
     def _publish_file(self, *, force: bool) -> str | None:
         made = self.partial / self.path.name
-        if force:
-            made.replace(self.path)
-        else:
-            try:
-                os.link(made, self.path)  # a rename would replace a file that has appeared meanwhile
-            except OSError as e:
-                if e.errno == errno.EEXIST or os.path.lexists(self.path):
-                    raise OutputError("the destination appeared during the run", where=str(self.given)) from e
-                made.rename(self.path)  # a filesystem without links
+        second = name_file(made, self.path, force=force)
         try:
-            made.unlink(missing_ok=True)
+            if second:
+                made.unlink()
             self.partial.rmdir()
         except OSError as e:
             return f"the directory that DST was made in could not be removed: {self.partial}: {e.strerror}"
@@ -257,7 +346,7 @@ class Destination:
         old = self.partial
         if not exchange(self.partial, self.path):
             # No atomic exchange here: DST is away for a moment, and back if the second rename fails.
-            old = self.path.with_name(f"{self.path.name}.old-{os.getpid()}")
+            old = self.replaced
             self.path.rename(old)
             try:
                 self.partial.rename(self.path)
@@ -283,6 +372,24 @@ def exchange(a: Path, b: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), os.fspath(b))
+
+
+def name_file(made: Path, path: Path, *, force: bool) -> bool:
+    """Give a file its name; returns whether ``made`` is still there, as a second one.
+
+    Raises FileExistsError when there is a file of that name and not ``force``.
+    """
+    if not force:
+        try:
+            os.link(made, path)  # a rename would replace a file that has appeared meanwhile
+        except OSError as e:
+            if e.errno == errno.EEXIST or os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path)) from e
+            # a filesystem without links
+        else:
+            return True
+    made.replace(path)
+    return False
 
 
 def allocated(directory: Path) -> int:

@@ -7,7 +7,7 @@ held here is a chunk of every operand and a stretch of the result.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,16 +19,15 @@ from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import CorruptError, UsageError, VerifyError
 from ckpttool.execute.blocks import Carrier
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import FilePool
+from ckpttool.execute.files import SECTOR, FilePool
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
 from ckpttool.execute.permute import Array
 from ckpttool.execute.quantize import Quantizing
-from ckpttool.execute.reader import Bytes
-from ckpttool.execute.strided import compare, scatter
+from ckpttool.execute.strided import Behind, Emit, as_in_file, compare, scatter
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Tensor
-from ckpttool.plan import Compute, Copy, Plan, Quantize, Scaled, Stored
+from ckpttool.plan import Compute, Plan, Quantize, Scaled, Stored
 
 STRETCH = 2 << 20
 """Bytes of a result that are written in one go."""
@@ -134,7 +133,7 @@ class Computing:
     carrier: Carrier
     memory: int
     draws: Callable[[Compute], Draws]
-    emit: Callable[[Carrier, Sequence[Copy], int, int, Bytes], None] | None = None
+    emit: Emit | None = None
     """What becomes of a stretch of the result, by default it is written; see ``scatter``."""
     _arrays: _Arrays = field(default_factory=_Arrays)
 
@@ -221,27 +220,37 @@ class Computing:
         kind = numpy_dtype(compute.dtype)
         budget = max(step * kind.itemsize, min(STRETCH, self.memory // 4))
         stretch = max(1, budget // (step * kind.itemsize)) * step
-        memory: Bytes = self._arrays.take("stretch", min(stretch, max(size, 1)) * kind.itemsize, np.uint8)
+        most = min(stretch, max(size, 1)) * kind.itemsize
+        # One is filled while the other is written.
+        held = [self._arrays.take(("stretch", i), most + SECTOR, np.uint8) for i in range(1 + (size > stretch))]
         each = part_elements(compute)
-        for number in range(parts_of(compute)):
-            begin, end = number * each, min((number + 1) * each, size)
-            for lo in range(begin, end, stretch):
-                hi = min(lo + stretch, end)
-                out: Array = memory[: (hi - lo) * kind.itemsize].view(kind)
-                for a in range(lo, hi, step):
-                    b = min(a + step, hi)
-                    if number in done:
-                        chunk.pass_over(a, b)
-                        continue
-                    part = out[a - lo : b - lo]
-                    fill(a, b, part)
-                    if compute.finite and not _is_finite(part):
-                        raise self._not_finite(compute, chunk, a, part)
+        writing = Behind(self.emit or scatter)
+        turn = 0
+        try:
+            for number in range(parts_of(compute)):
+                begin, end = number * each, min((number + 1) * each, size)
+                for lo in range(begin, end, stretch):
+                    hi = min(lo + stretch, end)
+                    at, stop = lo * kind.itemsize, hi * kind.itemsize
+                    turn = (turn + 1) % len(held)
+                    memory = as_in_file(held[turn], compute.outputs, at)[: stop - at]
+                    out: Array = memory.view(kind)
+                    for a in range(lo, hi, step):
+                        b = min(a + step, hi)
+                        if number in done:
+                            chunk.pass_over(a, b)
+                            continue
+                        part = out[a - lo : b - lo]
+                        fill(a, b, part)
+                        if compute.finite and not _is_finite(part):
+                            raise self._not_finite(compute, chunk, a, part)
+                    if number not in done:
+                        writing.start(self.carrier, compute.outputs, at, stop, memory)
                 if number not in done:
-                    item = kind.itemsize
-                    (self.emit or scatter)(self.carrier, compute.outputs, lo * item, hi * item, memory)
-            if number not in done:
-                yield number
+                    writing.wait()
+                    yield number
+        finally:
+            writing.end()
 
     def _not_finite(self, compute: Compute, chunk: _Chunk, start: int, out: Array) -> CorruptError:
         """Say where, and which source brought it."""

@@ -61,11 +61,14 @@ def run(plan: Plan, dst: Path, options: RunOptions | None = None, progress: Prog
     KeyboardInterrupt on Ctrl-C or SIGTERM.
     """
     # A large plan is a million small tuples that stay: the garbage collector need not walk them again and again.
-    gc.freeze()
+    freezes = not gc.get_freeze_count()  # what the program around us has frozen stays frozen
+    if freezes:
+        gc.freeze()
     try:
         return _Run(plan, Path(dst), options or RunOptions(), progress or NoProgress()).go()
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 @dataclass(slots=True)
@@ -152,8 +155,10 @@ class _Run:
             try:
                 self._hire(finished)
                 self._prepare(pool, finished)
-                self._work(journal, pool, finished)
+                self._work(journal, pool, finished, signals)
                 self._finish(pool)
+                # While there is a journal, what was done is not lost when DST may not be replaced.
+                self.destination.check_absent(force=self.options.force, appeared=True)
                 signals.hold()
                 self.destination.seal(self._directories())
             except BaseException as e:
@@ -195,10 +200,10 @@ class _Run:
         for o in self.plan.outputs:
             if o.carried:
                 try:
-                    size = Path(o.carried).stat().st_size
+                    st = Path(o.carried).stat()
                 except OSError as e:
                     raise CorruptError(f"a source cannot be read: {e.strerror}", where=o.carried) from e
-                if size != o.size:
+                if st.st_size != o.size or st.st_mtime_ns != o.mtime_ns:
                     raise CorruptError(
                         "a source has changed since it was planned", where=o.carried, hint="repeat the command"
                     )
@@ -210,12 +215,16 @@ class _Run:
         self.tasks = deque(schedule(self.plan, chained=self.options.manifest))
         parts = sum([len(t.parts) for t in self.tasks])
         digest = self.plan.digest()
-        fd, left = self.destination.open(force=self.options.force, resume=self.options.resume)
+        own = {Path(o.name).parts[0] for o in self.plan.outputs} | {MANIFEST, *self.options.closing}
+        fd, left = self.destination.open(own, force=self.options.force, resume=self.options.resume)
         journal = Journal(fd, str(self.destination.partial))
         try:
             finished = journal.load(digest, parts) if left else journal.begin(digest, parts)
         except BaseException:
-            self.destination.close()
+            if left:
+                self.destination.close()
+            else:
+                self.destination.discard()
             raise
         self.recorded = len(finished.parts)
         return journal, finished
@@ -287,7 +296,7 @@ class _Run:
         keys = [k for k, _ in task.targets] + operand_keys(self.plan, task.computing)
         return all(p.number in finished.parts for p in task.parts) and all(k in finished.sums for k in keys)
 
-    def _work(self, journal: Journal, pool: FilePool, finished: Finished) -> None:
+    def _work(self, journal: Journal, pool: FilePool, finished: Finished, signals: _Signals) -> None:
         self.sums = finished.sums
         jobs = [(i, t) for i, t in enumerate(self.tasks) if t.computing >= 0 and not self._is_done(t, finished)]
         everything = list(self.tasks)
@@ -299,20 +308,21 @@ class _Run:
         self.computing = deque(jobs)
         memory = max(self.options.memory, _SMALLEST_ARENA)
         workers = min(self.options.workers, memory // _SMALLEST_ARENA, len(self.tasks))
+        threads = []
         for i, worker in enumerate(self.crew):
             work = worker.do
-            thread = threading.Thread(target=self._foreman, args=(work,), name=f"foreman-{i}", daemon=True)
-            self.threads.append(thread)
+            threads.append(threading.Thread(target=self._foreman, args=(work,), name=f"foreman-{i}", daemon=True))
         if jobs and not self.crew:  # no forking here: one thread computes
             hand = _Hand(self, everything, pool, max(memory // 2, _COMPUTING_MEMORY))
-            self.threads.append(threading.Thread(target=self._foreman, args=(hand.serve,), daemon=True))
+            threads.append(threading.Thread(target=self._foreman, args=(hand.serve,), daemon=True))
         for i in range(workers):
             carrier = Carrier(self.sources, self.paths, pool, memory // workers, self.stop)
             self.carriers.append(carrier)
-            thread = threading.Thread(target=self._worker, args=(carrier,), name=f"worker-{i}", daemon=True)
-            self.threads.append(thread)
-        for thread in self.threads:
-            thread.start()
+            threads.append(threading.Thread(target=self._worker, args=(carrier,), name=f"worker-{i}", daemon=True))
+        with signals.later():  # an interrupted `start` leaves a thread that runs and cannot be joined
+            for thread in threads:
+                thread.start()
+                self.threads.append(thread)
         with ThreadPoolExecutor(1, thread_name_prefix="journal") as recorder:
             self._watch(journal, pool, recorder)
 
@@ -467,9 +477,8 @@ class _Run:
             for done in [syncing.submit(pool.sync, path, metadata=True) for path in self.paths]:
                 done.result()
         self._check_sources()
-        if self.options.closing is not None:
-            for name, data in self.options.closing(self.sums).items():
-                self._write_small(pool, name, data)
+        for name, closing in self.options.closing.items():
+            self._write_small(pool, name, closing(self.sums))
         if self.options.manifest:
             self._write_manifest(pool)
         if self.options.verify is not None:
@@ -505,13 +514,16 @@ class _Run:
             tensors.setdefault(c.file, {})[c.tensor] = c.digest.removeprefix(f"{ALGORITHM}:")
         files = {o.name: o.size for o in sorted(self.plan.outputs, key=lambda o: o.name)}
         manifest = {"version": 1, "algorithm": ALGORITHM, "tensors": tensors, "files": files}
-        data = json.dumps(manifest, ensure_ascii=False, indent=1).encode(errors="surrogateescape")
+        data = json.dumps(manifest, ensure_ascii=False, indent=1).encode(errors="backslashreplace")
         self._write_small(pool, MANIFEST, data)
 
     def _write_small(self, pool: FilePool, name: str, data: bytes) -> None:
         target = self.destination.partial / name
-        target.unlink(missing_ok=True)
         path = str(target)
+        try:
+            target.unlink(missing_ok=True)
+        except OSError as e:
+            raise write_error(e, path, 0, 0) from e
         create(path, len(data))
         pool.expect_writes(path)
         pool.write(path, 0, memoryview(data))
@@ -608,14 +620,26 @@ class _Signals:
     """Ctrl-C and SIGTERM end a run in the same way, except while names are exchanged."""
 
     def __init__(self) -> None:
-        self._held = False
+        self._held = self._waits = self._came = False
 
     def hold(self) -> None:
         """From now on the run is as good as finished: let it."""
         self._held = True
 
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        """What comes meanwhile ends the run afterwards."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+        if self._came:
+            raise KeyboardInterrupt
+
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        if not self._held:
+        self._came = True
+        if not self._held and not self._waits:
             raise KeyboardInterrupt
 
 

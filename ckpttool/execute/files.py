@@ -3,6 +3,8 @@
 Growing the page cache costs more than moving the bytes, so large writes leave nothing in it. Which call does that
 depends on kernel and filesystem; it is found out by the first write that is refused:
 
+    direct        pwrite past the page cache (O_DIRECT) of whole pages; the edges of a write, which share their pages
+                  with its neighbours, go through the page cache. No page is written in both ways
     uncached      pwritev2 with RWF_DONTCACHE (Linux 6.14 and a filesystem that takes it)
     write-behind  pwrite, then sync_file_range and fadvise(DONTNEED) one step behind
     plain         pwrite
@@ -23,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+
 from ckpttool.errors import CorruptError, OutputError
 
 RWF_DONTCACHE = 0x80
@@ -30,6 +34,13 @@ RWF_DONTCACHE = 0x80
 
 UNCACHED_FROM = 256 << 10
 """Smaller pieces go through the page cache: dropping a page that the next piece shares means reading it back."""
+
+PAGE = 4096
+"""Direct writes begin and end at multiples of this in the file: no page cache holds a part of what they write."""
+
+SECTOR = 512
+"""A direct write wants its bytes in memory at the same distance from a multiple of this as in the file. Whoever gives
+other ones has them written uncached."""
 
 PIECE = 8 << 20
 """Longest single read or write: long enough to cost nothing, short enough to stop soon after Ctrl-C."""
@@ -39,6 +50,9 @@ IOV_MAX = 1024
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ESPIPE)
 _FICLONE = 0x40049409
 """Linux: let a file have the blocks of another one until either is written (btrfs, xfs, bcachefs)."""
+
+_Name = tuple[str, bool]
+"""A path, and whether its descriptor is for direct writes."""
 
 _SYNC_WRITE = 2
 _SYNC_WAIT_BEFORE_WRITE_WAIT_AFTER = 7
@@ -91,17 +105,26 @@ class FilePool:
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit or descriptor_limit()
-        self._open: OrderedDict[str, list[int]] = OrderedDict()  # path -> [descriptor, users]
+        self._open: OrderedDict[_Name, list[int]] = OrderedDict()  # -> [descriptor, users]
         self._writable: set[str] = set()
         self._lock = threading.Lock()
         self._cached_reads: set[str] = set()  # files whose filesystem refuses uncached reads
-        self.policy = "uncached"
+        self._direct = hasattr(os, "O_DIRECT")
+        self._indirect = "uncached"
+        """The policy where direct writes are refused, or cannot be made for where the bytes lie."""
+        self._turns = threading.BoundedSemaphore(2)
+        """For writes through the page cache: more of them at a time only get in each other's way."""
         self._behind: dict[str, list[tuple[int, int]]] = {}
         self._scattered: set[str] = set()
         self.unsynced = False
         """A sync has failed. The kernel says so once: a later one succeeds although the pages are gone."""
         self.short_calls = threading.Lock()
         """For whoever makes thousands of short calls: two threads at that only pass the interpreter to and fro."""
+
+    @property
+    def policy(self) -> str:
+        """How large writes go: ``direct``, ``uncached``, ``write-behind`` or ``plain``."""
+        return "direct" if self._direct else self._indirect
 
     def __enter__(self) -> Self:
         return self
@@ -112,33 +135,43 @@ class FilePool:
     def close(self) -> None:
         """Close every descriptor that is not in use."""
         with self._lock:
-            for path in [p for p, entry in self._open.items() if not entry[1]]:
-                os.close(self._open.pop(path)[0])
+            for name in [n for n, entry in self._open.items() if not entry[1]]:
+                os.close(self._open.pop(name)[0])
 
     def expect_writes(self, path: str) -> None:
         """Open this path for reading and writing from now on."""
         self._writable.add(path)
 
-    def take(self, path: str) -> int:
-        """A descriptor, in use until ``give``."""
+    def take(self, path: str, *, direct: bool = False) -> int:
+        """A descriptor, in use until ``give``; a ``direct`` one is for writes past the page cache."""
+        name = path, direct
         with self._lock:
-            entry = self._open.get(path)
+            entry = self._open.get(name)
             if entry is None:
                 while len(self._open) >= self._limit:
-                    idle = next((p for p, e in self._open.items() if not e[1]), None)
+                    idle = next((n for n, e in self._open.items() if not e[1]), None)
                     if idle is None:
                         break
                     os.close(self._open.pop(idle)[0])
-                flags = os.O_RDWR if path in self._writable else os.O_RDONLY
-                entry = self._open[path] = [os.open(path, flags | os.O_CLOEXEC), 0]
+                entry = self._open[name] = [self._opened(path, direct=direct), 0]
             else:
-                self._open.move_to_end(path)
+                self._open.move_to_end(name)
             entry[1] += 1
             return entry[0]
 
-    def give(self, path: str) -> None:
+    def _opened(self, path: str, *, direct: bool) -> int:
+        if direct:
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        if path not in self._writable:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # What is read ahead of an output would be there when a direct write changes it below.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        return fd
+
+    def give(self, path: str, *, direct: bool = False) -> None:
         with self._lock:
-            self._open[path][1] -= 1
+            self._open[path, direct][1] -= 1
 
     # -- reading
 
@@ -192,49 +225,85 @@ class FilePool:
         """
         if scattered:
             self._scattered.add(path)
-        fd = self.take(path)
+        done = 0
         try:
-            for start in range(0, data.nbytes, PIECE) or (0,):
-                self._write(fd, path, offset + start, data[start : start + PIECE])
+            head = -offset % PAGE
+            if self._direct and data.nbytes >= UNCACHED_FROM and (_address(data) + head) % SECTOR == 0:
+                done = self._write_direct(path, offset + head, data[head : data.nbytes - (offset + data.nbytes) % PAGE])
+            fd = self.take(path)
+            try:
+                if done:
+                    self._write(fd, path, offset, data[:head])
+                    done += head
+                for start in range(done, data.nbytes, PIECE):
+                    with self._turns:
+                        self._write(fd, path, offset + start, data[start : start + PIECE])
+            finally:
+                self.give(path)
         except OSError as e:
             raise write_error(e, path, offset, data.nbytes) from e
-        finally:
-            self.give(path)
+
+    def _write_direct(self, path: str, offset: int, data: memoryview) -> int:
+        """Write whole pages past the page cache; returns how many bytes, fewer where that is refused."""
+        done = 0
+        try:
+            fd = self.take(path, direct=True)
+            try:
+                while done < data.nbytes:
+                    done += os.pwrite(fd, data[done : done + PIECE], offset + done)
+                    if done % PAGE:  # a disk that is full in the middle: the page cache has the next word
+                        return done
+            finally:
+                self.give(path, direct=True)
+        except OSError as e:
+            if e.errno not in _UNSUPPORTED:
+                raise
+            self._direct = False
+        return done
 
     def _write(self, fd: int, path: str, offset: int, data: memoryview) -> None:
         start, large = offset, data.nbytes >= UNCACHED_FROM
         while data.nbytes:
-            if large and self.policy == "uncached":
+            if large and self._indirect == "uncached":
                 try:
                     n = os.pwritev(fd, (data,), offset, RWF_DONTCACHE)
                 except OSError as e:
                     if e.errno not in _UNSUPPORTED:
                         raise
-                    self.policy = "write-behind"
+                    self._indirect = "write-behind"
                     continue
             else:
                 n = os.pwrite(fd, data, offset)
             offset += n
             data = data[n:]
-        if large and self.policy == "write-behind":
+        if large and self._indirect == "write-behind":
             self._write_behind(fd, path, start, offset - start)
 
     def _write_behind(self, fd: int, path: str, offset: int, nbytes: int) -> None:
         """Start writing this piece to disk; drop the one before last, which has had time to get there."""
         if not hasattr(_LIBC, "sync_file_range"):
-            self.policy = "plain"
+            self._indirect = "plain"
             return
-        if _sync_range(fd, offset, nbytes, _SYNC_WRITE):
-            if ctypes.get_errno() in _UNSUPPORTED:
-                self.policy = "plain"
+        if not self._sync_range(fd, offset, nbytes, _SYNC_WRITE):
+            self._indirect = "plain"
             return
         with self._lock:
             queue = self._behind.setdefault(path, [])
             queue.append((offset, nbytes))
             old = queue.pop(0) if len(queue) > 4 else None
         if old is not None:
-            _sync_range(fd, *old, _SYNC_WAIT_BEFORE_WRITE_WAIT_AFTER)
+            self._sync_range(fd, *old, _SYNC_WAIT_BEFORE_WRITE_WAIT_AFTER)
             os.posix_fadvise(fd, *old, os.POSIX_FADV_DONTNEED)
+
+    def _sync_range(self, fd: int, offset: int, nbytes: int, flags: int) -> bool:
+        """``sync_file_range``; False where there is none. Raises OSError: what fails here is not said again later."""
+        if not _LIBC.sync_file_range(fd, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes), ctypes.c_uint(flags)):
+            return True
+        code = ctypes.get_errno()
+        if code in _UNSUPPORTED:
+            return False
+        self.unsynced = True
+        raise OSError(code, os.strerror(code))
 
     def sync(self, path: str, *, metadata: bool = False) -> None:
         """Make the file's bytes durable and let its pages leave the page cache. Raises OutputError.
@@ -260,7 +329,12 @@ def create(path: str, size: int) -> bool:
     A file of that size which is already there keeps its bytes; returns whether that was so.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o666)
+        if os.fstat(fd).st_nlink > 1:  # another file by this name too: it is not ours to write
+            os.close(fd)
+            Path(path).unlink()
+            fd = os.open(path, flags | os.O_EXCL, 0o666)
         try:
             kept = os.fstat(fd).st_size == size
             if not kept:
@@ -278,18 +352,22 @@ def share(source: str, path: str) -> str:
     """Make ``path`` a file that shares the bytes of ``source``: ``reflinked``, ``hard-linked``, or "" where neither
     works (another filesystem, no permission). Raises OutputError when a file that is in the way cannot be removed.
     """
-    try:
-        Path(path).unlink(missing_ok=True)
-    except OSError as e:
-        raise write_error(e, path, 0, 0) from e
+    _remove(path)
     with contextlib.suppress(OSError), Path(source).open("rb") as f, Path(path).open("xb") as g:
         fcntl.ioctl(g.fileno(), _FICLONE, f.fileno())
         return "reflinked"
-    Path(path).unlink(missing_ok=True)
+    _remove(path)
     with contextlib.suppress(OSError):
         os.link(os.path.realpath(source), path)
         return "hard-linked"
     return ""
+
+
+def _remove(path: str) -> None:
+    try:
+        Path(path).unlink(missing_ok=True)
+    except OSError as e:
+        raise write_error(e, path, 0, 0) from e
 
 
 def _reserve(fd: int, size: int) -> None:
@@ -323,6 +401,11 @@ def _unreadable(e: OSError, path: str, offset: int, buffers: Sequence[memoryview
     return SourceReadError(f"cannot read a source: {e.strerror or e}", where=where)
 
 
+def _address(data: memoryview) -> int:
+    """Where in memory the bytes lie."""
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
 def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
     rest: list[memoryview] = []
     for b in buffers:
@@ -332,7 +415,3 @@ def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
             rest.append(b[done:] if done else b)
             done = 0
     return rest
-
-
-def _sync_range(fd: int, offset: int, nbytes: int, flags: int) -> int:
-    return int(_LIBC.sync_file_range(fd, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes), ctypes.c_uint(flags)))

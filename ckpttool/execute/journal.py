@@ -1,18 +1,20 @@
 """What of a run is finished and on disk, in a file beside the output, so that an interrupted run can go on.
 
 The first line identifies the plan; each further line lists parts whose bytes were made durable before the line was
-written, with the checksums of tensors that they completed:
+written, with the checksums of tensors that they completed, and a checksum (CRC-32) of the line itself, because what it
+lists is not written again:
 
-    {"journal": 1, "plan": "<digest>", "parts": 1234}
-    {"done": [[0, 17], [19, 20]], "sums": {"3.0": "<hex>"}}
+    {"journal": 2, "plan": "<digest>", "parts": 1234}
+    {"done": [[0, 17], [19, 20]], "sums": {"3.0": "<hex>"}} 1c291ca3
 
-A line that a crash cut short is ignored, with everything behind it.
+A line that a crash cut short is ignored, with everything behind it. If that is the first line, nothing had begun.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 from ckpttool.errors import ConflictError
 from ckpttool.execute.files import write_error
 
-VERSION = 1
+VERSION = 2
 """Changes with the file's form and with the way a plan is cut into parts."""
 
 
@@ -50,11 +52,15 @@ class Journal:
         return Finished()
 
     def load(self, digest: str, parts: int) -> Finished:
-        """What was finished. Raises ConflictError when the journal belongs to another plan."""
+        """What was finished. Raises ConflictError when the journal belongs to another plan, OutputError when what is
+        torn cannot be removed.
+        """
         size = os.fstat(self._fd).st_size
         data = os.pread(self._fd, size, 0)
         lines = data.split(b"\n")[:-1]  # what follows the last newline is a torn line
-        head = _parse(lines[0]) if lines else {}
+        if not lines or (len(lines) == 1 and b"\0" in lines[0]):  # a loss of power leaves zeros for what was not synced
+            return self.begin(digest, parts)
+        head = _parse(lines[0])
         if head.get("journal") != VERSION or not isinstance(head.get("plan"), str):
             raise ConflictError(
                 "what the interrupted run left cannot be continued: its journal cannot be read",
@@ -70,16 +76,22 @@ class Journal:
         found = Finished()
         good = len(lines[0]) + 1
         for line in lines[1:]:
-            entry = _parse(line)
+            text, _, seal = line.rpartition(b" ")
+            entry = _parse(text) if seal == _seal(text) else {}
             done, sums = entry.get("done"), entry.get("sums", {})
-            if done is None or not _ranges_within(done, parts) or not isinstance(sums, dict):
+            if done is None or not _ranges_within(done, parts):
+                break
+            if not isinstance(sums, dict) or not all(isinstance(v, str) for v in sums.values()):
                 break
             for a, b in done:
                 found.parts.update(range(a, b))
             found.sums.update(sums)
             good += len(line) + 1
         if good != size:
-            os.ftruncate(self._fd, good)
+            try:
+                os.ftruncate(self._fd, good)
+            except OSError as e:
+                raise write_error(e, self._path, 0, 0) from e
         return found
 
     def append(self, parts: Iterable[int], sums: dict[str, str]) -> None:
@@ -88,7 +100,7 @@ class Journal:
         if sums:
             entry["sums"] = sums
         try:
-            self._write(json.dumps(entry, separators=(",", ":")))
+            self._write(sealed(json.dumps(entry, separators=(",", ":"))))
         except OSError as e:
             raise write_error(e, self._path, 0, 0) from e
 
@@ -99,6 +111,15 @@ class Journal:
             n = os.pwrite(self._fd, data, at)
             at, data = at + n, data[n:]
         os.fdatasync(self._fd)
+
+
+def sealed(text: str) -> str:
+    """A line that lists parts, with its checksum."""
+    return f"{text} {_seal(text.encode()).decode()}"
+
+
+def _seal(text: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(text)
 
 
 def ranges(numbers: Iterable[int]) -> list[list[int]]:
@@ -115,12 +136,12 @@ def ranges(numbers: Iterable[int]) -> list[list[int]]:
 def _parse(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return entry if isinstance(entry, dict) else {}
 
 
 def _ranges_within(done: object, parts: int) -> bool:
     return isinstance(done, list) and all(
-        isinstance(r, list) and len(r) == 2 and 0 <= r[0] <= r[1] <= parts for r in done
+        isinstance(r, list) and [*map(type, r)] == [int, int] and 0 <= r[0] <= r[1] <= parts for r in done
     )

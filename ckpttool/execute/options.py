@@ -12,8 +12,8 @@ MIB = 1 << 20
 
 
 def default_workers() -> int:
-    """Threads that move bytes: two reach nearly all a disk gives, more than four only fight over the interpreter."""
-    return max(2, min(4, len(os.sched_getaffinity(0))))
+    """Threads that move bytes: four keep a disk busy that is written directly, as most of them wait for it."""
+    return max(2, min(4, 2 * len(os.sched_getaffinity(0))))
 
 
 def default_processes() -> int:
@@ -38,9 +38,9 @@ class RunOptions:
     """Compute a checksum of every stored tensor and write them to ``ckpttool.manifest.json``."""
     verify: Callable[[Path], None] | None = None
     """Called with the finished, synced partial directory; when it raises, DST does not appear."""
-    closing: Callable[[Mapping[str, str]], Mapping[str, bytes]] | None = None
-    """Called when everything is written with the hashes of the operands of computed tensors, by the keys of
-    ``operand_keys``; returns further small files, by name, that could not be known before."""
+    closing: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
+    """Further small files, by name, that cannot be known before. Called when everything is written, with the hashes
+    of the operands of computed tensors, by the keys of ``operand_keys``."""
     single: bool = False
     """DST is a file: the only output of the plan, which has its name."""
     source_roots: tuple[str, ...] = ()
@@ -99,6 +99,6 @@ class RunResult:
     peak_buffer: int
     """Most bytes of buffers in use at one time."""
     policy: str
-    """How bytes were written: ``uncached``, ``write-behind`` or ``plain``."""
+    """How bytes were written: ``direct``, ``uncached``, ``write-behind`` or ``plain``."""
     manifest: list[Checksum] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

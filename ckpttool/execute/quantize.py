@@ -10,7 +10,7 @@ Bytes do not depend on the size of a panel. Where parts begin follows from the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -20,12 +20,13 @@ import numpy as np
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import CorruptError, UnsupportedError
 from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.files import SECTOR
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
 from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes
-from ckpttool.execute.strided import scatter
+from ckpttool.execute.strided import Behind, Emit, as_in_file, scatter
 from ckpttool.kernels.quantize import NotFiniteError, Rounder, ScaleError
-from ckpttool.plan import Adapted, Copy, Operand, Quantize, Result, Stored, shape_of
+from ckpttool.plan import Adapted, Operand, Quantize, Result, Stored, shape_of
 
 PART = 8 << 20
 """Elements of a part, or as many as the least whole number of blocks has."""
@@ -143,7 +144,7 @@ class Quantizing:
 
     carrier: Carrier
     memory: int
-    emit: Callable[[Carrier, Sequence[Copy], int, int, Bytes], None] | None = None
+    emit: Emit | None = None
     """What becomes of a stretch of a result, by default it is written; see ``scatter``."""
     _arrays: dict[str, Bytes] = field(default_factory=dict)
     buffer: Buffer = field(default_factory=Buffer)
@@ -155,21 +156,26 @@ class Quantizing:
         Raises CorruptError for an element that is not finite.
         """
         self.buffer.holds = None
-        work = _Work(self, step)
+        writing = Behind(self.emit or scatter)
+        work = _Work(self, step, writing)
         count = parts_of(step)
-        for number in range(count):
-            if number in done:
-                work.pass_over(number)
-                continue
-            try:
-                work.part(number)
-            except ScaleError as e:
-                raise CorruptError(
-                    f"`{step.name}` takes a scale of {e.scale:g}, which {step.rounding.scale} does not hold",
-                    where=work.source.label,
-                    hint="--scale-dtype f32",
-                ) from None
-            yield number
+        try:
+            for number in range(count):
+                if number in done:
+                    work.pass_over(number)
+                    continue
+                try:
+                    work.part(number)
+                except ScaleError as e:
+                    raise CorruptError(
+                        f"`{step.name}` takes a scale of {e.scale:g}, which {step.rounding.scale} does not hold",
+                        where=work.source.label,
+                        hint="--scale-dtype f32",
+                    ) from None
+                writing.wait()
+                yield number
+        finally:
+            writing.end()
         digest = work.source.digest(prod(step.shape))
         yield {} if digest is None else {"0": digest}
 
@@ -184,8 +190,10 @@ class Quantizing:
 class _Work:
     """One tensor."""
 
-    def __init__(self, owner: Quantizing, step: Quantize) -> None:
+    def __init__(self, owner: Quantizing, step: Quantize, writing: Behind) -> None:
         self.owner = owner
+        self._writing = writing
+        self._turn = False
         self.step = step
         self.grid = grid = grid_of(step)
         self.source: Reader = reader(step.operand, owner.carrier, lambda: owner.buffer)
@@ -256,7 +264,7 @@ class _Work:
                 panel = self._read(matrix, a, b, c0, c1, last=not turned)
                 bands, blocks = -(-(b - a) // tall), -(-(c1 - c0) // self.wide)
                 scales = self.owner.take("scales", bands * blocks * self.item).reshape(bands, blocks, self.item)
-                codes = self._codes(panel)
+                codes = self._codes(panel, matrix, a, c0)
                 try:
                     self.rounder.local(panel, factor, codes, scales)
                 except NotFiniteError as e:
@@ -278,7 +286,7 @@ class _Work:
                 self._emit_scales(matrix, band, 0, stored)
             for a, b, c0, c1 in self._pieces(r0, stop):
                 panel = self._read(matrix, a, b, c0, c1, last=True)
-                codes = self._codes(panel)
+                codes = self._codes(panel, matrix, a, c0)
                 self.rounder.codes(panel, divisors[:, c0 // self.wide : -(-c1 // self.wide)], codes)
                 self._emit_codes(matrix, a, c0, codes)
             r0 = stop
@@ -387,19 +395,29 @@ class _Work:
                 source.read(lo, lo + c1 - c0, panel[i], last=last)
         return panel
 
-    def _codes(self, panel: Array) -> Bytes:
+    def _codes(self, panel: Array, matrix: int, row: int, column: int) -> Bytes:
+        """Room for the codes of a panel. One is filled while the other is written."""
         rows, columns = panel.shape
         columns //= self.half
-        return self.owner.take("codes", rows * columns).reshape(rows, columns)
+        self._turn = not self._turn
+        memory = self.owner.take(f"codes {self._turn}", rows * columns + SECTOR)
+        if "codes" in self.results:
+            memory = as_in_file(memory, self.results["codes"].outputs, self._code_at(matrix, row, column))
+        return memory[: rows * columns].reshape(rows, columns)
+
+    def _code_at(self, matrix: int, row: int, column: int) -> int:
+        """The byte of the codes where an element's is."""
+        return ((matrix * self.grid.rows + row) * self.grid.columns + column) // self.half
 
     def _emit_codes(self, matrix: int, row: int, column: int, codes: Bytes) -> None:
         result = self.results.get("codes")
         if result is None or not codes.size:
             return
         columns = self.grid.columns // self.half
-        at = (matrix * self.grid.rows + row) * columns + column // self.half
+        at = self._code_at(matrix, row, column)
         if codes.shape[1] == columns:
-            self._emit(result, at, codes.reshape(-1))
+            data = codes.reshape(-1)
+            self._writing.start(self.owner.carrier, result.outputs, at, at + data.size, data)
             return
         for i, line in enumerate(codes):
             self._emit(result, at + i * columns, line)
@@ -412,7 +430,7 @@ class _Work:
             self._emit(result, at, np.ascontiguousarray(scales).reshape(-1))
 
     def _emit(self, result: Result, at: int, data: Bytes) -> None:
-        (self.owner.emit or scatter)(self.owner.carrier, result.outputs, at, at + data.size, data)
+        self._writing.now(self.owner.carrier, result.outputs, at, at + data.size, data)
 
     # -- errors
 

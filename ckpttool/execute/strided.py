@@ -6,14 +6,15 @@ result goes out through copies *from* it; ``clip`` cuts either to the stretch at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import VerifyError
 from ckpttool.execute.blocks import Carrier
-from ckpttool.execute.files import span
+from ckpttool.execute.files import SECTOR, UNCACHED_FROM, span
 from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes, offsets, read_block
 from ckpttool.kernels.cast import cast
@@ -140,6 +141,10 @@ def is_turned(copies: Sequence[Copy]) -> bool:
     return False
 
 
+Emit = Callable[[Carrier, Sequence[Copy], int, int, Bytes], None]
+"""Does something with bytes ``[lo, hi)`` of a result: ``scatter`` or ``compare``."""
+
+
 def scatter(carrier: Carrier, copies: Sequence[Copy], lo: int, hi: int, buffer: Bytes) -> None:
     """Write bytes ``[lo, hi)`` of a result, which lie in ``buffer``, to where the copies say."""
     for file, offset, run, scattered in _runs(copies, lo, hi, buffer):
@@ -178,3 +183,54 @@ def _runs(copies: Sequence[Copy], lo: int, hi: int, buffer: Bytes) -> Iterator[t
             for start in offsets(block.shape[:k], strides[:k]):
                 yield c.dst.file, c.dst.offset + start, view[at : at + run], run < view.nbytes
                 at += run
+
+
+def as_in_file(memory: Bytes, outputs: Sequence[Copy], at: int) -> Bytes:
+    """``memory`` from where on byte ``at`` of a result can be written directly; it has a sector to spare."""
+    if not outputs:
+        return memory
+    first = outputs[0]
+    start = (first.dst.offset - first.src.offset + at - memory.ctypes.data) % SECTOR
+    return memory[start if start % itemsize(first.src_dtype) == 0 else 0 :]
+
+
+class Behind:
+    """Writes one stretch of a result while the next one is worked out; a direct write would only be waited for."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._thread: threading.Thread | None = None
+        self._failed: list[BaseException] = []
+
+    def now(self, carrier: Carrier, outputs: Sequence[Copy], lo: int, hi: int, memory: Bytes) -> None:
+        """Write ``memory`` before anything else is done."""
+        self.wait()
+        self._emit(carrier, outputs, lo, hi, memory)
+
+    def start(self, carrier: Carrier, outputs: Sequence[Copy], lo: int, hi: int, memory: Bytes) -> None:
+        """Begin to write ``memory``, which is in use until the next call has returned."""
+        if memory.nbytes < UNCACHED_FROM:
+            self.now(carrier, outputs, lo, hi, memory)
+            return
+        self.wait()
+
+        def write() -> None:
+            try:
+                self._emit(carrier, outputs, lo, hi, memory)
+            except BaseException as e:  # noqa: BLE001 - raised again by whoever waits
+                self._failed.append(e)
+
+        self._thread = threading.Thread(target=write, name="behind", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until everything is written. Raises what writing raised."""
+        self.end()
+        if self._failed:
+            raise self._failed.pop()
+
+    def end(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

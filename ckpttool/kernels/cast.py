@@ -6,12 +6,36 @@ includes F64 to F16 and BF16, which torch rounds twice, by way of F32.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 
 _ELEMENTS = 64 << 10
 """Elements that are converted at a time where an intermediate type is needed."""
+
+
+_U32 = np.uint32
+_HALF, _SINGLE = np.dtype(np.float16), np.dtype(np.float32)
+_NO_SIGN, _EXPONENT = _U32(0x7FFFFFFF), _U32(0x7F800000)
+_TO_INFINITY = _U32(0x477FF000)
+"""The bits of 65,520, the least number that rounds to an infinity of float16; those of NaN are larger."""
+_LEAST_NORMAL = _U32(113 << 23)
+"""The bits of 2^-14, the least normal number of float16: below it, steps are as long as there."""
+_MAGIC = _U32(13 << 23)
+"""Added to a number's exponent gives a number with a last bit as large as the step of float16 at the first one."""
+_UP, _DOWN = np.float32(2.0**112), np.float32(2.0**-112)
+"""Between the exponents of both types, whose biases are 15 and 127."""
+
+
+class _Scratch(threading.local):
+    """Bits of two blocks, for each thread."""
+
+    def __init__(self) -> None:
+        self.blocks = np.empty((2, _ELEMENTS), np.uint32)
+
+
+_scratch = _Scratch()
 
 
 def cast(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
@@ -22,6 +46,12 @@ def cast(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
     with np.errstate(all="ignore"):
         if src.dtype.itemsize == 8 and dst.dtype.itemsize == 2:
             _twice(src, dst)
+        elif {src.dtype, dst.dtype} == {_HALF, _SINGLE} and src.flags.c_contiguous and dst.flags.c_contiguous:
+            # numpy takes these one by one; on the bits of whole blocks it is two to three times as fast.
+            pieces = _to_half if dst.dtype == _HALF else _from_half
+            src, dst = src.reshape(-1), dst.reshape(-1)
+            for a in range(0, src.size, _ELEMENTS):
+                pieces(src[a : a + _ELEMENTS], dst[a : a + _ELEMENTS])
         else:
             np.copyto(dst, src, casting="unsafe")
 
@@ -37,3 +67,41 @@ def _twice(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
             _twice(src[a], dst[a])
         else:
             _twice(src[a : a + step], dst[a : a + step])
+
+
+def _from_half(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
+    """float16 to float32: the exponent, in its new place, is multiplied up, which makes subnormal numbers normal."""
+    halves, bits = src.view(np.uint16), dst.view(_U32)
+    sign = _scratch.blocks[0, : src.size]
+    low = sign.view(np.uint16)[: src.size]
+    np.bitwise_and(halves, np.uint16(0x7C00), out=low)
+    if low.max() == 0x7C00:  # an infinity or NaN
+        np.copyto(dst, src, casting="unsafe")
+        return
+    np.left_shift(halves, _U32(13), out=bits, dtype=_U32)
+    np.bitwise_and(bits, _U32(0x10000000), out=sign)
+    np.left_shift(sign, _U32(3), out=sign)
+    np.bitwise_and(bits, _U32(0x0FFFFFFF), out=bits)
+    np.multiply(dst, _UP, out=dst)
+    np.bitwise_or(bits, sign, out=bits)
+
+
+def _to_half(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
+    """float32 to float16: adding a number that leaves no room for what float16 does not hold rounds to nearest even."""
+    bits, magic = _scratch.blocks[:, : src.size]
+    np.bitwise_and(src.view(_U32), _NO_SIGN, out=bits)
+    if bits.max() >= _TO_INFINITY:
+        np.copyto(dst, src, casting="unsafe")
+        return
+    np.bitwise_and(bits, _EXPONENT, out=magic)
+    np.maximum(magic, _LEAST_NORMAL, out=magic)
+    np.add(magic, _MAGIC, out=magic)
+    value = bits.view(np.float32)
+    np.add(value, magic.view(np.float32), out=value)
+    np.subtract(value, magic.view(np.float32), out=value)
+    np.multiply(value, _DOWN, out=value)
+    np.right_shift(bits, _U32(13), out=bits)
+    np.right_shift(src.view(_U32), _U32(16), out=magic)
+    np.bitwise_and(magic, _U32(0x8000), out=magic)
+    np.bitwise_or(bits, magic, out=bits)
+    np.copyto(dst.view(np.uint16), bits, casting="unsafe")

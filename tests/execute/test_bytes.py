@@ -94,8 +94,10 @@ def test_steps_of_other_kinds(tmp_path: Path) -> None:
     )
     outputs = [
         Output("x.bin", 71, ((0, b"header"),)),
-        Output("deep/er/config.json", 2, carried=str(tmp_path / "config.json")),
-        Output("empty", 0, carried=str(tmp_path / "empty")),
+        *[
+            Output(name, path.stat().st_size, carried=str(path), mtime_ns=path.stat().st_mtime_ns)
+            for name, path in (("deep/er/config.json", tmp_path / "config.json"), ("empty", tmp_path / "empty"))
+        ],
         Output("index.json", 4, ((0, b"null"),)),
     ]
     plan = Plan([found], outputs, [unit])

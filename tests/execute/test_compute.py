@@ -220,9 +220,9 @@ def test_bytes_do_not_depend_on_how(tmp_path: Path, *, forks: bool, manifest: bo
     plan, want = merge_plan(tmp_path / "src")
     found = {}
 
-    def closing(digests: Any) -> dict[str, bytes]:
+    def closing(digests: Any) -> bytes:
         found.update(digests)
-        return {"note.txt": b"said at the end"}
+        return b"said at the end"
 
     with pytest.MonkeyPatch.context() as patched:
         if small:  # chunks, stretches and parts of a few rows
@@ -230,7 +230,7 @@ def test_bytes_do_not_depend_on_how(tmp_path: Path, *, forks: bool, manifest: bo
             patched.setattr(compute, "STRETCH", 80)
             patched.setattr(compute, "PART", 54)
         patched.setattr(engine, "can_fork", lambda: forks)
-        result = run(plan, tmp_path / "dst", RunOptions(manifest=manifest, closing=closing, processes=2))
+        result = run(plan, tmp_path / "dst", RunOptions(manifest=manifest, closing={"note.txt": closing}, processes=2))
     assert written(tmp_path / "dst") == want
     assert (tmp_path / "dst/note.txt").read_bytes() == b"said at the end"
     assert len(result.manifest) == (3 if manifest else 0)
@@ -243,15 +243,15 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
     plan, want = merge_plan(tmp_path / "src")
     hashes: list[dict[str, str]] = []
 
-    def closing(digests: Any) -> dict[str, bytes]:
+    def closing(digests: Any) -> bytes:
         hashes.append({k: v for k, v in digests.items() if ":" in k})
-        return {}
+        return b"said at the end"
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compute, "CHUNK", 18)
         patched.setattr(compute, "PART", 54)
         patched.setattr(engine, "can_fork", lambda: False)
-        run(plan, tmp_path / "once", RunOptions(closing=closing))
+        run(plan, tmp_path / "once", RunOptions(closing={"note.txt": closing}))
         tasks = schedule(plan, chained=False)
         assert [len(t.parts) for t in tasks] == [5, 5]
         real = strided.scatter
@@ -264,10 +264,10 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
 
         patched.setattr(compute, "scatter", scatter)
         with pytest.raises(OutputError, match="the disk is gone"):
-            run(plan, tmp_path / "dst", RunOptions(closing=closing))
+            run(plan, tmp_path / "dst", RunOptions(closing={"note.txt": closing}))
         assert not (tmp_path / "dst").exists()
         patched.setattr(compute, "scatter", real)
-        result = run(plan, tmp_path / "dst", RunOptions(resume=True, closing=closing))
+        result = run(plan, tmp_path / "dst", RunOptions(resume=True, closing={"note.txt": closing}))
     assert 0 < result.bytes_skipped < result.bytes_skipped + result.bytes_written
     assert result.bytes_skipped + result.bytes_written == plan.bytes_written
     assert written(tmp_path / "dst") == want
@@ -322,7 +322,7 @@ def test_what_is_not_finite_is_named(tmp_path: Path, value: float) -> None:
     assert "[5, 1]" in caught.value.what
     assert [w for w in caught.value.where if "`b` of source 1" in w]
     assert not [w for w in caught.value.where if "`a` of source 0" in w]
-    plan.units[:] = [u._replace(steps=tuple(s._replace(finite=False) for s in u.steps)) for u in plan.units]  # type: ignore[call-arg]
+    plan.units = [u._replace(steps=tuple(s._replace(finite=False) for s in u.steps)) for u in plan.units]  # type: ignore[call-arg]
     run(plan, tmp_path / "dst", RunOptions())
     assert not np.isfinite(np.frombuffer(written(tmp_path / "dst")[: 40 * 6 * 2], BF16).astype(np.float32)).all()
 

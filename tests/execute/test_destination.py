@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -12,7 +14,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ import pytest
 
 from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyError
 from ckpttool.execute import NoProgress, RunOptions, commit, engine, files, run, schedule
-from ckpttool.plan import Plan
+from ckpttool.plan import Output, Plan
 from tests.execute.plans import expected, reshard, written
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +50,7 @@ def test_an_existing_destination(tmp_path: Path, plan: Plan) -> None:
     (dst / "mine").write_text("old")
     with pytest.raises(OutputError, match="exists") as e:
         run(plan, dst)
-    assert e.value.hint == "use --force to replace it"
+    assert e.value.hint == "choose another DST, or use --force to replace it"
     assert (dst / "mine").read_text() == "old"
     run(plan, dst, RunOptions(force=True))
     assert not (dst / "mine").exists()
@@ -89,11 +93,11 @@ def test_the_old_destination_is_there_until_the_end(tmp_path: Path, plan: Plan) 
     ("dst", "what"),
     [
         ("src/dst", "the destination lies inside the source"),
-        ("src", "the source lies inside the destination"),
+        ("src", "SRC and DST are the same"),
         (".", "the source lies inside the destination"),
         ("link/dst", "the destination lies inside the source"),
         ("nowhere/dst", "does not exist"),
-        ("src/rank_0.bin/dst", "does not exist"),
+        ("src/rank_0.bin/dst", "is a file, not a directory"),
     ],
 )
 def test_where_a_destination_cannot_be(tmp_path: Path, plan: Plan, dst: str, what: str) -> None:
@@ -108,6 +112,18 @@ def test_beside_a_single_source_file(tmp_path: Path, plan: Plan) -> None:
     options = RunOptions(source_roots=(str(tmp_path / "src/rank_0.bin"),))
     run(plan, tmp_path / "src/dst", options)
     assert written(tmp_path / "src/dst", plan) == expected(plan)
+
+
+def test_what_the_host_has_frozen_stays_frozen(tmp_path: Path, plan: Plan) -> None:
+    """A server freezes its objects before it forks; a run in it must not give them back to the collector."""
+    gc.freeze()
+    try:
+        run(plan, tmp_path / "dst")
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+    run(plan, tmp_path / "other")
+    assert not gc.get_freeze_count()
 
 
 def test_the_current_directory_is_not_replaced(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +238,62 @@ def test_a_disk_that_fills_up(tmp_path: Path, plan: Plan, code: int, what: str) 
     assert left(tmp_path) == ["dst", "src"]
 
 
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("call", ["fdatasync", "sync_file_range"])
+def test_a_sync_that_fails_once(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The kernel says once that it lost what it was to write. A sync that succeeds later must not be believed."""
+    libc = files._LIBC
+    failed: list[str] = []
+
+    def fails(fd: int, *rest: Any) -> int:
+        name = str(Path(f"/proc/self/fd/{fd}").readlink())
+        if not failed and name.endswith("rank_0.bin") and (call == "fdatasync" or rest[2].value == 7):
+            failed.append(name)
+            with Path(name).open("r+b") as f:
+                f.write(bytes(Path(name).stat().st_size))
+            if call == "fdatasync":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            ctypes.set_errno(errno.EIO)
+            return -1
+        return 0
+
+    def refuses(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "UNCACHED_FROM", 8 << 10)
+        patch.setattr(files, "PIECE", 16 << 10)
+        if call == "fdatasync":
+            patch.setattr(os, call, fails)
+        else:
+            patch.delattr(os, "O_DIRECT")
+            patch.setattr(os, "pwritev", refuses)
+            patch.setattr(libc, call, fails)
+        with pytest.raises(OutputError, match="Input/output error"):
+            run(plan, tmp_path / "dst", RunOptions(workers=1))
+    assert failed
+    run(plan, tmp_path / "dst", RunOptions(resume=True))
+    assert written(tmp_path / "dst", plan) == expected(plan)
+
+
+def test_a_companion_that_changes(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "src/config.json"
+    config.write_text("{1}")
+    outputs = [*plan.outputs, Output("config.json", 3, carried=str(config), mtime_ns=config.stat().st_mtime_ns)]
+    changing = replace(plan, outputs=outputs)
+    sync = files.FilePool.sync
+
+    def changed(pool: files.FilePool, name: str, *, metadata: bool = False) -> None:
+        config.write_text("{2}")
+        os.utime(config, ns=(0, 0))
+        sync(pool, name, metadata=metadata)
+
+    monkeypatch.setattr(files.FilePool, "sync", changed)
+    with pytest.raises(CorruptError, match="changed since it was planned"):
+        run(changing, tmp_path / "dst")
+    assert left(tmp_path) == ["src"]
+
+
 def test_a_disk_that_is_full_at_once(tmp_path: Path, plan: Plan) -> None:
     """Nothing was finished, so nothing is kept."""
     with failing_writes(errno.ENOSPC, 200), pytest.raises(OutputError, match="no space left"):
@@ -276,6 +348,28 @@ def test_a_source_that_cannot_be_read_for_a_while(tmp_path: Path, plan: Plan, mo
     assert written(tmp_path / "dst", plan) == expected(plan)
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_name_that_cannot_be_removed_for_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    """Before the reflink is tried, and after it has failed and left an empty file."""
+    (tmp_path / "source").write_text("x")
+    unlink, calls = Path.unlink, 0
+
+    def failing(path: Path, missing_ok: bool = False) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        unlink(path, missing_ok)
+
+    def refuses(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(Path, "unlink", failing)
+    monkeypatch.setattr(fcntl, "ioctl", refuses)
+    with pytest.raises(OutputError, match="Input/output error"):
+        files.share(str(tmp_path / "source"), str(tmp_path / "link"))
+
+
 # -- what an interrupted run left
 
 
@@ -305,7 +399,7 @@ def test_another_plan_cannot_go_on(interrupted: Path, tmp_path: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "dst.partial").iterdir()} == before
 
 
-@pytest.mark.parametrize("damage", [b'{"done":[[0,', b"\0" * 50, b'{"done":[[0,99999]]}\n', b'{"done":7}\n'])
+@pytest.mark.parametrize("damage", [b'{"done":[[0,', b"\0" * 50, b'{"done":[[0,99999]]}\n', b'{"done":[[0,2]]}\n'])
 def test_a_torn_journal(interrupted: Path, plan: Plan, damage: bytes) -> None:
     journal = interrupted.with_name("dst.partial") / ".journal"
     with journal.open("ab") as f:
@@ -314,11 +408,11 @@ def test_a_torn_journal(interrupted: Path, plan: Plan, damage: bytes) -> None:
     assert written(interrupted, plan) == expected(plan)
 
 
-@pytest.mark.parametrize("head", [b"", b"[]\n", b'{"journal": 99, "plan": "x"}\n'])
+@pytest.mark.parametrize("head", [b"", b'{"journal": 1, "pl', b'{"journal"\0\0\0\0\n', b"[]\n", b'{"journal": 99}\n'])
 def test_a_journal_without_a_head(interrupted: Path, plan: Plan, head: bytes) -> None:
     journal = interrupted.with_name("dst.partial") / ".journal"
     journal.write_bytes(head)
-    if head:
+    if head.endswith(b"\n") and b"\0" not in head:
         with pytest.raises(ConflictError, match="cannot be read"):
             run(plan, interrupted, RunOptions(resume=True))
     else:  # the run died before it had begun
@@ -385,9 +479,103 @@ def test_a_destination_that_appears_during_the_run(tmp_path: Path, plan: Plan) -
         (tmp_path / "dst").mkdir()
         (tmp_path / "dst/mine").write_text("mine")
 
-    with pytest.raises(OutputError, match="appeared during the run"):
+    with pytest.raises(OutputError, match="appeared during the run") as e:
         run(plan, tmp_path / "dst", RunOptions(verify=verify))
+    assert "--force" in (e.value.hint or "")
+    assert "--resume" in (e.value.hint or "")
     assert (tmp_path / "dst/mine").read_text() == "mine"
+    result = run(plan, tmp_path / "dst", RunOptions(force=True, resume=True))
+    assert result.bytes_skipped > 0
+    assert result.bytes_written == 0  # nothing is done twice
+    assert written(tmp_path / "dst", plan) == expected(plan)
+    assert left(tmp_path) == ["dst", "src"]
+
+
+def test_a_destination_that_appears_before_the_lock(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run had the lock, and finished: nothing is done in vain."""
+    lock = commit.Destination._lock
+
+    def late(destination: commit.Destination) -> None:
+        (tmp_path / "dst").mkdir()
+        (tmp_path / "dst/mine").write_text("mine")
+        lock(destination)
+
+    monkeypatch.setattr(commit.Destination, "_lock", late)
+    with pytest.raises(OutputError, match="the destination exists"):
+        run(plan, tmp_path / "dst")
+    assert left(tmp_path) == ["dst", "src"]
+    assert left(tmp_path / "dst") == ["mine"]
+
+
+def test_who_waited_for_a_run_does_not_take_its_output(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The partial directory that was waited for is DST by now."""
+    flock = commit._flock
+    published: list[bool] = []
+
+    def waiting(fd: int) -> None:
+        if not published:
+            published.append(True)
+            (tmp_path / "dst.partial").rename(tmp_path / "dst")
+            (tmp_path / "dst/file").write_text("its")
+        flock(fd)
+
+    monkeypatch.setattr(commit, "_flock", waiting)
+    with pytest.raises(OutputError, match="another run has just finished"):
+        run(plan, tmp_path / "dst", RunOptions(force=True))
+    assert left(tmp_path) == ["dst", "src"]
+    assert left(tmp_path / "dst") == ["file"]
+
+
+@pytest.mark.parametrize("options", [RunOptions(), RunOptions(resume=True)])
+def test_a_directory_of_that_name_that_nobody_here_made(tmp_path: Path, plan: Plan, options: RunOptions) -> None:
+    (tmp_path / "dst.partial").mkdir()
+    (tmp_path / "dst.partial/thesis.tex").write_text("mine")
+    with pytest.raises(OutputError, match=r"nothing to resume|an interrupted run left"):
+        run(plan, tmp_path / "dst", options)
+    assert left(tmp_path / "dst.partial") == ["thesis.tex"]
+    assert left(tmp_path) == ["dst.partial", "src"]
+
+
+def test_what_a_run_left_without_a_journal(tmp_path: Path, plan: Plan) -> None:
+    """It was killed before its journal began, or after it was removed: --resume begins anew."""
+    (tmp_path / "dst.partial").mkdir()
+    (tmp_path / "dst.partial/rank_0.bin").write_bytes(b"?" * plan.outputs[0].size)
+    assert run(plan, tmp_path / "dst", RunOptions(resume=True)).bytes_skipped == 0
+    assert written(tmp_path / "dst", plan) == expected(plan)
+    assert left(tmp_path) == ["dst", "src"]
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_crash_between_two_renames(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
+    """Where names cannot be exchanged, DST is away for a moment. The next run gives it its name back."""
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst/mine").write_text("old")
+    monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == "dst.partial":
+            raise SystemExit
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(SystemExit):
+            run(plan, tmp_path / "dst", RunOptions(force=True))
+    assert left(tmp_path) == [".dst.ckpttool-replaced", "dst.partial", "src"]
+    if force:
+        run(plan, tmp_path / "dst", RunOptions(force=True, resume=True))
+        assert written(tmp_path / "dst", plan) == expected(plan)
+        assert left(tmp_path) == ["dst", "src"]
+    else:
+        with pytest.raises(OutputError, match="the destination exists"):
+            run(plan, tmp_path / "dst", RunOptions(resume=True))
+        assert (tmp_path / "dst/mine").read_text() == "old"
+        assert left(tmp_path) == ["dst", "dst.partial", "src"]
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -438,6 +626,27 @@ def test_interrupt(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, 
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert left(tmp_path) == ["dst.partial", "src"]
     assert run(plan, tmp_path / "dst", RunOptions(resume=True)).bytes_skipped > 500_000
+    assert written(tmp_path / "dst", plan) == expected(plan)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_interrupted_while_threads_start(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("worker"):
+            started.append(thread)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)  # long enough to come
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="--resume"):
+            run(plan, tmp_path / "dst", RunOptions(workers=3))
+    assert len(started) == 3
+    assert not any(t.is_alive() for t in started)
+    run(plan, tmp_path / "dst", RunOptions(resume=True))
     assert written(tmp_path / "dst", plan) == expected(plan)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import itertools
 import os
 import resource
 import threading
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ckpttool.execute import RunOptions, files, run
@@ -72,11 +75,12 @@ def test_many_files_under_a_low_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("supported", ["all", "behind", "nothing"])
-def test_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: str) -> None:
+@pytest.mark.parametrize("supported", ["all", "no direct", "behind", "nothing"])
+@pytest.mark.parametrize("refused_at", ["open", "write"])
+def test_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: str, refused_at: str) -> None:
     """What the kernel or the filesystem refuses is found out by trying; the bytes are the same."""
     plan = reshard(tmp_path / "src", [((2048, 2048), 0), ((2048, 2048), 1)], 2, 2)
-    pwritev, preadv = os.pwritev, os.preadv
+    pwrite, pwritev, preadv, opened = os.pwrite, os.pwritev, os.preadv, os.open
 
     def refuse(call: Any) -> Any:
         def wrapped(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
@@ -86,17 +90,78 @@ def test_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: st
 
         return wrapped
 
-    if supported != "all":
+    def no_direct_open(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags, *more, **named)
+
+    def no_direct_write(fd: int, data: Any, offset: int) -> int:
+        if is_direct(fd):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return pwrite(fd, data, offset)
+
+    if supported != "all" and refused_at == "open":
+        monkeypatch.setattr(os, "open", no_direct_open)
+    elif supported != "all":
+        monkeypatch.setattr(os, "pwrite", no_direct_write)
+    if supported in ("behind", "nothing"):
         monkeypatch.setattr(os, "pwritev", refuse(pwritev))
         monkeypatch.setattr(os, "preadv", refuse(preadv))
     if supported == "nothing":
         monkeypatch.setattr(files, "_LIBC", None)
     result = run(plan, tmp_path / "dst")
     assert written(tmp_path / "dst", plan) == expected(plan)
-    if supported == "all":
-        assert result.policy in ("uncached", "write-behind")
-    else:
-        assert result.policy == {"behind": "write-behind", "nothing": "plain"}[supported]
+    assert (
+        result.policy
+        in {
+            "all": ("direct", "uncached", "write-behind"),
+            "no direct": ("uncached", "write-behind"),
+            "behind": ("write-behind",),
+            "nothing": ("plain",),
+        }[supported]
+    )
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def test_a_page_is_written_in_one_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directly or through the page cache: where both reach a page, what the cache holds of it may be older."""
+    pwrite, pwritev = os.pwrite, os.pwritev
+    pages: dict[bool, set[int]] = {False: set(), True: set()}
+
+    def note(fd: int, nbytes: int, offset: int) -> None:
+        direct = is_direct(fd)
+        assert not direct or offset % files.PAGE == nbytes % files.PAGE == 0
+        pages[direct].update(range(offset // files.PAGE, -(-(offset + nbytes) // files.PAGE)))
+
+    def noted(fd: int, data: Any, offset: int) -> int:
+        note(fd, len(data), offset)
+        return pwrite(fd, data, offset)
+
+    def noted_v(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        note(fd, sum(map(len, buffers)), offset)
+        return pwritev(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    monkeypatch.setattr(os, "pwritev", noted_v)
+    path, data = str(tmp_path / "x"), pattern(3_000_000)
+    create(path, len(data))
+    held = np.empty(len(data) + files.SECTOR, np.uint8)
+    with FilePool() as pool:
+        pool.expect_writes(path)
+        cuts = [0, 300_001, 300_002, 700_000, 704_511, 704_512, 1_500_000, 3_000_000]
+        for a, b in itertools.pairwise(cuts):
+            start = (a - held.ctypes.data) % files.SECTOR
+            memory = held[start : start + b - a]
+            memory[:] = np.frombuffer(data[a:b], np.uint8)
+            pool.write(path, a, memory.data)
+        if pool.policy != "direct":
+            pytest.skip("no direct writes on this filesystem")
+    assert pages[True]
+    assert not pages[True] & pages[False]
+    assert (tmp_path / "x").read_bytes() == data
 
 
 def test_short_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ def total_weight(tensor: Tensor, weights: Array) -> np.float32:
     if total == 0:
         raise UsageError(
             f"the weights of `{tensor.name}` sum to 0, so that they cannot be normalized",
-            hint="set `normalize: false`, or other weights",
+            hint="give other weights, or do not normalize (--param normalize=false; in a recipe normalize: false)",
         )
     return np.float32(total)
 

@@ -128,6 +128,7 @@ def repair(src: Path, out: Path, *, force: bool = False, apart: Sequence[Path | 
             raise UsageError("--fix writes a program, and OUT.json is a file that goes with it", where=str(out))
     if os.path.lexists(out) and not force:
         raise OutputError("the destination exists", where=str(out), hint="use --force to replace it")
+    was = _identity(src)
     before = read_pir(src)
     for p in before.problems:
         if p.id in ("json", "magic"):
@@ -149,9 +150,20 @@ def repair(src: Path, out: Path, *, force: bool = False, apart: Sequence[Path | 
             raise VerifyError(f"{left} NaN are left that Paddle cannot read", where=str(src))
         new.keep_mode((out if out.exists() else src).stat())
         new.sync()
-        new.publish()
+        if _identity(src) != was:
+            raise CorruptError("the program changed while it was read", where=str(src), hint="repeat the command")
+        new.publish(force=force)
         sync_names([out.parent])
     return Repaired(given, count)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Size and time, (0, 0) when it is not there."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _nans(program: Program) -> int:

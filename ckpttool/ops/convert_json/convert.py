@@ -24,7 +24,7 @@ from ckpttool.execute.compare import compare_views
 from ckpttool.formats._paddle_names import match_names, read_names
 from ckpttool.formats._pdiparams import head_fits
 from ckpttool.formats._program import Program
-from ckpttool.formats.base import ReadOptions, Skeleton, build_files
+from ckpttool.formats.base import ReadOptions, Skeleton, build_files, file_now
 from ckpttool.formats.hf import layout_published
 from ckpttool.formats.paddle_program import (
     INFO,
@@ -246,7 +246,7 @@ def _plan(
     beside: Sequence[Path] = (),
     equal: Sequence[Equal] = (),
 ) -> Plan:
-    carried = [(str(p), p.name, p.stat().st_size) for p in beside]
+    carried = [(p.name, file_now(p)) for p in beside]
     plan = build_plan(catalog, identity(catalog).table, [tensors], skeleton, carried=carried, equal=equal)
     plan.notes = [*notes, *plan.notes]
     return plan
@@ -357,7 +357,11 @@ def _given_names(program: Program, path: Path | None, notes: list[str]) -> dict[
     path = path or _own_names(program)
     if path is None:
         return {}
-    said = read_names(path)
+    try:
+        said = read_names(path)
+    except CorruptError as e:
+        e.hint = "names are in a .pdparams of the same run (--names model.pdparams), or in .pdiparams.info"
+        raise
     out, problems = match_names(program.parameters, said)
     for problem in problems:
         if PROGRAM[problem.id] == ERROR:

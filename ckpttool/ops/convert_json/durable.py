@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from ckpttool.errors import OutputError
-from ckpttool.execute.commit import sync_directory
+from ckpttool.execute.commit import name_file, sync_directory
 from ckpttool.execute.files import write_error
 
 
@@ -49,8 +49,16 @@ class Replacement:
 
     def __enter__(self) -> Self:
         """Raises OutputError."""
+        if self.path.exists() and not self.path.is_file():
+            raise OutputError("what is to be replaced is no file", where=str(self.path))
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            self.fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            self.fd = os.open(self.temporary, flags, 0o666)
+            if os.fstat(self.fd).st_nlink > 1:  # another file by this name too: it is not ours to write
+                os.close(self.fd)
+                self.fd = -1
+                self.temporary.unlink()
+                self.fd = os.open(self.temporary, flags | os.O_EXCL, 0o666)
         except OSError as e:
             raise write_error(e, str(self.temporary), 0, 0) from e
         try:
@@ -96,10 +104,16 @@ class Replacement:
         except OSError as e:
             raise write_error(e, str(self.temporary), 0, 0) from e
 
-    def publish(self) -> None:
-        """Take the name; the caller syncs the directory. Raises OutputError."""
+    def publish(self, *, force: bool = True) -> None:
+        """Take the name; the caller syncs the directory. Raises OutputError, also when there is a file and not
+        ``force``.
+        """
         try:
-            self.temporary.replace(self.path)
+            if name_file(self.temporary, self.path, force=force):
+                self.temporary.unlink(missing_ok=True)  # the next run may have been quicker
+        except FileExistsError as e:
+            what = "the destination appeared during the run"
+            raise OutputError(what, where=str(self.path), hint="use --force to replace it") from e
         except OSError as e:
             raise write_error(e, str(self.path), 0, 0) from e
         os.close(self.fd)

@@ -21,7 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError, plain
 from ckpttool.execute.commit import SLACK
 from ckpttool.execute.files import PIECE, create, span, write_error
 from ckpttool.formats.safetensors import MAX_HEADER, HeaderError, Problem, parse, problems, read_raw
@@ -116,7 +116,7 @@ def write_dump(file: Path, out: Path, *, force: bool = False) -> int:
         if target.exists():
             new.keep_mode(target.stat())
         new.sync()
-        new.publish()
+        new.publish(force=force)
         sync_names([target.parent])
     return len(data)
 
@@ -158,10 +158,8 @@ def _inline(value: Any) -> str:
         return "[" + ", ".join(map(_inline, value)) + "]"
     if isinstance(value, str):
         text = json.dumps(value, ensure_ascii=False)
-        # Half a surrogate pair has no bytes in UTF-8, and these break lines in editors.
-        if any("\ud800" <= c <= "\udfff" or c in "\x7f\x85\u2028\u2029" for c in value):
-            return json.dumps(value)
-        return text
+        # Half a surrogate pair has no bytes in UTF-8, and others break lines in editors or steer terminals.
+        return text if plain(text) == text else json.dumps(value)
     return json.dumps(value)
 
 
@@ -233,7 +231,7 @@ def apply(
         if how == IN_PLACE:
             _write_in_place(target, header)
         else:
-            _write_copy(target, header, destination)
+            _write_copy(target, header, destination, force=force or out is None)
     renamed, changed, added, removed = _differences(target.old, new)
     return HeaderResult(
         file,
@@ -547,7 +545,7 @@ def _undo(fd: int, target: _Target, backup: Path) -> None:
         sync_names([backup.parent])
 
 
-def _write_copy(target: _Target, header: bytes, destination: Path) -> None:
+def _write_copy(target: _Target, header: bytes, destination: Path, *, force: bool) -> None:
     """A file with the new header and the same data takes the name of ``destination``."""
     try:
         source = os.open(target.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -568,7 +566,7 @@ def _write_copy(target: _Target, header: bytes, destination: Path) -> None:
             new.keep_mode(target.stat)
             new.sync()
             _check_same(source, target)
-            new.publish()
+            new.publish(force=force)
             sync_names([destination.parent])
     finally:
         os.close(source)

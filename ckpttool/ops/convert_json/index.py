@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import StoredTensor
-from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UsageError
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError
 from ckpttool.formats._paddle import config_dtype
 from ckpttool.formats.base import Listing, OpenOptions, list_source, natural
 from ckpttool.formats.hf import NUMBERED
 from ckpttool.formats.safetensors import Header, examine, read_header
 from ckpttool.formats.unified import STEMS
-from ckpttool.ops.convert_json.durable import replace_all
+from ckpttool.ops.convert_json.durable import replace_all, resolved
 from ckpttool.ops.findings import CheckResult
 from ckpttool.ops.inspect.check import (
     ExaminedFile,
@@ -150,7 +150,7 @@ def rebuild(directory: Path, *, dry_run: bool = False) -> IndexResult:
         state, data = _plan(listing, g, names, heads, said, unified=unified)
         result.indexes.append(state)
         if data is not None:
-            files[listing.path(g.index)] = data
+            files[_inside(listing, g.index)] = data
     if files and not dry_run:
         _unchanged(listing, heads, groups)
         replace_all(files)
@@ -608,6 +608,19 @@ def _encode(g: _Group, new: Mapping[str, Any], *, unified: bool) -> bytes:
     indent = m[1].decode() if m else None
     text = json.dumps(new, indent=indent, ensure_ascii=rb"\u" in g.raw)
     return (text + ("\n" if g.raw.endswith(b"\n") else "")).encode()
+
+
+def _inside(listing: Listing, name: str) -> Path:
+    """The index, or the file of this directory that it is a link to. Raises OutputError for one of another place."""
+    path = listing.path(name)
+    real = resolved(path)
+    if not real.is_relative_to(resolved(listing.root)):
+        raise OutputError(
+            "the index is a link out of the directory, and what it leads to is not written",
+            where=[str(path), str(real)],
+            hint="remove the link",
+        )
+    return path
 
 
 def _unchanged(listing: Listing, heads: Mapping[str, Header], groups: Iterable[_Group]) -> None:
