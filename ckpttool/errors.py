@@ -18,7 +18,23 @@ VerifyError        3     the output was checked and is not equal to the source
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+UNSEEN = "\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff"
+"""Characters of a regular expression's set: what steers a terminal (with ASCII's own), turns the order of reading, ends
+a line or cannot be seen. Joiners are not among them: Persian and emoji need them."""
+_UNSEEN = re.compile(f"[\x00-\x1f{UNSEEN}]")
+
+
+def plain(text: str) -> str:
+    """Text in which nothing steers a terminal, ends a line or column, or looks like something else: escapes instead.
+
+    Names come from other people's files, and whatever is printed of them goes through this.
+    """
+    if text.isprintable():
+        return text
+    return _UNSEEN.sub(lambda m: m[0].encode("unicode_escape").decode(), text)
 
 
 class CkptError(Exception):
@@ -38,11 +54,11 @@ class CkptError(Exception):
 
     def render(self) -> str:
         """The text shown on stderr; readable without colour."""
-        lines = [f"error: {self.what}"]
+        lines = [f"error: {plain(self.what)}"]
         for i, place in enumerate(self.where):
-            lines.append(f"  --> {place}" if i == 0 else f"      {place}")
+            lines.append(f"  --> {plain(place)}" if i == 0 else f"      {plain(place)}")
         if self.hint:
-            lines += ["", f"hint: {self.hint}"]
+            lines += ["", f"hint: {plain(self.hint)}"]
         return "\n".join(lines)
 
     def __str__(self) -> str:

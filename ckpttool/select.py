@@ -7,11 +7,22 @@ match. ``re:`` patterns search. A pattern that matches nothing is an error with 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Collection, Iterable
+import signal
+import threading
+import warnings
+from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
+from types import FrameType
+from typing import NoReturn
 
 from ckpttool.errors import UsageError
+
+PATIENCE = 10.0
+"""Seconds of the processor for one pattern, or for those of one config; a hundred thousand names take a tenth."""
 
 
 def glob_regex(pattern: str) -> str:
@@ -45,17 +56,53 @@ def glob_regex(pattern: str) -> str:
     return "".join(out)
 
 
+@contextlib.contextmanager
+def bounded(where: str) -> Iterator[None]:
+    """Matching patterns that other people wrote: configs and recipes have some. UsageError after PATIENCE.
+
+    A regular expression may take longer than the age of the universe. Python looks for signals while it searches, but
+    only its main thread does; elsewhere nothing is bounded.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise UsageError(
+            f"a pattern takes more than {PATIENCE:g} s to compare with the names",
+            where=where,
+            hint="repetitions within repetitions, as in (a+)+, take for ever: write it without",
+        )
+
+    old = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, old)
+
+
 @lru_cache(maxsize=1024)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """A compiled pattern whose ``search`` decides. Raises UsageError when it is empty or not valid."""
     if not pattern or pattern == "re:":
         raise UsageError("an empty pattern matches nothing", hint="quote the pattern so that the shell leaves it alone")
+    if pattern.startswith("re:"):
+        return _regex(pattern[3:], f"pattern `{pattern[:200]}`")
+    return _regex(rf"\A(?:{glob_regex(pattern)})\Z", f"pattern `{pattern[:200]}`", re.DOTALL)
+
+
+def _regex(source: str, shown: str, flags: int = 0) -> re.Pattern[str]:
+    """A compiled regular expression. Raises UsageError, with ``shown`` for what somebody wrote."""
     try:
-        if pattern.startswith("re:"):
-            return re.compile(pattern[3:])
-        return re.compile(rf"\A(?:{glob_regex(pattern)})\Z", re.DOTALL)
-    except re.error as e:
-        raise UsageError(f"pattern `{pattern}` is not valid: {e}") from None
+        with warnings.catch_warnings(action="ignore"):  # of sets that a later Python may read otherwise
+            return re.compile(source, flags)
+    except (re.error, RecursionError, OverflowError) as e:
+        raise UsageError(
+            f"{shown} is not valid: {e}",
+            hint="in a regular expression, a backslash takes the meaning from the [ ( . * + ? behind it",
+        ) from None
 
 
 def matching(patterns: Iterable[str], names: Collection[str], *, option: str) -> set[str]:
@@ -63,7 +110,8 @@ def matching(patterns: Iterable[str], names: Collection[str], *, option: str) ->
     found: set[str] = set()
     for pattern in patterns:
         rx = compile_pattern(pattern)
-        hits = {n for n in names if rx.search(n)}
+        with bounded(f"{option} {pattern}"):
+            hits = {n for n in names if rx.search(n)}
         if not hits:
             raise UsageError(f"{option} `{pattern}` matches no tensor", hint=nearest_hint(pattern, names))
         found |= hits
@@ -74,12 +122,36 @@ def nearest_hint(pattern: str, names: Collection[str]) -> str:
     """``did you mean `...`?`` with the name most like the pattern."""
     import difflib
 
-    plain = re.sub(r"[*?\[\]{}\\^$]|\Are:", "", pattern)
-    sample = list(names)[:20000]
+    with contextlib.suppress(UsageError, re.error, OverflowError, RecursionError), bounded(pattern):
+        if len(pattern) <= 200 and (other := _other_syntax(pattern, names)):
+            return other
+    plain = re.sub(r"[*?\[\]{}\\^$]|\Are:", "", pattern)[:200]
+    sample = [n for n in islice(names, 20000) if len(n) <= 200]  # comparing takes time that grows with the square
     close = difflib.get_close_matches(plain, sample, n=1, cutoff=0.0)
+    if names and not close:
+        return "`ckpttool inspect --list` shows every name; * crosses dots"
     if not close:
         return "the checkpoint has no tensors"
     return f"did you mean `{close[0]}`? `ckpttool inspect --list` shows every name; * crosses dots"
+
+
+def _other_syntax(pattern: str, names: Collection[str]) -> str:
+    """A hint when the pattern would match in another syntax, or is what a shell made of it; "" when it is neither.
+
+    Raises what a pattern raises that is not valid in the other syntax.
+    """
+    if os.path.lexists(pattern):
+        return f"{pattern} is a file here: quote patterns, or the shell puts file names in their place"
+    several = [p for p in re.split(r"[,|\s]+", pattern) if p]
+    if len(several) > 1 and "{" not in pattern and all(any(map(compile_pattern(p).search, names)) for p in several):
+        return "one pattern each: " + " ".join(f"'{p}'" for p in several)
+    if run := re.search(r"\{(\d+)\.\.(\d+)\}", pattern):
+        numbers = ",".join(map(str, range(int(run[1]), min(int(run[2]), int(run[1]) + 9) + 1)))
+        return f"runs are written out: '{pattern.replace(run[0], '{' + numbers + '}')}'"
+    regular = re.search(r"[\^$|\\+()]", pattern) and not pattern.startswith("re:")
+    if regular and any(map(_regex(pattern, pattern).search, names)):
+        return f"for a regular expression: 're:{pattern}'"
+    return ""
 
 
 def renamer(rules: Iterable[str]) -> list[tuple[re.Pattern[str], str, str]]:
@@ -92,10 +164,10 @@ def renamer(rules: Iterable[str]) -> list[tuple[re.Pattern[str], str, str]]:
         regex = rule.startswith("re:")
         old, eq, new = rule.removeprefix("re:").partition("=")
         if not eq or not old or not new:
-            raise UsageError(f"--rename `{rule}` is not OLD=NEW")
+            raise UsageError(f"--rename `{rule}` is not OLD=NEW", hint="for example --rename 'model.*=backbone.*'")
         if regex:
+            regex_of_rule = _regex(old, f"--rename `{rule[:200]}`")
             try:
-                regex_of_rule = re.compile(old)
                 regex_of_rule.sub(new, "")  # a group that does not exist shows here
                 out.append((regex_of_rule, new, rule))
             except (re.error, IndexError) as e:
@@ -111,5 +183,5 @@ def renamer(rules: Iterable[str]) -> list[tuple[re.Pattern[str], str, str]]:
         target = "".join(
             part.replace("\\", "\\\\") + (f"\\g<{i + 1}>" if i < len(parts) - 1 else "") for i, part in enumerate(parts)
         )
-        out.append((re.compile(rf"\A{source}\Z", re.DOTALL), target, rule))
+        out.append((_regex(rf"\A{source}\Z", f"--rename `{rule[:200]}`", re.DOTALL), target, rule))
     return out

@@ -70,6 +70,10 @@ BOXES = "ckpttool"
 like any other field, and asks for none but its three."""
 
 
+_SHAPES = 16
+"""Of blocks at one place of a tensor. There is one; without a limit, looking for the right one would take for ever."""
+
+
 class Shard(NamedTuple):
     """One entry of the metadata and the file that holds it."""
 
@@ -253,9 +257,12 @@ def _read_metadata(
             s = _shard(key, _fields(value, "LocalTensorMetadata", path), path)
             same = known.setdefault((key, s.offset, s.run), [])
             if s not in same:
+                if len(same) >= _SHAPES:
+                    raise CorruptError(f"the metadata has {_SHAPES} shapes of one block of `{key}`", where=str(path))
                 same.append(s)
     out: dict[str, list[Shard]] = {k: [] for k in entries}
     used: set[Shard] = set()
+    taken: set[tuple[str, str]] = set()
     for value, name in storage.items():
         index = _fields(value, "LocalTensorIndex", path)
         key = index.get("tensor_key")
@@ -273,8 +280,9 @@ def _read_metadata(
         if not isinstance(name, str) or not DATA.fullmatch(name):
             raise CorruptError(f"the metadata names a file {name!r}, which is none of R_N.distcp", where=str(path))
         placed = fits[0]._replace(file=name)
-        if any(s.file == name for s in out[placed.key]):
+        if (placed.key, name) in taken:
             raise CorruptError(f"the metadata places two blocks of `{key}` in {name}", where=str(path))
+        taken.add((placed.key, name))
         out[placed.key].append(placed)
         used.add(fits[0])
     for same in known.values():

@@ -17,7 +17,7 @@ STATES = frozenset({"moment1_0", "moment2_0", "velocity_0", "beta1_pow_acc_0", "
 
 _PREFIX = re.compile(r"(?P<prefix>[a-z][a-z0-9_]*)\.(?:layers\.\d+|embed_tokens|norm)\.")
 _EMBEDDINGS = ("embed_tokens", "word_embeddings", "position_embeddings", "wte", "wpe")
-_TRANSPOSED = frozenset(
+TRANSPOSED = frozenset(
     [
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate", "shared_expert_gate"),
         *("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "q_b_proj", "eh_proj"),
@@ -101,7 +101,7 @@ def transposed_on_disk(name: str, ndim: int, writer: Software, prefix: str, conf
     if writer.version < (1,) and prefix == "llama":
         return False  # the Llama of 0.x has no list of weights to transpose
     module = module_of(name)
-    return module in _TRANSPOSED and not (module == "gate" and ".mlp.gate." not in name)
+    return module in TRANSPOSED and not (module == "gate" and ".mlp.gate." not in name)
 
 
 def expected_side(name: str, config: Mapping[str, Any]) -> tuple[int | None, int | None]:

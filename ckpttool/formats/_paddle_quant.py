@@ -18,7 +18,7 @@ from math import prod
 from typing import Any, BinaryIO
 
 from ckpttool.catalog import DataFile, Key, StoredTensor
-from ckpttool.errors import ConflictError, IncompleteError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats._scratch import decoded
 
 BLOCK = 1 << 20
@@ -85,8 +85,16 @@ def _numbers(
     if found is None:
         raise IncompleteError(f"`{name}/{states[0]}` is missing", where=str(files[0].path.parent))
     with files[found.file].path.open("rb") as f:
-        f.seek(found.offset)
-        return np.frombuffer(f.read(found.nbytes), "<f4").reshape(found.shape)
+        return np.frombuffer(_read(f, found.offset, found.nbytes, files[found.file]), "<f4").reshape(found.shape)
+
+
+def _read(f: BinaryIO, offset: int, nbytes: int, file: DataFile) -> bytes:
+    """Raises CorruptError when the file has become shorter than its header said."""
+    f.seek(offset)
+    data = f.read(nbytes)
+    if len(data) != nbytes:
+        raise CorruptError("a source has changed while it was read", where=str(file.path), hint="repeat the command")
+    return data
 
 
 def _decode(
@@ -117,8 +125,8 @@ def _decode(
     with files[t.file].path.open("rb") as f:
         for row in range(0, rows, step):
             n = min(step, rows - row)
-            f.seek(t.offset + row * width)
-            q = np.frombuffer(f.read(n * width), kind).reshape(n, *t.shape[1:])
+            data = _read(f, t.offset + row * width, n * width, files[t.file])
+            q = np.frombuffer(data, kind).reshape(n, *t.shape[1:])
 
             def part(which: str, row: int = row, n: int = n) -> Any:
                 s = scales[which]

@@ -43,6 +43,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckpttool.catalog import DataFile
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats._scratch import DEFAULT, Scratch, no_scratch
+from ckpttool.formats.safetensors import MAX_NAME
 
 MAX_VALUES = 1 << 26
 """Values in containers, remembered values and stack entries, each: metadata of a million shards has 45 million."""
@@ -1040,6 +1041,8 @@ def read_paddle(path: Path, scratch: Scratch | None = None) -> PaddleFile:
     for key, v in value.items():
         if not isinstance(key, str):
             raise CorruptError(f"the dict has a key {_quoted(key)}, which is no name", where=str(path))
+        if len(key) > MAX_NAME:
+            raise UnsupportedError(f"the name {_quoted(key)} is longer than {MAX_NAME} characters", where=str(path))
         if isinstance(v, Array):
             tensors[key] = v
         else:

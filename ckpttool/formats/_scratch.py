@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from ckpttool.catalog import DataFile
-from ckpttool.errors import OutputError
+from ckpttool.errors import CorruptError, OutputError
 
 
 @dataclass(eq=False)
@@ -59,8 +59,24 @@ class Scratch:
             )
 
     def finish(self, path: Path, source: DataFile, what: str = "") -> DataFile:
-        """Note a file that is complete; ``what`` tells several files of one source apart."""
-        os.utime(path, ns=(source.mtime_ns, source.mtime_ns))
+        """Note a file that is complete; ``what`` tells several files of one source apart.
+
+        Raises CorruptError when the source changed while it was decoded: nobody looks at it again later. OutputError
+        when the file cannot be given its time.
+        """
+        try:
+            now = source.path.stat()
+            same = (now.st_size, now.st_mtime_ns) == (source.size, source.mtime_ns)
+        except OSError:
+            same = False
+        if not same:
+            raise CorruptError(
+                "a source has changed while it was read", where=str(source.path), hint="repeat the command"
+            )
+        try:
+            os.utime(path, ns=(source.mtime_ns, source.mtime_ns))
+        except OSError as e:
+            raise no_scratch(e, str(path)) from None
         label = f"{source.path} decoded" + (f": {what}" if what else "")
         self.files[path] = DataFile(path, path.stat().st_size, source.mtime_ns, label)
         return self.files[path]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, overload, runtime_checkable
 
 from ckpttool.catalog import Catalog, DataFile, FlatShard, Key, RankTensor, StoredTensor
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UsageError
+from ckpttool.formats._foreign import disguise
+from ckpttool.formats._json import load_json
+from ckpttool.formats._pickle import sniff
 from ckpttool.formats.safetensors import layout_file, read_header, tensor_bytes
 from ckpttool.mesh import Mesh
+
+_LARGE = 1 << 16
+"""Bytes of a header that is deflated until it is written."""
 
 COMPANION_LIMIT = 64 << 20
 """Bytes; larger files beside a checkpoint that are not its tensors are left where they are, and said so."""
@@ -33,6 +41,8 @@ class Listing:
     """Plain files directly in it, sorted by natural order."""
     single: str = ""
     """The file that SRC names, when it is a weight file or an index and not a directory."""
+    away: Mapping[str, str] = field(default_factory=dict)
+    """Links that lead out of the directory to files without tensors, and where: these are not read (``leads_away``)."""
 
     def path(self, name: str) -> Path:
         return self.root / name
@@ -46,21 +56,34 @@ class Listing:
         return [(n, m) for n in self.names if (m := rx.match(n))]
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON object beside the weights; {} when there is none. Raises CorruptError when it is not valid."""
+        """A JSON object beside the weights; {} when there is none.
+
+        Raises CorruptError when it is not valid, ConflictError for a link that leads away.
+        """
+        if name in self.away:
+            refuse_away(self.path(name), self.away[name])
         if name not in self.names:
             return {}
+        path = self.path(name)
         try:
-            data = json.loads(self.path(name).read_bytes())
-        except (OSError, ValueError, RecursionError) as e:
-            raise CorruptError(f"{name} is not valid JSON: {e}", where=str(self.path(name))) from None
+            data = load_json(path)
+        except OSError as e:
+            raise CorruptError(f"{name} cannot be read: {e.strerror}", where=str(path)) from None
+        except ValueError as e:
+            with path.open("rb") as f:
+                start = f.read(200)
+            stranger = disguise(start)
+            is_what = f"is {stranger.what}" if stranger else f"is not valid JSON: {e}" if start.strip() else "is empty"
+            hint = stranger.way_out if stranger else "fetch the file again, or correct it"
+            raise CorruptError(f"{name} {is_what}", where=str(path), hint=hint) from None
         if not isinstance(data, dict):
-            raise CorruptError(f"{name} is not a JSON object", where=str(self.path(name)))
+            raise CorruptError(f"{name} is not a JSON object", where=str(path))
         return data
 
 
 def natural(name: str) -> list[Any]:
     """Sort key with numbers as numbers (strings and numbers alternate, so keys always compare)."""
-    return [int(p) if i % 2 else p for i, p in enumerate(re.split(r"(\d+)", name))]
+    return [int(p) if i % 2 else p for i, p in enumerate(re.split(r"(\d{1,18})", name))]
 
 
 def list_source(path: Path) -> Listing:
@@ -72,11 +95,11 @@ def list_source(path: Path) -> Listing:
             siblings = [path.name]
         index = path.name.endswith(".index.json")
         names = [n for n in siblings if index or n == path.name or not n.endswith(_WEIGHTS)]
-        return Listing(path.parent, tuple(sorted(names, key=natural)), path.name)
+        return _listing(path.parent, names, path.name)
     if not path.exists():
-        raise UsageError("the source does not exist", where=str(path), hint=_near(path))
+        raise UsageError("the source does not exist", where=str(path), hint=near(path))
     try:
-        return Listing(path, tuple(sorted(_files(path), key=natural)))
+        return _listing(path, _files(path))
     except OSError as e:
         raise UsageError(f"the source cannot be listed: {e.strerror}", where=str(path)) from None
 
@@ -86,14 +109,122 @@ def _files(path: Path) -> list[str]:
         return [e.name for e in it if e.is_file()]
 
 
-def _near(path: Path) -> str | None:
+def _listing(root: Path, names: Iterable[str], single: str = "") -> Listing:
+    """``single`` is what the user named, wherever it leads."""
+    names = sorted(names, key=natural)
+    homes = _homes(root, names)
+    away = {n: real for n in names if n != single and (real := _away(root / n, homes))}
+    return Listing(root, tuple(n for n in names if n not in away), single, away)
+
+
+def leads_away(path: Path) -> str:
+    """Where a link leads that must not be followed; "" for any other file.
+
+    A checkpoint that came as an archive or a repository may hold ``tokenizer.json -> ~/.ssh/id_rsa``, and what lies
+    beside weights is carried into DST, which is then published. So a link that leads out of its directory is followed
+    to files of tensors, and to files that lie where the directory's safetensors really are: the blobs of a
+    Hugging Face cache, or a checkpoint of which somebody made a second view.
+    """
+    return _away(path, _homes(path.parent, _files(path.parent)) if path.is_symlink() else set())
+
+
+def refuse_away(path: Path, target: str) -> NoReturn:
+    """Raise ConflictError for a link that leads away."""
+    raise ConflictError(
+        f"{path.name} is a link to a file outside of the checkpoint",
+        where=[str(path), target],
+        hint="put a copy of the file in its place, if it belongs to the checkpoint",
+    )
+
+
+def _away(path: Path, homes: Collection[str]) -> str:
+    if not path.is_symlink():
+        return ""
+    real = os.path.realpath(path)
+    inside = Path(real).is_relative_to(os.path.realpath(path.parent))
+    return "" if inside or str(Path(real).parent) in homes or _content(path) else real
+
+
+def _homes(root: Path, names: Iterable[str]) -> set[str]:
+    """The directories in which the safetensors lie that ``root`` has links to, and the blobs of its own hub cache."""
+    links = [root / n for n in names if n.endswith(".safetensors") and (root / n).is_symlink()]
+    homes = {str(Path(os.path.realpath(p)).parent) for p in links if _content(p) == "safetensors"}
+    # models--x/snapshots/<revision>/config.json -> ../../blobs/<hash>, whatever else has been fetched
+    snapshots = next((p for p in Path(os.path.realpath(root)).parents if p.name == "snapshots"), None)
+    if snapshots is not None and not (blobs := snapshots.parent / "blobs").is_symlink():
+        homes.add(str(blobs))
+    return homes
+
+
+def _content(path: Path) -> str:
+    try:
+        return sniff(path)
+    except CkptError:
+        return ""
+
+
+_UNFINISHED = (".part", ".download", ".incomplete", ".tmp", ".crdownload", ".aria2")
+
+
+def lost(listing: Listing, name: str = "") -> str:
+    """A hint on what became of the weight file ``name``, or of any: a link that leads nowhere, half a download."""
+    for at in [listing.path(name)] if name else sorted(listing.root.glob("*.safetensors")):
+        if at.is_symlink() and not at.exists():
+            return f"{at.name} is a link to {at.readlink()}, which is not there: fetch it again"
+    for n in listing.names:
+        if n.endswith(_UNFINISHED) and n.startswith(name) and ".safetensors" in n:
+            return f"the download of {n} has not finished: let it finish, or start it again"
+    return ""
+
+
+def near(path: Path) -> str:
+    """A hint on what may have been meant by a path that does not exist; "" where nothing is known."""
+    try:
+        return _near(path)
+    except (OSError, ValueError):  # a name that is too long or has a zero byte, a directory that may not be listed
+        return ""
+
+
+def _near(path: Path) -> str:
     import difflib
 
-    parent = path.parent
-    if not parent.is_dir():
-        return f"{parent} does not exist either"
-    close = difflib.get_close_matches(path.name, [p.name for p in parent.iterdir()], n=1)
-    return f"did you mean {parent / close[0]}?" if close else None
+    text = str(path)
+    repository = re.fullmatch(r"(?:(?:hf|https?):/+(?:huggingface\.co/)?)?([\w.-]+/[\w.-]+)", text)
+    if path.suffix in (".json", ".safetensors", ".yml", ".yaml", *_WEIGHTS):
+        repository = None
+    download = f"hf download {repository[1]} --local-dir {repository[1].split('/')[1]}" if repository else ""
+    if re.match(r"[a-z][a-z0-9]+:/", text):
+        return "nothing is downloaded; fetch it first" + (f" ({download})" if download else "") + ", then give its path"
+    if text.startswith("~"):
+        return "the shell expands ~ only at the start of a word and outside of quotes; or write $HOME"
+    if path.is_symlink():
+        return f"this is a link to {path.readlink()}, which is not there"
+    if re.search(r"[*?\[]", path.name) and any(path.parent.glob(path.name)):
+        return f"give one path: the directory {path.parent}, for example"
+    # The first part of the path that does not exist, and what is beside it.
+    missing = next(p for p in (*reversed(path.parents), path) if not p.exists())
+    beside = [p.name for p in islice(missing.parent.iterdir(), 5000)] if missing.parent.is_dir() else []
+    if close := difflib.get_close_matches(missing.name, beside, n=1):
+        meant = missing.parent / close[0]
+        whole = meant / path.relative_to(missing)
+        return f"did you mean {whole}?" if whole.exists() else f"{missing} does not exist; there is {meant}"
+    if repository:
+        if cached := _cached(repository[1]):
+            return f"nothing is downloaded, but it is in the cache of the Hugging Face hub: {cached}"
+        return f"nothing is downloaded; for a model of the Hugging Face hub: {download}"
+    if missing != path:
+        return f"{missing} does not exist either"
+    shown = sorted((n for n in beside if not n.startswith(".")), key=natural)
+    holder = "the current directory" if missing.parent == Path() else str(missing.parent)
+    return f"{holder} holds {', '.join(shown[:5])}{' ...' if len(shown) > 5 else ''}" if shown else f"{holder} is empty"
+
+
+def _cached(repository: str) -> Path | None:
+    """The snapshot of a repository in the Hugging Face hub's cache on this machine, if it is there."""
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    found = sorted((hub / f"models--{repository.replace('/', '--')}" / "snapshots").glob("*"))
+    return found[-1] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +360,15 @@ class OutFile(NamedTuple):
 
     name: str
     size: int
-    literals: tuple[tuple[int, bytes], ...]
+    literals: Sequence[tuple[int, bytes]]
+    """(offset, bytes)"""
 
 
 class Skeleton(NamedTuple):
     """All files of a target, and where each stored tensor goes."""
 
     files: list[OutFile]
-    places: list[dict[str, tuple[int, int]]]
+    places: Sequence[Mapping[str, tuple[int, int]]]
     """Per rank: ``RankTensor.slot`` -> (file, byte offset)."""
     notes: list[str]
     rank_files: list[list[int]]
@@ -301,6 +433,12 @@ def read_files(
     return files, tensors, metadata
 
 
+def file_now(path: Path) -> DataFile:
+    """A file that is carried, as it is now. A run refuses one that has changed since. Raises OSError."""
+    stat = path.stat()
+    return DataFile(path, stat.st_size, stat.st_mtime_ns)
+
+
 def companions(listing: Listing, weights: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:
     """Small files that belong to the model but hold no tensors; and a note about those too large to carry."""
     skip = set(weights)
@@ -327,17 +465,18 @@ def check_mesh(format_name: str, read: Mapping[str, int], options: ReadOptions, 
             raise ConflictError(
                 f"--{name} {said} contradicts the checkpoint, which is {name} {read[name]} ({format_name})",
                 where=str(where),
-                hint=f"leave --{name} away: it is read from the checkpoint",
+                hint=f"leave --{name} away: it is read from the checkpoint. What is written is --{name}-out",
             )
 
 
 def contiguous_ranks(found: Mapping[int, Any], world: int, where: Path, naming: str) -> None:
     """Every rank 0..world-1 must have a file. Raises IncompleteError naming those missing."""
-    missing = [r for r in range(world) if r not in found]
+    missing = world - sum(0 <= r < world for r in found)  # a name or a header may claim any number
     if missing:
-        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        first = islice((r for r in range(world) if r not in found), 8)
+        shown = ", ".join(map(str, first)) + (" ..." if missing > 8 else "")
         raise IncompleteError(
-            f"{len(missing)} of {world} rank files are missing: rank {shown}",
+            f"{missing} of {world} rank files are missing: rank {shown}",
             where=f"{where}/{naming}",
             hint="copy the missing files beside the others",
         )
@@ -367,19 +506,69 @@ def fill_files(tensors: Sequence[RankTensor], limit: int | None) -> list[list[Ra
     return groups
 
 
+class Places(Mapping[str, tuple[int, int]]):
+    """Where the tensors of a rank lie: ``RankTensor.slot`` -> (file, byte offset)."""
+
+    __slots__ = ("_files", "_index", "_offsets")
+
+    def __init__(self, index: Mapping[str, int], files: array[int], offsets: array[int]) -> None:
+        self._index = index
+        self._files = files
+        self._offsets = offsets
+
+    def __getitem__(self, slot: str) -> tuple[int, int]:
+        i = self._index[slot]
+        return self._files[i], self._offsets[i]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
+class Deflated(Sequence[tuple[int, bytes]]):
+    """One run of literal bytes at the beginning of a file, small while it waits: names repeat each other."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = zlib.compress(data, 1)
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, bytes]: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[tuple[int, bytes]]: ...
+    def __getitem__(self, at: int | slice) -> tuple[int, bytes] | Sequence[tuple[int, bytes]]:
+        return ((0, zlib.decompress(self._data)),)[at]
+
+
 def build_files(
-    groups: Sequence[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]], ranks: int
+    groups: Iterable[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]], ranks: int
 ) -> Skeleton:
     """A skeleton of safetensors files from (file name, rank, tensors, metadata)."""
     files: list[OutFile] = []
-    places: list[dict[str, tuple[int, int]]] = [{} for _ in range(ranks)]
     rank_files: list[list[int]] = [[] for _ in range(ranks)]
+    columns: list[tuple[list[str], array[int], array[int]]] = [([], array("q"), array("q")) for _ in range(ranks)]
     for name, rank, tensors, metadata in groups:
         header, placed, size = layout_file([(t.name, t.dtype, t.shape) for t in tensors], metadata)
         at = len(files)
-        files.append(OutFile(name, size, ((0, header),)))
+        files.append(OutFile(name, size, Deflated(header) if len(header) > _LARGE else ((0, header),)))
         rank_files[rank].append(at)
-        slots = {t.name: t.slot for t in tensors}
+        slot_of = {t.name: t.slot for t in tensors}
+        slots, where, offsets = columns[rank]
         for p in placed:
-            places[rank][slots[p.name]] = (at, p.offset)
+            slots.append(slot_of[p.name])
+            where.append(at)
+            offsets.append(p.offset)
+    places: list[Places] = []
+    known: list[str] = []
+    index: dict[str, int] = {}
+    for slots, where, offsets in columns:
+        if slots != known:  # tensor-parallel ranks have the same tensors, and so one index
+            known, index = slots, {slot: i for i, slot in enumerate(slots)}
+        places.append(Places(index, where, offsets))
     return Skeleton(files, places, [], rank_files)

@@ -51,6 +51,7 @@ from ckpttool.formats.base import (
     StoredCheckpoint,
     WriteRequest,
     companions,
+    list_source,
 )
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh, share
@@ -95,8 +96,9 @@ class Flex:
             return 0
         if any(metadata_names(listing.root / d) for d in ("", *PARTS.values())):
             return 2
-        # Payloads whose metadata was left behind: reading says what is missing.
-        return 2 if not listing.single and any(n.endswith(".distcp") for n in listing.names) else 0
+        # Payloads whose metadata was left behind: reading says what is missing. (torch's begin with underscores.)
+        payloads = (n for n in listing.names if n.endswith(".distcp") and not n.startswith("__"))
+        return 2 if not listing.single and any(payloads) else 0
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         files: list[DataFile] = []
@@ -174,7 +176,7 @@ def _beside(listing: Listing) -> tuple[dict[str, Any], dict[str, Any], list[str]
     root = listing.root.resolve()
     if config or meta or root.name not in PARTS.values():
         return config, meta, []
-    above = Listing(root.parent, tuple(n for n in ("config.json", "model_meta.json") if (root.parent / n).is_file()))
+    above = list_source(root.parent)
     config, meta = above.json("config.json"), above.json("model_meta.json")
     return config, meta, ["config.json is read from the parent directory"] if config else []
 

@@ -6,12 +6,12 @@ refused is a checkpoint of which a shard is missing.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpttool.catalog import RankTensor
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
+from ckpttool.formats._json import indented
 from ckpttool.formats.base import (
     Habits,
     Listing,
@@ -23,6 +23,7 @@ from ckpttool.formats.base import (
     build_files,
     companions,
     fill_files,
+    lost,
     read_files,
 )
 from ckpttool.formats.safetensors import tensor_bytes
@@ -83,7 +84,7 @@ class HuggingFace:
                 raise ConflictError(
                     f"tensor `{t.name}` is in two shards",
                     where=[str(files[other].path), str(files[t.file].path)],
-                    hint="remove the stale shard; if these are the files of ranks, say how many: --tp N",
+                    hint="remove the stale shard; if these are files of ranks, say how many, without --from: --tp N",
                 )
             notes.append(f"`{t.name}` is in {a} and {b}; the index says {mapped[t.name]}")
             if mapped[t.name] == b:
@@ -134,7 +135,7 @@ def layout_published(
     total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
     weight_map = {t.name: name for name, _, group, _ in named for t in group}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    text = indented(index)
     skeleton.files.append(OutFile("model.safetensors.index.json", len(text), ((0, text),)))
     return skeleton
 
@@ -179,7 +180,7 @@ def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[st
                 raise IncompleteError(
                     f"{len(missing)} of {len(named)} shards that the index names are missing: {missing[0]}",
                     where=str(listing.path(indexes[0])),
-                    hint="fetch the missing files; a checkpoint is only read whole",
+                    hint=lost(listing, missing[0]) or "fetch the missing files; a checkpoint is only read whole",
                 )
             notes.append(f"{indexes[0]} is stale (it names {missing[0]}, which is not there); rebuilt from the headers")
     if "model.safetensors" in present and not sets:
@@ -207,20 +208,29 @@ def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[st
         raise IncompleteError(
             "there are no model weights here",
             where=str(listing.root),
-            hint=f"{unused[0]} is no model's weights by its name; give its path to read it all the same"
-            if (unused := listing.safetensors())
-            else "give the directory that holds the .safetensors files",
+            hint=_instead(listing),
         )
     return names, None, notes
+
+
+def _instead(listing: Listing) -> str:
+    """A hint for a directory without a model's weights."""
+    unused = listing.safetensors()
+    if "adapter_config.json" in listing.names:
+        return f"this is an adapter: `ckpttool merge MODEL+{listing.root} -o DST` adds it to its model"
+    if unused:
+        return f"{unused[0]} is no model's weights by its name; give its path to read it all the same"
+    return "give the directory that holds the .safetensors files"
 
 
 def _refuse_gaps(listing: Listing, key: tuple[str, int], parts: set[int]) -> None:
     gaps = [i for i in range(1, key[1] + 1) if i not in parts]
     if gaps:
+        first = f"{key[0]}-{gaps[0]:05d}-of-{key[1]:05d}.safetensors"
         raise IncompleteError(
-            f"{len(gaps)} of {key[1]} shards are missing: {key[0]}-{gaps[0]:05d}-of-{key[1]:05d}.safetensors",
+            f"{len(gaps)} of {key[1]} shards are missing: {first}",
             where=str(listing.root),
-            hint="fetch the missing files; a checkpoint is only read whole",
+            hint=lost(listing, first) or "fetch the missing files; a checkpoint is only read whole",
         )
 
 

@@ -79,7 +79,7 @@ from ckpttool.formats.base import (
 )
 from ckpttool.formats.safetensors import read_header
 from ckpttool.geometry import contiguous_strides
-from ckpttool.mesh import Mesh
+from ckpttool.mesh import MAX_WORLD, Mesh
 
 MASTER = "_fp32_master_0"
 """Between a parameter's name and its state when the state belongs to the master weight."""
@@ -89,8 +89,8 @@ COMPONENTS = ("model", "master_weights", "optimizer", "ema")
 MOST_RANKS = 4096
 """Ranks that are looked for one by one, and 64 more for each file; a larger size is a damaged number."""
 _SIZE_FLAGS = {"tp": "tp", "pp": "pp", "shard": "sharding", "moe": "expert", "ep": "expert"}
-_EXPERT = re.compile(r"(?<![^.])experts\.(\d+)(?![^.])")
-_LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d+)(?![^.])")
+_EXPERT = re.compile(r"(?<![^.])experts\.(\d{1,9})(?![^.])")
+_LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d{1,9})(?![^.])")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _TRAINER_FILES = re.compile(
     r"rng_state(?:_\d+)?\.pth|training_args\.bin|trainer_state\.bin|scheduler\.(?:pdparams|pdopt)|scaler\.pdparams"
@@ -356,6 +356,8 @@ def _complete(found: _Found, sizes: _Degrees) -> None:
             needed -= {"shard"} if "shard" not in axes else set()
         # A degree of 1 may be written out nevertheless: rank 0 alone is complete.
         every = [range(sizes.of(a)) if a in needed | axes else (None,) for a in Suffix._fields]
+        if (count := prod(map(len, every))) > MAX_WORLD:
+            raise IncompleteError(f"nearly all of {count:,} {kind} files are missing", where=found.roots)
         wanted = [Suffix(*ranks) for ranks in product(*every)]
         # Expert ranks lie over the tensor-parallel ranks.
         wanted = [r for r in wanted if r.ep is None or r.ep % sizes.mp == (r.tp or 0)]
@@ -402,8 +404,7 @@ class _Reader:
         listings = (listing, *(list_source(p) for p in self.options.more))
         self.config = next((c for at in listings if (c := at.json("config.json"))), {})
         if found.meta is not None:
-            at = Listing(found.meta.parent, (META,))
-            self.meta = parse_meta(at.json(META), str(found.meta))
+            self.meta = parse_meta(list_source(found.meta.parent).json(META), str(found.meta))
         self.sizes = _degrees(found, self.meta, self.config)
         _complete(found, self.sizes)
         weights = {ranks: read_paddle(path) for ranks, path in found.kinds.get("model_state", {}).items()}
@@ -712,7 +713,7 @@ class _Reader:
             raise CorruptError("master_weights is not a dict of tensors", where=str(file.info.path))
         for tname, value in masters.items():
             array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-            if not isinstance(array, Array):
+            if not isinstance(tname, str) or not isinstance(array, Array):
                 raise CorruptError(f"master_weights: `{tname}` is not a tensor", where=str(file.info.path))
             name = self._parameter(tname.removesuffix(MASTER), at, file.info.path)
             self._add(component, "", at, name, [self._held(array, file.info)])

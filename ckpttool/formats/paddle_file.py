@@ -97,7 +97,8 @@ def _read_only() -> UnsupportedError:
 
 def _weights(listing: Listing) -> list[str]:
     """Files of paddle.save, apart from the small ones of a trainer."""
-    return [n for n in listing.names if n.endswith(SUFFIXES) and n not in ("scheduler.pdparams", "scaler.pdparams")]
+    other = ("scheduler.pdparams", "scaler.pdparams")
+    return [n for n in listing.names if n.endswith(SUFFIXES) and n not in other and not n.startswith(("__", "."))]
 
 
 class _Reader:

@@ -26,6 +26,7 @@ from ckpttool.formats.base import (
     Skeleton,
     StoredCheckpoint,
     WriteRequest,
+    leads_away,
     list_source,
 )
 from ckpttool.mesh import Mesh
@@ -220,7 +221,7 @@ def find_program(listing: Listing) -> Path:
         raise IncompleteError(
             "there are parameters and no program that names them" if orphan else "there is no program here",
             where=str(listing.path(listing.single) if listing.single else listing.root),
-            hint="give the program: its .json or .pdmodel",
+            hint="give the program: its .json or .pdmodel; `ckpttool reshard` converts what has none",
         )
     if len(names) > 1:
         raise ConflictError(
@@ -257,7 +258,8 @@ def native_of(artifact: Artifact) -> Native:
     """What is kept for writing the program again."""
     program = artifact.program
     info = program.path.with_name(program.path.name.removesuffix(LEGACY) + INFO)
-    files = (program.path, info) if program.kind == "pdmodel" and info.is_file() else (program.path,)
+    whole = program.kind == "pdmodel" and info.is_file() and not leads_away(info)
+    files = (program.path, info) if whole else (program.path,)
     name = artifact.params.name if artifact.params else params_name(program.path)
     heads = {p.name: r.head for p, r in artifact.tensors if r.head}
     return Native(program, name, heads, files)

@@ -15,12 +15,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import lcm, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, RankTensor, StoredTensor, logical_tensor
+from ckpttool.catalog import Catalog, DataFile, Key, LogicalTensor, Pad, Piece, RankTensor, StoredTensor, logical_tensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import (
     Habits,
@@ -35,6 +35,7 @@ from ckpttool.formats.base import (
     contiguous_ranks,
     read_files,
 )
+from ckpttool.formats.safetensors import read_header
 from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.mesh import Mesh
 
@@ -76,24 +77,35 @@ class Ranks:
 
     def _described(self, listing: Listing, options: ReadOptions, names: dict[int, str], world: int) -> StoredCheckpoint:
         contiguous_ranks(names, world, listing.root, "rank-NNNNN-of-" + f"{world:05d}.safetensors")
-        files, tensors, metadata = read_files(listing, [(names[r], r) for r in range(world)])
-        records = [_record(m, files[r].path, r) for r, m in enumerate(metadata)]
-        mesh = Mesh.from_json(records[0]["mesh"])
-        for r, rec in enumerate(records):
-            if rec["mesh"] != records[0]["mesh"] or rec.get("family") != records[0].get("family"):
+        files: list[DataFile] = []
+        tensors: list[StoredTensor] = []
+        groups: dict[str, tuple[tuple[int, ...], list[Piece], list[Pad]]] = {}
+        cuts: dict[Any, _Cut] = {}
+        rec: dict[str, Any] = {}
+        metadata: dict[str, str] = {}
+        mesh = Mesh()
+        for r in range(world):
+            head = read_header(listing.path(names[r]), r, r)
+            mine = _record(head.metadata, head.file.path, r)
+            recorded = mine.pop("tensors")  # not kept: it is larger than what becomes of it
+            if not r:
+                rec, mesh = mine, Mesh.from_json(mine["mesh"])
+                metadata = {k: v for k, v in head.metadata.items() if k != "ckpttool"}
+                if mesh.world != world:
+                    raise ConflictError(
+                        f"the files record {mesh}, that is {mesh.world} ranks, not {world}", where=str(listing.root)
+                    )
+                check_mesh("ranks", {k: getattr(mesh, k) for k in ("tp", "pp", "ep", "etp")}, options, listing.root)
+            if mine["mesh"] != rec["mesh"] or mine.get("family") != rec.get("family"):
                 raise ConflictError(
                     f"rank {r} was written for another mesh than rank 0",
-                    where=[str(files[0].path), str(files[r].path)],
+                    where=[str(files[0].path), str(head.file.path)],
                     hint="the files belong to different checkpoints",
                 )
-        if mesh.world != world:
-            raise ConflictError(
-                f"the files record {mesh}, that is {mesh.world} ranks, not {world}", where=str(listing.root)
-            )
-        check_mesh("ranks", {k: getattr(mesh, k) for k in ("tp", "pp", "ep", "etp")}, options, listing.root)
-        groups: dict[str, tuple[tuple[int, ...], list[Piece], list[Pad]]] = {}
-        for t in tensors:
-            _add(groups, t, records[t.rank]["tensors"].get(t.name), files[t.file].path)
+            files.append(head.file)
+            tensors += head.tensors
+            for t in head.tensors:
+                _add(groups, t, recorded.get(t.name), head.file.path, cuts)
         logical: dict[Key, LogicalTensor] = {}
         for name, (shape, pieces, pads) in groups.items():
             key = Key(name)
@@ -102,7 +114,6 @@ class Ranks:
                 logical[key] = LogicalTensor(key, stored.dtype, shape, ())
             else:
                 logical[key] = logical_tensor(key, shape, pieces, pads, files=files)
-        rec = records[0]
         carried, notes = companions(listing, names.values())
         return StoredCheckpoint(
             self.name,
@@ -117,7 +128,7 @@ class Ranks:
             rec.get("family", ""),
             Catalog(files, logical),
             notes=notes,
-            metadata=metadata[0],
+            metadata=metadata,
         )
 
     def _foreign(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
@@ -171,8 +182,11 @@ class Ranks:
         return asked
 
     def write(self, request: WriteRequest) -> Skeleton:
+        return build_files(self._files(request), request.mesh.world)
+
+    def _files(self, request: WriteRequest) -> Iterator[tuple[str, int, Sequence[RankTensor], dict[str, str]]]:
+        """One rank after the other: what is recorded of a large rank takes as much memory as its tensors' names."""
         world = request.mesh.world
-        groups = []
         for r in request.chosen:
             record = {
                 "version": 1,
@@ -184,8 +198,7 @@ class Ranks:
                 "tensors": {t.name: _box_record(t) for t in request.ranks[r] if not _is_whole(t)},
             }
             meta = {"format": "pt", "ckpttool": json.dumps(record, separators=(",", ":"), ensure_ascii=False)}
-            groups.append((f"rank-{r:05d}-of-{world:05d}.safetensors", r, request.ranks[r], meta))
-        return build_files(groups, world)
+            yield f"rank-{r:05d}-of-{world:05d}.safetensors", r, request.ranks[r], meta
 
 
 def _is_whole(t: RankTensor) -> bool:
@@ -224,53 +237,91 @@ def _record(metadata: Mapping[str, str], path: Path, rank: int) -> dict[str, Any
     return out
 
 
+class _Cut(NamedTuple):
+    """How a rank holds a tensor; one object for all tensors that it holds alike."""
+
+    boxes: tuple[tuple[Box, Box], ...]
+    """(box in the stored tensor, box in the logical tensor)."""
+    pads: tuple[Box, ...]
+    """The rest of the stored tensor."""
+
+
 def _add(
     groups: dict[str, tuple[tuple[int, ...], list[Piece], list[Pad]]],
     t: StoredTensor,
     rec: dict[str, Any] | None,
     path: Path,
+    cuts: dict[Any, _Cut],
 ) -> None:
     """Add what one rank's record says about one stored tensor."""
     if rec is None:
         box = whole(t.shape)
-        key, shape, boxes = t.name, t.shape, [(box, box)]
+        name, shape, cut = t.name, t.shape, _Cut(((box, box),), ())
     else:
         try:
             if not isinstance(rec, dict):
                 raise TypeError
-            key = str(rec.get("key", t.name))
-            shape = tuple(int(n) for n in rec["shape"])
-            boxes = [
-                (
-                    Box(tuple(a), tuple(x + n for x, n in zip(a, size, strict=True))),
-                    Box(tuple(b), tuple(x + n for x, n in zip(b, size, strict=True))),
-                )
-                for a, b, size in rec["boxes"]
-            ]
+            name = rec.get("key", t.name)
+            shape = tuple(rec["shape"])
+            boxes = tuple([(tuple(a), tuple(b), tuple(size)) for a, b, size in rec["boxes"]])
+            if not isinstance(name, str):
+                raise TypeError
+            known = cuts.get((t.shape, shape, boxes))
+            if known is None:
+                if any(type(n) is not int for n in shape):
+                    raise TypeError
+                known = cuts[t.shape, shape, boxes] = _cut(t, shape, boxes, path)
+            cut = known
         except (KeyError, TypeError, ValueError):
             raise CorruptError(f"the record of tensor `{t.name}` is not valid", where=str(path)) from None
-        for inner, outer in boxes:
-            if (
-                len(inner.start) != len(t.shape)
-                or not whole(t.shape).contains(inner)
-                or len(shape) != len(t.shape)
-                or not whole(shape).contains(outer)
-                or any(type(n) is not int or n < 0 for n in (*inner.start, *outer.start, *inner.shape))
-            ):
-                raise CorruptError(
-                    f"tensor `{t.name}` {list(t.shape)} records the box {outer} of {list(shape)}, which cannot be",
-                    where=str(path),
-                )
-    group = groups.setdefault(key, (shape, [], []))
+    group = groups.get(name)
+    if group is None:
+        group = groups[name] = (shape, [], [])
     if group[0] != shape:
         raise ConflictError(
-            f"tensor `{key}` is {list(shape)} by one rank's record and {list(group[0])} by another's", where=str(path)
+            f"tensor `{name}` is {list(shape)} by one rank's record and {list(group[0])} by another's", where=str(path)
         )
-    group[1].extend(Piece(t, inner, outer) for inner, outer in boxes)
-    held = [inner for inner, _ in boxes]
+    group[1].extend([Piece(t, inner, outer) for inner, outer in cut.boxes])
+    group[2].extend([Pad(t, gap) for gap in cut.pads])
+
+
+def _cut(
+    t: StoredTensor,
+    shape: tuple[int, ...],
+    boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
+    path: Path,
+) -> _Cut:
+    """What a record means: (first element in the stored tensor, first in the logical one, size) of each box.
+
+    Raises CorruptError for what cannot be, and TypeError or ValueError for what are no sizes.
+    """
+    out = []
+    for a, b, size in boxes:
+        inner = Box(a, tuple(x + n for x, n in zip(a, size, strict=True)))
+        outer = Box(b, tuple(x + n for x, n in zip(b, size, strict=True)))
+        if (
+            len(a) != len(t.shape)
+            or not whole(t.shape).contains(inner)
+            or len(shape) != len(t.shape)
+            or not whole(shape).contains(outer)
+            or any(type(n) is not int or n < 0 for n in (*a, *b, *size))
+        ):
+            raise CorruptError(
+                f"tensor `{t.name}` {list(t.shape)} records the box {outer} of {list(shape)}, which cannot be",
+                where=str(path),
+            )
+        out.append((inner, outer))
+    held = [inner for inner, _ in out]
+    pads = []
     while (gap := uncovered(t.shape, held)) is not None:
         held.append(gap)
-        group[2].append(Pad(t, gap))
+        if not any(a and b == n for a, b, n in zip(gap.start, gap.stop, t.shape, strict=True)) and out:
+            raise CorruptError(
+                f"tensor `{t.name}` {list(t.shape)} records that {gap} belongs to no tensor; padding is at an end",
+                where=str(path),
+            )
+        pads.append(gap)
+    return _Cut(tuple(out), tuple(pads))
 
 
 _FIELD = re.compile(r"\{(rank|tp|pp|ep|etp|part)(?::[^{}]*)?\}|\*")
@@ -323,10 +374,12 @@ def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, 
             return hits, sizes, shown if options.rank_pattern else re.sub(r"\d+", "*", hits[0][2])
     if options.said() and not options.rank_pattern and (numbered := _numbered(listing)):
         return [({"rank": r}, 0, n) for r, n in numbered.items()], {}, "*{rank}*.safetensors"
+    files = listing.safetensors()
+    like = re.sub(r"\d+(?=\D*\Z)", "{rank}", files[0]) if files else "model_{rank}.safetensors"
     raise IncompleteError(
         f"no file matches the rank pattern `{shown}`",
-        where=str(listing.root),
-        hint="give the names with --rank-pattern, for example 'model_{rank}.safetensors'",
+        where=[str(listing.root), f"files: {', '.join(files[:4]) or 'none'}{' ...' if len(files) > 4 else ''}"],
+        hint=f"give the names with --rank-pattern, for example '{like}'",
     )
 
 

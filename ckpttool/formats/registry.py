@@ -5,14 +5,17 @@ Imported formats only; adding one is adding its module here.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
-from ckpttool.formats.base import Format, Listing, ReadOptions, StoredCheckpoint, list_source
+from ckpttool.formats._foreign import foreign
+from ckpttool.formats.base import Format, Listing, ReadOptions, StoredCheckpoint, list_source, lost, natural
 from ckpttool.formats.deepseek import DeepSeek
 from ckpttool.formats.flex import Flex
-from ckpttool.formats.hf import HuggingFace
+from ckpttool.formats.hf import NUMBERED, HuggingFace
 from ckpttool.formats.hybrid import Hybrid, ZeroCost
 from ckpttool.formats.paddle_file import PaddleFile
 from ckpttool.formats.paddle_program import PaddleProgram
@@ -39,15 +42,26 @@ FORMATS: dict[str, Format] = {
 }
 
 
+ALSO_CALLED = {
+    **dict.fromkeys(("huggingface", "hugging-face", "transformers", "safetensors"), "hf"),
+    **dict.fromkeys(("tensorrt-llm", "tensorrt_llm", "tensorrt", "trt-llm", "trt"), "trtllm"),
+    **dict.fromkeys(("rank", "tp", "sharded", "shards"), "ranks"),
+    **dict.fromkeys(("paddlenlp", "paddleformers"), "unified"),
+}
+"""What people say for a format; only for hints."""
+
+
 def by_name(name: str, option: str) -> Format:
     """The format that --from or --to names. Raises UsageError for an unknown one."""
     if name not in FORMATS:
         import difflib
 
-        close = difflib.get_close_matches(name, FORMATS, n=1)
+        said = name.lower()
+        close = [ALSO_CALLED.get(said, "")] if said in ALSO_CALLED else difflib.get_close_matches(said, FORMATS, n=1)
+        known = [f for f in FORMATS if option != "--to" or f != "pdparams"]  # pdparams is only read
         raise UsageError(
             f"{option} `{name}` is not a format",
-            hint=(f"did you mean `{close[0]}`? " if close else "") + "formats: " + ", ".join(FORMATS),
+            hint=(f"did you mean `{close[0]}`? " if close else "") + "formats: " + ", ".join(known),
         )
     return FORMATS[name]
 
@@ -62,27 +76,56 @@ def detect(listing: Listing) -> Format:
         raise ConflictError(
             f"the source could be {' or '.join(f.name for f in found)}",
             where=str(listing.root),
-            hint=f"say which: --from {found[0].name}",
+            hint=f"say which: {' or '.join('--from ' + f.name for f in found)}",
         )
     if listing.safetensors():
         return FORMATS["hf"]
+    folders = _folders(listing)
+    below = lost(listing) or _below(listing.root, folders)
+    stranger = None if below else foreign(listing.root, [listing.single] if listing.single else listing.names, folders)
+    if stranger:
+        raise UnsupportedError(
+            f"this is {stranger.what}, which ckpttool does not read",
+            where=str(listing.path(listing.single)),
+            hint=stranger.way_out,
+        )
     shown = ", ".join(listing.names[:6]) + (" ..." if len(listing.names) > 6 else "")
     raise UnsupportedError(
         "no checkpoint format is recognised here",
         where=[str(listing.root), f"files: {shown or 'none'}"],
-        hint=_below(listing) or "give the directory that holds the weight files; formats: " + ", ".join(FORMATS),
+        hint=below or "give the directory that holds the weight files; formats: " + ", ".join(FORMATS),
     )
 
 
-def _below(listing: Listing) -> str:
-    """A hint when the weights lie in subdirectories, which may be one rank each."""
-    found = "" if listing.single else next((str(p) for p in sorted(listing.root.glob("*/*.safetensors"))), "")
-    if not found:
+def _folders(listing: Listing) -> list[str]:
+    """Directories directly in a source, for what an error says about it; [] when SRC is a file."""
+    if listing.single:
+        return []
+    with os.scandir(listing.root) as it:
+        return sorted((e.name for e in it if e.is_dir()), key=natural)
+
+
+def _below(root: Path, folders: Sequence[str]) -> str:
+    """A hint when the weights lie further down: a cache of the Hugging Face hub, steps of a run, one rank in each."""
+    if "snapshots" in folders or root.name == "snapshots":
+        holder = root / "snapshots" if "snapshots" in folders else root
+        refs = holder.parent / "refs" / "main"
+        main = [holder / refs.read_text(encoding="utf-8").strip()] if refs.is_file() else []
+        found = next((p for p in [*main, *sorted(holder.glob("*"))] if p.is_dir()), None)
+        return f"this is the cache of the Hugging Face hub; give the snapshot: {found}" if found else ""
+    if cached := [f for f in folders if f.startswith("models--")]:
+        return f"this is the cache of the Hugging Face hub; give a directory in {root / cached[0] / 'snapshots'}"
+    holding = [f for f in folders[:1000] if any((root / f).glob("*.safetensors"))]
+    if not holding:
         return ""
-    folder, name = Path(found).parent, Path(found).name
-    pattern = re.sub(r"\d+(?=\D*\Z)", "{rank}", folder.name)
-    rank = f"; when each directory is a rank: --rank-pattern '{pattern}/{name}'" if pattern != folder.name else ""
-    return f"there are weights in {folder}{rank}"
+    files = {p.name for p in (root / holding[0]).glob("*.safetensors")}
+    forms = {re.sub(r"\d+(?=\D*\Z)", "{rank}", f) for f in holding}
+    numbers = [int(m[1]) for f in holding if (m := re.search(r"(\d+)\D*\Z", f))]
+    others = f" (and in {len(holding) - 1} more directories)" if len(holding) > 1 else ""
+    here = f"there are weights in {root / holding[-1]}{others}: give one directory"
+    if len(forms) == len(files) == 1 and sorted(numbers) == list(range(len(holding))):
+        return f"{here}, or, when each is a rank, --rank-pattern '{forms.pop()}/{files.pop()}'"
+    return here
 
 
 def choose(listing: Listing, name: str, options: ReadOptions) -> Format:
@@ -98,6 +141,31 @@ def choose(listing: Listing, name: str, options: ReadOptions) -> Format:
     return found
 
 
+def refuse_part(path: Path) -> None:
+    """Raises UsageError when ``path`` is one file of several that make up a checkpoint.
+
+    Its tensors are whole to look at, but a part of a model (or of each tensor) to anything that is written.
+    """
+    if not (path.name.endswith(".safetensors") and path.is_file()):
+        return
+    m = NUMBERED.match(path.name)
+    files = int(m["total"]) if m else 1
+    if m is None:
+        try:
+            listing = list_source(path.parent)
+        except UsageError:
+            return  # one may read a file in a directory that one may not list
+        if any(f.sharded and f.detect(listing) for f in FORMATS.values()):
+            form = re.sub(r"\d+", "0", path.name)
+            files = sum(re.sub(r"\d+", "0", n) == form for n in listing.names)
+    if files > 1:
+        raise UsageError(
+            f"this is one of the {files} files of a checkpoint",
+            where=str(path),
+            hint=f"give their directory: {path.parent}; or --from hf, which takes the tensors of this file for a model",
+        )
+
+
 def read_source(path: Path, name: str, options: ReadOptions) -> StoredCheckpoint:
     """Index the headers of a checkpoint; ``name`` is what --from says, or "".
 
@@ -106,6 +174,7 @@ def read_source(path: Path, name: str, options: ReadOptions) -> StoredCheckpoint
     """
     listing = list_source(path)
     stored = choose(listing, name, options).read(listing, options)
+    stored.notes += [f"{n} is left out: it is a link out of the checkpoint, to {to}" for n, to in listing.away.items()]
     if not stored.config and stored.mesh.world > 1 and listing.root.parent.joinpath("config.json").is_file():
         stored.notes.append("config.json is read from the parent directory")
         stored.config = list_source(listing.root.parent).json("config.json")

@@ -11,8 +11,10 @@ import errno
 import json
 import os
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from json.encoder import encode_basestring
 from math import prod
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -21,9 +23,14 @@ from typing import Any, NamedTuple
 from ckpttool.catalog import DataFile, StoredTensor
 from ckpttool.dtypes import DTYPES, ORDER, nbytes
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats._foreign import disguise
 
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
+MAX_NAME = 16_384
+"""Characters of a tensor's name; published ones have 200 at most."""
+MAX_AXES = 64
+"""The limit of numpy and torch. Without one, the size of a shape takes hours to work out."""
 
 
 class HeaderError(CorruptError):
@@ -77,14 +84,14 @@ def read_raw(path: Path) -> tuple[DataFile, bytes]:
                 )
             (size,) = struct.unpack("<Q", first[:8])
             if size > MAX_HEADER or size > stat.st_size - 8:
-                pointer = first.startswith(b"version https://git-lfs")
+                stranger = disguise(first)
                 raise HeaderError(
                     "header-length",
-                    f"the header claims {size:,} bytes, the file has {stat.st_size:,}",
+                    f"this is {stranger.what}"
+                    if stranger
+                    else f"the header claims {size:,} bytes, the file has {stat.st_size:,}",
                     where=f"{path} [bytes 0..8)",
-                    hint="this is a git-lfs pointer, not the file: run `git lfs pull`"
-                    if pointer
-                    else "the file is cut off or is not safetensors; fetch it again",
+                    hint=stranger.way_out if stranger else "the file is cut off or is not safetensors; fetch it again",
                 )
             raw = first[8 : 8 + size]
             while len(raw) < size:
@@ -133,7 +140,14 @@ def parse(raw: bytes, path: Path) -> dict[str, Any]:
     except _TwiceError as e:
         raise HeaderError("duplicate-key", f"the name `{e}` occurs twice in the header", where=where) from None
     except ValueError as e:
-        raise HeaderError("header-json", f"the header is not valid JSON: {e}", where=where) from None
+        raise HeaderError(
+            "header-json",
+            f"the header is not valid JSON: {e}",
+            where=where,
+            hint="fetch or write the file again"
+            if raw.strip(b"\0")
+            else "the file begins with zeros: its space was reserved and never filled; fetch or write it again",
+        ) from None
     if not isinstance(data, dict):
         raise HeaderError("header-json", "the header is not a JSON object", where=where)
     if data.get("__metadata__", data) is None:
@@ -165,6 +179,12 @@ def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
     for name, entry in data.items():
         if name == "__metadata__":
             continue
+        if len(name) > MAX_NAME:
+            out.append(
+                Problem("entry", f"the name `{name[:60]}...` has {len(name):,} characters: {MAX_NAME} at most", name)
+            )
+            lost = True
+            continue
         if not isinstance(entry, dict):
             out.append(Problem("entry", f"tensor `{name}` is not an object", name))
             lost = True
@@ -188,6 +208,9 @@ def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
             out.append(Problem("dtype", f"tensor `{name}` has the unknown dtype `{dtype}`", name))
         elif not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
             out.append(Problem("shape", f"tensor `{name}` has no valid shape: {str(shape)[:80]}", name))
+        elif len(shape) > MAX_AXES:
+            text = f"tensor `{name}` has {len(shape):,} axes, and no software has more than {MAX_AXES}"
+            out.append(Problem("shape", text, name))
         elif span is not None:
             out += _span_problems(name, dtype, shape, span, payload)
     spans.sort()
@@ -276,9 +299,11 @@ def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) 
                 if not isinstance(entry, dict) or not all(isinstance(v, str) for v in entry.values()):
                     return None
                 continue
+            if len(name) > MAX_NAME:
+                return None
             dtype = DTYPES[entry["dtype"]]
             shape = entry["shape"]
-            if type(shape) is not list:
+            if type(shape) is not list or len(shape) > MAX_AXES:
                 return None
             start, stop = entry["data_offsets"]
             count = 1
@@ -294,7 +319,8 @@ def _fast(data: dict[str, Any], payload: int, index: int, rank: int, base: int) 
                 at = stop
             elif count:
                 ordered = False
-            out.append((name, dtype.name, _shared(tuple(shape)), index, base + start, rank, None, "model", ""))
+            known = sys.intern(name)  # ranks have the same names
+            out.append((known, dtype.name, _shared(tuple(shape)), index, base + start, rank, None, "model", ""))
     except (KeyError, TypeError, ValueError):
         return None
     tensors = list(map(StoredTensor._make, out))
@@ -332,18 +358,24 @@ def layout_file(
     Order and padding are those of the safetensors library (dtype descending in its enum, then name; header padded with
     spaces to 8), so that a file written here is byte-identical to one that the library writes.
     """
-    entries: dict[str, Any] = {}
-    if metadata:
-        entries["__metadata__"] = dict(metadata)
     ordered = sorted(tensors, key=lambda t: (-ORDER[t[1]], t[0].encode("utf-8", "surrogateescape")))
+    entries = []
+    if metadata:
+        entries.append('"__metadata__":' + json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False))
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
     at = 0
     starts = []
+    # What is the same for all tensors of a shape is written once: a file may hold a hundred thousand.
     for name, dtype, shape in ordered:
-        size = nbytes(dtype, prod(shape), where=name)
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        kind = kinds.get((dtype, shape))
+        if kind is None:
+            sizes = ",".join(map(str, shape))
+            size = nbytes(dtype, prod(shape), where=name)
+            kind = kinds[dtype, shape] = (f':{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[', size)
         starts.append(at)
-        at += size
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        begin, at = at, at + kind[1]
+        entries.append(f"{encode_basestring(name)}{kind[0]}{begin},{at}]}}")
+    text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-len(text) % 8)
     base = 8 + len(text)
     placed = [Placed(*tensor, base + start) for tensor, start in zip(ordered, starts, strict=True)]

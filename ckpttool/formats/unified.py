@@ -51,7 +51,7 @@ from ckpttool.formats.base import (
     list_source,
 )
 from ckpttool.formats.safetensors import read_header, tensor_bytes
-from ckpttool.mesh import Mesh
+from ckpttool.mesh import MAX_WORLD, Mesh
 
 STEMS = {"model": "model", "peft_model": "adapter", "master_weights": "master_weights", "optimizer": "optimizer"}
 """Stem of the files -> component."""
@@ -270,6 +270,10 @@ class _Reader:
         axes = list(ranked[0].coords)
         sizes = {a: 1 + max(f.coords.get(a, 0) for f in ranked) for a in axes}
         have = {tuple(f.coords.get(a, -1) for a in axes) for f in ranked}
+        if prod(sizes.values()) > MAX_WORLD:
+            raise IncompleteError(
+                f"nearly all of {prod(sizes.values()):,} {stem} rank files are missing", where=str(self.listing.root)
+            )
         wanted: list[tuple[int, ...]] = list(product(*[range(sizes[a]) for a in axes]))
         missing = [w for w in wanted if w not in have]
         if missing:
@@ -383,6 +387,15 @@ class _Reader:
                 hint="the files of two saves were mixed",
             )
         text, way = fits[0]
+        if self.formats.get("model") == "pt" and not writer.name and not seen:
+            odd = next((n for n in model if any(way(n) != other(n) for _, other in ways)), "")
+            if odd:
+                raise IncompleteError(
+                    "config.json does not say which version of Paddle's software wrote the model files, and so which"
+                    " way round its linear weights lie",
+                    where=[str(self.listing.path("config.json")), odd],
+                    hint="put back the config.json of the save: it has paddlenlp_version or paddleformers_version",
+                )
         if text:
             self.notes.append(
                 f"linear weights of the model are stored {text}, by their shapes and not by the version in config.json"
@@ -620,17 +633,13 @@ def _write(request: WriteRequest) -> Skeleton:
             index["master_weights"] = has_master
         indexes.append((f"{stem}.safetensors.index.json", json.dumps(index, indent=4).encode()))
     skeleton = build_files(groups, 1)
-    slots = iter(named)
-    flat = [t for _, _, part, _ in groups for t in part]
-    renamed: dict[str, tuple[int, int]] = {}
-    for held, original in zip(flat, slots, strict=True):
-        renamed[original.slot] = skeleton.places[0][held.slot]
-    skeleton.places[0] = renamed
+    flat = (t for _, _, part, _ in groups for t in part)
+    placed = {t.slot: skeleton.places[0][held.slot] for held, t in zip(flat, named, strict=True)}
     for name, data in indexes:
         skeleton.files.append(OutFile(name, len(data), ((0, data),)))
     request.config = target_config(request.config, version, request.dtype)
     left = [p.name for p in request.companions if _WORLD_BOUND.match(p.name)]
-    return skeleton._replace(left=tuple(left))
+    return skeleton._replace(places=[placed], left=tuple(left))
 
 
 def _share(tensors: Sequence[RankTensor], request: WriteRequest) -> list[list[RankTensor]]:

@@ -16,7 +16,7 @@ from ckpttool.dtypes import CASTABLE
 from ckpttool.errors import UsageError
 from ckpttool.layout.names import split_numbers
 from ckpttool.quant.scheme import Form, Scheme, forms
-from ckpttool.select import compile_pattern, nearest_hint
+from ckpttool.select import bounded, compile_pattern, nearest_hint
 
 _EMBEDDINGS = (
     "*embed_tokens*",
@@ -89,7 +89,9 @@ class Keep:
         for option, patterns in (("--keep", self.keep), ("--include", self.include)):
             for p in patterns:
                 regex = compile_pattern(p)
-                if not any(regex.search(n) for n in names):
+                with bounded(f"{option} {p}"):
+                    found = any(regex.search(n) for n in names)
+                if not found:
                     raise UsageError(f"{option} `{p}` matches no tensor", hint=nearest_hint(p, names))
 
     def why(self, w: Weight) -> str:
@@ -143,14 +145,15 @@ def for_family(keep: Keep, scheme: Scheme | None, weights: Collection[Weight]) -
 def treat(weights: Iterable[Weight], scheme: Scheme | None, keep: Keep) -> list[Treated]:
     """What becomes of each tensor; ``scheme`` None is "all stay". Raises LayoutError as ``forms`` does."""
     out = []
-    for w in weights:
-        why = "no recipe" if scheme is None else keep.why(w)
-        if scheme is not None and not why and scheme.edge == "skip" and _ragged(scheme, w):
-            why = "--edge skip"
-        if why or scheme is None:
-            out.append(Treated(w, (), why))
-        else:
-            out.append(Treated(w, forms(scheme, w.name, w.shape, in_out=w.in_out)))
+    with bounded("--keep and --include, or the modules that config.json does not quantise"):
+        for w in weights:
+            why = "no recipe" if scheme is None else keep.why(w)
+            if scheme is not None and not why and scheme.edge == "skip" and _ragged(scheme, w):
+                why = "--edge skip"
+            if why or scheme is None:
+                out.append(Treated(w, (), why))
+            else:
+                out.append(Treated(w, forms(scheme, w.name, w.shape, in_out=w.in_out)))
     return out
 
 

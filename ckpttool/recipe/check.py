@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,8 @@ from ckpttool.recipe.model import Condition, Kind, Recipe, Scalar, Setting, Slic
 
 DTYPES = ("F32", "F16", "BF16", "F64")
 """What a merge writes."""
+LARGEST = float.fromhex("0x1.fffffep127")
+"""Number of a recipe: methods compute with float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def scalar(data: Any, kind: Kind) -> Scalar | None:
         return None
     try:
         number = float(data)
-        if not math.isfinite(number) or (kind == "int" and number != int(number)):
+        if not abs(number) <= LARGEST or (kind == "int" and number != int(number)):
             return None
     except (ValueError, OverflowError):
         return None

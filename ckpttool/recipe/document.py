@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,7 @@ class Problems:
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """``did you mean ...?``, or all that would be right."""
     choices = sorted(known)
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.6)
     if close:
         return f"did you mean `{close[0]}`?"
     return f"known: {', '.join(choices)}" if choices else None
@@ -97,7 +98,9 @@ class Value:
         if self.data is None:
             return {}
         if not isinstance(self.data, dict):
-            self.wrong(f"{_shown(self.data)} is no mapping of names to values")
+            inside = re.fullmatch(r"(models|slices|sources|parameters)\[\d+\]", self.path.rpartition(".")[2])
+            hint = f"write `- model: {self.data}`" if inside and isinstance(self.data, str) else None
+            self.wrong(f"{_shown(self.data)} is no mapping of names to values", hint=hint)
             return {}
         dot = f"{self.path}." if self.path else ""
         return {k: Value(v, f"{dot}{k}", self.problems) for k, v in self.data.items()}
@@ -244,11 +247,14 @@ class _Reader:
             return node.value
         if isinstance(node, yaml.ScalarNode) and node.tag in self.PLAIN:
             try:
-                return self.loader.construct_object(node)
+                value = self.loader.construct_object(node)
             except (ValueError, KeyError):
-                raise UsageError(
-                    f"`{str(node.value)[:60]}` is no value of the type it claims", where=f"{self.source}:{line}"
-                ) from None
+                value = 1 << 63
+            if not isinstance(value, int) or abs(value) < 1 << 63:  # 0xfff... and 59:59:... have no limit of digits
+                return value
+            raise UsageError(
+                f"`{str(node.value)[:60]}` is no value of the type it claims", where=f"{self.source}:{line}"
+            )
         raise UsageError(f"the YAML tag `{node.tag}` means nothing here", where=f"{self.source}:{line}")
 
     def _mapping(self, node: Any, path: str, depth: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def recipe_of(
     models = [_model(text, problems, "sources") for text in sources]
     donor = _model(base, problems, "--base") if base else None
     words = ([f"weight={weights}"] if weights else []) + list(params)
-    per_model, whole = _parameters(words, found, len(models), problems, weights=bool(weights))
+    per_model, whole = _parameters(words, found, sources, problems, weights=bool(weights))
     problems.check()
     assert found is not None  # noqa: S101 - otherwise it has been noted as a problem
     listed = tuple(Source(m, None, {n: v[i] for n, v in per_model.items()}) for i, m in enumerate(models) if m)
@@ -66,7 +66,10 @@ def adapted(source: str, weights: str = "") -> Recipe:
     except ValueError:
         raise UsageError(f"--weights `{weights}` is not a list of numbers", hint="for example 0.7,0.3") from None
     if numbers and len(numbers) != len(model.adapters):
-        raise UsageError(f"there are {len(numbers)} weights for {len(model.adapters)} adapters")
+        raise UsageError(
+            f"there are {len(numbers)} weights for {len(model.adapters)} adapters",
+            hint="give one for each, in their order",
+        )
     return Recipe("passthrough", (Slice((Source(replace(model, weights=numbers)),)),))
 
 
@@ -82,9 +85,10 @@ def _model(text: str, problems: Problems, at: str) -> ModelRef | None:
 
 
 def _parameters(
-    words: Sequence[str], method: Method | None, models: int, problems: Problems, *, weights: bool
+    words: Sequence[str], method: Method | None, sources: Sequence[str], problems: Problems, *, weights: bool
 ) -> tuple[Mapping[str, Sequence[Setting]], dict[str, Setting]]:
     """Settings for each source by name, and those of the whole merge."""
+    models, names = len(sources), ", ".join(sources)
     per_model: dict[str, list[Setting]] = {}
     whole: dict[str, Setting] = {}
     for i, word in enumerate(words):
@@ -92,14 +96,14 @@ def _parameters(
         at = "--weights" if of_weights else "--param"
         name, equals, text = word.partition("=")
         if not equals or not name or not text:
-            problems.add(f"`{word}` is not NAME=VALUE", at=at)
+            problems.add(f"`{word}` is not NAME=VALUE", at=at, hint=f"--param {name or 'density'}=0.5, for example")
             continue
         if method is None:
             continue
         known = {**method.per_model, **method.whole}
         if name not in known:
             what = "has no weights" if of_weights else f"has no parameter `{name}`"
-            hint = None if of_weights else nearest(name, known) or "it has none"
+            hint = f"leave --weights away; {_takes(method)}" if of_weights else nearest(name, known) or "it has none"
             problems.add(f"`{method.name}` {what}", at=at, hint=hint)
             continue
         if name in per_model or name in whole:
@@ -130,14 +134,21 @@ def _parameters(
             problems.add(
                 f"`{name}={text}` has {len(values)} value{'' if len(values) == 1 else 's'} for {models} sources",
                 at=at,
+                hint=f"give {models}, in the order of the sources: {names}; a --base that is not among them has none",
                 error=ConflictError,
             )
     return per_model, whole
+
+
+def _takes(method: Method) -> str:
+    """What a method takes instead of weights."""
+    names = [*method.per_model, *method.whole]
+    return f"it has --param {names[0]}=VALUE" if names else "it has no parameters"
 
 
 def _plain(text: str) -> object:
     """A number or a boolean as recipes write them."""
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
         return text

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckpttool.errors import UnsupportedError, UsageError
+from ckpttool.formats.base import near
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """What the name of a model on a hub looks like."""
@@ -283,7 +284,7 @@ def reference(text: str, beside: Path | None = None) -> ModelRef:
             if REPOSITORY.fullmatch(part)
             else "relative paths count from the current directory or, failing that, from the recipe's"
             if beside is not None
-            else None,
+            else near(Path(part)) or None,
         )
     raise UsageError(f"`{text}` cannot be taken apart into a model and adapters that exist")
 

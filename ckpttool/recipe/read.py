@@ -27,10 +27,21 @@ def _looks_like_one(source: str) -> bool:
         return False
     if source.endswith(".json"):  # so are the index of a checkpoint, and a Paddle program
         return not source.endswith(".index.json") and not looks_like_pir(Path(source))
-    return source.endswith(YAML)
+    return source.endswith(YAML) or _says_so(source)
+
+
+def _says_so(source: str) -> bool:
+    """Whether a file that is not called so is a recipe of mergekit."""
+    if Path(source).suffix not in ("", ".txt", ".cfg", ".conf"):
+        return False
+    try:
+        with Path(source).open("rb") as f:
+            return b"merge_method:" in f.read(1 << 16)
+    except (OSError, ValueError):
+        return False
 
 
 def read_recipe(source: str) -> Recipe:
-    """The recipe in a file: YAML is mergekit's, JSON Paddle's merge_config.json. Raises as these readers do."""
+    """The recipe in a file: JSON is Paddle's, anything else mergekit's YAML. Raises as these readers do."""
     path = Path(source)
-    return read_mergekit(path) if source.endswith(YAML) else read_paddle(path)
+    return read_paddle(path) if source.endswith(".json") else read_mergekit(path)

@@ -7,13 +7,14 @@ Read are ``tokenizer.json`` (BPE, Unigram, WordPiece, WordLevel), ``vocab.json``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats._json import MAX_BYTES, parse_json
+from ckpttool.formats.base import leads_away, refuse_away
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,9 +39,6 @@ _OTHERS = (
     "tokenizer.model.v3",
 )
 """Vocabularies in forms that are not read: ids follow from code, not from the file alone."""
-
-_LARGEST = 256 << 20
-"""Bytes of a tokenizer file; the largest that are published have a tenth."""
 
 
 class Added(NamedTuple):
@@ -128,8 +126,8 @@ def read_vocabulary(directory: str | Path) -> Vocabulary:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises CorruptError when the file holds something else."""
     try:
-        data = json.loads(read_bytes(path))
-    except (ValueError, RecursionError) as e:
+        data = parse_json(read_bytes(path))
+    except ValueError as e:
         raise _wrong(path, f"no JSON: {e}") from None
     if not isinstance(data, dict):
         raise _wrong(path, "no JSON object")
@@ -139,8 +137,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_bytes(path: Path) -> bytes:
     """A tokenizer file. Raises IncompleteError, or CorruptError when it is too large to be one."""
     try:
-        if path.stat().st_size > _LARGEST:
-            raise _wrong(path, f"larger than any tokenizer ({_LARGEST >> 20} MiB)")
+        if target := leads_away(path):
+            refuse_away(path, target)
+        if path.stat().st_size > MAX_BYTES:
+            raise _wrong(path, f"larger than any tokenizer ({MAX_BYTES:,} bytes)")
         return path.read_bytes()
     except OSError as e:
         raise IncompleteError(f"cannot read {path.name}: {e.strerror}", where=str(path)) from None

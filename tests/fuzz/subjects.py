@@ -1,0 +1,391 @@
+"""What is damaged: small checkpoints of every format, and the other files that a command reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpttool import layout
+from tests.fuzz.harness import Answers, FindingError, Subject, opened
+from tests.fuzz.naive import Placement, flex, library, pickled, program, whole
+from tests.helpers.command import Done, ckpttool, reshard
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def copied(source: str, *but: str) -> Callable[[Path], None]:
+    """The files of a fixture, without those named."""
+
+    def make(folder: Path) -> None:
+        for path in sorted((FIXTURES / source).iterdir()):
+            if path.name not in but:
+                shutil.copy(path, folder / path.name)
+
+    return make
+
+
+def made(source: str, *options: object) -> Callable[[Path], None]:
+    """What ``reshard`` makes of a fixture."""
+
+    def make(folder: Path) -> None:
+        folder.rmdir()
+        reshard(FIXTURES / source, folder, "-q", "--workers", 1, *options)
+
+    return make
+
+
+def placed(**options: object) -> Callable[[Path], Answers]:
+    """A reader that puts files together as the first ones that it sees are."""
+    known: list[Placement] = []
+
+    def naive(folder: Path) -> Answers:
+        if not known:  # undamaged files come first
+            known.append(Placement(opened(folder, options)))
+        return known[0](folder)
+
+    return naive
+
+
+def beside(folder: Path, source: str, name: str) -> None:
+    """A copy of a fixture in a folder of its own inside."""
+    shutil.copytree(FIXTURES / source, folder / name)
+
+
+def one(source: str) -> Callable[[Path], None]:
+    """One file of the fixtures."""
+
+    def make(folder: Path) -> None:
+        shutil.copy(FIXTURES / source, folder)
+
+    return make
+
+
+CHECK = ("inspect", "{src}", "--check")
+DRY = ("reshard", "{src}", "{out}", "--to", "ranks", "--tp-out", "2", "-n", "--json")
+WRITE = ("reshard", "{src}", "{out}", "--to", "hf", "--workers", "1", "-q")
+
+NUMBERED = "model-0000{}-of-0000{}.safetensors"
+
+
+def checkpoints() -> list[Subject]:
+    """One or more of each format."""
+    deepseek = copied("deepseek_v3_mp2")
+    vllm = copied("vllm_sharded_tp2")
+    foreign = copied("llama_tp8", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    ranks = made("llama_tp8", "--to", "ranks", "--tp-out", 2)
+    trtllm = made("merge/inputs/ft2", "--to", "trtllm", "--tp-out", 2)
+    out = [
+        Subject(
+            "hf",
+            copied("merge/inputs/tokA"),
+            {"model.safetensors": "safetensors", "config.json": "json"},
+            naive=whole,
+            commands=(CHECK, DRY, ("fp8-size", "{src}", "--tp-out", "2")),
+        ),
+        Subject(
+            "hf sharded",
+            copied("merge/inputs/base"),
+            {"model.safetensors.index.json": "json", NUMBERED.format(2, 3): "safetensors"},
+            naive=whole,
+            commands=(CHECK, ("convert-json", "{src}", "--index", "--check")),
+        ),
+        Subject(
+            "ranks",
+            ranks,
+            {"rank-00001-of-00002.safetensors": "record", "rank-00000-of-00002.safetensors": "safetensors"},
+            naive=placed(),
+        ),
+        Subject(
+            "ranks of others",
+            foreign,
+            {"model_tp3.safetensors": "safetensors", "config.json": "json"},
+            {"tp": 8},
+            placed(tp=8),
+            (("inspect", "{src}", "--check", "--tp", "8"),),
+            (("reshard", "{src}", "{out}", "--tp", "8", "--to", "hf", "--workers", "1", "-q"),),
+        ),
+        Subject("deepseek", deepseek, {"model1-mp2.safetensors": "safetensors"}, naive=placed()),
+        Subject(
+            "vllm",
+            vllm,
+            {"model-rank-1-part-1.safetensors": "safetensors", "config.json": "json"},
+            naive=placed(),
+        ),
+        Subject("trtllm", trtllm, {"config.json": "json", "rank1.safetensors": "safetensors"}, naive=placed()),
+    ]
+    for name, files in (
+        (
+            "nlp_llama_bf16_tp2_ignore_merge",
+            {
+                "model.safetensors.index.json": "json",
+                "optimizer.safetensors.index.json": "json",
+                "config.json": "json",
+                "optimizer.tp01.safetensors": "safetensors",
+                "master_weights.tp00.safetensors": "safetensors",
+                NUMBERED.format(2, 2): "safetensors",
+            },
+        ),
+        (
+            "pf12_llama_bf16_sharding2_split_param",
+            {
+                "master_weights.safetensors.index.json": "json",
+                "optimizer-00002-of-00002.safetensors": "safetensors",
+                "config.json": "json",
+            },
+        ),
+        (
+            "nlp_llama_lora_bf16_tp1",
+            {"peft_model.safetensors.index.json": "json", "peft_model-00001-of-00001.safetensors": "safetensors"}
+            | {"lora_config.json": "json"},
+        ),
+        ("nlp_llama_bf16_tp2_quantO1", {"optimizer-00001-of-00002.safetensors": "safetensors"}),
+    ):
+        make = copied(f"paddle_unified/{name}")
+        # Quantised state is decoded by ckpttool alone.
+        out.append(Subject(f"unified {name}", make, files, naive=None if "quant" in name else placed()))
+    out += [
+        Subject(
+            "hybrid",
+            copied("paddle_zcc/sharding2_v1"),
+            {
+                "model_meta.json": "json",
+                "config.json": "json",
+                "model_state.shard00.pdparams": "pickle",
+                "optimizer.shard01.pdopt": "pickle",
+                "scheduler.pdparams": "pickle",
+            },
+        ),
+        Subject(
+            "hybrid of paddlenlp",
+            copied("paddle_zcc/nlp_tp2"),
+            {"model_state.tp01.pdparams": "pickle", "optimizer.tp00.pdopt": "pickle", "config.json": "json"},
+        ),
+        Subject(
+            "zcc",
+            copied("paddle_zcc/ep2_tp2_sharding2_ema"),
+            {
+                "model_meta.json": "json",
+                "ema.tp00_shard01.pdopt": "pickle",
+                "optimizer.tp01_shard00.pdopt": "pickle",
+                "model_state.tp01_shard01.pdparams": "pickle",
+            },
+        ),
+        Subject(
+            "flex",
+            copied("paddle_flex/tp2_dp2"),
+            {"0.metadata": "pickle", "1_0.distcp": "pickle"},
+            {"raw": True},
+            flex,
+        ),
+        Subject(
+            "flex of tensors",
+            copied("paddle_flex/dist_tensor"),
+            {"0.metadata": "pickle", "0_0.distcp": "pickle"},
+            {"raw": True},
+            flex,
+        ),
+        *(
+            Subject(f"pdparams {name}", one(f"paddle_pickles/{name}"), {name: "pickle"}, naive=pickled)
+            for name in ("model.pdparams", "model_proto2.pdparams", "all_dtypes.pdparams")
+        ),
+        Subject(
+            "program in JSON",
+            copied("paddle_programs/pir"),
+            {"model.json": "json", "model.pdiparams": "pdiparams"},
+            naive=program,
+            commands=(
+                CHECK,
+                ("convert-json", "{src}/model.json", "--check"),
+                ("convert-json", "{src}/model.json", "{out}"),
+            ),
+        ),
+        Subject(
+            "program in protobuf",
+            copied("paddle_programs/legacy"),
+            {"model.pdmodel": "pdmodel", "model.pdiparams": "pdiparams", "model.pdiparams.info": "pickle"},
+            naive=program,
+            commands=(
+                CHECK,
+                ("convert-json", "{src}/model.pdmodel", "--check"),
+                ("convert-json", "{src}/model.pdmodel", "{out}"),
+            ),
+        ),
+    ]
+    for name, files in (
+        ("ct_fp8_block", {"config.json": "json"}),
+        ("deepseek_fp8", {"config.json": "json", "model-00002-of-00002.safetensors": "safetensors"}),
+        ("ct_mxfp8", {"config.json": "json"}),
+        ("per_tensor_static", {"config.json": "json", "hf_quant_config.json": "json"}),
+    ):
+        out.append(
+            Subject(
+                f"fp8 {name}",
+                copied(f"fp8/formats/{name}"),
+                files,
+                naive=whole,
+                commands=(
+                    CHECK,
+                    ("fp8-size", "{src}"),
+                    ("fp8-cast", "{src}", "{out}", "--to", "bf16", "-n"),
+                    ("fp8-cast", "{src}", "{out}", "--to", "bf16", "--workers", "1", "-q"),
+                ),
+                readable=(),
+            )
+        )
+    return out
+
+
+def _recipe(name: str) -> Callable[[Path], None]:
+    text = (FIXTURES / "merge" / "configs" / name).read_text().replace("./inputs/", f"{FIXTURES}/merge/inputs/")
+
+    def make(folder: Path) -> None:
+        (folder / "recipe.yml").write_text(text)
+
+    return make
+
+
+def _paddle_recipe(folder: Path) -> None:
+    text = (FIXTURES / "merge_paddle/merged/pf_f32_pd_ties_sum/merge_config.json").read_text()
+    (folder / "merge_config.json").write_text(text.replace("models/", f"{FIXTURES}/merge_paddle/models/"))
+
+
+def _aoa(folder: Path) -> None:
+    beside(folder, "hf_tiny_source", "model")
+    lines = [
+        "model.embed_tokens.weight -> embed",
+        "model.layers.$LAYER_ID.self_attn.q_proj.weight^T -> l.$LAYER_ID.q",
+        "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight -> l.0.gu, axis=0",
+        "lm_head.weight -> _",
+    ]
+    (folder / "rules.txt").write_text("\n".join(lines) + "\n")
+
+
+def _aoa_json(folder: Path) -> None:
+    _aoa(folder)
+    lines = (folder / "rules.txt").read_text().splitlines()
+    (folder / "rules.txt").write_text(json.dumps({"aoa_statements": lines, "aoa_config_reverse": False}))
+
+
+def _family(folder: Path) -> None:
+    beside(folder, "hf_tiny_source", "model")
+    shutil.copy(Path(layout.__file__).parent / "families" / "llama.yaml", folder / "own.yaml")
+
+
+def _manifest(folder: Path) -> None:
+    folder.rmdir()
+    reshard(FIXTURES / "merge/inputs/tokA", folder, "-q", "--workers", 1, "--manifest")
+
+
+def _adapter(folder: Path) -> None:
+    shutil.copytree(FIXTURES / "merge/inputs/lora1", folder, dirs_exist_ok=True)
+
+
+def _tokenizers(folder: Path) -> None:
+    for name in ("tokA", "tokB"):
+        beside(folder, f"merge/inputs/{name}", name)
+    text = (FIXTURES / "merge/configs/tok_union.yml").read_text()
+    (folder / "recipe.yml").write_text(text.replace("./inputs/", f"{folder}/"))
+
+
+def _sizes(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(json.loads((FIXTURES / "deepseek_v3/config.json").read_text())))
+
+
+def _header(folder: Path) -> None:
+    shutil.copy(FIXTURES / "merge/inputs/tokA/model.safetensors", folder / "m.safetensors")
+    done = ckpttool("convert-json", folder / "m.safetensors", folder / "m.safetensors.json", "--header")
+    assert done.code == 0, done.err
+
+
+def _same_tensors(out: Path, done: Done) -> None:
+    """What was written has the bytes of an undamaged run, or nothing was."""
+    if done.code == 0 and out.exists():
+        want = library((FIXTURES / "merge/inputs/tokA/model.safetensors").read_bytes())
+        got = library(next(out.glob("*.safetensors")).read_bytes())
+        if got != want:
+            raise FindingError("resumed, and the output is another")
+
+
+def others() -> list[Subject]:
+    """Files that are no checkpoint."""
+    merged = ("merge", "{src}/recipe.yml", "-o", "{out}", "-n")
+    out = [
+        Subject(f"recipe {name}", _recipe(name), {"recipe.yml": "yaml"}, commands=(merged,), opened=False)
+        for name in (
+            "per_model_filter_gradient_ta__f32out_bf16.yml",
+            "passthrough_franken__bf16.yml",
+            "nuslerp_base__f32out_bf16.yml",
+            "lora_ta__f32out_bf16.yml",
+        )
+    ]
+    return [
+        *out,
+        Subject(
+            "recipe of Paddle",
+            _paddle_recipe,
+            {"merge_config.json": "json"},
+            commands=(("merge", "{src}/merge_config.json", "-o", "{out}", "-n"),),
+            opened=False,
+        ),
+        Subject(
+            "tokenizers",
+            _tokenizers,
+            {"tokB/tokenizer.json": "json", "tokA/tokenizer_config.json": "json", "recipe.yml": "yaml"},
+            commands=(merged, ("merge", "{src}/recipe.yml", "-o", "{out}", "--workers", "1", "-q")),
+            opened=False,
+        ),
+        Subject(
+            "adapter",
+            _adapter,
+            {"adapter_config.json": "json", "adapter_model.safetensors": "safetensors"},
+            commands=(
+                ("merge", str(FIXTURES / "merge/inputs/base") + "+{src}", "-o", "{out}", "-n"),
+                ("inspect", "{src}", "--check"),
+            ),
+            opened=False,
+        ),
+        *(
+            Subject(
+                f"aoa {kind}",
+                make,
+                {"rules.txt": kind},
+                commands=(("reshard", "{src}/model", "{out}", "--aoa", "{src}/rules.txt", "-n"),),
+                opened=False,
+            )
+            for kind, make in (("lines", _aoa), ("json", _aoa_json))
+        ),
+        Subject(
+            "family",
+            _family,
+            {"own.yaml": "yaml"},
+            commands=(
+                (
+                    *("reshard", "{src}/model", "{out}", "--family", "{src}/own.yaml"),
+                    *("--to", "ranks", "--tp-out", "2", "--fuse", "-n"),
+                ),
+            ),
+            opened=False,
+        ),
+        Subject("manifest", _manifest, {"ckpttool.manifest.json": "json"}, commands=(CHECK,), opened=False),
+        Subject(
+            "config alone",
+            _sizes,
+            {"config.json": "json"},
+            commands=(("fp8-size", "{src}/config.json", "--tp-out", "2", "--kv", "fp8", "--tokens", "128"),),
+            opened=False,
+        ),
+        Subject(
+            "header",
+            _header,
+            {"m.safetensors.json": "json"},
+            commands=(("convert-json", "{src}/m.safetensors.json", "{src}/m.safetensors", "--header", "-o", "{out}"),),
+            opened=False,
+        ),
+    ]
+
+
+def subjects() -> list[Subject]:
+    """All of them."""
+    return [*checkpoints(), *others()]
