@@ -1,6 +1,6 @@
 """Quantising and dequantising as people script it: load_file, a few lines of torch for each tensor, save_file.
 
-    python bench/torch_fp8.py block|channel|dequantise SRC DST [--panels]
+    python bench/peers/torch_fp8.py block|channel|dequantise SRC DST [--panels]
 
 ``--panels``: 128 rows at a time, which keeps what torch works on in the cache.
 """

@@ -1,6 +1,6 @@
-"""The way people do it today: load every rank's file, concatenate, split, save. Run by bench/run.py for comparison.
+"""The way people do it today: load every rank's file, concatenate, split, save.
 
-    python bench/torch_way.py SRC DST TP_OUT
+    python bench/peers/torch_reshard.py SRC DST TP_OUT
 
 Knows only the llama names that the benchmark uses, and holds the whole model in memory.
 """

@@ -1,27 +1,17 @@
-"""Measure the merge of a flex checkpoint against Paddle's ``merge_sharded_state_dict`` and against ``cp -r``.
-
-    python bench/paddle_flex.py [--gb 1.2] [--rounds 3] [--paddle PYTHON] [--no-paddle] [--work DIR] [--json FILE]
+"""The merge of a flex checkpoint, against Paddle's own ``merge_sharded_state_dict``.
 
 The checkpoint is what ``paddle.distributed.save_state_dict`` leaves of a run with tp 2 and 2 sharding ranks: four files
 with bf16 weights cut over tp, each stored once, and float32 master weights and moments, flattened and cut within rows.
-Every round runs ckpttool, Paddle and cp once, in an order that rotates; all three sync what they wrote. Sources are in
-the page cache. The peak of memory is the sum of the proportional set sizes of all processes, looked at twenty times a
-second.
-
-Paddle is left out where there is none: ``make test-peers`` installs it into .venv-paddle, or ``--paddle`` names the
-interpreter of an environment that has it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import pickle
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -29,20 +19,35 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.merge import COPY, Row, measure, round_bf16
-from bench.run import TOOL, settle, spread
+from bench.measure import OURS, OUT, Job, Program, copy_of
+from bench.models import round_bf16
+from bench.setting import PEERS, TOOL, Setting, differing, made
 
-ROOT = Path(__file__).resolve().parent.parent
 HIDDEN, INTER, VOCAB = 1024, 2816, 8192
 TP, SHARDING = 2, 2
 STATES = ("w_0", "moment1_0", "moment2_0")
 METADATA = "paddle.distributed.flex_checkpoint.dcp.metadata"
-PADDLE_MERGE = """
-import sys
-from paddle.distributed.flex_checkpoint.dcp.load_state_dict import merge_sharded_state_dict
-merge_sharded_state_dict(sys.argv[1], sys.argv[2])
-"""
+
+
+def jobs(setting: Setting) -> list[Job]:
+    """One."""
+    layers = max(0, round((setting.gb / 3 * 1e9 - _size(0)) / (_size(1) - _size(0))))
+    source = setting.work / f"flex-{layers}"
+    programs = [Program(OURS, (TOOL, "merge", str(source), "-o", OUT, "--quiet")), copy_of(source)]
+    if setting.paddle:
+        script = str(PEERS / "paddle_merge.py")
+        programs.append(Program("Paddle", (setting.paddle, "-W", "ignore", script, str(source), OUT)))
+    return [Job("merge of a flex checkpoint", (source,), tuple(programs), partial(_prepare, source, layers), _compare)]
+
+
+def _prepare(source: Path, layers: int) -> None:
+    with made(source) as missing:
+        if missing:
+            _write(source, layers)
+
+
+def _compare(ours: Path, theirs: Path, _peer: str) -> str:
+    return differing(ours, theirs)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Metadata:
 
 
 @contextmanager
-def named_as_paddle_does() -> Iterator[None]:
+def _named_as_paddle_does() -> Iterator[None]:
     """The classes above stand in Paddle's module, where a pickle looks for them."""
     parts = METADATA.split(".")
     names = [".".join(parts[: n + 1]) for n in range(len(parts))]
@@ -99,7 +104,7 @@ def named_as_paddle_does() -> Iterator[None]:
                 sys.modules[n] = module
 
 
-def weights(layers: int) -> list[tuple[str, tuple[int, ...], int | None]]:
+def _weights(layers: int) -> list[tuple[str, tuple[int, ...], int | None]]:
     """Names, shapes, and the axis that tensor parallelism cuts."""
     out: list[tuple[str, tuple[int, ...], int | None]] = [("model.embed_tokens.weight", (VOCAB, HIDDEN), 0)]
     for n in range(layers):
@@ -115,14 +120,14 @@ def weights(layers: int) -> list[tuple[str, tuple[int, ...], int | None]]:
     return [*out, ("model.norm.weight", (HIDDEN,), None), ("lm_head.weight", (VOCAB, HIDDEN), 0)]
 
 
-def size(layers: int) -> int:
+def _size(layers: int) -> int:
     """Bytes: bf16 once, float32 once for each state."""
-    return (2 + 4 * len(STATES)) * sum(prod(shape) for _, shape, _ in weights(layers))
+    return (2 + 4 * len(STATES)) * sum(prod(shape) for _, shape, _ in _weights(layers))
 
 
-def write_flex(folder: Path, layers: int) -> None:
+def _write(folder: Path, layers: int) -> None:
     """The files, one after the other, and their metadata."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     pool = (0.02 * rng.standard_normal(1 << 24)).astype(np.float32)
     bits = round_bf16(pool)
@@ -135,7 +140,7 @@ def write_flex(folder: Path, layers: int) -> None:
             start = int(rng.integers(0, len(values) - count))
             return values[start : start + count]
 
-        for number, (name, shape, axis) in enumerate(weights(layers)):
+        for number, (name, shape, axis) in enumerate(_weights(layers)):
             part, slot = rank % TP, rank // TP
             local, offset = list(shape), [0] * len(shape)
             if axis is not None:
@@ -156,7 +161,7 @@ def write_flex(folder: Path, layers: int) -> None:
         table = {"StructuredToParameterName@@": {k: f"eager_tmp_{n}" for n, k in enumerate(tensors)}}
         with (folder / file).open("wb") as f:
             pickle.dump(tensors | table, f, protocol=4)
-    with named_as_paddle_does(), (folder / "0.metadata").open("wb") as f:
+    with _named_as_paddle_does(), (folder / "0.metadata").open("wb") as f:
         pickle.dump(metadata, f, protocol=4)
 
 
@@ -167,89 +172,3 @@ def _note(metadata: Metadata, file: str, key: str, piece: LocalTensorMetadata) -
     )
     metadata.storage_metadata[index] = file
     metadata.flat_mapping[key] = (key,)
-
-
-def commands(source: str, paddle: str) -> dict[str, list[str]]:
-    """What to run, by the program's name. Each writes ``out`` and syncs it."""
-    out = {
-        "ckpttool": [TOOL, "merge", source, "-o", "out", "--quiet"],
-        COPY: ["sh", "-c", 'cp -r "$0" out && sync out/*', source],
-    }
-    if paddle:
-        out["paddle"] = [
-            "sh",
-            "-c",
-            '"$@" && sync out/*',
-            "sh",
-            paddle,
-            "-W",
-            "ignore",
-            "-c",
-            PADDLE_MERGE,
-            source,
-            "out",
-        ]
-    return out
-
-
-def find_paddle(given: str) -> str:
-    """Path of an interpreter, or "" after a note."""
-    path = Path(given or ROOT / ".venv-paddle" / "bin" / "python")
-    if path.exists():
-        return str(path.absolute())
-    if given:
-        sys.exit(f"{given} does not exist")
-    print(
-        "note: there is no .venv-paddle here, so ckpttool is measured against cp only; `make test-peers` installs it,"
-        " --paddle PYTHON names another",
-        file=sys.stderr,
-    )
-    return ""
-
-
-def show(rows: dict[str, Row], nbytes: int, rounds: int) -> None:
-    """The table."""
-    print(f"{nbytes / 1e9:.2f} GB in {TP * SHARDING} files, warm source, sync included, {rounds} rounds; medians\n")
-    print(f"{'program':<10}  {'wall s':>7} {'CPU s':>7} {'peak MB':>8}  {'wall / cp':<18}  wall / ckpttool".rstrip())
-    for name, row in rows.items():
-        line = f"{name:<10}  {row.median('wall'):>7.2f} {row.median('cpu'):>7.2f} {max(r.rss for r in row.runs):>8.0f}"
-        for other in (COPY, "ckpttool"):
-            ratios = [a.wall / b.wall for a, b in zip(row.runs, rows[other].runs, strict=True)]
-            line += f"  {spread(ratios) if name != other else '':<18}"
-        print(line.rstrip())
-
-
-def main() -> None:
-    """Prepare, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=1.2, help="size of the checkpoint, about")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--paddle", default="", metavar="PYTHON", help="interpreter with paddlepaddle")
-    parser.add_argument("--no-paddle", action="store_true", help="leave Paddle out")
-    parser.add_argument("--work", type=Path, default=Path("build/bench-paddle-flex"))
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    layers = max(0, round((args.gb * 1e9 - size(0)) / (size(1) - size(0))))
-    paddle = "" if args.no_paddle else find_paddle(args.paddle)
-    work: Path = args.work.resolve()
-    source = work / f"flex-{layers}"
-    if not (work / f"complete-{layers}").exists():
-        shutil.rmtree(source, ignore_errors=True)
-        write_flex(source, layers)
-        (work / f"complete-{layers}").touch()
-    rows: dict[str, Row] = {}
-    programs = list(commands(source.name, paddle).items())
-    for n in range(args.rounds):
-        for program, command in programs[n % len(programs) :] + programs[: n % len(programs)]:
-            shutil.rmtree(work / "out", ignore_errors=True)
-            settle(source, cold=False)
-            rows.setdefault(program, Row()).runs.append(measure(command, work))
-        print(f"round {n + 1}/{args.rounds}", file=sys.stderr, flush=True)
-    shutil.rmtree(work / "out", ignore_errors=True)
-    show({p: rows[p] for p, _ in programs}, size(layers), args.rounds)
-    if args.json:
-        args.json.write_text(json.dumps({p: [vars(r) for r in row.runs] for p, row in rows.items()}, indent=2))
-
-
-if __name__ == "__main__":
-    main()
