@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, StoredTensor
-from ckpttool.errors import CkptError, ConflictError, UsageError
+from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
-from ckpttool.formats.registry import by_name, read_source
-from ckpttool.layout.assemble import Assembler, whole_catalog
+from ckpttool.formats.registry import by_name, read_source, refuse_part
+from ckpttool.formats.safetensors import MAX_NAME
+from ckpttool.layout.assemble import EXPERT, LAYER, Assembler, whole_catalog
 from ckpttool.layout.family import Family, Fuse, Op, family_names, find_family, load_family, no_family
 from ckpttool.layout.paddle import source_ops
 from ckpttool.layout.rules import Cutting
@@ -84,10 +85,13 @@ def pick_family(name: str, recorded: str, config: Mapping[str, Any]) -> Family:
 def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Checkpoint:
     """Index a checkpoint.
 
-    Raises UsageError (no such path or flag), IncompleteError (a file is missing), CorruptError (a header is wrong),
-    ConflictError (flags, config and files disagree), LayoutError (a tensor has no rule), UnsupportedError.
+    Raises UsageError (no such path or flag, one file of several), IncompleteError (a file is missing), CorruptError (a
+    header is wrong), ConflictError (flags, config and files disagree), LayoutError (a tensor has no rule),
+    UnsupportedError.
     """
     options = options or OpenOptions()
+    if not options.format and not options.mesh.rank_pattern:
+        refuse_part(Path(path))
     return assemble(read_source(Path(path), options.format, options.mesh), Path(path), options)
 
 
@@ -98,6 +102,7 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
     """
     notes = list(stored.notes)
     family = family or pick_family(options.family, stored.family, stored.config)
+    _check_numbers(stored, family, str(root))
     if options.replicate or options.split:
         family = family.with_overrides(options.replicate, options.split)
     habits = by_name(stored.format, "--from").habits
@@ -156,6 +161,29 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
     if tied and "lm_head.weight" not in names and "model.embed_tokens.weight" in names:
         catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}
     return Checkpoint(root, stored, family, catalog, notes, ops)
+
+
+MOST = 1 << 20
+"""Layers, and experts of a layer. A name or a config may say any number, and there are tables of all of them."""
+_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+
+
+def _check_numbers(stored: StoredCheckpoint, family: Family, where: str) -> None:
+    """Raises UnsupportedError for names that are too long, and for more layers or experts than any model has."""
+    names = [t.name for t in stored.tensors] if stored.recorded is None else [k.name for k in stored.recorded.tensors]
+    longest = max(map(len, names), default=0)
+    if longest > MAX_NAME:
+        raise UnsupportedError(f"the name of a tensor has {longest:,} characters: {MAX_NAME} at most", where=where)
+    # A look at all names together is quick, and nearly always enough.
+    text = "\n".join(names)
+    suspects = () if text.isascii() and b"0" * len(str(MOST)) not in text.encode().translate(_ZEROS) else names
+    for what, numbered in (("layers", LAYER), ("experts", EXPERT)):
+        count, place = family.size(what) or 0, "config.json"
+        for name in suspects:
+            if (m := numbered.search(name)) and int(m[1]) >= count:
+                count, place = int(m[1]) + 1, name
+        if count > MOST:
+            raise UnsupportedError(f"{count:,} {what} are more than any model has", where=[where, place])
 
 
 def _by_component(tensors: Sequence[StoredTensor]) -> dict[tuple[str, str], list[StoredTensor]]:

@@ -1,6 +1,8 @@
 """The command line: options and help only. Heavy imports happen inside the commands, so that --help is instant.
 
     app.py        the commands in the order of --help, how each ends, main
+    help.py       what --help shows
+    mistakes.py   errors of a command line that cannot be read
     options.py    options that several commands have
     values.py     what options say, in the types that ops take
     reshard.py    one file per command: the options that it alone has, and what it calls

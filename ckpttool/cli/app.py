@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
 import gc
 import os
 import sys
@@ -17,22 +19,40 @@ from ckpttool.cli.convert_json import convert_json
 from ckpttool.cli.drop_keys import drop_keys
 from ckpttool.cli.fp8_cast import fp8_cast
 from ckpttool.cli.fp8_size import fp8_size
+from ckpttool.cli.help import Command
 from ckpttool.cli.inspect import inspect
 from ckpttool.cli.merge import merge
+from ckpttool.cli.mistakes import reworded
 from ckpttool.cli.reshard import reshard
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, UsageError, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+_OF_THE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR)
+"""What is wrong with a path as it was given, or with the directories on the way."""
+
+
 class _Commands(TyperGroup):
     """Ends every command alike: an expected failure is one clear error and an exit code, never a traceback."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        try:
+            with reworded():
+                words = list(args[1])  # of the command line, behind the program's name
+                if "" in words[1:3] and not words[words.index("") - 1].startswith("-"):
+                    raise UsageError("a path is empty", hint="is a variable of the shell not set?")
+                return super().make_context(*args, **extra)
+        except CkptError as e:
+            sys.stderr.write(e.render() + "\n")
+            raise typer.Exit(e.exit_code) from None
 
     def invoke(self, ctx: Any) -> Any:
         try:
             try:
-                return super().invoke(ctx)
+                with reworded():
+                    return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
         except CkptError as e:
@@ -41,13 +61,23 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as e:
             sys.stderr.write(f"{str(e) or 'interrupted'}\n")  # says how to go on when something was finished
             raise typer.Exit(130) from None
+        except MemoryError:
+            sys.stderr.write("error: there is not enough memory\n\nhint: a smaller --memory leaves more for the plan\n")
+            raise typer.Exit(1) from None
         except BrokenPipeError:
             # The reader of our output is gone (`| head`); that is no failure. Keep Python from writing to it at exit.
             _silence(sys.stdout)
             raise typer.Exit(0) from None
         except OSError as e:
+            if e.filename is not None and e.errno in _OF_THE_PATH:
+                path = plain(os.fsdecode(e.filename))
+                sys.stderr.write(f"error: {e.strerror}\n  --> {path if len(path) < 1000 else path[:1000] + '...'}\n")
+                raise typer.Exit(1) from None
             if e.filename is not None:  # of a file: whoever opened it should have said so
                 raise
+            if e.errno == errno.ENOENT:
+                sys.stderr.write("error: the current directory is not there any more\n\nhint: cd to another one\n")
+                raise typer.Exit(1) from None
             _silence(sys.stdout)
             with contextlib.suppress(OSError):
                 sys.stderr.write(f"error: what was to be printed cannot be written: {e.strerror}\n  --> stdout\n")
@@ -79,20 +109,20 @@ def _version(value: bool) -> None:
 @app.callback()
 def _app(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Reshard, merge and inspect checkpoints of large models, on one plain node, in bounded memory."""
 
 
 # --help lists them in this order. Decorators would make it the order of imports.
-app.command("reshard")(reshard)
-app.command("merge")(merge)
-app.command("drop-keys")(drop_keys)
-app.command("convert-json")(convert_json)
-app.command("inspect")(inspect)
-app.command("fp8-cast")(fp8_cast)
-app.command("fp8-size")(fp8_size)
+app.command("reshard", cls=Command, short_help="Write SRC for other ranks, formats or names.")(reshard)
+app.command("merge", cls=Command, short_help="Write one checkpoint out of several, or of shards.")(merge)
+app.command("drop-keys", cls=Command, short_help="Write SRC without some of its tensors.")(drop_keys)
+app.command("convert-json", cls=Command, short_help="Convert or check Paddle programs; indexes, headers.")(convert_json)
+app.command("inspect", cls=Command, short_help="Show, check and compare what is inside SRC.")(inspect)
+app.command("fp8-cast", cls=Command, short_help="Quantise to FP8, MXFP4, NVFP4; dequantise.")(fp8_cast)
+app.command("fp8-size", cls=Command, short_help="Say how large SRC is in FP8, on disk and on GPUs.")(fp8_size)
 
 
 @cache
@@ -106,7 +136,9 @@ def _command() -> Callable[[], object]:
 def main() -> NoReturn:
     """Run the command line."""
     # A plan is a million small objects without a cycle; collecting them costs a third of planning and frees nothing.
+    # Nor is there anything to gain from a last look at all of them when the process ends.
     gc.disable()
+    atexit.register(gc.freeze)
     # Work is shared out to processes; threads of a library below them would only get in each other's way.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _command()()

@@ -210,6 +210,12 @@ def _header(
     from ckpttool.ops.convert_json import header
 
     if dst is None:
+        if src.suffix == ".json":
+            raise UsageError(
+                "there is no file for this header",
+                where=str(src),
+                hint=f"ckpttool convert-json {src} FILE.safetensors --header",
+            )
         _without(None, "--header without OUT.json", output=output, dry_run=dry_run, force=force)
         report.show_text(header.dump(src))
     elif src.name.endswith(header.BACKUP) and dst.suffix != ".json":

@@ -8,6 +8,7 @@ import typer
 
 from ckpttool.cli import options
 from ckpttool.cli.values import open_options, run_options, target_of
+from ckpttool.errors import UsageError
 
 Patterns = Annotated[
     list[str] | None,
@@ -87,6 +88,12 @@ def drop_keys(
         vocab_multiple=1,
     )
     run = run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
+    for path in (src, dst):
+        if set(path.name) & set("*?[{") and "/" not in str(path) and not path.exists():
+            raise UsageError(
+                f"`{path}` looks like a pattern, and stands where {'SRC' if path is src else 'DST'} does",
+                hint=f"ckpttool drop-keys SRC DST PATTERN...; if it is a directory: {Path.cwd() / path}",
+            )
     selection = Selection(tuple(patterns or ()), tuple(keep_keys or ()), tuple(rename or ()))
     prepared = prepare(src, opened, selection, target, link=link)
     if dry_run:

@@ -9,6 +9,7 @@ import typer
 
 from ckpttool.cli import options
 from ckpttool.cli.values import numbers, one_of, open_options, parse_size, sides
+from ckpttool.errors import UsageError
 
 ConfigFile = Annotated[
     Path | None,
@@ -45,7 +46,11 @@ VocabPad = Annotated[
 EtpOut = Annotated[
     int | None,
     typer.Option(
-        "--etp-out", min=1, help="Expert-tensor-parallel ranks; 1 with --ep-out, else tp.", show_default=False
+        "--etp-out",
+        metavar="N",
+        min=1,
+        help="Expert-tensor-parallel ranks; 1 with --ep-out, else tp.",
+        show_default=False,
     ),
 ]
 KvDtype = Annotated[
@@ -71,7 +76,7 @@ MaxModelLen = Annotated[
 Train = Annotated[bool, typer.Option("--train", help="What training holds instead of serving.")]
 Zero = Annotated[
     int | None,
-    typer.Option("--zero", min=0, max=3, help="Stage of ZeRO; 1 unless said.", show_default=False),
+    typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO; 1 unless said.", show_default=False),
 ]
 DataParallel = Annotated[
     int | None, typer.Option("--dp", min=1, metavar="N", help="Data-parallel ranks; 1 unless said.", show_default=False)
@@ -91,7 +96,10 @@ Fp8Transposed = Annotated[
 DeviceMem = Annotated[
     str,
     typer.Option(
-        "--device-mem", metavar="SIZE", help="Memory of a device; exit 3 if it is not enough.", show_default=False
+        "--device-mem",
+        metavar="SIZE",
+        help="Memory of a device, such as 80GB; exit 3 if it is not enough.",
+        show_default=False,
     ),
 ]
 By = Annotated[str, typer.Option("--by", metavar="class|dtype|module|tensor", help="Rows of the table.")]
@@ -104,6 +112,14 @@ Unit = Annotated[
 CheckTotalSize = Annotated[
     bool, typer.Option("--check-total-size", help="Compare the index with the headers; exit 3 if they differ.")
 ]
+
+
+def _memory(text: str) -> int:
+    """--device-mem; a number of gigabytes without a unit is an error and not a number of bytes."""
+    size = parse_size(text, "--device-mem")
+    if size < 1000:
+        raise UsageError(f"--device-mem {text} is {size} bytes", hint=f"with a unit: {text}GB or {text}GiB")
+    return size
 
 
 def fp8_size(
@@ -201,7 +217,7 @@ def fp8_size(
         master=master,
         moment=moment,
         fp8_transposed=fp8_transposed,
-        device_mem=parse_size(device_mem, "--device-mem") if device_mem else None,
+        device_mem=_memory(device_mem) if device_mem else None,
         check_total_size=check_total_size,
     )
     found = answer(src, opened, question)

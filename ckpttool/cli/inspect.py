@@ -39,11 +39,13 @@ Diff = Annotated[
 Values = Annotated[bool, typer.Option("--values", help="With --diff and --check: read the elements, too.")]
 Atol = Annotated[
     float | None,
-    typer.Option("--atol", min=0, help="With --diff: absolute tolerance, dtypes may differ.", show_default=False),
+    typer.Option(
+        "--atol", metavar="X", min=0, help="With --diff: absolute tolerance, dtypes may differ.", show_default=False
+    ),
 ]
 Rtol = Annotated[
     float | None,
-    typer.Option("--rtol", min=0, help="With --diff: tolerance relative to OTHER.", show_default=False),
+    typer.Option("--rtol", metavar="X", min=0, help="With --diff: tolerance relative to OTHER.", show_default=False),
 ]
 Filter = Annotated[
     list[str] | None,
@@ -54,7 +56,10 @@ Dtype = Annotated[
     typer.Option("--dtype", metavar="DTYPE", help="Only tensors of this dtype.", show_default=False),
 ]
 MinSize = Annotated[
-    str, typer.Option("--min-size", metavar="SIZE", help="Only tensors at least this large.", show_default=False)
+    str,
+    typer.Option(
+        "--min-size", metavar="SIZE", help="Only tensors at least this large, such as 1MB.", show_default=False
+    ),
 ]
 Sort = Annotated[str, typer.Option("--sort", metavar="KEY", help="Order by name, size, offset or file.")]
 Depth = Annotated[
@@ -117,10 +122,11 @@ def inspect(
         sharding=sharding,
         also=also,
     )
+    order = one_of(sort, "--sort", "name", "size", "offset", "file")
     components = tuple(one_of(c, "--only", *COMPONENTS) for c in only or ())
     smallest = parse_size(min_size, "--min-size") if min_size else 0
     question = Question(
-        choice=Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, sort, components),
+        choice=Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components),
         list=list_,
         files=files,
         ranks=ranks,

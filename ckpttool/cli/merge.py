@@ -52,7 +52,7 @@ Param = Annotated[
         show_default=False,
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of methods that draw random numbers.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of methods that draw random numbers.")]
 Rng = Annotated[
     str,
     typer.Option(

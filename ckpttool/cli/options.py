@@ -20,15 +20,22 @@ From = Annotated[
     str,
     typer.Option("--from", metavar="FORMAT", help=f"Format of SRC: {FORMATS}, pdparams.", show_default=False),
 ]
-Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks of SRC.", show_default=False)]
-Pp = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages of SRC.", show_default=False)]
-Ep = Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel ranks of SRC.", show_default=False)]
+Tp = Annotated[
+    int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks of SRC.", show_default=False)
+]
+Pp = Annotated[int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages of SRC.", show_default=False)]
+Ep = Annotated[
+    int | None, typer.Option("--ep", metavar="N", min=1, help="Expert-parallel ranks of SRC.", show_default=False)
+]
 Etp = Annotated[
-    int | None, typer.Option("--etp", min=1, help="Expert-tensor-parallel ranks of SRC.", show_default=False)
+    int | None,
+    typer.Option("--etp", metavar="N", min=1, help="Expert-tensor-parallel ranks of SRC.", show_default=False),
 ]
 Sharding = Annotated[
     int | None,
-    typer.Option("--sharding", min=1, help="Ranks that share the optimizer state of SRC.", show_default=False),
+    typer.Option(
+        "--sharding", metavar="N", min=1, help="Ranks that share the optimizer state of SRC.", show_default=False
+    ),
 ]
 Also = Annotated[
     list[Path] | None,
@@ -77,12 +84,20 @@ PaddleTarget = Annotated[
         show_default=False,
     ),
 ]
-TpOut = Annotated[int | None, typer.Option("--tp-out", min=1, help="Tensor-parallel ranks of DST.", show_default=False)]
-PpOut = Annotated[int | None, typer.Option("--pp-out", min=1, help="Pipeline stages of DST.", show_default=False)]
-EpOut = Annotated[int | None, typer.Option("--ep-out", min=1, help="Expert-parallel ranks of DST.", show_default=False)]
+TpOut = Annotated[
+    int | None, typer.Option("--tp-out", metavar="N", min=1, help="Tensor-parallel ranks of DST.", show_default=False)
+]
+PpOut = Annotated[
+    int | None, typer.Option("--pp-out", metavar="N", min=1, help="Pipeline stages of DST.", show_default=False)
+]
+EpOut = Annotated[
+    int | None, typer.Option("--ep-out", metavar="N", min=1, help="Expert-parallel ranks of DST.", show_default=False)
+]
 EtpOut = Annotated[
     int | None,
-    typer.Option("--etp-out", min=1, help="Expert-tensor-parallel ranks of DST; tp unless said.", show_default=False),
+    typer.Option(
+        "--etp-out", metavar="N", min=1, help="Expert-tensor-parallel ranks of DST; tp unless said.", show_default=False
+    ),
 ]
 PpLayout = Annotated[
     str,
@@ -184,7 +199,13 @@ Verify = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", min=1, help="Threads that move bytes, processes that compute.", show_default=False),
+    typer.Option(
+        "--workers",
+        metavar="N",
+        min=1,
+        help="Threads that move bytes (2 to 4 unless said), or processes that compute (one a core).",
+        show_default=False,
+    ),
 ]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory for all buffers together.")]
 Manifest = Annotated[bool, typer.Option("--manifest", help="Write a checksum per tensor, for inspect --check.")]

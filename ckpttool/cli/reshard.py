@@ -12,7 +12,9 @@ from ckpttool.cli.values import open_options, recoding, run_options, target_of
 
 ShardingOut = Annotated[
     int | None,
-    typer.Option("--sharding-out", min=1, help="Ranks that share the optimizer state of DST.", show_default=False),
+    typer.Option(
+        "--sharding-out", metavar="N", min=1, help="Ranks that share the optimizer state of DST.", show_default=False
+    ),
 ]
 ShardingVersion = Annotated[
     str,

@@ -23,23 +23,28 @@ def parse_size(text: str, option: str) -> int:
     if not m or (m[3] and not m[2]):
         raise UsageError(f"{option} `{text}` is not a size", hint="write 5GB, 512MiB or a number of bytes")
     value = int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
-    if value < 1:
-        raise UsageError(f"{option} must be positive")
+    if not 1 <= value < 1 << 60:
+        wrong = "must be positive" if value < 1 else "is larger than any file"
+        raise UsageError(f"{option} {text} {wrong}", hint="write 5GB, 512MiB or a number of bytes")
     return value
 
 
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    """``10,11,11`` or ``0-3,7``."""
+def numbers(text: str, option: str, *, runs: bool = False) -> tuple[int, ...]:
+    """``10,11,11``; with ``runs`` also ``0-3,7``."""
+    from ckpttool.mesh import MAX_WORLD
+
     out: list[int] = []
     try:
         for item in text.split(","):
-            first, dash, last = item.partition("-")
+            first, dash, last = item.partition("-") if runs else (item, "", "")
             run = range(int(first), int(last) + 1) if dash else [int(first)]
-            if not run:
-                raise ValueError  # 3-0
+            if not run or run[-1] > MAX_WORLD:
+                raise ValueError  # 3-0, or a run that would not fit in memory
             out += run
     except ValueError:
-        raise UsageError(f"{option} `{text}` is not a list of numbers", hint="for example 0-3,7") from None
+        raise UsageError(
+            f"{option} `{text}` is not a list of numbers", hint=f"for example {'0-3,7' if runs else '10,11,11'}"
+        ) from None
     return tuple(out)
 
 
@@ -56,7 +61,11 @@ def sides(text: str, option: str) -> tuple[int, int] | None:
 def one_of(value: str, option: str, *allowed: str) -> Any:
     """``value``, or "" when nothing was said. Raises UsageError for anything but ``allowed``."""
     if value and value not in allowed:
-        raise UsageError(f"{option} `{value}` is not one of {', '.join(allowed)}")
+        import difflib
+
+        close = difflib.get_close_matches(value.lower(), allowed, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else None
+        raise UsageError(f"{option} `{value}` is not one of {', '.join(allowed)}", hint=hint)
     return value
 
 
@@ -121,7 +130,7 @@ def target_of(
         ep=ep_out,
         etp=etp_out,
         pp_layout=numbers(pp_layout, "--pp-layout") if pp_layout else (),
-        ranks=numbers(ranks_out, "--ranks-out") if ranks_out else None,
+        ranks=numbers(ranks_out, "--ranks-out", runs=True) if ranks_out else None,
         max_shard_size=parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None,
         dtype=dtype,
         fuse=fuse,

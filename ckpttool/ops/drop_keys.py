@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from ckpttool.catalog import Catalog, DataFile, Key, RankTensor, StoredTensor, whole_tensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.errors import UsageError
+from ckpttool.formats._json import indented
 from ckpttool.formats._paddle import base_prefix
-from ckpttool.formats.base import build_files, list_source
+from ckpttool.formats.base import build_files, file_now, list_source
 from ckpttool.formats.hf import NUMBERED
 from ckpttool.formats.registry import by_name
 from ckpttool.formats.safetensors import read_header, tensor_bytes
@@ -161,13 +162,13 @@ def _in_place(
     literal = [(INDEX, _index(root, {t.name: (n, t) for i, n in zip(kept, names, strict=True) for t in held[i]}))]
     if len(names) == 1 and not (root / INDEX).is_file():
         literal = []
-    carried = [(str(files[i].path), name, files[i].size) for i, name in stay]
+    carried = [(name, files[i]) for i, name in stay]
     config = root / "config.json"
     if source.stored.native_config:
-        literal.append(("config.json", (json.dumps(source.config, indent=2, ensure_ascii=False) + "\n").encode()))
+        literal.append(("config.json", indented(source.config)))
     elif config.is_file():
-        carried.append((str(config), config.name, config.stat().st_size))
-    carried += [(str(root / n), n, (root / n).stat().st_size) for n in source.stored.companions]
+        carried.append((config.name, file_now(config)))
+    carried += [(n, file_now(root / n)) for n in source.stored.companions]
     plan = build_plan(
         source.catalog,
         views.table,
@@ -260,13 +261,13 @@ def _in_unified(
     literal = [
         (f"{stem}.safetensors.index.json", data) for stem in STEMS if (data := _unified_index(source, stem, kept, lost))
     ]
-    carried = [(str(k.file.path), k.name, k.file.size) for k in kept if not k.loses]
+    carried = [(k.name, k.file) for k in kept if not k.loses]
     config = root / "config.json"
     if stored.native_config:
-        literal.append(("config.json", (json.dumps(source.config, indent=2, ensure_ascii=False) + "\n").encode()))
+        literal.append(("config.json", indented(source.config)))
     elif config.is_file():
-        carried.append((str(config), config.name, config.stat().st_size))
-    carried += [(str(root / n), n, (root / n).stat().st_size) for n in stored.companions]
+        carried.append((config.name, file_now(config)))
+    carried += [(n, file_now(root / n)) for n in stored.companions]
     linked = {k.name for k in kept if not k.loses} if link else set()
     plan = build_plan(
         catalog,
@@ -330,7 +331,7 @@ def _index(root: Path, tensors: Mapping[str, tuple[str, StoredTensor]]) -> bytes
         "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": size},
         "weight_map": {n: file for n, (file, _) in sorted(tensors.items())},
     }
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    return indented(index)
 
 
 def _settle(source: Checkpoint, views: Views, gone: Collection[str]) -> None:
@@ -354,8 +355,8 @@ def _warnings(source: Checkpoint, gone: Collection[str], views: Views) -> list[s
     left = views.table
     tied = source.family.tied or source.config.get("tie_word_embeddings") is True
     out = []
-    names = [*left, *gone]
-    prefix = base_prefix(dict.fromkeys(names)) if source.stored.naming == "paddle" else ""
+    names = dict.fromkeys([*left, *gone])
+    prefix = base_prefix(names) if source.stored.naming == "paddle" else ""
     embedding, norm = (n.replace("model.", f"{prefix or 'model'}.", 1) for n in (EMBEDDING, NORM))
     if HEAD in gone and not tied:
         out.append(f"`{HEAD}` is required: the config does not tie it to the embeddings")

@@ -370,6 +370,8 @@ class _Recoder:
     def _checkpoint(self, out: Recoded, codes: Codes) -> Checkpoint:
         source, stored = self.source, self.source.stored
         notes = list(source.notes)
+        if self.scheme is not None and not self.config:
+            notes.append("there is no config.json, so nothing tells engines how the weights are quantised")
         others = {k: t for k, t in source.catalog.tensors.items() if k.component != "model"}
         if others and self.renamed:
             left = ", ".join(dict.fromkeys(k.component for k in others))

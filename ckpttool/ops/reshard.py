@@ -5,7 +5,6 @@ open SRC -> views (names, fusions, selections) -> ranks of DST -> skeleton -> pl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,18 +16,21 @@ from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
-from ckpttool.errors import UsageError, VerifyError
+from ckpttool.errors import LayoutError, UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
 from ckpttool.execute.compute import verify_computed
+from ckpttool.formats._json import indented
 from ckpttool.formats._paddle import (
     TRAINER_FILES,
+    TRANSPOSED,
     base_prefix,
+    module_of,
     published_config,
     software,
     with_fused_flags,
 )
-from ckpttool.formats.base import Format, Habits, ReadOptions, Skeleton, Turning, WriteRequest
+from ckpttool.formats.base import Format, Habits, ReadOptions, Skeleton, Turning, WriteRequest, file_now
 from ckpttool.formats.registry import by_name, read_source
 from ckpttool.geometry import Box
 from ckpttool.layout import paddle
@@ -42,7 +44,7 @@ from ckpttool.ops.recode import Recoded, Recoding, recode
 from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan, caster
 from ckpttool.relate import Equal, View, Views, apply_ops, follow, keep, parameters, permute, rename_by_rules
-from ckpttool.select import matching, nearest_hint
+from ckpttool.select import bounded, matching, nearest_hint
 
 PARALLEL_FIELDS = {
     "tp": (
@@ -146,7 +148,10 @@ def prepare(
     """Plan a reshard. Raises a CkptError subclass; nothing is written."""
     source = open_checkpoint(src, options)
     if recoding is None:
-        return plan_target(source, target, selection or Selection())
+        prepared = plan_target(source, target, selection or Selection())
+        if target == Target() and selection in (None, Selection()) and source.mesh.world > 1:
+            prepared.notes.append(f"DST has the ranks of SRC ({source.mesh}): --tp-out and others change that")
+        return prepared
     return plan_recoded(source, recoding, target, selection or Selection())
 
 
@@ -279,7 +284,7 @@ def plan_target(
         table,
         ranks,
         skeleton,
-        carried=[(str(p), p.name, p.stat().st_size) for p in carried],
+        carried=[(p.name, file_now(p)) for p in carried],
         literal_files=literal,
         computed=computed,
         equal=equal,
@@ -329,8 +334,7 @@ def _beside(
     if own.is_file() and request.config == (source.stored.native_config or source.config):
         carried.insert(0, own)
     elif request.config:
-        text = json.dumps(request.config, indent=2, ensure_ascii=False) + "\n"
-        made.insert(0, ("config.json", text.encode()))
+        made.insert(0, ("config.json", indented(request.config)))
     left = [p.name for p in carried if p.name in skeleton.left]
     if request.naming != "paddle":
         unused = [p.name for p in carried if TRAINER_FILES.fullmatch(p.name)]
@@ -364,6 +368,7 @@ def _named(
         if naming == "paddle":
             return views, paddle.source_ops(family, _shapes(views), source.config)
         return views, naming_ops(family, naming, "", mesh)
+    _refuse_unknown(source, views, naming)
     canonical = None
     if naming != "paddle":
         after = naming_ops(family, naming, fused, mesh)
@@ -378,6 +383,20 @@ def _named(
         canonical = canonical or apply_ops(views, inverse(before), family, before)
         views = apply_ops(canonical, after, family)
     return views, after
+
+
+def _refuse_unknown(source: Checkpoint, views: Views, naming: str) -> None:
+    """Paddle has a decoder's linear weights the other way round; without its family nothing says which these are."""
+    if source.family.name != "none" or (naming == "paddle") == (source.stored.naming == "paddle"):
+        return
+    odd = next((n for n, v in views.table.items() if len(v.shape) == 2 and module_of(n) in TRANSPOSED), None)
+    if odd is not None:
+        raise LayoutError(
+            f"`{odd}` and its like are [in, out] in Paddle's formats and [out, in] in others, and which of these"
+            " tensors that concerns is not known: there is no family",
+            where=str(source.path / "config.json"),
+            hint="put the model's config.json beside the checkpoint, or say --family NAME",
+        )
 
 
 def _note_other_names(source: Checkpoint, views: Views, after: tuple[Op, ...], version: str, notes: list[str]) -> None:
@@ -402,7 +421,9 @@ def _version(source: Checkpoint, target: Target, habits: Habits) -> str:
             raise UsageError(
                 f"--target `{target.version}` is not known"
                 + ("" if habits.targets else f" for --to {target.format or source.format}, which has no versions"),
-                hint="targets: " + ", ".join(habits.targets) if habits.targets else "leave it away",
+                hint="targets: " + ", ".join(habits.targets)
+                if habits.targets
+                else "leave it away, or say which of Paddle's formats: --to unified, hybrid, zcc or flex",
             )
         return target.version
     if not habits.targets:
@@ -553,7 +574,9 @@ def _stored(view: View) -> Iterator[StoredTensor]:
 def _check_overrides(family: Family, names: set[str]) -> None:
     """A --replicate or --split that matches nothing is a typo."""
     for regex, rule in family.overrides:
-        if not any(regex.search(n) for n in names):
+        with bounded(rule.origin):
+            found = any(regex.search(n) for n in names)
+        if not found:
             raise UsageError(f"{rule.origin} matches no tensor", hint=nearest_hint(rule.origin.split("'")[1], names))
 
 
@@ -621,7 +644,10 @@ def select(
         wanted -= matching(selection.remove, names, option=option)
     gone = [views.table[n] for n in views.table if n not in wanted]
     if not wanted:
-        raise UsageError("no tensor is left: the patterns remove all of them")
+        raise UsageError(
+            "no tensor is left: the patterns remove all of them",
+            hint="* matches every name; narrower patterns, or --keep-keys with what is to stay",
+        )
     if gone:
         size = sum(v.nbytes for v in gone)
         notes.append(f"{len(gone)} tensor{'s' if len(gone) > 1 else ''} left out, {size:,} bytes")

@@ -7,7 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ckpttool.report.text import message, plain, short
+from ckpttool.errors import plain
+from ckpttool.report.text import message, short
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.text import count, dump, message, plain, size
+from ckpttool.report.text import count, dump, message, size
 
 if TYPE_CHECKING:
     from ckpttool.formats._program import Parameter, Program

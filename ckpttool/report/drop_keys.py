@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, target_of
-from ckpttool.report.text import count, dump, message, plain, short, size
+from ckpttool.report.text import count, dump, message, short, size
 
 if TYPE_CHECKING:
     from ckpttool.ops.drop_keys import PreparedDrop
@@ -90,7 +91,7 @@ def show_drop(prepared: PreparedDrop, result: ReshardResult, *, as_json: bool, q
         return
     text.notes(notes)
     text.write(
-        f"{result.dst}: {_summary(prepared)}; {count(len(target.views), 'tensor')} left in"
+        f"{plain(str(result.dst))}: {_summary(prepared)}; {count(len(target.views), 'tensor')} left in"
         f" {count(len(target.plan.outputs), 'file')}, {size(target.plan.bytes_written)}\n"
     )
     if result.verified:

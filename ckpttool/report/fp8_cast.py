@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, plan_files, target_of
 from ckpttool.report.text import count, dump, message, short, size
@@ -90,7 +91,7 @@ def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
     message(_summary(prepared))
     rate = f" in {run.seconds:.1f} s, {short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
     text.write(
-        f"{result.dst}: {prepared.format}, {count(len(prepared.views), 'tensor')} in"
+        f"{plain(str(result.dst))}: {prepared.format}, {count(len(prepared.views), 'tensor')} in"
         f" {count(len(prepared.plan.outputs), 'file')}, {size(prepared.plan.bytes_written)}{rate}\n"
     )
     if result.verified:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.text import aligned, count, dump, plain, ranks, shape, short
+from ckpttool.report.text import aligned, count, dump, ranks, shape, short
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size import SizeReport

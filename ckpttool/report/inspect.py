@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.convert_json import program_json, program_lines
-from ckpttool.report.text import aligned, count, dump, plain, shape, size
+from ckpttool.report.text import aligned, count, dump, shape, size
 
 if TYPE_CHECKING:
     from ckpttool.ops.findings import CheckResult

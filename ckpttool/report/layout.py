@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ckpttool.errors import plain
 from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout, grid
-from ckpttool.report.text import plain, ranks, shape, size
+from ckpttool.report.text import ranks, shape, size
 
 WIDTH = 64
 """Characters of a drawn axis."""

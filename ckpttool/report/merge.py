@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, peak_memory, plan_files, target_of
 from ckpttool.report.text import aligned, count, dump, message, size
@@ -115,7 +116,7 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
     models = len(prepared.origins)
     what = prepared.method if prepared.single else f"{prepared.method} of {count(models, 'model')}"
     text.write(
-        f"{result.dst}: {what}, {target.format}, {target.mesh},"
+        f"{plain(str(result.dst))}: {what}, {target.format}, {target.mesh},"
         f" {count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')},"
         f" {size(plan.bytes_written)}{rate}\n"
     )

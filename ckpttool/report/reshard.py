@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.text import aligned, count, dump, message, plain, size
+from ckpttool.report.text import aligned, count, dump, message, size
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
     from ckpttool.ops.reshard import Prepared, ReshardResult
-    from ckpttool.plan import Plan
+    from ckpttool.plan import Output, Plan
 
 PLAN_SCHEMA = "ckpttool.plan/1"
 RESHARD_SCHEMA = "ckpttool.reshard/1"
@@ -56,18 +58,18 @@ def _ranks_of(plan: Plan) -> list[list[int]]:
     return out
 
 
-def _kind(plan: Plan, number: int) -> str:
-    output = plan.outputs[number]
+def _kind(output: Output, ranks: Sequence[int]) -> str:
     if output.carried:
         return "carried"
-    return "tensors" if any(number in files for files in plan.ranks) else "generated"
+    return "tensors" if ranks else "generated"
 
 
 def files_of(plan: Plan) -> list[dict[str, Any]]:
     """Every output file: name, bytes, kind and ranks."""
     ranks = _ranks_of(plan)
     return [
-        {"name": o.name, "bytes": o.size, "kind": _kind(plan, i), "ranks": ranks[i]} for i, o in enumerate(plan.outputs)
+        {"name": o.name, "bytes": o.size, "kind": _kind(o, ranks[i]), "ranks": ranks[i]}
+        for i, o in enumerate(plan.outputs)
     ]
 
 
@@ -76,7 +78,7 @@ def plan_files(plan: Plan) -> None:
     ranks = _ranks_of(plan)
     text.table(
         ("file", "bytes", "kind", "ranks"),
-        [(plain(o.name), o.size, _kind(plan, i), text.ranks(ranks[i])) for i, o in enumerate(plan.outputs)],
+        [(plain(o.name), o.size, _kind(o, ranks[i]), text.ranks(ranks[i])) for i, o in enumerate(plan.outputs)],
     )
 
 
@@ -167,7 +169,7 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
         f" in {run.seconds:.1f} s, {text.short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
     )
     text.write(
-        f"{result.dst}: {prepared.format}, {prepared.mesh}, {count(len(prepared.views), 'tensor')} in"
+        f"{plain(str(result.dst))}: {prepared.format}, {prepared.mesh}, {count(len(prepared.views), 'tensor')} in"
         f" {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}{rate}\n"
     )
     if result.verified:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
+from ckpttool.errors import plain
 from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout
-from ckpttool.report.text import count, plain, ranks, shape, short
+from ckpttool.report.text import count, ranks, shape, short
 
 PAGE = 1040
 MARGIN = 28

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+from ckpttool.errors import UNSEEN, plain
+
 _DECIMAL = ("bytes", "kB", "MB", "GB", "TB", "PB")
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_UNSEEN = re.compile(f"[{UNSEEN}]")
 
 COMPACT_FROM = 2000
 """Entries from which JSON is written without line breaks: indenting takes longer than finding the data."""
@@ -56,13 +58,6 @@ def ranks(numbers: Sequence[int]) -> str:
         else:
             runs.append([n, n])
     return ",".join([str(a) if a == b else f"{a}-{b}" for a, b in runs])
-
-
-def plain(text: str) -> str:
-    """Text in which nothing ends a line or a column."""
-    if text.isprintable():
-        return text
-    return _CONTROL.sub(lambda m: m[0].encode("unicode_escape").decode(), text)
 
 
 def on_terminal() -> bool:
@@ -124,8 +119,13 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), indent:
 
 def dump(data: dict[str, Any], *, entries: int = 0) -> None:
     """Print JSON. ``entries`` is about how many there are."""
+    # Escapes of JSON, not those of ``write``, where the encoding does not have a character.
+    ascii_only = (sys.stdout.encoding or "utf-8").lower().replace("-", "") != "utf8"
     if entries >= COMPACT_FROM:
-        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(data, ensure_ascii=ascii_only, allow_nan=False, separators=(",", ":"))
     else:
-        text = json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2)
+        text = json.dumps(data, ensure_ascii=ascii_only, allow_nan=False, indent=2)
+    # JSON escapes no more than it must, and terminals obey more than that.
+    if not text.isascii() or "\x7f" in text:
+        text = _UNSEEN.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
     write(text + "\n")

@@ -87,7 +87,7 @@ def test_filters(model: Path, options: list[str], expected: int) -> None:
         (["--dtype", "f17"], "unknown dtype"),
         (["--min-size", "1TB"], "the largest has"),
         (["--min-size", "many"], "is not a size"),
-        (["--sort", "colour"], "sort by name, size, offset, file"),
+        (["--sort", "colour"], "not one of name, size, offset, file"),
     ],
 )
 def test_a_choice_that_leaves_nothing_is_an_error(model: Path, options: list[str], words: str) -> None:

@@ -84,11 +84,13 @@ def cut(
 def of_rank(tensors: list[RankTensor], arrays: dict[str, Array], total: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which of all elements a rank stores. None may be there twice."""
     out = np.zeros(total, bool)
+    held = 0
     for t in tensors:
         for _, outer in t.boxes:
             elements = arrays[t.key][index(outer)]
-            assert not out[elements].any(), f"{t.name} holds elements that another tensor of the rank holds"
             out[elements] = True
+            held += elements.size
+    assert np.count_nonzero(out) == held, "two tensors of the rank hold the same elements"
     return out
 
 

@@ -302,10 +302,11 @@ def test_truth_values_that_are_numbers() -> None:
 
 
 def test_reading_sizes_is_not_strict() -> None:
-    """What is only moved needs few sizes: a field of another type is one that is not there."""
+    """What is only moved needs few sizes: with a field of another type a size is not known, and not guessed."""
     config = {**CONFIGS["llama"], "num_key_value_heads": "2"}
     family = load_family("llama", config)
-    assert family.size("kv_heads") == family.size("heads")
+    assert family.size("kv_heads") is None
+    assert load_family("llama", {**config, "num_key_value_heads": None}).size("kv_heads") == family.size("heads")
     with pytest.raises(LayoutError, match=r'`num_key_value_heads` of config\.json is "2", not a'):
         check_sizes(family, config)
     check_sizes(load_family("llama", CONFIGS["llama"]), CONFIGS["llama"])

@@ -176,7 +176,7 @@ def test_hostile_configs(tmp_path: Path, decoder: Any) -> None:
 
 
 def test_huge_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_LARGEST", 10)
+    monkeypatch.setattr(reading, "MAX_BYTES", 10)
     with pytest.raises(CorruptError, match="larger"):
         read_vocabulary(write(tmp_path, tokenizer__json=bpe("a")))
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from ckpttool.errors import plain
 from ckpttool.report import text
 
 
@@ -36,7 +37,7 @@ def test_small_formats() -> None:
     assert text.shape((2, 3)) == "[2, 3]"
     assert text.shape(()) == "[]"
     assert text.ranks([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
-    assert text.plain("a\tb\nc") == "a\\tb\\nc"
+    assert plain("a\tb\nc") == "a\\tb\\nc"
 
 
 def test_table_off_a_terminal_is_tsv(capsys: pytest.CaptureFixture[str]) -> None:

@@ -540,13 +540,12 @@ def shift(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that takes one element too far to the right, or puts it there."""
     right = planner._copy
 
-    def wrong(*args: Any) -> Copy:
-        step = right(*args)
-        if prod(step.shape) < 100:
-            return step
-        block = getattr(step, which)
-        other = step._replace(**{which: block._replace(offset=block.offset + 2)})
-        return other._replace(shape=(*step.shape[:-1], step.shape[-1] - 1))
+    def wrong(*args: Any) -> tuple[Copy, int, int]:
+        form, src, dst = right(*args)
+        if prod(form.shape) < 100:
+            return form, src, dst
+        form = form._replace(shape=(*form.shape[:-1], form.shape[-1] - 1))
+        return form, src + 2 * (which == "src"), dst + 2 * (which == "dst")
 
     monkeypatch.setattr(planner, "_copy", wrong)
 

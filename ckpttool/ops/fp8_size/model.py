@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, pick_family
 from ckpttool.dtypes import lookup
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.formats._json import load_json
 from ckpttool.formats.base import Listing, StoredCheckpoint, list_source
 from ckpttool.formats.registry import detect, read_source
 from ckpttool.layout.family import Family, Op, inverse
@@ -107,10 +107,10 @@ def _config_alone(path: Path, options: OpenOptions) -> dict[str, Any] | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
+        data = load_json(path)
     except OSError as e:
         raise UsageError(f"the config cannot be read: {e.strerror}", where=str(path)) from None
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise CorruptError(f"the config is not valid JSON: {e}", where=str(path)) from None
     if not isinstance(data, dict):
         raise CorruptError("the config is not a JSON object", where=str(path))

@@ -77,7 +77,7 @@ def training_of(
         ("--moment", moment, ("fp32", "bf16")),
     ):
         if value not in known:
-            raise UsageError(f"{option} is {value}", hint="one of " + ", ".join(known))
+            raise UsageError(f"{option} `{value}` is not known", hint="one of " + ", ".join(known))
     folded = mesh.ep * mesh.etp
     expert_dp, rest = divmod(mesh.tp * dp, folded)
     if rest and any(w.experts for w in held):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.base import OpenOptions
 from ckpttool.formats.safetensors import read_header
 from ckpttool.ops.inspect.listing import (
@@ -20,6 +20,7 @@ from ckpttool.ops.inspect.listing import (
     is_safetensors,
     list_tensors,
     relative,
+    source_files,
 )
 
 if TYPE_CHECKING:
@@ -109,9 +110,44 @@ def inspect(
 ) -> Listed | Drawn | Measured | Shown | CheckResult | DiffResult:
     """Look into ``src``. ``ok`` of the answer is False when a check found an error or two checkpoints differ.
 
-    Raises UsageError for a question that makes no sense, and what ``open_checkpoint`` raises.
+    Raises UsageError for a question that makes no sense, CorruptError when what is looked at changes meanwhile, and
+    what ``open_checkpoint`` raises.
     """
     _sensible(question)
+    roots = [Path(p) for p in (src, question.diff) if p is not None]
+    before = [_identity(p) for p in roots]
+    answer = _answer(src, options, question, progress)
+    files = list(answer.listing.files) if isinstance(answer, Listed | Drawn | Measured | Shown) else []
+    for side in ("left", "right"):  # of a DiffResult, whose module is loaded only where it is needed
+        checkpoint = getattr(answer, side, None)
+        files += source_files(checkpoint.stored.files) if checkpoint is not None else []
+    changed = [p for p, was in zip(roots, before, strict=True) if _identity(p) != was]
+    changed += [f.path for f in files if _stamp(f.path) != (f.size, f.mtime_ns)]
+    if changed:
+        raise CorruptError("a source has changed while it was read", where=str(changed[0]), hint="repeat the command")
+    return answer
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Which file or directory has this name: `--force` of another run gives it to a new one."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0
+    return stat.st_dev, stat.st_ino
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return -1, 0
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _answer(
+    src: str | Path, options: OpenOptions, question: Question, progress: Progress | None
+) -> Listed | Drawn | Measured | Shown | CheckResult | DiffResult:
     if question.check:
         from ckpttool.execute import NoProgress
         from ckpttool.ops.inspect.check import check

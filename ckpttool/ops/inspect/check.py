@@ -52,6 +52,8 @@ _PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")
 _SMALL = re.compile(r"(?:scheduler|scaler)\.\w+")
 """Pickles of a trainer that hold no tensors of the model."""
 
+ANEW = "write the index anew: `ckpttool convert-json DIR --index`"
+
 
 @dataclass(slots=True)
 class ExaminedFile:
@@ -427,14 +429,14 @@ def check_mapping(
                 )
         elif shard not in held and shard not in unknown:
             text = f"the index puts tensor `{name}` in {shard}; it is in {held[0]}"
-            result.add("index-shard", text, listing.path(shard), "write the index anew: `ckpttool reshard` does")
+            result.add("index-shard", text, listing.path(shard), ANEW)
     for name, held in places.items():
         if name not in mapped and not (quantised and "@" in name):
             result.add(
                 "index-extra",
                 f"tensor `{name}` of {held[0]} is not in the index, so loaders do not see it",
                 listing.path(held[0]),
-                "write the index anew: `ckpttool reshard` does",
+                ANEW,
             )
     said = index.total
     if said is not None and not unknown:
@@ -580,7 +582,12 @@ def _check_manifest(
         result.add("manifest-json", e.what, where)
         return
     sizes, sums = data.get("files"), data.get("tensors")
-    if not isinstance(sizes, dict) or not isinstance(sums, dict) or not all(isinstance(v, dict) for v in sums.values()):
+    if (
+        not isinstance(sizes, dict)
+        or not all(type(n) is int for n in sizes.values())
+        or not isinstance(sums, dict)
+        or not all(isinstance(v, dict) for v in sums.values())
+    ):
         result.add("manifest-json", "the manifest has no `files` and `tensors`", where)
         return
     if data.get("version") != 1 or data.get("algorithm") != ALGORITHM:
@@ -638,7 +645,7 @@ def _check_sizes(listing: Listing, sizes: Mapping[str, Any], result: CheckResult
     for name, size in sizes.items():
         try:
             real = listing.path(name).stat().st_size
-        except OSError:
+        except (OSError, ValueError):  # ValueError: no file can have such a name
             wrong.add(name)
             result.add("manifest-file", f"the manifest lists {name}, which is not there", listing.root)
             continue

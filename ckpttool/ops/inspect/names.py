@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpttool.formats.base import natural
 
-_NUMBER = re.compile(r"\.(0|[1-9][0-9]*)(?=[.\n])")
+_NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,17})(?=[.\n])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 SLOT = "\0"
 """Stands for a number in a template."""

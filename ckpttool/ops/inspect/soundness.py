@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ckpttool.errors import LayoutError
@@ -155,10 +156,9 @@ def _layers(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete
             seen.setdefault(name[: m.start(1)], set()).add(int(m[1]))
     if not seen:
         return
-    every = set(range(wanted))
     # A model may have other towers with layers of their own; the config speaks of the one that fits it best.
-    layers = max(seen.values(), key=lambda s: (len(s & every), -len(s - every)))
-    gone = sorted(every - layers)
+    layers = max(seen.values(), key=lambda s: (fit := sum(n < wanted for n in s), fit - len(s)))
+    gone = list(islice((n for n in range(wanted) if n not in layers), 9))  # a config may claim any number
     if gone and complete:
         shown = ", ".join(map(str, gone[:8])) + (" ..." if len(gone) > 8 else "")
         yield "config-layers", f"config.json says {wanted} layers; there are no tensors of layer {shown}", "", ""

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 from ckpttool.formats.base import natural
 from ckpttool.ops.inspect.listing import Row, in_order
-from ckpttool.ops.inspect.names import SLOT, ranges, templates
+from ckpttool.ops.inspect.names import SLOT, printable, ranges, templates
+
+LEVELS = 100
+"""Levels of the tree. What a name has beyond them stands on one line; names that are published have ten."""
 
 
 @dataclass(slots=True)
@@ -106,6 +109,11 @@ def _join(one: str, other: str) -> str:
     return f"{one}.{other}" if one and other else one or other
 
 
+def _words(text: str) -> list[str]:
+    """The parts of a name, the last of them with all that would lie too deep."""
+    return text.strip(".").split(".", LEVELS)
+
+
 class _Leaf(NamedTuple):
     text: str
     dtype: str
@@ -115,6 +123,14 @@ class _Leaf(NamedTuple):
     tensors: int = 1
     elements: int = -1
     """-1: what the shape says."""
+
+
+_DOT = "\ue000"
+"""Stands for the dots of names that have components without a character (``../x``, ``a..b``): they are one word."""
+
+
+def _components(name: str) -> str:
+    return name.replace(".", _DOT) if ".." in f".{name}." else name
 
 
 class _Numbered(NamedTuple):
@@ -136,7 +152,8 @@ def collapse(rows: Sequence[Row | Summed]) -> Node:
     below: dict[int, _Below] = {}
     """By number of slots."""
     known: dict[str, tuple[str, dict[tuple[int, ...], list[int]], dict[tuple[Any, ...], int]]] = {}
-    for (template, numbers), row in zip(templates([r.name for r in rows]), rows, strict=True):
+    for split, row in zip(templates([_components(r.name) for r in rows]), rows, strict=True):
+        template, numbers = split if split[0].count(".") <= LEVELS else (printable(row.name), ())
         if template not in known:
             cut = template.rfind(SLOT) + 1
             known[template] = (template[cut:], below.setdefault(len(numbers), {}).setdefault(template[:cut], {}), {})
@@ -186,7 +203,7 @@ class _Builder:
         for number in content:
             item = self.items[number]
             at = trie
-            *path, last = item.text.strip(".").split(".")
+            *path, last = _words(item.text)
             for word in path:
                 at = at.children.setdefault(word, _Trie())
             if isinstance(item, _Numbered) and last:
@@ -198,7 +215,7 @@ class _Builder:
         children = []
         for item in trie.items:
             if isinstance(item, _Leaf):
-                name = item.text.strip(".").rpartition(".")[2]
+                name = _words(item.text)[-1].replace(_DOT, ".")
                 elements = prod(item.shape) if item.elements < 0 else item.elements
                 leaf = Node(name, item.tensors, elements, item.nbytes, item.dtype, item.shape, mark=item.mark)
                 children.append(leaf)

@@ -65,6 +65,10 @@ class Model:
     def quantised(self) -> bool:
         return bool(self.codes)
 
+    @property
+    def is_program(self) -> bool:
+        return self.checkpoint.format == "program"
+
 
 class Models:
     """All models of a merge; each path is opened once."""

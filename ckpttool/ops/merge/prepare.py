@@ -15,7 +15,7 @@ from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compute import verify_computed
 from ckpttool.formats._paddle import published_config
-from ckpttool.formats.base import StoredCheckpoint
+from ckpttool.formats.base import COMPANION_LIMIT, StoredCheckpoint, leads_away
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.sparse import drawing
 from ckpttool.layout.assemble import LAYER
@@ -117,6 +117,7 @@ def prepare(
         vocab=choices.vocab,
         finite=not choices.allow_nonfinite,
         words=words,
+        removed=selection.remove,
     )
     builder.run(resolved, choices.missing)
     rows = words.rows if words is not None else builder.vocabulary
@@ -187,6 +188,8 @@ def prepare_one(
         # trainer writes is several such directories, which it does not merge.)
         source = open_checkpoint(src, replace(options, mesh=replace(options.mesh, raw=True)))
         usual = "hf"
+        if source.family.name == "none":  # names and orientation stay, so that it does not matter whose they are
+            source.stored.naming = "hf"
     whole = target if cut else replace(target, tp=1, pp=1, ep=1, etp=1, format=target.format or usual)
     origin = Origin(str(src), str(src), source.format, _files(source), len(source.catalog))
     if recoding is None:
@@ -215,7 +218,7 @@ def execute(
     options = replace(
         options,
         source_roots=prepared.roots,
-        closing=lambda digests: {record: prepared.provenance.record(plan, digests)},
+        closing={record: lambda digests: prepared.provenance.record(plan, digests)},
         verify=verify_all if verify else None,
     )
     return MergeResult(prepared, path, run(plan, path, options, progress), verify)
@@ -320,6 +323,8 @@ def _as_checkpoint(
 def _card(donor: Model, provenance: Provenance) -> bytes:
     """The donor's model card with a section on the merge at its end."""
     path = donor.checkpoint.stored.root / "README.md"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    text = ""
+    if path.is_file() and not leads_away(path) and path.stat().st_size <= COMPANION_LIMIT:
+        text = path.read_text(encoding="utf-8", errors="replace")
     text = text.split(CARD)[0].rstrip()
     return (f"{text}\n\n" if text else "").encode() + provenance.card().encode(errors="replace")

@@ -103,7 +103,7 @@ class Provenance:
             "component": self.component,
             "sources": sources,
         }
-        return (json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n").encode(errors="surrogateescape")
+        return (json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n").encode(errors="backslashreplace")
 
     def card(self) -> str:
         """A Markdown section for the model card."""

@@ -21,6 +21,7 @@ from ckpttool.plan import Compute, Gathered, Operand, Run, shape_of
 from ckpttool.planner import Operands
 from ckpttool.recipe.model import ModelRef
 from ckpttool.recipe.resolve import Merged, Resolved
+from ckpttool.select import compile_pattern
 
 Missing = Literal["", "base", "skip"]
 Vocab = Literal["", "min", "max", "base"]
@@ -41,8 +42,11 @@ class Builder:
         vocab: Vocab,
         finite: bool,
         words: Words | None,
+        removed: Sequence[str] = (),
     ) -> None:
+        """``removed``: patterns of tensors that will be left out, which may differ where all models must agree."""
         self.models = models
+        self.removed = [compile_pattern(p) for p in removed]
         self.adaptations = adaptations
         self.method = METHODS[method]
         self.dtype = dtype
@@ -236,6 +240,8 @@ class Builder:
 
     def _equal(self, name: str, everything: Sequence[tuple[ModelRef, str]], dtypes: Sequence[str]) -> None:
         """Numbers that are no floats are not merged: all models must hold the same."""
+        if any(rx.search(name) for rx in self.removed):
+            return
         catalog = Catalog(self.models.files, {})
         first, *rest = [self.models[ref].views[of] for ref, of in everything]
         for (ref, _), dtype, view in zip(everything[1:], dtypes[1:], rest, strict=True):
@@ -250,7 +256,8 @@ class Builder:
                 raise ConflictError(
                     f"`{name}` is {dtype}, which is not merged, and the models do not hold the same",
                     where=[self.models[everything[0][0]].label, self.models[ref].label],
-                    hint=f"leave it out: --remove-keys '{name}'",
+                    hint=f"leave it out: --remove-keys '{name}'"
+                    + (" --to hf (a program needs all of its parameters)" if self.models[ref].is_program else ""),
                 )
 
 

@@ -1,0 +1,145 @@
+"""What Typer says of a command line that it cannot read, in the form of every other error, with a way out.
+
+Its exceptions are told apart by their names and fields: their classes moved from click into Typer itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ckpttool.cli.help import is_option, usage_words
+from ckpttool.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_UNREADABLE: Any = typer.BadParameter.__base__
+"""The base of all exceptions for a command line that makes no sense."""
+
+_INSTEAD = {
+    ("drop-keys", "--remove-keys"): "the patterns stand behind DST: ckpttool drop-keys SRC DST 'lm_head.*'",
+    ("drop-keys", "-o"): "ckpttool drop-keys SRC DST 'lm_head.*'",
+    ("merge", "--config"): "the recipe is the source: ckpttool merge recipe.yml -o DST",
+    (
+        "fp8-cast",
+        "--tp-out",
+    ): "fp8-cast writes whole weights; ckpttool reshard --requant block --tp-out N cuts them, too",
+    ("fp8-cast", "--dtype"): "--to bf16 dequantises, --scale-dtype is the dtype of scales, --code that of codes",
+    ("fp8-size", "--dtype"): "--recipe says the precision: bf16, block, nvfp4, ...",
+    ("convert-json", "--verify"): "every conversion is verified",
+    ("convert-json", "--dtype"): "bytes are converted as they are; ckpttool reshard --dtype casts",
+    ("inspect", "--tree"): "the tree is what inspect shows when no other view is asked for",
+    ("reshard", "--output"): "DST stands behind SRC: ckpttool reshard SRC DST",
+    ("reshard", "-o"): "DST stands behind SRC: ckpttool reshard SRC DST",
+}
+"""Options that another command has, or that people expect: what does it here."""
+
+
+@contextmanager
+def reworded() -> Iterator[None]:
+    """Raise UsageError for what Typer refuses."""
+    try:
+        yield
+    except _UNREADABLE as e:
+        if type(e).__name__ == "NoArgsIsHelpError":  # that is the help itself
+            raise
+        raise _usage_error(e) from None
+
+
+def _usage_error(e: Any) -> UsageError:
+    """Typer's exception as one of ours."""
+    kind, ctx = type(e).__name__, e.ctx
+    command = ctx.command if ctx else None
+    path = ctx.command_path if ctx else "ckpttool"
+    name = path.rpartition(" ")[2]
+    usage = " ".join((path, *usage_words(command)))
+    if kind == "NoSuchOption":
+        return _no_such_option(e.option_name, command, path, name)
+    if kind == "BadOptionUsage" and "requires an argument" in e.message:
+        return UsageError(f"{e.option_name} needs a value", hint=f"{e.option_name} VALUE; `--help` says which")
+    if kind == "MissingParameter" and e.param is not None:
+        missing = e.param.opts[-1] if is_option(e.param) else e.param.metavar.removesuffix("...")
+        return UsageError(f"{missing} is missing", hint=usage)
+    if kind == "BadParameter" and e.param is not None:
+        option = max(e.param.opts, key=len)
+        return UsageError(f"{option} {_wrong(e.message, e.param.opts)}", hint=f"`{path} --help` says what it takes")
+    if "unexpected extra argument" in e.message:
+        words = e.message.rpartition("(")[2].removesuffix(")").split()
+        shown = " ".join(words[:3]) + (" ..." if len(words) > 3 else "")
+        return UsageError(
+            f"there is more than {path} takes: {shown}",
+            hint=f"{usage}; a checkpoint of several files is given by its directory, and patterns are"
+            " quoted, or the shell puts file names in their place",
+        )
+    if "o such command" in e.message:
+        return _no_such_command(e.message.split("'")[1], command)
+    return UsageError(e.format_message().rstrip("."), hint=f"`{path} --help` says more")
+
+
+def _options(command: Any) -> list[Any]:
+    """The options of a command."""
+    return [p for p in getattr(command, "params", ()) if is_option(p)]
+
+
+def _no_such_option(option: str, command: Any, path: str, name: str) -> UsageError:
+    known = [o for p in _options(command) for o in p.opts if o.startswith("--")]
+    # Of `-tp 2` Typer sees `-t`.
+    written = next((a for a in sys.argv if a.startswith(option) and not a.startswith("--")), option)
+    wrong = written.partition("=")[0]
+    long = "--" + written.lstrip("-").partition("=")[0].replace("_", "-").lower()
+    if instead := _INSTEAD.get((name, wrong)):
+        return UsageError(f"{name} has no option {wrong}", hint=instead)
+    if name == "merge" and _is_method_parameter(long.removeprefix("--").replace("-", "_")):
+        return UsageError(
+            f"merge has no option {wrong}: it is a parameter of methods",
+            hint=f"--param {long.removeprefix('--').replace('-', '_')}=VALUE",
+        )
+    close = [long] if long in known else _closest(long, known) if len(long) > 3 else []
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    return UsageError(f"{path} has no option {wrong}", hint=f"{meant}`{path} --help` lists them")
+
+
+def _closest(option: str, known: Sequence[str]) -> list[str]:
+    """Options like this one, the most alike first; those with the same letters before all others."""
+    letters = option.replace("-", "")
+    same = [o for o in known if o.replace("-", "") == letters] or [o for o in known if o.startswith(option)]
+    return same[:3] or difflib.get_close_matches(option, known, n=2, cutoff=0.75)
+
+
+def _is_method_parameter(name: str) -> bool:
+    from ckpttool.kernels.merge import METHODS
+
+    return any(name in m.per_model or name in m.whole for m in METHODS.values())
+
+
+def _no_such_command(word: str, group: Any) -> UsageError:
+    names = list(group.commands)
+    if word == "help":
+        return UsageError("there is no command `help`", hint="ckpttool --help, or ckpttool COMMAND --help")
+    close = difflib.get_close_matches(word.replace("_", "-").lower(), names, n=1)
+    meant = f"did you mean `{close[0]}`? " if close else ""
+    return UsageError(f"there is no command `{word}`", hint=f"{meant}commands: {', '.join(names)}")
+
+
+def _wrong(message: str, options: Sequence[str]) -> str:
+    """What is wrong with an option's value, in other words than the validator's."""
+    words = iter(sys.argv)
+    said = ""
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name in options:
+            said = text if equals else next(words, "")
+    what = message.removeprefix("Input should be ").partition(",")[0]
+    for theirs, ours in (
+        ("a valid integer", "a whole number"),
+        ("a valid number", "a number"),
+        ("greater than or equal to", "at least"),
+        ("less than or equal to", "at most"),
+    ):
+        what = what.replace(theirs, ours)
+    return f"is `{said}`, and must be {what}"
