@@ -5,11 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEV := $(VENV)/.dev-installed
 PEERS := $(VENV)/.peers-installed
+FUZZ := $(VENV)/.fuzz-installed
 PADDLE_VENV := .venv-paddle
 PADDLE := $(PADDLE_VENV)/.installed
+# The tests start hundreds of Pythons, and pytest rewrites its asserts: without bytecode files each start does it anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-peers lint format types docs-check bench clean
+.PHONY: help setup demo test test-peers lint format types docs-check torture fuzz bench bench-scale clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +32,13 @@ test-peers: $(PEERS) $(PADDLE) ## let the libraries that read these formats judg
 docs-check: $(DEV) ## run every command and example of README.md and docs/, check links and the reference
 	@$(BIN)/python -m pytest tests/docs $(ARGS)
 
+torture: $(DEV) ## kill, fail and starve every command at each of its system calls, and see what is left (minutes)
+	@$(BIN)/python -m tests.torture $(ARGS)
+
+fuzz: $(FUZZ) ## damage every structure of every format, and let coverage guide more of it (an hour; FUZZ_ARGS, GUIDED_ARGS)
+	@$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
+	@$(BIN)/python -m tests.fuzz.guided --corpus build/fuzz $(GUIDED_ARGS)
+
 lint: $(DEV) ## check style and formatting
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -40,12 +50,11 @@ format: $(DEV) ## rewrite the files the way `make lint` wants them, where that i
 types: $(DEV) ## check types
 	@$(BIN)/mypy --strict
 
-bench: $(DEV) ## measure speed and memory against cp, merges against mergekit and Paddle, fp8-cast against torch, and convert-json against cp (minutes; about 40 GB of disk)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/run.py $(ARGS)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/merge.py $(MERGE_ARGS)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/paddle_flex.py $(FLEX_ARGS)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/fp8.py $(FP8_ARGS)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python bench/program.py $(PROGRAM_ARGS)
+bench: $(PEERS) $(PADDLE) ## measure speed and memory beside cp, torch, mergekit and Paddle (25 minutes, 45 GB of disk; ARGS=--quick: 2, 2 GB)
+	@$(BIN)/python -m bench $(ARGS)
+
+bench-scale: $(DEV) ## measure how planning and inspecting grow with tensors and ranks (20 minutes, 1 GB of disk)
+	@$(BIN)/python bench/scale.py $(ARGS)
 
 clean: ## remove .venv, .venv-paddle, build outputs and caches
 	rm -rf $(VENV) $(PADDLE_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -71,6 +80,10 @@ $(DEV): pyproject.toml constraints.txt
 $(PEERS): $(DEV)
 	@echo 'installing the peers into $(VENV)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	@touch $@
+
+$(FUZZ): $(DEV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	@touch $@
 
 # Begun anew when a pin changes: `pip install --target` replaces nothing, and no resolver looks at either list.

@@ -46,19 +46,16 @@ def value_of(parameter: Any) -> str:
 
 def option_rows(command: Any) -> list[str]:
     """A row for each option of a command."""
+    from ckpttool.cli.help import described
+
     rows = []
     for p in command.params:
         if getattr(p, "hidden", False) or not p.opts[0].startswith("-"):
             continue
         names = sorted((*p.opts, *p.secondary_opts), key=lambda o: (not o.startswith("--"), len(o)))
         shown = ", ".join(f"`{o}{value_of(p)}`" if i == 0 else f"`{o}`" for i, o in enumerate(names))
-        notes = []
-        if p.multiple:
-            notes.append("can be repeated")
-        if p.default not in (None, False, "", ()) and p.show_default:
-            notes.append(f"default {p.default}")
-        text = "; ".join([cell(p.help or "").removesuffix("."), *notes])
-        rows.append(f"| {shown} | {text}. |")
+        text = cell(described(p))
+        rows.append(f"| {shown} | {text} |")
     return rows
 
 
@@ -67,12 +64,13 @@ def commands() -> str:
     from typer.main import get_command
 
     from ckpttool.cli import app
+    from ckpttool.cli.help import usage_words
 
     blocks = []
     for name, command in command_tree(get_command(app)):
         group = hasattr(command, "commands")
         arguments = [p for p in command.params if not p.opts[0].startswith("-")]
-        words = [name, *(["COMMAND"] if group else []), "[OPTIONS]", *(p.metavar or p.name.upper() for p in arguments)]
+        words = [name, *(["COMMAND"] if group else []), *usage_words(command), "[OPTIONS]"]
         lines = [f"### {name}", "", "```", " ".join(words), "```", "", cell(command.help or ""), ""]
         if group:
             lines += ["| command | |", "| --- | --- |"]

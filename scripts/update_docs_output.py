@@ -21,8 +21,7 @@ def update(page: Path) -> bool:
     if found := list(problems(text)):
         sys.exit("\n".join(f"error: {page}: {problem}" for problem in found))
     with tempfile.TemporaryDirectory() as folder:
-        with Session(Path(folder)) as session:
-            result = updated(text, session, str(page))
+        result = updated(text, Session(Path(folder)), str(page))
         for path in (folder, str(ROOT), str(Path.home())):
             if path in result and path not in text:
                 sys.exit(

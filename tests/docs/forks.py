@@ -1,71 +1,98 @@
 """Runs `ckpttool` commands in forks of one process that has imported it.
 
-Starting Python and importing takes longer than most examples; a fork has both behind it. `python -m tests.docs.forks`
-reads orders from stdin, one JSON list a line: arguments, folder, file for what is printed. It answers each with the
-exit status.
+Starting Python and importing takes longer than most examples; a fork has both behind it. The process listens at a
+socket and serves all pages that a test process runs. Each order (client.py) brings arguments, folder, environment and
+the three streams; a fork of its own becomes the command and answers with the exit status.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import io
 import json
 import os
+import select
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import traceback
+from functools import cache
 from pathlib import Path
+
+from tests.docs import client
 
 ROOT = Path(__file__).parents[2]
 
+ORDER_BYTES = 1 << 20
+
+# Kept for the life of the process: what a command says of warnings, and what its output is encoded in.
+FIXED = {"LC_ALL": "C.UTF-8", "PYTHONWARNINGS": "error"}
+
 
 class Forks:
-    """The process, started when it is first needed."""
+    """The process."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._environment = environment
-        self._process: subprocess.Popen[str] | None = None
-
-    def run(self, arguments: list[str], folder: Path) -> tuple[str, int]:
-        """What the command prints, and its exit status."""
-        if self._process is None:
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ckpttool-forks-"))
+        self._server = str(self._folder / "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self._server)
+            listener.listen()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.docs.forks"],
+                [sys.executable, "-m", "tests.docs.forks", str(listener.fileno())],
                 cwd=ROOT,
-                env=self._environment,
+                env={"PATH": os.environ.get("PATH", os.defpath), **FIXED},
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
             )
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        printed = folder.with_name(f"{folder.name}.printed")
-        process.stdin.write(json.dumps([arguments, str(folder), str(printed)]) + "\n")
-        process.stdin.flush()
-        status = int(process.stdout.readline())
-        text = printed.read_text(encoding="utf-8")
-        printed.unlink()
-        return text, status
+        self.bin = self._folder / "bin"
+        """A folder for PATH: its `ckpttool` is run by the process."""
+        self.bin.mkdir()
+        words = [sys.executable, "-IS", client.__file__, self._server]
+        (self.bin / "ckpttool").write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+        (self.bin / "ckpttool").chmod(0o755)
+
+    def run(self, arguments: list[str], folder: Path, environment: dict[str, str], timeout: float) -> tuple[str, int]:
+        """What the command prints, to either stream, and its exit status."""
+        with tempfile.TemporaryFile() as printed, Path(os.devnull).open("rb") as nothing:
+            streams = (nothing.fileno(), printed.fileno(), printed.fileno())
+            status = client.order(self._server, arguments, str(folder), environment, streams, timeout)
+            printed.seek(0)
+            return printed.read().decode("utf-8"), status
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            self._process.communicate()
-            self._process = None
+        shutil.rmtree(self._folder)  # first: xdist kills a worker that takes long to end, and the process ends with it
+        self._process.communicate()
 
 
-def _command(arguments: list[str], folder: str, printed: str) -> int:
+@cache
+def forks() -> Forks:
+    """The one of this test process, started when it is first needed."""
+    one = Forks()
+    atexit.register(one.close)
+    return one
+
+
+def _command(arguments: list[str], folder: str, environment: dict[str, str], streams: list[int]) -> int:
     """In a fork: what the console script does."""
     from ckpttool.cli import main
 
-    os.chdir(folder)
-    out = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (out, 1), (out, 2)):
-        os.dup2(source, target)
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(environment)
     sys.argv = ["ckpttool", *arguments]
-    sys.modules["__main__"].__package__ = None  # or usage lines would say `python -m tests.docs.forks`
     status = 1
     try:
+        os.chdir(folder)
         main()
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -76,23 +103,49 @@ def _command(arguments: list[str], folder: str, printed: str) -> int:
     return status
 
 
-def serve() -> None:
-    """Answer orders until there are no more."""
+def _serve_one(connection: socket.socket) -> None:
+    """In a fork: carry out the order that comes over the connection."""
+    text, streams, _, _ = socket.recv_fds(connection, ORDER_BYTES, 3)
+    arguments, folder, environment = json.loads(text)
+    connection.send(str(_command(arguments, folder, environment, streams)).encode())
+
+
+def _warm() -> None:
+    """Import what commands import when they run, and make what they make once: the options, the table of families."""
+    import ckpttool.ops.convert_json
     import ckpttool.ops.drop_keys
     import ckpttool.ops.fp8_cast
     import ckpttool.ops.fp8_size
     import ckpttool.ops.inspect.answer
     import ckpttool.ops.merge
+    import ckpttool.ops.reshard
     import ckpttool.report  # noqa: F401
+    from ckpttool.cli import main
 
-    for order in sys.stdin:
-        child = os.fork()
-        if not child:
-            os._exit(_command(*json.loads(order)))
-        _, status = os.waitpid(child, 0)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        sys.stdout.flush()
+    sys.modules["__main__"].__package__ = None  # or usage lines would say `python -m tests.docs.forks`
+    sys.argv = ["ckpttool", "inspect", "fixtures/llama_tp8"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main()
+    assert threading.active_count() == 1, "a fork would lack the other threads"
+
+
+def serve(listener: socket.socket) -> None:
+    """Carry out orders until stdin ends."""
+    _warm()
+    running = 0
+    while listener in select.select([listener, sys.stdin], [], [])[0]:
+        connection, _ = listener.accept()
+        with connection:
+            if not os.fork():
+                _serve_one(connection)
+                os._exit(0)
+        running += 1
+        while running and os.waitpid(-1, os.WNOHANG)[0]:
+            running -= 1
+    for _ in range(running):
+        os.wait()
 
 
 if __name__ == "__main__":
-    serve()
+    with socket.socket(fileno=int(sys.argv[1])) as given:
+        serve(given)

@@ -15,9 +15,11 @@ A `console` block holds commands and what they print:
   means that there must be none. stderr is merged into stdout.
 - A trailing `[exit N]` says that the command must end with that status; otherwise it must be 0.
 
-Each command is a bash of its own, started in the page's folder, which holds a copy of the repository's fixtures; a
-line that is nothing but a ckpttool command runs in a fork of a process that has it imported, which is faster. A
-`python` block runs in one namespace per page, in the same folder and in order with the commands; it must not raise.
+Each command is a bash of its own, started in the page's folder, which holds a copy of the repository's fixtures. A line
+that is nothing but a ckpttool command, and the `ckpttool` that such a bash finds on its PATH, run in forks of a process
+that has it imported (forks.py), which is faster; limits of a shell do not reach there, so a line that sets some has the
+console script on its PATH. A `python` block runs in one namespace per page, in the same folder and in order with the
+commands; it must not raise.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ import sysconfig
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from tests.docs.forks import Forks
+from tests.docs.forks import FIXED, forks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -210,31 +212,21 @@ class Session:
         for name in SHOWN_FOLDERS:
             if (root / name).is_dir():
                 shutil.copytree(root / name, folder / name)
-        self.environment = {
-            "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]),
-            "HOME": str(folder),
-            "LC_ALL": "C.UTF-8",
-            "TERM": "dumb",
-            "PYTHONWARNINGS": "error",
-        }
-
-        self.forks = Forks(self.environment)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.forks.close()
+        path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+        self.environment = {"PATH": path, "HOME": str(folder), "TERM": "dumb", **FIXED}
 
     def run(self, command: Command) -> Outcome:
         """Run a command in the page's folder."""
         if (arguments := plain_arguments(command.text)) is not None:
-            text, status = self.forks.run(arguments, self.folder)
+            text, status = forks().run(arguments, self.folder, self.environment, COMMAND_TIMEOUT_S)
             return Outcome(tuple(without_blank_end([line.rstrip() for line in text.splitlines()])), status)
+        environment = self.environment
+        if "ulimit" not in command.text:
+            environment = environment | {"PATH": f"{forks().bin}{os.pathsep}{environment['PATH']}"}
         done = subprocess.run(
             ["bash", "-c", command.text],
             cwd=self.folder,
-            env=self.environment,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -17,8 +17,7 @@ def test_there_are_pages() -> None:
 def test_examples(page: str, tmp_path: Path) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert list(problems(text)) == []
-    with Session(tmp_path) as session:
-        differences = list(session.check(text, page))
+    differences = list(Session(tmp_path).check(text, page))
     assert not differences, "\n\n".join(differences)
 
 

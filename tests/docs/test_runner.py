@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sysconfig
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from socket import AF_UNIX, SOCK_SEQPACKET, socket
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.docs.client import KILLED, order
 from tests.docs.runner import (
     Block,
     PageError,
@@ -20,7 +24,6 @@ from tests.docs.runner import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 PAGE = """\
@@ -76,14 +79,13 @@ PAGE = """\
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
+def session(tmp_path: Path) -> Session:
     root = tmp_path / "root"
     (root / "fixtures").mkdir(parents=True)
     (root / "fixtures" / "f.txt").write_text("hello world\n")
     folder = tmp_path / "page"
     folder.mkdir()
-    with Session(folder, root=root) as session:
-        yield session
+    return Session(folder, root=root)
 
 
 def page(text: str) -> str:
@@ -243,8 +245,39 @@ def test_what_needs_no_shell(text: str, arguments: list[str] | None) -> None:
     assert plain_arguments(text) == arguments
 
 
-def test_forks_do_what_a_shell_does(session: Session) -> None:
-    for text in ("ckpttool inspect nowhere", "ckpttool --version", "ckpttool reshard", "ckpttool inspect -h"):
-        (plain,) = commands(Block("console", 1, (f"$ {text}",)))
-        (shell,) = commands(Block("console", 1, (f"$ true; {text}",)))
-        assert session.run(plain) == session.run(shell)
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("inspect nowhere", 2),
+        ("--version", 0),
+        ("reshard", 2),
+        ("inspect -h", 0),
+        ("inspect fixtures --json 2>&1 | tail -n 3", 0),
+        ("inspect < fixtures/f.txt; cd fixtures; COLUMNS=40 ckpttool inspect -h", 0),
+    ],
+)
+def test_forks_do_what_the_console_script_does(session: Session, arguments: str, status: int) -> None:
+    """By themselves, on the PATH of a shell, and the script itself, which a line gets that names a limit."""
+    outcomes = []
+    for text in (f"ckpttool {arguments}", f"true; ckpttool {arguments}", f": ulimit; ckpttool {arguments}"):
+        (command,) = commands(Block("console", 1, (f"$ {text}",)))
+        outcomes.append(session.run(command))
+    assert outcomes == [outcomes[2]] * 3
+    assert outcomes[0].status == status
+
+
+def test_a_line_that_sets_limits_is_no_fork(session: Session) -> None:
+    for text, script in (("command -v ckpttool", False), ("ulimit -f 1; command -v ckpttool", True)):
+        (command,) = commands(Block("console", 1, (f"$ {text}",)))
+        (found,) = session.run(command).output
+        assert (found == f"{sysconfig.get_path('scripts')}/ckpttool") is script
+
+
+def test_a_command_that_ends_without_a_status_is_told(tmp_path: Path) -> None:
+    server = str(tmp_path / "s")
+    with socket(AF_UNIX, SOCK_SEQPACKET) as listener, ThreadPoolExecutor() as threads:
+        listener.bind(server)
+        listener.listen()
+        status = threads.submit(order, server, ["--version"], "/", {}, (0, 1, 2), 60)
+        listener.accept()[0].close()
+        assert status.result() == KILLED

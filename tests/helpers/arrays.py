@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,14 +17,27 @@ Array = np.ndarray[Any, np.dtype[np.int64]]
 EMPTY = -1
 
 
+@lru_cache(maxsize=4)
+def _numbers(count: int) -> Array:
+    out = np.arange(count)
+    out.flags.writeable = False
+    return out
+
+
+def numbers(count: int) -> Array:
+    """0, 1, ... in an array that all share: making such arrays took longer than looking at them."""
+    return _numbers(1 << max(count - 1, 1).bit_length())[:count]
+
+
 def catalog_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Catalog, dict[str, Array]]:
     """A catalog without files, and for each tensor an array in which no two elements of all tensors are the same."""
     arrays: dict[str, Array] = {}
     tensors: dict[Key, LogicalTensor] = {}
+    elements = numbers(sum(map(prod, shapes.values())))
     at = 0
     for name, shape in shapes.items():
-        n = int(np.prod(shape))
-        arrays[name] = np.arange(at, at + n).reshape(shape)
+        n = prod(shape)
+        arrays[name] = elements[at : at + n].reshape(shape)
         tensors[Key(name)] = LogicalTensor(Key(name), "F32", shape, ())
         at += n
     return Catalog([], tensors), arrays

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import lcm
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Grid:
     def layers(self, stage: int) -> list[int]:
         """Of one stage."""
         counts = self.layout or (LAYERS // self.pp,) * self.pp
-        edges = np.cumsum([0, *counts])
+        edges = accumulate(counts, initial=0)
         chunks = [range(a, b) for a, b in pairwise(edges)]
         return [n for chunk in chunks[stage :: self.pp] for n in chunk]
 
