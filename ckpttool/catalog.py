@@ -11,12 +11,13 @@ Formats make stored tensors, layout makes pieces, everything after that only see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, IncompleteError
@@ -139,6 +140,65 @@ class RankTensor(NamedTuple):
         if self.component == "model" and not self.part:
             return self.name
         return f"{self.component}:{self.name}/{self.state}#{self.part}"
+
+
+class RankTensors(Sequence[RankTensor]):
+    """What a rank stores, packed; each is made anew whenever it is asked for.
+
+    Tensor-parallel ranks store the same tensors, and cut them in a few ways. So each is kept as two numbers: which one
+    it is, and how it is cut. ``like`` is what another rank stores: the two then number alike.
+    """
+
+    __slots__ = ("_cuts", "_numbers", "_packed", "_what")
+
+    def __init__(self, tensors: Iterable[RankTensor] = (), like: RankTensors | None = None) -> None:
+        self._what: list[tuple[Any, ...]] = []
+        self._cuts: list[tuple[Any, ...]] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        if like is not None:
+            self._what, self._cuts, self._numbers = like._what, like._cuts, like._numbers  # noqa: SLF001
+        self._packed = array("I")
+        for t in tensors:
+            self.append(t)
+
+    def append(self, t: RankTensor) -> None:
+        """Add a tensor behind the others."""
+        name, dtype, shape, key, full, boxes, pads, *rest = t
+        what = (name, dtype, key, full, *rest)
+        number = self._numbers.get(what)
+        if number is None:
+            number = self._numbers[what] = len(self._what)
+            self._what.append(what)
+        # By identity, which takes no time: ``_cuts`` keeps them. Equal ones that are not the same only take more room.
+        cut = (shape, id(boxes), id(pads))
+        how = self._numbers.get(cut)
+        if how is None:
+            how = self._numbers[cut] = len(self._cuts)
+            self._cuts.append((shape, boxes, pads))
+        self._packed.append(number)
+        self._packed.append(how)
+
+    def _of(self, number: int, how: int) -> RankTensor:
+        name, dtype, key, full, *rest = self._what[number]
+        shape, boxes, pads = self._cuts[how]
+        return RankTensor(name, dtype, shape, key, full, boxes, pads, *rest)
+
+    def __len__(self) -> int:
+        return len(self._packed) // 2
+
+    def __iter__(self) -> Iterator[RankTensor]:
+        packed = iter(self._packed)
+        return map(self._of, packed, packed)
+
+    @overload
+    def __getitem__(self, at: int) -> RankTensor: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[RankTensor]: ...
+    def __getitem__(self, at: int | slice) -> RankTensor | list[RankTensor]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        at = range(len(self))[at]
+        return self._of(self._packed[2 * at], self._packed[2 * at + 1])
 
 
 @dataclass(slots=True)

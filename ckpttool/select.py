@@ -57,8 +57,10 @@ def glob_regex(pattern: str) -> str:
 
 
 @contextlib.contextmanager
-def bounded(where: str) -> Iterator[None]:
+def bounded(where: str, names: int = 0) -> Iterator[None]:
     """Matching patterns that other people wrote: configs and recipes have some. UsageError after PATIENCE.
+
+    Where many patterns are compared with each of ``names`` in one go, they have as much again for every 10,000.
 
     A regular expression may take longer than the age of the universe. Python looks for signals while it searches, but
     only its main thread does; elsewhere nothing is bounded.
@@ -67,15 +69,17 @@ def bounded(where: str) -> Iterator[None]:
         yield
         return
 
+    patience = PATIENCE * (1 + names // 10_000)
+
     def give_up(_number: int, _frame: FrameType | None) -> NoReturn:
         raise UsageError(
-            f"a pattern takes more than {PATIENCE:g} s to compare with the names",
+            f"a pattern takes more than {patience:g} s to compare with the names",
             where=where,
             hint="repetitions within repetitions, as in (a+)+, take for ever: write it without",
         )
 
     old = signal.signal(signal.SIGVTALRM, give_up)
-    signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE)
+    signal.setitimer(signal.ITIMER_VIRTUAL, patience)
     try:
         yield
     finally:

@@ -55,15 +55,15 @@ def _prepare(work: Path, source: str, count: int) -> None:
 def _write(folder: Path, count: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(count)]
-    head, places, size = layout_file([(n, "BF16", SHAPE) for n in names], {"format": "pt"})
+    head, offsets, size = layout_file([(n, "BF16", SHAPE) for n in names], {"format": "pt"})
     with (folder / "model.safetensors").open("wb") as f:
         f.write(head)
         f.truncate(size)
-        for i, place in enumerate(places):
+        for i, offset in enumerate(offsets.values()):
             rng = np.random.default_rng(i)
             x = rng.standard_normal(SHAPE, dtype=np.float32) * np.float32(0.02)
             x[rng.random(SHAPE, dtype=np.float32) < 1e-4] *= 30
-            f.seek(place.offset)
+            f.seek(offset)
             f.write(x.astype(numpy_dtype("BF16")).tobytes())
 
 

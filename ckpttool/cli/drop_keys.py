@@ -92,7 +92,7 @@ def drop_keys(
         if set(path.name) & set("*?[{") and "/" not in str(path) and not path.exists():
             raise UsageError(
                 f"`{path}` looks like a pattern, and stands where {'SRC' if path is src else 'DST'} does",
-                hint=f"ckpttool drop-keys SRC DST PATTERN...; if it is a directory: {Path.cwd() / path}",
+                hint=f"ckpttool drop-keys SRC DST PATTERN...; if it is a directory: {path.absolute()}",
             )
     selection = Selection(tuple(patterns or ()), tuple(keep_keys or ()), tuple(rename or ()))
     prepared = prepare(src, opened, selection, target, link=link)

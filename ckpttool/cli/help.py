@@ -76,7 +76,7 @@ class Command(TyperCommand):
                 value = "" if p.is_flag else f" {p.metavar}"
                 sections[heading.get(p.name, "Options")].append((", ".join(p.opts) + value, described(p)))
             else:
-                sections["Arguments"].append((p.metavar, p.help))
+                sections["Arguments"].append((p.metavar, p.help or ""))
         for title, rows in sections.items():
             if rows:
                 with formatter.section(title):

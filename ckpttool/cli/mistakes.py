@@ -134,6 +134,8 @@ def _wrong(message: str, options: Sequence[str]) -> str:
         name, equals, text = word.partition("=")
         if name in options:
             said = text if equals else next(words, "")
+    if not message.startswith("Input should be "):  # older versions of Typer say it in other words
+        return f"is `{said}`: {message.rstrip('.')}"
     what = message.removeprefix("Input should be ").partition(",")[0]
     for theirs, ours in (
         ("a valid integer", "a whole number"),

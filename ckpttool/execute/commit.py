@@ -22,6 +22,7 @@ import os
 import shlex
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -162,7 +163,7 @@ class Destination:
             with contextlib.suppress(FileExistsError):
                 self.partial.mkdir()
                 fresh = True
-            self._lock()
+            self._lock(fresh=fresh)
             left = not fresh and os.fstat(self._fd).st_size > 0
             if not fresh:
                 self._check_left(own, left=left, force=force, resume=resume)
@@ -188,7 +189,12 @@ class Destination:
 
         Its owner could exchange the files in it for links while they are written.
         """
-        if os.fstat(self._directory).st_uid != os.geteuid() and self.path.parent.stat().st_mode & stat.S_IWOTH:
+        owner = os.fstat(self._directory).st_uid
+        if owner == os.geteuid() or not self.path.parent.stat().st_mode & stat.S_IWOTH:
+            return
+        with tempfile.TemporaryFile(dir=self.partial) as own:  # NFS gives root's files to nobody, FUSE to who mounted
+            mapped = os.fstat(own.fileno()).st_uid
+        if owner != mapped:
             raise OutputError(
                 "the partial destination belongs to somebody else",
                 where=str(self.partial),
@@ -227,10 +233,11 @@ class Destination:
         elif force:
             remove(self.replaced)
 
-    def _lock(self) -> None:
+    def _lock(self, *, fresh: bool) -> None:
         """The directory first: its lock goes with it when it is renamed, the journal is gone by then."""
         self._directory = self._locked(self.partial, os.O_RDONLY | os.O_DIRECTORY)
-        self._check_owner()
+        if not fresh:
+            self._check_owner()
         self._fd = self._locked(self.partial / JOURNAL, os.O_RDWR | os.O_CREAT)
 
     def _locked(self, path: Path, flags: int) -> int:
@@ -294,6 +301,11 @@ class Destination:
         """Leave nothing."""
         shutil.rmtree(self.partial, ignore_errors=True)
         self.close()
+
+    @property
+    def has_journal(self) -> bool:
+        """Whether the journal is open; ``seal`` and ``close`` end that."""
+        return self._fd >= 0
 
     def seal(self, directories: Iterable[Path]) -> None:
         """Make the names durable and drop the journal."""

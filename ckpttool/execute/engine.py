@@ -141,6 +141,8 @@ class _Run:
         self.recorded = 0
         self.shown = 0
         self.unrecorded: list[_Record] = []
+        self.unsynced = False
+        """A sync has failed in a process that computes; see ``FilePool``."""
         self.verifying = False
 
     def go(self) -> RunResult:
@@ -348,6 +350,9 @@ class _Run:
                     break
                 parts = {p.number: p for p in task.parts}
                 for answer in work({"task": index, "done": sorted(parts.keys() & self.done)}):
+                    if "unsynced" in answer:
+                        self.unsynced = True
+                        continue
                     if self.stop.is_set():
                         break
                     if "part" in answer:
@@ -548,7 +553,7 @@ class _Run:
         again = not isinstance(error, CkptError) or isinstance(error, OutputError | SourceReadError)
         if self.verifying and isinstance(error, Exception):
             again = False
-        if again and not pool.unsynced:
+        if again and self.destination.has_journal and not (pool.unsynced or self.unsynced):
             with contextlib.suppress(CkptError):
                 self._record(journal, pool, [*self.unrecorded, *self.ledger.take()])
         if not again or not self.recorded:
@@ -572,6 +577,14 @@ class _Hand:
 
     def serve(self, order: dict[str, Any]) -> Iterator[Answer]:
         """Work out the tensors of one task, part by part."""
+        try:
+            yield from self._serve(order)
+        except Exception:
+            if self.carrier.pool.unsynced:
+                yield {"unsynced": True}
+            raise
+
+    def _serve(self, order: dict[str, Any]) -> Iterator[Answer]:
         task, done = self.tasks[order["task"]], set(order["done"])
         carrier, steps = self.carrier, self.run.plan.units[task.computing].steps
         before = carrier.bytes_read, carrier.bytes_written

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import resource
 import shutil
@@ -35,8 +36,9 @@ RWF_DONTCACHE = 0x80
 UNCACHED_FROM = 256 << 10
 """Smaller pieces go through the page cache: dropping a page that the next piece shares means reading it back."""
 
-PAGE = 4096
-"""Direct writes begin and end at multiples of this in the file: no page cache holds a part of what they write."""
+PAGE = max(4096, mmap.PAGESIZE)
+"""Direct writes begin and end at multiples of this in the file: no page cache holds a part of what they write. Some
+kernels have pages of 64 KiB; disks have sectors of 4 KiB at most."""
 
 SECTOR = 512
 """A direct write wants its bytes in memory at the same distance from a multiple of this as in the file. Whoever gives

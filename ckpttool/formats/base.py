@@ -17,7 +17,7 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteEr
 from ckpttool.formats._foreign import disguise
 from ckpttool.formats._json import load_json
 from ckpttool.formats._pickle import sniff
-from ckpttool.formats.safetensors import layout_file, read_header, tensor_bytes
+from ckpttool.formats.safetensors import lay_out, read_header, tensor_bytes
 from ckpttool.mesh import Mesh
 
 _LARGE = 1 << 16
@@ -101,7 +101,8 @@ def list_source(path: Path) -> Listing:
     try:
         return _listing(path, _files(path))
     except OSError as e:
-        raise UsageError(f"the source cannot be listed: {e.strerror}", where=str(path)) from None
+        hint = None if path.is_dir() else "give a directory or a file; from a pipe nothing is read"
+        raise UsageError(f"the source cannot be listed: {e.strerror}", where=str(path), hint=hint) from None
 
 
 def _files(path: Path) -> list[str]:
@@ -298,7 +299,7 @@ class StoredCheckpoint:
 class WriteRequest:
     """Everything a format needs to say what it will write."""
 
-    ranks: list[list[RankTensor]]
+    ranks: Sequence[Sequence[RankTensor]]
     chosen: tuple[int, ...]
     """Ranks to write."""
     mesh: Mesh
@@ -434,8 +435,14 @@ def read_files(
 
 
 def file_now(path: Path) -> DataFile:
-    """A file that is carried, as it is now. A run refuses one that has changed since. Raises OSError."""
-    stat = path.stat()
+    """A file that is carried, as it is now. A run refuses one that has changed since.
+
+    Raises CorruptError when it has gone since it was listed.
+    """
+    try:
+        stat = path.stat()
+    except OSError as e:
+        raise CorruptError(f"a source cannot be read: {e.strerror}", where=str(path)) from e
     return DataFile(path, stat.st_size, stat.st_mtime_ns)
 
 
@@ -530,10 +537,23 @@ class Places(Mapping[str, tuple[int, int]]):
 class Deflated(Sequence[tuple[int, bytes]]):
     """One run of literal bytes at the beginning of a file, small while it waits: names repeat each other."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("_deflate", "_first", "_parts")
 
-    def __init__(self, data: bytes) -> None:
-        self._data = zlib.compress(data, 1)
+    def __init__(self) -> None:
+        self._first = b""
+        self._parts: list[bytes] = []
+        self._deflate = zlib.compressobj(1)
+
+    def put(self, piece: bytes) -> None:
+        """The next bytes behind the first ones."""
+        if part := self._deflate.compress(piece):
+            self._parts.append(part)
+
+    def close(self, first: bytes) -> None:
+        """No more will come; ``first`` are the first bytes of all."""
+        self._first = first
+        self._parts = [b"".join((*self._parts, self._deflate.flush()))]
+        del self._deflate  # 256 KB
 
     def __len__(self) -> int:
         return 1
@@ -543,7 +563,7 @@ class Deflated(Sequence[tuple[int, bytes]]):
     @overload
     def __getitem__(self, at: slice) -> Sequence[tuple[int, bytes]]: ...
     def __getitem__(self, at: int | slice) -> tuple[int, bytes] | Sequence[tuple[int, bytes]]:
-        return ((0, zlib.decompress(self._data)),)[at]
+        return ((0, self._first + zlib.decompress(self._parts[0])),)[at]
 
 
 def build_files(
@@ -554,16 +574,18 @@ def build_files(
     rank_files: list[list[int]] = [[] for _ in range(ranks)]
     columns: list[tuple[list[str], array[int], array[int]]] = [([], array("q"), array("q")) for _ in range(ranks)]
     for name, rank, tensors, metadata in groups:
-        header, placed, size = layout_file([(t.name, t.dtype, t.shape) for t in tensors], metadata)
+        header = Deflated()
+        first, offset_of, size = lay_out(((t.name, t.dtype, t.shape) for t in tensors), metadata, header.put)
+        header.close(first)
         at = len(files)
-        files.append(OutFile(name, size, Deflated(header) if len(header) > _LARGE else ((0, header),)))
+        large = int.from_bytes(first, "little") > _LARGE
+        files.append(OutFile(name, size, header if large else tuple(header)))
         rank_files[rank].append(at)
-        slot_of = {t.name: t.slot for t in tensors}
         slots, where, offsets = columns[rank]
-        for p in placed:
-            slots.append(slot_of[p.name])
+        for t in tensors:
+            slots.append(t.slot)
             where.append(at)
-            offsets.append(p.offset)
+            offsets.append(offset_of[t.name])
     places: list[Places] = []
     known: list[str] = []
     index: dict[str, int] = {}

@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from json.encoder import encode_basestring
 from math import lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,30 +188,41 @@ class Ranks:
     def _files(self, request: WriteRequest) -> Iterator[tuple[str, int, Sequence[RankTensor], dict[str, str]]]:
         """One rank after the other: what is recorded of a large rank takes as much memory as its tensors' names."""
         world = request.mesh.world
+        texts: dict[tuple[Any, ...], tuple[str, str]] = {}
         for r in request.chosen:
-            record = {
-                "version": 1,
-                "rank": r,
-                "mesh": request.mesh.to_json(),
-                "family": request.family,
-                "naming": request.naming,
-                "fused": request.fused,
-                "tensors": {t.name: _box_record(t) for t in request.ranks[r] if not _is_whole(t)},
-            }
-            meta = {"format": "pt", "ckpttool": json.dumps(record, separators=(",", ":"), ensure_ascii=False)}
+            record = _json(
+                {
+                    "version": 1,
+                    "rank": r,
+                    "mesh": request.mesh.to_json(),
+                    "family": request.family,
+                    "naming": request.naming,
+                    "fused": request.fused,
+                    "tensors": {},
+                }
+            )
+            entries = [_box_record(t, texts) for t in request.ranks[r] if not _is_whole(t)]
+            meta = {"format": "pt", "ckpttool": f"{record[:-2]}{','.join(entries)}}}}}"}
+            del entries
             yield f"rank-{r:05d}-of-{world:05d}.safetensors", r, request.ranks[r], meta
 
 
 def _is_whole(t: RankTensor) -> bool:
-    return t.key == t.name and t.shape == t.whole and len(t.boxes) == 1 and t.boxes[0][0] == t.boxes[0][1]
+    return t.shape == t.whole and t.key == t.name and len(t.boxes) == 1 and t.boxes[0][0] == t.boxes[0][1]
 
 
-def _box_record(t: RankTensor) -> dict[str, Any]:
-    rec: dict[str, Any] = {"shape": list(t.whole)}
-    if t.key != t.name:
-        rec["key"] = t.key
-    rec["boxes"] = [[list(a.start), list(b.start), list(a.shape)] for a, b in t.boxes]
-    return rec
+def _box_record(t: RankTensor, texts: dict[tuple[Any, ...], tuple[str, str]]) -> str:
+    """The entry of a tensor as JSON. ``texts`` has what is the same for all tensors that are cut alike."""
+    known = texts.get((t.whole, t.boxes))
+    if known is None:
+        boxes = [[a.start, b.start, a.shape] for a, b in t.boxes]
+        known = texts[t.whole, t.boxes] = (f':{{"shape":{_json(t.whole)},', f'"boxes":{_json(boxes)}}}')
+    key = f'"key":{_json(t.key)},' if t.key != t.name else ""
+    return f"{encode_basestring(t.name)}{known[0]}{key}{known[1]}"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def _record(metadata: Mapping[str, str], path: Path, rank: int) -> dict[str, Any]:
@@ -240,6 +252,8 @@ def _record(metadata: Mapping[str, str], path: Path, rank: int) -> dict[str, Any
 class _Cut(NamedTuple):
     """How a rank holds a tensor; one object for all tensors that it holds alike."""
 
+    shape: tuple[int, ...]
+    """Of the logical tensor."""
     boxes: tuple[tuple[Box, Box], ...]
     """(box in the stored tensor, box in the logical tensor)."""
     pads: tuple[Box, ...]
@@ -256,7 +270,7 @@ def _add(
     """Add what one rank's record says about one stored tensor."""
     if rec is None:
         box = whole(t.shape)
-        name, shape, cut = t.name, t.shape, _Cut(((box, box),), ())
+        name, cut = t.name, _Cut(t.shape, ((box, box),), ())
     else:
         try:
             if not isinstance(rec, dict):
@@ -271,15 +285,16 @@ def _add(
                 if any(type(n) is not int for n in shape):
                     raise TypeError
                 known = cuts[t.shape, shape, boxes] = _cut(t, shape, boxes, path)
-            cut = known
+            cut = known  # with sizes that are integers, also where this record has an equal 8.0
         except (KeyError, TypeError, ValueError):
             raise CorruptError(f"the record of tensor `{t.name}` is not valid", where=str(path)) from None
     group = groups.get(name)
     if group is None:
-        group = groups[name] = (shape, [], [])
-    if group[0] != shape:
+        group = groups[name] = (cut.shape, [], [])
+    if group[0] != cut.shape:
         raise ConflictError(
-            f"tensor `{name}` is {list(shape)} by one rank's record and {list(group[0])} by another's", where=str(path)
+            f"tensor `{name}` is {list(cut.shape)} by one rank's record and {list(group[0])} by another's",
+            where=str(path),
         )
     group[1].extend([Piece(t, inner, outer) for inner, outer in cut.boxes])
     group[2].extend([Pad(t, gap) for gap in cut.pads])
@@ -321,7 +336,7 @@ def _cut(
                 where=str(path),
             )
         pads.append(gap)
-    return _Cut(tuple(out), tuple(pads))
+    return _Cut(shape, tuple(out), tuple(pads))
 
 
 _FIELD = re.compile(r"\{(rank|tp|pp|ep|etp|part)(?::[^{}]*)?\}|\*")

@@ -12,7 +12,8 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring
 from math import prod
@@ -84,7 +85,8 @@ def read_raw(path: Path) -> tuple[DataFile, bytes]:
                 )
             (size,) = struct.unpack("<Q", first[:8])
             if size > MAX_HEADER or size > stat.st_size - 8:
-                stranger = disguise(first)
+                # A header of 640 bytes begins as a pickle does, but no pickle goes on with a brace there.
+                stranger = None if first[8:9] == b"{" else disguise(first)
                 raise HeaderError(
                     "header-length",
                     f"this is {stranger.what}"
@@ -340,31 +342,41 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
     return nbytes(dtype, prod(shape))
 
 
-class Placed(NamedTuple):
-    """One tensor of a file to be written."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    """Byte in the file."""
-
-
 def layout_file(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None
-) -> tuple[bytes, list[Placed], int]:
-    """Header bytes, the place of every tensor (in file order) and the file size.
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None
+) -> tuple[bytes, dict[str, int], int]:
+    """Header bytes, the offset in the file of every tensor (in file order) and the file size.
 
     Order and padding are those of the safetensors library (dtype descending in its enum, then name; header padded with
     spaces to 8), so that a file written here is byte-identical to one that the library writes.
     """
+    pieces: list[bytes] = []
+    length, offsets, size = lay_out(tensors, metadata, pieces.append)
+    return b"".join((length, *pieces)), offsets, size
+
+
+def lay_out(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None,
+    put: Callable[[bytes], object],
+) -> tuple[bytes, dict[str, int], int]:
+    """The same, with the header in two parts: its first 8 bytes are returned; all others go to ``put``, piece by piece,
+    because a header of a hundred thousand tensors is large."""
     ordered = sorted(tensors, key=lambda t: (-ORDER[t[1]], t[0].encode("utf-8", "surrogateescape")))
-    entries = []
+    length = 1
+    put(b"{")
+    comma = ""
     if metadata:
-        entries.append('"__metadata__":' + json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False))
+        text = json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)
+        piece = b'"__metadata__":' + text.encode()
+        del text
+        length += len(piece)
+        put(piece)
+        del piece
+        comma = ","
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
     at = 0
-    starts = []
+    starts = array("q")
     # What is the same for all tensors of a shape is written once: a file may hold a hundred thousand.
     for name, dtype, shape in ordered:
         kind = kinds.get((dtype, shape))
@@ -374,9 +386,12 @@ def layout_file(
             kind = kinds[dtype, shape] = (f':{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[', size)
         starts.append(at)
         begin, at = at, at + kind[1]
-        entries.append(f"{encode_basestring(name)}{kind[0]}{begin},{at}]}}")
-    text = f"{{{','.join(entries)}}}".encode()
-    text += b" " * (-len(text) % 8)
-    base = 8 + len(text)
-    placed = [Placed(*tensor, base + start) for tensor, start in zip(ordered, starts, strict=True)]
-    return struct.pack("<Q", len(text)) + text, placed, base + at
+        piece = f"{comma}{encode_basestring(name)}{kind[0]}{begin},{at}]}}".encode()
+        length += len(piece)
+        put(piece)
+        comma = ","
+    pad = -(length + 1) % 8
+    put(b"}" + b" " * pad)
+    length += 1 + pad
+    base = 8 + length
+    return struct.pack("<Q", length), {t[0]: base + start for t, start in zip(ordered, starts, strict=True)}, base + at

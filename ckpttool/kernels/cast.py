@@ -26,6 +26,8 @@ _MAGIC = _U32(13 << 23)
 """Added to a number's exponent gives a number with a last bit as large as the step of float16 at the first one."""
 _UP, _DOWN = np.float32(2.0**112), np.float32(2.0**-112)
 """Between the exponents of both types, whose biases are 15 and 127."""
+_LEAST, _LEAST_HALF = np.float32(2.0**-149), np.float32(2.0**-24)
+"""The least numbers of both types; these, times the factors, are subnormal."""
 
 
 class _Scratch(threading.local):
@@ -46,7 +48,12 @@ def cast(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
     with np.errstate(all="ignore"):
         if src.dtype.itemsize == 8 and dst.dtype.itemsize == 2:
             _twice(src, dst)
-        elif {src.dtype, dst.dtype} == {_HALF, _SINGLE} and src.flags.c_contiguous and dst.flags.c_contiguous:
+        elif (
+            {src.dtype, dst.dtype} == {_HALF, _SINGLE}
+            and src.flags.c_contiguous
+            and dst.flags.c_contiguous
+            and _has_subnormals()
+        ):
             # numpy takes these one by one; on the bits of whole blocks it is two to three times as fast.
             pieces = _to_half if dst.dtype == _HALF else _from_half
             src, dst = src.reshape(-1), dst.reshape(-1)
@@ -67,6 +74,12 @@ def _twice(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
             _twice(src[a], dst[a])
         else:
             _twice(src[a : a + step], dst[a : a + step])
+
+
+def _has_subnormals() -> bool:
+    """Whether this thread computes with subnormal numbers: torch.set_flush_denormal, and libraries that are built with
+    -ffast-math, make zeros of them in the whole process."""
+    return bool(_LEAST * _UP) and bool(_LEAST_HALF * _DOWN)
 
 
 def _from_half(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:

@@ -588,8 +588,13 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
             raise UsageError(f"cannot read the family file: {e.strerror}", where=str(path)) from None
         except RecursionError:
             raise LayoutError("the family file is nested too deeply", where=str(path)) from None
+        except yaml.MarkedYAMLError as e:
+            mark = e.problem_mark or e.context_mark
+            line = f":{mark.line + 1}" if mark else ""
+            what = f"the family file is not valid YAML: {e.problem or e.context}"
+            raise LayoutError(what, where=f"{path}{line}") from None
         except (yaml.YAMLError, ValueError) as e:  # ValueError: no UTF-8, or a date that is none
-            raise LayoutError(f"the family file is not valid YAML: {e}", where=str(path)) from None
+            raise LayoutError(f"the family file is not valid YAML: {str(e).splitlines()[0]}", where=str(path)) from None
     else:
         if name not in _builtin():
             import difflib

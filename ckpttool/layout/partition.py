@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any, Protocol
 
-from ckpttool.catalog import RankTensor
+from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, cannot_cut, is_bias, no_rule, overridden, pad_boxes, shift_layer
@@ -44,13 +44,14 @@ class Partitioner:
     """Which flags a hint names: --tp-out, or --tp."""
     _locals: dict[Any, tuple[Local, tuple[Box, ...]]] = field(default_factory=dict)
 
-    def run(self, tensors: Sequence[Whole], ranks: Iterable[int] | None = None) -> list[list[RankTensor]]:
+    def run(self, tensors: Sequence[Whole], ranks: Iterable[int] | None = None) -> list[RankTensors]:
         """Per rank what it stores, in the order of ``tensors``; other ranks than ``ranks`` stay empty.
 
         Raises LayoutError when a tensor has no rule or cannot be cut, with the sizes that would work.
         """
         mesh = self.cutting.mesh
-        out: list[list[RankTensor]] = [[] for _ in range(mesh.world)]
+        first = RankTensors()
+        out = [first, *[RankTensors(like=first) for _ in range(1, mesh.world)]]
         if mesh.world == 1 and self.cutting.vocab_multiple == 1:
             for t in tensors:
                 box = whole(t.shape)

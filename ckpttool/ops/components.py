@@ -6,7 +6,7 @@ A parameter is cut once. Its master weight, moments and average have its shape a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor, RankTensor
@@ -115,10 +115,9 @@ def _ema_as_model(catalog: Catalog) -> Catalog:
 
 def share_of(
     held: Sequence[RankTensor], part: tuple[str, str], table: Mapping[str, View], cast: Callable[[str, str], str]
-) -> list[RankTensor]:
+) -> Iterator[RankTensor]:
     """What a rank stores of one component, given what it stores of the parameters."""
     component, state = part
-    out = []
     for r in held:
         view = table.get(r.key)
         if view is None:
@@ -126,11 +125,8 @@ def share_of(
         dtype = cast(r.key, view.dtype) if component in WEIGHTS else view.dtype
         if view.shape != r.whole:  # a scalar is held by every rank that holds some of its parameter
             box = whole(view.shape)
-            out.append(
-                RankTensor(r.name, dtype, view.shape, view.name, view.shape, ((box, box),), (), component, state)
-            )
+            yield RankTensor(r.name, dtype, view.shape, view.name, view.shape, ((box, box),), (), component, state)
         elif component == "model" and dtype == r.dtype:
-            out.append(r)
+            yield r
         else:
-            out.append(r._replace(dtype=dtype, key=view.name, component=component, state=state))
-    return out
+            yield r._replace(dtype=dtype, key=view.name, component=component, state=state)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.aoa import apply_aoa, read_aoa
-from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor
+from ckpttool.catalog import Catalog, Key, RankTensor, RankTensors, StoredTensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import LayoutError, UsageError, VerifyError
@@ -239,13 +239,16 @@ def plan_target(
     chosen = _chosen(target, mesh)
     ranks = partitioner.run(cut, chosen)
     tables = {c: follow(views, catalog, *c, equal) for c in components}
-    ranks = [[r for c in components for r in share_of(held, c, tables[c], cast)] for held in ranks]
+    like = ranks[0]
+    ranks = [
+        RankTensors((r for c in components for r in share_of(held, c, tables[c], cast)), like=like) for held in ranks
+    ]
     table = {v.name: v for c in components for v in tables[c].values()}
     source_table = dict(table)
     if isinstance(writer, Turning):
         prefix = base_prefix(dict.fromkeys(views.table, None))
         turned = partial(writer.turned, version=version, prefix=prefix, config=source.config)
-        ranks = [[_turned(turned, r, table) for r in held] for held in ranks]
+        ranks = [RankTensors((_turned(turned, r, table) for r in held), like=like) for held in ranks]
     config = _config(source, mesh, dtype)
     if naming == "paddle":
         config = with_fused_flags(config, {n.rsplit(".", 2)[-2] for n in views.table if n.count(".") > 1})

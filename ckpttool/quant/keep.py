@@ -75,12 +75,17 @@ class Keep:
     _preset: re.Pattern[str] | None = None
     _known: dict[str, bool] = field(default_factory=dict)
     """What the preset says of a name, by the name without its numbers: no preset has any."""
+    _modules: frozenset[str] = frozenset()
+    _patterns: tuple[str, ...] = ()
+    """``ignored``, which has hundreds of entries in models with experts, in those that are plain names and others."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise UsageError(f"unknown preset `{self.preset}`", hint="presets: " + ", ".join(PRESETS))
         for p in (*self.keep, *self.include):
             compile_pattern(p)
+        self._patterns = tuple(p for p in self.ignored if p.startswith("re:") or "*" in p)
+        self._modules = frozenset(self.ignored) - set(self._patterns)
         if patterns := PRESETS[self.preset]:
             self._preset = re.compile("|".join(compile_pattern(p).pattern for p in patterns))
 
@@ -116,9 +121,15 @@ class Keep:
         if self.among is not None and w.name not in self.among:
             return "source"
         module = w.name.removesuffix(".weight")
-        if any(_ignores(p, module) for p in self.ignored):
-            return "config"
-        return ""
+        return "config" if self._is_ignored(module) else ""
+
+    def _is_ignored(self, module: str) -> bool:
+        """Whether an entry of the config's list means this module: itself, something around it, or its last names."""
+        parts = module.split(".")
+        return any(
+            ".".join(parts[:i]) in self._modules or ".".join(parts[i - 1 :]) in self._modules
+            for i in range(1, len(parts) + 1)
+        ) or any(compile_pattern(p).search(module) for p in self._patterns)
 
     def _in_preset(self, name: str) -> bool:
         if self._preset is None:
@@ -129,13 +140,6 @@ class Keep:
         return self._known[template]
 
 
-def _ignores(pattern: str, module: str) -> bool:
-    """Whether an entry of a config's list means this module: itself, something inside it, or its last name."""
-    if pattern.startswith("re:") or "*" in pattern:
-        return bool(compile_pattern(pattern).search(module))
-    return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
-
-
 def for_family(keep: Keep, scheme: Scheme | None, weights: Collection[Weight]) -> Keep:
     """The usual preset of a model with gpt-oss's experts, of which nobody reads MXFP4 weights beside the experts."""
     blocks = scheme is not None and scheme.recipe == "mxfp4" and any(w.in_out and len(w.shape) == 3 for w in weights)
@@ -144,16 +148,15 @@ def for_family(keep: Keep, scheme: Scheme | None, weights: Collection[Weight]) -
 
 def treat(weights: Iterable[Weight], scheme: Scheme | None, keep: Keep) -> list[Treated]:
     """What becomes of each tensor; ``scheme`` None is "all stay". Raises LayoutError as ``forms`` does."""
+    weights = list(weights)
+    if scheme is None:
+        return [Treated(w, (), "no recipe") for w in weights]
+    with bounded("--keep and --include, or the modules that config.json does not quantise", len(weights)):
+        reasons = [keep.why(w) for w in weights]
     out = []
-    with bounded("--keep and --include, or the modules that config.json does not quantise"):
-        for w in weights:
-            why = "no recipe" if scheme is None else keep.why(w)
-            if scheme is not None and not why and scheme.edge == "skip" and _ragged(scheme, w):
-                why = "--edge skip"
-            if why or scheme is None:
-                out.append(Treated(w, (), why))
-            else:
-                out.append(Treated(w, forms(scheme, w.name, w.shape, in_out=w.in_out)))
+    for w, reason in zip(weights, reasons, strict=True):
+        why = reason or ("--edge skip" if scheme.edge == "skip" and _ragged(scheme, w) else "")
+        out.append(Treated(w, () if why else forms(scheme, w.name, w.shape, in_out=w.in_out), why))
     return out
 
 

@@ -32,8 +32,8 @@ def _looks_like_one(source: str) -> bool:
 
 def _says_so(source: str) -> bool:
     """Whether a file that is not called so is a recipe of mergekit."""
-    if Path(source).suffix not in ("", ".txt", ".cfg", ".conf"):
-        return False
+    if Path(source).suffix not in ("", ".txt", ".cfg", ".conf") or not Path(source).is_file():
+        return False  # of a pipe nothing would be left to read
     try:
         with Path(source).open("rb") as f:
             return b"merge_method:" in f.read(1 << 16)

@@ -68,6 +68,21 @@ def test_every_number_of_float16(src_dtype: str, dst_dtype: str) -> None:
     assert np.array_equal(found.view(bits), want.view(bits))
 
 
+@pytest.mark.parametrize(("src_dtype", "dst_dtype"), [("F16", "F32"), ("F32", "F16")])
+def test_where_subnormal_numbers_are_zero(src_dtype: str, dst_dtype: str) -> None:
+    """A program that uses this one may have told the processor so; F16 has numbers of models there."""
+    src = np.arange(1, 1 << 10, dtype=np.uint16).view(np.float16).astype(numpy_dtype(src_dtype))
+    want = src.astype(numpy_dtype(dst_dtype))
+    found = np.empty_like(want)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot")
+    try:
+        cast(src, found)
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(found.view(BITS[found.itemsize]), want.view(BITS[want.itemsize]))
+
+
 def test_too_large_is_infinite_without_a_warning() -> None:
     out = np.empty(3, np.float16)
     cast(np.array([70000.0, -1e30, 65519.0], np.float32), out)

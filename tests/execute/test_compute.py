@@ -274,6 +274,28 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.parametrize("unsynced", [False, True])
+def test_a_sync_that_fails_in_a_worker(tmp_path: Path, *, unsynced: bool) -> None:
+    """The kernel has told the worker, and will not tell again: what is not recorded yet is not believed."""
+    plan, _ = merge_plan(tmp_path / "src")
+    real, calls = strided.scatter, itertools.count()
+
+    def scatter(carrier: Any, *arguments: Any) -> None:
+        if next(calls) == 7:
+            carrier.pool.unsynced = unsynced
+            raise OutputError("the disk is gone")
+        real(carrier, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compute, "CHUNK", 18)
+        patched.setattr(compute, "PART", 54)
+        patched.setattr(compute, "scatter", scatter)
+        assert crew.can_fork()
+        with pytest.raises(OutputError, match="the disk is gone"):
+            run(plan, tmp_path / "dst", RunOptions(processes=1))
+    assert (tmp_path / "dst.partial").exists() == (not unsynced)
+
+
 def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
     """Nothing is left that looks like a result, and the error says how the worker ended."""
     plan, _ = merge_plan(tmp_path / "src")

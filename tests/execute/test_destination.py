@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -497,10 +498,10 @@ def test_a_destination_that_appears_before_the_lock(
     """Another run had the lock, and finished: nothing is done in vain."""
     lock = commit.Destination._lock
 
-    def late(destination: commit.Destination) -> None:
+    def late(destination: commit.Destination, *, fresh: bool) -> None:
         (tmp_path / "dst").mkdir()
         (tmp_path / "dst/mine").write_text("mine")
-        lock(destination)
+        lock(destination, fresh=fresh)
 
     monkeypatch.setattr(commit.Destination, "_lock", late)
     with pytest.raises(OutputError, match="the destination exists"):
@@ -547,6 +548,51 @@ def test_what_a_run_left_without_a_journal(tmp_path: Path, plan: Plan) -> None:
     assert run(plan, tmp_path / "dst", RunOptions(resume=True)).bytes_skipped == 0
     assert written(tmp_path / "dst", plan) == expected(plan)
     assert left(tmp_path) == ["dst", "src"]
+
+
+def test_a_journal_that_is_closed_is_not_written(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the last sync of a directory fails, the number of the journal's descriptor may be another file's by then."""
+    other = tmp_path / "other"
+    other.write_bytes(b"1")
+    opened = []
+
+    def fails(path: Path) -> None:
+        if path.name == "dst.partial" and not (path / commit.JOURNAL).exists():
+            opened.append(os.open(other, os.O_RDWR))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(commit, "sync_directory", fails)
+    with pytest.raises(OutputError, match="Input/output error"):
+        run(plan, tmp_path / "dst")
+    (fd,) = opened
+    os.close(fd)
+    assert other.read_bytes() == b"1"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("again", [False, True])
+def test_a_filesystem_that_gives_files_to_somebody_else(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, *, again: bool
+) -> None:
+    """NFS gives root's files to nobody, FUSE and SMB theirs to whoever mounted; they are this run's all the same."""
+    mkdir, temporary = Path.mkdir, tempfile.TemporaryFile
+
+    def made(path: Path, *args: Any, **more: Any) -> None:
+        mkdir(path, *args, **more)
+        os.chown(path, 65534, 65534)
+
+    def opened(**more: Any) -> Any:
+        file = temporary(**more)
+        os.fchown(file.fileno(), 65534, 65534)
+        return file
+
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(Path, "mkdir", made)
+    monkeypatch.setattr(tempfile, "TemporaryFile", opened)
+    if again:
+        (tmp_path / "dst.partial").mkdir()
+    run(plan, tmp_path / "dst", RunOptions(force=again))
+    assert written(tmp_path / "dst", plan) == expected(plan)
 
 
 @pytest.mark.parametrize("force", [True, False])

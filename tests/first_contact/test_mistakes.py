@@ -6,6 +6,7 @@ mistakes about sizes, options and damaged files of a reshard are in tests/reshar
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -358,6 +359,8 @@ def test_recipe_without_the_ending() -> None:
     models = "".join(f"- {{model: {m}, parameters: {{weight: 1}}}}\n" for m in (ONE, TWO))
     Path("recipe.txt").write_text(f"merge_method: linear\nmodels:\n{models}")
     assert run("merge recipe.txt -o dst -q").code == 0
+    os.mkfifo("pipe")  # a look into it would wait for ever, and take what it says away
+    assert "the source cannot be listed" in mistake("merge pipe -o other", 2)
 
 
 def test_names_from_a_file_without_names() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.quant.config import Said, hf_quant_config, quantization_config, said
+from ckpttool.quant.keep import Keep, Weight
 from ckpttool.quant.scheme import EDGES, METHODS, scheme
 
 MADE = {
@@ -217,3 +218,24 @@ def test_powers_of_two_are_what_the_recipe_says() -> None:
     assert scheme("block", powers=True).rounding.powers
     assert scheme("block", scale_dtype="e8m0").rounding.powers
     assert not scheme("block").rounding.powers
+
+
+@pytest.mark.parametrize(
+    ("entry", "module", "named"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head", True),
+        ("model.layers.0.self_attn", "model.layers.0.self_attn.q_proj", True),
+        ("self_attn.q_proj", "model.layers.0.self_attn.q_proj", True),
+        ("layers.0", "model.layers.0.self_attn.q_proj", False),
+        ("model.layers.1", "model.layers.11.mlp.up_proj", False),
+        ("head", "lm_head", False),
+        ("*q_proj", "model.layers.0.self_attn.q_proj", True),
+        ("re:.*k_proj", "model.layers.0.self_attn.q_proj", False),
+        ("", "lm_head", False),
+    ],
+)
+def test_what_an_entry_of_the_list_names(entry: str, module: str, named: bool) -> None:
+    """The module itself, what is inside it, and modules that end so."""
+    weight = Weight(f"{module}.weight", "BF16", (8, 8))
+    assert (Keep("none", ignored=["mlp.none", entry]).why(weight) == "config") == named

@@ -308,6 +308,9 @@ def test_a_pattern_has_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="takes more than"):
         matching([EXPLOSIVE], ["model.layers.0.self_attn.q_proj.weight_scale_inv"], option="--x")
     assert matching(["re:q_proj"], ["q_proj"], option="--x") == {"q_proj"}
+    # The more names there are, the longer it may take, or a large model would be refused.
+    with pytest.raises(UsageError, match=r"takes more than 0\.4 s"), bounded("x", 10_000):
+        compile_pattern(EXPLOSIVE).search("model.layers.0.self_attn.q_proj.weight_scale_inv")
     # Elsewhere than in the main thread there are no signals, and nothing is bounded.
     found = []
 

@@ -73,3 +73,10 @@ def test_64_axes_are_the_limit(tmp_path: Path) -> None:
     (court.src / "model.safetensors").write_bytes(safetensors({"a": tensor(shape=[1] * 64)}, b"abcd"))
     assert court.run("inspect", court.src, "--stats").code == 0
     assert court.run("reshard", court.src, court.dst, "--to", "hf", "--verify").code == 0
+
+
+def test_a_header_that_is_cut_off_is_no_pickle(tmp_path: Path) -> None:
+    """A length of 640 has the first two bytes of a pickle of protocol 2."""
+    court = Court(tmp_path)
+    (court.src / "model.safetensors").write_bytes(struct.pack("<Q", 640) + b'{"a":{"dtype":"F32",')
+    assert "the header claims 640 bytes, the file has 28" in court.run("inspect", court.src).err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,7 @@ def canonical(family: Family, shapes: dict[str, tuple[int, ...]]) -> tuple[Views
 
 def cut(
     family: Family, ops: tuple[Op, ...], mesh: Mesh, views: Views, config: dict[str, Any]
-) -> list[list[RankTensor]]:
+) -> Sequence[Sequence[RankTensor]]:
     """What every rank of a mesh stores."""
     return Partitioner(family, ops, Cutting(mesh, family.sizes), config).run(list(views))
 
@@ -467,6 +468,8 @@ def test_a_family_from_a_file(tmp_path: Any) -> None:
         ("family: x\nlayers: {prefix: a, rules: {}, rulez: {}}", "not valid at `layers.rulez`"),
         ("family: x\nlayers: {prefix: a, rules: {b: colunm}}", "`colunm` is not a layout rule"),
         ("a: [", "not valid YAML"),
+        ("a: [1\n b: }", "wrong.yaml:2"),
+        ("a: \0", "not valid YAML"),
     ],
 )
 def test_a_family_file_that_is_wrong_names_the_place(tmp_path: Any, text: str, says: str) -> None:
@@ -475,6 +478,7 @@ def test_a_family_file_that_is_wrong_names_the_place(tmp_path: Any, text: str, s
     with pytest.raises(LayoutError) as caught:
         load_family(str(path), {})
     assert says in str(caught.value)
+    assert "\\n" not in str(caught.value)
 
 
 def test_sizes_come_from_the_text_model_of_a_larger_one() -> None:

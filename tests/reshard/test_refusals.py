@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpttool import open as open_checkpoint
+from ckpttool.errors import CorruptError
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.families import MODELS
 from tests.helpers.judge import Grid, write_ranks
-from tests.helpers.tensorfile import Raw, Tensors, encode, header, read, save_hf, write
+from tests.helpers.tensorfile import Raw, Tensors, assert_same, encode, header, read, save_hf, write
 
 LLAMA = MODELS["llama"]
 NORM = "model.norm.weight"
@@ -446,6 +448,34 @@ def test_contradicting_source(case: str, tmp_path: Path) -> None:
     error = refused(build(tmp_path), tmp_path / "dst", "--tp-out", 1, *options)
     for word in words:
         assert word in error, error
+
+
+def test_sizes_that_are_equal_and_no_integers(tmp_path: Path) -> None:
+    """8.0 is 8 to a table of the cuts that are known; it is no size of a tensor."""
+
+    def apply(found: dict[str, object]) -> None:
+        meta = found["__metadata__"]
+        assert isinstance(meta, dict)
+        record = json.loads(meta["ckpttool"])
+        for name, tensor in record["tensors"].items():
+            if ".layers.1." in name:  # layer 0, which comes first, is cut alike
+                tensor["shape"] = [float(n) for n in tensor["shape"]]
+        meta["ckpttool"] = json.dumps(record)
+
+    src = our_ranks(tmp_path)
+    for path in src.glob("*.safetensors"):
+        rewrite_header(path, apply)
+    reshard(src, tmp_path / "dst", "--to", "hf", "-q")
+    assert_same(read(tmp_path / "dst/model.safetensors"), LLAMA.tensors())
+
+
+def test_a_companion_that_goes_before_the_plan(tmp_path: Path) -> None:
+    src = hf(tmp_path)
+    (src / "tokenizer.json").write_text("{}")
+    source = open_checkpoint(src)
+    (src / "tokenizer.json").unlink()
+    with pytest.raises(CorruptError, match="a source cannot be read: No such file"):
+        source.reshard(tp=2)
 
 
 # -- requests that cannot be

@@ -57,7 +57,10 @@ def test_places_and_names_are_in_the_digest() -> None:
 
 def test_deflated_literals_are_hashed_as_they_are() -> None:
     data = b'{"a":1}' * 20_000
-    deflated = Deflated(data)
+    deflated = Deflated()
+    deflated.put(data[9:1000])
+    deflated.put(data[1000:])
+    deflated.close(data[:9])
     assert list(deflated) == [(0, data)]
     plans = [Plan([], [Output("x", len(data), literals)], []) for literals in (((0, data),), deflated)]
     assert plans[0].digest() == plans[1].digest()
