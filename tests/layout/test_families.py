@@ -82,7 +82,7 @@ def cut(
     return Partitioner(family, ops, Cutting(mesh, family.sizes), config).run(list(views))
 
 
-def of_rank(tensors: list[RankTensor], arrays: dict[str, Array], total: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def of_rank(tensors: Sequence[RankTensor], arrays: dict[str, Array], total: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which of all elements a rank stores. None may be there twice."""
     out = np.zeros(total, bool)
     held = 0
