@@ -1,4 +1,4 @@
-"""`make test` runs one case in twelve of each matrix here; with CKPTTOOL_HOSTILE=all, all of them."""
+"""`make test` runs one case in 24 of each matrix here; with CKPTTOOL_HOSTILE=all, all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.hostile.court import EVERYTHING
 
-ONE_IN = 12
+ONE_IN = 24
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

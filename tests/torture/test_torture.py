@@ -38,14 +38,14 @@ def _supervised() -> None:
 
 def test_a_sample() -> None:
     chosen = ("reshard --force", "merge, two", "convert-json --header, in place")
-    words = ["--every", "23", "--jobs", "1", "--kind", "faults", *[w for name in chosen for w in ("--only", name)]]
+    words = ["--every", "41", "--jobs", "1", "--kind", "faults", *[w for name in chosen for w in ("--only", name)]]
     command = [sys.executable, "-m", "tests.torture", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (total,) = [line for line in done.stdout.splitlines() if line.startswith("all ")]
     points, runs, killed, failed, *_ = (int(n.replace(",", "")) for n in total.split()[1:])
     assert points > 200
-    assert runs > 12
+    assert runs > 8
     assert killed
     assert failed
 
