@@ -1,6 +1,6 @@
 """Measure ckpttool beside ``cp`` and the programs that do the same jobs; prints one table.
 
-python -m bench                                  every usual job, 3 rounds: about 25 minutes, 45 GB of disk
+python -m bench                                  every usual job, 3 rounds: about 35 minutes, 45 GB of disk
 python -m bench --quick                          small sources, one round: below 2 minutes, 2 GB
 python -m bench --only "TP8 -> TP2" slerp    jobs whose names have one of these in them
 python -m bench --list                           the names of all jobs
@@ -77,6 +77,12 @@ def find(given: str, usual: Path, what: str) -> str:
     return ""
 
 
+def _rounds(counts: Sequence[int]) -> str:
+    """How many there were; of some jobs one less when the run was interrupted."""
+    least, most = min(counts, default=0), max(counts, default=0)
+    return f"{least} round{'s' * (least != 1)}" if least == most else f"{least} or {most} rounds"
+
+
 def main() -> None:
     """Prepare, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -111,7 +117,7 @@ def main() -> None:
     rows = measure(jobs, rounds, setting.work, lambda text: print(text, file=sys.stderr, flush=True))
     words = shlex.join([w for w in sys.argv[1:] if w != "--save"])
     head = (
-        f"{machine()}; {rounds} round{'s' * (rounds > 1)} in {(time.monotonic() - began) / 60:.0f} minutes."
+        f"{machine()}; {_rounds([len(row.runs) for row in rows])} in {(time.monotonic() - began) / 60:.0f} minutes."
         f" Reshards of {size:g} GB, everything else of {size / 3:.2g} GB for each model or file:"
         f" `make bench{f' ARGS={shlex.quote(words)}' if words else ''}`"
     )

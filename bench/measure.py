@@ -102,22 +102,34 @@ def copy_of(*sources: Path) -> Program:
 
 
 def measure(jobs: Sequence[Job], rounds: int, work: Path, say: Callable[[str], None]) -> list[Row]:
-    """Run every program of every job once in each round. Raises SystemExit when one fails."""
+    """Run every program of every job once in each round; Ctrl-C ends that early. Raises SystemExit when one fails."""
     rows = {(j.name, p.name): Row(j, p) for j in jobs for p in j.programs}
-    for n in range(rounds):
-        for j, job in enumerate(rotated(jobs, n)):
-            say(f"round {n + 1}/{rounds}, job {j + 1}/{len(jobs)}: {job.name}")
-            for program in rotated(job.programs, n):
-                out = work / f"out-{program.name.replace(' ', '-')}"
-                row = rows[job.name, program.name]
-                row.runs.append(run(program, out, job.sources, cold=job.cold, log=work / "log"))
-                ours = work / f"out-{OURS}"
-                if not n and job.compare and program.name not in (OURS, COPY):  # the first round is not rotated
-                    row.differs = job.compare(ours, out, program.name)
-                if n or out != ours:
-                    remove(out)
-            remove(work / f"out-{OURS}")
-    return list(rows.values())
+    try:
+        for n in range(rounds):
+            for j, job in enumerate(rotated(jobs, n)):
+                say(f"round {n + 1}/{rounds}, job {j + 1}/{len(jobs)}: {job.name}")
+                _round(job, n, rows, work)
+    except KeyboardInterrupt:
+        say("interrupted: the table has what was complete")
+        for job in jobs:
+            mine = [rows[job.name, p.name] for p in job.programs]
+            for row in mine:
+                del row.runs[min(len(r.runs) for r in mine) :]
+    return [row for row in rows.values() if row.runs]
+
+
+def _round(job: Job, n: int, rows: dict[tuple[str, str], Row], work: Path) -> None:
+    """Run every program of a job once."""
+    ours = work / f"out-{OURS}"
+    for program in rotated(job.programs, n):
+        out = work / f"out-{program.name.replace(' ', '-')}"
+        row = rows[job.name, program.name]
+        row.runs.append(run(program, out, job.sources, cold=job.cold, log=work / "log"))
+        if not n and job.compare and program.name not in (OURS, COPY):  # the first round is not rotated
+            row.differs = job.compare(ours, out, program.name)
+        if n or out != ours:
+            remove(out)
+    remove(ours)
 
 
 def rotated(items: Sequence[T], by: int) -> list[T]:
