@@ -149,6 +149,18 @@ class Mesh:
         return ", ".join(parts)
 
 
+def default_etp(source: Mesh, tp: int, ep: int, *, ep_asked: bool) -> int:
+    """How many ranks cut one expert when nobody asks for a number.
+
+    With ``ep_asked`` experts are whole, so that tp 8 with ep 8 is 8 ranks. Else ``ep`` is that of ``source``, whose
+    experts stay as they are; without expert parallelism they are cut like the dense layers, unless those of ``source``
+    are not.
+    """
+    if ep > 1:
+        return 1 if ep_asked else source.etp
+    return tp if ep_asked or source.etp == source.tp or source.ep > 1 else source.etp
+
+
 def share(total: int, ways: int, index: int) -> tuple[int, int]:
     """[start, stop) of part ``index`` when ``total`` items go to ``ways`` owners; the first owners take the rest."""
     each, more = divmod(total, ways)

@@ -43,16 +43,6 @@ VocabPad = Annotated[
         "--vocab-pad", min=1, metavar="N", help="Ranks pad the vocabulary to this; 64 unless said.", show_default=False
     ),
 ]
-EtpOut = Annotated[
-    int | None,
-    typer.Option(
-        "--etp-out",
-        metavar="N",
-        min=1,
-        help="Expert-tensor-parallel ranks; 1 with --ep-out, else tp.",
-        show_default=False,
-    ),
-]
 KvDtype = Annotated[
     str,
     typer.Option("--kv", metavar="DTYPE", help="Add keys and values: bf16, fp8 or fp8_ds_mla.", show_default=False),
@@ -139,7 +129,7 @@ def fp8_size(
     tp_out: options.TpOut = None,
     pp_out: options.PpOut = None,
     ep_out: options.EpOut = None,
-    etp_out: EtpOut = None,
+    etp_out: options.EtpOut = None,
     pp_layout: options.PpLayout = "",
     vocab_pad: VocabPad = None,
     kv: KvDtype = "",

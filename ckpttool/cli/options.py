@@ -96,7 +96,11 @@ EpOut = Annotated[
 EtpOut = Annotated[
     int | None,
     typer.Option(
-        "--etp-out", metavar="N", min=1, help="Expert-tensor-parallel ranks of DST; tp unless said.", show_default=False
+        "--etp-out",
+        metavar="N",
+        min=1,
+        help="Ranks that cut each expert; default: 1 with --ep-out, else tp.",
+        show_default=False,
     ),
 ]
 PpLayout = Annotated[

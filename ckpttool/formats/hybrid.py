@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import IN_SHARDS, DataFile, FlatShard, Key, StoredTensor
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats._hybrid_names import (
     META,
     CellNames,
@@ -206,7 +206,13 @@ class Hybrid:
         return "paddle"
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
-        """Raises ConflictError for expert parallelism that Paddle's groups cannot have."""
+        """Raises ConflictError for expert parallelism that Paddle's groups cannot have, UsageError for another etp."""
+        etp = asked.tp if asked.ep == 1 else 1
+        if said.get("etp", etp) != etp:
+            raise UsageError(
+                f"--etp-out {said['etp']} is not possible for --to {self.name} with tp {asked.tp}, ep {asked.ep}",
+                hint="Paddle cuts experts over tp without expert parallelism, and keeps them whole with it",
+            )
         if asked.ep == 1:
             return Mesh(asked.tp, asked.pp, 1, asked.tp, asked.layout)
         if asked.tp > 1 and asked.ep % asked.tp:

@@ -112,13 +112,17 @@ class TensorRTLLM:
         return "trtllm"
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
-        """Moe_tp x moe_ep is tp, always."""
-        if asked.tp % asked.ep or said.get("etp", asked.tp // asked.ep) * asked.ep != asked.tp:
+        """Moe_tp x moe_ep is tp, always. Raises UsageError for numbers that flags name and that do not make it."""
+        fits = asked.tp % asked.ep == 0
+        etp = asked.etp if said.keys() & {"ep", "etp"} else asked.tp // asked.ep
+        if not fits or etp * asked.ep != asked.tp:
             raise UsageError(
-                f"ep {asked.ep} and etp {said.get('etp', 'unsaid')} do not make tp {asked.tp}",
-                hint="in TensorRT-LLM checkpoints ep x etp = tp",
+                f"ep {asked.ep} x etp {etp} is not tp {asked.tp}, as --to trtllm needs",
+                hint=f"add --etp-out {asked.tp // asked.ep}: each expert is cut over so many ranks"
+                if fits
+                else f"--ep-out must divide tp {asked.tp}",
             )
-        return Mesh(asked.tp, asked.pp, asked.ep, asked.tp // asked.ep, asked.layout, experts="ep-etp")
+        return Mesh(asked.tp, asked.pp, asked.ep, etp, asked.layout, experts="ep-etp")
 
     def write(self, request: WriteRequest) -> Skeleton:
         mesh = request.mesh

@@ -120,14 +120,17 @@ class VLLM:
         return "vllm"
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
-        if asked.ep == 1:
-            return asked
-        if asked.ep != asked.tp or said.get("etp", 1) != 1:
+        etp = 1 if asked.ep > 1 else asked.tp
+        if asked.ep not in (1, asked.tp) or said.get("etp", etp) != etp:
+            option, n = ("etp", said["etp"]) if asked.ep in (1, asked.tp) else ("ep", asked.ep)
             raise UsageError(
-                f"--ep-out {asked.ep} is not possible for --to vllm with tp {asked.tp}",
-                hint=f"its tp ranks hold whole experts (--ep-out {asked.tp}) or a share of each (--ep-out 1)",
+                f"--{option}-out {n} is not possible for --to vllm with tp {asked.tp}"
+                + (f", ep {asked.ep}" if option == "etp" else ""),
+                hint=f"--ep-out {asked.tp} puts whole experts on the tp ranks, --ep-out 1 a share of each"
+                if asked.tp > 1
+                else "with tp 1 only --ep-out 1 is possible",
             )
-        return Mesh(asked.tp, asked.pp, asked.ep, 1, asked.layout)
+        return Mesh(asked.tp, asked.pp, asked.ep, etp, asked.layout)
 
     def write(self, request: WriteRequest) -> Skeleton:
         limit = request.max_shard_size or PART_LIMIT

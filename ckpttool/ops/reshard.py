@@ -38,7 +38,7 @@ from ckpttool.layout.assemble import EXPERT
 from ckpttool.layout.family import Family, Op, Tie, inverse
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
-from ckpttool.mesh import Mesh
+from ckpttool.mesh import Mesh, default_etp
 from ckpttool.ops.components import WEIGHTS, chosen_components, share_of
 from ckpttool.ops.recode import Recoded, Recoding, recode
 from ckpttool.plan import Plan
@@ -604,14 +604,7 @@ def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[
         ep = tp if folded else src.ep
         if folded and ep != src.ep:
             notes.append(f"ep {ep}: the source has ep = tp; say --ep-out for another")
-    etp = said.get("etp")
-    if etp is None:
-        etp = tp if src.etp == src.tp else src.etp
-        if ep > 1 and etp > 1 and "ep" in said:
-            notes.append(
-                f"etp {etp} = tp, so the output has {Mesh(tp, 1, ep, etp).width} ranks a stage;"
-                " --etp-out 1 for whole experts"
-            )
+    etp = said.get("etp", default_etp(src, tp, ep, ep_asked="ep" in said))
     layout = target.pp_layout or (src.layout if pp == src.pp else ())
     if target.pp_layout and "pp" not in said:
         pp = len(target.pp_layout)
@@ -627,8 +620,6 @@ def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[
         notes.append(f"written as {name}" + ("" if name == source.format else " (--to chooses another format)"))
     writer = by_name(name, "--to")
     mesh = writer.target_mesh(asked if writer.sharded else Mesh(), said)
-    if mesh.etp != asked.etp:
-        notes[:] = [n for n in notes if not n.startswith(f"etp {asked.etp} = tp")]
     return name, mesh, asked
 
 

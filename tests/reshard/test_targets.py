@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -254,3 +255,46 @@ def test_tied_although_the_config_does_not_say(tmp_path: Path) -> None:
     assert holders == [0, 1, 4, 5]
     reshard(tmp_path / "dst", tmp_path / "back", "-q", "--to", "hf")
     assert_same(read_all(tmp_path / "back"), model.tensors())
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        (("--to", "ranks", "--tp-out", 2, "--ep-out", 2), 2),
+        (("--to", "ranks", "--tp-out", 1, "--ep-out", 4), 4),
+        (("--to", "ranks", "--tp-out", 2, "--ep-out", 2, "--etp-out", 2), 4),
+        (("--to", "vllm", "--tp-out", 2, "--ep-out", 2), 2),
+        (("--to", "trtllm", "--tp-out", 2, "--ep-out", 2), 2),
+        (("--to", "trtllm", "--tp-out", 4, "--ep-out", 2, "--etp-out", 2), 4),
+    ],
+)
+def test_devices_are_files(options: tuple[object, ...], files: int, tmp_path: Path) -> None:
+    """--ep-out means whole experts for every target, so tp 2 with ep 2 is two devices and as many rank files."""
+    source(MIXTRAL, tmp_path / "src")
+    reshard(tmp_path / "src", tmp_path / "dst", "-q", "--verify", *options)
+    held = {
+        m[0] for p in (tmp_path / "dst").glob("*.safetensors") if (m := re.match(r"(?:rank|model-rank)-?\d+", p.name))
+    }
+    assert len(held) == files
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--to", "trtllm", "--tp-out", 4, "--ep-out", 2), ("ep 2 x etp 1 is not tp 4", "--etp-out 2")),
+        (("--to", "trtllm", "--tp-out", 2, "--ep-out", 4), ("--ep-out must divide tp 2",)),
+        (("--to", "vllm", "--tp-out", 2, "--ep-out", 4), ("--ep-out 4 is not possible", "--ep-out 2")),
+        (("--to", "vllm", "--ep-out", 2), ("--ep-out 2 is not possible", "with tp 1 only --ep-out 1")),
+        (("--to", "vllm", "--tp-out", 2, "--etp-out", 1), ("--etp-out 1 is not possible", "ep 1")),
+        (("--to", "vllm", "--tp-out", 2, "--ep-out", 2, "--etp-out", 2), ("--etp-out 2 is not possible", "ep 2")),
+        (("--to", "hybrid", "--tp-out", 2, "--etp-out", 1), ("--etp-out 1 is not possible", "without expert")),
+        (("--to", "zcc", "--tp-out", 2, "--ep-out", 2, "--etp-out", 2), ("--etp-out 2 is not possible", "--to zcc")),
+    ],
+)
+def test_experts_that_an_engine_cannot_hold(
+    options: tuple[object, ...], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    source(MIXTRAL, tmp_path / "src")
+    error = refused(tmp_path / "src", tmp_path / "dst", *options, code=2)
+    for word in words:
+        assert word in error, error

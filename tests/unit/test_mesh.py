@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError, LayoutError, UsageError
-from ckpttool.mesh import Mesh, share
+from ckpttool.mesh import Mesh, default_etp, share
 
 SMALL = st.integers(1, 6)
 MESHES = st.builds(Mesh, tp=SMALL, pp=SMALL, ep=SMALL, etp=SMALL, experts=st.sampled_from(("etp-ep", "ep-etp")))
@@ -118,3 +118,20 @@ def test_shares(total: int, ways: int) -> None:
 def test_text() -> None:
     assert str(Mesh(tp=8, etp=8)) == "tp 8"
     assert str(Mesh(tp=2, pp=2, ep=4, layout=(1, 2))) == "tp 2, pp 2, ep 4, etp 1, layers 1,2"
+
+
+@pytest.mark.parametrize(
+    ("source", "tp", "ep", "asked", "etp"),
+    [
+        (Mesh(), 8, 8, True, 1),  # 8 devices are 8 ranks
+        (Mesh(tp=8, etp=8), 4, 2, True, 1),
+        (Mesh(), 4, 1, True, 4),  # no expert parallelism: cut like the dense layers
+        (Mesh(tp=8, etp=8), 2, 1, False, 2),
+        (Mesh(tp=4), 2, 1, False, 1),  # experts that are whole stay whole
+        (Mesh(ep=4), 2, 4, False, 1),  # tp 1 and etp 1 do not make etp follow tp
+        (Mesh(tp=2, ep=4, etp=2), 4, 4, False, 2),
+        (Mesh(tp=2, ep=4, etp=1), 2, 1, True, 2),
+    ],
+)
+def test_experts_are_whole_where_ep_is_asked_for(source: Mesh, tp: int, ep: int, asked: bool, etp: int) -> None:
+    assert default_etp(source, tp, ep, ep_asked=asked) == etp

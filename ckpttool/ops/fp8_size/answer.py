@@ -9,7 +9,7 @@ from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import list_source
 from ckpttool.layout.shapes import check_sizes
-from ckpttool.mesh import Mesh
+from ckpttool.mesh import Mesh, default_etp
 from ckpttool.ops.fp8_size.cache import Cache, cache_of
 from ckpttool.ops.fp8_size.model import Model, index_of, load
 from ckpttool.ops.fp8_size.resident import Ranks, partition
@@ -170,7 +170,7 @@ def _mesh(out: SizeReport, q: Question) -> tuple[Mesh, bool]:
     pp = q.pp or (len(q.pp_layout) if q.pp_layout else source.pp)
     layout = q.pp_layout or (source.layout if pp == source.pp else ())
     ep = q.ep or source.ep
-    etp = q.etp or (source.etp if (tp, ep) == (source.tp, source.ep) else 1 if ep > 1 else tp)
+    etp = q.etp or default_etp(source, tp, ep, ep_asked=q.ep is not None)
     if (q.ep or q.etp) and not out.model.family.has_experts:
         option = f"--ep-out {q.ep}" if q.ep else f"--etp-out {q.etp}"
         raise UsageError(f"{option} does nothing: the model has no experts", where=str(out.model.path))
