@@ -26,10 +26,11 @@ _LARGE = 1 << 16
 COMPANION_LIMIT = 64 << 20
 """Bytes; larger files beside a checkpoint that are not its tensors are left where they are, and said so."""
 
-_WEIGHTS = (
+WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx", ".h5"),
     *(".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".pd", ".distcp"),
 )
+"""Suffixes of files that hold tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def list_source(path: Path) -> Listing:
         except OSError:
             siblings = [path.name]
         index = path.name.endswith(".index.json")
-        names = [n for n in siblings if index or n == path.name or not n.endswith(_WEIGHTS)]
+        names = [n for n in siblings if index or n == path.name or not n.endswith(WEIGHTS)]
         return _listing(path.parent, names, path.name)
     if not path.exists():
         raise UsageError("the source does not exist", where=str(path), hint=near(path))
@@ -113,7 +114,7 @@ def _files(path: Path) -> list[str]:
 def _listing(root: Path, names: Iterable[str], single: str = "") -> Listing:
     """``single`` is what the user named, wherever it leads."""
     names = sorted(names, key=natural)
-    homes = _homes(root, names)
+    homes = homes_of(root, names)
     away = {n: real for n in names if n != single and (real := _away(root / n, homes))}
     return Listing(root, tuple(n for n in names if n not in away), single, away)
 
@@ -126,7 +127,7 @@ def leads_away(path: Path) -> str:
     to files of tensors, and to files that lie where the directory's safetensors really are: the blobs of a
     Hugging Face cache, or a checkpoint of which somebody made a second view.
     """
-    return _away(path, _homes(path.parent, _files(path.parent)) if path.is_symlink() else set())
+    return _away(path, homes_of(path.parent, _files(path.parent)) if path.is_symlink() else set())
 
 
 def refuse_away(path: Path, target: str) -> NoReturn:
@@ -143,13 +144,13 @@ def _away(path: Path, homes: Collection[str]) -> str:
         return ""
     real = os.path.realpath(path)
     inside = Path(real).is_relative_to(os.path.realpath(path.parent))
-    return "" if inside or str(Path(real).parent) in homes or _content(path) else real
+    return "" if inside or str(Path(real).parent) in homes or content(path) else real
 
 
-def _homes(root: Path, names: Iterable[str]) -> set[str]:
+def homes_of(root: Path, names: Iterable[str]) -> set[str]:
     """The directories in which the safetensors lie that ``root`` has links to, and the blobs of its own hub cache."""
     links = [root / n for n in names if n.endswith(".safetensors") and (root / n).is_symlink()]
-    homes = {str(Path(os.path.realpath(p)).parent) for p in links if _content(p) == "safetensors"}
+    homes = {str(Path(os.path.realpath(p)).parent) for p in links if content(p) == "safetensors"}
     # models--x/snapshots/<revision>/config.json -> ../../blobs/<hash>, whatever else has been fetched
     snapshots = next((p for p in Path(os.path.realpath(root)).parents if p.name == "snapshots"), None)
     if snapshots is not None and not (blobs := snapshots.parent / "blobs").is_symlink():
@@ -157,7 +158,8 @@ def _homes(root: Path, names: Iterable[str]) -> set[str]:
     return homes
 
 
-def _content(path: Path) -> str:
+def content(path: Path) -> str:
+    """What tensors a file holds by its first bytes ("safetensors", "pickle", ...); "" for none that is known."""
     try:
         return sniff(path)
     except CkptError:
@@ -191,7 +193,7 @@ def _near(path: Path) -> str:
 
     text = str(path)
     repository = re.fullmatch(r"(?:(?:hf|https?):/+(?:huggingface\.co/)?)?([\w.-]+/[\w.-]+)", text)
-    if path.suffix in (".json", ".safetensors", ".yml", ".yaml", *_WEIGHTS):
+    if path.suffix in (".json", ".safetensors", ".yml", ".yaml", *WEIGHTS):
         repository = None
     download = f"hf download {repository[1]} --local-dir {repository[1].split('/')[1]}" if repository else ""
     if re.match(r"[a-z][a-z0-9]+:/", text):
@@ -455,7 +457,7 @@ def companions(listing: Listing, weights: Iterable[str]) -> tuple[tuple[str, ...
     for name in listing.names:
         if name in skip or name == "config.json" or name.startswith("."):
             continue
-        if name.endswith((*_WEIGHTS, ".index.json")) or name == "ckpttool.manifest.json":
+        if name.endswith((*WEIGHTS, ".index.json")) or name == "ckpttool.manifest.json":
             continue
         size = listing.path(name).stat().st_size
         if size > COMPANION_LIMIT:

@@ -28,7 +28,7 @@ from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.scales import weight_of
 from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.listing import in_order, is_derived, source_files
-from ckpttool.ops.reshard import Prepared, Selection, Target, plan_target, select
+from ckpttool.ops.reshard import Prepared, Selection, Target, carried_below, plan_target, select
 from ckpttool.planner import build_plan
 from ckpttool.relate import View, Views, identity, parameters
 
@@ -169,6 +169,7 @@ def _in_place(
     elif config.is_file():
         carried.append((config.name, file_now(config)))
     carried += [(n, file_now(root / n)) for n in source.stored.companions]
+    carried += carried_below(source, {*(n for n, _ in (*carried, *literal)), *(g[0] for g in groups)}, notes)
     plan = build_plan(
         source.catalog,
         views.table,
@@ -268,6 +269,7 @@ def _in_unified(
     elif config.is_file():
         carried.append((config.name, file_now(config)))
     carried += [(n, file_now(root / n)) for n in stored.companions]
+    carried += carried_below(source, {*(n for n, _ in (*carried, *literal)), *(g[0] for g in groups)}, notes)
     linked = {k.name for k in kept if not k.loses} if link else set()
     plan = build_plan(
         catalog,

@@ -6,14 +6,15 @@ open SRC -> views (names, fusions, selections) -> ranks of DST -> skeleton -> pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckpttool.aoa import apply_aoa, read_aoa
-from ckpttool.catalog import Catalog, Key, RankTensor, RankTensors, StoredTensor
+from ckpttool.catalog import Catalog, DataFile, Key, RankTensor, RankTensors, StoredTensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import LayoutError, UsageError, VerifyError
@@ -31,6 +32,7 @@ from ckpttool.formats._paddle import (
     with_fused_flags,
 )
 from ckpttool.formats.base import Format, Habits, ReadOptions, Skeleton, Turning, WriteRequest, file_now
+from ckpttool.formats.below import files_below
 from ckpttool.formats.registry import by_name, read_source
 from ckpttool.geometry import Box
 from ckpttool.layout import paddle
@@ -287,7 +289,10 @@ def plan_target(
         table,
         ranks,
         skeleton,
-        carried=[(p.name, file_now(p)) for p in carried],
+        carried=[
+            *((p.name, file_now(p)) for p in carried),
+            *carried_below(source, {f.name for f in skeleton.files} | {n for n, _ in literal}, notes),
+        ],
         literal_files=literal,
         computed=computed,
         equal=equal,
@@ -349,6 +354,28 @@ def _beside(
         notes.append(f"not carried, because they belong to the ranks of the source: {_shown(left)}")
     gone = {*skeleton.left, *(name for name, _ in made), *(p.name for p in skeleton.beside)}
     return [*skeleton.beside, *(p for p in carried if p.name not in gone)], made
+
+
+def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str]) -> list[tuple[str, DataFile]]:
+    """(name in DST, file) of what is carried from the subdirectories of SRC; a note says what is not.
+
+    ``taken`` are names of DST that are no directories.
+    """
+    if not (source.path.is_dir() or source.path.name.endswith(".index.json")):
+        return []  # one file of a directory that may hold anything
+    root = source.stored.root
+    below = files_below(root, [f.path for f in source.stored.files])
+    left = list(map(str, below.left))
+    carried = []
+    for name in below.carried:
+        if taken.isdisjoint([name, *map(str, PurePosixPath(name).parents)]):
+            carried.append((name, file_now(root / name)))
+        else:
+            left.append(f"{name} (the output has a file of that name)")
+    if left:
+        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+        notes.append(f"not carried from subdirectories: {', '.join(left[:8])}{more}")
+    return carried
 
 
 def _named(

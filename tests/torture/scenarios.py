@@ -77,6 +77,10 @@ def prepare(sources: Path) -> None:
         else:
             shutil.copyfile(FIXTURES / name, target)
     models = "".join(f"- {{model: {sources}/merge/inputs/{m}, parameters: {{weight: 1}}}}\n" for m in ("tokA", "tokB"))
+    for name in ("1_Pooling/config.json", "assets/inner/notes.txt"):
+        path = sources / "merge/inputs/ft2" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(name)
     (sources / "tokenizers.yml").write_text(
         f"merge_method: linear\nmodels:\n{models}tokenizer: {{source: union}}\ndtype: float32\n"
     )
@@ -148,6 +152,7 @@ SCENARIOS = (
     ),
     Scenario("drop-keys", "drop-keys {s}/merge/inputs/ft1 {w}/dst *.0.mlp.*"),
     Scenario("drop-keys --link", "drop-keys {s}/merge/inputs/ft1 {w}/dst lm_head.* --link --manifest"),
+    Scenario("drop-keys, subdirectories", "drop-keys {s}/merge/inputs/ft2 {w}/dst *.0.mlp.*"),
     Scenario("fp8-cast", "fp8-cast {s}/hf_tiny_source {w}/dst --block 32x32 --manifest"),
     Scenario(
         "merge",

@@ -1,0 +1,152 @@
+"""What lies in the subdirectories of a checkpoint, and which of it belongs to the model and goes where the model goes.
+
+``1_Pooling/config.json`` of sentence-transformers, ``additional_chat_templates/``, ``original/params.json``: small
+files without tensors are carried under the same relative path. Everything else is left, and said.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpttool.formats.base import COMPANION_LIMIT, WEIGHTS, content, homes_of, natural
+
+DEPTH = 4
+"""Directories below each other, at most."""
+MOST = 1000
+"""Files that are carried in all, and entries of one directory tree that are looked at."""
+
+_HIDDEN = "hidden"
+_RUN = re.compile(r"(?:(?:tmp-)?checkpoint|ckpt|global_step|step|epoch|iter|run)s?[-_]?\d+|runs|logs|wandb|tensorboard")
+"""Directories of trainers: earlier states and logs of the run that made the model."""
+_CONFIGS = ("config.json", "adapter_config.json", "trainer_state.json")
+_MODELS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pdparams")
+
+
+class Left(NamedTuple):
+    """A file that is not carried, or a directory of which nothing is."""
+
+    name: str
+    """Relative; a directory ends with a slash."""
+    why: str
+    size: int = -1
+    """Bytes; -1 where nobody has looked."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why}{f', {self.size:,} bytes' if self.size >= 0 else ''})"
+
+
+class Below(NamedTuple):
+    """Files in subdirectories."""
+
+    carried: tuple[str, ...]
+    """Relative paths with forward slashes, in natural order."""
+    left: tuple[Left, ...]
+
+
+def files_below(root: Path, own: Iterable[Path] = ()) -> Below:
+    """Look through the subdirectories of ``root``. Those that hold files of ``own`` are the format's, and passed over.
+
+    Links to directories are not followed, and links to files only where they stay within the checkpoint (see
+    ``leads_away``). What cannot be listed or read is left.
+    """
+    mine = {p.relative_to(root).parts[0] for p in own if p.is_relative_to(root) and p.parent != root}
+    tree = _Tree(root)
+    carried: list[str] = []
+    left: list[Left] = []
+    for name in sorted(tree.names, key=natural):
+        if name in mine or not (root / name).is_dir():
+            continue
+        found = tree.look(name, MOST - len(carried))
+        carried += found.carried
+        left += found.left
+    return Below(tuple(carried), tuple(left))
+
+
+class _Tree:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.real = os.path.realpath(root)
+        self.names = [p.name for p in root.iterdir()]
+        self.homes = homes_of(root, self.names)
+        self.seen = 0
+
+    def look(self, name: str, most: int) -> Below:
+        """What there is in one directory beside the checkpoint; nothing of it when that is more than ``most`` files."""
+        self.seen = 0
+        found = list(self._walk(name, 1))
+        if self.seen > MOST or sum(isinstance(f, str) for f in found) > most:
+            return Below((), (Left(f"{name}/", f"more than {MOST:,} files"),))
+        return Below(tuple([f for f in found if isinstance(f, str)]), tuple([f for f in found if isinstance(f, Left)]))
+
+    def _walk(self, at: str, depth: int) -> Iterator[str | Left]:
+        path = self.root / at
+        if why := _shunned(path, depth):
+            yield Left(f"{at}/", why)
+            return
+        try:
+            with os.scandir(path) as scan:
+                names = []
+                for e in scan:
+                    names.append(e.name)
+                    self.seen += 1
+                    if self.seen > MOST:
+                        return
+            names.sort(key=natural)
+            files = [n for n in names if (path / n).is_file()]
+            if _is_checkpoint(files):
+                yield Left(f"{at}/", "a checkpoint of its own", sum((path / n).stat().st_size for n in files))
+                return
+        except OSError as e:
+            yield Left(f"{at}/", f"cannot be listed: {e.strerror}")
+            return
+        for name in files:
+            if not name.startswith("."):
+                yield self._file(f"{at}/{name}")
+        for name in names:
+            if (path / name).is_dir():
+                yield from self._walk(f"{at}/{name}", depth + 1)
+
+    def _file(self, name: str) -> str | Left:
+        path = self.root / name
+        if path.is_symlink() and not self._stays(path, name):
+            return Left(name, "a link out of the checkpoint")
+        try:
+            size = path.stat().st_size
+        except OSError as e:
+            return Left(name, f"cannot be read: {e.strerror}")
+        if not os.access(path, os.R_OK):
+            return Left(name, "cannot be read")
+        if name.endswith(WEIGHTS) or content(path):
+            return Left(name, "weights", size)
+        return Left(name, "large", size) if size > COMPANION_LIMIT else name
+
+    def _stays(self, path: Path, name: str) -> bool:
+        """Whether a link leads to a file of this checkpoint, or of the one that it is a view of."""
+        real = Path(os.path.realpath(path))
+        inside = Path(name).parent
+        homes: Collection[Path] = [h for home in self.homes for h in (Path(home), Path(home) / inside)]
+        return real.is_relative_to(self.real) or real.parent in homes
+
+
+def _shunned(path: Path, depth: int) -> str:
+    """Why nothing of a directory is carried, by its name and place alone; "" where it is to be looked through."""
+    name = path.name
+    if path.is_symlink():
+        return "a link"
+    if name.startswith("."):
+        return _HIDDEN
+    if name == "__pycache__" or name.endswith((".partial", ".json", *WEIGHTS)):
+        return "not the model's by its name"
+    if _RUN.fullmatch(name):
+        return "of a training run"
+    return f"more than {DEPTH} directories deep" if depth > DEPTH else ""
+
+
+def _is_checkpoint(files: Collection[str]) -> bool:
+    """A directory with weights and what says how they are used is carried as a whole or not at all."""
+    described = any(n in _CONFIGS or n.endswith(".index.json") for n in files)
+    return described and any(n.endswith(_MODELS) for n in files)
