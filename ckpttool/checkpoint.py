@@ -116,7 +116,7 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
             f"--sharding {options.mesh.sharding} contradicts the checkpoint: its optimizer state is shared by"
             f" {stored.sharding} rank{'s' if stored.sharding > 1 else ''}",
             where=str(root),
-            hint="leave --sharding away: it is read from the checkpoint",
+            hint="drop --sharding: it is read from the checkpoint",
         )
     published = stored.naming == "hf"
     if published and stored.recorded is None:

@@ -66,7 +66,7 @@ class CkptError(Exception):
 
 
 class UsageError(CkptError):
-    """The command line asks for something that makes no sense, whatever the data is."""
+    """An invalid command line, whatever the data is."""
 
     exit_code = 2
 

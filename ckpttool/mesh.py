@@ -61,7 +61,7 @@ class Mesh:
             )
         if self.layout and len(self.layout) % self.pp:
             raise UsageError(
-                f"the pipeline layout has {len(self.layout)} chunks, which is no multiple of pp {self.pp}",
+                f"the pipeline layout has {len(self.layout)} chunks, which is not a multiple of pp {self.pp}",
                 hint=f"give {self.pp} numbers, one per stage (or a multiple, for virtual stages)",
             )
         if any(n < 0 for n in self.layout):
@@ -106,7 +106,7 @@ class Mesh:
                 fair = ",".join(str(even + (s < more)) for s in range(self.pp))
                 raise LayoutError(
                     f"{layers} layers cannot be divided evenly over {self.pp} pipeline stages",
-                    hint=f"say how many layers each stage has: --pp-layout {fair}",
+                    hint=f"set the layers of each stage: --pp-layout {fair}",
                 )
             counts = (layers // self.pp,) * self.pp
         elif sum(counts) != layers:

@@ -281,7 +281,7 @@ class Output:
     def __post_init__(self) -> None:
         """Raises ConflictError for a name that leads out of DST, whoever thought of it."""
         if "\0" in self.name or not {"", ".", ".."}.isdisjoint(self.name.split("/")):
-            raise ConflictError(f"`{self.name}` is no name of a file in the destination", where=self.carried or ())
+            raise ConflictError(f"`{self.name}` is not a name of a file in the destination", where=self.carried or ())
 
 
 class Target(NamedTuple):

@@ -486,7 +486,7 @@ def _fuse(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) -> Vie
         if missing:
             raise IncompleteError(
                 f"`{name}` cannot be fused ({op.name}): `{missing[0]}` is not in the checkpoint",
-                hint="without that fusion: leave --fuse away",
+                hint="without that fusion: drop --fuse",
             )
         parts = [views.table[n] for n in names]
         whole_name = expand(op.whole, m.groupdict())

@@ -230,7 +230,7 @@ class _Match:
         """Outputs of a linear layer of the base."""
         shape = self.base[name]
         if len(shape) != 2:
-            self._misfit(f"`{name}` of the base is {list(shape)}, which is no linear layer")
+            self._misfit(f"`{name}` of the base is {list(shape)}, which is not a linear layer")
         return shape[int(self.in_out(name))]
 
     def _offset(self, whole: str, stem: str, names: Sequence[str], part: int, out: int) -> int:
@@ -437,7 +437,7 @@ class _Match:
         n, rest = divmod(a.shape[0], r)
         if rest or not n or len(a.shape) != 2 or len(b.shape) != 2 or b.shape[1] != a.shape[0]:
             self._misfit(
-                f"`{pair.a}` {list(a.shape)} and `{pair.b}` {list(b.shape)} are no stack of factors of rank {r}",
+                f"`{pair.a}` {list(a.shape)} and `{pair.b}` {list(b.shape)} are not a stack of factors of rank {r}",
             )
         return [
             Factors(

@@ -101,7 +101,7 @@ def number(config: Mapping[str, Any], field: str, where: str) -> float:
 def positive(value: object, what: str, where: str) -> float:
     """The same for a value that has been looked up."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConflictError(f"`{what}` is {value!r}, which is no positive number", where=where)
+        raise ConflictError(f"`{what}` is {value!r}, which is not a positive number", where=where)
     return value
 
 

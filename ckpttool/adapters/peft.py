@@ -128,7 +128,7 @@ def _pair(
     rank, factor = _rank(plain, choices, config, path)
     shapes = catalog[a].shape, catalog[b].shape
     if min(map(len, shapes)) < 2:
-        raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are no matrices", where=path)
+        raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are not matrices", where=path)
     if choices:
         return Pair(plain, "stacked", a, b, rank, factor, choices)
     check_rank(catalog, a, b, (shapes[0][0], shapes[1][1]), rank, path)
@@ -139,7 +139,7 @@ def _parameters(module: str, config: Mapping[str, Any], path: str) -> tuple[str,
     """Names of the module's parameters that ``target_parameters`` means; PEFT compares the ends of names."""
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
-        raise CorruptError("`target_parameters` is no list of names", where=path)
+        raise CorruptError("`target_parameters` is not a list of names", where=path)
     return tuple(
         dict.fromkeys(
             parameter
@@ -156,7 +156,7 @@ def _rank(module: str, choices: tuple[str, ...], config: Mapping[str, Any], path
         rank = _pattern(config, "rank_pattern", name, path) or number(config, "r", path)
         alpha = _pattern(config, "alpha_pattern", name, path) or number(config, "lora_alpha", path)
         if rank != int(rank):
-            raise ConflictError(f"the rank of `{name}` is {rank}, which is no whole number", where=path)
+            raise ConflictError(f"the rank of `{name}` is {rank}, which is not a whole number", where=path)
         found.add((int(rank), scaling(alpha, rank, root=bool(config.get("use_rslora")))))
     if len(found) > 1:
         raise UnsupportedError(f"the parameters of `{module}` have different ranks or factors", where=path)
@@ -167,11 +167,13 @@ def _pattern(config: Mapping[str, Any], field: str, module: str, path: str) -> f
     """The first entry whose regular expression is the end of the module's name, from the start of a component."""
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict):
-        raise CorruptError(f"`{field}` is no table", where=path)
+        raise CorruptError(f"`{field}` is not a table", where=path)
     for pattern, value in patterns.items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return positive(value, f"{field}: {pattern}", path)
         except re.error as e:
-            raise CorruptError(f"`{field}` has `{pattern}`, which is no regular expression: {e}", where=path) from None
+            raise CorruptError(
+                f"`{field}` has `{pattern}`, which is not a regular expression: {e}", where=path
+            ) from None
     return None

@@ -166,7 +166,7 @@ class _Run:
             raise UnsupportedError(
                 f"`{s.right[0].name}` would need a value: `_ -> name` keeps what the model was initialised with",
                 where=s.where,
-                hint="take the statement away; what the source does not hold is not written",
+                hint="remove the statement; what the source does not hold is not written",
             )
         marks = s.placeholders
         if not marks:
@@ -317,7 +317,7 @@ class _Run:
             where = f"`{view.name}` {list(view.shape)} has no axis {axis}"
             if s.axis is None:
                 bound.wrong(
-                    LayoutError, f"{where}, which {s.macro} takes where none is said", "for a bias say `axis=0`"
+                    LayoutError, f"{where}, which {s.macro} takes where none is said", "for a bias write `axis=0`"
                 )
             bound.wrong(LayoutError, where, "axes count from 0")
         return axis
@@ -437,7 +437,7 @@ class _Run:
                     LayoutError,
                     f"`{part.source.key.name}` is cut on axis {min(cut)} among its ranks, and {bound.statement.macro}"
                     f" would regroup axis {part.axes[axis]} of it",
-                    "regroup first and transpose in a second statement, or say another `axis=`",
+                    "regroup first and transpose in a second statement, or choose another `axis=`",
                 )
 
     # -- the end
@@ -452,7 +452,7 @@ class _Run:
             if of is None or of.used or of.by is not None:
                 raise UnsupportedError(
                     f"`{name}` holds the scales of `{weight}`, which the AOA text changes, and no statement names it",
-                    hint="dequantise first, or say what becomes of the scales",
+                    hint="dequantise first, or state what becomes of the scales",
                 )
         left = sorted((s for s in self.slots.values() if s.is_output), key=lambda s: s.place)
         if self.gone:

@@ -48,13 +48,13 @@ def _inverse(s: Statement) -> Statement:
         _refuse(
             s,
             f"what `{s.left[0].name}` held is dropped and cannot come back",
-            "write the way back out, or take the statement away",
+            "write the way back out, or remove the statement",
         )
     if s.cast is not None and s.cast.of is None:
         _refuse(
             s,
             "`dtype=` does not say what the dtype was before",
-            f"say `src_dtype='...', dst_dtype='{s.cast.to}'` instead of `dtype='{s.cast.to}'`",
+            f"write `src_dtype='...', dst_dtype='{s.cast.to}'` instead of `dtype='{s.cast.to}'`",
         )
     if any("*" in v.name for v in s.left):
         _refuse(s, "nothing says how many names * stands for on the way back", "write the names out")

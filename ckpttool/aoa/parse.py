@@ -127,7 +127,7 @@ def read_aoa(path: Path) -> list[Statement]:
     except OSError as e:
         raise UsageError(f"the AOA file cannot be read: {e.strerror or e}", where=str(path)) from None
     if len(raw) > _LARGEST:
-        raise UsageError(f"more than {_LARGEST:,} bytes are no AOA text", where=str(path))
+        raise UsageError(f"more than {_LARGEST:,} bytes are not AOA text", where=str(path))
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -177,7 +177,7 @@ def _from_json(text: str, file: str) -> list[Statement]:
         unknown = sorted(set(document) - _KEYS)
         if unknown:
             raise UsageError(
-                f"`{unknown[0]}` is no key of an AOA config", where=file, hint=f"known: {', '.join(sorted(_KEYS))}"
+                f"`{unknown[0]}` is not a key of an AOA config", where=file, hint=f"known: {', '.join(sorted(_KEYS))}"
             )
         reverse = document.get("aoa_config_reverse", False)
         if not isinstance(reverse, bool):
@@ -193,7 +193,7 @@ def _from_json(text: str, file: str) -> list[Statement]:
         if not isinstance(entry, str):
             raise UsageError("a statement must be a string", where=place.at())
         if not entry.strip():
-            raise UsageError("an empty string is no statement", where=place.at())
+            raise UsageError("an empty string is not a statement", where=place.at())
         # Paddle lets a string hold several lines: each is a statement.
         out += [parse_statement(line.strip(), place) for line in entry.splitlines() if line.strip()]
     if not out:
@@ -252,7 +252,9 @@ def _name(reader: _Reader) -> list[Var]:
     if "^" in name:
         reader.blame(f"`{token.text}`: ^T can only stand at the end of a name", token)
     if rest := re.search(r"\$[A-Z_]*", PLACEHOLDER.sub("", name)):
-        reader.blame(f"`{rest.group()}` is no placeholder", token, "known: $LAYER_ID, $EXPERT_ID and $LAYER_ID_OFFSET")
+        reader.blame(
+            f"`{rest.group()}` is not a placeholder", token, "known: $LAYER_ID, $EXPERT_ID and $LAYER_ID_OFFSET"
+        )
     if name.count("*") > 1:
         reader.blame(f"`{name}` has two *", token, "one * stands for one number; write one statement for each layer")
     if "*" in name and PLACEHOLDER.search(name):
@@ -327,7 +329,7 @@ def _value(reader: _Reader, key: _Token) -> str | int:
             reader.blame(f"`{key.text}` needs a string in quotes, not `{value.text}`", value)
         return value.text[1:-1]
     known = ", ".join((*MACROS, *_NUMBERS, *_STRINGS))
-    return reader.blame(f"`{key.text}` is no attribute", key, f"known: {known}")
+    return reader.blame(f"`{key.text}` is not an attribute", key, f"known: {known}")
 
 
 def _statement(
@@ -383,7 +385,7 @@ def _statement(
     if (many or unknown) and "axis" not in attributes:
         reader.wrong("joining and taking apart need `axis=`", len(reader.text) + 1, hint="add `, axis=0`")
     if not many and not unknown and "axis" in attributes and not _is_span(reader):
-        reader.blame("`axis` does nothing in a statement with one source and one target", attributes["axis"][0])
+        reader.blame("`axis` has no effect in a statement with one source and one target", attributes["axis"][0])
     return statement
 
 
@@ -455,7 +457,7 @@ def _check_macro(
             reader.blame(f"{s.macro} needs `{key}=`, a number above 0", at)
     if s.num_key_value_groups and s.num_heads % s.num_key_value_groups:
         reader.blame(
-            f"num_heads={s.num_heads} is no multiple of num_key_value_groups={s.num_key_value_groups}",
+            f"num_heads={s.num_heads} is not a multiple of num_key_value_groups={s.num_key_value_groups}",
             attributes["num_heads"][0],
             "num_key_value_groups is the number of key/value heads",
         )
@@ -465,7 +467,9 @@ def _permutation(reader: _Reader, key: _Token, value: str | int) -> tuple[int, .
     m = re.fullmatch(r"\s*\[\s*(\d+(?:\s*,\s*\d+)*)?\s*,?\s*\]\s*", str(value))
     order = tuple(int(n) for n in m.group(1).split(",")) if m and m.group(1) else ()
     if m is None or sorted(order) != list(range(len(order))):
-        reader.blame(f"permute=`{value}` is no order of axes", key, 'for example permute="[2,0,1]"; "[]" reverses all')
+        reader.blame(
+            f"permute=`{value}` is not an order of axes", key, 'for example permute="[2,0,1]"; "[]" reverses all'
+        )
     return order
 
 

@@ -92,7 +92,7 @@ def _silence(stream: TextIO) -> None:
 app = typer.Typer(
     name="ckpttool",
     cls=_Commands,
-    help="Reshard, merge and inspect checkpoints of large models, on one plain node, in bounded memory.",
+    help="Reshard, merge and inspect checkpoints of large models, on a single machine, in bounded memory.",
     rich_markup_mode=None,  # rich costs more than the whole rest of --help
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -112,17 +112,17 @@ def _app(
         bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Reshard, merge and inspect checkpoints of large models, on one plain node, in bounded memory."""
+    """Reshard, merge and inspect checkpoints of large models, on a single machine, in bounded memory."""
 
 
 # --help lists them in this order. Decorators would make it the order of imports.
-app.command("reshard", cls=Command, short_help="Write SRC for other ranks, formats or names.")(reshard)
+app.command("reshard", cls=Command, short_help="Change a checkpoint's parallelism, format or names.")(reshard)
 app.command("merge", cls=Command, short_help="Write one checkpoint out of several, or of shards.")(merge)
 app.command("drop-keys", cls=Command, short_help="Write SRC without some of its tensors.")(drop_keys)
 app.command("convert-json", cls=Command, short_help="Convert or check Paddle programs; indexes, headers.")(convert_json)
 app.command("inspect", cls=Command, short_help="Show, check and compare what is inside SRC.")(inspect)
 app.command("fp8-cast", cls=Command, short_help="Quantise to FP8, MXFP4, NVFP4; dequantise.")(fp8_cast)
-app.command("fp8-size", cls=Command, short_help="Say how large SRC is in FP8, on disk and on GPUs.")(fp8_size)
+app.command("fp8-size", cls=Command, short_help="Estimate disk and GPU memory; does it fit?")(fp8_size)
 
 
 @cache

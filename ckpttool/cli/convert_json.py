@@ -61,7 +61,7 @@ MaxShard = Annotated[
     typer.Option(
         "--max-shard-size",
         metavar="SIZE",
-        help="Largest file, when DST is a directory; 5GB unless said.",
+        help="Largest file, when DST is a directory; default: 5GB.",
         show_default=False,
     ),
 ]
@@ -86,7 +86,7 @@ Memory = Annotated[
     typer.Option(
         "--memory",
         metavar="SIZE",
-        help=f"Memory for all buffers together; {_MEMORY} unless said.",
+        help=f"Memory for all buffers together; default: {_MEMORY}.",
         show_default=False,
     ),
 ]
@@ -128,7 +128,7 @@ def convert_json(
     if sum(tasks) > 1:
         raise UsageError("--check, --index, --header and --program are different tasks", hint="ask for one at a time")
     if output is not None and not header:
-        raise UsageError("--output makes no sense without --header", hint="give DST")
+        raise UsageError("--output has no effect without --header", hint="pass DST")
     unused: dict[str, object] = {
         "max_shard_size": max_shard_size,
         "resume": resume,
@@ -173,7 +173,7 @@ def _without(dst: Path | None, task: str, **others: object) -> None:
         raise UsageError(f"{task} takes no DST", where=str(dst))
     for name, value in others.items():
         if value:
-            raise UsageError(f"--{name.replace('_', '-')} makes no sense with {task}")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with {task}")
 
 
 def _check(

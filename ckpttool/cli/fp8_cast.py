@@ -20,11 +20,17 @@ To = Annotated[
     str,
     typer.Option("--to", metavar="DTYPE", help="Dequantise instead: bf16, f16 or f32.", show_default=False),
 ]
-CodeDtype = Annotated[str, typer.Option("--code", metavar="DTYPE", help="Of codes: e4m3 or e5m2.", show_default=False)]
+CodeDtype = Annotated[
+    str, typer.Option("--code", metavar="DTYPE", help="Element dtype: e4m3 or e5m2.", show_default=False)
+]
 PowersOfTwo = Annotated[bool, typer.Option("--pow2", help="Scales are powers of two, whatever their dtype.")]
 KeepPreset = Annotated[
     str,
-    typer.Option("--keep-preset", metavar="NAME", help="What stays: hf-default, deepseek, experts-only or none."),
+    typer.Option(
+        "--keep-preset",
+        metavar="NAME",
+        help="Which layers stay in high precision: hf-default, deepseek, experts-only or none.",
+    ),
 ]
 
 
@@ -105,9 +111,7 @@ def fp8_cast(
             if value
         ]
         if said:
-            raise UsageError(
-                f"{said[0]} says how to quantise, and --to {to} dequantises", hint="leave one of them away"
-            )
+            raise UsageError(f"{said[0]} is for quantising, and --to {to} dequantises", hint="drop one of them")
         recoding = Recoding(None, precision(to, "--to"))
     else:
         wanted = scheme(

@@ -22,17 +22,17 @@ Recipe = Annotated[
     typer.Option(
         "--recipe",
         metavar="RECIPE",
-        help="as-is, bf16, tensor, channel, block, mxfp8, nvfp4 or mxfp4; block unless SRC is quantised.",
+        help="as-is, bf16, tensor, channel, block, mxfp8, nvfp4 or mxfp4; default: block, as-is when quantised.",
         show_default=False,
     ),
 ]
-StaticAct = Annotated[bool, typer.Option("--static-act", help="One scale for the inputs of each weight, too.")]
+StaticAct = Annotated[bool, typer.Option("--static-act", help="Also one scale for the inputs of each weight.")]
 KeepPreset = Annotated[
     str,
     typer.Option(
         "--keep-preset",
         metavar="NAME",
-        help="What stays: hf-default, deepseek, experts-only or none.",
+        help="Which layers stay in high precision: hf-default, deepseek, experts-only or none.",
         show_default=False,
     ),
 ]
@@ -40,7 +40,7 @@ NoMtp = Annotated[bool, typer.Option("--no-mtp", help="Without the multi-token-p
 VocabPad = Annotated[
     int | None,
     typer.Option(
-        "--vocab-pad", min=1, metavar="N", help="Ranks pad the vocabulary to this; 64 unless said.", show_default=False
+        "--vocab-pad", min=1, metavar="N", help="Ranks pad the vocabulary to this; default: 64.", show_default=False
     ),
 ]
 KvDtype = Annotated[
@@ -51,7 +51,7 @@ Tokens = Annotated[
     int | None, typer.Option("--tokens", min=1, metavar="N", help="Tokens of a sequence.", show_default=False)
 ]
 Batch = Annotated[
-    int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences; 1 unless said.", show_default=False)
+    int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences; default: 1.", show_default=False)
 ]
 MaxModelLen = Annotated[
     int | None,
@@ -66,13 +66,13 @@ MaxModelLen = Annotated[
 Train = Annotated[bool, typer.Option("--train", help="What training holds instead of serving.")]
 Zero = Annotated[
     int | None,
-    typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO; 1 unless said.", show_default=False),
+    typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO; default: 1.", show_default=False),
 ]
 DataParallel = Annotated[
-    int | None, typer.Option("--dp", min=1, metavar="N", help="Data-parallel ranks; 1 unless said.", show_default=False)
+    int | None, typer.Option("--dp", min=1, metavar="N", help="Data-parallel ranks; default: 1.", show_default=False)
 ]
 Grad = Annotated[
-    str, typer.Option("--grad", metavar="DTYPE", help="Gradients: fp32 (unless said) or bf16.", show_default=False)
+    str, typer.Option("--grad", metavar="DTYPE", help="Gradients: fp32 (default) or bf16.", show_default=False)
 ]
 Master = Annotated[
     str, typer.Option("--master", metavar="DTYPE", help="Master weights: fp32 or none.", show_default=False)
@@ -95,9 +95,7 @@ DeviceMem = Annotated[
 By = Annotated[str, typer.Option("--by", metavar="class|dtype|module|tensor", help="Rows of the table.")]
 Unit = Annotated[
     str,
-    typer.Option(
-        "--unit", metavar="GB|GiB|B", help="Of sizes besides bytes; GB and GiB unless said.", show_default=False
-    ),
+    typer.Option("--unit", metavar="GB|GiB|B", help="Unit of sizes; default: GB and GiB.", show_default=False),
 ]
 CheckTotalSize = Annotated[
     bool, typer.Option("--check-total-size", help="Compare the index with the headers; exit 3 if they differ.")
@@ -157,7 +155,7 @@ def fp8_size(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Say how large SRC (a checkpoint or a config.json) is in FP8: stored, on each rank, and with its KV cache."""
+    """Estimate the disk and GPU memory of SRC (a checkpoint or a config.json) in FP8, with its KV cache."""
     from ckpttool import report
     from ckpttool.ops.fp8_size import Question, answer
     from ckpttool.ops.fp8_size.answer import BY

@@ -110,5 +110,5 @@ def described(option: Any) -> str:
     if option.multiple:
         notes.append("can be repeated")
     if option.default not in (None, False, "", ()) and option.show_default:
-        notes.append(f"default {option.default}")
+        notes.append(f"default: {option.default}")
     return "; ".join(notes) + "."

@@ -15,7 +15,7 @@ Files = Annotated[bool, typer.Option("--files", help="One file a line.")]
 Ranks = Annotated[bool, typer.Option("--ranks", help="Draw which rank holds which box of which tensor.")]
 Svg = Annotated[
     Path | None,
-    typer.Option("--svg", metavar="FILE", help="With --ranks: write the picture to FILE, too.", show_default=False),
+    typer.Option("--svg", metavar="FILE", help="With --ranks: also write the picture to FILE.", show_default=False),
 ]
 Stats = Annotated[
     bool, typer.Option("--stats", help="Min, max, mean, std, amax, NaN, Inf, zeros and saturated FP8 of each tensor.")
@@ -28,7 +28,7 @@ Show = Annotated[
         "--show", metavar="NAME[INDEX]", help="Elements: 'a.weight[:8, -1]', as in numpy.", show_default=False
     ),
 ]
-Metadata = Annotated[bool, typer.Option("--metadata", help="What the files' headers say besides tensors.")]
+Metadata = Annotated[bool, typer.Option("--metadata", help="Metadata in the files' headers.")]
 Check = Annotated[
     bool, typer.Option("--check", help="Look for problems, and prove a manifest's checksums; exit 3 on an error.")
 ]
@@ -36,7 +36,7 @@ Diff = Annotated[
     Path | None,
     typer.Option("--diff", metavar="OTHER", help="Compare with OTHER; exit 3 when they differ.", show_default=False),
 ]
-Values = Annotated[bool, typer.Option("--values", help="With --diff and --check: read the elements, too.")]
+Values = Annotated[bool, typer.Option("--values", help="With --diff and --check: also read the elements.")]
 Atol = Annotated[
     float | None,
     typer.Option(

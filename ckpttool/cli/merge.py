@@ -28,7 +28,10 @@ Output = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        "--method", metavar="NAME", help="Unless said, linear with --weights and average without.", show_default=False
+        "--method",
+        metavar="NAME",
+        help="Merge method; default: linear with --weights, else average.",
+        show_default=False,
     ),
 ]
 Weights = Annotated[
@@ -187,8 +190,8 @@ def merge(
     if is_recipe(sources):
         if said:
             raise UsageError(
-                "a recipe says method, weights, base and parameters itself",
-                hint="leave --method, --weights, --base and --param away, or name the checkpoints themselves",
+                "a recipe already sets method, weights, base and parameters",
+                hint="drop --method, --weights, --base and --param, or name the checkpoints themselves",
             )
         recipe = read_recipe(sources[0])
         prepared = prepare(recipe, opened, target, selection, choices)

@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _UNREADABLE: Any = typer.BadParameter.__base__
-"""The base of all exceptions for a command line that makes no sense."""
+"""The base of all exceptions for an invalid command line."""
 
 _INSTEAD = {
-    ("drop-keys", "--remove-keys"): "the patterns stand behind DST: ckpttool drop-keys SRC DST 'lm_head.*'",
+    ("drop-keys", "--remove-keys"): "patterns go after DST: ckpttool drop-keys SRC DST 'lm_head.*'",
     ("drop-keys", "-o"): "ckpttool drop-keys SRC DST 'lm_head.*'",
     ("merge", "--config"): "the recipe is the source: ckpttool merge recipe.yml -o DST",
     (
         "fp8-cast",
         "--tp-out",
-    ): "fp8-cast writes whole weights; ckpttool reshard --requant block --tp-out N cuts them, too",
+    ): "fp8-cast writes whole weights; ckpttool reshard --requant block --tp-out N also splits them",
     ("fp8-cast", "--dtype"): "--to bf16 dequantises, --scale-dtype is the dtype of scales, --code that of codes",
-    ("fp8-size", "--dtype"): "--recipe says the precision: bf16, block, nvfp4, ...",
+    ("fp8-size", "--dtype"): "--recipe sets the precision: bf16, block, nvfp4, ...",
     ("convert-json", "--verify"): "every conversion is verified",
     ("convert-json", "--dtype"): "bytes are converted as they are; ckpttool reshard --dtype casts",
     ("inspect", "--tree"): "the tree is what inspect shows when no other view is asked for",
-    ("reshard", "--output"): "DST stands behind SRC: ckpttool reshard SRC DST",
-    ("reshard", "-o"): "DST stands behind SRC: ckpttool reshard SRC DST",
+    ("reshard", "--output"): "DST goes after SRC: ckpttool reshard SRC DST",
+    ("reshard", "-o"): "DST goes after SRC: ckpttool reshard SRC DST",
 }
 """Options that another command has, or that people expect: what does it here."""
 
@@ -61,13 +61,13 @@ def _usage_error(e: Any) -> UsageError:
     if kind == "NoSuchOption":
         return _no_such_option(e.option_name, command, path, name)
     if kind == "BadOptionUsage" and "requires an argument" in e.message:
-        return UsageError(f"{e.option_name} needs a value", hint=f"{e.option_name} VALUE; `--help` says which")
+        return UsageError(f"{e.option_name} needs a value", hint=f"{e.option_name} VALUE; see `--help`")
     if kind == "MissingParameter" and e.param is not None:
         missing = e.param.opts[-1] if is_option(e.param) else e.param.metavar.removesuffix("...")
         return UsageError(f"{missing} is missing", hint=usage)
     if kind == "BadParameter" and e.param is not None:
         option = max(e.param.opts, key=len)
-        return UsageError(f"{option} {_wrong(e.message, e.param.opts)}", hint=f"`{path} --help` says what it takes")
+        return UsageError(f"{option} {_wrong(e.message, e.param.opts)}", hint=f"see `{path} --help`")
     if "unexpected extra argument" in e.message:
         words = e.message.rpartition("(")[2].removesuffix(")").split()
         shown = " ".join(words[:3]) + (" ..." if len(words) > 3 else "")
@@ -78,7 +78,7 @@ def _usage_error(e: Any) -> UsageError:
         )
     if "o such command" in e.message:
         return _no_such_command(e.message.split("'")[1], command)
-    return UsageError(e.format_message().rstrip("."), hint=f"`{path} --help` says more")
+    return UsageError(e.format_message().rstrip("."), hint=f"see `{path} --help`")
 
 
 def _options(command: Any) -> list[Any]:

@@ -48,7 +48,7 @@ RankPattern = Annotated[
     typer.Option(
         "--rank-pattern",
         metavar="PATTERN",
-        help="Names of anyone's rank files: 'model_{rank}.safetensors', 'tp{tp}/pp{pp}.safetensors'.",
+        help="File-name pattern of others' rank files: 'model_{rank}.safetensors', 'tp{tp}/pp{pp}.safetensors'.",
         show_default=False,
     ),
 ]
@@ -80,7 +80,7 @@ PaddleTarget = Annotated[
     typer.Option(
         "--target",
         metavar="VERSION",
-        help="Reader of DST: paddlenlp-3.0, paddleformers-0.4, paddleformers-1.2.",
+        help="Software version that will load DST: paddlenlp-3.0, paddleformers-0.4, paddleformers-1.2.",
         show_default=False,
     ),
 ]
@@ -115,7 +115,7 @@ MaxShard = Annotated[
     typer.Option(
         "--max-shard-size",
         metavar="SIZE",
-        help="Largest file of --to hf and vllm; 5GB unless said.",
+        help="Largest file of --to hf and vllm; default: 5GB.",
         show_default=False,
     ),
 ]
@@ -157,12 +157,12 @@ Unfuse = Annotated[bool, typer.Option("--unfuse", help="Take fused tensors apart
 
 # How weights are quantised.
 BlockSides = Annotated[
-    str, typer.Option("--block", metavar="MxN", help="Elements per scale: 128x128 unless said.", show_default=False)
+    str, typer.Option("--block", metavar="MxN", help="Elements per scale; default: 128x128.", show_default=False)
 ]
 ScaleDtype = Annotated[
     str,
     typer.Option(
-        "--scale-dtype", metavar="DTYPE", help="Of scales: f32, bf16 or e8m0 (powers of two).", show_default=False
+        "--scale-dtype", metavar="DTYPE", help="Scale dtype: f32, bf16 or e8m0 (powers of two).", show_default=False
     ),
 ]
 QuantMethod = Annotated[
@@ -170,7 +170,7 @@ QuantMethod = Annotated[
     typer.Option(
         "--quant-method",
         metavar="METHOD",
-        help="Whose names: fp8, compressed-tensors, modelopt or fbgemm_fp8.",
+        help="Checkpoint convention to write: fp8, compressed-tensors, modelopt or fbgemm_fp8.",
         show_default=False,
     ),
 ]
@@ -179,7 +179,7 @@ Edge = Annotated[
     typer.Option(
         "--edge",
         metavar="ceil|skip|error",
-        help="Sides that are no multiple of the block: a partly filled one, keep the weight, or refuse.",
+        help="Dimensions not divisible by the block: partly filled block, keep the weight, or refuse.",
         show_default=False,
     ),
 ]
@@ -197,7 +197,7 @@ Include = Annotated[
 # How a run goes.
 DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Print the plan and write nothing.")]
 Force = Annotated[bool, typer.Option("-f", "--force", help="Replace DST when it exists.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Read the output back and compare every element; exit 3 if not equal.")
 ]
@@ -207,7 +207,7 @@ Workers = Annotated[
         "--workers",
         metavar="N",
         min=1,
-        help="Threads that move bytes (2 to 4 unless said), or processes that compute (one a core).",
+        help="Threads that move bytes (default: 2 to 4), or processes that compute (default: one a core).",
         show_default=False,
     ),
 ]
@@ -216,5 +216,5 @@ Manifest = Annotated[bool, typer.Option("--manifest", help="Write a checksum per
 
 # What is said.
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing but errors.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more about what was inferred.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Suppress progress and notes.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Explain what was inferred.")]

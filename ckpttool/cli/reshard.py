@@ -19,7 +19,7 @@ ShardingOut = Annotated[
 ShardingVersion = Annotated[
     str,
     typer.Option(
-        "--sharding-version", metavar="v1|v2", help="How --sharding-out shares: v2 unless said.", show_default=False
+        "--sharding-version", metavar="v1|v2", help="How --sharding-out shares; default: v2.", show_default=False
     ),
 ]
 NativeNames = Annotated[
@@ -35,7 +35,7 @@ Requant = Annotated[
     typer.Option(
         "--requant",
         metavar="RECIPE[:MxN]",
-        help="Weights are quantised anew, as fp8-cast does: channel, block:64x128.",
+        help="Re-quantise the weights, as fp8-cast does: channel, block:64x128.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""What the options say, in the types that ops take. A value that makes no sense is a UsageError naming its option."""
+"""What the options say, in the types that ops take. An invalid value is a UsageError naming its option."""
 
 from __future__ import annotations
 

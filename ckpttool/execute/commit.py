@@ -220,7 +220,7 @@ class Destination:
         raise OutputError(
             "an interrupted run left a partial destination",
             where=str(self.partial),
-            hint="--resume goes on where it stopped, --force starts over",
+            hint="--resume continues it, --force starts over",
         )
 
     def _put_back(self, *, force: bool) -> None:
@@ -253,7 +253,7 @@ class Destination:
         if not stat.S_ISDIR(info.st_mode) and (not stat.S_ISREG(info.st_mode) or info.st_nlink > 1):
             os.close(fd)
             raise OutputError(
-                "this is no journal of a run, or it has another name besides",
+                "this is not a journal of a run, or it has another name besides",
                 where=str(path),
                 hint="remove the directory that it lies in, or choose another DST",
             )

@@ -621,7 +621,7 @@ class _Hand:
 
 def _resumable(error: BaseException) -> BaseException:
     """The error with the way on in its hint."""
-    how = "repeat the command with --resume to go on where it stopped"
+    how = "rerun with --resume to continue"
     if isinstance(error, KeyboardInterrupt):
         return KeyboardInterrupt(f"interrupted; {how}")
     if isinstance(error, CkptError):

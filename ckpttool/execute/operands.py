@@ -204,7 +204,7 @@ class ScaledReader:
         self._grid = tuple([-(-n // max(b, 1)) for n, b in zip(self._shape, self._block, strict=True)])
         if prod(self._grid) != prod(operand.scale.shape):
             raise UnsupportedError(
-                f"the scales {list(operand.scale.shape)} of `{self.label}` {list(shape)} are no grid of blocks"
+                f"the scales {list(operand.scale.shape)} of `{self.label}` {list(shape)} are not a grid of blocks"
             )
         self._scales = _Scales(operand, carrier)
         self._bytes = np.empty(0, np.float32)

@@ -208,7 +208,7 @@ def _cell(key: str, cell: Any, where: str) -> CellMeta:
     if not isinstance(names, dict) or not isinstance(params, dict):
         raise CorruptError(f"{META}: sharding_metas.{key} has no structure_name_mapping and param_meta", where=where)
     if not all(isinstance(t, str) for t in names.values()):
-        raise CorruptError(f"{META}: structure_name_mapping of {key} holds something that is no name", where=where)
+        raise CorruptError(f"{META}: structure_name_mapping of {key} holds something that is not a name", where=where)
     owners = cell.get("param2rank") or {}
     return CellMeta(
         dict(names),

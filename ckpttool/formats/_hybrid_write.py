@@ -242,11 +242,11 @@ def _check_sizes(request: WriteRequest, version: str, *, nlp: bool, ema: bool) -
     if shards < 1:
         raise UsageError(f"--sharding-out is {shards}", hint="parallel sizes start at 1")
     if version not in ("v1", "v2"):
-        raise UsageError(f"there is no sharding version `{version}`", hint="say v1 or v2")
+        raise UsageError(f"there is no sharding version `{version}`", hint="choose v1 or v2")
     if ema and shards == 1:
         raise UsageError(
             "a Zero-Cost Checkpoint has a sharded optimizer",
-            hint="say over how many ranks: --sharding-out 2 or more; or write --to hybrid",
+            hint="set the number of ranks: --sharding-out 2 or more; or write --to hybrid",
         )
     if (mesh.ep == 1 and mesh.tp % mesh.etp) or (mesh.ep > 1 and (mesh.etp > 1 or mesh.ep % mesh.tp)):
         raise LayoutError(
@@ -417,7 +417,7 @@ def _name(cells: Sequence[_Cell], tables: _Tables, stages: int, notes: list[str]
             _invent(cell, stages)
     if not kept:
         notes.append(
-            "parameters in the optimizer's files are numbered anew: resume with"
+            "parameters in the optimizer's files are renumbered: resume with"
             " --load_sharded_model_remap_parameter_name true"
         )
 

@@ -248,7 +248,7 @@ class _Reader:
             problem = e
         if problem is not None and not self.any:
             raise CorruptError(
-                f"this is no ProgramDesc: {problem.text}",
+                f"this is not a ProgramDesc: {problem.text}",
                 where=f"{self.program.path} [byte {problem.at:,}]",
                 hint=self.guess(),
             )
@@ -665,7 +665,7 @@ class _Reader:
     def check_parameter(self, name: str, kind: _Type, where: str) -> None:
         if kind.kind != _DENSE_TENSOR:
             said = _KINDS.get(kind.kind, f"of the type {kind.kind}")
-            self.program.report("type", f"parameter `{name}` is no tensor but {said}", where)
+            self.program.report("type", f"parameter `{name}` is not a tensor but {said}", where)
         elif not kind.described:
             self.program.report("parameter-shape", f"parameter `{name}` has no shape", where)
         elif kind.number not in BY_NUMBER:

@@ -382,7 +382,7 @@ class _Machine:
 
     def afford(self, n: int) -> None:
         if n > MAX_TEXT:
-            self.refuse(f"a text or byte string of {n:,} bytes is no array", "ckpttool reads tensors, not objects")
+            self.refuse(f"a text or byte string of {n:,} bytes is not an array", "ckpttool reads tensors, not objects")
         self.texts += n
         if self.texts > MAX_TEXTS:
             self.refuse(
@@ -434,7 +434,7 @@ class _Machine:
             self.corrupt("a second pickle begins inside the first")
         name = _REFUSED.get(code)
         if name is None:
-            self.corrupt(f"0x{code.hex()} is no pickle opcode")
+            self.corrupt(f"0x{code.hex()} is not a pickle opcode")
         self.refuse(f"the pickle uses the opcode {name}, which Paddle's writer does not")
 
     def walk(self, value: Any) -> None:
@@ -486,7 +486,7 @@ class _Machine:
         if kind is _Text:
             return self.text_of(v)
         what = f"a numpy dtype `{v.code}`" if kind is _Dtype else f"`{v}` itself"
-        return self.refuse(f"the pickle stores {what}, which is no value of a checkpoint")
+        return self.refuse(f"the pickle stores {what}, which is not a value of a checkpoint")
 
     def named(self, items: tuple[Any, ...]) -> Any:
         """Paddle's ``(name, array)``, which its loader takes for a tensor however the tuple was made."""
@@ -582,7 +582,7 @@ class _Machine:
         if n < 0:
             self.corrupt(f"an integer has {n} bytes")
         if n > MAX_INT:
-            self.refuse(f"an integer of {n:,} bytes (LONG4) is no part of a checkpoint", "fetch or write it again")
+            self.refuse(f"an integer of {n:,} bytes (LONG4) is not part of a checkpoint", "fetch or write it again")
         self.stack.append(int.from_bytes(self.take(n), "little", signed=True))
 
     def real(self) -> None:
@@ -744,13 +744,13 @@ class _Machine:
         name = self.stack.pop()
         module = self.stack.pop()
         if type(name) is not str or type(module) is not str:
-            self.corrupt("a class is named by something that is no text")
+            self.corrupt("a class is named by something that is not a string")
         self.resolve(module, name)
 
     def resolve(self, module: str, name: str) -> None:
         found = _Global(module, name)
         if (module, name) not in _GLOBALS:
-            self.refuse(f"the pickle asks for `{found}`, which is no part of a checkpoint of tensors")
+            self.refuse(f"the pickle asks for `{found}`, which is not part of a checkpoint of tensors")
         self.stack.append(found)
 
     def reduce(self) -> None:
@@ -764,7 +764,7 @@ class _Machine:
         elif type(args) is tuple:
             items = args
         else:
-            self.corrupt(f"the pickle calls `{function}` with something that is no tuple")
+            self.corrupt(f"the pickle calls `{function}` with something that is not a tuple")
         self.stack.append(_CALLS[_GLOBALS[function]](self, function, items))
 
     def not_so(self, function: _Global) -> NoReturn:
@@ -858,7 +858,7 @@ class _Machine:
         args = self.stack.pop()
         cls = self.stack.pop()
         if type(cls) is not _Global:
-            self.corrupt("the pickle makes an instance of something that is no class")
+            self.corrupt("the pickle makes an instance of something that is not a class")
         if cls not in _RECORDS or args != ():
             self.not_so(cls)
         self.made += 1
@@ -874,7 +874,7 @@ class _Machine:
             self.build_dtype(v, state)
         elif kind is Record:
             if type(state) is not dict or len(state) > MAX_FIELDS or any(type(k) is not str for k in state) or v.fields:
-                self.corrupt(f"the state of a {v.cls} is no dict of fields")
+                self.corrupt(f"the state of a {v.cls} is not a dict of fields")
             self.made += len(state)
             v.fields.update(state)
         else:
@@ -883,7 +883,7 @@ class _Machine:
     def build_dtype(self, v: _Dtype, state: Any) -> None:
         # Version, byte order, subarray, names, fields, size, alignment, flags.
         if type(state) is not tuple or len(state) < 8:
-            self.corrupt("the state of a numpy dtype is no tuple of 8")
+            self.corrupt("the state of a numpy dtype is not a tuple of 8")
         if state[1] not in ("<", "|", "="):
             self.refuse(f"an array of {v.code} has a byte order {_quoted(state[1])}", "little-endian arrays are read")
         if any(s is not None for s in state[2:5]):
@@ -900,7 +900,7 @@ class _Machine:
             or len(shape) > MAX_AXES
             or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape)
         ):
-            self.corrupt("the shape of an array is no tuple of sizes")
+            self.corrupt("the shape of an array is not a tuple of sizes")
         if type(data) is not _Blob:
             self.refuse("the elements of an array are not bytes")
         path, offset, size = self.payload(data)
@@ -1034,13 +1034,13 @@ def read_paddle(path: Path, scratch: Scratch | None = None) -> PaddleFile:
     if not isinstance(structured, dict) or not all(
         isinstance(k, str) and isinstance(v, str) for k, v in structured.items()
     ):
-        raise CorruptError(f"{STRUCTURED} is no dict of names", where=str(path))
+        raise CorruptError(f"{STRUCTURED} is not a dict of names", where=str(path))
     tensors: dict[str, Array] = {}
     other: dict[str, Any] = {}
     parts = value.pop(CHUNKED, {})
     for key, v in value.items():
         if not isinstance(key, str):
-            raise CorruptError(f"the dict has a key {_quoted(key)}, which is no name", where=str(path))
+            raise CorruptError(f"the dict has a key {_quoted(key)}, which is not a name", where=str(path))
         if len(key) > MAX_NAME:
             raise UnsupportedError(f"the name {_quoted(key)} is longer than {MAX_NAME} characters", where=str(path))
         if isinstance(v, Array):
@@ -1055,7 +1055,7 @@ def _join(tensors: dict[str, Array], parts: Any, path: Path) -> dict[str, tuple[
     """Put tensors that were cut into the place of their parts (io_utils._pack_loaded_dict). Raises CorruptError."""
     where = str(path)
     if not isinstance(parts, dict):
-        raise CorruptError(f"{CHUNKED} is no dict", where=where)
+        raise CorruptError(f"{CHUNKED} is not a dict", where=where)
     chunks: dict[str, tuple[Array, ...]] = {}
     for name, entry in parts.items():
         shape = entry.get("OriginShape") if isinstance(entry, dict) else None

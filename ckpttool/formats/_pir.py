@@ -252,7 +252,7 @@ class _Reader:
                 self._wrong("a program has one region, and here are more", "program")
                 raise _StopError
             if not stream.starts("{"):
-                self._wrong("a region is no object", owner or "program")
+                self._wrong("a region is not an object", owner or "program")
                 stream.value()
                 continue
             for key in stream.names():
@@ -264,7 +264,7 @@ class _Reader:
                         self._wrong("a program has one block, and here are more, which Paddle does not read", "program")
                         raise _StopError
                     if not stream.starts("{"):
-                        self._wrong("a block is no object", owner or "program")
+                        self._wrong("a block is not an object", owner or "program")
                         stream.value()
                         continue
                     self._block(stream, _label(owner, r, b))
@@ -296,7 +296,7 @@ class _Reader:
         # Longer than what is read at a time: it holds a large attribute, or blocks of its own.
         if not stream.starts("{"):
             stream.value()
-            self._wrong("an operator is no object", f"{block.label} operator {number}")
+            self._wrong("an operator is not an object", f"{block.label} operator {number}")
             return
         op: dict[str, Any] = {}
         for key in stream.names():
@@ -365,7 +365,7 @@ class _Reader:
     def _arguments(self, arguments: Any) -> None:
         block = self.blocks[-1]
         if not isinstance(arguments, list):
-            self._wrong("`args` is no list", block.label)
+            self._wrong("`args` is not a list", block.label)
             return
         for a in arguments:
             value = a.get("#") if isinstance(a, dict) else None
@@ -409,7 +409,7 @@ class _Reader:
                     block.defined.append(value)
                 self._type(result["TT"], block, number, name)
             if type(op["A"]) is not list:
-                raise _StructureError("the attributes are no list")
+                raise _StructureError("the attributes are not a list")
             for attribute in op["A"]:
                 self._attribute(attribute["AT"], attribute["N"], block, number, name)
             for attribute in op.get("OA", ()):
@@ -461,12 +461,12 @@ class _Reader:
     def _type(self, kind: Any, block: _Block, number: int, name: str) -> None:
         if kind["#"] != _DENSE:
             if kind["#"][:2] == "0." and kind["#"] not in _TYPES and not _known(kind["#"]):
-                self.program.report("type", f"`{kind['#']}` is no type of Paddle", _where(block, number, name))
+                self.program.report("type", f"`{kind['#']}` is not a type of Paddle", _where(block, number, name))
             return
         element = _element(kind)
         self.types[element] = self.types.get(element, 0) + 1
         if not _known(element):
-            self.program.report("type", f"`{element}` is no element type of Paddle", _where(block, number, name))
+            self.program.report("type", f"`{element}` is not an element type of Paddle", _where(block, number, name))
 
     def _attribute(self, attr: Mapping[str, Any], name: Any, block: _Block, number: int, operator: str) -> None:
         """One attribute, or all of a list of them. Others than those of the dialects 0 and 1 are not looked at."""
@@ -513,11 +513,11 @@ class _Reader:
         if str(kind["#"]).startswith(_DIST):
             kind = kind["D"][0]
         if kind["#"] != _DENSE:
-            raise _StructureError(f"parameter `{name}` is no dense tensor but {_shown(kind['#'])}")
+            raise _StructureError(f"parameter `{name}` is not a dense tensor but {_shown(kind['#'])}")
         element, dims = _element(kind), kind["D"][1]
         self.types[element] = self.types.get(element, 0) + 1
         if not _known(element):
-            self.program.report("type", f"`{element}` is no element type of Paddle", where)
+            self.program.report("type", f"`{element}` is not an element type of Paddle", where)
             return
         if min(dims, default=0) < 0 or len(dims) > _MOST_AXES:
             raise _StructureError(f"parameter `{name}` has no shape: {_shown(dims)}")

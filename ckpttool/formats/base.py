@@ -474,7 +474,7 @@ def check_mesh(format_name: str, read: Mapping[str, int], options: ReadOptions, 
             raise ConflictError(
                 f"--{name} {said} contradicts the checkpoint, which is {name} {read[name]} ({format_name})",
                 where=str(where),
-                hint=f"leave --{name} away: it is read from the checkpoint. What is written is --{name}-out",
+                hint=f"drop --{name}: it is read from the checkpoint. What is written is --{name}-out",
             )
 
 

@@ -49,7 +49,7 @@ class DeepSeek:
                 raise ConflictError(
                     f"files of mp {', '.join(map(str, worlds))} lie in one directory",
                     where=str(listing.root),
-                    hint="say which one with --tp",
+                    hint="choose one with --tp",
                 )
             worlds = [wanted]
         if not worlds:

@@ -139,7 +139,7 @@ class Flex:
         if len(request.chosen) != request.mesh.world:
             raise UsageError(
                 "--to flex has one record of all ranks, so --ranks-out cannot write some of them",
-                hint="leave --ranks-out away",
+                hint="drop --ranks-out",
             )
         if request.config:
             request.config = target_config(request.config, TARGETS[0], request.dtype)

@@ -65,7 +65,7 @@ class HuggingFace:
             raise ConflictError(
                 f"--{k} {v} contradicts the checkpoint: Hugging Face files hold whole tensors",
                 where=str(listing.root),
-                hint=f"leave --{k} away, or give --rank-pattern when these are one rank's tensors each",
+                hint=f"drop --{k}, or give --rank-pattern when these are one rank's tensors each",
             )
         names, index, notes = _shards(listing)
         files, tensors, metadata = read_files(listing, [(n, 0) for n in names])
@@ -84,7 +84,7 @@ class HuggingFace:
                 raise ConflictError(
                     f"tensor `{t.name}` is in two shards",
                     where=[str(files[other].path), str(files[t.file].path)],
-                    hint="remove the stale shard; if these are files of ranks, say how many, without --from: --tp N",
+                    hint="remove the stale shard; or drop --from and pass the number of ranks: --tp N",
                 )
             notes.append(f"`{t.name}` is in {a} and {b}; the index says {mapped[t.name]}")
             if mapped[t.name] == b:
@@ -111,7 +111,7 @@ class HuggingFace:
         wrong = [f"--{k}-out {v}" for k, v in said.items() if v != 1]
         if wrong:
             raise UsageError(
-                f"{' '.join(wrong)} makes no sense for --to hf: Hugging Face files hold whole tensors",
+                f"{' '.join(wrong)} cannot be used with --to hf: Hugging Face files hold whole tensors",
                 hint="use --to ranks (or vllm, deepseek, trtllm) for a cut checkpoint",
             )
         return Mesh()
@@ -219,7 +219,7 @@ def _instead(listing: Listing) -> str:
     if "adapter_config.json" in listing.names:
         return f"this is an adapter: `ckpttool merge MODEL+{listing.root} -o DST` adds it to its model"
     if unused:
-        return f"{unused[0]} is no model's weights by its name; give its path to read it all the same"
+        return f"{unused[0]} is not a model's weights by its name; give its path to read it all the same"
     return "give the directory that holds the .safetensors files"
 
 

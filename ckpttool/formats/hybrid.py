@@ -217,7 +217,7 @@ class Hybrid:
             return Mesh(asked.tp, asked.pp, 1, asked.tp, asked.layout)
         if asked.tp > 1 and asked.ep % asked.tp:
             raise ConflictError(
-                f"ep {asked.ep} is no multiple of tp {asked.tp}",
+                f"ep {asked.ep} is not a multiple of tp {asked.tp}",
                 hint="Paddle's expert groups lie over the tensor-parallel ranks: --ep-out is a multiple of --tp-out",
             )
         return Mesh(asked.tp, asked.pp, asked.ep, 1, asked.layout)
@@ -274,7 +274,7 @@ def _find(listing: Listing, options: ReadOptions, *, ema: bool) -> _Found:
                     f"the ranks in the name {name} are not of a kind that is known",
                     where=str(path),
                     hint="names look like optimizer.tp00_pp01_shard03_moe00.pdopt, parts of degree 1 left out;"
-                    " move the file away if it is no part of the checkpoint",
+                    " move the file away if it is not part of the checkpoint",
                 )
             elif kind[0] != "ema" or ema:
                 found.kinds.setdefault(kind[0], {})[kind[1]] = path
@@ -301,7 +301,7 @@ def _same_file(first: Path, second: Path) -> None:
         raise ConflictError(
             f"{first.name} is in two directories with {sizes[0]:,} and {sizes[1]:,} bytes",
             where=[str(first), str(second)],
-            hint="the directories must belong to one save; leave the stale one away",
+            hint="the directories must belong to one save; omit the stale one",
         )
 
 
@@ -568,7 +568,7 @@ class _Reader:
             raise ConflictError(
                 f"the optimizer state is shared out over {sizes.shards} ranks, not {self.options.sharding}",
                 where=str(self.listing.root),
-                hint="leave the sharding degree away: it is read from the checkpoint",
+                hint="drop --sharding: it is read from the checkpoint",
             )
         for at, cell in self.cells.items():
             for name, param in cell.names.params.items():
@@ -1033,7 +1033,7 @@ def _split_state(key: str, path: Path) -> tuple[str, str]:
     hint = "known states: " + ", ".join(_STATES)
     if key.endswith(".SCALE_VALUE"):
         hint = "moments that are scaled to fewer bits (XPU) cannot be read; save them as float32"
-    raise UnsupportedError(f"`{key}` is no state of an optimizer that is known", where=str(path), hint=hint)
+    raise UnsupportedError(f"`{key}` is not a state of an optimizer that is known", where=str(path), hint=hint)
 
 
 def _weight_dtype(name: str, array: Array, param: ParamMeta | None, path: Path, fp8: str) -> str:

@@ -45,7 +45,7 @@ class PaddleFile:
         names = [listing.single] if listing.single else _weights(listing)
         if len(names) != 1:
             raise IncompleteError(
-                f"there are {len(names)} files of paddle.save here, and which one counts is not said",
+                f"there are {len(names)} files of paddle.save here, and it is unclear which one to read",
                 where=[str(listing.root), *names[:4]],
                 hint="give the path of the file",
             )

@@ -151,7 +151,7 @@ def _refuse(artifact: Artifact) -> None:
         where=[str(about), first.where] if first.where else str(about),
         hint="give the file with --params"
         if first.id == "params-missing"
-        else f"`ckpttool convert-json {path} --check` says all that is wrong",
+        else f"`ckpttool convert-json {path} --check` lists all problems",
     )
 
 
@@ -176,7 +176,7 @@ class PaddleProgram:
         """Raises what ``open_program`` raises, and ConflictError when it is not clear which program is meant."""
         said = options.said()
         if any(n > 1 for n in said.values()):
-            raise UsageError("a Paddle program holds whole tensors: --tp, --pp and --ep make no sense for it")
+            raise UsageError("a Paddle program holds whole tensors: --tp, --pp and --ep cannot be used with it")
         artifact = open_program(find_program(listing))
         program = artifact.program
         native = native_of(artifact)
@@ -193,7 +193,7 @@ class PaddleProgram:
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         wrong = [f"--{k}-out {v}" for k, v in said.items() if v != 1]
         if wrong:
-            raise UsageError(f"{' '.join(wrong)} makes no sense for --to program: a program holds whole tensors")
+            raise UsageError(f"{' '.join(wrong)} cannot be used with --to program: a program holds whole tensors")
         return Mesh()
 
     def write(self, request: WriteRequest) -> Skeleton:
@@ -225,7 +225,7 @@ def find_program(listing: Listing) -> Path:
         )
     if len(names) > 1:
         raise ConflictError(
-            f"there are {len(names)} programs here, and which one counts is not said",
+            f"there are {len(names)} programs here, and it is unclear which one to read",
             where=[str(listing.root), *names[:4]],
             hint="give the path of the program",
         )
@@ -240,14 +240,14 @@ def program_of(path: Path) -> Path:
     listing = list_source(path)
     if listing.single.endswith(".safetensors"):
         raise UsageError(
-            "this is no program but tensors",
+            "this is not a program but tensors",
             where=str(path),
             hint="the way back needs one: --program model.json; to check tensors: ckpttool inspect SRC --check",
         )
     if listing.single and not listing.single.endswith((".json", LEGACY, PARAMS)):
         names = listing.single.endswith((".pdparams", INFO))
         raise UsageError(
-            "this is no program by its name, which ends in .json or .pdmodel",
+            "this is not a program by its name, which ends in .json or .pdmodel",
             where=str(path),
             hint="structured names are given with --names" if names else None,
         )

@@ -157,7 +157,7 @@ class Ranks:
             raise ConflictError(
                 f"{mesh} has ranks that differ in {' and '.join(silent)}, the file names do not tell them apart",
                 where=f"{listing.root}/{shown}",
-                hint=f"leave --{silent[0]} away, or show where the names have it: --rank-pattern with {{{silent[0]}}}",
+                hint=f"drop --{silent[0]}, or show where the names have it: --rank-pattern with {{{silent[0]}}}",
             )
         contiguous_ranks(names, mesh.world, listing.root, shown)
         files, tensors, metadata = read_files(

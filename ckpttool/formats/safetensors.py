@@ -64,7 +64,7 @@ def refuse_special(path: Path) -> None:
     """Raises OSError for a pipe, a socket or a device, of which one would wait for ever."""
     mode = path.stat().st_mode
     if not (S_ISREG(mode) or S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def read_raw(path: Path) -> tuple[DataFile, bytes]:

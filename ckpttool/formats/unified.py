@@ -224,7 +224,7 @@ class _Reader:
         if not self.found:
             what = ", ".join(n for n in self.listing.names[:6]) or "nothing"
             raise IncompleteError(
-                "this is no complete checkpoint: there are no model*, peft_model*, master_weights* or optimizer*"
+                "this is not a complete checkpoint: there are no model*, peft_model*, master_weights* or optimizer*"
                 " safetensors files",
                 where=[root, f"files: {what}"],
                 hint="the save was interrupted or failed; take an earlier checkpoint",
@@ -587,9 +587,9 @@ def _key(name: str, component: str) -> Key:
         return Key(name, component)
     parameter, slash, state = name.rpartition("/")
     if not slash:
-        raise CorruptError(f"`{name}` is no optimizer state: it has no `/` before the name of an accumulator")
+        raise CorruptError(f"`{name}` is not an optimizer state: it has no `/` before the name of an accumulator")
     if state.split("@")[0] not in STATES and not re.fullmatch(r"\w+_\d+(?:@\w+)?", state):
-        raise CorruptError(f"`{name}` is no optimizer state: `{state}` is no accumulator")
+        raise CorruptError(f"`{name}` is not an optimizer state: `{state}` is not an accumulator")
     return Key(parameter, component, state)
 
 

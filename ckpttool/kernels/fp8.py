@@ -65,7 +65,7 @@ def format_of(code: str) -> Format:
     try:
         return FORMATS[code]
     except KeyError:
-        raise UnsupportedError(f"{code} is no dtype of quantised weights") from None
+        raise UnsupportedError(f"{code} is not a dtype of quantised weights") from None
 
 
 # -- decoding

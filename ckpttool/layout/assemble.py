@@ -67,10 +67,10 @@ def no_rule(names: Iterable[str], family: Family, config: Mapping[str, Any]) -> 
     first = templates[0].replace("{n}", "*")
     single = f"--replicate '{first}' or --split '{first}=0' (the axis that is cut)"
     origin = f"family `{family.name}`"
-    hint = f"say how they are held: {single}, or --family NAME|FILE.yaml"
+    hint = f"specify how they are held: {single}, or --family NAME|FILE.yaml"
     if family.name == "none" and not config:
         origin = "no family (there is no config.json)"
-        hint = f"put the model's config.json beside the weights, or say how they are held: {single}"
+        hint = f"put the model's config.json beside the weights, or specify how they are held: {single}"
     elif family.name == "none":
         origin = f"no family (config.json names none that is known: model_type `{config.get('model_type')}`)"
         fitting = _fitting(names, config)

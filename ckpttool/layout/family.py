@@ -668,7 +668,7 @@ def read_sizes(spec: FamilySpec, config: Mapping[str, Any]) -> dict[str, Size]:
         raw = fields if isinstance(fields, SizeSpec) else SizeSpec.model_validate({"from": fields})
         value: int | str | None = next((n for key in raw.fields if (n := _number(places, key)) is not None), None)
         if value is None and any(p.get(key) is not None for p in places for key in raw.fields):
-            continue  # something is said, and it is no number: the default would be a guess
+            continue  # something is said, and it is not a number: the default would be a guess
         if value is None:
             value = out[raw.default].value if isinstance(raw.default, str) and raw.default in out else raw.default
         if isinstance(value, int):

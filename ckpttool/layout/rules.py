@@ -205,7 +205,10 @@ def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisS
         unit = n // count
         return AxisShare(unit, (Segment(0, index * count // ways * unit, unit),))
     if count % ways:
-        raise Uneven(f"{count} {word} do not divide by {ways}", _divisors(count, shared=bool(units and units.shared)))
+        raise Uneven(
+            f"{count} {word} cannot be split evenly across {ways} ranks",
+            _divisors(count, shared=bool(units and units.shared)),
+        )
     each = n // ways
     return AxisShare(each, (Segment(0, index * each, each),))
 
@@ -249,7 +252,7 @@ def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: Cutting) -> A
     """What rank ``index`` of ``ways`` holds of an axis of ``n`` elements. Raises Uneven."""
     if rule.verb == "vocab":
         if not cutting.pad_vocab and n % ways:
-            raise Uneven(f"{n} rows are no multiple of {ways}, and this format does not pad", _divisors(n))
+            raise Uneven(f"{n} rows are not a multiple of {ways}, and this format does not pad", _divisors(n))
         multiple = lcm(cutting.vocab_multiple, ways)
         each = (cutting.vocab_rows or -(-n // multiple) * multiple) // ways
         start = min(index * each, n)

@@ -107,7 +107,7 @@ def prepare(
     if link and not same_files and unified is None:
         raise UsageError(
             "--link keeps files that do not change, and this target writes all of them",
-            hint="leave --link away, or the options for another target",
+            hint="drop --link, or the options for another target",
         )
     if same_files:
         return _in_place(source, selection, gone, warnings, link=link)
@@ -122,7 +122,7 @@ def prepare(
         said = f"{len(lost)} parameter{'s' if len(lost) > 1 else ''} left out, {len(gone)} tensors of all components"
         notes[:] = [said if n == counted else n for n in notes]
     if prepared.format == source.format and by_name(source.format, "").habits.keeps:
-        notes.append("every file is written anew, also those that lose nothing")
+        notes.append("every file is rewritten, also those that lose nothing")
     written = {t.file for unit in prepared.plan.units for t in unit.targets}
     return PreparedDrop(prepared, gone, warnings, len(written), 0, 0)
 

@@ -152,7 +152,7 @@ def prepare(
     if recoding is None:
         prepared = plan_target(source, target, selection or Selection())
         if target == Target() and selection in (None, Selection()) and source.mesh.world > 1:
-            prepared.notes.append(f"DST has the ranks of SRC ({source.mesh}): --tp-out and others change that")
+            prepared.notes.append(f"same parallelism as SRC ({source.mesh}); change it with --tp-out")
         return prepared
     return plan_recoded(source, recoding, target, selection or Selection())
 
@@ -258,7 +258,7 @@ def plan_target(
         config = published_config(config)
     sharding = target.sharding or (source.stored.sharding if habits.optimizer_shards else 1)
     if sharding > 1 and target.sharding is None:
-        notes.append(f"sharding {sharding}: as the source has it; say --sharding-out for another")
+        notes.append(f"sharding {sharding}: as the source has it; change it with --sharding-out")
     root = source.stored.root
     companions = tuple(root / n for n in source.stored.companions)
     request = WriteRequest(
@@ -392,7 +392,7 @@ def _named(
     family, before = source.family, source.ops
     if target.aoa is not None:
         if fused:
-            raise UsageError("--aoa says itself what is fused", hint="leave --fuse and --unfuse away")
+            raise UsageError("--aoa already determines what is fused", hint="drop --fuse and --unfuse")
         views = apply_aoa(views, read_aoa(target.aoa), sizes=family.sizes)
         # The statements decide; what they made is looked at for the rules by which it is cut.
         if naming == "paddle":
@@ -425,7 +425,7 @@ def _refuse_unknown(source: Checkpoint, views: Views, naming: str) -> None:
             f"`{odd}` and its like are [in, out] in Paddle's formats and [out, in] in others, and which of these"
             " tensors that concerns is not known: there is no family",
             where=str(source.path / "config.json"),
-            hint="put the model's config.json beside the checkpoint, or say --family NAME",
+            hint="put the model's config.json beside the checkpoint, or pass --family NAME",
         )
 
 
@@ -453,7 +453,7 @@ def _version(source: Checkpoint, target: Target, habits: Habits) -> str:
                 + ("" if habits.targets else f" for --to {target.format or source.format}, which has no versions"),
                 hint="targets: " + ", ".join(habits.targets)
                 if habits.targets
-                else "leave it away, or say which of Paddle's formats: --to unified, hybrid, zcc or flex",
+                else "omit it, or choose one of Paddle's formats: --to unified, hybrid, zcc or flex",
             )
         return target.version
     if not habits.targets:
@@ -492,32 +492,32 @@ def _check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) 
     if target.vocab_multiple > 1 and (fmt == "deepseek" or not writer.sharded):
         raise UsageError(
             f"--vocab-multiple {target.vocab_multiple} pads cut embeddings, and --to {fmt} does not pad",
-            hint="leave it away, or use --to ranks",
+            hint="omit it, or use --to ranks",
         )
     if target.max_shard_size and not writer.habits.shards:
         raise UsageError(
-            f"--max-shard-size does nothing for --to {fmt}, which has one file for each rank",
-            hint="leave it away; more ranks make smaller files",
+            f"--max-shard-size has no effect with --to {fmt}, which has one file for each rank",
+            hint="omit it; more ranks make smaller files",
         )
     for name in ("ep", "etp"):
         if (getattr(target, name) or 1) > 1 and family.name != "none" and not experts:
             raise UsageError(
-                f"--{name}-out {getattr(target, name)} makes no sense: models of family `{family.name}` have no experts"
+                f"--{name}-out {getattr(target, name)} has no effect: models of family `{family.name}` have no experts"
             )
     for flag, said in (("--sharding-out", target.sharding), ("--sharding-version", target.sharding_version)):
         if said and not writer.habits.optimizer_shards:
             raise UsageError(
-                f"{flag} {said} does nothing for --to {fmt}, which does not share out optimizer state",
-                hint="leave it away, or use --to hybrid, zcc or flex",
+                f"{flag} {said} has no effect with --to {fmt}, which does not share out optimizer state",
+                hint="omit it, or use --to hybrid, zcc or flex",
             )
     if target.native_names and writer.naming() != "paddle":
-        raise UsageError(f"--native-names does nothing for --to {fmt}", hint="leave it away")
+        raise UsageError(f"--native-names has no effect with --to {fmt}", hint="omit it")
     sharding = target.sharding or source.stored.sharding
     if target.sharding_version and (sharding == 1 or fmt == "flex"):
         raise UsageError(
-            f"--sharding-version {target.sharding_version} does nothing "
-            + ("for --to flex" if fmt == "flex" else "without --sharding-out 2 or more"),
-            hint="leave it away",
+            f"--sharding-version {target.sharding_version} has no effect "
+            + ("with --to flex" if fmt == "flex" else "without --sharding-out 2 or more"),
+            hint="omit it",
         )
     if target.dtype and writer.habits.fp32_masters == "dropped" and sharding > 1:
         raise UsageError(
@@ -531,7 +531,7 @@ def _check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) 
             hint="the state of an optimizer keeps its precision",
         )
     if target.vocab_multiple > 1 and not writer.habits.pad_vocab:
-        raise UsageError(f"--to {fmt} does not pad the vocabulary", hint="leave --vocab-multiple away")
+        raise UsageError(f"--to {fmt} does not pad the vocabulary", hint="drop --vocab-multiple")
     if target.sharding is not None and target.sharding < 1:
         raise UsageError(f"--sharding-out is {target.sharding}", hint="parallel sizes start at 1")
 
@@ -630,7 +630,7 @@ def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[
         folded = src.ep > 1 and src.ep == src.tp and src.etp == 1
         ep = tp if folded else src.ep
         if folded and ep != src.ep:
-            notes.append(f"ep {ep}: the source has ep = tp; say --ep-out for another")
+            notes.append(f"ep {ep}: the source has ep = tp; change it with --ep-out")
     etp = said.get("etp", default_etp(src, tp, ep, ep_asked="ep" in said))
     layout = target.pp_layout or (src.layout if pp == src.pp else ())
     if target.pp_layout and "pp" not in said:

@@ -45,7 +45,7 @@ def section(config: Mapping[str, Any]) -> dict[str, Any]:
                     raise ConflictError(
                         f"`{name}` of config.json is {_short(found)}, which says nothing of a recipe",
                         where=f"config.json: {name}",
-                        hint='{"quant_method": ...} says how weights are quantised; leave it away if they are not',
+                        hint='{"quant_method": ...} says how weights are quantised; omit it if they are not',
                     )
                 if found:
                     return dict(found)
@@ -110,7 +110,7 @@ def _text(quant: Mapping[str, Any], name: str, path: str = "") -> str:
     """A text, or "" for one that is not there."""
     value = quant.get(name)
     if value is not None and not isinstance(value, str):
-        raise _odd(f"{path}{name}", value, "it is a text, or is left away")
+        raise _odd(f"{path}{name}", value, "it must be a string, or be omitted")
     return value or ""
 
 

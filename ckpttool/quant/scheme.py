@@ -107,16 +107,16 @@ def scheme(
     if method not in methods:
         raise UsageError(f"--quant-method {method} has no {recipe} recipe", hint=f"for {recipe}: " + ", ".join(methods))
     if block is not None and recipe != "block":
-        raise UsageError(f"--block does nothing for recipe {recipe}", hint="leave it away, or use --recipe block")
+        raise UsageError(f"--block has no effect with recipe {recipe}", hint="omit it, or use --recipe block")
     if edge and edge not in EDGES:
         raise UsageError(f"--edge is {edge}", hint="one of " + ", ".join(EDGES))
     if edge and recipe in ("tensor", "channel"):
-        raise UsageError(f"--edge does nothing for recipe {recipe}, which has no blocks", hint="leave it away")
+        raise UsageError(f"--edge has no effect with recipe {recipe}, which has no blocks", hint="omit it")
     if powers and recipe == "nvfp4":
-        raise UsageError("--pow2: the scales of nvfp4 are F8_E4M3, and no powers of two", hint="leave it away")
+        raise UsageError("--pow2: the scales of nvfp4 are F8_E4M3, and no powers of two", hint="omit it")
     if powers and recipe in GROUP:
         raise UsageError(
-            f"--pow2 does nothing for recipe {recipe}, whose scales are powers of two anyway", hint="leave it away"
+            f"--pow2 has no effect with recipe {recipe}, whose scales are powers of two anyway", hint="omit it"
         )
     wanted = _dtype(scale_dtype, "--scale-dtype") if scale_dtype else ""
     code = _code(recipe, code)
@@ -125,7 +125,7 @@ def scheme(
     if recipe in GROUP:
         fixed = "F8_E4M3" if recipe == "nvfp4" else "F8_E8M0"
         if wanted not in ("", fixed):
-            raise UsageError(f"the scales of {recipe} are {fixed}", hint="leave --scale-dtype away")
+            raise UsageError(f"the scales of {recipe} are {fixed}", hint="drop --scale-dtype")
         if edge in ("ceil", "skip"):
             raise UsageError(
                 f"{recipe} has no partly filled groups: K is a multiple of {GROUP[recipe]}", hint="--edge error"
@@ -146,7 +146,7 @@ def scheme(
             hint="it has " + ", ".join(allowed),
         )
     if static and method == "fbgemm_fp8":
-        raise UsageError("fbgemm_fp8 has no static activation scales", hint="leave --static-act away")
+        raise UsageError("fbgemm_fp8 has no static activation scales", hint="drop --static-act")
     sides = {"tensor": (0, 0), "channel": (1, 0), "block": block or (128, 128)}[recipe]
     return Scheme(recipe, method, code, scale, scale, sides, powers or scale == "F8_E8M0", static, edge or "ceil")
 
@@ -164,7 +164,7 @@ def _code(recipe: str, text: str) -> str:
     known = ("F4",) if recipe in ("nvfp4", "mxfp4") else ("F8_E4M3", "F8_E5M2")
     code = _dtype(text, "--code") if text else known[0]
     if code not in known:
-        raise UsageError(f"codes of {recipe} are {' or '.join(known)}, not {code}", hint="leave --code away")
+        raise UsageError(f"codes of {recipe} are {' or '.join(known)}, not {code}", hint="drop --code")
     return code
 
 
@@ -205,12 +205,12 @@ def forms(scheme: Scheme, name: str, shape: tuple[int, ...], *, in_out: bool = F
     group = GROUP.get(scheme.recipe, 0)
     if group and k % group:
         raise LayoutError(
-            f"`{name}` {list(shape)} has {k} columns, no multiple of {group} as {scheme.recipe} needs",
+            f"`{name}` {list(shape)} has {k} columns, not a multiple of {group} as {scheme.recipe} needs",
             hint=f"--keep '{name}'",
         )
     if scheme.recipe == "block" and scheme.edge == "error" and (n % scheme.block[0] or k % scheme.block[1]):
         raise LayoutError(
-            f"`{name}` {list(shape)} is no multiple of blocks of {scheme.block[0]}x{scheme.block[1]}",
+            f"`{name}` {list(shape)} is not a multiple of blocks of {scheme.block[0]}x{scheme.block[1]}",
             hint=f"--edge ceil stores partly filled blocks; --edge skip or --keep '{name}' leaves it as it is",
         )
     if not weight:
@@ -259,7 +259,7 @@ def _gpt_oss(name: str, shape: tuple[int, ...]) -> tuple[Form, ...]:
     """Experts [E, N, K] as gpt-oss's files hold them: blocks of 16 bytes, each 32 codes along K."""
     *lead, n, k = shape
     if k % 32:
-        raise LayoutError(f"`{name}` {list(shape)} has {k} inputs, no multiple of 32 as mxfp4 needs")
+        raise LayoutError(f"`{name}` {list(shape)} has {k} inputs, not a multiple of 32 as mxfp4 needs")
     return (
         Form("codes", f"{name}_blocks", "U8", (*lead, n, k // 32, 16)),
         Form("scales", f"{name}_scales", "U8", (*lead, n, k // 32)),

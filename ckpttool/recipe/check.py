@@ -167,7 +167,7 @@ def _check_slice(recipe: Recipe, method: Method, piece: Slice, problems: Problem
         which = f"; `{sources[0].model}` for example" if spare else ""
         wrong(f"`{method.name}` needs a base model", f"name it with {words.base}{which}")
     elif at and method.base != "refused" and base is not None and all(s.model != base for s in piece.sources):
-        wrong(f"the base `{base}` is no source of this slice", "list it, so that its `layer_range` is known")
+        wrong(f"the base `{base}` is not a source of this slice", "list it, so that its `layer_range` is known")
     if method.base == "refused" and piece.base is not None:
         wrong(f"`{method.name}` has no base, so that a slice's `base_model` has no effect", None, ConflictError)
     lacks_base = method.base == "needed" and base is None and most is not None and len(sources) == most + 1

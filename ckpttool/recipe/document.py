@@ -100,7 +100,7 @@ class Value:
         if not isinstance(self.data, dict):
             inside = re.fullmatch(r"(models|slices|sources|parameters)\[\d+\]", self.path.rpartition(".")[2])
             hint = f"write `- model: {self.data}`" if inside and isinstance(self.data, str) else None
-            self.wrong(f"{_shown(self.data)} is no mapping of names to values", hint=hint)
+            self.wrong(f"{_shown(self.data)} is not a mapping of names to values", hint=hint)
             return {}
         dot = f"{self.path}." if self.path else ""
         return {k: Value(v, f"{dot}{k}", self.problems) for k, v in self.data.items()}
@@ -119,7 +119,7 @@ class Value:
     def items(self) -> list[Value]:
         """The items of a list."""
         if not isinstance(self.data, list):
-            self.wrong(f"{_shown(self.data)} is no list")
+            self.wrong(f"{_shown(self.data)} is not a list")
             return []
         return [Value(v, f"{self.path}[{i}]", self.problems) for i, v in enumerate(self.data)]
 
@@ -127,14 +127,14 @@ class Value:
         """A text that is not empty."""
         if isinstance(self.data, str) and self.data.strip():
             return self.data
-        self.wrong(f"{_shown(self.data)} is no text")
+        self.wrong(f"{_shown(self.data)} is not a string")
         return None
 
     def whole(self, least: int = 0) -> int | None:
         """A whole number."""
         if isinstance(self.data, int) and not isinstance(self.data, bool) and self.data >= least:
             return self.data
-        self.wrong(f"{_shown(self.data)} is no whole number from {least} on")
+        self.wrong(f"{_shown(self.data)} is not a whole number from {least} on")
         return None
 
     def flag(self) -> bool | None:
@@ -180,7 +180,7 @@ def from_json(text: str, source: str) -> Value:
     try:
         return Value(json.loads(text, object_pairs_hook=once), "", Problems(source))
     except json.JSONDecodeError as e:
-        raise UsageError(f"this is no JSON: {e.msg}", where=f"{source}:{e.lineno}") from None
+        raise UsageError(f"this is not JSON: {e.msg}", where=f"{source}:{e.lineno}") from None
     except (RecursionError, ValueError):
         raise UsageError("this JSON is too deep, or has numbers that are too long", where=source) from None
 
@@ -210,9 +210,9 @@ def from_yaml(text: str, source: str) -> Value:
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise UsageError(f"this is no YAML: {e.problem or e.context}", where=f"{source}{line}") from None
+        raise UsageError(f"this is not YAML: {e.problem or e.context}", where=f"{source}{line}") from None
     except yaml.YAMLError as e:
-        raise UsageError(f"this is no YAML: {str(e).splitlines()[0]}", where=source) from None
+        raise UsageError(f"this is not YAML: {str(e).splitlines()[0]}", where=source) from None
     except RecursionError:
         raise UsageError(f"this YAML is nested deeper than {DEPTH} levels", where=source) from None
     return Value(data, "", Problems(source, reader.lines))
@@ -253,7 +253,7 @@ class _Reader:
             if not isinstance(value, int) or abs(value) < 1 << 63:  # 0xfff... and 59:59:... have no limit of digits
                 return value
             raise UsageError(
-                f"`{str(node.value)[:60]}` is no value of the type it claims", where=f"{self.source}:{line}"
+                f"`{str(node.value)[:60]}` is not a value of the type it claims", where=f"{self.source}:{line}"
             )
         raise UsageError(f"the YAML tag `{node.tag}` means nothing here", where=f"{self.source}:{line}")
 

@@ -36,7 +36,7 @@ def recipe_of(
     problems = Problems("")
     found = method_named(method, problems, at="--method") if method else None
     if not method:
-        problems.add("it is not said how to merge", at="--method", hint=f"known: {', '.join(METHODS)}")
+        problems.add("no merge method is given", at="--method", hint=f"known: {', '.join(METHODS)}")
     models = [_model(text, problems, "sources") for text in sources]
     donor = _model(base, problems, "--base") if base else None
     words = ([f"weight={weights}"] if weights else []) + list(params)
@@ -103,7 +103,7 @@ def _parameters(
         known = {**method.per_model, **method.whole}
         if name not in known:
             what = "has no weights" if of_weights else f"has no parameter `{name}`"
-            hint = f"leave --weights away; {_takes(method)}" if of_weights else nearest(name, known) or "it has none"
+            hint = f"drop --weights; {_takes(method)}" if of_weights else nearest(name, known) or "it has none"
             problems.add(f"`{method.name}` {what}", at=at, hint=hint)
             continue
         if name in per_model or name in whole:

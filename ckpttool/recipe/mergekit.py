@@ -185,7 +185,7 @@ class _Parser:
         if None in ends or not isinstance(value.data, list):
             return None
         if len(ends) != 2 or not ends[0] < ends[1]:  # type: ignore[operator]  # no None is left
-            value.wrong(f"`{value.data}` is no range of layers", hint="`[0, 4]` is layers 0, 1, 2 and 3")
+            value.wrong(f"`{value.data}` is not a range of layers", hint="`[0, 4]` is layers 0, 1, 2 and 3")
             return None
         return range(*ends)  # type: ignore[arg-type]
 
@@ -333,7 +333,7 @@ class _Parser:
             model = rule.source.model if isinstance(rule.source, ModelToken) else rule.source
             if isinstance(model, ModelRef) and model not in known:
                 self.problems.add(
-                    f"`{model}` is no model of this merge, so that it has no embedding to give",
+                    f"`{model}` is not a model of this merge, so that it has no embedding to give",
                     at=f"tokenizer.tokens.{token}",
                 )
 

@@ -258,7 +258,7 @@ def show_header(result: HeaderResult, *, as_json: bool, quiet: bool) -> None:
 
 
 _LINES = 20
-_HOW = {"unchanged": "unchanged", "in place": "changed in place", "copied": "written anew", "restored": "restored"}
+_HOW = {"unchanged": "unchanged", "in place": "changed in place", "copied": "rewritten", "restored": "restored"}
 
 
 def _said(value: str | None) -> str:

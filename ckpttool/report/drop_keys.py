@@ -38,8 +38,8 @@ def _summary(prepared: PreparedDrop) -> str:
     if set(parts) != {"model"}:
         each = " (" + ", ".join(f"{n:,} {c} {short(b)}" for c, (n, b) in parts.items()) + ")"
     return (
-        f"{count(len(prepared.gone), 'tensor')} out{each}, {size(prepared.freed)} freed;"
-        f" {count(prepared.rewritten, 'file')} rewritten, {prepared.carried} as they are, {prepared.dropped} gone"
+        f"{count(len(prepared.gone), 'tensor')} removed{each}, {size(prepared.freed)} freed;"
+        f" {count(prepared.rewritten, 'file')} rewritten, {prepared.carried} unchanged, {prepared.dropped} deleted"
     )
 
 

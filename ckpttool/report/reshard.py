@@ -117,7 +117,7 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
             "",
             f"{count(len(prepared.views), 'tensor')} in {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}",
         ),
-        ("work", f"{count(plan.boxes, 'box', 'boxes')} to move"),
+        ("work", f"{count(plan.boxes, 'slice')} to copy"),
         ("memory", f"{text.short(peak_memory(run))} at most, of which {text.short(run.memory)} are buffers (--memory)"),
     ]
     if text.on_terminal():
@@ -163,7 +163,7 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
     if run.bytes_skipped:
         message(f"note: {size(run.bytes_skipped)} were already written by the interrupted run")
     if verbose:
-        message(f"read {size(run.bytes_read)}; {count(plan.boxes, 'box', 'boxes')}; writes: {run.policy};")
+        message(f"read {size(run.bytes_read)}; {count(plan.boxes, 'slice')}; writes: {run.policy};")
         message(f"at most {size(run.peak_buffer)} of buffers")
     rate = (
         f" in {run.seconds:.1f} s, {text.short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""

@@ -36,7 +36,7 @@ def size(n: int) -> str:
 
 def short(n: int) -> str:
     """``688.57 GB``."""
-    return f"{n} bytes" if n < 1000 else _unit(n, 1000, _DECIMAL)
+    return count(n, "byte") if n < 1000 else _unit(n, 1000, _DECIMAL)
 
 
 def count(n: int, noun: str, plural: str = "") -> str:

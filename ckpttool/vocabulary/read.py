@@ -172,7 +172,7 @@ def _number(value: object, token: object, path: Path) -> int:
 def _mapped(table: object, path: Path) -> dict[str, int]:
     """{token: id}."""
     if not isinstance(table, dict):
-        raise _wrong(path, "the vocabulary is no table of tokens")
+        raise _wrong(path, "the vocabulary is not a table of tokens")
     return {t: _number(i, t, path) for t, i in table.items()}
 
 
@@ -203,7 +203,7 @@ def _token(entry: object, path: Path) -> Added:
 def _listed(entries: object, path: Path) -> Iterator[tuple[Added, int]]:
     """``added_tokens`` of tokenizer.json, in order; libraries pass over the empty one."""
     if not isinstance(entries, list):
-        raise _wrong(path, "`added_tokens` is no list")
+        raise _wrong(path, "`added_tokens` is not a list")
     for entry in entries:
         token = _token(entry, path)
         if token.content:
@@ -213,7 +213,7 @@ def _listed(entries: object, path: Path) -> Iterator[tuple[Added, int]]:
 def _described(entries: object, path: Path) -> Iterator[tuple[str, tuple[Added, int]]]:
     """``added_tokens_decoder`` of tokenizer_config.json, by rising id."""
     if not isinstance(entries, Mapping):
-        raise _wrong(path, "`added_tokens_decoder` is no table")
+        raise _wrong(path, "`added_tokens_decoder` is not a table")
     found = []
     for key, entry in entries.items():
         token = _token(entry, path)
@@ -247,7 +247,7 @@ def _pieces(path: Path) -> dict[str, int]:
         tokens = {}
     if not tokens:
         raise UnsupportedError(
-            f"{path.name} is no sentencepiece model, and the only file with a vocabulary",
+            f"{path.name} is not a sentencepiece model, and the only file with a vocabulary",
             where=str(path),
             hint="save the tokenizer as tokenizer.json",
         )

@@ -280,8 +280,8 @@ WRONG = {
         "wire type 7": one(*VARS, *OPS, varint(9 << 3 | 7)),
         "field 0": one(*VARS, *OPS, b"\x00\x00"),
         "other wire type": one(*VARS, *OPS, number(3, 1)),
-        "name is no text": one(*VARS, message(3, message(1, b"\xff\xfe"), message(2, number(1, TENSOR)))),
-        "argument is no text": one(*VARS, *OPS, message(4, message(1, message(1, b"X"), message(2, b"\xc3")))),
+        "name is not a string": one(*VARS, message(3, message(1, b"\xff\xfe"), message(2, number(1, TENSOR)))),
+        "argument is not a string": one(*VARS, *OPS, message(4, message(1, message(1, b"X"), message(2, b"\xc3")))),
         "operator without type": one(*VARS, *OPS, message(4, arguments(1, {"X": ["x"]}))),
         "variable without name": one(*VARS, *OPS, message(3, message(2, number(1, TENSOR)))),
         "variable without type": one(*VARS, *OPS, message(3, message(1, b"n"))),
@@ -391,7 +391,7 @@ def test_problem_comes_alone(id_: str, case: str, read: Read) -> None:
         ("parameter-twice", "same", "`w` is declared twice, and is saved with the parameters", "block 0"),
         ("parameter-shape", "batch", "parameter `p` has the shape [-1, 4], whose length is not known", "block 0"),
         ("type", "unknown", "parameter `p` has the unknown data_type 99", "block 0"),
-        ("type", "vocabulary", "parameter `p` is no tensor but VOCAB", "block 0"),
+        ("type", "vocabulary", "parameter `p` is not a tensor but VOCAB", "block 0"),
     ],
 )
 def test_text_of_problem(id_: str, case: str, text: str, where: str, read: Read) -> None:

@@ -170,7 +170,7 @@ def test_arguments_may_stand_behind_the_operators(tmp_path: Path) -> None:
 
 
 def test_data_that_persists_is_in_the_parameter_file(tmp_path: Path) -> None:
-    """The moments of a training program are no parameters by their operator."""
+    """The moments of a training program are not parameters by their operator."""
     data = usual()
     moment = find(data, "1.data")
     state = copy.deepcopy(moment)

@@ -77,7 +77,7 @@ def test_every_component_is_counted() -> None:
 
 def test_a_parameter_is_gone_from_every_component(tmp_path: Path) -> None:
     text = drop(ZCC, tmp_path / "out", EXPERTS, "--verify")
-    assert "every file is written anew, also those that lose nothing" in text
+    assert "every file is rewritten, also those that lose nothing" in text
     before, after = digests(ZCC), digests(tmp_path / "out")
     assert after == {n: d for n, d in before.items() if ".experts." not in n}
     assert {n.partition("/")[0] for n in after if "/" in n} == {"master_weights", "optimizer", "ema"}
@@ -161,7 +161,7 @@ def test_a_component_that_loses_everything_is_written_anew(tmp_path: Path) -> No
     """The embedding is tied to the head, under whose name the master weight and the moments are."""
     source, out = UNIFIED / "pf12_qwen2tied_bf16_tp1", tmp_path / "out"
     text = drop(source, out, "--keep-keys", "model.embed_tokens.weight")
-    assert "every file is written anew" in text
+    assert "every file is rewritten" in text
     assert set(digests(out)) == {"model.embed_tokens.weight"}
     refused = ckpttool("drop-keys", source, tmp_path / "linked", "--keep-keys", "model.embed_tokens.weight", "--link")
     assert refused.code == 2

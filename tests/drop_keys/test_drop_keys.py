@@ -91,7 +91,7 @@ def test_a_file_that_loses_all_goes_and_the_others_are_counted_anew(source: Path
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     ]
-    assert "1 gone" in done.out
+    assert "1 deleted" in done.out
     assert set(bits(tmp_path / "dst")) == set(weight_map) - set(held)
     assert ckpttool("inspect", tmp_path / "dst").code == 0
 

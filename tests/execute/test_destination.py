@@ -385,7 +385,7 @@ def interrupted(tmp_path: Path, plan: Plan, request: pytest.FixtureRequest) -> P
 def test_it_is_not_overlooked(interrupted: Path, plan: Plan) -> None:
     with pytest.raises(OutputError, match="interrupted run left") as e:
         run(plan, interrupted)
-    assert e.value.hint == "--resume goes on where it stopped, --force starts over"
+    assert e.value.hint == "--resume continues it, --force starts over"
     result = run(plan, interrupted, RunOptions(force=True))
     assert result.bytes_skipped == 0
     assert written(interrupted, plan) == expected(plan)

@@ -199,7 +199,7 @@ def test_config_that_is_none(content: bytes, words: str) -> None:
     ],
 )
 def test_one_file_of_several(line: str, files: int) -> None:
-    """A merge of shards by their files would be their average, and a part of a model is no model."""
+    """A merge of shards by their files would be their average, and a part of a model is not a model."""
     error = mistake(line, 2)
     assert f"one of the {files} files of a checkpoint" in error
     match = re.search(r"give their directory: (\S+); or --from hf", error)
@@ -294,7 +294,7 @@ MERGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "weights of a method that has none": (
         "{ONE} {TWO} --base {BASE} --method slerp --weights 1,1",
-        ("has no weights", "leave --weights away", "--param t=VALUE"),
+        ("has no weights", "drop --weights", "--param t=VALUE"),
     ),
     "weights without a sum": ("{ONE} {TWO} --weights 1,-1", ("sum to 0", "--param normalize=false")),
 }
@@ -319,7 +319,7 @@ def test_merge(case: str) -> None:
 
 
 def test_whole_numbers_that_differ() -> None:
-    """They are not merged. The tensor may be left out, which takes a target that is no program."""
+    """They are not merged. The tensor may be left out, which takes a target that is not a program."""
     one = FIXTURES / "paddle_programs" / "dtypes"
     shutil.copytree(one, "two")
     params = Path("two/model.pdiparams")
@@ -369,9 +369,9 @@ def test_names_from_a_file_without_names() -> None:
 
 
 def test_nothing_is_asked_for() -> None:
-    """The commonest slip, --tp-out forgotten, is no error: the ranks are written anew, which is said."""
-    assert "note: DST has the ranks of SRC (tp 8): --tp-out" in run("reshard {LLAMA} dst").err
-    assert "DST has the ranks" not in run("reshard {LLAMA} other --tp-out 8").err
+    """The commonest slip, --tp-out forgotten, is not an error: the ranks are rewritten, which is said."""
+    assert "note: same parallelism as SRC (tp 8); change it with --tp-out" in run("reshard {LLAMA} dst").err
+    assert "same parallelism as SRC" not in run("reshard {LLAMA} other --tp-out 8").err
 
 
 def test_quantised_without_a_config() -> None:

@@ -727,7 +727,7 @@ def test_targets() -> None:
     assert Hybrid().naming() == ZeroCost().naming() == "paddle"
     assert Hybrid().target_mesh(Mesh(tp=2, pp=2, etp=2), {}) == Mesh(tp=2, pp=2, etp=2)
     assert Hybrid().target_mesh(Mesh(tp=2, ep=4, etp=2), {}) == Mesh(tp=2, ep=4, etp=1)
-    with pytest.raises(ConflictError, match="ep 3 is no multiple of tp 2"):
+    with pytest.raises(ConflictError, match="ep 3 is not a multiple of tp 2"):
         Hybrid().target_mesh(Mesh(tp=2, ep=3), {})
 
 
@@ -866,7 +866,7 @@ def test_weights_without_the_optimizer(saved: Path) -> None:
 @pytest.mark.parametrize("key", ["linear_1.w_0_lr_ratio_0", "linear_1.w_0_fp32_master_0_moment1_0.SCALE_VALUE"])
 def test_an_unknown_state(key: str, saved: Path) -> None:
     edit_file(saved / "optimizer.tp00_shard00.pdopt", lambda c: c.update({key: (key, np.zeros(1, "<f4"))}))
-    refused(UnsupportedError, "is no state of an optimizer", saved)
+    refused(UnsupportedError, "is not a state of an optimizer", saved)
 
 
 def test_a_parameter_that_the_meta_lacks(saved: Path) -> None:
@@ -989,7 +989,7 @@ def test_a_meta_that_is_none(text: str, saved: Path) -> None:
     ("cell", "kind", "text"),
     [
         ({"structure_name_mapping": None}, CorruptError, "has no structure_name_mapping"),
-        ({"structure_name_mapping": {"a": 1}}, CorruptError, "holds something that is no name"),
+        ({"structure_name_mapping": {"a": 1}}, CorruptError, "holds something that is not a name"),
         ({"param_meta": {"a": [[1], 10]}}, CorruptError, r"is not \[shape, dtype"),
         ({"param_meta": {"a": [["1"], 10, False]}}, CorruptError, "the shape of `a`"),
         ({"param_meta": {"a": [[1], 99, False]}}, UnsupportedError, "has dtype 99"),

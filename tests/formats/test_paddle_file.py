@@ -88,5 +88,5 @@ def test_what_is_refused(tmp_path: Path) -> None:
     src = saved(tmp_path / "none.pdparams", {"epoch": 3})
     assert "no arrays" in refused(src, tmp_path / "out")
     src = saved(tmp_path / "two.pdparams", {"a": np.ones(1)})
-    assert "which one counts" in refused(tmp_path, tmp_path / "out", "--from", "pdparams")
+    assert "which one to read" in refused(tmp_path, tmp_path / "out", "--from", "pdparams")
     assert "--to hybrid" in refused(src, tmp_path / "out", "--to", "pdparams")

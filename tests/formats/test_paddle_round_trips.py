@@ -138,7 +138,7 @@ def test_an_adapter_alone_goes_only_to_unified(fmt: str, tmp_path: Path) -> None
 
 def test_a_fused_qkv_is_cut_between_groups(tmp_path: Path) -> None:
     text = refused(UNIFIED / "nlp_llamafused_bf16_tp2", tmp_path / "out", "--to", "flex", "--tp-out", 4)
-    assert "2 groups of heads do not divide by 4" in text
+    assert "2 groups of heads cannot be split evenly across 4 ranks" in text
     reshard(
         UNIFIED / "nlp_llamafused_bf16_tp2", tmp_path / "out", "--to", "flex", "--tp-out", 4, "--unfuse", "--verify"
     )

@@ -324,7 +324,7 @@ def test_chunks_are_joined(tmp_path: Path, protocol: int) -> None:
         ({"w": {"OriginShape": (0,), "slices": []}}, CorruptError, "how"),
         ({"w": 3}, CorruptError, "how"),
         ({(1, 2): 3}, CorruptError, "how"),
-        ([], CorruptError, "no dict"),
+        ([], CorruptError, "not a dict"),
     ],
 )
 def test_wrong_chunks(tmp_path: Path, info: Any, error: type[CkptError], words: str) -> None:
@@ -341,7 +341,7 @@ def test_chunks_of_different_dtypes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [([1], "a list"), (np.ones(3), "a single tensor"), ({1: np.ones(3)}, "no name"), (3, "an? int")],
+    [([1], "a list"), (np.ones(3), "a single tensor"), ({1: np.ones(3)}, "not a name"), (3, "an? int")],
 )
 def test_no_dict_of_tensors(tmp_path: Path, value: Any, words: str) -> None:
     with pytest.raises((UnsupportedError, CorruptError), match=words):

@@ -163,7 +163,7 @@ def test_every_opcode_is_either_run_or_refused_by_its_name() -> None:
 
 def test_bytes_that_are_no_opcode(tmp_path: Path) -> None:
     for code in set(range(256)) - {o.code.encode("latin1")[0] for o in pickletools.opcodes}:
-        with pytest.raises(CorruptError, match="no pickle opcode"):
+        with pytest.raises(CorruptError, match="not a pickle opcode"):
             read_pickle(write(tmp_path / "x", bytes([code])))
 
 
@@ -229,9 +229,9 @@ CONTRADICTORY: dict[str, tuple[bytes, str]] = {
     "get before put": (b"h\x00", "never remembered"),
     "put far away": (b"Nr\xff\xff\xff\x7f", "remembers value"),
     "call of a number": (b"K\x01)R", "calls a int"),
-    "call with a list": (name("builtins", "tuple") + b"]R", "no tuple"),
-    "instance of a number": (b"K\x01)\x81", "no class"),
-    "a class named by numbers": (b"K\x01K\x02\x93", "no text"),
+    "call with a list": (name("builtins", "tuple") + b"]R", "not a tuple"),
+    "instance of a number": (b"K\x01)\x81", "not a class"),
+    "a class named by numbers": (b"K\x01K\x02\x93", "not a string"),
     "item for a list": (b"]NNs", "items for a dict"),
     "item for a dict": (b"}Na", "items for a list"),
     "item for a tuple": (b")Na", "items for a list"),
@@ -246,7 +246,7 @@ CONTRADICTORY: dict[str, tuple[bytes, str]] = {
     "array in a state": (RECORD + b")\x81}" + text("a") + EMPTY + b"sb", "before its elements"),
     "elements twice": (array(b")", F4, b"C\x04abcd") + b"(K\x01)" + F4 + b"\x89C\x04abcdtb", "state of an array"),
     "array of a text's dtype": (array(b")", text("f4"), b"C\x04abcd"), "state of an array"),
-    "state that is no tuple": (EMPTY + b"}b", "state of an array"),
+    "state that is not a tuple": (EMPTY + b"}b", "state of an array"),
     "negative shape": (array(b"J\xff\xff\xff\xff\x85", F4, b"C\x04abcd"), "shape"),
     "shape of bools": (array(b"\x88\x85", F4, b"C\x04abcd"), "shape"),
     "huge shape": (array(b"\x8a\x09" + bytes(8) + b"\x01\x85", F4, b"C\x00"), "shape"),
@@ -316,8 +316,8 @@ GREEDY: dict[str, tuple[bytes, str]] = {
     "nested tuples": (b"N" + b"\x85" * 100_000, "nested deeper"),
     "nested dicts": ((b"}" + text("a")) * 10_000 + b"N" + b"s" * 10_000, "nested deeper"),
     "nested tuples of bytes": (b"C\x01a" + b"\x85" * 100_000, "nested deeper"),
-    "a huge text": (b"X" + struct.pack("<I", 1 << 25) + bytes(1 << 25), "no array"),
-    "huge bytes": (b"B" + struct.pack("<I", 1 << 25) + bytes(1 << 25), "no array"),
+    "a huge text": (b"X" + struct.pack("<I", 1 << 25) + bytes(1 << 25), "not an array"),
+    "huge bytes": (b"B" + struct.pack("<I", 1 << 25) + bytes(1 << 25), "not an array"),
     "a huge number": (b"\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20), "LONG4"),
 }
 

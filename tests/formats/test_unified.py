@@ -221,7 +221,7 @@ def test_architectures_and_dtype_keys(tmp_path: Path) -> None:
 
 def test_a_save_that_failed(tmp_path: Path) -> None:
     text = refused(FIXTURES / "pf12_llama_bf16_tp2", tmp_path / "out", "--to", "unified")
-    assert "no complete checkpoint" in text
+    assert "not a complete checkpoint" in text
     assert "training_args.bin" in text
 
 

@@ -120,7 +120,7 @@ WRONG: list[tuple[list[object], str]] = [
     (["--dequant", "bf16", "--requant", "channel"], "--dequant and --requant exclude each other"),
     (["--requant", "block:"], "--requant `block:` has no block behind its colon"),
     (["--requant", "block:16"], "--requant `16` is not MxN"),
-    (["--requant", "channel:16x16"], "--block does nothing"),
+    (["--requant", "channel:16x16"], "--block has no effect"),
     (["--requant", "q8"], "unknown recipe `q8`"),
     (["--dequant", "fp8"], "--dequant fp8"),
 ]

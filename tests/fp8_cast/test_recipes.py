@@ -167,7 +167,7 @@ def test_edges(tmp_path: Path) -> None:
     assert_same(read_all(tmp_path / "skip"), {"a.odd_proj.weight": odd} | made["a.whole_proj.weight"])
     assert config_of(tmp_path / "skip")["quantization_config"]["modules_to_not_convert"] == ["a.odd_proj"]
     error = refused("fp8-cast", tmp_path / "src", tmp_path / "dst", "--edge", "error")
-    assert "`a.odd_proj.weight` [130, 200] is no multiple of blocks of 128x128" in error
+    assert "`a.odd_proj.weight` [130, 200] is not a multiple of blocks of 128x128" in error
     assert "hint: --edge ceil" in error
 
 

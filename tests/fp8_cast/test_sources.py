@@ -367,11 +367,11 @@ def test_kept_experts_are_named_as_one_module(tmp_path: Path) -> None:
 
 WRONG: list[tuple[list[object], str]] = [
     (["--to", "fp8"], "--to fp8"),
-    (["--to", "bf16", "--recipe", "block"], "--recipe says how to quantise, and --to bf16 dequantises"),
-    (["--to", "bf16", "--keep", "*"], "--keep says how to quantise"),
-    (["--to", "bf16", "--pow2"], "--pow2 says how to quantise"),
+    (["--to", "bf16", "--recipe", "block"], "--recipe is for quantising, and --to bf16 dequantises"),
+    (["--to", "bf16", "--keep", "*"], "--keep is for quantising"),
+    (["--to", "bf16", "--pow2"], "--pow2 is for quantising"),
     (["--recipe", "int8"], "unknown recipe `int8`"),
-    (["--recipe", "channel", "--block", "32x32"], "--block does nothing for recipe channel"),
+    (["--recipe", "channel", "--block", "32x32"], "--block has no effect with recipe channel"),
     (["--block", "32"], "--block `32` is not MxN"),
     (["--block", "0x32"], "--block `0x32` is not MxN"),
     (["--quant-method", "awq"], "--quant-method awq has no block recipe"),
@@ -406,7 +406,7 @@ def test_groups_that_do_not_divide(recipe: str, group: int, tmp_path: Path) -> N
     tensors = linear() | others() | {"model.layers.0.mlp.down_proj.weight": weight(1, (64, 104))}
     save_hf(tmp_path / "src", tensors, LLAMA | {"intermediate_size": 104})
     error = refused("fp8-cast", tmp_path / "src", tmp_path / "dst", "--recipe", recipe)
-    assert f"`model.layers.0.mlp.down_proj.weight` [64, 104] has 104 columns, no multiple of {group}" in error
+    assert f"`model.layers.0.mlp.down_proj.weight` [64, 104] has 104 columns, not a multiple of {group}" in error
     assert "hint: --keep 'model.layers.0.mlp.down_proj.weight'" in error
     cast(tmp_path / "src", tmp_path / "dst", "--recipe", recipe, "--keep", "*.down_proj.*")
 

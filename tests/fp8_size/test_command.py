@@ -130,7 +130,7 @@ def test_an_index_is_a_source() -> None:
 def test_configs_that_are_none(tmp_path: Path, llama: Path) -> None:
     odd = tmp_path / "odd.json"
     odd.write_text("{}")
-    assert "no config of a model" in refused(odd, code=1)
+    assert "not a config of a model" in refused(odd, code=1)
     odd.write_text('{"model_type": "unheard"}')
     assert "no family that is known: unheard" in refused(odd, code=1)
     odd.write_text("[]")
@@ -138,10 +138,10 @@ def test_configs_that_are_none(tmp_path: Path, llama: Path) -> None:
     odd.write_text("{")
     assert "not valid JSON" in refused(odd, code=1)
     assert "does not exist" in refused(tmp_path / "nothing")
-    assert "--tp does nothing" in refused(llama, "--tp", 2)
-    assert "--from does nothing" in refused(llama, "--from", "hf")
-    assert "--rank-pattern does nothing" in refused(llama, "--rank-pattern", "x{rank}")
-    assert "--config does nothing" in refused(llama, "--config", llama)
+    assert "--tp has no effect" in refused(llama, "--tp", 2)
+    assert "--from has no effect" in refused(llama, "--from", "hf")
+    assert "--rank-pattern has no effect" in refused(llama, "--rank-pattern", "x{rank}")
+    assert "--config has no effect" in refused(llama, "--config", llama)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -269,8 +269,8 @@ def test_edges(tmp_path: Path) -> None:
     assert size_of(path)["dtypes"]["F8_E4M3"]["tensors"] == 14
     skipped = size_of(path, "--edge", "skip")
     assert skipped["recipe"]["kept"]["--edge skip"] == 6
-    assert "no multiple of blocks" in refused(path, "--edge", "error", code=1)
-    assert "no multiple of 32" in refused(path, "--recipe", "mxfp8", code=1)
+    assert "not a multiple of blocks" in refused(path, "--edge", "error", code=1)
+    assert "not a multiple of 32" in refused(path, "--recipe", "mxfp8", code=1)
 
 
 def test_static_activations_have_a_scale_each(llama: Path) -> None:
@@ -282,26 +282,26 @@ def test_static_activations_have_a_scale_each(llama: Path) -> None:
     ("options", "said"),
     [
         (("--recipe", "int4"), "unknown recipe"),
-        (("--recipe", "bf16", "--block", "64x64"), "--block does nothing for recipe bf16"),
-        (("--recipe", "as-is", "--keep", "*"), "--keep does nothing for recipe as-is"),
+        (("--recipe", "bf16", "--block", "64x64"), "--block has no effect with recipe bf16"),
+        (("--recipe", "as-is", "--keep", "*"), "--keep has no effect with recipe as-is"),
         (("--block", "64"), "not MxN"),
         (("--scale-dtype", "e4m3"), "no F8_E4M3 scales"),
         (("--no-mtp",), "no multi-token-prediction layers"),
         (("--by", "size"), "not one of"),
         (("--unit", "MB"), "not one of"),
-        (("--tokens", 5), "--tokens does nothing without --kv"),
-        (("--kv", "bf16", "--batch", 2), "--batch does nothing without --tokens"),
-        (("--kv", "bf16", "--max-model-len", 2), "--max-model-len does nothing without --tokens"),
+        (("--tokens", 5), "--tokens has no effect without --kv"),
+        (("--kv", "bf16", "--batch", 2), "--batch has no effect without --tokens"),
+        (("--kv", "bf16", "--max-model-len", 2), "--max-model-len has no effect without --tokens"),
         (("--kv", "fp8_ds_mla"), "no latent attention"),
-        (("--zero", 1), "--zero does nothing without --train"),
-        (("--fp8-transposed",), "--fp8-transposed does nothing without --train"),
-        (("--train", "--recipe", "bf16", "--fp8-transposed"), "does nothing for recipe bf16"),
+        (("--zero", 1), "--zero has no effect without --train"),
+        (("--fp8-transposed",), "--fp8-transposed has no effect without --train"),
+        (("--train", "--recipe", "bf16", "--fp8-transposed"), "has no effect with recipe bf16"),
         (("--train", "--kv", "bf16"), "ask twice"),
-        (("--vocab-pad", 128), "--vocab-pad does nothing"),
+        (("--vocab-pad", 128), "--vocab-pad has no effect"),
         (("--ep-out", 2), "no experts"),
         (("--check-total-size",), "SRC is a config"),
-        (("--recipe", "tensor", "--edge", "skip"), "--edge does nothing for recipe tensor"),
-        (("--recipe", "channel", "--edge", "ceil"), "--edge does nothing for recipe channel"),
+        (("--recipe", "tensor", "--edge", "skip"), "--edge has no effect with recipe tensor"),
+        (("--recipe", "channel", "--edge", "ceil"), "--edge has no effect with recipe channel"),
         (("--recipe", "mxfp8", "--edge", "round"), "--edge is round"),
         (("--scale-dtype", "xx"), "--scale-dtype: unknown dtype `xx`"),
         (("--keep", "*"), "nothing to quantise"),

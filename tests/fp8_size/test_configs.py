@@ -173,7 +173,7 @@ def test_only_clear_errors() -> None:
         try:
             found = of(quant)
         except UsageError:
-            pytest.fail(f"a config is no option: {quant}")
+            pytest.fail(f"a config is not an option: {quant}")
         except (ConflictError, UnsupportedError):
             continue
         read += 1
@@ -190,15 +190,15 @@ def test_only_clear_errors() -> None:
     ("options", "words"),
     [
         ({"recipe": "nvfp4", "powers": True}, "--pow2: the scales of nvfp4"),
-        ({"recipe": "mxfp8", "powers": True}, "--pow2 does nothing for recipe mxfp8"),
-        ({"recipe": "mxfp4", "powers": True}, "--pow2 does nothing for recipe mxfp4"),
+        ({"recipe": "mxfp8", "powers": True}, "--pow2 has no effect with recipe mxfp8"),
+        ({"recipe": "mxfp4", "powers": True}, "--pow2 has no effect with recipe mxfp4"),
         ({"recipe": "nvfp4", "code": "e4m3"}, "codes of nvfp4 are F4"),
         ({"recipe": "mxfp4", "code": "f8_e5m2"}, "codes of mxfp4 are F4"),
         ({"recipe": "mxfp8", "code": "bf16"}, "codes of mxfp8 are F8_E4M3 or F8_E5M2"),
         ({"recipe": "block", "code": "xx"}, "--code: unknown dtype `xx`"),
         ({"recipe": "block", "scale_dtype": "xx"}, "--scale-dtype: unknown dtype `xx`"),
         ({"recipe": "nvfp4", "scale_dtype": "xx"}, "--scale-dtype: unknown dtype `xx`"),
-        *[({"recipe": r, "edge": e}, "--edge does nothing") for r in ("tensor", "channel") for e in EDGES],
+        *[({"recipe": r, "edge": e}, "--edge has no effect") for r in ("tensor", "channel") for e in EDGES],
         ({"recipe": "nvfp4", "edge": "ceil"}, "no partly filled groups"),
         ({"recipe": "nvfp4", "edge": "x"}, "--edge is x"),
     ],

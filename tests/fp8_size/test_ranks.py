@@ -76,7 +76,7 @@ def test_joined_parts_are_whole_blocks_though_nothing_is_cut() -> None:
     found = partition(made, apply(made, Wanted("block")), Mesh(), 64, blocks=True, follows=True)
     # q | k | v: the k of 64 rows lies in the middle, the v of 64 rows at the end, where a block may be partly filled.
     assert [(m.name, m.why) for m in found.misfits] == [
-        ("model.layers.0.self_attn.k_proj.weight", "it is joined to others with 64 rows, no multiple of 128")
+        ("model.layers.0.self_attn.k_proj.weight", "it is joined to others with 64 rows, not a multiple of 128")
     ]
 
 
@@ -84,7 +84,7 @@ def test_heads_that_do_not_divide_are_no_answer_but_a_misfit() -> None:
     found = ranks("Llama-3-8B", tp(3))
     assert not found.held
     assert found.works == (1, 2, 4, 8, 16)
-    assert any("32 heads do not divide by 3" in m.why for m in found.misfits)
+    assert any("32 heads cannot be split evenly across 3 ranks" in m.why for m in found.misfits)
 
 
 def test_other_recipes_have_no_blocks_to_tear() -> None:
@@ -284,7 +284,7 @@ def test_experts_have_fewer_copies() -> None:
     assert found.expert_dp == 2 * 8 // 4
     w = held[0]
     assert found.held[0].masters == w.parameters * 4 // 8 + w.expert_parameters * 4 // 4
-    with pytest.raises(UsageError, match="no multiple"):
+    with pytest.raises(UsageError, match="not a multiple"):
         training_of(held, mesh, zero=1, dp=1, gradient="fp32", master="fp32", moment="fp32", transposed=False)
 
 

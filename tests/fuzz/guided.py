@@ -111,7 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument("--only", default="", help="targets whose name contains this")
-    parser.add_argument("--corpus", type=Path, help="where inputs are kept; a temporary folder unless said")
+    parser.add_argument("--corpus", type=Path, help="where inputs are kept; a temporary folder by default")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--input", type=Path, help="run the target once on this file")
     parser.add_argument("--target", help=argparse.SUPPRESS)

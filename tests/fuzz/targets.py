@@ -67,7 +67,7 @@ class Target(NamedTuple):
 
 
 class _Folder:
-    """A directory of which one file is written anew for each input."""
+    """A directory of which one file is rewritten for each input."""
 
     def __init__(self, name: str, source: str = "") -> None:
         self.root = Path(tempfile.mkdtemp(prefix="ckpttool-fuzz-"))

@@ -88,7 +88,7 @@ REFUSED: dict[str, Callable[[Header], object]] = {
     "no dtype": lambda header: header["a"].pop("dtype"),
     "an unknown dtype": put("a", "dtype", "F31"),
     "half a character": lambda header: header.update({"\ud800": header.pop("a")}),
-    "metadata that is no text": lambda header: header.update({"__metadata__": {"format": 1}}),
+    "metadata that is not a string": lambda header: header.update({"__metadata__": {"format": 1}}),
 }
 
 
@@ -188,7 +188,7 @@ WRONG_RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
     "infinite": lambda r: r["tensors"]["lm_head.weight"].update(shape=[float("inf"), 64]),
     "a fraction": lambda r: r["tensors"]["lm_head.weight"].update(shape=[259.5, 64]),
     "one row more": lambda r: r["tensors"]["lm_head.weight"].update(shape=[260, 64]),
-    "a key that is no text": lambda r: r["tensors"]["lm_head.weight"].update(key=5),
+    "a key that is not a string": lambda r: r["tensors"]["lm_head.weight"].update(key=5),
     "another mesh": lambda r: r["mesh"].update(tp=4),
     "another family": lambda r: r.update(family="qwen3"),
     "another rank": lambda r: r.update(rank=0),

@@ -205,7 +205,7 @@ def texts(data: bytes) -> Iterator[Case]:
 
 
 def change(data: bytes, rng: random.Random) -> bytes:
-    """A JSON text with one value, key or entry damaged by chance. Raises ValueError when it is no JSON."""
+    """A JSON text with one value, key or entry damaged by chance. Raises ValueError when it is not JSON."""
     try:
         root = [parse(data)]
     except RecursionError:

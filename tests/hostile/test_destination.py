@@ -193,7 +193,7 @@ def test_names_of_outputs_stay_inside() -> None:
     from ckpttool.plan import Output
 
     for name in ("../x", "/x", "a/../../x", "", ".", "a//b", "a\0b", ".."):
-        with pytest.raises(ConflictError, match="no name of a file"):
+        with pytest.raises(ConflictError, match="not a name of a file"):
             Output(name, 0)
     assert Output("tp0/model.safetensors", 0).name == "tp0/model.safetensors"
 

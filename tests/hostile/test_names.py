@@ -165,7 +165,7 @@ FILES = [b"caf\xe9.txt", b"\xff\xfe.json", b"a\nb.txt", b"\x1b[2J.txt", b"-rf", 
 
 
 def test_file_names(tmp_path: Path) -> None:
-    """Names that are no text: shown as escapes, carried as they are."""
+    """Names that are not text: shown as escapes, carried as they are."""
     court = Court(tmp_path)
     (court.src / "model.safetensors").write_bytes(safetensors({"a": tensor()}, b"abcd"))
     for name in FILES:

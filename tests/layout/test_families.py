@@ -333,7 +333,7 @@ def test_no_cut_parts_gate_from_up_in_gpt_oss() -> None:
     for rank, tensors in enumerate(cut(got, (), Mesh(tp=3, etp=3, ep=1), identity_of(name, catalog), listed.config)):
         (mine,) = tensors
         np.testing.assert_array_equal(local(mine, arrays[name]), arrays[name][:, :, 64 * rank : 64 * (rank + 1)])
-    with pytest.raises(LayoutError, match="96 neurons do not divide by 64"):
+    with pytest.raises(LayoutError, match="96 neurons cannot be split evenly across 64 ranks"):
         cut(got, (), Mesh(etp=64), identity_of(name, catalog), listed.config)
 
 
@@ -345,7 +345,7 @@ def test_mxfp4_is_cut_between_blocks() -> None:
         name = f"model.layers.0.mlp.experts.down_proj_{kind}"
         ranks = cut(got, (), Mesh(etp=4), identity_of(name, catalog), listed.config)
         assert [t.shape for tensors in ranks for t in tensors] == [(4, 64, 2, *tail)] * 4
-        with pytest.raises(LayoutError, match="8 elements do not divide by 3"):
+        with pytest.raises(LayoutError, match="8 elements cannot be split evenly across 3 ranks"):
             cut(got, (), Mesh(etp=3), identity_of(name, catalog), listed.config)
 
 

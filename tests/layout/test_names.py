@@ -61,7 +61,9 @@ FUNCTIONS: list[Callable[[str], str | None]] = [
     lambda _: None,
     lambda n: n.replace("layers", "h"),
     lambda n: n.split(".", 1)[1] if n.startswith("model.") else n,
-    lambda n: n.replace("experts.", "experts") if "down" in n else n,  # the number is no component of its own any more
+    lambda n: (
+        n.replace("experts.", "experts") if "down" in n else n
+    ),  # the number is not a component of its own any more
     lambda n: ".".join(reversed(n.split("."))),  # the numbers change places
     lambda _: "fixed",  # the numbers are gone
     lambda n: n + ".0",  # a number comes in

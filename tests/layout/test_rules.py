@@ -270,13 +270,13 @@ def test_empty_and_scalar_tensors_are_held_whole() -> None:
 @pytest.mark.parametrize(
     ("text", "shape", "tp", "sizes", "why", "works"),
     [
-        ("column", (6, 1), 4, {}, "6 .*do not divide by 4", (1, 2, 3, 6)),
-        ("column heads", (12, 1), 4, {"heads": Size(6)}, "6 heads do not divide by 4", (1, 2, 3, 6)),
+        ("column", (6, 1), 4, {}, "6 .*cannot be split evenly across 4 ranks", (1, 2, 3, 6)),
+        ("column heads", (12, 1), 4, {"heads": Size(6)}, "6 heads cannot be split evenly across 4 ranks", (1, 2, 3, 6)),
         ("column heads", (7, 1), 2, {"heads": Size(2)}, "7 .* 2 heads", ()),
         ("column kv", (4, 1), 3, {"kv": Size(2, shared=True)}, "3 .* 2 kv", (1, 2, 4, 8, 16)),
-        ("row heads", (1, 12), 4, {"heads": Size(6)}, "6 heads do not divide by 4", (1, 2, 3, 6)),
+        ("row heads", (1, 12), 4, {"heads": Size(6)}, "6 heads cannot be split evenly across 4 ranks", (1, 2, 3, 6)),
         ("fused a b", (5, 1), 1, {}, "5 does not divide into parts 1:1", ()),
-        ("fused a b", (6, 1), 2, {}, "3 .*do not divide by 2", (1, 3)),
+        ("fused a b", (6, 1), 2, {}, "3 .*cannot be split evenly across 2 ranks", (1, 3)),
     ],
 )
 def test_what_does_not_come_out_even_is_refused(

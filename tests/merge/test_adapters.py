@@ -285,7 +285,7 @@ def test_starts_that_leave_the_base(tmp_path: Path, start: object) -> None:
         ({f"{P}q.lora_A": (4, 6), f"{P}q.lora_B": (8, 4)}, UnsupportedError, "nothing that plain LoRA has"),
         ({f"{P}q.lora_A.x.y.weight": (4, 6)}, UnsupportedError, "nothing that plain LoRA has"),
         (pair("q", 8, 6, rank=8), ConflictError, r"\[8, 6\].*\[8, 8\], but the config says rank 4"),
-        ({f"{P}q.lora_A.weight": (4,), f"{P}q.lora_B.weight": (8, 4)}, ConflictError, "are no matrices"),
+        ({f"{P}q.lora_A.weight": (4,), f"{P}q.lora_B.weight": (8, 4)}, ConflictError, "are not matrices"),
         (pair("q", 8, 6) | {f"{P}q.lora_A.a.weight": (4, 6)}, ConflictError, "one factor twice"),
         ({}, IncompleteError, "has no tensors"),
     ],
@@ -299,12 +299,12 @@ def test_refused_tensors(tmp_path: Path, shapes: Shapes, error: type[CkptError],
     ("config", "error", "words"),
     [
         ({"r": 0}, ConflictError, "`r` is 0"),
-        ({"r": 2.5}, ConflictError, "no whole number"),
+        ({"r": 2.5}, ConflictError, "not a whole number"),
         ({"lora_alpha": "8"}, ConflictError, "`lora_alpha` is '8'"),
         ({"rank_pattern": {"q": True}}, ConflictError, "rank_pattern: q"),
-        ({"rank_pattern": {"(": 4}}, CorruptError, "no regular expression"),
-        ({"alpha_pattern": [1]}, CorruptError, "no table"),
-        ({"target_parameters": "x"}, CorruptError, "no list of names"),
+        ({"rank_pattern": {"(": 4}}, CorruptError, "not a regular expression"),
+        ({"alpha_pattern": [1]}, CorruptError, "not a table"),
+        ({"target_parameters": "x"}, CorruptError, "not a list of names"),
     ],
 )
 def test_wrong_configs(tmp_path: Path, config: dict[str, Any], error: type[CkptError], words: str) -> None:
@@ -558,7 +558,7 @@ def test_stacks_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="which parameter"):
         adapt(adapter, {f"{X}.down_proj": (E, H, N), f"{X}.gate_up_proj": (E, H, N)})
     odd = arrays({f"{P}{X}.lora_A.weight": (E * R, N), f"{P}{X}.lora_B.weight": (H, R)})
-    with pytest.raises(ConflictError, match="no stack of factors of rank 4"):
+    with pytest.raises(ConflictError, match="not a stack of factors of rank 4"):
         adapt(peft(tmp_path / "b", odd, **STACKED), {f"{X}.down_proj": (E, H, N)})
 
 

@@ -1,6 +1,6 @@
 """Every kind of recipe that mergekit's examples, pages and tests show: it runs, or is refused by what it asks for.
 
-The recipes are written anew over tiny models, with one thing of each kind. What they compute is checked elsewhere.
+The recipes are rewritten over tiny models, with one thing of each kind. What they compute is checked elsewhere.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def test_paddle_stays_paddle(sources: Sources, tmp_path: Path) -> None:
     """Names, fusions and orientation of the first source, and its writer's config; nothing of the training run."""
     done = merge(sources.at["fused"], RANKED, "-o", tmp_path / "out", "--weights", "0.75,0.25", "--verify")
     assert "master_weights, optimizer of the sources left out" in done.err
-    assert "not carried, because a merge is no state of a training run" in done.err
+    assert "not carried, because a merge is not a state of a training run" in done.err
     found = read_folder(tmp_path / "out", "*.safetensors")
     held = read_folder(sources.at["fused"], "model-*")
     assert {n: (a.shape, a.dtype) for n, a in found.items()} == {n: (a.shape, a.dtype) for n, a in held.items()}
@@ -548,7 +548,7 @@ def test_record(sources: Sources, tmp_path: Path) -> None:
     assert record["format"] == "unified"
     assert record["component"] == "model"
     first, second = record["sources"]
-    assert (first["format"], second["format"]) == ("hybrid", "unified")  # without averages it is no zcc
+    assert (first["format"], second["format"]) == ("hybrid", "unified")  # without averages it is not a zcc
     assert first["derived"] == {"tensors": 21, "from": "master_weights", "stored": "F32"}
     assert second["derived"] is None
     # The hash is that of the model as it is, so a copy that holds the rounded weights has the same.

@@ -52,7 +52,7 @@ def test_one_source_takes_one_weight() -> None:
     ("sources", "words", "error", "what", "hint"),
     [
         ("a b", {"method": "lerp"}, UsageError, "no merge method `lerp`", "slerp"),
-        ("a b", {"method": None}, UsageError, "not said how to merge", "known: "),
+        ("a b", {"method": None}, UsageError, "no merge method is given", "known: "),
         (
             "a b",
             {"method": "linear"},

@@ -135,7 +135,7 @@ def test_an_adapter_on_its_base() -> None:
         ({"merge_prefix": "optimizer"}, UsageError, "neither `model` nor `master_weights`"),
         ({"weight_list": [1]}, ConflictError, "1 weights are given for 2 models"),
         ({"weight_list": [1, "x"]}, UsageError, "`x` is not a finite number"),
-        ({"weight_list": 1}, UsageError, "`1` is no list"),
+        ({"weight_list": 1}, UsageError, "`1` is not a list"),
         ({"model_path_str": "a,b"}, ConflictError, "exclude each other"),
         ({"model_path_list": None}, UsageError, "nothing to merge"),
         ({"model_path_list": ["a", "a"]}, ConflictError, "`a` is listed twice"),
@@ -148,7 +148,7 @@ def test_an_adapter_on_its_base() -> None:
         ({"merge_method": "ties", "reserve_p": [0.1, 0.2]}, UsageError, "not a finite number"),
         ({"normalize": "yes"}, UsageError, "not true or false"),
         ({"merge_with_qdq_base_model": "no"}, UsageError, "neither true nor false"),
-        ({"remove_keys": "lm_head.weight"}, UsageError, "is no list"),
+        ({"remove_keys": "lm_head.weight"}, UsageError, "is not a list"),
     ],
 )
 def test_refused(changes: dict[str, Any], error: type[CkptError], words: str) -> None:
@@ -168,8 +168,8 @@ def test_all_unknown_keys_are_listed() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("[]", UsageError, "no mapping"),
-        ("{", UsageError, "no JSON"),
+        ("[]", UsageError, "not a mapping"),
+        ("{", UsageError, "not JSON"),
         ('{"normalize": true, "normalize": false}', ConflictError, "`normalize` comes twice"),
         ("[" * 100_000, UsageError, "too deep"),
         ('{"reserve_p": ' + "1" * 5000 + "}", UsageError, "too long"),

@@ -127,7 +127,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
     "data", [b"", b"IQ== 0\nIg== 1\n", piece(b"a")[:-1], b"\xff" * 40, b"\x0a\x00", piece(b"\xff")]
 )
 def test_other_models_are_refused(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(UnsupportedError, match="no sentencepiece model"):
+    with pytest.raises(UnsupportedError, match="not a sentencepiece model"):
         read_vocabulary(write(tmp_path, tokenizer__model=data))
 
 

@@ -256,7 +256,7 @@ def inference(folder: Path) -> dict[str, Any]:
 
 
 def adam(folder: Path) -> dict[str, Any]:
-    """A training program with all of its state: moments are no parameters by their operator."""
+    """A training program with all of its state: moments are not parameters by their operator."""
     inputs = {"x": floats(2, 4), "t": floats(2, 1, seed=2)}
     with static() as (main, start, executor):
         x, t = (paddle.static.data(n, [None, *a.shape[1:]], "float32") for n, a in inputs.items())

@@ -460,7 +460,7 @@ def test_transformers_quantises_the_modules_that_we_did(variant: str, keep: list
 def test_compressed_tensors_quantises_the_modules_that_we_did(
     variant: str, recipe: str, keep: list[str], tmp_path: Path
 ) -> None:
-    """In transformers' models experts are no Linear, so only the others are looked at."""
+    """In transformers' models experts are not Linear, so only the others are looked at."""
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
     cast = cast_tiny(variant, tmp_path, *options(recipe), *keep)

@@ -309,7 +309,7 @@ def record() -> dict[str, Any]:
 
 
 def test_the_record_is_up_to_date() -> None:
-    """``python -m tests.peers.test_shapes`` writes it anew."""
+    """``python -m tests.peers.test_shapes`` rebuilds it."""
     assert json.loads((DATA / "variations.json").read_text(encoding="utf-8")) == record()
     for variant in VARIANTS:
         listed = family_lists(find_family(written(tiny_config(variant))) or "")[variant]

@@ -50,7 +50,7 @@ def test_plan_as_text(written: Path, tmp_path: Path) -> None:
     assert {line[0]: int(line[1]) for line in lines[1:]} == sizes(written)
     assert "source  " in done.err
     assert "target  ranks, tp 2" in done.err
-    assert "boxes to move" in done.err
+    assert "slices to copy" in done.err
     assert "at most, of which 67.11 MB are buffers (--memory)" in done.err
 
 
@@ -95,7 +95,7 @@ def test_result_as_text(tmp_path: Path) -> None:
     lines = done.out.splitlines()
     assert lines[0].startswith(f"{tmp_path / 'out'}: hf, tp 1, 39 tensors in ")
     assert lines[1] == "verified: every element is equal to the source"
-    assert "boxes; writes: " in done.err
+    assert "slices; writes: " in done.err
 
 
 def test_notes_go_to_stderr_and_not_when_quiet(tmp_path: Path) -> None:

@@ -144,9 +144,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "not an object": (_raw_header(b"[1,2]"), "not a JSON object"),
     "nested without end": (_raw_header(b'{"a":' + b"[" * 200_000), "nested too deeply"),
     "a name twice": (_raw_header(b'{"a":1,"a":2}'), "twice"),
-    "an entry that is no object": (_raw_header(b'{"a":[1]}'), "is not an object"),
+    "an entry that is not an object": (_raw_header(b'{"a":[1]}'), "is not an object"),
     "an unknown dtype": (_entry(dtype="F13"), "unknown dtype `F13`"),
-    "a dtype that is no text": (_entry(dtype=["BF16"]), "dtype"),
+    "a dtype that is not a string": (_entry(dtype=["BF16"]), "dtype"),
     "no dtype": (_entry(dtype=None), "dtype"),
     "a negative shape": (_entry(shape=[-48]), "shape"),
     "a shape of floats": (_entry(shape=[48.0]), "shape"),
@@ -158,7 +158,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "offsets in the wrong order": (_entry(data_offsets=[96, 0]), "before it starts"),
     "offsets that do not fit": (_entry(data_offsets=[0, 1]), "data_offsets hold 1"),
     "one offset": (_entry(data_offsets=[0]), "data_offsets"),
-    "metadata that is no text": (
+    "metadata that is not a string": (
         lambda p: rewrite_header(p, lambda h: h.update(__metadata__={"a": 1})),
         "__metadata__",
     ),
@@ -432,7 +432,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], Path], tuple[object, ...], tupl
     "ours without metadata": (_strip_metadata, (), ("--rank-pattern",)),
     "trtllm without mapping": (_trtllm_without_mapping, ("--from", "trtllm"), ("mapping",)),
     "wrong tp for rank files": (ranks, ("--tp", 4), ("--tp 4 contradicts", "tp 2")),
-    "wrong tp for ours": (our_ranks, ("--tp", 4), ("--tp 4 contradicts", "hint: leave --tp away")),
+    "wrong tp for ours": (our_ranks, ("--tp", 4), ("--tp 4 contradicts", "hint: drop --tp")),
     "wrong pp for ours": (our_ranks, ("--pp", 2), ("--pp 2 contradicts",)),
     "tp of whole tensors": (hf, ("--tp", 8), ("--tp 8 contradicts", "whole tensors")),
     "another format": (hf, ("--from", "deepseek"), ("no DeepSeek files",)),
@@ -451,7 +451,7 @@ def test_contradicting_source(case: str, tmp_path: Path) -> None:
 
 
 def test_sizes_that_are_equal_and_no_integers(tmp_path: Path) -> None:
-    """8.0 is 8 to a table of the cuts that are known; it is no size of a tensor."""
+    """8.0 is 8 to a table of the cuts that are known; it is not a size of a tensor."""
 
     def apply(found: dict[str, object]) -> None:
         meta = found["__metadata__"]
@@ -486,27 +486,27 @@ REQUESTS: dict[str, tuple[tuple[object, ...], int, tuple[str, ...]]] = {
     "heads cannot be shared": (("--tp-out", 16), 1, ("cannot be cut for tp 16", "hint: use --tp-out")),
     "layers do not divide": (("--pp-out", 2), 1, ("3 layers", "--pp-layout 2,1")),
     "layout does not add up": (("--pp-out", 2, "--pp-layout", "2,2"), 1, ("places 4 layers, the model has 3",)),
-    "layout of another pp": (("--pp-out", 2, "--pp-layout", "1,1,1"), 2, ("no multiple of pp 2",)),
-    "layout is no numbers": (("--pp-layout", "1,x"), 2, ("not a list of numbers",)),
+    "layout of another pp": (("--pp-out", 2, "--pp-layout", "1,1,1"), 2, ("not a multiple of pp 2",)),
+    "layout is not numbers": (("--pp-layout", "1,x"), 2, ("not a list of numbers",)),
     "more stages than layers": (("--pp-out", 5), 1, ("3 layers",)),
     "unknown family": (("--tp-out", 2, "--family", "lama"), 1, ("unknown family `lama`", "did you mean `llama`")),
     "family file is not there": (("--tp-out", 2, "--family", "no.yaml"), 2, ("no.yaml",)),
     "unknown format": (("--to", "vlm"), 2, ("`vlm` is not a format", "did you mean `vllm`")),
     "unknown source format": (("--from", "h5"), 2, ("`h5` is not a format", "formats: ")),
-    "hf in ranks": (("--to", "hf", "--tp-out", 2), 2, ("--tp-out 2 makes no sense", "--to ranks")),
+    "hf in ranks": (("--to", "hf", "--tp-out", 2), 2, ("--tp-out 2 cannot be used", "--to ranks")),
     "deepseek with ep": (("--to", "deepseek", "--tp-out", 2, "--ep-out", 4), 2, ("--ep-out 4",)),
     "no deepseek names": (("--to", "deepseek", "--tp-out", 2), 1, ("no deepseek naming",)),
     "experts of a dense model": (("--tp-out", 2, "--ep-out", 4), 2, ("--ep-out 4", "no experts")),
     "rank out of range": (("--tp-out", 2, "--ranks-out", "0,2"), 2, ("rank 2", "ranks 0 to 1")),
-    "ranks are no numbers": (("--tp-out", 2, "--ranks-out", "a-b"), 2, ("not a list of numbers",)),
+    "ranks are not numbers": (("--tp-out", 2, "--ranks-out", "a-b"), 2, ("not a list of numbers",)),
     "ranks backwards": (("--tp-out", 2, "--ranks-out", "1-0"), 2, ("--ranks-out",)),
     "verify of some ranks": (("--tp-out", 2, "--ranks-out", "0", "--verify"), 2, ("--verify needs all ranks",)),
-    "fp8 is no cast": (("--dtype", "fp8"), 2, ("not a cast", "bf16")),
-    "int is no cast": (("--dtype", "int32"), 2, ("not a cast",)),
+    "fp8 is not a cast": (("--dtype", "fp8"), 2, ("not a cast", "bf16")),
+    "int is not a cast": (("--dtype", "int32"), 2, ("not a cast",)),
     "unknown dtype": (("--dtype", "bf17"), 1, ("unknown dtype `bf17`",)),
     "memory too small": (("--memory", "1MB"), 2, ("too small", "64MiB")),
-    "memory is no size": (("--memory", "lots"), 2, ("is not a size",)),
-    "shard size is no size": (("--max-shard-size", "5GG"), 2, ("is not a size", "5GB")),
+    "memory is not a size": (("--memory", "lots"), 2, ("is not a size",)),
+    "shard size is not a size": (("--max-shard-size", "5GG"), 2, ("is not a size", "5GB")),
     "shard size is zero": (("--max-shard-size", "0"), 2, ("must be positive",)),
     "nothing kept": (("--keep-keys", "*.k_porj.weight"), 2, ("matches no tensor", "did you mean")),
     "nothing removed": (("--remove-keys", "visual.*"), 2, ("matches no tensor",)),
@@ -600,7 +600,7 @@ def test_source_that_is_no_checkpoint(tmp_path: Path) -> None:
     assert "--rank-pattern 'mp_rank_{rank}/model.safetensors'" in error
     adapter = tmp_path / "dirs" / "mp_rank_00" / "model.safetensors"
     adapter.rename(adapter.with_name("adapter_model.safetensors"))
-    assert "adapter_model.safetensors is no model's weights" in refused(adapter.parent, tmp_path / "dst")
+    assert "adapter_model.safetensors is not a model's weights" in refused(adapter.parent, tmp_path / "dst")
     (tmp_path / "notes.txt").write_text("not a checkpoint", encoding="utf-8")
     assert "no checkpoint format is recognised" in refused(tmp_path / "notes.txt", tmp_path / "dst")
 

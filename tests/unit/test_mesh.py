@@ -78,7 +78,7 @@ def test_virtual_stages() -> None:
     ("fields", "words"),
     [
         ({"tp": 0}, "--tp is 0"),
-        ({"pp": 2, "layout": (1, 2, 3)}, "no multiple of pp 2"),
+        ({"pp": 2, "layout": (1, 2, 3)}, "not a multiple of pp 2"),
         ({"pp": 2, "layout": (-1, 2)}, "negative"),
     ],
 )

@@ -50,7 +50,7 @@ class Replacement:
     def __enter__(self) -> Self:
         """Raises OutputError."""
         if self.path.exists() and not self.path.is_file():
-            raise OutputError("what is to be replaced is no file", where=str(self.path))
+            raise OutputError("what is to be replaced is not a file", where=str(self.path))
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self.fd = os.open(self.temporary, flags, 0o666)

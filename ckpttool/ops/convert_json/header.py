@@ -429,7 +429,7 @@ def _output(out: Path, target: _Target, *, force: bool) -> Path:
         if path.is_dir():
             raise OutputError("the output is a directory", where=str(out))
         if os.path.samestat(path.stat(), target.stat):
-            raise UsageError("the output is the source", where=str(out), hint="leave it away to change the file itself")
+            raise UsageError("the output is the source", where=str(out), hint="omit it to change the file itself")
         if not force:
             raise OutputError("the output exists", where=str(out), hint="use --force to replace it")
     return path

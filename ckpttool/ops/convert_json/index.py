@@ -47,7 +47,7 @@ _RANKED = re.compile(r"(?P<stem>\w+)\.(?:(?:tp|pp|shard|moe)\d{2,}_?)+\.safetens
 _SINGLE = ("model", "adapter_model", "diffusion_pytorch_model", *STEMS)
 """Stems of which a file without a number is a whole set."""
 _CODED = re.compile(r"@(?:min_|max_)?scales\Z")
-_ANEW = "`ckpttool convert-json --index` writes it anew"
+_ANEW = "`ckpttool convert-json --index` rebuilds it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +273,8 @@ def _outside(name: str) -> bool:
 
 def _left_alone(names: Sequence[str]) -> str:
     if len(names) == 1:
-        return f"{names[0]} is no shard and in no index; left alone"
-    return f"{len(names)} files are no shards and in no index ({names[0]}, ...); left alone"
+        return f"{names[0]} is not a shard and in no index; left alone"
+    return f"{len(names)} files are not shards and in no index ({names[0]}, ...); left alone"
 
 
 # -- rebuilding
@@ -693,8 +693,8 @@ def _check_group(
     members = [f for f in files if is_member(f.name, wanted) or not any(n in found for n in wanted)]
     for f in files if not mixed else ():
         if f not in members:
-            text = f"{f.name} is no part of the checkpoint that the index describes"
-            result.add("orphan-shard", text, listing.path(f.name), "move it away, or write the index anew")
+            text = f"{f.name} is not part of the checkpoint that the index describes"
+            result.add("orphan-shard", text, listing.path(f.name), "move it away, or rebuild the index")
     if g.raw is None and sets:
         text = f"{len(files)} shards have no index" if len(files) > 1 else f"{g.files[0]} has no index"
         result.add("no-index", text, listing.root, _ANEW)

@@ -121,7 +121,7 @@ def answer(src: str | Path, options: OpenOptions, question: Question) -> SizeRep
     # An index is right or wrong whatever becomes of the weights.
     applied = apply(model, question.wanted, or_as_it_is=question.check_total_size and model.checkpoint is not None)
     if question.fp8_transposed and not applied.quantised:
-        raise UsageError(f"--fp8-transposed does nothing for recipe {applied.recipe}", hint="--recipe block")
+        raise UsageError(f"--fp8-transposed has no effect with recipe {applied.recipe}", hint="--recipe block")
     out = SizeReport(model, applied, on_disk(model, applied, question.max_shard_size), notes=list(model.notes))
     more = out.disk.payload - applied.total.nbytes
     if more:
@@ -155,12 +155,12 @@ def _sensible(question: Question) -> None:
     for needed, there, options in needs:
         for option, value in options:
             if value is not None and not there:
-                raise UsageError(f"{option} does nothing without {needed}", hint=f"give {needed}, too")
+                raise UsageError(f"{option} has no effect without {needed}", hint=f"also pass {needed}")
     if q.kv and q.train:
         raise UsageError("--kv is for serving and --train for training", hint="ask twice")
     if q.tokens is None and (q.batch is not None or q.max_model_len is not None):
         option = "--batch" if q.batch is not None else "--max-model-len"
-        raise UsageError(f"{option} does nothing without --tokens", hint="--tokens N: how many a sequence has")
+        raise UsageError(f"{option} has no effect without --tokens", hint="--tokens N: how many a sequence has")
 
 
 def _mesh(out: SizeReport, q: Question) -> tuple[Mesh, bool]:
@@ -173,7 +173,7 @@ def _mesh(out: SizeReport, q: Question) -> tuple[Mesh, bool]:
     etp = q.etp or default_etp(source, tp, ep, ep_asked=q.ep is not None)
     if (q.ep or q.etp) and not out.model.family.has_experts:
         option = f"--ep-out {q.ep}" if q.ep else f"--etp-out {q.etp}"
-        raise UsageError(f"{option} does nothing: the model has no experts", where=str(out.model.path))
+        raise UsageError(f"{option} has no effect: the model has no experts", where=str(out.model.path))
     if q.ep and q.ep > 1 and not q.etp:
         out.notes.append(f"etp {etp}: with --ep-out experts are whole on their ranks; --etp-out says otherwise")
     return Mesh(tp, pp, ep, etp, layout), q.etp is None and ep == 1

@@ -165,7 +165,7 @@ class _Fields:
         return ConflictError(
             f"`{name}` of config.json is {text if len(text) <= 60 else text[:57] + '...'}, not {what}",
             where=str(self._path),
-            hint="correct it in config.json, as the authors of the model publish it; or leave --kv away",
+            hint="correct it in config.json, as the authors of the model publish it; or drop --kv",
         )
 
     def number(self, name: str, *, least: int = 1) -> int:
@@ -211,7 +211,7 @@ def _layer_kinds(config: _Fields, layers: int) -> list[str]:
         raise UnsupportedError(
             f"the model has layers that keep a state instead of keys and values (`{other[0]}`), and the config does not"
             " say which: their cache is not modelled",
-            hint="leave --kv away",
+            hint="drop --kv",
         )
     window = config.number("sliding_window", least=0)
     model_type = config.model_type

@@ -121,16 +121,16 @@ def _from_config(
     path: Path, config: Mapping[str, Any], options: OpenOptions, other: Path | None, *, mtp: bool
 ) -> Model:
     if other is not None:
-        raise UsageError("--config does nothing: SRC is a config", hint="give one of the two")
+        raise UsageError("--config has no effect: SRC is a config", hint="give one of the two")
     said = [*options.mesh.said()]
     said += [o for o, value in (("rank-pattern", options.mesh.rank_pattern), ("from", options.format)) if value]
     if said:
-        raise UsageError(f"--{said[0]} does nothing: SRC is a config, without ranks", where=str(path))
+        raise UsageError(f"--{said[0]} has no effect: SRC is a config, without ranks", where=str(path))
     family = pick_family(options.family, "", config)
     if family.name == "none":
         kind = config.get("model_type") or config.get("architectures")
         raise UnsupportedError(
-            f"the config names no family that is known: {kind}" if kind else "this is no config of a model",
+            f"the config names no family that is known: {kind}" if kind else "this is not a config of a model",
             where=str(path),
             hint="--family NAME or --family FILE.yaml says which tensors it has",
         )
@@ -197,7 +197,7 @@ def _open(path: Path, options: OpenOptions, config: Path | None) -> Checkpoint:
         return open_checkpoint(path, options)
     stored = read_source(path, options.format, options.mesh)
     if stored.config:
-        raise UsageError("--config does nothing: SRC has a config of its own", where=str(path))
+        raise UsageError("--config has no effect: SRC has a config of its own", where=str(path))
     stored.config = _read_json(config)
     return assemble(stored, path, options)
 

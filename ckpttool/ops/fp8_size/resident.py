@@ -277,9 +277,9 @@ def _misfit(kind: _Kind, cutting: Cutting, *, blocks: bool) -> str:
         n //= len(kind.rule.parts)
     if (cut or joined) and n % rows:
         has = f"a rank has {n:,} of its {all_rows:,} rows" if cut else f"it is joined to others with {n:,} rows"
-        return f"{has}, no multiple of {rows}"
+        return f"{has}, not a multiple of {rows}"
     if k != all_columns and k % columns:
-        return f"a rank has {k:,} of its {all_columns:,} columns, no multiple of {columns}"
+        return f"a rank has {k:,} of its {all_columns:,} columns, not a multiple of {columns}"
     return ""
 
 

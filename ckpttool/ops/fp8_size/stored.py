@@ -191,9 +191,7 @@ def apply(model: Model, wanted: Wanted, *, or_as_it_is: bool = False) -> Applied
         # Options of a recipe ask for one; they would do nothing to what there is.
         recipe = AS_IS if already and not wanted.options() else "block"
     if recipe in (AS_IS, PLAIN) and (options := wanted.options()):
-        raise UsageError(
-            f"{options[0]} does nothing for recipe {recipe}", hint="leave it away, or choose another --recipe"
-        )
+        raise UsageError(f"{options[0]} has no effect with recipe {recipe}", hint="omit it, or choose another --recipe")
     as_it_is = recipe == AS_IS and model.format != CONFIG_ALONE
     if model.foreign is not None and not as_it_is:
         raise model.foreign

@@ -52,7 +52,7 @@ _PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")
 _SMALL = re.compile(r"(?:scheduler|scaler)\.\w+")
 """Pickles of a trainer that hold no tensors of the model."""
 
-ANEW = "write the index anew: `ckpttool convert-json DIR --index`"
+ANEW = "rebuild the index: `ckpttool convert-json DIR --index`"
 
 
 @dataclass(slots=True)
@@ -253,9 +253,9 @@ def _check_set(
         if f not in members and not mixed:
             result.add(
                 "orphan-shard",
-                f"{f.name} is no part of the checkpoint that {maker}",
+                f"{f.name} is not part of the checkpoint that {maker}",
                 listing.path(f.name),
-                "move it away, or write the index anew if it belongs to the checkpoint",
+                "move it away, or rebuild the index if it belongs to the checkpoint",
             )
     if not mixed:
         check_duplicates(listing, members, mapped, result)
@@ -274,7 +274,7 @@ def _check_stems(
         members = [f for f in own if mine is None or listing.path(f.name) in mine]
         for name in listing.names if mine is not None else ():
             if (m := NUMBERED.match(name)) and m["stem"] == stem and listing.path(name) not in (mine or ()):
-                text = f"{name} is no part of the checkpoint that {stem}.safetensors.index.json describes"
+                text = f"{name} is not part of the checkpoint that {stem}.safetensors.index.json describes"
                 result.add("orphan-shard", text, listing.path(name), "move it away: it is of another save")
         name = f"{stem}.safetensors.index.json"
         if name not in listing.names or not members:

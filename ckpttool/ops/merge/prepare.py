@@ -246,14 +246,14 @@ def _check_masters(recipe: Recipe, refs: Sequence[ModelRef], dtype: str) -> None
         raise UsageError(
             f"master weights are float32, and {dtype} is asked for",
             where=recipe.name,
-            hint="leave --dtype away, or merge the model weights: merge_prefix `model`",
+            hint="drop --dtype, or merge the model weights: merge_prefix `model`",
         )
     for ref in refs:
         if ref.adapters:
             raise UnsupportedError(
                 "an adapter is added to model weights, and the recipe merges the master weights",
                 where=[recipe.name, *ref.adapters],
-                hint="leave merge_prefix away",
+                hint="omit merge_prefix",
             )
 
 
@@ -296,7 +296,7 @@ def _as_checkpoint(
     run = [n for n in companions if TRAINING.fullmatch(n)]
     if run:
         shown = ", ".join(run[:3]) + (f" and {len(run) - 3} more" if len(run) > 3 else "")
-        notes.append(f"not carried, because a merge is no state of a training run: {shown}")
+        notes.append(f"not carried, because a merge is not a state of a training run: {shown}")
     program = old.format == PROGRAM
     stored = StoredCheckpoint(
         PROGRAM if program else PADDLE if form else "hf",

@@ -96,7 +96,7 @@ class Builder:
             f"the models have different shapes in {len(self._wrong)} tensors",
             where=shown,
             hint="--vocab min cuts all vocabularies to the smallest, max takes missing rows from the base or the first"
-            " model that has them, base keeps the base's rows; or say `tokenizer:` in a recipe"
+            " model that has them, base keeps the base's rows; or set `tokenizer:` in a recipe"
             if all(has_vocabulary(n) for n in self._wrong)
             else "only models of one architecture and size can be merged",
         )
