@@ -39,14 +39,17 @@ from ckpttool.plan import (
 from ckpttool.relate import NONE, Equal, Part, View
 
 
-def caster(names: Collection[str], wanted: str) -> Callable[[str, str], str]:
+def caster(names: Collection[str], wanted: str, packed: Collection[str] = ()) -> Callable[[str, str], str]:
     """(name, dtype) -> the dtype that ``--dtype`` makes of it.
 
-    Floats of 16 bits and more are cast. Scales are not: their weights were rounded with just these values.
+    Floats of 16 bits and more are cast. Scales are not, those of ``packed`` weights neither: their weights were rounded
+    with just these values.
     """
 
     def cast(name: str, dtype: str) -> str:
         if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None or is_beside(name):
+            return dtype
+        if name in packed:
             return dtype
         return wanted
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
@@ -37,6 +37,8 @@ from ckpttool.layout.family import (
     matches,
 )
 from ckpttool.layout.names import Renamer, expand, pattern_regex
+from ckpttool.layout.packed import GLOBAL, INPUTS, Packing, find_packing
+from ckpttool.layout.packed import Part as PackedPart
 from ckpttool.layout.rules import Rule, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
 from ckpttool.select import bounded, renamer
@@ -152,6 +154,8 @@ class Views:
 
     table: dict[str, View]
     notes: list[str] = field(default_factory=list)
+    equal: list[Equal] = field(default_factory=list)
+    """What a statement made one tensor of, although there were several."""
 
     def __iter__(self) -> Iterator[View]:
         return iter(self.table.values())
@@ -177,7 +181,7 @@ def rename(views: Views, function: Callable[[str], str | None], why: str) -> Vie
     for view in views:
         new = function(view.name)
         _put(table, view if new in (None, view.name) else view.named(str(new)), why)
-    return Views(table, views.notes)
+    return replace(views, table=table)
 
 
 def rename_by_rules(views: Views, rules: Sequence[str]) -> Views:
@@ -197,7 +201,7 @@ def rename_by_rules(views: Views, rules: Sequence[str]) -> Views:
 def keep(views: Views, names: Iterable[str]) -> Views:
     """The views with these names."""
     wanted = set(names)
-    return Views({n: v for n, v in views.table.items() if n in wanted}, views.notes)
+    return replace(views, table={n: v for n, v in views.table.items() if n in wanted})
 
 
 def concat(name: str, parts: Sequence[View], axis: int) -> View:
@@ -335,6 +339,7 @@ def apply_ops(views: Views, ops: Sequence[Op], family: Family, before: Sequence[
     """Apply the statements of a naming. ``before`` are those that led to the names ``views`` has now."""
     done = list(before)
     renames: list[Rename] = []
+    packing = find_packing(family.quantization, {n: v.dtype for n, v in views.table.items()}) if ops else None
     for op in [*ops, None]:
         if isinstance(op, Rename):
             renames.append(op)  # neighbours are applied in one pass over the names
@@ -352,17 +357,20 @@ def apply_ops(views: Views, ops: Sequence[Op], family: Family, before: Sequence[
         elif isinstance(op, Drop):
             views = _drop(views, op)
         elif isinstance(op, Fuse):
-            views = (_take_apart if op.apart else _fuse)(views, op, family, tuple(done))
+            views = (_take_apart if op.apart else _fuse)(views, op, _Axes(views, family, tuple(done), packing))
         elif isinstance(op, Transpose | Squeeze):
+            if packing is not None:
+                _refuse_packed(views, op.patterns, packing, "transposed")
             views = _reshape(views, op)
         elif isinstance(op, Refuse):
             _refuse(views, op, family)
         elif isinstance(op, Hold):
             pass  # says how the ranks hold them, and changes nothing about what they are
-        elif op.apart:
-            views = _unstack_all(views, op)
         else:
-            views = _stack_all(views, op)
+            if packing is not None:
+                why = "how engines hold stacked experts depends on their kernel"
+                _refuse_packed(views, (op.part, op.whole), replace(packing, why=packing.why or why), "stacked")
+            views = (_unstack_all if op.apart else _stack_all)(views, op)
         done.append(op)
     return views
 
@@ -393,7 +401,7 @@ def _tie(views: Views, op: Tie, family: Family) -> Views:
     elif op.name not in table:
         table[op.name] = owner.named(op.name)
         views.notes.append(f"`{op.name}` is written as a copy of `{op.owner}`, to which the config ties it")
-    return Views(table, views.notes)
+    return replace(views, table=table)
 
 
 def _drop_layers(views: Views, op: DropLayers, family: Family) -> Views:
@@ -415,7 +423,7 @@ def _drop_layers(views: Views, op: DropLayers, family: Family) -> Views:
             f"{len(dropped)} tensors ({size:,} bytes) of layers from {limit} on are left out:"
             " the target has no multi-token-prediction layer"
         )
-    return Views(kept, views.notes)
+    return replace(views, table=kept)
 
 
 def _drop(views: Views, op: Drop) -> Views:
@@ -426,7 +434,7 @@ def _drop(views: Views, op: Drop) -> Views:
             f"{len(dropped)} tensors ({size:,} bytes) are left out, which the target does not store:"
             f" {dropped[0].name}" + (", ..." if len(dropped) > 1 else "")
         )
-    return Views(kept, views.notes)
+    return replace(views, table=kept)
 
 
 def _reshape(views: Views, op: Transpose | Squeeze) -> Views:
@@ -443,7 +451,7 @@ def _reshape(views: Views, op: Transpose | Squeeze) -> Views:
             table[name] = unstack(name, view, 0)
         else:
             raise LayoutError(f"the first axis of `{name}` {list(view.shape)} has not one element")
-    return Views(table, views.notes)
+    return replace(views, table=table)
 
 
 def _refuse(views: Views, op: Refuse, family: Family) -> None:
@@ -453,20 +461,59 @@ def _refuse(views: Views, op: Refuse, family: Family) -> None:
                 raise UnsupportedError(why, where=[f"tensor `{name}`", family.origin])
 
 
-def _axis_of(view_name: str, ndim: int, family: Family, ops: tuple[Op, ...]) -> int:
-    """The output axis of a tensor, from its rule."""
-    place = family.placement(view_name, ops)
-    if place is None or ndim == 0:
-        return 0
-    rule = place.rule
-    if rule.verb == "replicate":
-        # Fused although every rank holds all of it: the rule does not say an axis, its orientation does.
-        return ndim - 1 if rule.in_out or is_bias(view_name) or ndim == 1 else ndim - 2
-    axis = cut_axis(rule, ndim, bias=is_bias(view_name))
-    return ndim - 1 if axis is None else axis
+def _refuse_packed(views: Views, patterns: Sequence[str], packing: Packing, what: str) -> None:
+    """Raises UnsupportedError if a statement would rearrange packed integers."""
+    for name in views.table:
+        if packing.part(name, views.table) is not None and matches(patterns, name):
+            raise replace(packing, example=name).refuse(what)
 
 
-def _fuse(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) -> Views:
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """What the axes of the tensors are that a fusion joins or takes apart."""
+
+    views: Views
+    family: Family
+    before: tuple[Op, ...]
+    """The statements that led to the names of ``views``."""
+    packing: Packing | None
+
+    def packed(self, name: str) -> PackedPart | None:
+        """What the tensor is to a packed weight. Raises UnsupportedError for weights that cannot be joined."""
+        if self.packing is None:
+            return None
+        if self.packing.why:
+            raise replace(self.packing, example=name).refuse("fused or taken apart")
+        return self.packing.part(name, self.views.table)
+
+    def output(self, name: str) -> int:
+        """The output axis, from the tensor's rule."""
+        ndim = len(self.views.table[name].shape)
+        if self.packing is not None and self.packed(name) is not None:
+            return ndim - (1 if self.packing.in_out else 2)
+        place = self.family.placement(name, self.before)
+        if place is None or ndim == 0:
+            return 0
+        rule = place.rule
+        if rule.verb == "replicate":
+            # Fused although every rank holds all of it: the rule does not say an axis, its orientation does.
+            return ndim - 1 if rule.in_out or is_bias(name) or ndim == 1 else ndim - 2
+        axis = cut_axis(rule, ndim, bias=is_bias(name))
+        return ndim - 1 if axis is None else axis
+
+    def grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(elements of the weight for each of the tensor along each axis, shape of the weight) of scale grids and
+        packed weights; ((), the tensor's own shape) of others."""
+        shape = self.views.table[name].shape
+        part = self.packed(name)
+        if self.packing is not None and part is not None:
+            codes = self.views.table[part.codes].shape
+            return self.packing.blocks(part, len(shape)), self.packing.base(part, name, shape, codes)
+        block = _scale_block(self.views, name, self.family)
+        return block, self.views.table[_weight(self.views, name)].shape if block else shape
+
+
+def _fuse(views: Views, op: Fuse, axes: _Axes) -> Views:
     first = pattern_regex(op.parts[0])
     others = [pattern_regex(p) for p in op.parts[1:]]
     table: dict[str, View] = {}
@@ -490,23 +537,30 @@ def _fuse(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) -> Vie
             )
         parts = [views.table[n] for n in names]
         whole_name = expand(op.whole, m.groupdict())
-        block = _scale_block(views, name, family)
+        part = axes.packed(name)
+        if part is not None and part.place in (INPUTS, GLOBAL):
+            used.update(names)
+            for n in names:
+                table.pop(n, None)
+            table[whole_name] = _one_for_all(views, parts, part, whole_name)
+            continue
+        block, _ = axes.grid(name)
         if not view.shape or (prod(view.shape) == 1 and not block):
             raise LayoutError(
                 f"`{name}` is one scale for its whole tensor; the fused `{whole_name}` has only one for all parts",
                 hint="keep the parts apart: a target that does not fuse, or without --fuse",
             )
-        axis = _axis_of(name, len(view.shape), family, before)
+        axis = axes.output(name)
         for n in names[:-1] if block else ():
-            rows = views.table[_weight(views, n)].shape[axis]
-            if rows % block[axis]:
+            rows = axes.grid(n)[1][axis]
+            if block[axis] and rows % block[axis]:
                 raise LayoutError(
                     f"`{n}` cannot be fused into `{whole_name}`: its weight's {rows} rows end inside a scale block"
                     f" of {block[axis]}",
                     hint="keep the parts apart: a target that does not fuse, or without --fuse",
                 )
         if op.groups:
-            size = unit_count(op.groups, family.sizes, _no_rule(op))
+            size = unit_count(op.groups, axes.family.sizes, _no_rule(op))
             if size is None or (block and block[axis] != 1):
                 raise LayoutError(f"`{name}` cannot be interleaved into `{whole_name}`: one scale is for several rows")
             fused = weave(whole_name, parts, axis, size.value)
@@ -516,7 +570,21 @@ def _fuse(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) -> Vie
         for n in names:
             table.pop(n, None)
         table[whole_name] = fused
-    return Views(table, views.notes)
+    return replace(views, table=table)
+
+
+def _one_for_all(views: Views, parts: Sequence[View], packed: PackedPart, name: str) -> View:
+    """What the fused weight has once and each of its parts had: groups of the inputs, which must be equal, or the
+    shape of the uncut weight, of which engines keep the last that they meet (and look at none)."""
+    if packed.place == GLOBAL:
+        return parts[-1].named(name)
+    first = parts[0]
+    for other in parts[1:]:
+        if first.same is None or other.same is None:
+            raise LayoutError(f"`{first.name}` and `{other.name}` cannot be fused: each is only a part of a tensor")
+        if other.same is not first.same:
+            views.equal.append((first.same, other.same))
+    return first.named(name)
 
 
 def _no_rule(op: Fuse) -> Rule:
@@ -541,7 +609,7 @@ def _scale_block(views: Views, name: str, family: Family) -> tuple[int, ...]:
     return block if block and len(block) == len(shape) else ()
 
 
-def _take_apart(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) -> Views:
+def _take_apart(views: Views, op: Fuse, axes: _Axes) -> Views:
     regex = pattern_regex(op.whole)
     table: dict[str, View] = {}
     for name, view in views.table.items():
@@ -550,11 +618,20 @@ def _take_apart(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) 
             _put(table, view, f"fusion {op.name}")
             continue
         names = [expand(p, m.groupdict()) for p in op.parts]
-        axis = _axis_of(name, len(view.shape), family, before)
-        units = [unit_count(u, family.sizes, _no_rule(op)) for u in op.units]
+        packed = axes.packed(name)
+        if packed is not None and packed.place == GLOBAL:
+            raise UnsupportedError(
+                f"`{name}` is the shape of the fused weight: those of its parts are not in the checkpoint",
+                hint="keep it fused",
+            )
+        if packed is not None and packed.place == INPUTS:
+            for part in names:
+                _put(table, view.named(part), f"fusion {op.name}")
+            continue
+        axis = axes.output(name)
+        units = [unit_count(u, axes.family.sizes, _no_rule(op)) for u in op.units]
         weights = [u.value if u else 1 for u in units]
-        block = _scale_block(views, name, family)
-        whole_shape = views.table[_weight(views, name)].shape if block else view.shape
+        block, whole_shape = axes.grid(name)
         n = whole_shape[axis] if whole_shape else 0
         if not n or n % sum(weights):
             raise LayoutError(
@@ -570,7 +647,7 @@ def _take_apart(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) 
             )
         lengths = [-(-x // rows) for x in lengths]
         if op.groups:
-            size = unit_count(op.groups, family.sizes, _no_rule(op))
+            size = unit_count(op.groups, axes.family.sizes, _no_rule(op))
             if size is None or rows != 1:
                 raise LayoutError(f"`{name}` cannot be taken apart: one scale is for rows of several parts")
             each = [x // size.value for x in lengths]
@@ -584,7 +661,7 @@ def _take_apart(views: Views, op: Fuse, family: Family, before: tuple[Op, ...]) 
         for part, length in zip(names, lengths, strict=True):
             _put(table, take(part, view, axis, at, at + length), f"fusion {op.name}")
             at += length
-    return Views(table, views.notes)
+    return replace(views, table=table)
 
 
 def _stack_all(views: Views, op: Stack) -> Views:
@@ -606,7 +683,7 @@ def _stack_all(views: Views, op: Stack) -> Views:
         if missing:
             raise IncompleteError(f"`{target}` cannot be stacked: expert {missing[0]} is not in the checkpoint")
         table[target] = stack(target, [experts[e] for e in range(len(experts))])
-    return Views(table, views.notes)
+    return replace(views, table=table)
 
 
 def _unstack_all(views: Views, op: Stack) -> Views:
@@ -619,7 +696,7 @@ def _unstack_all(views: Views, op: Stack) -> Views:
                 _put(table, part, f"naming of family (experts of {name})")
         else:
             _put(table, view, "naming of family")
-    return Views(table, views.notes)
+    return replace(views, table=table)
 
 
 # -- components

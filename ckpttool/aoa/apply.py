@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Never
 
 from ckpttool.aoa.statement import DTYPES, NOTHING, PLACEHOLDER, Cast, Statement, Var
@@ -461,7 +461,7 @@ class _Run:
                 f"{n} tensor{'s are' if n > 1 else ' is'} dropped by the AOA text ({self.lost:,} bytes): {self.gone[0]}"
                 + (", ..." if n > 1 else "")
             )
-        return Views({s.view.name: s.view for s in left}, self.before.notes)
+        return replace(self.before, table={s.view.name: s.view for s in left})
 
 
 def _fill(v: Var, values: Mapping[str, str], shift: int) -> Var:

@@ -30,6 +30,7 @@ from ckpttool.errors import CkptError, ConflictError, LayoutError
 from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.layout.family import Family, Op, Placement, family_names, load_family
 from ckpttool.layout.names import split_numbers
+from ckpttool.layout.packed import find_packing, section
 from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, cut_axis, global_shape, local_boxes, part_lengths
 from ckpttool.layout.scales import block_of, config_block, is_lone, single_block, weight_of
 from ckpttool.mesh import Coords, share
@@ -118,22 +119,35 @@ class Assembler:
         place_of = self.family.placer(self.ops)
         placements = {name: overridden(self.family, name, place_of(name)) for name in named}
         known = {n: p for n, p in placements.items() if p is not None}
-        weights = {n: w for n in named if (w := weight_of(n, named)) is not None}
+        packing = find_packing(section(self.config), {n: group[0].dtype for n, group in named.items()})
+        packed = packing.parts(named) if packing is not None else {}
+        weights = {n: w for n in named if n not in packed and (w := weight_of(n, named)) is not None}
         missing = [n for n in named if n not in known and n not in weights]
         if missing:
             raise no_rule(missing, self.family, self.config)
         tensors: dict[str, LogicalTensor] = {}
         for name, group in named.items():
-            if name not in weights:
+            if name not in weights and name not in packed:
                 place = known[name]
                 first = group[0]
+                if packing is not None and self.cutting.mesh.world > 1 and name not in weights.values():
+                    packing.check(place.rule, name, first.dtype)
                 # A step count or a power of beta is one number for its parameter, however that is cut.
                 lone = is_lone(name, first.shape) or (first.state and prod(first.shape) == 1)
                 place = _replicated(place) if lone else place
-                tensors[name] = self._one(name, group, place, None)
+                tensors[name] = self._one(name, group, place)
         for name, weight in weights.items():
             tensors[name] = self._scales(name, named[name], known.get(weight) or known[name], tensors[weight])
-        self._check_heads(tensors, known)
+        if packing is not None:
+            # The integers first: they say how large their weight is.
+            for name, part in sorted(packed.items(), key=lambda item: item[0] != item[1].codes):
+                place = overridden(self.family, name, place_of(part.weight)) or known[name]
+                place = place._replace(rule=packing.rule(place.rule, name, part))
+                unit = packing.blocks(part, len(named[name][0].shape))
+                codes = tensors[part.codes].shape if name != part.codes else ()
+                tensors[name] = self._one(name, named[name], place, unit, packing.whole(part, codes))
+                packing.base(part, name, tensors[name].shape, tensors[part.codes].shape)
+        self._check_heads(tensors, {n: p for n, p in known.items() if n not in packed})
         return Catalog(self.files, {Key(n): tensors[n] for n in named})
 
     def _check_heads(self, tensors: Mapping[str, LogicalTensor], known: Mapping[str, Placement]) -> None:
@@ -214,32 +228,34 @@ class Assembler:
         name: str,
         group: list[StoredTensor],
         place: Placement,
-        blocks: tuple[LogicalTensor, tuple[int, ...]] | None,
+        unit: tuple[int, ...] = (),
+        base: tuple[int, ...] = (),
     ) -> LogicalTensor:
+        """One logical tensor. Of a grid ``unit`` are the elements of its weight for each of its own, and ``base`` is
+        the weight's shape, () where only the grid says it."""
         rule, bias, cutting = place.rule, is_bias(name), self.cutting
         mesh = self.cutting.mesh
         try:
             if group[0].shape == SHAPE_OF_RANK:
                 group = self._shaped(name, group, rule)
             first = group[0]
-            unit: tuple[int, ...] = ()
-            if blocks is None:
+            if not base:
                 experts = 0
                 if rule.grouped:
                     per_rank = {self._coords[t.rank].ep: t.shape[0] for t in group if t.shape}
                     experts = sum(per_rank.values()) if len(per_rank) == mesh.ep else self.family.size("experts") or 0
-                shape = global_shape(rule, first.shape, experts, self.cutting, bias=bias)
+                held = tuple(n * b for n, b in zip(first.shape, unit, strict=True)) if unit else first.shape
+                base = global_shape(rule, held, experts, self.cutting, bias=bias)
                 expected = self.family.size("experts")
-                if rule.grouped and expected and shape and shape[0] != expected:
+                if rule.grouped and expected and base and base[0] != expected:
                     raise ConflictError(
-                        f"tensor `{name}` holds {shape[0]} experts in all, config.json says {expected}",
+                        f"tensor `{name}` holds {base[0]} experts in all, config.json says {expected}",
                         where=[str(self.files[first.file].path), rule.place],
                         hint="check --ep of the source: the ranks may each hold a share of the experts",
                     )
-                base = shape
-                if rule.verb == "vocab" and cutting.pad_vocab and shape:
+                if rule.verb == "vocab" and cutting.pad_vocab and base:
                     # How far the writer padded is in the files; formats and versions differ.
-                    rows = first.shape[cut_axis(rule, len(shape), bias=bias) or 0] * mesh.tp
+                    rows = first.shape[cut_axis(rule, len(base), bias=bias) or 0] * mesh.tp
                     cutting = replace(cutting, vocab_rows=rows)
                     vocab = self.family.size("vocab") or 0
                     if rows < vocab:
@@ -248,9 +264,7 @@ class Assembler:
                             where=[str(self.files[first.file].path), rule.place],
                             hint="check --tp of the source and vocab_size in config.json",
                         )
-            else:
-                base, unit = blocks[0].shape, blocks[1]
-                shape = tuple(-(-n // b) if b else 1 for n, b in zip(base, unit, strict=True))
+            shape = tuple(-(-n // b) if b else 1 for n, b in zip(base, unit, strict=True)) if unit else base
             pieces, pads = [], []
             for t in group:
                 at = self._coords[t.rank]
@@ -287,7 +301,7 @@ class Assembler:
     def _scales(self, name: str, group: list[StoredTensor], place: Placement, weight: LogicalTensor) -> LogicalTensor:
         first = group[0]
         if not weight.pieces:
-            return self._one(name, group, _replicated(place), None)
+            return self._one(name, group, _replicated(place))
         same_rank = [p.stored.shape for p in weight.pieces if p.stored.rank == first.rank]
         local = same_rank[0] if same_rank else weight.pieces[0].stored.shape
         if all(n == 1 for n in first.shape):
@@ -295,10 +309,10 @@ class Assembler:
         else:
             block = block_of(local, first.shape, config_block(self.config), name=name)
         if block is None:
-            return self._one(name, group, _replicated(place), None)
+            return self._one(name, group, _replicated(place))
         if len(block) == 1:
-            return self._one(name, group, place, None)
-        return self._one(name, group, place, (weight, block))
+            return self._one(name, group, place)
+        return self._one(name, group, place, block, weight.shape)
 
     def _wrong_shape(
         self, name: str, t: StoredTensor, first: StoredTensor, local: Local, shape: tuple[int, ...], place: Placement

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 from ckpttool.layout.names import expand, has_literal_number, pattern_regex, samples, split_numbers
+from ckpttool.layout.packed import section
 from ckpttool.layout.rules import Rule, Size, Sizes, fused_rule, parse_rule, part_rule
 from ckpttool.layout.scales import config_block
 from ckpttool.select import compile_pattern
@@ -296,6 +297,8 @@ class Family:
     sizes: Sizes = field(default_factory=dict)
     block: tuple[int, int] | None = None
     """Elements of one scale of FP8 weights, from the config."""
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    """What the config says of quantised weights."""
     tied: bool = False
     """tie_word_embeddings of the config."""
     model_type: str = ""
@@ -617,6 +620,7 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
         path.name,
         read_sizes(spec, config),
         config_block(config),
+        section(config),
         bool(config.get("tie_word_embeddings", spec.tied)),
         str(config.get("model_type", "")),
         _rules=_compile(spec, path.name),

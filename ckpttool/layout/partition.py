@@ -12,6 +12,7 @@ from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, cannot_cut, is_bias, no_rule, overridden, pad_boxes, shift_layer
 from ckpttool.layout.family import Family, Op, Placement
+from ckpttool.layout.packed import find_packing, section
 from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, local_boxes
 from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
 from ckpttool.mesh import Coords, share
@@ -66,7 +67,9 @@ class Partitioner:
             by_stage.setdefault(c.pp, []).append(c)
             by_owner.setdefault((c.pp, c.ep), []).append(c)
         shapes = {t.name: t.shape for t in tensors}
-        weights = {n: w for n in shapes if (w := weight_of(n, shapes)) is not None}
+        packing = find_packing(section(self.config), {t.name: t.dtype for t in tensors})
+        packed = packing.parts(shapes) if packing is not None else {}
+        weights = {n: w for n in shapes if n not in packed and (w := weight_of(n, shapes)) is not None}
         placed: list[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]] = []
         scaled: dict[tuple[int, tuple[int, ...]], Rule] = {}
         missing = []
@@ -78,7 +81,13 @@ class Partitioner:
             place = overridden(self.family, t.name, published[t.name])
             base: tuple[int, ...] = t.shape
             blocks: tuple[int, ...] = ()
-            if t.name in weights:
+            part = packed.get(t.name)
+            if packing is not None and part is not None:
+                place = overridden(self.family, t.name, place_of(part.weight) or published[t.name])
+                base = packing.base(part, t.name, t.shape, shapes[part.codes])
+                blocks = packing.blocks(part, len(t.shape))
+                place = place and place._replace(rule=packing.rule(place.rule, t.name, part))
+            elif t.name in weights:
                 weight = weights[t.name]
                 place = (published[weight] if weight in published else place_of(weight)) or place
                 block = block_of(shapes[weight], t.shape, block_size, name=t.name)
@@ -90,6 +99,8 @@ class Partitioner:
                     base, blocks = shapes[weight], block
             elif place is not None and is_lone(t.name, t.shape):
                 place = place._replace(rule=replace(place.rule, verb="replicate"))
+            elif packing is not None and place is not None:
+                packing.check(place.rule, t.name, t.dtype)
             if place is None:
                 missing.append(t.name)
             else:
@@ -132,7 +143,9 @@ class Partitioner:
                         local = local_boxes(place.rule, base, self.cutting, at, bias=bias, blocks=blocks)
                     except Uneven as e:
                         works = self._works(placed, expert=place.rule.expert)
-                        if e.inside and self.flag == "out":
+                        if t.name in packed:
+                            e.why = e.why.replace("a scale block of", "a packed word or a group of")
+                        elif e.inside and self.flag == "out":
                             side = self._finer(scaled, e.inside)
                             works += f", or reshard with other scales (--requant block:{side}x{side})"
                             works += " or none (--dequant bf16)"

@@ -38,6 +38,7 @@ from ckpttool.geometry import Box
 from ckpttool.layout import paddle
 from ckpttool.layout.assemble import EXPERT
 from ckpttool.layout.family import Family, Op, Tie, inverse
+from ckpttool.layout.packed import NAMINGS, find_packing, section
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh, default_etp
@@ -211,6 +212,7 @@ def plan_target(
             fused = fused or source.stored.fused
     views, removed = select(parameters(catalog), selection, notes)
     views, after = _named(source, target, views, naming, fused, mesh, version, notes)
+    equal += views.equal
     _check_overrides(family, {t.name for t in source.stored.tensors} | {*views.table})
     views.table = {n: views.table[n] for n in sorted(views.table, key=family.model_order(after))}
     cut = list(views)
@@ -227,7 +229,8 @@ def plan_target(
     whole = habits.whole
     if naming == "paddle":
         whole = (*whole, *paddle.kept_whole(family, after, [v.name for v in cut], mesh.tp, source.stored.whole))
-    cast = caster(names, dtype)
+    packing = find_packing(section(source.config), {v.name: v.dtype for v in views})
+    cast = caster(names, dtype, packing.parts(names) if packing is not None else ())
     partitioner = Partitioner(
         family.with_whole(whole),
         after,
@@ -390,6 +393,11 @@ def _named(
 ) -> tuple[Views, tuple[Op, ...]]:
     """The views under the names of the target, and the statements that lead there from Hugging Face names."""
     family, before = source.family, source.ops
+    packing = find_packing(section(source.config), {n: v.dtype for n, v in views.table.items()})
+    if packing is not None and (target.aoa is not None or (naming != source.stored.naming and naming not in NAMINGS)):
+        raise replace(packing, why=packing.why or "Hugging Face and vLLM have them, others do not").refuse(
+            "rearranged by --aoa" if target.aoa is not None else f"brought into the names of {naming}"
+        )
     if target.aoa is not None:
         if fused:
             raise UsageError("--aoa already determines what is fused", hint="drop --fuse and --unfuse")

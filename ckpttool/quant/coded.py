@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from ckpttool.dtypes import CASTABLE, lookup
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats._paddle import fp8_dtype
+from ckpttool.layout.packed import find_packing, section
 from ckpttool.layout.scales import block_of, config_block, is_beside, weight_of
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -86,6 +87,12 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
     Raises IncompleteError for FP8 weights without scales in a model whose others have them, ConflictError for scales
     that fit no weight, UnsupportedError for codes that are none of ours.
     """
+    if packing := find_packing(section(config), {n: dtype for n, (dtype, _) in table.items()}):
+        raise UnsupportedError(
+            f"`{packing.example}` is {packing.software}: packed integers, which are not dequantised",
+            where=where,
+            hint="take the model as it was before it was quantised",
+        )
     out = Codes()
     scales: dict[str, str] = {}
     for name in table:

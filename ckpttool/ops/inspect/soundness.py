@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import LayoutError
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import find_family
+from ckpttool.layout.packed import Part, find_packing, section
 from ckpttool.layout.scales import block_of, config_block, weight_of
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -70,7 +71,16 @@ def scale_pairs(tensors: Mapping[str, Named]) -> dict[str, str]:
 
 
 def _scales(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool) -> _Found:
-    pairs = scale_pairs(tensors)
+    packing = find_packing(section(config), {n: t.dtype for n, t in tensors.items()})
+    packed: dict[str, Part] = {}
+    if packing is not None:
+        packed = packing.parts(tensors)
+        for name, part in packed.items():
+            try:
+                packing.base(part, name, tensors[name].shape, tensors[part.codes].shape)
+            except LayoutError as e:
+                yield "scale-shape", e.what, "", e.hint or ""
+    pairs = {scale: weight for scale, weight in scale_pairs(tensors).items() if scale not in packed}
     block = config_block(config)
     apart = []
     for scale, weight in pairs.items():
@@ -86,7 +96,7 @@ def _scales(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete
         return
     for name in tensors:
         end = next((e for e in _SCALE_ENDS if name.endswith(e)), None)
-        if end is not None and name not in pairs:
+        if end is not None and name not in pairs and name not in packed:
             stem = name.removesuffix(end) + _STEMS[end]
             if not any(stem + p in tensors for p in _PACKED):
                 yield "scale-orphan", f"scale `{name}` has no weight: `{stem}` is not there", "", ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -158,7 +158,7 @@ def _weights(path: str, checkpoint: Checkpoint, component: str, *, canonical: bo
         if k.component == "model" and t.dtype == "F32" and Key(k.name, component) not in catalog.tensors
     }
     full = Catalog(catalog.files, {**catalog.tensors, **own})
-    return Views(follow(views, full, component, "", []), views.notes)
+    return replace(views, table=follow(views, full, component, "", []))
 
 
 def _refuse(path: str, checkpoint: Checkpoint, component: str) -> NoReturn:
