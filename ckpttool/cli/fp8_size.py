@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpttool.cli import options
-from ckpttool.cli.values import numbers, one_of, open_options, parse_size, sides
+from ckpttool.cli.values import numbers, one_of, open_options, parse_count, parse_size, sides
 from ckpttool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpttool.ops.fp8_size.devices import Device
 
 ConfigFile = Annotated[
     Path | None,
@@ -48,16 +51,15 @@ KvDtype = Annotated[
     typer.Option("--kv", metavar="DTYPE", help="Add keys and values: bf16, fp8 or fp8_ds_mla.", show_default=False),
 ]
 Tokens = Annotated[
-    int | None, typer.Option("--tokens", min=1, metavar="N", help="Tokens of a sequence.", show_default=False)
+    str, typer.Option("--tokens", metavar="N", help="Tokens of a sequence: 32768 or 32k.", show_default=False)
 ]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences; default: 1.", show_default=False)
 ]
 MaxModelLen = Annotated[
-    int | None,
+    str,
     typer.Option(
         "--max-model-len",
-        min=1,
         metavar="N",
         help="Tokens that an engine reserves in every layer, whatever its window.",
         show_default=False,
@@ -92,6 +94,12 @@ DeviceMem = Annotated[
         show_default=False,
     ),
 ]
+Gpu = Annotated[
+    str,
+    typer.Option(
+        "--gpu", metavar="NAME", help="The same for a GPU by name: h100, a100-40gb, mi300x, ...", show_default=False
+    ),
+]
 By = Annotated[str, typer.Option("--by", metavar="class|dtype|module|tensor", help="Rows of the table.")]
 Unit = Annotated[
     str,
@@ -102,12 +110,20 @@ CheckTotalSize = Annotated[
 ]
 
 
-def _memory(text: str) -> int:
-    """--device-mem; a number of gigabytes without a unit is an error and not a number of bytes."""
-    size = parse_size(text, "--device-mem")
+def _device(memory: str, name: str) -> Device | None:
+    """--device-mem or --gpu; a number of gigabytes without a unit is an error and not a number of bytes."""
+    from ckpttool.ops.fp8_size.devices import Device, gpu
+
+    if memory and name:
+        raise UsageError("--gpu and --device-mem exclude each other", hint="--gpu says how much memory it has")
+    if name:
+        return gpu(name)
+    if not memory:
+        return None
+    size = parse_size(memory, "--device-mem")
     if size < 1000:
-        raise UsageError(f"--device-mem {text} is {size} bytes", hint=f"with a unit: {text}GB or {text}GiB")
-    return size
+        raise UsageError(f"--device-mem {memory} is {size} bytes", hint=f"with a unit: {memory}GB or {memory}GiB")
+    return Device("", size)
 
 
 def fp8_size(
@@ -131,9 +147,9 @@ def fp8_size(
     pp_layout: options.PpLayout = "",
     vocab_pad: VocabPad = None,
     kv: KvDtype = "",
-    tokens: Tokens = None,
+    tokens: Tokens = "",
     batch: Batch = None,
-    max_model_len: MaxModelLen = None,
+    max_model_len: MaxModelLen = "",
     train: Train = False,
     zero: Zero = None,
     dp: DataParallel = None,
@@ -142,6 +158,7 @@ def fp8_size(
     moment: Moment = "",
     fp8_transposed: Fp8Transposed = False,
     device_mem: DeviceMem = "",
+    gpu: Gpu = "",
     check_total_size: CheckTotalSize = False,
     by: By = "class",
     unit: Unit = "",
@@ -195,9 +212,9 @@ def fp8_size(
         pp_layout=numbers(pp_layout, "--pp-layout") if pp_layout else (),
         vocab_pad=vocab_pad,
         kv=kv,
-        tokens=tokens,
+        tokens=parse_count(tokens, "--tokens") if tokens else None,
         batch=batch,
-        max_model_len=max_model_len,
+        max_model_len=parse_count(max_model_len, "--max-model-len") if max_model_len else None,
         train=train,
         zero=zero,
         dp=dp,
@@ -205,7 +222,7 @@ def fp8_size(
         master=master,
         moment=moment,
         fp8_transposed=fp8_transposed,
-        device_mem=_memory(device_mem) if device_mem else None,
+        device=_device(device_mem, gpu),
         check_total_size=check_total_size,
     )
     found = answer(src, opened, question)

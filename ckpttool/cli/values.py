@@ -29,6 +29,17 @@ def parse_size(text: str, option: str) -> int:
     return value
 
 
+def parse_count(text: str, option: str) -> int:
+    """``32768``, ``32,768`` or ``32k``: as in the names of models, k is 1024 and m is 1024 x 1024."""
+    import re
+
+    m = re.fullmatch(r"\s*([0-9][0-9,_]*(?:\.[0-9]+)?)\s*([km]?)\s*", text.lower())
+    value = float(re.sub("[,_]", "", m[1])) * 1024 ** " km".index(m[2] or " ") if m else 0.0
+    if not value.is_integer() or not 1 <= value < 1 << 53:
+        raise UsageError(f"{option} `{text}` is not a number of tokens", hint="write 32768 or 32k")
+    return int(value)
+
+
 def numbers(text: str, option: str, *, runs: bool = False) -> tuple[int, ...]:
     """``10,11,11``; with ``runs`` also ``0-3,7``."""
     from ckpttool.mesh import MAX_WORLD

@@ -32,9 +32,7 @@ def show_fp8_size(report: SizeReport, *, by: str, unit: str, as_json: bool, quie
     if not quiet:
         text.notes(report.notes)
     units = [unit] if unit else ["GB", "GiB"]
-    parts = [_head(report), _table(report, by, units), _files(report, units)]
-    if report.total_size is not None:
-        parts.append(_total_size(report))
+    parts = [*_verdict(report), _head(report), _table(report, by, units), _files(report, units)]
     if report.ranks is not None:
         parts += _ranks(report, report.ranks, units)
     text.write("\n".join(parts))
@@ -67,17 +65,54 @@ def _recipe(report: SizeReport) -> str:
     return "as-is: what is stored"
 
 
+def _verdict(report: SizeReport) -> list[str]:
+    """What was asked with yes or no, before all numbers."""
+    lines = []
+    if found := report.total_size:
+        lines.append(
+            f"{found.index}: total_size {found.real:,} is right"
+            if found.ok
+            else f"{found.index}: total_size says {found.said:,}, the tensors have {found.real:,} bytes{found.why}"
+        )
+    ranks = report.ranks
+    if ranks and ranks.misfits:
+        n = len(ranks.misfits)
+        lines.append(f"not possible: {count(n, 'kind')} of weights cannot be cut for {ranks.mesh}; {_possible(ranks)}")
+    if f := report.fit:
+        left = f.memory - f.needed
+        on = f" on {f.device}" if f.device else ""
+        needs = f"rank {f.rank} needs {short(f.needed)} of {short(f.memory)}"
+        lines.append(
+            f"fits{on}: {needs}, {short(left)} left" if f.ok else f"does not fit{on}: {needs}, {short(-left)} too much"
+        )
+        if f.tokens is not None:
+            lines.append(f"room for {f.tokens:,} tokens of keys and values")
+        if not f.ok:
+            lines += [f"would fit: {r.options} ({short(r.needed)})" for r in report.remedies]
+            if not report.remedies:
+                lines.append("nothing that was tried fits: more ranks, 4-bit weights, an FP8 cache")
+    return ["\n".join(lines) + "\n"] if lines else []
+
+
+def _possible(found: Ranks) -> str:
+    """The ways to cut that would do."""
+    works = ", ".join(map(str, found.works))
+    hint = f"possible: --tp-out {works}" if works else "no other tp is possible"
+    if found.mesh.ep == 1 and all(m.expert for m in found.misfits):
+        hint += "; or --ep-out N, with whole experts on each rank"
+    return hint
+
+
 def _head(report: SizeReport) -> str:
-    model, applied = report.model, report.applied
-    lines = [f"{plain(str(model.path))}: {model.format}, family {model.family.name}", f"recipe {_recipe(report)}"]
+    model, applied, total = report.model, report.applied, report.applied.total
+    lines = [
+        f"{plain(str(model.path))}: {short(total.nbytes)}",
+        f"{model.format}, family {model.family.name}, recipe {_recipe(report)}",
+        f"{total.parameters:,} parameters, {total.elements:,} stored elements, {total.nbytes:,} bytes",
+    ]
     if applied.kept and applied.quantised:
         why = ", ".join(f"{n:,} {w}" for w, n in applied.kept.items())
         lines.append(f"{count(sum(applied.kept.values()), 'tensor')} in high precision ({why})")
-    total = applied.total
-    lines.append(
-        f"{total.parameters:,} parameters, {total.elements:,} stored elements, {total.nbytes:,} bytes"
-        f" ({_amount(total.nbytes, 'GB')} GB, {_amount(total.nbytes, 'GiB')} GiB)"
-    )
     return "\n".join(lines) + "\n"
 
 
@@ -126,15 +161,6 @@ def _files(report: SizeReport, units: Sequence[str]) -> str:
     return aligned(rows, right=range(1, len(rows[0])))
 
 
-def _total_size(report: SizeReport) -> str:
-    found = report.total_size
-    if found is None:
-        return ""
-    if found.ok:
-        return f"{found.index}: total_size {found.real:,} is right\n"
-    return f"{found.index}: total_size says {found.said:,}, the tensors have {found.real:,} bytes{found.why}\n"
-
-
 def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> list[str]:
     """Everything about ranks: whether they can be, what they hold, whether it fits."""
     out = []
@@ -146,11 +172,6 @@ def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> list[str]:
         lines.append("scales of blocks are held as F32")
     if found.misfits:
         lines += [_misfit(m) for m in found.misfits]
-        works = ", ".join(map(str, found.works))
-        hint = f"possible: --tp-out {works}" if works else "no other tp is possible"
-        if found.mesh.ep == 1 and all(m.expert for m in found.misfits):
-            hint += "; or --ep-out N, with whole experts on each rank"
-        lines.append(hint)
     elif found.checked:
         lines.append("every cut and every joined part is a multiple of the block")
     out.append("\n".join(lines) + "\n")
@@ -160,11 +181,7 @@ def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> list[str]:
         out.append(_serving(report, found, units))
     if report.cache is not None:
         out.append(_cache(report.cache))
-    tail = []
-    if report.fit is not None:
-        tail.append(_fit(report))
-    tail.append("not modelled: " + ", ".join(report.not_modelled))
-    out.append("\n".join(tail) + "\n")
+    out.append("not modelled: " + ", ".join(report.not_modelled) + "\n")
     return out
 
 
@@ -227,18 +244,6 @@ def _training(t: Training, units: Sequence[str]) -> str:
     for state, numbers in _groups(tuple(s) for s in t.held).items():
         rows.append([ranks(numbers), *(f"{n:,}" for n in state), *_amounts(sum(state), units)])
     return head + "\n" + aligned(rows, right=range(1, len(header)))
-
-
-def _fit(report: SizeReport) -> str:
-    f = report.fit
-    if f is None:
-        return ""
-    left = f.memory - f.needed
-    word = f"fits: {short(left)} of {short(f.memory)} are left" if f.ok else f"does not fit: {short(-left)} too much"
-    out = f"{word} on rank {f.rank}, which needs {f.needed:,} of {f.memory:,} bytes"
-    if f.tokens is not None:
-        out += f"; room for {f.tokens:,} tokens of keys and values"
-    return out
 
 
 # -- programs
@@ -373,5 +378,6 @@ def _ranks_json(report: SizeReport, found: Ranks) -> dict[str, Any]:
             ],
         }
     if fit is not None:
-        out["fit"] = {**asdict(fit), "ok": fit.ok, "left": fit.memory - fit.needed}
+        remedies = [asdict(r) for r in report.remedies]
+        out["fit"] = {**asdict(fit), "ok": fit.ok, "left": fit.memory - fit.needed, "would_fit": remedies}
     return out

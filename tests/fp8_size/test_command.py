@@ -354,11 +354,14 @@ def test_training_has_no_blocks_to_tear(tmp_path: Path) -> None:
 def test_devices_that_are_too_small(llama: Path) -> None:
     data = size_of(llama, "--device-mem", "1MB", code=3)
     held = data["ranks"]["groups"][0]["bytes"]
-    assert data["fit"] == {
+    fit = data["fit"]
+    assert [r["options"] for r in fit.pop("would_fit")]
+    assert fit == {
         "rank": 0,
         "needed": held,
         "memory": 10**6,
         "tokens": None,
+        "device": "",
         "ok": False,
         "left": 10**6 - held,
     }
@@ -498,3 +501,78 @@ def test_training_on_the_command_line(llama: Path) -> None:
     assert state["gradients"] == state["masters"] == padded
     assert data["training"]["expert_dp"] == 4
     assert "training: ZeRO-2, dp 4" in ckpttool("fp8-size", llama, "--train", "--zero", 2, "--dp", 4).out
+
+
+# -- the verdict
+
+
+def verdict(src: Path, *options: object, code: int) -> list[str]:
+    """The lines before the first blank one."""
+    done = ckpttool("fp8-size", src, *options)
+    assert done.code == code, done.err
+    return done.out.split("\n\n")[0].splitlines()
+
+
+def test_the_verdict_comes_first(llama: Path) -> None:
+    assert verdict(llama, "--gpu", "H100", code=0)[0].startswith("fits on H100 80 GB: rank 0 needs ")
+    held = size_of(llama, "--recipe", "bf16", "--tp-out", 1)["ranks"]["groups"][0]["bytes"]
+    no = verdict(llama, "--recipe", "bf16", "--device-mem", held - 1, code=3)
+    assert no[0].startswith("does not fit: rank 0 needs ")
+    assert any(line.startswith("would fit: --tp-out 2 (") for line in no)
+
+
+@pytest.mark.parametrize("tokens", ["32768", "32k", "32K", "32,768", "32_768", "0.03125m"])
+def test_tokens_as_people_write_them(llama: Path, tokens: str) -> None:
+    assert size_of(llama, "--kv", "bf16", "--tokens", tokens)["kv"]["tokens"] == 32768
+    assert size_of(llama, "--kv", "bf16", "--tokens", 1, "--max-model-len", tokens)["kv"]["max_model_len"] == 32768
+
+
+@pytest.mark.parametrize("tokens", ["0", "-1", "k", "32 000", "1.3", "0.3k", "32kb", "1e5"])
+def test_tokens_that_are_no_number(llama: Path, tokens: str) -> None:
+    assert "is not a number of tokens" in refused(llama, "--kv", "bf16", f"--tokens={tokens}")
+
+
+def test_what_would_fit_does(llama: Path) -> None:
+    """Each remedy, given as options, makes the command succeed; the next milder value of its kind does not."""
+    asked: list[object] = ["--recipe", "bf16", "--kv", "bf16", "--tokens", "64k", "--batch", 2]
+    data = size_of(llama, *asked, "--gpu", "h100")
+    device = ("--device-mem", int(data["fit"]["needed"] * 0.7))
+    found = size_of(llama, *asked, *device, code=3)["fit"]["would_fit"]
+    assert {r["options"].split()[0] for r in found} >= {"--tp-out", "--kv", "--tokens"}
+    for remedy in found:
+        again = size_of(llama, *asked, *remedy["options"].split(), *device)
+        assert again["fit"]["needed"] == remedy["needed"] <= device[1]
+    tokens = next(int(r["options"].split()[1]) for r in found if r["options"].startswith("--tokens"))
+    size_of(llama, *asked, "--tokens", tokens + 1, *device, code=3)
+
+
+def test_remedies_together(llama: Path) -> None:
+    """Where no change alone is enough, the mildest that are enough together."""
+    asked = ("--recipe", "bf16", "--kv", "bf16", "--tokens", "64k")
+    least = size_of(llama, *asked, "--tp-out", 2, "--recipe", "mxfp4", "--kv", "fp8", "--gpu", "h100")["fit"]["needed"]
+    found = size_of(llama, *asked, "--device-mem", least + 1000, code=3)["fit"]["would_fit"]
+    (remedy,) = [r for r in found if not r["options"].startswith("--tokens")]
+    options = remedy["options"].split()
+    assert {"--tp-out", "--recipe", "--kv"} <= {*options}
+    assert size_of(llama, *asked, *options, "--device-mem", least + 1000)["fit"]["needed"] == remedy["needed"]
+
+
+def test_remedies_of_training(llama: Path) -> None:
+    asked = ("--recipe", "bf16", "--train", "--dp", 8)
+    needed = size_of(llama, *asked, "--gpu", "h100")["fit"]["needed"]
+    found = size_of(llama, *asked, "--device-mem", int(needed * 0.9), code=3)["fit"]["would_fit"]
+    assert [r["options"] for r in found] == ["--tp-out 2", "--zero 2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"), [("h100", 81_559), ("NVIDIA H100", 81_559), ("A100-80GB", 81_920), ("mi300x", 196_592)]
+)
+def test_gpus(llama: Path, name: str, mib: int) -> None:
+    fit = size_of(llama, "--gpu", name)["fit"]
+    assert fit["memory"] == mib << 20
+    assert fit["device"]
+
+
+def test_a_gpu_that_is_not_known(llama: Path) -> None:
+    assert "mi300x" in refused(llama, "--gpu", "h1000")
+    assert "exclude each other" in refused(llama, "--gpu", "h100", "--device-mem", "1GB")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from ckpttool.checkpoint import OpenOptions
-from ckpttool.errors import UsageError
+from ckpttool.errors import CkptError, UsageError
 from ckpttool.formats.base import list_source
 from ckpttool.layout.shapes import check_sizes
 from ckpttool.mesh import Mesh, default_etp
 from ckpttool.ops.fp8_size.cache import Cache, cache_of
+from ckpttool.ops.fp8_size.devices import Device
 from ckpttool.ops.fp8_size.model import Model, index_of, load
 from ckpttool.ops.fp8_size.resident import Ranks, partition
 from ckpttool.ops.fp8_size.stored import Applied, Disk, Wanted, apply, on_disk
@@ -48,14 +52,15 @@ class Question:
     master: str = ""
     moment: str = ""
     fp8_transposed: bool = False
-    device_mem: int | None = None
+    device: Device | None = None
+    """Whose memory must do; without a label where only its size is given."""
     check_total_size: bool = False
 
     @property
     def per_rank(self) -> bool:
         """Whether anything asks for what a rank holds."""
         meshed = (self.tp, self.pp, self.ep, self.etp, self.pp_layout or None)
-        return any(n is not None for n in meshed) or bool(self.kv or self.train or self.device_mem)
+        return any(n is not None for n in meshed) or bool(self.kv or self.train or self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +72,21 @@ class Fit:
     memory: int
     tokens: int | None = None
     """Of keys and values, that the memory left on that rank has room for in layers that keep all; None without --kv."""
+    device: str = ""
+    """Its label; "" where only its memory is given."""
 
     @property
     def ok(self) -> bool:
         return self.needed <= self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Options that make it fit, each of them added to those that were given or in place of them."""
+
+    options: str
+    needed: int
+    """Bytes on the most loaded rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +115,8 @@ class SizeReport:
     cache: Cache | None = None
     training: Training | None = None
     fit: Fit | None = None
+    remedies: list[Remedy] = field(default_factory=list)
+    """What would fit, where it does not."""
     total_size: TotalSize | None = None
     not_modelled: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
@@ -116,8 +134,14 @@ class SizeReport:
 def answer(src: str | Path, options: OpenOptions, question: Question) -> SizeReport:
     """Work out the size of a model. Reads headers and config.json; raises a CkptError subclass."""
     _sensible(question)
-    path = Path(src)
-    model = load(path, options, question.config, mtp=question.mtp)
+    model = load(Path(src), options, question.config, mtp=question.mtp)
+    out = _sizes(model, question)
+    if out.fit and not out.fit.ok:
+        out.remedies = list(_remedies(out, question))
+    return out
+
+
+def _sizes(model: Model, question: Question) -> SizeReport:
     # An index is right or wrong whatever becomes of the weights.
     applied = apply(model, question.wanted, or_as_it_is=question.check_total_size and model.checkpoint is not None)
     if question.fp8_transposed and not applied.quantised:
@@ -150,7 +174,7 @@ def _sensible(question: Question) -> None:
                 ("--fp8-transposed", q.fp8_transposed or None),
             ),
         ),
-        ("--tp-out, --kv, --train or --device-mem", q.per_rank, (("--vocab-pad", q.vocab_pad),)),
+        ("--tp-out, --kv, --train, --gpu or --device-mem", q.per_rank, (("--vocab-pad", q.vocab_pad),)),
     )
     for needed, there, options in needs:
         for option, value in options:
@@ -205,27 +229,81 @@ def _ranks(out: SizeReport, q: Question) -> None:
             transposed=q.fp8_transposed,
         )
     out.not_modelled = tuple(not_modelled)
-    if q.device_mem and ranks.held:
-        out.fit = _fit(out, q.device_mem)
+    if q.device and ranks.held:
+        out.fit = _fit(out, q.device)
 
 
-def _fit(out: SizeReport, memory: int) -> Fit:
-    ranks, cache = out.ranks, out.cache
+def _remedies(out: SizeReport, question: Question) -> Iterator[Remedy]:
+    """For each option that is enough by itself the mildest value that is; else the mildest that are enough together."""
+    found = False
+    ways = [tries for tries in _ways(out, question) if tries]
+    for tries in ways:
+        for changes in tries:
+            if remedy := _remedy(out.model, question, changes):
+                yield remedy
+                found = found or "--tokens" not in changes
+                break
+    if found or not ways:
+        return
+    # Fewer tokens are the last resort: they are what is asked for.
+    for others in product(*(tries for tries in ways[1:] if "--tokens" not in tries[0])):
+        for more in ways[0]:
+            changes = {**more, **{o: v for change in others for o, v in change.items()}}
+            if remedy := _remedy(out.model, question, changes):
+                yield remedy
+                return
+
+
+def _ways(out: SizeReport, q: Question) -> Iterator[list[dict[str, str | int]]]:
+    """Changes of one option, mildest first; more ranks come first of all."""
+    mesh = out.ranks.mesh if out.ranks else Mesh()
+    yield [{"--tp-out": n} for n in (2, 4, 8, 16, 32, 64) if n > mesh.tp]
+    if q.train:
+        yield [{"--zero": n} for n in (2, 3) if (q.dp or 1) > 1 and n > (1 if q.zero is None else q.zero)]
+        return
+    if not q.wanted.options():
+        bits = 16 if not out.applied.quantised else 8 if out.applied.recipe in ("tensor", "channel", "block") else 4
+        yield [{"--recipe": r} for r, b in (("block", 8), ("nvfp4", 4.5), ("mxfp4", 4.25)) if b < bits]
+    if q.kv == "bf16":
+        yield [{"--kv": "fp8"}]
+    room = (out.fit.tokens or 0) if out.fit else 0
+    if q.tokens and not q.max_model_len and (n := room // (q.batch or 1)):
+        yield [{"--tokens": n}]
+
+
+_FIELDS = {"--tp-out": "tp", "--kv": "kv", "--tokens": "tokens", "--zero": "zero"}
+
+
+def _remedy(model: Model, question: Question, changes: Mapping[str, str | int]) -> Remedy | None:
+    """These changes, where they are possible and enough."""
+    fields: dict[str, Any] = {_FIELDS[o]: v for o, v in changes.items() if o != "--recipe"}
+    wanted = replace(question.wanted, recipe=str(changes.get("--recipe", question.wanted.recipe)))
+    try:
+        tried = _sizes(model, replace(question, wanted=wanted, check_total_size=False, **fields))
+    except CkptError:
+        return None
+    if not tried.ok or tried.fit is None:
+        return None
+    return Remedy(" ".join(f"{o} {v}" for o, v in changes.items()), tried.fit.needed)
+
+
+def _fit(out: SizeReport, device: Device) -> Fit:
+    ranks, cache, memory = out.ranks, out.cache, device.memory
     if out.training is not None:
         most = out.training.most
-        return Fit(most, out.training.held[most].nbytes, memory)
+        return Fit(most, out.training.held[most].nbytes, memory, device=device.label)
     if ranks is None:
         raise AssertionError  # the caller made them
     stages = [at.pp for at in ranks.mesh.all_coords()]
     needed = [w.nbytes + (cache.needed(stage) if cache else 0) for w, stage in zip(ranks.held, stages, strict=True)]
     most = needed.index(max(needed))
     if cache is None:
-        return Fit(most, needed[most], memory)
+        return Fit(most, needed[most], memory, device=device.label)
     rooms = []
     for w, stage in zip(ranks.held, stages, strict=True):
         if layers := sum(cache.stages[stage]):
             rooms.append(max(0, memory - w.nbytes) // (layers * cache.per_layer))
-    return Fit(most, needed[most], memory, min(rooms, default=0))
+    return Fit(most, needed[most], memory, min(rooms, default=0), device.label)
 
 
 def _total_size(model: Model) -> TotalSize:

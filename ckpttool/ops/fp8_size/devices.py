@@ -1,0 +1,63 @@
+"""What --gpu knows: the memory of a device as its driver reports it, which is what an engine can have.
+
+A data sheet's "80 GB" may be 81,559 MiB (H100) or 81,920 MiB (A100), so the figures are those of ``nvidia-smi`` and of
+``rocm-smi``, in MiB.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ckpttool.errors import UsageError
+
+_MIB = 1 << 20
+
+
+class Device(NamedTuple):
+    """One kind of GPU."""
+
+    label: str
+    memory: int
+    """Bytes."""
+
+
+_TABLE = {
+    "t4": ("T4", 15_360),
+    "v100-16gb": ("V100 16 GB", 16_384),
+    "v100-32gb": ("V100 32 GB", 32_768),
+    "a10": ("A10", 23_028),
+    "a10g": ("A10G", 23_028),
+    "l4": ("L4", 23_034),
+    "rtx3090": ("RTX 3090", 24_576),
+    "rtx4090": ("RTX 4090", 24_564),
+    "rtx5090": ("RTX 5090", 32_607),
+    "a100-40gb": ("A100 40 GB", 40_960),
+    "l40s": ("L40S", 46_068),
+    "a6000": ("RTX A6000", 49_140),
+    "rtx6000ada": ("RTX 6000 Ada", 49_140),
+    "rtxpro6000": ("RTX PRO 6000", 97_887),
+    "a100": ("A100 80 GB", 81_920),
+    "h100": ("H100 80 GB", 81_559),
+    "h100-nvl": ("H100 NVL", 95_830),
+    "h20": ("H20", 97_871),
+    "h200": ("H200", 143_771),
+    "b200": ("B200", 183_359),
+    "gb200": ("GB200", 189_471),
+    "mi250x": ("MI250X, one of its two dies", 65_520),
+    "mi300x": ("MI300X", 196_592),
+    "mi325x": ("MI325X", 262_128),
+    "mi355x": ("MI355X", 294_896),
+}
+GPUS = {name: Device(label, mib * _MIB) for name, (label, mib) in _TABLE.items()}
+"""By the name that --gpu takes."""
+
+
+def gpu(name: str) -> Device:
+    """The device of this name in any spelling (``H100``, ``A100-80GB``). Raises UsageError for an unknown one."""
+    key = "".join(c for c in name.lower().removeprefix("nvidia").removeprefix("amd") if c.isalnum())
+    known = {n.replace("-", ""): n for n in GPUS} | {"a10080gb": "a100", "h10080gb": "h100", "v100": "v100-16gb"}
+    if key not in known:
+        raise UsageError(
+            f"--gpu `{name}` is not known", hint=f"one of {', '.join(GPUS)}; or its memory with --device-mem 80GB"
+        )
+    return GPUS[known[key]]
