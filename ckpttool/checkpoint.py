@@ -18,7 +18,7 @@ from ckpttool.formats.registry import by_name, read_source, refuse_part
 from ckpttool.formats.safetensors import MAX_NAME
 from ckpttool.layout.assemble import EXPERT, LAYER, Assembler, whole_catalog
 from ckpttool.layout.family import Family, Fuse, Op, family_names, find_family, load_family, no_family
-from ckpttool.layout.paddle import source_ops
+from ckpttool.layout.paddle import WholeTensors, source_ops
 from ckpttool.layout.rules import Cutting
 from ckpttool.layout.shards import join_shards
 from ckpttool.mesh import Mesh
@@ -134,15 +134,12 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
             if mesh.world == 1 and (published or stored.naming == "paddle"):
                 catalog.tensors |= whole_catalog(stored.files, tensors, copies=stored.naming == "paddle").tensors
                 continue
-            assembler = Assembler(
-                stored.files,
-                family.with_whole(stored.whole),
-                ops,
-                Cutting(mesh, family.sizes, optional=family.guards(), pad_vocab=habits.pad_vocab),
-                stored.config,
-                habits.local_layers,
-                wholes={k.name: t.shape for k, t in catalog.tensors.items() if k.component in ("model", "adapter")},
-            )
+            rules = family.with_whole(stored.whole)
+            cutting = Cutting(mesh, family.sizes, optional=family.guards(), pad_vocab=habits.pad_vocab)
+            wholes = {k.name: t.shape for k, t in catalog.tensors.items() if k.component in ("model", "adapter")}
+            if not stored.records_cuts:
+                rules = rules.with_whole(WholeTensors(rules, ops, cutting, stored.config, wholes).patterns(tensors))
+            assembler = Assembler(stored.files, rules, ops, cutting, stored.config, habits.local_layers, wholes=wholes)
             try:
                 found = assembler.run(tensors)
             except CkptError as e:

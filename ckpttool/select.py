@@ -13,13 +13,15 @@ import re
 import signal
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from types import FrameType
 from typing import NoReturn
 
 from ckpttool.errors import UsageError
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 PATIENCE = 10.0
 """Seconds of the processor for one pattern, or for those of one config; a hundred thousand names take a tenth."""
@@ -120,6 +122,20 @@ def matching(patterns: Iterable[str], names: Collection[str], *, option: str) ->
             raise UsageError(f"{option} `{pattern}` matches no tensor", hint=nearest_hint(pattern, names))
         found |= hits
     return found
+
+
+def exactly(chosen: Mapping[str, bool]) -> tuple[str, ...]:
+    """Patterns that match the names that map to true and none of the others; one for all layers where they agree."""
+    kinds: dict[str, list[str]] = {}
+    for name in chosen:
+        kinds.setdefault(_NUMBER.sub("#", name), []).append(name)
+    out = []
+    for kind, names in kinds.items():
+        if all(chosen[n] for n in names):
+            out.append(r"re:\A" + re.escape(kind).replace(re.escape("#"), r"\d+") + r"\Z")
+        else:
+            out += [rf"re:\A{re.escape(n)}\Z" for n in names if chosen[n]]
+    return tuple(out)
 
 
 def nearest_hint(pattern: str, names: Collection[str]) -> str:

@@ -281,6 +281,8 @@ class StoredCheckpoint:
     """The catalog, when the files themselves say which box each tensor is."""
     whole: tuple[str, ...] = ()
     """Patterns of tensors that these files do not cut, whatever the family's rules say."""
+    records_cuts: bool = True
+    """False: the files do not say which tensors tensor parallelism cuts, and the software keeps some of them whole."""
     native_config: dict[str, Any] = field(default_factory=dict)
     """config.json as it is, where ``config`` is a translation into Hugging Face's fields."""
     notes: list[str] = field(default_factory=list)

@@ -80,6 +80,7 @@ from ckpttool.formats.base import (
 from ckpttool.formats.safetensors import read_header
 from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import MAX_WORLD, Mesh
+from ckpttool.select import exactly
 
 MASTER = "_fp32_master_0"
 """Between a parameter's name and its state when the state belongs to the master weight."""
@@ -91,7 +92,6 @@ MOST_RANKS = 4096
 _SIZE_FLAGS = {"tp": "tp", "pp": "pp", "shard": "sharding", "moe": "expert", "ep": "expert"}
 _EXPERT = re.compile(r"(?<![^.])experts\.(\d{1,9})(?![^.])")
 _LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d{1,9})(?![^.])")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _TRAINER_FILES = re.compile(
     r"rng_state(?:_\d+)?\.pth|training_args\.bin|trainer_state\.bin|scheduler\.(?:pdparams|pdopt)|scaler\.pdparams"
 )
@@ -440,6 +440,7 @@ class _Reader:
             config=self.config,
             companions=self._companions(),
             whole=self._whole(),
+            records_cuts=self._records_cuts,
             notes=self.notes,
             shards=self.shards,
             dtypes=dtypes,
@@ -926,36 +927,28 @@ class _Reader:
 
     # The rest of what is known.
 
+    @property
+    def _records_cuts(self) -> bool:
+        """Whether the files say which tensors tensor parallelism cuts."""
+        return self.meta is not None or self.sizes.mp == 1
+
     def _whole(self) -> tuple[str, ...]:
-        """Patterns of the tensors that tensor parallelism does not cut."""
+        """Patterns of the tensors that the files say are not cut."""
         if self.mesh.world == 1:
             return ()
-        shapes = {name: shape for (name, _), shape in self.shapes.items()}
         uncut: dict[str, bool] = {}
         for cell in self.cells.values():
             for name in cell.by_struct.values():
-                uncut[name] = uncut.get(name, True) and self._uncut(name, cell, shapes.get(name, ()))
-        return _patterns(uncut)
+                uncut[name] = uncut.get(name, True) and self._uncut(name, cell)
+        return exactly(uncut)
 
-    def _uncut(self, name: str, cell: _Cell, shape: tuple[int, ...]) -> bool:
+    def _uncut(self, name: str, cell: _Cell) -> bool:
         if name in cell.experts and self.mesh.etp == 1:
             # Those of one rank may be stacked in one tensor, of which each rank holds its part.
             return _EXPERT.search(name) is not None
-        if self.sizes.mp == 1:
-            return True
-        if self.meta is not None:
-            return name in cell.names.params and not cell.names.params[name].distributed
-        # What does not divide is held whole: keys and values by heads, embedding and head by vocabulary.
-        vocab, hidden, heads = (self.config.get(k) for k in ("vocab_size", "hidden_size", "num_attention_heads"))
-        if not shape or not isinstance(vocab, int) or not isinstance(hidden, int) or not isinstance(heads, int):
-            return False
-        module = name.rsplit(".", 2)[-2] if name.count(".") else ""
-        if module in ("k_proj", "v_proj") and heads:
-            groups = self.config.get("num_key_value_heads") or heads
-            return bool(shape[-1] == groups * (self.config.get("head_dim") or hidden // heads))
-        if module == "embed_tokens":
-            return shape[0] == vocab
-        return module == "lm_head" and shape in ((vocab, hidden), (hidden, vocab))
+        if self.meta is None or self.sizes.mp == 1:
+            return self.sizes.mp == 1
+        return name in cell.names.params and not cell.names.params[name].distributed
 
     def _companions(self) -> tuple[str, ...]:
         """Small files of the checkpoint, those of the trainer included."""
@@ -1054,17 +1047,3 @@ def _dtype_conflict(name: str, dtype: str, param: ParamMeta, path: Path) -> Conf
         where=str(path),
         hint=f"the file and {META} are not of one save",
     )
-
-
-def _patterns(chosen: Mapping[str, bool]) -> tuple[str, ...]:
-    """Patterns that match the chosen names and no others; one for all layers where they agree."""
-    kinds: dict[str, list[str]] = {}
-    for name in chosen:
-        kinds.setdefault(_NUMBER.sub("#", name), []).append(name)
-    out = []
-    for kind, names in kinds.items():
-        if all(chosen[n] for n in names):
-            out.append(r"re:\A" + re.escape(kind).replace(re.escape("#"), r"\d+") + r"\Z")
-        else:
-            out += [rf"re:\A{re.escape(n)}\Z" for n in names if chosen[n]]
-    return tuple(out)

@@ -216,6 +216,7 @@ class _Reader:
             shards=self.shards,
             dtypes=dtypes,
             cut=dict.fromkeys(("optimizer", "master_weights"), cut) if cut.world > 1 else {},
+            records_cuts=cut.world == 1,
         )
 
     def _complete(self) -> None:

@@ -487,24 +487,11 @@ def test_a_name_that_is_cut_in_one_layer_only_is_said_exactly(tmp_path: Path) ->
     assert not any(r"\d+" in p for p in ck.whole)
 
 
-def test_without_meta_shapes_tell_what_was_not_cut(tmp_path: Path) -> None:
-    def replicate(name: str, content: dict[str, Any]) -> None:
-        if name.startswith("model_state"):
-            content["model.embed_tokens.weight"] = np.zeros((12, 6), "<u2")
-            content["model.layers.0.self_attn.k_proj.weight"] = np.zeros((6, 2), "<u2")
-        else:
-            for key in [k for k in content if k.startswith("linear_0.")]:
-                del content[key]
-            del content["master_weights"]["linear_0.w_0"]
-
-    root = Save(mp=2, meta=False).write(tmp_path, replicate)
-    sizes = {"vocab_size": 12, "hidden_size": 6, "num_attention_heads": 3, "num_key_value_heads": 1}
-    (root / "config.json").write_text(json.dumps(sizes))
-    whole = read(root).whole
-    assert whole == (
-        r"re:\Amodel\.embed_tokens\.weight\Z",
-        r"re:\Amodel\.layers\.\d+\.self_attn\.k_proj\.weight\Z",
-    )
+def test_only_meta_records_what_is_cut(tmp_path: Path) -> None:
+    assert read(Save(mp=2, shards=2).write(tmp_path / "meta")).records_cuts
+    assert read(Save(pp=2, meta=False).write(tmp_path / "stages")).records_cuts
+    ck = read(Save(mp=2, meta=False).write(tmp_path / "classic"))
+    assert (ck.records_cuts, ck.whole) == (False, ())
 
 
 def test_files_of_the_trainer_are_companions(tmp_path: Path) -> None:

@@ -367,8 +367,12 @@ def test_flags_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     assert "--only optimizer" in refused(src, tmp_path / "out", "--to", "hf", "--only", "optimizer", code=2)
 
 
-def test_runs_of_shares_of_tensor_parallel_ranks(tmp_path: Path) -> None:
-    """Not merged, tp 2 and sharding 2 with split parameters: runs of what each tp rank holds, padded to 256."""
+@pytest.mark.parametrize(("tp", "split"), [(2, True), (4, True), (4, False)])
+def test_runs_of_shares_of_tensor_parallel_ranks(tp: int, split: bool, tmp_path: Path) -> None:
+    """Not merged, with sharding 2 and split parameters: runs of what each tp rank holds, padded to 256.
+
+    Four ranks hold both key/value heads each.
+    """
     whole = FIXTURES / "nlp_qwen2moe_bf16_tp2"
     src = copy("nlp_qwen2moe_bf16_tp2", tmp_path / "src")
     kept: dict[str, Any] = {}
@@ -380,13 +384,16 @@ def test_runs_of_shares_of_tensor_parallel_ranks(tmp_path: Path) -> None:
     for key, array in kept.items():
         name, _, state = key.rpartition("/") if "moment" in key or "beta" in key else (key, "", "")
         stem = "optimizer" if state else "master_weights"
-        for tp in range(2):
-            share = array if array.size == 1 else shares(name, array)[tp]
+        for rank in range(tp):
+            share = array if array.size == 1 else shares(name, array, tp)[rank]
+            if not split:
+                files.setdefault(f"{stem}.tp{rank:02d}.safetensors", {})[key] = share
+                continue
             run = np.zeros(-(-share.size // 256) * 256, np.float32)
             run[: share.size] = share.ravel()
             for shard in range(2):
                 part = array if array.size == 1 else np.split(run, [run.size // 2 + 3])[shard]
-                files.setdefault(f"{stem}.tp{tp:02d}_shard{shard:02d}.safetensors", {})[key] = part
+                files.setdefault(f"{stem}.tp{rank:02d}_shard{shard:02d}.safetensors", {})[key] = part
     for file, tensors in files.items():
         write_file(src / file, tensors)
     (src / "optimizer.safetensors.index.json").write_text('{"quant_ckpt_resume_times": 0}')
@@ -396,14 +403,14 @@ def test_runs_of_shares_of_tensor_parallel_ranks(tmp_path: Path) -> None:
     assert {k: v.tobytes() for k, v in a.items()} == {k: v.tobytes() for k, v in b.items()}
 
 
-def shares(name: str, array: Any) -> list[Any]:
-    """What two tensor-parallel ranks hold, in Paddle's orientation."""
+def shares(name: str, array: Any, tp: int) -> list[Any]:
+    """What the tensor-parallel ranks hold of a model with two key/value heads, in Paddle's orientation."""
     module = name.rsplit(".", 2)[-2]
-    if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"):
-        return np.split(array, 2, axis=-1)
+    if module in ("q_proj", "gate_proj", "up_proj", "lm_head") or (module in ("k_proj", "v_proj") and tp == 2):
+        return np.split(array, tp, axis=-1)
     if module in ("o_proj", "down_proj", "embed_tokens"):
-        return np.split(array, 2, axis=0)
-    return [array, array]
+        return np.split(array, tp, axis=0)
+    return [array] * tp
 
 
 def test_names_of_another_generation(tmp_path: Path) -> None:
