@@ -33,6 +33,10 @@ WEIGHTS = (
 """Suffixes of files that hold tensors."""
 
 
+INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>[A-Za-z]\w*))?\.json\Z")
+"""Names of indexes; that of a variant has its word before ``.json``: ``model.safetensors.index.fp16.json``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Listing:
     """A source directory (or single file), listed once."""
@@ -82,6 +86,11 @@ class Listing:
         return data
 
 
+def is_index(name: str) -> bool:
+    """Whether a file says which tensor is in which other file."""
+    return name.endswith(".index.json") or INDEX.match(name) is not None
+
+
 def natural(name: str) -> list[Any]:
     """Sort key with numbers as numbers (strings and numbers alternate, so keys always compare)."""
     return [int(p) if i % 2 else p for i, p in enumerate(re.split(r"(\d{1,18})", name))]
@@ -94,7 +103,7 @@ def list_source(path: Path) -> Listing:
             siblings = _files(path.parent)
         except OSError:
             siblings = [path.name]
-        index = path.name.endswith(".index.json")
+        index = is_index(path.name)
         names = [n for n in siblings if index or n == path.name or not n.endswith(WEIGHTS)]
         return _listing(path.parent, names, path.name)
     if not path.exists():
@@ -459,7 +468,7 @@ def companions(listing: Listing, weights: Iterable[str]) -> tuple[tuple[str, ...
     for name in listing.names:
         if name in skip or name == "config.json" or name.startswith("."):
             continue
-        if name.endswith((*WEIGHTS, ".index.json")) or name == "ckpttool.manifest.json":
+        if name.endswith(WEIGHTS) or is_index(name) or name == "ckpttool.manifest.json":
             continue
         size = listing.path(name).stat().st_size
         if size > COMPANION_LIMIT:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpttool.formats.base import COMPANION_LIMIT, WEIGHTS, content, homes_of, natural
+from ckpttool.formats.base import COMPANION_LIMIT, WEIGHTS, content, homes_of, is_index, natural
 
 DEPTH = 4
 """Directories below each other, at most."""
@@ -148,5 +148,5 @@ def _shunned(path: Path, depth: int) -> str:
 
 def _is_checkpoint(files: Collection[str]) -> bool:
     """A directory with weights and what says how they are used is carried as a whole or not at all."""
-    described = any(n in _CONFIGS or n.endswith(".index.json") for n in files)
+    described = any(n in _CONFIGS or is_index(n) for n in files)
     return described and any(n.endswith(_MODELS) for n in files)

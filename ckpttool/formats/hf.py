@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ckpttool.catalog import RankTensor
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats._json import indented
 from ckpttool.formats.base import (
+    INDEX,
     Habits,
     Listing,
     OutFile,
@@ -23,6 +25,7 @@ from ckpttool.formats.base import (
     build_files,
     companions,
     fill_files,
+    is_index,
     lost,
     read_files,
 )
@@ -33,6 +36,55 @@ NUMBERED = re.compile(r"(?P<stem>(?!rank-)[^/]+)-(?P<part>\d{5})-of-(?P<total>\d
 """Names of shards: stem, part and total."""
 NOT_WEIGHTS = re.compile(r"(adapter_model|optimizer|master_weights|scheduler|training_args|consolidated)[-.]")
 """Files that lie beside a model and are not part of it."""
+
+_STEM = r"(?P<base>[^/.]+?)(?:-\d{5}-of-\d{5})?(?:\.(?P<variant>[A-Za-z]\w*?))?(?:-\d{5}-of-\d{5})?"
+_WEIGHTS_FILE = re.compile(_STEM + r"\.safetensors\Z")
+LOADED = ("model", "diffusion_pytorch_model", "pytorch_lora_weights")
+"""Stems that libraries look for: transformers, the models of diffusers, its LoRAs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """How the files of one set of tensors are called."""
+
+    stem: str = "model"
+    """One of ``LOADED``, of a variant with its word: ``model.fp16``."""
+    found: str = ""
+    """The index that the files came with; "" if they had none that could be used."""
+
+    @property
+    def single(self) -> str:
+        """When there is only one."""
+        return f"{self.stem}.safetensors"
+
+    @property
+    def index(self) -> str:
+        """When there are several."""
+        return index_name(self.stem)
+
+    def shard(self, number: int, total: int) -> str:
+        """Numbers start at 1."""
+        return f"{self.stem}-{number:05d}-of-{total:05d}.safetensors"
+
+
+def index_name(stem: str) -> str:
+    """The index of a stem. ``model.fp16`` is a variant of ``model``, and its word stands elsewhere in the index's."""
+    base, dot, variant = stem.rpartition(".")
+    if base in (*LOADED, "adapter_model") and re.fullmatch(r"[A-Za-z]\w*", variant):
+        return f"{base}.safetensors.index{dot}{variant}.json"
+    return f"{stem}.safetensors.index.json"
+
+
+def _set_of(name: str) -> tuple[str, str]:
+    """(stem, variant) of a file that libraries look for, index or weights; ("", "") for any other."""
+    if m := INDEX.match(name):
+        stem, variant = m["stem"], m["variant"] or ""
+    elif m := _WEIGHTS_FILE.match(name):
+        stem, variant = m["base"], m["variant"] or ""
+    else:
+        return "", ""
+    return (stem, variant) if stem in LOADED else ("", "")
+
 
 SHARD_LIMIT = 5 * 10**9
 """Bytes of tensors in a file unless said otherwise; the figure that transformers used for years."""
@@ -49,10 +101,10 @@ class HuggingFace:
     def detect(self, listing: Listing) -> int:
         names = listing.safetensors()
         if listing.single:
-            return int(listing.single.endswith((".safetensors", ".safetensors.index.json")))
+            return int(listing.single.endswith(".safetensors") or INDEX.match(listing.single) is not None)
         return int(
             any(
-                n == "model.safetensors" or NUMBERED.match(n) or n.endswith(".safetensors.index.json")
+                n == "model.safetensors" or NUMBERED.match(n) or INDEX.match(n)
                 for n in (*names, *(x for x in listing.names if x.endswith(".json")))
             )
         )
@@ -67,7 +119,7 @@ class HuggingFace:
                 where=str(listing.root),
                 hint=f"drop --{k}, or give --rank-pattern when these are one rank's tensors each",
             )
-        names, index, notes = _shards(listing)
+        names, found, index, notes = _shards(listing)
         files, tensors, metadata = read_files(listing, [(n, 0) for n in names])
         mapped: Mapping[str, str] = index or {}
         shards = [f.path.name for f in files]
@@ -102,6 +154,7 @@ class HuggingFace:
             companions=carried,
             notes=notes + more,
             metadata=metadata[0] if metadata else {},
+            native=_file_names(names, found),
         )
 
     def naming(self) -> str:
@@ -117,48 +170,93 @@ class HuggingFace:
         return Mesh()
 
     def write(self, request: WriteRequest) -> Skeleton:
-        return layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"})
+        named = request.native if isinstance(request.native, FileNames) else FileNames()
+        return layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"}, named)
 
 
 def layout_published(
     tensors: Sequence[RankTensor],
     max_shard_size: int | None,
     metadata: Callable[[Sequence[RankTensor]], Mapping[str, str]],
+    called: FileNames = FileNames(),
 ) -> Skeleton:
     """``model.safetensors``, or numbered shards and their index; ``metadata`` is what each file's header says."""
     groups = fill_files(tensors, max_shard_size or SHARD_LIMIT)
     if len(groups) == 1:
-        return build_files([("model.safetensors", 0, groups[0], metadata(groups[0]))], 1)
+        return build_files([(called.single, 0, groups[0], metadata(groups[0]))], 1)
     n = len(groups)
-    named = [(f"model-{i + 1:05d}-of-{n:05d}.safetensors", 0, g, metadata(g)) for i, g in enumerate(groups)]
+    named = [(called.shard(i + 1, n), 0, g, metadata(g)) for i, g in enumerate(groups)]
     skeleton = build_files(named, 1)
     total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
     weight_map = {t.name: name for name, _, group, _ in named for t in group}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     text = indented(index)
-    skeleton.files.append(OutFile("model.safetensors.index.json", len(text), ((0, text),)))
+    skeleton.files.append(OutFile(called.index, len(text), ((0, text),)))
     return skeleton
 
 
-def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[str]]:
-    """Which files make up the checkpoint, the usable index, and notes."""
+def _file_names(names: Sequence[str], found: str) -> FileNames:
+    stems = {".".join(filter(None, _set_of(n))) for n in names}
+    stem = stems.pop() if len(stems) == 1 else ""
+    return FileNames(stem or "model", found)
+
+
+def indexes_of(listing: Listing) -> list[str]:
+    """Indexes of model weights; the usual one alone where there is one."""
+    if listing.single:
+        return [listing.single] if is_index(listing.single) else []
+    found = [n for n in listing.names if INDEX.match(n) and not NOT_WEIGHTS.match(n)]
+    return [n for n in found if n == FileNames().index] or found
+
+
+def _one_variant(listing: Listing, present: list[str], notes: list[str]) -> list[str]:
+    """The files of the variant that is meant: that of SRC, or the one without a word, or the only one.
+
+    Raises ConflictError when there are several, none of which loaders would take before the others.
+    """
+    variants: dict[str, dict[str, list[str]]] = {}
+    for n in present:
+        stem, variant = _set_of(n)
+        variants.setdefault(stem, {}).setdefault(variant, []).append(n)
+    variants.pop("", None)
+    asked = _set_of(listing.single)
+    left: set[str] = set()
+    for stem, found in variants.items():
+        if len(found) == 1:
+            continue
+        chosen = asked[1] if asked[0] == stem else ""
+        if chosen not in found:
+            raise ConflictError(
+                f"there are {len(found)} variants of {stem} here: {', '.join(sorted(found))}",
+                where=[str(listing.root), *(names[0] for names in found.values())],
+                hint="give the path of one: of its only file, or of its index",
+            )
+        for variant, names in found.items():
+            if variant != chosen:
+                notes.append(f"{names[0]}{' and others are' if names[1:] else ' is'} another variant; left out")
+                left |= set(names)
+    return [n for n in present if n not in left]
+
+
+def _shards(listing: Listing) -> tuple[list[str], str, dict[str, str] | None, list[str]]:
+    """Which files make up the checkpoint, the index that says so and its map, and notes."""
     if listing.single.endswith(".safetensors"):
-        return [listing.single], None, []
-    present = [n for n in listing.safetensors() if not NOT_WEIGHTS.match(n)]
+        return [listing.single], "", None, []
+    notes: list[str] = []
+    present = _one_variant(listing, [n for n in listing.safetensors() if not NOT_WEIGHTS.match(n)], notes)
     sets: dict[tuple[str, int], set[int]] = {}
     for n in present:
         if m := NUMBERED.match(n):
             sets.setdefault((m["stem"], int(m["total"])), set()).add(int(m["part"]))
     complete = [k for k, parts in sets.items() if parts == set(range(1, k[1] + 1))]
-    indexes = [n for n in listing.names if n.endswith(".safetensors.index.json") and not NOT_WEIGHTS.match(n)]
-    if listing.single:
-        indexes = [listing.single]
+    indexes = indexes_of(listing)
+    meant = {_set_of(n) for n in present}
+    alone = [n for n in present if _set_of(n)[0] and not NUMBERED.match(n)]
+    alone = [n for n in alone if n == FileNames().single] or alone
+    if len(indexes) > 1:  # of other variants, too
+        indexes = [n for n in indexes if _set_of(n) in meant] or indexes
     if len(indexes) > 1:
-        standard = [n for n in indexes if n == "model.safetensors.index.json"]
-        if not standard:
-            raise ConflictError(f"there are {len(indexes)} index files: {', '.join(indexes)}", where=str(listing.root))
-        indexes = standard
-    notes: list[str] = []
+        raise ConflictError(f"there are {len(indexes)} index files: {', '.join(indexes)}", where=str(listing.root))
     if indexes:
         weight_map = _weight_map(listing, indexes[0], notes)
         if weight_map is not None:
@@ -175,17 +273,18 @@ def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[st
                         notes.append(f"{n} is not part of the checkpoint that {indexes[0]} describes; left out")
                 for key in same:
                     _refuse_gaps(listing, key, sets[key])
-                return sorted(named), weight_map, notes
-            if len(complete) != 1 and "model.safetensors" not in present:
+                return sorted(named), indexes[0], weight_map, notes
+            if len(complete) != 1 and not alone:
                 raise IncompleteError(
                     f"{len(missing)} of {len(named)} shards that the index names are missing: {missing[0]}",
                     where=str(listing.path(indexes[0])),
                     hint=lost(listing, missing[0]) or "fetch the missing files; a checkpoint is only read whole",
                 )
             notes.append(f"{indexes[0]} is stale (it names {missing[0]}, which is not there); rebuilt from the headers")
-    if "model.safetensors" in present and not sets:
-        names = ["model.safetensors"]
-    elif len(complete) == 1 and "model.safetensors" not in present:
+    if len(alone) == 1 and not sets:
+        names = alone
+        notes += [f"{n} is not part of {alone[0]}; left out" for n in present if n not in names]
+    elif len(complete) == 1 and not alone:
         stem, total = complete[0]
         names = [f"{stem}-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
         others = [k for k in sets if k != complete[0]]
@@ -196,11 +295,11 @@ def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[st
         key = max(sets, key=lambda k: len(sets[k]))
         _refuse_gaps(listing, key, sets[key])
         names = []
-    elif sets:
+    elif sets or alone:
         raise ConflictError(
             "there is more than one checkpoint in this directory",
-            where=[str(listing.root), *(f"{s}-*-of-{t:05d}.safetensors" for s, t in sets)],
-            hint="give the path of the index or of model.safetensors, or remove the stale files",
+            where=[str(listing.root), *alone, *(f"{s}-*-of-{t:05d}.safetensors" for s, t in sets)],
+            hint="give the path of the index or of the only file of one, or remove the stale files",
         )
     else:
         names = present
@@ -210,7 +309,7 @@ def _shards(listing: Listing) -> tuple[list[str], dict[str, str] | None, list[st
             where=str(listing.root),
             hint=_instead(listing),
         )
-    return names, None, notes
+    return names, "", None, notes
 
 
 def _instead(listing: Listing) -> str:
@@ -246,10 +345,23 @@ def _weight_map(listing: Listing, name: str, notes: list[str]) -> dict[str, str]
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()) or not found:
         notes.append(f"{name} has no weight_map; rebuilt from the headers")
         return None
-    if any("/" in v or "\\" in v or v in (".", "..") for v in found.values()):
-        bad = next(v for v in found.values() if "/" in v or "\\" in v or v in (".", ".."))
-        raise ConflictError(f"the index names a file outside the checkpoint: `{bad}`", where=str(listing.path(name)))
+    for tensor, file in found.items():
+        if why := misplaced(file):
+            raise ConflictError(
+                f"the index says that `{tensor}` is in `{file}`, {why}",
+                where=str(listing.path(name)),
+                hint=f"`ckpttool convert-json {listing.root} --index` writes it anew from the shards",
+            )
     return found
+
+
+def misplaced(file: str) -> str:
+    """Why what an index names is no file beside it; "" for what may be one."""
+    if not file:
+        return "which is no name"
+    if "/" in file or "\\" in file or file == "..":
+        return "which is outside of the checkpoint"
+    return "which is a directory" if file == "." else ""
 
 
 def _index_notes(index: Mapping[str, str], real: Mapping[str, str]) -> list[str]:

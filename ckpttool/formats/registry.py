@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats._foreign import foreign
-from ckpttool.formats.base import Format, Listing, ReadOptions, StoredCheckpoint, list_source, lost, natural
+from ckpttool.formats.base import Format, Listing, ReadOptions, StoredCheckpoint, is_index, list_source, lost, natural
 from ckpttool.formats.deepseek import DeepSeek
 from ckpttool.formats.flex import Flex
 from ckpttool.formats.hf import NUMBERED, HuggingFace
@@ -135,7 +135,7 @@ def choose(listing: Listing, name: str, options: ReadOptions) -> Format:
     if options.rank_pattern:
         return FORMATS["ranks"]
     found = detect(listing)
-    published = any(n.endswith(".index.json") or n == "model.safetensors" for n in listing.names)
+    published = any(is_index(n) or n == "model.safetensors" for n in listing.names)
     if found.name == "hf" and not published and any(v > 1 for v in options.said().values()):
         return FORMATS["ranks"]  # the flags say that files are ranks; only the names did not show it
     return found

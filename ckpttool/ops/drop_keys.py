@@ -32,7 +32,6 @@ from ckpttool.ops.reshard import Prepared, Selection, Target, carried_below, pla
 from ckpttool.planner import build_plan
 from ckpttool.relate import View, Views, identity, parameters
 
-INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYERS, MTP = "num_hidden_layers", "num_nextn_predict_layers"
 
@@ -159,9 +158,9 @@ def _in_place(
         (name, 0, group, read_header(files[i].path).metadata or None)
         for (i, name), group in zip(rewritten, tensors, strict=True)
     ]
-    literal = [(INDEX, _index(root, {t.name: (n, t) for i, n in zip(kept, names, strict=True) for t in held[i]}))]
-    if len(names) == 1 and not (root / INDEX).is_file():
-        literal = []
+    index = source.stored.native.found or source.stored.native.index
+    where = {t.name: (n, t) for i, n in zip(kept, names, strict=True) for t in held[i]}
+    literal = [(index, _index(root, index, where))] if len(names) > 1 or (root / index).is_file() else []
     carried = [(name, files[i]) for i, name in stay]
     config = root / "config.json"
     if source.stored.native_config:
@@ -323,9 +322,9 @@ def _names(kept: Sequence[str], before: Sequence[str]) -> list[str]:
     return [f"{stem}-{i:05d}-of-{len(kept):05d}.safetensors" for i, stem in enumerate(stems, 1)]
 
 
-def _index(root: Path, tensors: Mapping[str, tuple[str, StoredTensor]]) -> bytes:
+def _index(root: Path, name: str, tensors: Mapping[str, tuple[str, StoredTensor]]) -> bytes:
     """The index of what is left; what the old one said besides stays."""
-    old = list_source(root).json(INDEX) if (root / INDEX).is_file() else {}
+    old = list_source(root).json(name) if (root / name).is_file() else {}
     metadata = old.get("metadata")
     size = sum(tensor_bytes(t.dtype, t.shape) for _, t in tensors.values())
     index: dict[str, Any] = {

@@ -31,7 +31,7 @@ from ckpttool.formats._paddle import (
     software,
     with_fused_flags,
 )
-from ckpttool.formats.base import Format, Habits, ReadOptions, Skeleton, Turning, WriteRequest, file_now
+from ckpttool.formats.base import Format, Habits, ReadOptions, Skeleton, Turning, WriteRequest, file_now, is_index
 from ckpttool.formats.below import files_below
 from ckpttool.formats.registry import by_name, read_source
 from ckpttool.geometry import Box
@@ -364,7 +364,7 @@ def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str])
 
     ``taken`` are names of DST that are no directories.
     """
-    if not (source.path.is_dir() or source.path.name.endswith(".index.json")):
+    if not (source.path.is_dir() or is_index(source.path.name)):
         return []  # one file of a directory that may hold anything
     root = source.stored.root
     below = files_below(root, [f.path for f in source.stored.files])

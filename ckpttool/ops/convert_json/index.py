@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from ckpttool.catalog import StoredTensor
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError
 from ckpttool.formats._paddle import config_dtype
-from ckpttool.formats.base import Listing, OpenOptions, list_source, natural
-from ckpttool.formats.hf import NUMBERED
+from ckpttool.formats.base import INDEX, Listing, OpenOptions, list_source, natural
+from ckpttool.formats.hf import LOADED, NUMBERED, index_name, misplaced
 from ckpttool.formats.safetensors import Header, examine, read_header
 from ckpttool.formats.unified import STEMS
 from ckpttool.ops.convert_json.durable import replace_all, resolved
@@ -41,10 +41,9 @@ WRITTEN, RIGHT, NONE_NEEDED = "written", "right", "none needed"
 READERS = 8
 """Threads that read headers: they wait for the disk, not for each other."""
 
-_INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>[A-Za-z]\w*))?\.json\Z")
 _RANKED = re.compile(r"(?P<stem>\w+)\.(?:(?:tp|pp|shard|moe)\d{2,}_?)+\.safetensors(?:_shard_(?P<part>\d{4}))?\Z")
 """Files that each rank wrote for itself."""
-_SINGLE = ("model", "adapter_model", "diffusion_pytorch_model", *STEMS)
+_SINGLE = (*LOADED, "adapter_model", *STEMS)
 """Stems of which a file without a number is a whole set."""
 _CODED = re.compile(r"@(?:min_|max_)?scales\Z")
 _ANEW = "`ckpttool convert-json --index` rebuilds it"
@@ -202,7 +201,7 @@ def _look(directory: Path) -> tuple[Listing, bool, list[_Group], list[str]]:
             sets.setdefault(m["stem"], []).append(n)
         elif unified and (m := _RANKED.match(n)) and m["stem"] in STEMS:
             ranked.setdefault(m["stem"], []).append(n)
-    groups = [_indexed(listing, m, sets, ranked) for n in listing.names if (m := _INDEX.match(n))]
+    groups = [_indexed(listing, m, sets, ranked) for n in listing.names if (m := INDEX.match(n))]
     taken = {n for g in groups for n in (*g.files, *g.ranked)}
     alone = [n for n in listing.safetensors() if n not in taken]
     made: dict[str, _Group] = {}
@@ -218,10 +217,10 @@ def _look(directory: Path) -> tuple[Listing, bool, list[_Group], list[str]]:
         else:
             others.append(n)
             continue
-        made.setdefault(stem, _Group(stem, _index_name(stem), [])).files.append(n)
+        made.setdefault(stem, _Group(stem, index_name(stem), [])).files.append(n)
     for stem, names in ranked.items():
         if not any(n in taken for n in names):
-            made.setdefault(stem, _Group(stem, _index_name(stem), [])).ranked += names
+            made.setdefault(stem, _Group(stem, index_name(stem), [])).ranked += names
     groups += made.values()
     if not groups and not others:
         raise UsageError("there are no safetensors files here", where=str(directory))
@@ -249,7 +248,7 @@ def _indexed(
         raise CorruptError(f"the index cannot be read: {e.strerror}", where=str(listing.path(g.index))) from None
     found = g.data.get("weight_map")
     if isinstance(found, dict) and all(isinstance(v, str) for v in found.values()):
-        g.mapped = found if not any(map(_outside, set(found.values()))) else {}
+        g.mapped = found if not any(map(misplaced, set(found.values()))) else {}
     present = set(listing.safetensors())
     own = [*sets.get(stem, ()), *([f"{stem}.safetensors"] if f"{stem}.safetensors" in present else [])]
     named = [n for n in dict.fromkeys(g.mapped.values()) if n in present]
@@ -257,18 +256,6 @@ def _indexed(
     fellows = [n for s, _ in same for n in sets.get(s, ()) if (m := NUMBERED.match(n)) and (s, m["total"]) in same]
     g.files = sorted({*own, *named, *fellows}, key=natural)
     return g
-
-
-def _index_name(stem: str) -> str:
-    """The index of a stem. ``model.fp16`` is a variant of ``model``, and its word stands elsewhere in the index's."""
-    base, _, variant = stem.rpartition(".")
-    if base in _SINGLE and re.fullmatch(r"[A-Za-z]\w*", variant):
-        return f"{base}.safetensors.index.{variant}.json"
-    return f"{stem}.safetensors.index.json"
-
-
-def _outside(name: str) -> bool:
-    return "/" in name or "\\" in name or name in ("", ".", "..")
 
 
 def _left_alone(names: Sequence[str]) -> str:

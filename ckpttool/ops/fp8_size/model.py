@@ -12,6 +12,7 @@ from ckpttool.dtypes import lookup
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats._json import load_json
 from ckpttool.formats.base import Listing, StoredCheckpoint, list_source
+from ckpttool.formats.hf import indexes_of
 from ckpttool.formats.registry import detect, read_source
 from ckpttool.layout.family import Family, Op, inverse
 from ckpttool.layout.names import split_numbers
@@ -269,6 +270,4 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
 
 def index_of(listing: Listing) -> str:
     """Name of the index of the model's weights; "" if there is none."""
-    if listing.single:
-        return listing.single if listing.single.endswith(".index.json") else ""
-    return "model.safetensors.index.json" if "model.safetensors.index.json" in listing.names else ""
+    return next(iter(indexes_of(listing)), "")

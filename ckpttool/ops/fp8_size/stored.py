@@ -12,6 +12,7 @@ from ckpttool.catalog import RankTensor
 from ckpttool.dtypes import DTYPES, nbytes
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import StoredCheckpoint, WriteRequest
+from ckpttool.formats.hf import FileNames
 from ckpttool.formats.registry import by_name
 from ckpttool.layout.scales import config_block
 from ckpttool.mesh import Mesh
@@ -366,6 +367,7 @@ def _own_files(source: StoredCheckpoint) -> Disk | None:
     if any(t.component != "model" or t.file < 0 for t in source.tensors) or any(f.label for f in source.files):
         return None
     payload = sum(t.nbytes for t in source.tensors)
-    index = source.root / "model.safetensors.index.json"
+    names = source.native if isinstance(source.native, FileNames) else FileNames()
+    index = source.root / (names.found or names.index)
     size = index.stat().st_size if len(source.files) > 1 and index.is_file() else 0
     return Disk(payload, sum(f.size for f in source.files) - payload, len(source.files), size, real=True)

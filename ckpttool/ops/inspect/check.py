@@ -36,7 +36,7 @@ from ckpttool.execute import Progress
 from ckpttool.execute.hashing import ALGORITHM, hash_range
 from ckpttool.formats._paddle import base_prefix, head_in_out
 from ckpttool.formats.base import Listing, OpenOptions, StoredCheckpoint, list_source
-from ckpttool.formats.hf import NOT_WEIGHTS, NUMBERED
+from ckpttool.formats.hf import NOT_WEIGHTS, NUMBERED, indexes_of, misplaced
 from ckpttool.formats.paddle_program import find_program
 from ckpttool.formats.registry import choose, read_source
 from ckpttool.formats.safetensors import examine
@@ -319,11 +319,7 @@ class Index(NamedTuple):
 
 def _index(listing: Listing, result: CheckResult) -> Index | None:
     """The index, its findings reported; None when there is none that can be used."""
-    names = [n for n in listing.names if n.endswith(".safetensors.index.json") and not NOT_WEIGHTS.match(n)]
-    if listing.single:
-        names = [listing.single]
-    elif "model.safetensors.index.json" in names:
-        names = ["model.safetensors.index.json"]
+    names = indexes_of(listing)
     if not names:
         shards = [m for n in listing.safetensors() if (m := NUMBERED.match(n)) and not NOT_WEIGHTS.match(n)]
         if len(shards) > 1 and len({(m["stem"], m["total"]) for m in shards}) == 1:
@@ -344,9 +340,9 @@ def parse_index(data: Mapping[str, Any], where: Path, result: CheckResult) -> In
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         result.add("index-json", f"{where.name} has no weight_map of names", where)
         return None
-    outside = {v for v in weight_map.values() if "/" in v or "\\" in v or v in (".", "..")}
+    outside = {v for v in weight_map.values() if misplaced(v)}
     for v in sorted(outside):
-        result.add("index-json", f"the index names a file outside the checkpoint: `{v}`", where)
+        result.add("index-json", f"the index names `{v}`, {misplaced(v)}", where)
     meta = data.get("metadata")
     total = meta.get("total_size") if isinstance(meta, dict) else None
     return Index(

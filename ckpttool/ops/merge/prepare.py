@@ -297,9 +297,9 @@ def _as_checkpoint(
     if run:
         shown = ", ".join(run[:3]) + (f" and {len(run) - 3} more" if len(run) > 3 else "")
         notes.append(f"not carried, because a merge is not a state of a training run: {shown}")
-    program = old.format == PROGRAM
+    kind = PROGRAM if old.format == PROGRAM else PADDLE if form else "hf"
     stored = StoredCheckpoint(
-        PROGRAM if program else PADDLE if form else "hf",
+        kind,
         old.root,
         models.files,
         [],
@@ -309,7 +309,7 @@ def _as_checkpoint(
         config=config,
         companions=tuple([n for n in companions if n not in run]),
         native_config=old.native_config or old.config if config != old.config else {},
-        native=old.native if program else None,
+        native=old.native if old.format == kind else None,
     )
     family = pick_family(options.family, old.family, config)
     tensors = form.of(builder.tensors, family) if form else builder.tensors
