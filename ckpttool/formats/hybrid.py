@@ -73,6 +73,7 @@ from ckpttool.formats.base import (
     Skeleton,
     StoredCheckpoint,
     WriteRequest,
+    check_copies,
     check_mesh,
     companions,
     list_source,
@@ -262,7 +263,7 @@ def _find(listing: Listing, options: ReadOptions, *, ema: bool) -> _Found:
             if kind is None and name != META:
                 continue
             if name in named:
-                _same_file(named[name], path)
+                check_copies(named[name], path)
                 continue
             named[name] = path
             if kind is None:
@@ -293,16 +294,6 @@ def _find(listing: Listing, options: ReadOptions, *, ema: bool) -> _Found:
             )
         found.kinds[stem] = dict(sorted(files.items(), key=lambda f: tuple(-1 if n is None else n for n in f[0])))
     return found
-
-
-def _same_file(first: Path, second: Path) -> None:
-    sizes = first.stat().st_size, second.stat().st_size
-    if sizes[0] != sizes[1]:
-        raise ConflictError(
-            f"{first.name} is in two directories with {sizes[0]:,} and {sizes[1]:,} bytes",
-            where=[str(first), str(second)],
-            hint="the directories must belong to one save; omit the stale one",
-        )
 
 
 def _degrees(found: _Found, meta: ModelMeta | None, config: Mapping[str, Any]) -> _Degrees:

@@ -48,6 +48,7 @@ from ckpttool.formats.base import (
     StoredCheckpoint,
     WriteRequest,
     build_files,
+    check_copies,
     list_source,
 )
 from ckpttool.formats.safetensors import read_header, tensor_bytes
@@ -163,11 +164,7 @@ def _files(listings: Sequence[Listing]) -> list[_File]:
                 int(got.get("total") or 0),
             )
             if name in out:
-                a, b = out[name].path, file.path
-                if a.stat().st_size != b.stat().st_size:
-                    raise ConflictError(
-                        f"{name} lies in two of the directories, with different sizes", where=[str(a), str(b)]
-                    )
+                check_copies(out[name].path, file.path)
                 continue
             out[name] = file
     return list(out.values())

@@ -203,6 +203,36 @@ def test_a_save_of_two_nodes(tmp_path: Path) -> None:
     assert held(tmp_path / "out").keys() == held(tmp_path / "whole").keys()
 
 
+@pytest.mark.parametrize(
+    ("fixture", "file"),
+    [
+        ("paddle_unified/nlp_qwen2moe_bf16_tp2", "model-00001-of-00002.safetensors"),
+        ("paddle_unified/nlp_qwen2moe_bf16_tp2", "optimizer-00002-of-00002.safetensors"),
+        ("paddle_zcc/ep2_tp2_sharding2_ema", "ema.tp01_shard00.pdopt"),
+        ("paddle_zcc/ep2_tp2_sharding2_ema", "optimizer.tp01_shard00.pdopt"),
+        ("paddle_zcc/ep2_tp2_sharding2_ema", "model_meta.json"),
+    ],
+)
+def test_copies_in_two_directories_are_the_same(fixture: str, file: str, tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    shutil.copytree(FIXTURES.parent / fixture, a)
+    b.mkdir()
+    shutil.copy(a / file, b / file)
+    form = fixture.partition("_")[2].split("/")[0]
+    options = ("--from", form, "--also", b, "--to", "unified", "--tp-out", 1, "--ep-out", 1)
+    reshard(a, tmp_path / "same", *options)
+    data = bytearray((b / file).read_bytes())
+    data[-100] ^= 1
+    (b / file).write_bytes(data)
+    text = refused(a, tmp_path / "out", *options)
+    assert f"{file} is in two directories and differs from byte {len(data) - 100:,} on" in text
+    assert str(a / file) in text
+    assert str(b / file) in text
+    (b / file).unlink()
+    (b / file).symlink_to(a / file)
+    reshard(a, tmp_path / "linked", *options)
+
+
 def test_architectures_and_dtype_keys(tmp_path: Path) -> None:
     src = tmp_path / "src"
     shutil.copytree(FIXTURES / "pf12_qwen2tied_bf16_tp1", src)
