@@ -303,6 +303,11 @@ class Destination:
         self.close()
 
     @property
+    def locks(self) -> list[int]:
+        """Descriptors that hold the lock: it is kept as long as any process has one of each open."""
+        return [fd for fd in (self._directory, self._fd) if fd >= 0]
+
+    @property
     def has_journal(self) -> bool:
         """Whether the journal is open; ``seal`` and ``close`` end that."""
         return self._fd >= 0

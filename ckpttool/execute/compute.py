@@ -23,7 +23,7 @@ from ckpttool.execute.files import SECTOR, FilePool
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
 from ckpttool.execute.permute import Array
 from ckpttool.execute.quantize import Quantizing
-from ckpttool.execute.strided import Behind, Emit, as_in_file, compare, scatter
+from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, compare, scatter, unseen
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Tensor
@@ -137,7 +137,7 @@ class Computing:
     """What becomes of a stretch of the result, by default it is written; see ``scatter``."""
     _arrays: _Arrays = field(default_factory=_Arrays)
 
-    def run(self, compute: Compute, done: Collection[int]) -> Iterator[int | dict[str, str]]:
+    def run(self, compute: Compute, done: Collection[int], seen: Seen = unseen) -> Iterator[int | dict[str, str]]:
         """Work out one tensor; parts in ``done`` are written already.
 
         Yields the number of each part that is written, and at last the hashes of the operands by position.
@@ -156,10 +156,11 @@ class Computing:
         chunk = _Chunk(models, base, step, self._arrays, shared=shared is not None and method.one_at_a_time)
         first = readers[0]
         if isinstance(first, StoredReader) and _moves_raw(compute):
-            fill = _raw(first)
+            before, fill = 0, _raw(first)
         else:
-            fill = self._passes(compute, method, chunk, step)
-        yield from self._write(compute, chunk, step, done, fill)
+            before = size * method.passes(dict(compute.whole), len(models))
+            fill = self._passes(compute, method, chunk, step, lambda at: seen(min(at, before), before + size))
+        yield from self._write(compute, chunk, step, done, fill, lambda at: seen(before + at, before + size))
         yield {str(i): digest for i, r in enumerate(readers) if (digest := r.digest(size)) is not None}
 
     def _check_memory(self, compute: Compute, method: Method, step: int) -> None:
@@ -171,7 +172,9 @@ class Computing:
                 hint=f"raise --memory to {need * 2 >> 20}MiB, or give fewer --workers",
             )
 
-    def _passes(self, compute: Compute, method: Method, chunk: _Chunk, step: int) -> Callable[[int, int, Array], None]:
+    def _passes(
+        self, compute: Compute, method: Method, chunk: _Chunk, step: int, seen: Callable[[int], None]
+    ) -> Callable[[int, int, Array], None]:
         """Let the method see the tensor as often as it wants; returns what puts a chunk of the result into an array."""
         size = prod(compute.shape)
         tensor = Tensor(
@@ -184,6 +187,7 @@ class Computing:
             compute.base_at,
         )
         program = method.program(tensor)
+        before = 0
         with np.errstate(all="ignore"):
             while True:
                 try:
@@ -194,6 +198,8 @@ class Computing:
                 for lo in range(0, size, step):
                     chunk.start, chunk.stop = lo, min(lo + step, size)
                     see(chunk)
+                    seen(before + chunk.stop)
+                before += size
         chunk.last = True
         result = self._arrays.take("result", step)
 
@@ -214,6 +220,7 @@ class Computing:
         step: int,
         done: Collection[int],
         fill: Callable[[int, int, Array], None],
+        seen: Callable[[int], None],
     ) -> Iterator[int]:
         """The last pass: a stretch of the result at a time."""
         size = prod(compute.shape)
@@ -237,6 +244,7 @@ class Computing:
                     out: Array = memory.view(kind)
                     for a in range(lo, hi, step):
                         b = min(a + step, hi)
+                        seen(a)
                         if number in done:
                             chunk.pass_over(a, b)
                             continue

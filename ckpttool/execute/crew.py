@@ -1,12 +1,16 @@
-"""Workers that compute: forked processes, because threads that work on small arrays wait for the interpreter.
+"""Workers that compute: processes, because threads that work on small arrays wait for the interpreter.
 
-A worker is forked before any thread is started; it shares the plan with its parent, is told numbers of tasks through
-a pipe, and answers with JSON lines:
+A worker is told what to do through a pipe, a JSON line for each order, and answers with JSON lines:
 
-    -> {"task": 7, "done": [31]}                        do this task; these of its parts are written already
-    <- {"part": 32}                                     this part is written
-    <- {"end": {"0": "<hash>"}, "sums": {...}, ...}      the task is finished
+    -> {"unit": ..., "first": 31, "done": [31]}          what ``worker`` makes of them is its own business
+    <- {"part": 32}
+    <- {"end": true, ...}                                the order is carried out
     <- {"error": ["CorruptError", "what", ["where"], "hint"]}
+
+A process with one thread forks its workers: they are there at once. Where there are more threads (a notebook, a
+program around the Python API) one of them could hold a lock at that moment, and nobody would open it in the fork. Then
+a helper forks the workers: a fresh interpreter that has one thread and knows the job from a line of JSON. ``__main__``
+is imported by neither.
 
 A worker whose parent is gone ends; a worker that ends by itself is an error of the run.
 """
@@ -18,18 +22,20 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
-from ckpttool import errors
+from ckpttool import __version__, errors
 from ckpttool.errors import CkptError, OutputError
 from ckpttool.execute.files import SourceReadError
 
+Order = dict[str, Any]
 Answer = dict[str, Any]
-Serve = Callable[[dict[str, Any]], Iterator[Answer]]
-"""What a worker does with an order: yields its answers."""
+Serve = Callable[[Order, Callable[[Answer], None]], None]
+"""Carries out an order, and tells the answers one after the other; the last one has an ``end``."""
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -38,24 +44,39 @@ _KEPT = 8 << 20
 
 
 def can_fork() -> bool:
-    """Whether forking is safe here: no other thread could hold a lock at that moment."""
-    return sys.platform == "linux" and threading.active_count() == 1
+    """Whether forking is safe here: no other thread, of whatever library, could hold a lock at that moment."""
+    try:
+        threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    except OSError:
+        threads = threading.active_count()
+    return sys.platform == "linux" and threads == 1
+
+
+class _Parent(Protocol):
+    """Whoever has forked the workers."""
+
+    def status(self, number: int) -> int:
+        """Wait for a worker that has ended. Returns its exit code, or minus the signal that killed it."""
+        ...
+
+    def end(self, *, now: bool) -> None:
+        """Wait until all have ended; with ``now``, kill them."""
+        ...
 
 
 class Worker:
-    """The parent's side of one worker."""
+    """The side of one worker that gives it orders."""
 
-    def __init__(self, pid: int, orders: int, answers: int) -> None:
-        self.pid = pid
+    def __init__(self, number: int, parent: _Parent, orders: int, answers: int) -> None:
+        self._number = number
+        self._parent = parent
         self._orders = orders
         self._answers = os.fdopen(answers, "rb")
 
-    def do(self, order: dict[str, Any]) -> Iterator[Answer]:
+    def do(self, order: Order, tell: Callable[[Answer], None]) -> None:
         """Have an order carried out. Raises what the worker raised, OutputError when it died."""
-        line = json.dumps(order).encode() + b"\n"
         try:
-            while line:
-                line = line[os.write(self._orders, line) :]
+            _write(self._orders, order)
         except OSError:
             raise self._lost() from None
         while True:
@@ -65,63 +86,214 @@ class Worker:
                 raise self._lost() from None
             if "error" in answer:
                 raise _revived(*answer["error"])
-            yield answer
+            tell(answer)
             if "end" in answer:
                 return
 
     def _lost(self) -> CkptError:
-        how = ""
-        with contextlib.suppress(ChildProcessError):
-            _, status = os.waitpid(self.pid, 0)
-            self.pid = 0
-            if os.WIFSIGNALED(status):
-                number = os.WTERMSIG(status)
-                how = f": killed by {signal.Signals(number).name}"
-                if number == signal.SIGKILL:
-                    how += " (out of memory?)"
+        how, status = "", self._parent.status(self._number)
+        if status < 0:
+            how = f": killed by {signal.Signals(-status).name}"
+            if status == -signal.SIGKILL:
+                how += " (out of memory?)"
         hint = "if memory was short, use fewer --workers or less --memory"
         return OutputError(f"a worker process ended{how}", hint=hint)
 
-    def end(self, *, now: bool) -> None:
-        """Let the worker finish, or kill it; then wait for it."""
+    def dismiss(self) -> None:
+        """There will be no more orders."""
         with contextlib.suppress(OSError):
-            os.close(self._orders)
-        if self.pid:
-            if now:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.pid, 0)
-            self.pid = 0
-
-    def forget(self) -> None:
-        """In a sibling: close the ends that belong to the parent."""
-        os.close(self._orders)
-        self._answers.close()
+            # Not the end of the pipe alone: a process that the program around us has forked may hold a copy of it.
+            _write(self._orders, None)
 
     def close(self) -> None:
-        """After the thread that listens has ended."""
+        """After the thread that listens has ended. Waits until the worker has ended, too."""
+        with contextlib.suppress(OSError):
+            os.close(self._orders)
+        with contextlib.suppress(OSError):
+            self._answers.read()
         self._answers.close()
 
 
-def hire(count: int, serve: Callable[[], Serve]) -> list[Worker]:
-    """Fork workers. ``serve`` is called in each of them and makes what carries out its orders."""
-    workers: list[Worker] = []
-    for _ in range(count):
-        order_read, order_write = os.pipe()
-        answer_read, answer_write = os.pipe()
-        parent = os.getpid()
-        pid = os.fork()
-        if not pid:
-            for other in workers:  # an end that a sibling holds would keep it from seeing the parent go
-                other.forget()
-            os.close(order_write)
-            os.close(answer_read)
-            _live(parent, order_read, answer_write, serve)
-        os.close(order_read)
-        os.close(answer_write)
-        workers.append(Worker(pid, order_write, answer_read))
-    return workers
+class Crew:
+    """Workers, and the process that they are children of."""
+
+    def __init__(self, workers: list[Worker], parent: _Parent) -> None:
+        self.workers = workers
+        self._parent = parent
+
+    def dismiss(self, *, now: bool) -> None:
+        """Let the workers finish, or kill them; then wait for them."""
+        for worker in () if now else self.workers:
+            worker.dismiss()
+        self._parent.end(now=now)
+
+    def close(self) -> None:
+        """After the threads that listen have ended."""
+        for worker in self.workers:
+            worker.close()
+
+
+def hire(count: int, job: dict[str, Any], serve: Callable[[], Serve], entry: str, keep: Sequence[int]) -> Crew | None:
+    """Start workers; None where that is not possible.
+
+    ``serve`` is called in each of them and makes what carries out its orders. Where this process cannot be forked,
+    ``entry`` ("module:function") is called in a fresh interpreter, and calls ``help_out``, which makes it of ``job``.
+    ``keep`` are descriptors that stay open in all of them: locks.
+    """
+    pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
+    ends = [(order_read, answer_write) for order_read, _, _, answer_write in pipes]
+    ours = [fd for _, order_write, answer_read, _ in pipes for fd in (order_write, answer_read)]
+    parent: _Parent | None = None
+    try:
+        parent = _Forked(ends, ours, serve) if can_fork() else _Helper.start(ends, job, entry, keep)
+    finally:
+        for fd in [fd for pair in ends for fd in pair] + ([] if parent else ours):
+            os.close(fd)
+    if parent is None:
+        return None
+    return Crew([Worker(i, parent, write, read) for i, (_, write, read, _) in enumerate(pipes)], parent)
+
+
+class _Forked:
+    """Workers that are children of this process."""
+
+    def __init__(self, ends: Sequence[tuple[int, int]], others: Sequence[int], serve: Callable[[], Serve]) -> None:
+        self._status: dict[int, int] = {}
+        self.pids: list[int] = []
+        here = os.getpid()
+        for mine in ends:
+            pid = os.fork()
+            if not pid:
+                # An end that a sibling holds would keep it from seeing the parent go.
+                for fd in [*[fd for pair in ends if pair != mine for fd in pair], *others]:
+                    os.close(fd)
+                _live(here, *mine, serve)
+            self.pids.append(pid)
+
+    def status(self, number: int) -> int:
+        if number not in self._status:
+            try:
+                _, found = os.waitpid(self.pids[number], 0)
+                self._status[number] = os.waitstatus_to_exitcode(found)
+            except ChildProcessError:  # the program around us waits for all children
+                self._status[number] = 0
+        return self._status[number]
+
+    def end(self, *, now: bool) -> None:
+        for number, pid in enumerate(self.pids):
+            if now and number not in self._status:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.status(number)
+
+
+class _Helper:
+    """Workers that are children of a fresh interpreter, which says how they ended."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._known: dict[int, int] = {}
+        self._asking = threading.Lock()
+
+    @classmethod
+    def start(
+        cls, ends: Sequence[tuple[int, int]], job: dict[str, Any], entry: str, keep: Sequence[int]
+    ) -> _Helper | None:
+        """Start the interpreter; None when it cannot be started, is no interpreter, or imports another ckpttool."""
+        if sys.platform != "linux" or not sys.executable or getattr(sys, "frozen", False):
+            return None
+        module, function = entry.split(":")
+        path = [str(p) for p in sys.path]
+        code = f"import sys; sys.path[:] = {path!r}; from {module} import {function}; {function}()"
+        try:
+            process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-W", "ignore", "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[*[fd for pair in ends for fd in pair], *keep],
+                process_group=0,  # the parent decides what Ctrl-C means
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            )
+        except OSError:
+            return None
+        helper = cls(process)
+        try:
+            with contextlib.suppress(OSError):
+                helper.tell({"parent": os.getpid(), "ends": ends, "job": job})
+            if helper.hears() == {"ready": __version__}:
+                return helper
+        except BaseException:
+            helper.end(now=True)
+            raise
+        helper.end(now=True)
+        return None
+
+    def tell(self, what: dict[str, Any]) -> None:
+        stdin = self._process.stdin
+        if stdin is not None:
+            stdin.write(json.dumps(what).encode() + b"\n")
+            stdin.close()
+
+    def hears(self) -> Any:
+        """The next line of the helper, None when there is none."""
+        stdout = self._process.stdout
+        try:
+            return json.loads(stdout.readline()) if stdout is not None else None
+        except ValueError:
+            return None
+
+    def status(self, number: int) -> int:
+        with self._asking:
+            while number not in self._known:
+                said = self.hears()
+                if said is None:
+                    return self._process.wait()
+                self._known[said["ended"]] = said["status"]
+            return self._known[number]
+
+    def end(self, *, now: bool) -> None:
+        if now:
+            self._process.kill()  # and the kernel kills its children
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None and not self._asking.locked():
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+def help_out(server: Callable[[dict[str, Any]], Callable[[], Serve]]) -> NoReturn:
+    """The life of a helper: reads the job, forks the workers and waits for them. ``server`` makes them of the job."""
+    said = json.loads(sys.stdin.buffer.readline())
+    _die_with(said["parent"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ends = [(orders, answers) for orders, answers in said["ends"]]
+    forked = _Forked(ends, (), server(said["job"]))
+    for fd in [fd for pair in ends for fd in pair]:
+        os.close(fd)
+
+    def say(what: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            _write(1, what)
+
+    say({"ready": __version__})
+    for _ in ends:
+        pid, status = os.wait()
+        say({"ended": forked.pids.index(pid), "status": os.waitstatus_to_exitcode(status)})
+    os._exit(0)
+
+
+def _write(fd: int, what: object) -> None:
+    line = json.dumps(what).encode() + b"\n"
+    while line:
+        line = line[os.write(fd, line) :]
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the parent ends."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _live(parent: int, orders: int, answers: int, serve: Callable[[], Serve]) -> NoReturn:
@@ -130,24 +302,28 @@ def _live(parent: int, orders: int, answers: int, serve: Callable[[], Serve]) ->
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _die_with(parent)
         with contextlib.suppress(OSError, AttributeError):
-            libc = ctypes.CDLL(None)
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             # Arrays of a chunk come and go; glibc would return each of them to the system, and fault it in again.
+            libc = ctypes.CDLL(None)
             libc.mallopt(_M_MMAP_THRESHOLD, _KEPT)
             libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
-        if os.getppid() != parent:
-            os._exit(1)
         work = serve()
-        with os.fdopen(orders, "rb") as lines, os.fdopen(answers, "wb") as out:
+
+        def tell(answer: Answer) -> None:
+            _write(answers, answer)
+
+        with os.fdopen(orders, "rb") as lines:
             for line in lines:
+                order = json.loads(line)
+                if order is None:
+                    break
                 try:
-                    for answer in work(json.loads(line)):
-                        out.write(json.dumps(answer).encode() + b"\n")
-                        out.flush()
+                    work(order, tell)
+                except BrokenPipeError:
+                    raise
                 except Exception as e:  # noqa: BLE001 - raised again by the parent
-                    out.write(json.dumps({"error": _told(e)}).encode() + b"\n")
-                    out.flush()
+                    tell({"error": _told(e)})
         status = 0
     except BrokenPipeError:
         pass

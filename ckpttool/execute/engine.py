@@ -4,7 +4,7 @@
     prepare   lock DST.partial/, make every file at its full size, write the literal bytes
     work      workers take tasks in order; the calling thread shows progress; a third thread makes finished parts
               durable and then records them in the journal. Threads move bytes; tensors that are computed go to
-              forked processes, each with a thread here that gives it orders
+              processes, each with a thread here that gives it orders
     finish    sync, check the sources again, manifest, verify, remove the journal, rename
 
 When something fails, what is left depends on whether trying again can help: a full disk, an I/O error or Ctrl-C leave
@@ -20,33 +20,33 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from ckpttool.errors import CkptError, CorruptError, OutputError
 from ckpttool.execute.blocks import Carrier, Stopped
 from ckpttool.execute.checks import check
 from ckpttool.execute.commit import MANIFEST, Destination
-from ckpttool.execute.compute import Computing
-from ckpttool.execute.crew import Answer, Serve, Worker, can_fork, hire
+from ckpttool.execute.crew import Answer, Crew, Serve, hire
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import FilePool, SourceReadError, create, share, write_error
 from ckpttool.execute.hashing import ALGORITHM, Sums
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
 from ckpttool.execute.options import Checksum, NoProgress, Progress, RunOptions, RunResult
-from ckpttool.execute.quantize import Quantizing
-from ckpttool.execute.schedule import Part, Task, operand_keys, schedule, separate
-from ckpttool.plan import Compute, Plan, Quantize
+from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate
+from ckpttool.execute.worker import ComputeWorker, Job, order, server
+from ckpttool.plan import Plan
 
 _MIB = 1 << 20
 _SMALLEST_ARENA = 64 << 10
 _COMPUTING_MEMORY = 8 << 20
 """Least memory for a process that computes: a chunk of a few operands, and a stretch of the result."""
+_ENTRY = "ckpttool.execute.worker:main"
 _TICK = 0.2
 """Seconds between calls of the progress interface: often enough to look alive, too seldom to hold up the workers."""
 _RECORD_EVERY = 2.0
@@ -124,10 +124,12 @@ class _Run:
         self.stop = threading.Event()
         self.failures: list[BaseException] = []
         self.tasks: deque[Task] = deque()
-        self.computing: deque[tuple[int, Task]] = deque()
-        self.crew: list[Worker] = []
+        self.computing: deque[Task] = deque()
+        self.crew: Crew | None = None
         self.computed = [0, 0]
-        """Bytes that processes have read and written."""
+        """Bytes that were read and written for computed tensors."""
+        self.computed_at: dict[int, int] = {}
+        """Bytes that are done of each unit that is computed, while it is computed, too."""
         self.carriers: list[Carrier] = []
         self.threads: list[threading.Thread] = []
         self.sums: dict[str, str] = {}
@@ -279,20 +281,20 @@ class _Run:
     # -- work
 
     def _hire(self, finished: Finished) -> None:
-        """Fork the processes that compute, before there is a thread."""
-        self.draws = tensor_draws(self.plan.randomness)
+        """Start the processes that compute, before there is a thread."""
         jobs = [t for t in self.tasks if t.computing >= 0 and not self._is_done(t, finished)]
         if not jobs:
             return
         memory = max(self.options.memory, _COMPUTING_MEMORY)
         count = max(1, min(self.options.processes, memory // _COMPUTING_MEMORY, len(jobs)))
-        tasks = list(self.tasks)
+        job = self._job(memory // count)
+        self.crew = hire(count, job.to_json(), server(job), _ENTRY, self.destination.locks)
+        if self.crew is None and count > 1:
+            self.notes.append("one thread computes: no other process can be started here")
 
-        def serve() -> Serve:
-            return _Hand(self, tasks, FilePool(), memory // count).serve
-
-        if can_fork():
-            self.crew = hire(count, serve)
+    def _job(self, memory: int) -> Job:
+        limit = part_limit(self.plan.bytes_written)
+        return Job(self.sources, self.paths, self.plan.randomness, memory, limit, self.options.manifest)
 
     def _is_done(self, task: Task, finished: Finished) -> bool:
         keys = [k for k, _ in task.targets] + operand_keys(self.plan, task.computing)
@@ -300,23 +302,22 @@ class _Run:
 
     def _work(self, journal: Journal, pool: FilePool, finished: Finished, signals: _Signals) -> None:
         self.sums = finished.sums
-        jobs = [(i, t) for i, t in enumerate(self.tasks) if t.computing >= 0 and not self._is_done(t, finished)]
-        everything = list(self.tasks)
+        jobs = [t for t in self.tasks if t.computing >= 0 and not self._is_done(t, finished)]
         self.done = finished.parts
-        self.tasks = deque(self._remaining([t for t in everything if t.computing < 0], finished))
+        self.tasks = deque(self._remaining([t for t in self.tasks if t.computing < 0], finished))
         # Long tasks first, or the last one would keep all others waiting; the rest in the order of the files.
-        long = sum([t.nbytes for _, t in jobs]) // (4 * max(1, self.options.processes))
-        jobs.sort(key=lambda job: -job[1].nbytes if job[1].nbytes > long else 0)
+        long = sum([t.nbytes for t in jobs]) // (4 * max(1, self.options.processes))
+        jobs.sort(key=lambda t: -t.nbytes if t.nbytes > long else 0)
         self.computing = deque(jobs)
         memory = max(self.options.memory, _SMALLEST_ARENA)
         workers = min(self.options.workers, memory // _SMALLEST_ARENA, len(self.tasks))
+        hands = [w.do for w in self.crew.workers] if self.crew else []
+        if jobs and not hands:
+            job = self._job(max(memory // 2, _COMPUTING_MEMORY))
+            hands = [ComputeWorker(job, tensor_draws(job.randomness), pool, self.stop).serve]
         threads = []
-        for i, worker in enumerate(self.crew):
-            work = worker.do
+        for i, work in enumerate(hands):
             threads.append(threading.Thread(target=self._foreman, args=(work,), name=f"foreman-{i}", daemon=True))
-        if jobs and not self.crew:  # no forking here: one thread computes
-            hand = _Hand(self, everything, pool, max(memory // 2, _COMPUTING_MEMORY))
-            threads.append(threading.Thread(target=self._foreman, args=(hand.serve,), daemon=True))
         for i in range(workers):
             carrier = Carrier(self.sources, self.paths, pool, memory // workers, self.stop)
             self.carriers.append(carrier)
@@ -345,28 +346,33 @@ class _Run:
         try:
             while not self.stop.is_set():
                 try:
-                    index, task = self.computing.popleft()
+                    task = self.computing.popleft()
                 except IndexError:
                     break
                 parts = {p.number: p for p in task.parts}
-                for answer in work({"task": index, "done": sorted(parts.keys() & self.done)}):
-                    if "unsynced" in answer:
-                        self.unsynced = True
-                        continue
-                    if self.stop.is_set():
-                        break
-                    if "part" in answer:
-                        self.ledger.post(_Record([parts[answer["part"]]]), self.stop)
-                    else:
-                        self.computed[0] += answer["read"]
-                        self.computed[1] += answer["written"]
-                        self.ledger.post(_Record([], answer["sums"]), self.stop)
+                unit, done = self.plan.units[task.computing], parts.keys() & self.done
+                work(order(unit, task.computing, task, done), partial(self._heard, task, parts))
         except Stopped:
             pass
         except BaseException as e:  # noqa: BLE001 - raised again by the thread that called run
             self.failures.append(e)
             self.stop.set()
         self.ledger.wake.set()
+
+    def _heard(self, task: Task, parts: Mapping[int, Part], answer: Answer) -> None:
+        """Something is done of a task."""
+        if "unsynced" in answer:
+            self.unsynced = True
+        elif self.stop.is_set():
+            raise Stopped
+        elif "part" in answer:
+            self.ledger.post(_Record([parts[answer["part"]]]), self.stop)
+        else:
+            self.computed_at[task.computing] = answer["at"]
+            if "end" in answer:
+                self.computed[0] += answer["read"]
+                self.computed[1] += answer["written"]
+                self.ledger.post(_Record([], answer["sums"]), self.stop)
 
     def _worker(self, carrier: Carrier) -> None:
         try:
@@ -447,7 +453,8 @@ class _Run:
                     self._file_progress(part)
             if now - shown >= _TICK:
                 shown = now
-                self._show(self.skipped + sum(c.bytes_written for c in self.carriers))
+                moved = sum([c.bytes_written for c in self.carriers])
+                self._show(self.skipped + moved + sum(list(self.computed_at.values())))
             if saving is not None and saving.done():
                 saving.result()
                 saving = None
@@ -497,12 +504,13 @@ class _Run:
 
     def _dismiss(self, *, now: bool) -> None:
         """Let the processes go, or kill them, and wait for their foremen, who end with them."""
-        for worker in self.crew:
-            worker.end(now=now)
+        if self.crew:
+            self.crew.dismiss(now=now)
         for thread in self.threads:
             thread.join()
-        for worker in self.crew:
-            worker.close()
+        if self.crew:
+            self.crew.close()
+            self.crew = None
 
     def _checksums(self) -> list[Checksum]:
         out = []
@@ -561,62 +569,6 @@ class _Run:
             return error
         self.destination.close()
         return _resumable(error)
-
-
-class _Hand:
-    """What a process that computes does with its orders."""
-
-    def __init__(self, run: _Run, tasks: Sequence[Task], pool: FilePool, memory: int) -> None:
-        self.run = run
-        self.tasks = tasks
-        self.carrier = Carrier(run.sources, run.paths, pool, memory // 4, run.stop)
-        self.computing = Computing(self.carrier, memory, run.draws)
-        self.quantizing = Quantizing(self.carrier, memory)
-        for path in run.paths:
-            pool.expect_writes(path)
-
-    def serve(self, order: dict[str, Any]) -> Iterator[Answer]:
-        """Work out the tensors of one task, part by part."""
-        try:
-            yield from self._serve(order)
-        except Exception:
-            if self.carrier.pool.unsynced:
-                yield {"unsynced": True}
-            raise
-
-    def _serve(self, order: dict[str, Any]) -> Iterator[Answer]:
-        task, done = self.tasks[order["task"]], set(order["done"])
-        carrier, steps = self.carrier, self.run.plan.units[task.computing].steps
-        before = carrier.bytes_read, carrier.bytes_written
-        carrier.sums = sums = Sums(task.targets) if task.targets else None
-        found: dict[str, str] = {}
-        for part in task.parts:
-            if part.compute[0] < 0 and part.number not in done:
-                carrier.carry(part.items)
-                yield {"part": part.number}
-        for i, step in enumerate(steps):
-            if not isinstance(step, Compute | Quantize):
-                continue
-            numbers = {p.compute[1]: p.number for p in task.parts if p.compute[0] == i}
-            finished = {n for n, number in numbers.items() if number in done}
-            if isinstance(step, Compute):
-                events = self.computing.run(step, finished)
-            else:
-                events = self.quantizing.run(step, finished)
-            for event in events:
-                if isinstance(event, int):
-                    yield {"part": numbers[event]}
-                else:
-                    found |= {f"{task.computing}:{i}:{k}": digest for k, digest in event.items()}
-        if sums is not None:
-            carrier.arena.reset()
-            found |= sums.finish(carrier.read_back, carrier.arena.take(min(_MIB, carrier.arena.size)).data)
-        yield {
-            "end": True,
-            "sums": found,
-            "read": carrier.bytes_read - before[0],
-            "written": carrier.bytes_written - before[1],
-        }
 
 
 def _resumable(error: BaseException) -> BaseException:

@@ -24,7 +24,7 @@ from ckpttool.execute.files import SECTOR
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
 from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes
-from ckpttool.execute.strided import Behind, Emit, as_in_file, scatter
+from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, scatter, unseen
 from ckpttool.kernels.quantize import NotFiniteError, Rounder, ScaleError
 from ckpttool.plan import Adapted, Operand, Quantize, Result, Stored, shape_of
 
@@ -149,7 +149,7 @@ class Quantizing:
     _arrays: dict[str, Bytes] = field(default_factory=dict)
     buffer: Buffer = field(default_factory=Buffer)
 
-    def run(self, step: Quantize, done: Collection[int]) -> Iterator[int | dict[str, str]]:
+    def run(self, step: Quantize, done: Collection[int], seen: Seen = unseen) -> Iterator[int | dict[str, str]]:
         """Quantise one tensor; parts in ``done`` are written already.
 
         Yields the number of each part that is written, and at last the hash of the operand by its position.
@@ -157,7 +157,7 @@ class Quantizing:
         """
         self.buffer.holds = None
         writing = Behind(self.emit or scatter)
-        work = _Work(self, step, writing)
+        work = _Work(self, step, writing, seen)
         count = parts_of(step)
         try:
             for number in range(count):
@@ -190,7 +190,7 @@ class Quantizing:
 class _Work:
     """One tensor."""
 
-    def __init__(self, owner: Quantizing, step: Quantize, writing: Behind) -> None:
+    def __init__(self, owner: Quantizing, step: Quantize, writing: Behind, seen: Seen) -> None:
         self.owner = owner
         self._writing = writing
         self._turn = False
@@ -215,6 +215,22 @@ class _Work:
         self.room = max(_LEAST, min(_PANEL, owner.memory // 2 // (2 * raw + 1)))
         self._factors: dict[int, float] = {}
         self._band: tuple[tuple[int, int], Array] | None = None
+        self._seen = seen
+        self._elements = 0
+        self._passes = 2 - self._is_local(0, grid.rows)
+        size = prod(step.shape)
+        self._all = size * self._passes
+        if self.rounder.two_passes:
+            self._all += size + sum([prod(shape_of(o)) for o in step.beside])
+
+    def _is_local(self, r0: int, r1: int) -> bool:
+        """Whether the blocks of these rows fit into a panel, so that they are read once."""
+        whole = self.grid.grain == self.grid.tall or (r0, r1) == (0, self.grid.rows)
+        return whole and self.grid.tall * self.wide <= self.room
+
+    def _count(self, elements: int) -> None:
+        self._elements += elements
+        self._seen(min(self._elements, self._all), self._all)
 
     def _check(self) -> None:
         """The results have as many elements as there are codes and scales."""
@@ -232,8 +248,7 @@ class _Work:
             factor = self._factor(matrix)
             if "factor" in self.results and r0 == 0 and matrix == self._factor_of(matrix):
                 self._write_factor(matrix)
-            whole = self.grid.grain == self.grid.tall or (r0, r1) == (0, self.grid.rows)
-            if whole and self.grid.tall * self.wide <= self.room:
+            if self._is_local(r0, r1):
                 self._local(matrix, r0, r1, factor)
             else:
                 self._twice(matrix, r0, r1, factor)
@@ -242,6 +257,7 @@ class _Work:
         """Take a part that is written already into the hash of the operand."""
         for matrix, r0, r1 in self.grid.rows_of(number):
             self._hash(matrix, r0, r1)
+            self._count((r1 - r0) * self.grid.columns * self._passes)
 
     def _hash(self, matrix: int, r0: int, r1: int) -> None:
         first = matrix * self.grid.rows
@@ -353,6 +369,7 @@ class _Work:
         size = prod(shape_of(operand))
         for lo in range(0, size, self.room):
             hi = min(size, lo + self.room)
+            self._count(hi - lo)
             if isinstance(source, StoredReader):
                 panel = source.raw(lo, hi, last=False).reshape(1, hi - lo)
             else:
@@ -375,6 +392,7 @@ class _Work:
     def _read(self, matrix: int, a: int, b: int, c0: int, c1: int, *, last: bool) -> Array:
         """Elements [a, b) x [c0, c1) of a matrix, in the dtype they are stored in or in float32."""
         columns = self.grid.columns
+        self._count((b - a) * (c1 - c0))
         first = matrix * self.grid.rows
         source = self.source
         if isinstance(source, StoredReader) and (c1 - c0 == columns or b - a == 1):

@@ -88,14 +88,11 @@ def schedule(plan: Plan, *, chained: bool) -> list[Task]:
             tasks.append(Task([Part(number, output.size, (i,), carried=i)]))
             number += 1
     for u, unit in enumerate(plan.units):
-        targets = [(f"{u}.{t}", target) for t, target in enumerate(unit.targets)] if chained else []
         if any(type(s) is Compute or type(s) is Quantize for s in unit.steps):
-            parts = [*_computed_parts(unit), *_moved_parts(unit, limit)]
-            for part in parts:
-                part.number = number
-                number += 1
-            tasks.append(Task(parts, targets, u))
+            tasks.append(computing_task(unit, u, number, limit, chained=chained))
+            number += len(tasks[-1].parts)
             continue
+        targets = _targets(unit, u) if chained else []
         written, checked, files = _measure(unit)
         if written <= limit and checked <= limit:
             if batch is None or held + written + checked > _BATCH or len(batch.parts) >= _BATCH_UNITS:
@@ -119,6 +116,19 @@ def schedule(plan: Plan, *, chained: bool) -> list[Task]:
             tasks += [Task([p]) for p in slices]
         tasks += [Task([p]) for p in judged]
     return tasks
+
+
+def computing_task(unit: Unit, number: int, first: int, limit: int, *, chained: bool) -> Task:
+    """The task of a unit with computed tensors: unit ``number`` of its plan, with parts that count from ``first``."""
+    parts = [*_computed_parts(unit), *_moved_parts(unit, limit)]
+    for part in parts:
+        part.number = first
+        first += 1
+    return Task(parts, _targets(unit, number) if chained else [], number)
+
+
+def _targets(unit: Unit, number: int) -> list[tuple[str, Target]]:
+    return [(f"{number}.{t}", target) for t, target in enumerate(unit.targets)]
 
 
 def _moved_parts(unit: Unit, limit: int) -> list[Part]:

@@ -194,6 +194,15 @@ def as_in_file(memory: Bytes, outputs: Sequence[Copy], at: int) -> Bytes:
     return memory[start if start % itemsize(first.src_dtype) == 0 else 0 :]
 
 
+Seen = Callable[[int, int], None]
+"""Is told how many elements the passes over a tensor have seen, and of how many. Methods may take another number of
+passes than they are known to, so the count may stand still and may jump; it never goes back."""
+
+
+def unseen(_elements: int, _of: int) -> None:
+    """Nobody wants to know."""
+
+
 class Behind:
     """Writes one stretch of a result while the next one is worked out; a direct write would only be waited for."""
 

@@ -213,10 +213,12 @@ def written(dst: Path) -> bytes:
     return b"|".join((dst / f"{i}.bin").read_bytes() for i in range(2))
 
 
-@pytest.mark.parametrize("forks", [True, False])
 @pytest.mark.parametrize("manifest", [True, False])
-@pytest.mark.parametrize("small", [True, False])
-def test_bytes_do_not_depend_on_how(tmp_path: Path, *, forks: bool, manifest: bool, small: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "small"),
+    [("forks", True), ("forks", False), ("a thread", True), ("a thread", False), ("a helper", False)],
+)
+def test_bytes_do_not_depend_on_how(tmp_path: Path, how: str, *, manifest: bool, small: bool) -> None:
     plan, want = merge_plan(tmp_path / "src")
     found = {}
 
@@ -229,7 +231,9 @@ def test_bytes_do_not_depend_on_how(tmp_path: Path, *, forks: bool, manifest: bo
             patched.setattr(compute, "CHUNK", 18)
             patched.setattr(compute, "STRETCH", 80)
             patched.setattr(compute, "PART", 54)
-        patched.setattr(engine, "can_fork", lambda: forks)
+        patched.setattr(crew, "can_fork", lambda: how == "forks")
+        if how == "a thread":
+            patched.setattr(engine, "hire", lambda *_: None)
         result = run(plan, tmp_path / "dst", RunOptions(manifest=manifest, closing={"note.txt": closing}, processes=2))
     assert written(tmp_path / "dst") == want
     assert (tmp_path / "dst/note.txt").read_bytes() == b"said at the end"
@@ -250,7 +254,7 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compute, "CHUNK", 18)
         patched.setattr(compute, "PART", 54)
-        patched.setattr(engine, "can_fork", lambda: False)
+        patched.setattr(engine, "hire", lambda *_: None)
         run(plan, tmp_path / "once", RunOptions(closing={"note.txt": closing}))
         tasks = schedule(plan, chained=False)
         assert [len(t.parts) for t in tasks] == [5, 5]
@@ -290,7 +294,7 @@ def test_a_sync_that_fails_in_a_worker(tmp_path: Path, *, unsynced: bool) -> Non
         patched.setattr(compute, "CHUNK", 18)
         patched.setattr(compute, "PART", 54)
         patched.setattr(compute, "scatter", scatter)
-        assert crew.can_fork()
+        patched.setattr(crew, "can_fork", lambda: True)
         with pytest.raises(OutputError, match="the disk is gone"):
             run(plan, tmp_path / "dst", RunOptions(processes=1))
     assert (tmp_path / "dst.partial").exists() == (not unsynced)
@@ -303,8 +307,8 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert crew.can_fork()
-    with patch.object(compute, "scatter", die), pytest.raises(OutputError) as caught:
+    forks = patch.object(crew, "can_fork", lambda: True)
+    with forks, patch.object(compute, "scatter", die), pytest.raises(OutputError) as caught:
         run(plan, tmp_path / "dst", RunOptions(processes=2))
     assert "killed by SIGKILL" in str(caught.value)
     assert not (tmp_path / "dst").exists()
@@ -313,7 +317,8 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
 def test_an_error_in_a_worker_arrives_whole(tmp_path: Path) -> None:
     plan, _ = merge_plan(tmp_path / "src")
     error = CorruptError("what", where=["here", "there"], hint="so")
-    with patch.object(compute, "scatter", side_effect=error), pytest.raises(CorruptError) as caught:
+    forks = patch.object(crew, "can_fork", lambda: True)
+    with forks, patch.object(compute, "scatter", side_effect=error), pytest.raises(CorruptError) as caught:
         run(plan, tmp_path / "dst", RunOptions())
     assert (caught.value.what, caught.value.where, caught.value.hint) == ("what", ("here", "there"), "so")
     assert not (tmp_path / "dst.partial").exists()
@@ -322,6 +327,7 @@ def test_an_error_in_a_worker_arrives_whole(tmp_path: Path) -> None:
 def test_a_fault_in_a_worker_shows_its_traceback(tmp_path: Path) -> None:
     plan, _ = merge_plan(tmp_path / "src")
     with (
+        patch.object(crew, "can_fork", lambda: True),
         patch.object(compute, "scatter", side_effect=KeyError("a fault")),
         pytest.raises(RuntimeError, match="a fault"),
     ):

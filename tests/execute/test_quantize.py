@@ -151,7 +151,7 @@ def test_bytes_do_not_depend_on_how(tmp_path_factory: pytest.TempPathFactory, da
         step = step._replace(results=(codes, one))
     plan = plan_of(files, step)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine, "can_fork", lambda: False)
+        patched.setattr(engine, "hire", lambda *_: None)
         patched.setattr(quantize, "_LEAST", data.draw(st.sampled_from((1, 16, 64, 1 << 16))))
         patched.setattr(quantize, "_PANEL", data.draw(st.sampled_from((32, 64, 700, 1 << 16))))
         patched.setattr(quantize, "PART", data.draw(st.sampled_from((1, 100, 1 << 20))))
@@ -202,7 +202,7 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path, name: str, panel: int) -
         patched.setattr(quantize, "PART", 256)
         patched.setattr(quantize, "_LEAST", 64)
         patched.setattr(quantize, "_PANEL", panel)
-        patched.setattr(engine, "can_fork", lambda: False)
+        patched.setattr(engine, "hire", lambda *_: None)
         real = strided.scatter
         calls = itertools.count()
         stop = 1 << 30

@@ -117,6 +117,10 @@ class Parameter:
     help: str = ""
 
 
+Passes = Callable[[Mapping[str, Any], int], int]
+"""A number of passes, of the parameters of the merge and the number of models."""
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """A merge method and what recipes may say to it."""
@@ -138,3 +142,10 @@ class Method:
     """Draws random numbers, so that the seed matters."""
     one_at_a_time: bool = False
     """Uses a model's array only until it asks for the next one, so that hundreds of models share one buffer."""
+    passes: Passes = lambda _whole, _models: 0
+    """How often the program sees a large tensor before it is combined, as a rule: for the progress that is shown."""
+
+
+def one_pass(_whole: Mapping[str, Any], _models: int) -> int:
+    """``Passes`` of a program that measures once."""
+    return 1

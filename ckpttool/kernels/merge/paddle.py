@@ -14,7 +14,18 @@ from math import ceil, floor
 import numpy as np
 
 from ckpttool.errors import UsageError
-from ckpttool.kernels.merge.base import Array, Chunk, Combine, Method, Parameter, Pass, Program, Tensor
+from ckpttool.kernels.merge.base import (
+    Array,
+    Chunk,
+    Combine,
+    Method,
+    Parameter,
+    Pass,
+    Passes,
+    Program,
+    Tensor,
+    one_pass,
+)
 from ckpttool.kernels.merge.order import Rank, cuts
 from ckpttool.kernels.merge.sphere import deltas, gram, slerp_coefficients, weigh
 
@@ -242,6 +253,11 @@ _THIN = {
 }
 _PRUNE = _THIN | {"epsilon": Parameter("float", 0.14, "range of the probabilities, from the largest to the smallest")}
 
+_PASSES: dict[Thin, Passes] = {
+    _trim: lambda whole, _: 2 + int(whole["rescale"]),
+    _magprune: lambda _, models: models,
+}
+
 
 def _method(
     name: str, thin: Thin, merge: Merge, formula: str, paper: str, whole: dict[str, Parameter], *, random: bool = False
@@ -251,7 +267,8 @@ def _method(
 
     program.__name__ = program.__qualname__ = name
     program.__doc__ = f"{merge.__doc__}\n\nof differences thinned so: {thin.__doc__}" if thin.__doc__ else merge.__doc__
-    return Method(name, program, formula, paper, per_model=_WEIGHT, whole=whole, random=random)
+    passes = _PASSES.get(thin, lambda _whole, _models: 0)
+    return Method(name, program, formula, paper, per_model=_WEIGHT, whole=whole, random=random, passes=passes)
 
 
 _SUM = "b + sum w_i t_i / sum w_i"
@@ -317,6 +334,7 @@ METHODS = {
                 "slerp_normalize_eps": Parameter("float", 1e-8, "norm up to which a tensor is not normalized"),
             },
             models=(2, 2),
+            passes=one_pass,
         ),
     )
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Program, Tensor
+from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Program, Tensor, one_pass
 from ckpttool.kernels.merge.order import Cut, Rank, cuts, kth_values
 from ckpttool.kernels.merge.sphere import dot
 
@@ -241,6 +241,7 @@ METHODS = {
                 "int8_mask": Parameter("bool", default=False, help="no effect: masks are always small"),
             },
             base="needed",
+            passes=lambda whole, _: 4 if whole["select_topk"] < 1 else 1,
         ),
         Method(
             "arcee_fusion",
@@ -250,6 +251,7 @@ METHODS = {
             base="needed",
             models=(1, 1),
             rows=True,
+            passes=lambda _whole, _models: 3,
         ),
         Method(
             "ram",
@@ -270,6 +272,7 @@ METHODS = {
                 "epsilon": _EPSILON,
             },
             base="needed",
+            passes=one_pass,
         ),
     )
 }

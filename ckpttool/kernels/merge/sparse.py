@@ -410,6 +410,7 @@ def _method(
     elect: bool = False,
     normalize: bool = False,
     random: bool = False,
+    searches: int = 0,
 ) -> Method:
     formula = f"b + lambda sum w_i {'m_i ' if stays else ''}d_i [/ sum w_i]"
     if elect:
@@ -428,6 +429,7 @@ def _method(
         base="needed",
         rows=more is _EPSILON,
         random=random,
+        passes=lambda whole, _: searches + int(whole["rescale"]),
         one_at_a_time=not elect,
     )
 
@@ -436,13 +438,15 @@ METHODS = {
     m.name: m
     for m in (
         _method(task_arithmetic, "", "2212.04089"),
-        _method(ties, "the largest |d_i|", "2306.01708", elect=True, normalize=True),
+        _method(ties, "the largest |d_i|", "2306.01708", elect=True, normalize=True, searches=2),
         _method(dare_linear, "drawn", "2311.03099", random=True),
         _method(dare_ties, "drawn", "2311.03099", elect=True, random=True),
         _method(della, "drawn by rank", "2406.11617", _EPSILON, elect=True, normalize=True, random=True),
         _method(della_linear, "drawn by rank", "2406.11617", _EPSILON, random=True),
-        _method(breadcrumbs, "neither the largest nor the smallest |d_i|", "2312.06795", _GAMMA),
-        _method(breadcrumbs_ties, "neither the largest nor the smallest |d_i|", "2312.06795", _GAMMA, elect=True),
+        _method(breadcrumbs, "neither the largest nor the smallest |d_i|", "2312.06795", _GAMMA, searches=2),
+        _method(
+            breadcrumbs_ties, "neither the largest nor the smallest |d_i|", "2312.06795", _GAMMA, elect=True, searches=2
+        ),
     )
 }
 """The methods by name; parameters and defaults are those of mergekit 0.1.5's registry."""

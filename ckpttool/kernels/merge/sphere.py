@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import numpy as np
 
 from ckpttool.errors import UsageError
-from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Pass, Program, Tensor
+from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Pass, Program, Tensor, one_pass
 
 STRETCH = 4096
 """Elements of one float32 dot product: few enough to lose nothing, many enough to be fast."""
@@ -358,6 +358,7 @@ METHODS = {
             whole={"t": Parameter("float", None, "0 is the base, 1 the other model")},
             base="needed",
             models=(1, 1),
+            passes=one_pass,
         ),
         Method(
             "nuslerp",
@@ -370,6 +371,7 @@ METHODS = {
             },
             models=(2, 2),
             rows=True,
+            passes=lambda whole, _: int(whole["nuslerp_flatten"] or whole["nuslerp_row_wise"]),
         ),
         Method(
             "multislerp",
@@ -381,6 +383,7 @@ METHODS = {
                 "normalize_weights": Parameter("bool", default=True, help="divide the weights by their sum"),
                 "eps": Parameter("float", 1e-8, "added to each norm"),
             },
+            passes=one_pass,
         ),
         Method(
             "karcher",
@@ -392,6 +395,7 @@ METHODS = {
                 "tol": Parameter("float", 1e-5, "a step, angle or norm below this is none"),
             },
             base="refused",
+            passes=one_pass,
         ),
         Method(
             "model_stock",
@@ -402,6 +406,7 @@ METHODS = {
             base="needed",
             models=(2, None),
             rows=True,
+            passes=lambda whole, _: int(not whole["filter_wise"]),
         ),
     )
 }

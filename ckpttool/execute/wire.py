@@ -1,0 +1,55 @@
+"""Units of a plan as JSON, for processes that do not share the memory of the one that planned. Pure.
+
+A named tuple is an object of one entry, its class and its fields; any other tuple is a list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpttool.plan import (
+    Adapted,
+    Block,
+    Compute,
+    Copy,
+    Fill,
+    Gathered,
+    LowRank,
+    Padding,
+    Quantize,
+    Randomness,
+    Result,
+    Rounding,
+    Run,
+    Same,
+    Scaled,
+    Stored,
+    Target,
+    Unit,
+)
+
+_CLASSES: dict[str, Any] = {
+    c.__name__: c
+    for c in (
+        *(Adapted, Block, Compute, Copy, Fill, Gathered, LowRank, Padding, Quantize),
+        *(Randomness, Result, Rounding, Run, Same, Scaled, Stored, Target, Unit),
+    )
+}
+
+
+def encode(value: Any) -> Any:
+    """What ``json`` can write, of a named tuple of the plan and all that is in it."""
+    if not isinstance(value, tuple):
+        return value
+    items = [encode(v) for v in value]
+    return {type(value).__name__: items} if hasattr(value, "_fields") else items
+
+
+def decode(value: Any) -> Any:
+    """The inverse of ``encode``, of what ``json`` has read."""
+    if isinstance(value, list):
+        return tuple([decode(v) for v in value])
+    if isinstance(value, dict):
+        ((name, items),) = value.items()
+        return _CLASSES[name](*decode(items))
+    return value

@@ -1,0 +1,162 @@
+"""What a process that computes does: works out the tensors that it is told, part by part, and says what is written.
+
+<- {"unit": ..., "number": 7, "first": 31, "done": [31]}   this tensor; its parts count from 31, these are written
+-> {"at": 1048576}                                  so many bytes of what was to do are done
+-> {"part": 32}                                     this part is written
+-> {"end": true, "sums": {...}, ...}                the tensor is finished, with its hashes
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.compute import Computing
+from ckpttool.execute.crew import Answer, Order, Serve, help_out
+from ckpttool.execute.draws import tensor_draws
+from ckpttool.execute.files import FilePool
+from ckpttool.execute.hashing import Sums
+from ckpttool.execute.quantize import Quantizing
+from ckpttool.execute.schedule import Task, computing_task
+from ckpttool.execute.wire import decode, encode
+from ckpttool.kernels.merge.base import Draws
+from ckpttool.plan import Compute, Quantize, Randomness, Unit
+
+_MIB = 1 << 20
+_TELL_EVERY = 0.1
+"""Seconds between two words about how far a tensor is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all orders have in common."""
+
+    sources: Sequence[str]
+    paths: Sequence[str]
+    """Of the outputs, which are there at their full size."""
+    randomness: Randomness | None
+    memory: int
+    """Bytes of buffers for each worker."""
+    limit: int
+    """Bytes of a part of what is only moved."""
+    chained: bool
+    """Whether checksums are wanted."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For a process that is to read it with ``from_json``."""
+        return asdict(self) | {"randomness": encode(self.randomness)}
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> Job:
+        """What ``to_json`` has made."""
+        return cls(**said | {"randomness": decode(said["randomness"])})
+
+
+def order(unit: Unit, number: int, task: Task, done: Collection[int]) -> Order:
+    """Have a unit of the plan worked out; its parts in ``done`` are written already."""
+    return {"unit": encode(unit), "number": number, "first": task.parts[0].number, "done": sorted(done)}
+
+
+def server(job: Job) -> Callable[[], Serve]:
+    """What a worker of this job calls, once, to learn how to carry out orders."""
+    draws = tensor_draws(job.randomness)  # for some streams the places of all tensors are worked out: once for all
+    return lambda: ComputeWorker(job, draws, FilePool(), threading.Event()).serve
+
+
+class ComputeWorker:
+    """Works out tensors, one after the other."""
+
+    def __init__(self, job: Job, draws: Callable[[Compute], Draws], pool: FilePool, stop: threading.Event) -> None:
+        self.job = job
+        self.carrier = Carrier(job.sources, job.paths, pool, job.memory // 4, stop)
+        self.computing = Computing(self.carrier, job.memory, draws)
+        self.quantizing = Quantizing(self.carrier, job.memory)
+        for path in job.paths:
+            pool.expect_writes(path)
+
+    def serve(self, order: Order, tell: Callable[[Answer], None]) -> None:
+        """Carry out an order, and tell what is done of it."""
+        try:
+            self._serve(order, tell)
+        except Exception:
+            if self.carrier.pool.unsynced:
+                tell({"unsynced": True})
+            raise
+
+    def _serve(self, order: Order, tell: Callable[[Answer], None]) -> None:
+        unit, number, done = decode(order["unit"]), order["number"], set(order["done"])
+        task = computing_task(unit, number, order["first"], self.job.limit, chained=self.job.chained)
+        carrier = self.carrier
+        before = carrier.bytes_read, carrier.bytes_written
+        carrier.sums = sums = Sums(task.targets) if task.targets else None
+        found: dict[str, str] = {}
+        meter = _Meter(tell)
+        for part in task.parts:
+            if part.compute[0] < 0 and part.number not in done:
+                carrier.carry(part.items)
+                meter.add(part.nbytes)
+                tell({"part": part.number})
+        for i, step in enumerate(unit.steps):
+            if not isinstance(step, Compute | Quantize):
+                continue
+            parts = {p.compute[1]: p for p in task.parts if p.compute[0] == i}
+            finished = {n for n, p in parts.items() if p.number in done}
+            meter.begin(sum([p.nbytes for n, p in parts.items() if n not in finished]))
+            if isinstance(step, Compute):
+                events = self.computing.run(step, finished, meter.seen)
+            else:
+                events = self.quantizing.run(step, finished, meter.seen)
+            for event in events:
+                if isinstance(event, int):
+                    tell({"part": parts[event].number})
+                else:
+                    found |= {f"{number}:{i}:{k}": digest for k, digest in event.items()}
+            meter.end()
+        if sums is not None:
+            carrier.arena.reset()
+            found |= sums.finish(carrier.read_back, carrier.arena.take(min(_MIB, carrier.arena.size)).data)
+        tell(
+            {
+                "end": True,
+                "at": meter.at,
+                "sums": found,
+                "read": carrier.bytes_read - before[0],
+                "written": carrier.bytes_written - before[1],
+            }
+        )
+
+
+class _Meter:
+    """How far an order is, in bytes of its result: those of a step count by the elements that its passes have seen."""
+
+    def __init__(self, tell: Callable[[Answer], None]) -> None:
+        self.at = 0
+        self._tell = tell
+        self._step = 0
+        self._told = time.monotonic()
+
+    def add(self, nbytes: int) -> None:
+        self.at += nbytes
+        self._tell({"at": self.at})
+
+    def begin(self, nbytes: int) -> None:
+        """From now on a step is worked out that writes so many bytes."""
+        self._step = nbytes
+
+    def seen(self, elements: int, of: int) -> None:
+        now = time.monotonic()
+        if now - self._told >= _TELL_EVERY:
+            self._told = now
+            self._tell({"at": self.at + self._step * elements // max(of, 1)})
+
+    def end(self) -> None:
+        self.at += self._step
+
+
+def main() -> None:
+    """In a fresh interpreter that forks the workers: see ``crew``."""
+    help_out(lambda said: server(Job.from_json(said)))

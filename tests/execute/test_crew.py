@@ -1,0 +1,297 @@
+"""Processes that compute, started from programs that have threads already: what a notebook is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from ckpttool.errors import ConflictError, OutputError
+from ckpttool.execute import RunOptions, crew, engine, run, worker
+from ckpttool.execute.crew import Answer, Crew, Order, Serve
+from ckpttool.execute.wire import decode, encode
+from ckpttool.plan import Adapted, Compute, Gathered, LowRank, Randomness, Scaled, Stored
+from ckpttool.plan import Run as Rows
+from tests.execute.test_compute import merge_plan, written
+
+HERE = "tests.execute.test_crew"
+
+
+@pytest.fixture
+def beside() -> Iterator[threading.Thread]:
+    """A thread that lives as long as the test."""
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    yield thread
+    assert thread.is_alive()
+    done.set()
+    thread.join()
+
+
+def serve(order: Order, tell: Callable[[Answer], None]) -> None:
+    """What the workers of these tests do."""
+    if order.get("fail"):
+        raise ConflictError("what", where=["here"], hint="so")
+    if order.get("die"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(order.get("wait", 0))
+    tell({"pid": os.getpid(), "parent": os.getppid()})
+    tell({"end": True})
+
+
+def main() -> None:
+    """The helper of these tests."""
+    crew.help_out(lambda _job: lambda: serve)
+
+
+def hired(count: int = 2, keep: tuple[int, ...] = ()) -> Crew:
+    def no_serve() -> Serve:
+        raise AssertionError("forked beside a thread")
+
+    found = crew.hire(count, {}, no_serve, f"{HERE}:main", keep)
+    assert found is not None
+    return found
+
+
+def ask(worker: crew.Worker, **order: object) -> dict[str, Any]:
+    told: list[Answer] = []
+    worker.do(order, told.append)
+    return told[0]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; what only waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(*pids: int) -> bool:
+    """Whether they end within seconds."""
+    for _ in range(300):
+        if not any(map(is_alive, pids)):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.usefixtures("beside")
+def test_workers_beside_a_thread() -> None:
+    """They are processes of their own, none of them a fork of this one, and end when they are dismissed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not crew.can_fork()
+        found = hired(3)
+        said = [ask(w) for w in found.workers]
+        found.dismiss(now=False)
+        found.close()
+    assert len({s["pid"] for s in said}) == 3
+    assert len({s["parent"] for s in said}) == 1
+    assert os.getpid() not in {said[0]["parent"], *[s["pid"] for s in said]}
+    assert gone(said[0]["parent"], *[s["pid"] for s in said])
+
+
+@pytest.mark.usefixtures("beside")
+def test_errors_and_deaths_beside_a_thread() -> None:
+    found = hired(3)
+    with pytest.raises(ConflictError) as caught:
+        ask(found.workers[0], fail=True)
+    assert (caught.value.what, caught.value.where, caught.value.hint) == ("what", ("here",), "so")
+    with pytest.raises(OutputError, match="ended: killed by SIGKILL"):
+        ask(found.workers[1], die=True)
+    helper = ask(found.workers[0])["parent"]  # an error is no end
+    os.kill(helper, signal.SIGKILL)
+    with pytest.raises(OutputError, match="ended: killed by SIGKILL"):
+        ask(found.workers[2], wait=60)
+    found.dismiss(now=True)
+    found.close()
+    assert gone(helper)
+
+
+@pytest.mark.usefixtures("beside")
+def test_what_is_killed_ends_at_once(tmp_path: Path) -> None:
+    """And only then is a lock free that the workers hold, too."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    found = hired(2, (fd,))
+    pids = [ask(w)["pid"] for w in found.workers]
+    os.close(fd)
+    other = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def wait() -> None:
+        with pytest.raises(OutputError, match="a worker process ended"):
+            ask(found.workers[0], wait=60)
+
+    asking = threading.Thread(target=wait)
+    asking.start()
+    found.dismiss(now=True)
+    asking.join()
+    found.close()
+    assert gone(*pids)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("executable", ["/bin/false", "/bin/cat", "/nowhere/python", ""])
+def test_no_interpreter_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executable: str) -> None:
+    """A program that embeds Python: one thread computes, and says so."""
+    plan, want = merge_plan(tmp_path / "src")
+    monkeypatch.setattr(sys, "executable", executable)
+    result = run(plan, tmp_path / "dst", RunOptions(processes=2))
+    assert written(tmp_path / "dst") == want
+    assert [n for n in result.notes if n.startswith("one thread computes")]
+
+
+def noting() -> None:
+    """The helper of a run: its workers leave a file with their number when they get an order."""
+
+    def server(said: dict[str, Any]) -> Callable[[], Serve]:
+        make = worker.server(worker.Job.from_json(said))
+
+        def noted() -> Serve:
+            work = make()
+
+            def serve(order: Order, tell: Callable[[Answer], None]) -> None:
+                (Path(said["paths"][0]).parents[1] / f"pid {os.getpid()}").touch()
+                time.sleep(0.3)  # so that one of them does not get all
+                work(order, tell)
+
+            return serve
+
+        return noted
+
+    crew.help_out(server)
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_run_beside_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes, and more than one process has worked."""
+    plan, want = merge_plan(tmp_path / "src")
+    monkeypatch.setattr(engine, "_ENTRY", f"{HERE}:noting")
+    result = run(plan, tmp_path / "dst", RunOptions(processes=2, manifest=True))
+    assert written(tmp_path / "dst") == want
+    assert not result.notes
+    pids = [int(p.name.split()[1]) for p in tmp_path.glob("pid *")]
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert gone(*pids)
+
+
+SCRIPT = """
+    import sys, threading, time
+    from pathlib import Path
+    from ckpttool.execute import RunOptions, engine, run
+    from tests.execute.test_compute import merge_plan, written
+
+    here = Path(sys.argv[1])
+    print("begin", flush=True)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    plan, want = merge_plan(here / "src")
+    engine._ENTRY = "tests.execute.test_crew:slow" if len(sys.argv) > 2 else engine._ENTRY
+    run(plan, here / "dst", RunOptions(processes=2))
+    assert written(here / "dst") == want
+    print("end")
+"""
+
+
+def slow() -> None:
+    """A helper whose workers take long."""
+
+    def serve(order: Order, tell: Callable[[Answer], None]) -> None:
+        del order, tell
+        time.sleep(60)
+
+    def server(said: dict[str, Any]) -> Callable[[], Serve]:
+        def made() -> Serve:
+            (Path(said["paths"][0]).parents[1] / f"pid {os.getpid()}").touch()
+            return serve
+
+        return made
+
+    crew.help_out(server)
+
+
+def script(*arguments: object) -> subprocess.Popen[str]:
+    """A program on stdin, which no other process could import."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-", *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdin is not None
+    process.stdin.write(dedent(SCRIPT))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def test_a_script_on_stdin(tmp_path: Path) -> None:
+    out, err = script(tmp_path).communicate(timeout=60)
+    assert (out, err) == ("begin\nend\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_workers_of_a_program_that_ends(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C and kill -9 leave no process behind, and nobody holds the lock."""
+    process = script(tmp_path, "slow")
+    pids: list[int] = []
+    for _ in range(3000):
+        if len(pids := [int(p.name.split()[1]) for p in tmp_path.glob("pid *")]) == 2:
+            break
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(pids) == 2
+    assert all(map(is_alive, pids))
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert gone(*pids)
+    assert "KeyboardInterrupt" in err if number == signal.SIGINT else not err
+    plan, want = merge_plan(tmp_path / "src")
+    run(plan, tmp_path / "dst", RunOptions(force=True))
+    assert written(tmp_path / "dst") == want
+
+
+def test_a_unit_as_json_and_back(tmp_path: Path) -> None:
+    """Every kind of operand, and names that are no Unicode."""
+    import json
+
+    plan, _ = merge_plan(tmp_path / "src")
+    (step,) = plan.units[0].steps
+    assert isinstance(step, Compute)
+    one, two = step.models
+    assert isinstance(one, Stored)
+    assert isinstance(two, Stored)
+    strange = one._replace(label="a\udcff\n\x00é")
+    operands = (
+        Scaled(strange, two, (2, 3), "F4", two, divides=True),
+        Adapted(strange, (LowRank(one, two, 0.1, 1, 2),), 6, "BF16"),
+        Gathered((one, two), (40, 6), (Rows(0, 39, 1, 0),), ((39, ((0, 1), (1, 2))),)),
+    )
+    whole = (("a", float("inf")), ("b", 1e-323), ("c", 3), ("d", True))
+    unit = plan.units[0]._replace(steps=(step._replace(models=operands, base=one, whole=whole, base_at=None),))
+    again = decode(json.loads(json.dumps(encode(unit))))
+    assert again == unit
+    assert repr(again) == repr(unit)  # True is not 1, and no list is left
+    randomness = Randomness("mergekit", 1, (("t", 5, (True, False), "BF16"),))
+    assert repr(decode(json.loads(json.dumps(encode(randomness))))) == repr(randomness)
+    assert decode(encode(None)) is None
