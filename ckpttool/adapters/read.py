@@ -8,8 +8,9 @@ from ckpttool.adapters import paddle, peft
 from ckpttool.adapters.base import Adapter
 from ckpttool.catalog import Catalog, Key, LogicalTensor, whole_tensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats.base import Listing, list_source, read_files
+from ckpttool.formats.base import Listing, StoredCheckpoint, list_source, read_files
 from ckpttool.formats.hf import NUMBERED
+from ckpttool.mesh import Mesh
 
 READERS = {peft.CONFIG: (peft.STEM, peft.adapter), paddle.CONFIG: (paddle.STEM, paddle.adapter)}
 """By the name of the config: what the names of the weight files begin with, and what makes sense of both."""
@@ -53,11 +54,25 @@ def read_adapter(path: str | Path) -> Adapter:
     return make(where, listing.json(config), catalog)
 
 
-def _catalog(listing: Listing, stem: str) -> Catalog:
+def read_stored(path: Path, name: str) -> StoredCheckpoint:
+    """The headers of an adapter of PEFT, of whatever kind, as a checkpoint of format ``name`` to look into.
+
+    Raises IncompleteError, CorruptError, UnsupportedError (pickled weights) and ConflictError.
+    """
+    listing = list_source(path)
+    catalog = _catalog(listing, peft.STEM, "adapter")
+    stored = [p.stored for t in catalog for p in t.pieces]
+    return StoredCheckpoint(
+        name, listing.root, catalog.files, stored, Mesh(), config=listing.json("config.json"), recorded=catalog
+    )
+
+
+def _catalog(listing: Listing, stem: str, component: str = "model") -> Catalog:
     files, stored, _ = read_files(listing, [(n, 0) for n in _shards(listing, stem)])
     tensors: dict[Key, LogicalTensor] = {}
-    for t in stored:
-        key = Key(t.name)
+    for found in stored:
+        t = found._replace(component=component)
+        key = t.key
         if key in tensors:
             first = tensors[key].pieces[0].stored.file
             raise ConflictError(

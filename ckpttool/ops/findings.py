@@ -44,6 +44,7 @@ CHECKPOINT = {
     "conflict": ERROR,
     "layout": ERROR,
     "unsupported": ERROR,
+    "adapter-kind": INFO,
     "scale-missing": ERROR,
     "scale-orphan": ERROR,
     "scale-shape": ERROR,

@@ -146,7 +146,7 @@ def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, 
             (*[1] * len(lead), 1, 32), turned=True,
         )  # fmt: skip
     name = codes.removesuffix("_packed")
-    packed = codes.endswith("_packed") or _holds_pairs(dtype, shape, scale_dtype, grid)
+    packed = codes.endswith("_packed") or holds_pairs(dtype, shape, scale_dtype, grid)
     if packed:
         logical = (*shape[:-1], 2 * shape[-1])
         if dtype not in BYTES or len(grid) != len(shape) or not grid[-1] or logical[-1] % grid[-1]:
@@ -184,7 +184,7 @@ def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, 
     return Coded(name, shape, codes, dtype, scale, scale_dtype, found or shape)
 
 
-def _holds_pairs(dtype: str, shape: tuple[int, ...], scale_dtype: str, grid: tuple[int, ...]) -> bool:
+def holds_pairs(dtype: str, shape: tuple[int, ...], scale_dtype: str, grid: tuple[int, ...]) -> bool:
     """Two F4 codes in a byte: scales for groups of 32 (E8M0) or 16 (F8) of twice as many columns as there are bytes."""
     if dtype not in BYTES or len(grid) != len(shape) or not shape:
         return False

@@ -1,6 +1,7 @@
 """All human, TSV and JSON output of results, and progress. The only place that imports rich.
 
     text.py       sizes, tables, TSV, JSON; what a terminal gets and what a pipe gets
+    tables.py     tables that fit the terminal
     bars.py       a bar on a terminal, a line for each finished file elsewhere
     reshard.py    plans and results of reshard
     merge.py      plans and results of merge

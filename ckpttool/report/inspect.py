@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
+from ckpttool.ops.inspect.identity import BESIDE
 from ckpttool.report import text
 from ckpttool.report.convert_json import program_json, program_lines
-from ckpttool.report.text import aligned, count, dump, shape, size
+from ckpttool.report.tables import fit, table, width
+from ckpttool.report.text import aligned, count, dump, shape, short, size
 
 if TYPE_CHECKING:
     from ckpttool.ops.findings import CheckResult
     from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
+    from ckpttool.ops.inspect.identity import Identity
     from ckpttool.ops.inspect.listing import ComponentTotal, FileRow, Listing
     from ckpttool.ops.inspect.tree import Line
     from ckpttool.ops.inspect.values import Slice, Values
@@ -90,8 +94,63 @@ def _head(listing: Listing, view: str) -> dict[str, Any]:
             }
             for t in listing.component_totals()
         },
+        "identity": _identity_json(listing.identity()),
         "notes": listing.notes,
         **({"program": program_json(native.program)} if isinstance(native := listing.stored.native, Native) else {}),
+    }
+
+
+def headline(identity: Identity) -> str:
+    """``Qwen3-MoE, 12 layers, 8 experts, 1.02 B parameters, BF16, with optimizer state``."""
+    lora = identity.adapter
+    parts = [identity.family or "Model of no known family"]
+    if lora is not None:
+        parts = [f"{lora.kind} adapter", *([f"rank {lora.rank}"] if lora.rank else [])]
+        parts += [f"alpha {lora.alpha:g}"] if lora.alpha else []
+        parts += [f"for {lora.base or identity.family}"] if lora.base or identity.family else []
+        parts += ["targets " + ", ".join(lora.targets)] if lora.targets else []
+    elif "model" not in identity.components and identity.components:
+        parts.append(identity.components[0])
+    if identity.layers and lora is None:
+        parts.append(count(identity.layers, "layer"))
+    if identity.experts and lora is None:
+        parts.append(count(identity.experts, "expert"))
+    if identity.parameters is not None:
+        parts.append(f"{large(identity.parameters)} parameter{'s' if identity.parameters != 1 else ''}")
+    parts += [identity.precision] if identity.precision else []
+    beside = [BESIDE[c] for c in identity.components[1:] if c in BESIDE]
+    parts += (
+        ["with " + " and ".join([", ".join(beside[:-1]), beside[-1]] if len(beside) > 1 else beside)] if beside else []
+    )
+    return plain(", ".join(parts))
+
+
+def large(n: int) -> str:
+    """``1.02 B``; numbers below a million as they are."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if n >= unit:
+            return f"{n / unit:.2f} {name}"
+    return f"{n:,}"
+
+
+def _identity_json(identity: Identity) -> dict[str, Any]:
+    lora = identity.adapter
+    return {
+        "headline": headline(identity),
+        "family": identity.family or None,
+        "layers": identity.layers or None,
+        "experts": identity.experts or None,
+        "parameters": identity.parameters,
+        "precision": identity.precision or None,
+        "adapter": None
+        if lora is None
+        else {
+            "kind": lora.kind,
+            "rank": lora.rank or None,
+            "alpha": lora.alpha or None,
+            "base": lora.base or None,
+            "targets": list(lora.targets),
+        },
     }
 
 
@@ -102,29 +161,27 @@ def summary(listing: Listing) -> str:
 
     stored = listing.stored
     mesh = f", {mesh_text(stored)}" if stored.mesh.world > 1 or stored.cut or sharding_of(stored) > 1 else ""
-    lines = [f"{plain(str(listing.path))}: {listing.format}{mesh}, {count(len(listing.files), 'file')}"]
+    first = headline(listing.identity())
+    lines = [
+        textwrap.fill(first, width(), subsequent_indent="  ") if text.on_terminal() else first,
+        f"{plain(str(listing.path))}: {listing.format}{mesh}, {count(len(listing.files), 'file')}",
+    ]
     chosen = f" of {listing.tensors:,}" if len(listing.rows) != listing.tensors else ""
     totals = listing.totals()
     lines.append(
         f"{len(listing.rows):,}{chosen} tensor{'s' if listing.tensors != 1 else ''},"
-        f" {count(sum(t.elements for t in totals), 'element')}, {size(listing.nbytes)}"
+        f" {count(sum(t.elements for t in totals), 'element')}, {_bytes(listing.nbytes)}"
     )
     components = listing.component_totals()
     if [t.component for t in components] not in ([], ["model"]) or any(t.derived for t in components):
         by_component = [
-            (
-                t.component,
-                count(t.tensors, "tensor"),
-                count(t.elements, "element"),
-                size(t.nbytes),
-                ", ".join(t.dtypes) + _derived(t),
-            )
+            (t.component, count(t.tensors, "tensor"), short(t.nbytes), ", ".join(t.dtypes) + _derived(t))
             for t in components
         ]
         lines.append(aligned(by_component, right=(1, 2), indent="  ").rstrip("\n"))
     elif len(totals) > 1:
-        rows = [(t.dtype, count(t.tensors, "tensor"), count(t.elements, "element"), size(t.nbytes)) for t in totals]
-        lines.append(aligned(rows, right=(1, 2), indent="  ").rstrip("\n"))
+        rows = [(t.dtype, count(t.tensors, "tensor"), count(t.elements, "element"), short(t.nbytes)) for t in totals]
+        lines.append(aligned(rows, right=(1, 2, 3), indent="  ").rstrip("\n"))
     if isinstance(stored.native, Native):
         lines += program_lines(stored.native.program)
     return "\n".join(lines) + "\n"
@@ -134,9 +191,13 @@ def _derived(total: ComponentTotal) -> str:
     """That some or all tensors have no bytes of their own."""
     if not total.derived:
         return ""
-    if total.derived == total.tensors:
-        return ": rounded master weights, no bytes of their own"
-    return f": {total.derived:,} are rounded master weights, no bytes of their own"
+    which = "all" if total.derived == total.tensors else f"{total.derived:,}"
+    return f" ({which} rounded master weights)"
+
+
+def _bytes(n: int) -> str:
+    """``688,574,839,360 bytes (688.57 GB)``."""
+    return f"{n:,} bytes ({short(n)})" if n >= 1000 else size(n)
 
 
 def show_tree(listing: Listing, *, depth: int | None, as_json: bool) -> None:
@@ -163,15 +224,22 @@ def show_tree(listing: Listing, *, depth: int | None, as_json: bool) -> None:
         ]
         dump({**_head(listing, "tree"), "tree": tree}, entries=len(tree))
         return
-    rows: list[tuple[str, ...]] = [("", "dtype", "shape", "tensors", "bytes", "")]
+    rows: list[tuple[str, ...]] = [("", "dtype", "shape", "tensors", "bytes", " ")]
     headed = any(component != "model" or mark for component, (mark, _) in trees.items())
+    between: dict[int, str] = {}
+    """Lines that are no rows, by the row before which they stand."""
     for component, (mark, _) in trees.items():
         root = roots[component]
         if headed:
-            each = f"each: {mark}" if component == "optimizer" and mark else mark
-            rows.append((component, "", "", f"{root.count:,}", f"{root.nbytes:,}", each))
+            if len(rows) > 1:
+                between[len(rows)] = "\n"
+            rows.append((component, "", "", f"{root.count:,}", f"{root.nbytes:,}", ""))
+            if mark:
+                between[len(rows)] = f"  {'each: ' if component == 'optimizer' else ''}{mark}\n"
         rows += [_tree_line(line, headed=headed) for line in shown[component]]
-    text.write(summary(listing) + "\n" + aligned(rows, right=(3, 4)))
+    cells, right = fit(rows, right=(3, 4), drop=(" ",)) if text.on_terminal() else (rows, {3, 4})
+    lined = aligned(cells, right=right).splitlines(keepends=True)
+    text.write(summary(listing) + "\n" + "".join(between.get(i, "") + line for i, line in enumerate(lined)))
 
 
 def _said(component: str, mark: str) -> dict[str, Any]:
@@ -222,7 +290,7 @@ def show_list(listing: Listing, *, as_json: bool) -> None:
         (plain(name), dtype, shapes[dims], size, pieces, names[file], offset if file >= 0 else "-")
         for name, dtype, dims, size, file, offset, pieces, *_ in listing.rows
     ]
-    text.table(header, rows)
+    table(header, rows, drop=("offset", "pieces", "file"))
 
 
 def _file_names(listing: Listing) -> list[str]:
@@ -240,9 +308,10 @@ def show_files(listing: Listing, files: Sequence[FileRow], *, as_json: bool) -> 
         ]
         dump({**_head(listing, "files"), "list": rows}, entries=len(rows))
         return
-    text.table(
+    table(
         ("file", "bytes", "tensors", "tensor bytes", "rank"),
         [(plain(f.name), f.nbytes, f.tensors, f.data, text.ranks(f.ranks)) for f in files],
+        drop=("tensor bytes", "rank"),
     )
 
 
@@ -308,10 +377,12 @@ def _write_svg(layout: Layout, path: Path, title: str) -> None:
 
 
 def _number(value: float | None) -> str:
-    """A number with as many digits as tell it from its neighbours among float32s."""
+    """A number with as many digits as tell it from its neighbours among float32s; with fewer for somebody's eyes."""
     if value is None:
         return "-"
-    return str(value) if isinstance(value, int) else f"{value:.9g}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4g}" if text.on_terminal() else f"{value:.9g}"
 
 
 def _plain_number(value: float | None) -> float | str | None:
@@ -373,7 +444,11 @@ def _values_table(values: Sequence[Values], *, stats: bool, digests: bool) -> No
         if digests:
             row.append(v.digest or "-")
         rows.append(row)
-    text.table(header, rows, right=range(3, 8) if stats else ())
+    gone = ["saturated"] if stats and all(v.stats is None or v.stats.saturated is None for v in values) else []
+    gone += ["shape", "amax", "dtype", "zeros", "saturated", "mean"] if stats else ["shape", "dtype"]
+    if stats and digests:
+        gone += ["std", "max", "min"]
+    table(header, rows, drop=list(dict.fromkeys(gone)), right=range(3, 8) if stats else ())
 
 
 def _bars(v: Values) -> None:
@@ -416,7 +491,8 @@ def show_slices(listing: Listing, slices: Sequence[Slice], *, as_json: bool) -> 
         where = f"[{s.index}]" if s.index else ""
         cut = f" of {shape(s.shape)}" if s.index else ""
         text.write(f"{plain(s.name)}{where}  {s.dtype} {shape(np.shape(s.values))}{cut}\n")
-        with np.printoptions(threshold=1000, edgeitems=4, linewidth=110, precision=9, floatmode="unique"):
+        columns = width() if text.on_terminal() else 110
+        with np.printoptions(threshold=1000, edgeitems=4, linewidth=columns, precision=9, floatmode="unique"):
             text.write(f"{_wide(s.values)}\n")
 
 

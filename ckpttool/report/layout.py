@@ -6,11 +6,9 @@ from ckpttool.errors import plain
 from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout, grid
 from ckpttool.report.text import ranks, shape, size
 
-WIDTH = 64
-"""Characters of a drawn axis."""
-WIDEST = 120
-"""An axis that needs more is listed instead."""
 _INDENT = "    "
+WIDTH = 80 - len(_INDENT)
+"""Characters of a drawing. One that needs more is listed instead."""
 
 
 def draw(layout: Layout) -> str:
@@ -23,7 +21,9 @@ def draw(layout: Layout) -> str:
         out.append(f"  {_holders(tuple(numbers))}: {size(n)}" + (" each" if len(numbers) > 1 else ""))
     for h in layout.holdings:
         times = f"   {h.count:,} tensors" if h.count > 1 else ""
-        out += ["", f"{plain(h.name)}   {h.dtype} {shape(h.shape)}{times}"]
+        name, kind = plain(h.name), f"{h.dtype} {shape(h.shape)}{times}"
+        one_line = len(name) + 3 + len(kind) <= WIDTH + len(_INDENT)
+        out += ["", f"{name}   {kind}"] if one_line else ["", name, _INDENT + kind]
         axes = h.cut_axes
         whole = [g for g in h.groups if not _axes(g, h)]
         labels = max((len(g.label) for g in h.groups), default=0)
@@ -58,8 +58,9 @@ def _matrix(group: Group, axes: tuple[int, ...]) -> list[str]:
         return _strip(group.held, axes[0])
     if len(axes) == 2:
         edges, cells = grid(group.held, axes)
-        if len(edges[0]) * len(edges[1]) <= 400:
-            return _grid(edges, dict(cells), axes)
+        drawn = _grid(edges, dict(cells), axes) if len(edges[0]) * len(edges[1]) <= 400 else []
+        if drawn and max(map(len, drawn)) <= WIDTH:
+            return drawn
     return [f"{h.box}  {_holders(h.ranks)}" for h in group.held]
 
 
@@ -71,14 +72,15 @@ def _strip(held: tuple[Held, ...], axis: int) -> list[str]:
     """One axis: ``axis 1 |  0  |  1  |`` over its edges."""
     parts = [(h.box.start[axis], h.box.stop[axis], ranks(h.ranks)) for h in held]
     total = parts[-1][1] - parts[0][0]
+    head = f"axis {axis}  "
+    room = WIDTH - len(head) - len(parts) - len(str(parts[-1][1]))
     # A segment is as wide as its share, its label and the number of its left edge need.
-    widths = [max(round(WIDTH * (b - a) / total), len(label) + 2, len(str(a)) + 1) for a, b, label in parts]
-    if sum(widths) + len(widths) > WIDEST:
+    widths = [max(int(room * (b - a) / total), len(label) + 2, len(str(a)) + 1) for a, b, label in parts]
+    if sum(widths) > room:
         width = max(len(f"{a}:{b}") for a, b, _ in parts)
         return [
             f"axis {axis}  {f'{a}:{b}':>{width}}  {_holders(h.ranks)}" for (a, b, _), h in zip(parts, held, strict=True)
         ]
-    head = f"axis {axis}  "
     bar = "|" + "|".join(label.center(w) for (_, _, label), w in zip(parts, widths, strict=True)) + "|"
     scale = "".join(str(a).ljust(w + 1) for (a, _, _), w in zip(parts, widths, strict=True)) + str(parts[-1][1])
     return [head + bar, " " * len(head) + scale]

@@ -104,7 +104,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str | int]], *, right: 
     write(aligned([header, *cells], right={*numbers, *right}))
 
 
-def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), indent: str = "") -> str:
+def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = (), *, indent: str = "") -> str:
     """Rows as columns two spaces apart."""
     if not rows:
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,7 +72,11 @@ def proven(folder: Path) -> None:
     reshard(source, folder, "--to", "hf", "--manifest", "--max-shard-size", "6kB")
 
 
-BASES = (shards, fp8, ranks, foreign, proven)
+def adapter(folder: Path) -> None:
+    shutil.copytree("fixtures/merge/inputs/lora1", folder)
+
+
+BASES = (shards, fp8, ranks, foreign, proven, adapter)
 
 
 # -- ways to break them
@@ -255,6 +260,7 @@ CASES: dict[str, Case] = {
     "conflict": Case(ranks, record(lambda r: r["mesh"].update(tp=3))),
     "layout": Case(foreign, config(architectures=["Unknown"], model_type="unknown"), ("config-architecture",)),
     "unsupported": Case(ranks, record(lambda r: r.update(version=2))),
+    "adapter-kind": Case(adapter, lambda f: edit_json(f / "adapter_config.json", lambda c: c.update(use_dora=True))),
     "scale-missing": Case(fp8, drop(DOWN + "_scale_inv")),
     "scale-orphan": Case(fp8, drop(DOWN)),
     "scale-shape": Case(fp8, put(DOWN + "_scale_inv", Raw("F32", scale(1).bits[:, :2]))),

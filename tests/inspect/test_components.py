@@ -126,10 +126,18 @@ def test_totals_of_each_component() -> None:
 
 def test_summary_says_components_and_sharding() -> None:
     text = ckpttool("inspect", ZCC).out
-    assert text.startswith(f"{ZCC}: zcc, tp 2, ep 2, etp 1, sharding 2, ")
     head = text.split("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in head[2:]] == ["model", "master_weights", "optimizer", "ema"]
-    assert "37 are rounded master weights" in head[2]
+    assert head[1].startswith(f"{ZCC}: zcc, tp 2, ep 2, etp 1, sharding 2, ")
+    assert [line.split()[0] for line in head[3:]] == ["model", "master_weights", "optimizer", "ema"]
+    assert "(37 rounded master weights)" in head[3]
+
+
+def test_trees_of_components_stand_apart() -> None:
+    blocks = ckpttool("inspect", ZCC, "--depth", 1).out.split("\n\n")[1:]
+    assert [block.splitlines()[i].split()[0] for i, block in zip((1, 0, 0, 0), blocks, strict=True)] == [
+        "model", "master_weights", "optimizer", "ema",
+    ]  # fmt: skip
+    assert blocks[2].splitlines()[1] == "  each: moment1_0, moment2_0, beta1_pow_acc_0, beta2_pow_acc_0"
 
 
 def test_the_states_of_an_optimizer_are_one_line_for_each_parameter() -> None:

@@ -118,8 +118,9 @@ def test_sorting(tmp_path: Path) -> None:
 def test_tree(model: Path) -> None:
     done = ckpttool("inspect", model)
     lines = done.out.splitlines()
-    assert lines[0] == f"{model}: hf, 2 files"
-    assert lines[1].startswith("35 tensors, ")
+    assert lines[0] == "Llama, 2 layers, 4,944 parameters, FP8"
+    assert lines[1] == f"{model}: hf, 2 files"
+    assert lines[2].startswith("35 tensors, ")
     assert any(line.split() == ["down_proj", "4", "816"] for line in lines)
     assert any(line.split() == ["weight", FP8, "[16,", "24]", "2", "768"] for line in lines)
     assert any(line.strip().startswith("layers.{0..1} ") for line in lines)

@@ -1,6 +1,8 @@
 """``ckpttool inspect``: what is inside a checkpoint, whether it is sound, and how it differs from another.
 
     answer.py         a question and the part that answers it
+    source.py         opening a checkpoint, or an adapter
+    identity.py       what it is: family, layers, parameters, precision
     listing.py        the tensors of a source, chosen and sorted; headers only
     names.py          names without their numbers
     tree.py           names that differ only in numbers become one line: ``layers.{0..60}``

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import DataFile, StoredTensor
-from ckpttool.checkpoint import Checkpoint, assemble
+from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import (
     CkptError,
     ConflictError,
@@ -38,7 +38,7 @@ from ckpttool.formats._paddle import base_prefix, head_in_out
 from ckpttool.formats.base import Listing, OpenOptions, StoredCheckpoint, list_source
 from ckpttool.formats.hf import NOT_WEIGHTS, NUMBERED, indexes_of, misplaced
 from ckpttool.formats.paddle_program import find_program
-from ckpttool.formats.registry import choose, read_source
+from ckpttool.formats.registry import choose
 from ckpttool.formats.safetensors import examine
 from ckpttool.formats.unified import STEMS
 from ckpttool.ops.convert_json.check import check_program
@@ -46,6 +46,7 @@ from ckpttool.ops.findings import ERROR, CheckResult, Finding
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs, source_files
 from ckpttool.ops.inspect.names import ranges
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
+from ckpttool.ops.inspect.source import PEFT, join, read
 
 MANIFEST = "ckpttool.manifest.json"
 _PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")
@@ -106,6 +107,8 @@ def check(
         complete, mapped = complete and found[0], found[1]
     elif result.format == "unified":
         _check_stems(listing, files, stored, result)
+    elif result.format == PEFT:
+        _check_adapter(path, result)
     checkpoint = _open(path, stored, options, result)
     named = _named(checkpoint, files, mapped) if checkpoint is not None or whole else {}
     tensors = len(named) if checkpoint is None else len(checkpoint.catalog)
@@ -147,7 +150,7 @@ def _program(listing: Listing, options: OpenOptions) -> Path | None:
 
 def _read(path: Path, options: OpenOptions) -> StoredCheckpoint | CkptError:
     try:
-        return read_source(path, options.format, options.mesh)
+        return read(path, options)
     except CkptError as e:
         return e
 
@@ -162,7 +165,8 @@ def _names(listing: Listing, stored: StoredCheckpoint | CkptError, options: Open
         if format_by_names(listing, options) == "unified":
             out |= dict.fromkeys(n for n in listing.names if ".safetensors" in n and not n.endswith(".json"))
     if not listing.single.endswith(".safetensors"):
-        out |= dict.fromkeys(n for n in listing.safetensors() if not NOT_WEIGHTS.match(n))
+        beside = NOT_WEIGHTS.match if "adapter_config.json" not in listing.names or out else lambda _: None
+        out |= dict.fromkeys(n for n in listing.safetensors() if not beside(n))
     elif listing.single:
         out[listing.single] = None
     return list(out)
@@ -299,6 +303,18 @@ def _check_stems(
         quantised = bool(data.get("ckpt_quant_stage"))
         index = index._replace(total=None) if quantised else index
         check_mapping(listing, members, index, missing, result, unified=True, quantised=quantised)
+
+
+def _check_adapter(path: Path, result: CheckResult) -> None:
+    """Factors against their config: pairs, ranks, shapes."""
+    from ckpttool.adapters import read_adapter
+
+    try:
+        read_adapter(path)
+    except UnsupportedError as e:
+        result.add("adapter-kind", f"ckpttool cannot merge this adapter: {e.what}", "; ".join(e.where), e.hint)
+    except CkptError as e:
+        result.add(_class_id(e), e.what, "; ".join(e.where), e.hint)
 
 
 def is_member(name: str, wanted: Mapping[str, None]) -> bool:
@@ -504,20 +520,23 @@ _CLASSES: tuple[tuple[type[CkptError], str], ...] = (
 )
 
 
+def _class_id(error: CkptError) -> str:
+    return next((i for c, i in _CLASSES if isinstance(error, c)), "conflict")
+
+
 def _open(
     path: Path, stored: StoredCheckpoint | CkptError, options: OpenOptions, result: CheckResult
 ) -> Checkpoint | None:
     """The catalog, or a finding that says why there is none, unless that follows from an earlier one."""
     if isinstance(stored, StoredCheckpoint):
         try:
-            return assemble(stored, path, options)
+            return join(stored, path, options)
         except CkptError as e:
             error = e
     else:
         error = stored
     if not any(f.severity == ERROR for f in result.findings):
-        id_ = next((i for c, i in _CLASSES if isinstance(error, c)), "conflict")
-        result.add(id_, error.what, "; ".join(error.where), error.hint)
+        result.add(_class_id(error), error.what, "; ".join(error.where), error.hint)
     return None
 
 
@@ -546,7 +565,7 @@ def _config(listing: Listing, stored: StoredCheckpoint | CkptError, result: Chec
     if isinstance(stored, StoredCheckpoint) and stored.config:
         return stored.config
     if "config.json" not in listing.names:
-        if not listing.single:
+        if not listing.single and "adapter_config.json" not in listing.names:
             text = "there is no config.json; tensors are not compared with it"
             result.add("config-missing", text, listing.root)
         return {}

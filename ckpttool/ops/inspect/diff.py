@@ -15,17 +15,17 @@ from math import isnan, prod
 from pathlib import Path
 
 from ckpttool.catalog import Key
-from ckpttool.checkpoint import Checkpoint, assemble
+from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_view
 from ckpttool.execute.reader import blocks
 from ckpttool.formats.base import OpenOptions
-from ckpttool.formats.registry import read_source
 from ckpttool.kernels.stats import differs, first_index
 from ckpttool.layout.family import inverse
 from ckpttool.ops.inspect.listing import check_components, in_order, wanted_names
+from ckpttool.ops.inspect.source import join, read
 from ckpttool.relate import View, Views, apply_ops, follow, identity, parameters
 
 
@@ -140,13 +140,12 @@ def diff(
 def _open(left: Path, right: Path, options: OpenOptions) -> tuple[Checkpoint, Checkpoint]:
     """Both sides. One that has no config.json is taken for the same model as the other."""
     other = OpenOptions(family=options.family, replicate=options.replicate, split=options.split)
-    one = read_source(left, options.format, options.mesh)
-    two = read_source(right, other.format, other.mesh)
+    one, two = read(left, options), read(right, other)
     if one.config or not two.config:
-        a = assemble(one, left, options)
-        return a, assemble(two, right, other, None if two.config or not one.config else a.family)
-    b = assemble(two, right, other)
-    return assemble(one, left, options, b.family), b
+        a = join(one, left, options)
+        return a, join(two, right, other, None if two.config or not one.config else a.family)
+    b = join(two, right, other)
+    return join(one, left, options, b.family), b
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from ckpttool.dtypes import nbytes, parse
 from ckpttool.errors import LayoutError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.paddle_program import PARAMS
-from ckpttool.formats.registry import read_source
 from ckpttool.formats.safetensors import read_header
 from ckpttool.mesh import Mesh
+from ckpttool.ops.inspect.identity import Identity, identify
 from ckpttool.ops.inspect.names import natural_order
+from ckpttool.ops.inspect.source import join, read
 from ckpttool.select import matching
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class Listing:
     """Rows are whole tensors; False when no layout rule says how ranks' tensors fit together and each is listed."""
     notes: list[str]
     options: OpenOptions
+    every: Sequence[Row] = ()
+    """All tensors, chosen or not."""
     _checkpoint: Checkpoint | None = None
 
     @property
@@ -134,10 +137,16 @@ class Listing:
         """Components of the chosen tensors, in the order in which they are written."""
         return in_order({r[7] for r in self.rows})
 
+    def identity(self) -> Identity:
+        """What the checkpoint is, whatever was chosen of it."""
+        components = in_order(set(map(itemgetter(7), self.every)))
+        family = Path(self.options.family).stem
+        return identify(self.stored, self.every, components, logical=self.logical, family=family)
+
     def checkpoint(self) -> Checkpoint:
         """The checkpoint with its catalog. Raises LayoutError when no rule says how its ranks fit together."""
         if self._checkpoint is None:
-            self._checkpoint = _assemble(self.stored, self.path, self.options)
+            self._checkpoint = join(self.stored, self.path, self.options)
         return self._checkpoint
 
     def totals(self) -> list[DtypeTotal]:
@@ -169,7 +178,7 @@ def list_tensors(
     With ``stored_too``, ranks whose tensors no rule can put together are listed as they are stored.
     """
     path, choice, options = Path(src), choice or Choice(), options or OpenOptions()
-    stored = read_source(path, options.format, options.mesh)
+    stored = read(path, options)
     listing = Listing(path, stored, [], 0, logical=True, notes=list(stored.notes), options=options)
     if stored.mesh.world == 1 and stored.naming == "hf" and stored.recorded is None and not _rules(options):
         rows = _stored_rows(stored.tensors)
@@ -187,19 +196,13 @@ def list_tensors(
         else:
             rows = logical_rows(checkpoint.catalog)
             listing.notes = list(checkpoint.notes)
-    listing.tensors = len(rows)
+    listing.tensors, listing.every = len(rows), rows
     listing.rows = choose(rows, choice, path)
     return listing
 
 
 def _rules(options: OpenOptions) -> bool:
     return bool(options.family or options.replicate or options.split)
-
-
-def _assemble(stored: StoredCheckpoint, path: Path, options: OpenOptions) -> Checkpoint:
-    from ckpttool.checkpoint import assemble  # loads the layout rules, which most listings do not need
-
-    return assemble(stored, path, options)
 
 
 @lru_cache(maxsize=65536)

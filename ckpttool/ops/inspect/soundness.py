@@ -11,6 +11,7 @@ from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import find_family
 from ckpttool.layout.packed import Part, find_packing, section
 from ckpttool.layout.scales import block_of, config_block, weight_of
+from ckpttool.ops.inspect.identity import LAYERS, config_number
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _SCALE_ENDS = ("_scale_inv", "weight_scale", ".qscale_weight")
@@ -138,16 +139,6 @@ def _grid_problem(
     return None
 
 
-def _number(config: Mapping[str, Any], *names: str) -> int | None:
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
-        for name in names:
-            value = place.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-    return None
-
-
 def _architecture(config: Mapping[str, Any]) -> _Found:
     if find_family(config) is None:
         named = config.get("architectures") or config.get("model_type") or "no architecture"
@@ -157,7 +148,7 @@ def _architecture(config: Mapping[str, Any]) -> _Found:
 
 
 def _layers(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool) -> _Found:
-    wanted = _number(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    wanted = config_number(config, *LAYERS)
     if wanted is None:
         return
     seen: dict[str, set[int]] = {}
@@ -172,7 +163,7 @@ def _layers(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete
     if gone and complete:
         shown = ", ".join(map(str, gone[:8])) + (" ..." if len(gone) > 8 else "")
         yield "config-layers", f"config.json says {wanted} layers; there are no tensors of layer {shown}", "", ""
-    more = _number(config, "num_nextn_predict_layers", "num_mtp_layers") or 0
+    more = config_number(config, "num_nextn_predict_layers", "num_mtp_layers") or 0
     beyond = sorted(n for n in layers if n >= wanted + more)
     if beyond:
         shown = ", ".join(map(str, beyond[:8])) + (" ..." if len(beyond) > 8 else "")
@@ -180,7 +171,7 @@ def _layers(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete
 
 
 def _vocabulary(tensors: Mapping[str, Named], config: Mapping[str, Any], vocab_axis: VocabAxis) -> _Found:
-    wanted = _number(config, "vocab_size")
+    wanted = config_number(config, "vocab_size")
     if wanted is None:
         return
     for name, t in tensors.items():

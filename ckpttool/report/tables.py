@@ -1,0 +1,70 @@
+"""Tables that fit the terminal: whole columns are dropped, long names lose their middle, numbers stay whole.
+
+In a pipe nothing is dropped and nothing shortened.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+
+from ckpttool.report import text
+
+LEAST = 36
+"""Characters that a shortened name keeps at least."""
+CUT = "..."
+
+
+def width() -> int:
+    """Columns of the terminal."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str | int]],
+    *,
+    names: int = 0,
+    drop: Sequence[str] = (),
+    right: Iterable[int] = (),
+) -> None:
+    """As ``text.table``; on a terminal, columns in ``drop`` go, first come first, until the rest fits.
+
+    ``names`` is the column whose texts may be shortened.
+    """
+    if not text.on_terminal():
+        text.table(header, rows)
+        return
+    numbers = {i for row in rows for i, cell in enumerate(row) if isinstance(cell, int)}
+    cells = [[f"{c:,}" if isinstance(c, int) else c for c in row] for row in rows]
+    text.write(text.aligned(*fit([list(header), *cells], names=names, drop=drop, right={*numbers, *right})))
+
+
+def fit(
+    rows: Sequence[Sequence[str]], *, names: int = 0, drop: Sequence[str] = (), right: Iterable[int] = ()
+) -> tuple[list[list[str]], set[int]]:
+    """The rows as they fit, the first of them the header, and which of the columns left are aligned to the right."""
+    keep = list(range(len(rows[0])))
+    widths = [max(len(row[i]) for row in rows) for i in keep]
+    room = width()
+
+    def left() -> int:
+        """Characters that are left for names."""
+        return room - sum(widths[i] + 2 for i in keep if i != names)
+
+    for gone in drop:
+        if left() >= min(widths[names], LEAST):
+            break
+        keep.remove(rows[0].index(gone))
+    most = max(left(), LEAST)
+    cells = [[middle(row[i], most) if i == names else row[i] for i in keep] for row in rows]
+    wanted = set(right)
+    return cells, {at for at, i in enumerate(keep) if i in wanted}
+
+
+def middle(name: str, most: int) -> str:
+    """A name without its middle, ``model...mlp.down_proj.weight``: the end says more than the beginning."""
+    if len(name) <= most:
+        return name
+    head = (most - len(CUT)) // 5
+    return name[:head] + CUT + name[len(name) - (most - len(CUT) - head) :]

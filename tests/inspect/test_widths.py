@@ -1,0 +1,79 @@
+"""On a terminal of 80 columns every table fits; in a pipe nothing is dropped or shortened."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from ckpttool.cli import main
+from ckpttool.report.tables import middle
+from tests.helpers.command import ckpttool
+from tests.helpers.tensorfile import origin, save_hf
+
+MODELS = (
+    "deepseek_v3",
+    "llama_tp8",
+    "merge/inputs/lora1",
+    "vllm/qwen3_moe",
+    "paddle_zcc/sharding2_v1",
+    "paddle_flex/tp2_dp2",
+)
+VIEWS = ("", "--list", "--files", "--stats", "--hash", "--ranks")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(*arguments: object, columns: int = 80) -> list[str]:
+    out = Terminal()
+    with (
+        patch.dict("os.environ", {"COLUMNS": str(columns)}),
+        patch.object(sys, "argv", ["ckpttool", *map(str, arguments)]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.suppress(SystemExit),
+    ):
+        main()
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("model", MODELS)
+def test_views_fit_80_columns(model: str, view: str) -> None:
+    lines = on_terminal("inspect", f"fixtures/{model}", *([view] if view else []))
+    assert len(lines) > 1
+    assert [line for line in lines if len(line) > 80] == []
+
+
+def test_wide_terminals_have_every_column() -> None:
+    header = on_terminal("inspect", "fixtures/deepseek_v3", "--list", columns=200)[0].split()
+    assert header == ["name", "dtype", "shape", "bytes", "pieces", "file", "offset"]
+    assert on_terminal("inspect", "fixtures/deepseek_v3", "--list")[0].split() == ["name", "dtype", "shape", "bytes"]
+
+
+@pytest.mark.parametrize("view", ["", "--list", "--stats"])
+def test_long_names_lose_their_middle_on_a_terminal_only(view: str, tmp_path: Path) -> None:
+    long = "model.language_model." + "decoder_" * 12 + "down_projection_of_everything.weight"
+    save_hf(tmp_path, {long: origin(0, "BF16", (12345, 3))}, {})
+    options = [view] if view else []
+    shown = [line for line in on_terminal("inspect", tmp_path, *options) if "weight" in line]
+    assert len(shown) == 1
+    assert len(shown[0]) <= 80
+    assert "..." in shown[0]
+    if view != "--stats":
+        assert "74,070" in shown[0]
+    piped = ckpttool("inspect", tmp_path, *options).out
+    assert long in piped
+    assert "..." not in piped
+
+
+def test_the_middle_goes() -> None:
+    assert middle("abcdefghijklmnopqrstuvwxyz", 13) == "ab...stuvwxyz"
+    assert middle("abc", 3) == "abc"
