@@ -1,4 +1,4 @@
-"""Opening what ``inspect`` looks at: everything that ``reshard`` reads, and adapters, which are no checkpoints to it."""
+"""Opening what ``inspect`` looks at: all that ``reshard`` reads, and adapters, which are no checkpoints to it."""
 
 from __future__ import annotations
 
