@@ -1,7 +1,7 @@
 """Opening a checkpoint: format, mesh, family and layout become one catalog.
 
 ``open_checkpoint`` is the front door of every command and of the Python API. It reads headers and small JSON files,
-never tensor data.
+never tensor data (copies of one file in two directories are compared, though).
 """
 
 from __future__ import annotations
