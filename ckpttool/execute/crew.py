@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -133,19 +134,28 @@ class Crew:
             worker.close()
 
 
-def hire(count: int, job: dict[str, Any], serve: Callable[[], Serve], entry: str, keep: Sequence[int]) -> Crew | None:
+def hire(
+    count: int, job: dict[str, Any] | None, serve: Callable[[], Serve], entry: str, keep: Sequence[int]
+) -> Crew | None:
     """Start workers; None where that is not possible.
 
     ``serve`` is called in each of them and makes what carries out its orders. Where this process cannot be forked,
     ``entry`` ("module:function") is called in a fresh interpreter, and calls ``help_out``, which makes it of ``job``.
-    ``keep`` are descriptors that stay open in all of them: locks.
+    A job that only a fork can know is None. ``keep`` are descriptors that stay open in all of them: locks.
     """
     pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
     ends = [(order_read, answer_write) for order_read, _, _, answer_write in pipes]
     ours = [fd for _, order_write, answer_read, _ in pipes for fd in (order_write, answer_read)]
     parent: _Parent | None = None
     try:
-        parent = _Forked(ends, ours, serve) if can_fork() else _Helper.start(ends, job, entry, keep)
+        if can_fork():
+            parent = _Forked(ends, ours, serve)
+        elif job is not None:
+            parent = _Helper.start(ends, job, entry, keep)
+        elif sys.platform == "linux" and threading.active_count() == 1:
+            with warnings.catch_warnings():  # threads of numpy's library, which knows how to be forked
+                warnings.simplefilter("ignore", DeprecationWarning)
+                parent = _Forked(ends, ours, serve)
     finally:
         for fd in [fd for pair in ends for fd in pair] + ([] if parent else ours):
             os.close(fd)

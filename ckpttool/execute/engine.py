@@ -39,7 +39,7 @@ from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
 from ckpttool.execute.options import Checksum, NoProgress, Progress, RunOptions, RunResult
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate
-from ckpttool.execute.worker import ComputeWorker, Job, order, server
+from ckpttool.execute.worker import ComputeWorker, Job, is_known, order, server
 from ckpttool.plan import Plan
 
 _MIB = 1 << 20
@@ -288,7 +288,8 @@ class _Run:
         memory = max(self.options.memory, _COMPUTING_MEMORY)
         count = max(1, min(self.options.processes, memory // _COMPUTING_MEMORY, len(jobs)))
         job = self._job(memory // count)
-        self.crew = hire(count, job.to_json(), server(job), _ENTRY, self.destination.locks)
+        known = all(is_known(self.plan.units[t.computing]) for t in jobs)
+        self.crew = hire(count, job.to_json() if known else None, server(job), _ENTRY, self.destination.locks)
         if self.crew is None and count > 1:
             self.notes.append("one thread computes: no other process can be started here")
 

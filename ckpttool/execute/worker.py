@@ -23,6 +23,7 @@ from ckpttool.execute.hashing import Sums
 from ckpttool.execute.quantize import Quantizing
 from ckpttool.execute.schedule import Task, computing_task
 from ckpttool.execute.wire import decode, encode
+from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Draws
 from ckpttool.plan import Compute, Quantize, Randomness, Unit
 
@@ -54,6 +55,12 @@ class Job:
     def from_json(cls, said: dict[str, Any]) -> Job:
         """What ``to_json`` has made."""
         return cls(**said | {"randomness": decode(said["randomness"])})
+
+
+def is_known(unit: Unit) -> bool:
+    """Whether a fresh interpreter can work a unit out: it has no methods but those of this package."""
+    programs = [METHODS[s.method].program for s in unit.steps if isinstance(s, Compute)]
+    return all(p.__module__.startswith("ckpttool.kernels.") for p in programs)
 
 
 def order(unit: Unit, number: int, task: Task, done: Collection[int]) -> Order:

@@ -193,6 +193,37 @@ def test_a_run_beside_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert gone(*pids)
 
 
+OWN = """
+    import sys, threading
+    from dataclasses import replace
+    from pathlib import Path
+    from ckpttool.execute import RunOptions, run
+    from ckpttool.kernels.merge import METHODS
+    from ckpttool.plan import Unit
+    from tests.execute.test_compute import merge_plan, written
+
+    def mine(tensor):
+        return (yield from METHODS["linear"].program(tensor))
+
+    here = Path(sys.argv[1])
+    METHODS["mine"] = replace(METHODS["linear"], name="mine", program=mine)
+    if len(sys.argv) > 2:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    plan, want = merge_plan(here / "src", method="mine")
+    print(run(plan, here / "dst", RunOptions(processes=2)).notes)
+    assert written(here / "dst") == want
+"""
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_method_of_the_program(tmp_path: Path, *, beside: bool) -> None:
+    """No fresh interpreter knows it. Threads of numpy's library alone do not keep the program from forking."""
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    out, err = script(OWN, tmp_path, *["thread"] * beside, env=environment).communicate(timeout=60)
+    assert out == (f"{['one thread computes: no other process can be started here']}\n" if beside else "[]\n")
+    assert not err
+
+
 SCRIPT = """
     import sys, threading, time
     from pathlib import Path
@@ -227,7 +258,7 @@ def slow() -> None:
     crew.help_out(server)
 
 
-def script(*arguments: object) -> subprocess.Popen[str]:
+def script(text: str, *arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """A program on stdin, which no other process could import."""
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-", *map(str, arguments)],
@@ -236,23 +267,24 @@ def script(*arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
+        env=env,
     )
     assert process.stdin is not None
-    process.stdin.write(dedent(SCRIPT))
+    process.stdin.write(dedent(text))
     process.stdin.close()
     process.stdin = None
     return process
 
 
 def test_a_script_on_stdin(tmp_path: Path) -> None:
-    out, err = script(tmp_path).communicate(timeout=60)
+    out, err = script(SCRIPT, tmp_path).communicate(timeout=60)
     assert (out, err) == ("begin\nend\n", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_workers_of_a_program_that_ends(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C and kill -9 leave no process behind, and nobody holds the lock."""
-    process = script(tmp_path, "slow")
+    process = script(SCRIPT, tmp_path, "slow")
     pids: list[int] = []
     for _ in range(3000):
         if len(pids := [int(p.name.split()[1]) for p in tmp_path.glob("pid *")]) == 2:
