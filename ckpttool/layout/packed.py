@@ -81,6 +81,10 @@ class Packing:
     """By the end of a name; that of the integers comes first."""
     any_group: bool = False
     """Act-order: an input may be of any group."""
+    beside: tuple[str, ...] = ()
+    """Ends of names of what lies beside integers that cannot be cut: scales, tables, states."""
+    pairs: str = ""
+    """An end of ``beside``: with such a tensor behind its name, a weight holds two integers in a byte."""
     example: str = ""
     """One of the tensors, for messages."""
 
@@ -199,8 +203,11 @@ def _described(method: str, quant: Mapping[str, Any]) -> Packing:
     """The packing that a config says, or one that says why it cannot be cut."""
     if method == "bitsandbytes":
         if quant.get("load_in_4bit") or _text(quant, "_load_in_4bit"):
-            return Packing("bitsandbytes 4-bit", "their bytes are flattened, without rows and columns")
-        return Packing("bitsandbytes 8-bit", "the order of their rows depends on the GPU that wrote them")
+            why = "their bytes are flattened, without rows and columns"
+            beside = ("absmax", "quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")
+            return Packing("bitsandbytes 4-bit", why, beside=beside, pairs=".absmax")
+        why = "the order of their rows depends on the GPU that wrote them"
+        return Packing("bitsandbytes 8-bit", why, beside=("SCB", "weight_format"))
     if method == "auto-round" and (inner := _text(quant, "packing_format").rpartition("auto_")[2]) in ("gptq", "awq"):
         method = inner
     if method == "gptq":

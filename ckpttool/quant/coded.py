@@ -87,17 +87,18 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
     Raises IncompleteError for FP8 weights without scales in a model whose others have them, ConflictError for scales
     that fit no weight, UnsupportedError for codes that are none of ours.
     """
-    if packing := find_packing(section(config), {n: dtype for n, (dtype, _) in table.items()}):
-        raise UnsupportedError(
-            f"`{packing.example}` is {packing.software}: packed integers, which are not dequantised",
-            where=where,
-            hint="take the model as it was before it was quantised",
-        )
     out = Codes()
     scales: dict[str, str] = {}
     for name in table:
         if weight := is_scale(name, table):
             scales[weight] = name
+    packing = find_packing(section(config), {n: dtype for n, (dtype, _) in table.items()})
+    if packing is not None and packing.example not in scales:
+        raise UnsupportedError(
+            f"`{packing.example}` is {packing.software}: packed integers, which are not dequantised",
+            where=where,
+            hint="take the model as it was before it was quantised",
+        )
     bare = []
     block = config_block(config)
     for name, (dtype, shape) in table.items():

@@ -56,6 +56,8 @@ def _columns(units: Sequence[str]) -> list[str]:
 
 def _recipe(report: SizeReport) -> str:
     applied = report.applied
+    if report.model.packing is not None:
+        return f"{applied.recipe}: {report.model.packing.software}, packed integers"
     if applied.scheme is not None and applied.quantised:
         static = ", static activations" if applied.scheme.static else ""
         said = f"{applied.recipe}: " if applied.recipe == "as-is" else ""
@@ -263,7 +265,7 @@ def to_json(report: SizeReport, by: str) -> dict[str, Any]:
         "ok": report.ok,
         "recipe": {
             "name": applied.recipe,
-            "quantised": applied.quantised,
+            "quantised": applied.quantised or report.model.packing is not None,
             "scheme": None
             if chosen is None
             else {

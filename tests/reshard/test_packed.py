@@ -301,3 +301,30 @@ def test_files_without_packed_weights_are_left_alone(tmp_path: Path) -> None:
         (source / "config.json").read_text()
     )
     assert_same(read_all(tmp_path / "out"), {n: r for n, r in model(KINDS[0]).items() if ".o_proj." not in n})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_fp8_size_counts_what_the_ranks_hold(kind: Kind, tmp_path: Path) -> None:
+    source = saved_as(kind, tmp_path / "src")
+    done = ckpttool("fp8-size", source, "--tp-out", 2, "--vocab-pad", 2, "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    reshard(source, tmp_path / "cut", "--to", "ranks", "--tp-out", 2)
+    payload = [
+        sum(raw.bits.nbytes for raw in read(p).values()) for p in sorted((tmp_path / "cut").glob("*.safetensors"))
+    ]
+    (group,) = report["ranks"]["groups"]
+    assert [group["bytes"]] * 2 == payload
+    assert report["recipe"]["quantised"]
+    high = sum(raw.bits.size for name, raw in model(kind).items() if name.endswith((".weight", ".bias")))
+    assert report["parameters"] == high + sum(n * k for n, k in LINEARS.values())
+
+
+def test_fp8_size_says_why_flattened_bytes_cannot_be_cut(tmp_path: Path) -> None:
+    tensors, quant = bnb(four=True)
+    source = save_hf(tmp_path / "src", tensors, CONFIG | {"quantization_config": quant})
+    done = ckpttool("fp8-size", source, "--tp-out", 2)
+    assert done.code == 3
+    assert "their bytes are flattened" in done.out
+    assert "possible: --tp-out 1\n" in done.out
+    assert "142,528 parameters" in done.out

@@ -16,6 +16,7 @@ from ckpttool.formats.hf import indexes_of
 from ckpttool.formats.registry import detect, read_source
 from ckpttool.layout.family import Family, Op, inverse
 from ckpttool.layout.names import split_numbers
+from ckpttool.layout.packed import Packing, Part, find_packing, section
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.ops.recode import high_precision
 from ckpttool.quant.coded import Codes, find_codes
@@ -69,6 +70,10 @@ class Model:
     without_mtp: bool = False
     """The multi-token-prediction layers were left out."""
     notes: list[str] = field(default_factory=list)
+    packing: Packing | None = None
+    """Its weights are packed integers; ``weights`` then has each of their tensors, with the shape of the weight."""
+    packed: Mapping[str, Part] = field(default_factory=dict)
+    """What each tensor of a packed weight is to it."""
     foreign: UnsupportedError | None = None
     """Why it is not known which weights SRC was made of: it is quantised in a way that is none of ours."""
 
@@ -232,6 +237,8 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
         # What is stored has its size, whatever it means.
         codes, foreign = Codes(), e
         notes.append(f"{e.what}; every tensor is counted as it is stored")
+    packing = find_packing(section(source.config), {n: dtype for n, (dtype, _) in table.items()})
+    packed = packing.parts(table) if packing is not None else {}
     dtype = high_precision(source.config)
     parts, beside = codes.parts, set(codes.beside)
     weights: dict[str, Weight] = {}
@@ -243,13 +250,20 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
         coded = codes.weights.get(weight)
         kinds[weight] = kind_of(weight)
         in_out = len(shape) > 1 and kinds[weight].in_out
-        if coded is not None:
+        if packing is not None and (part := packed.get(name)) is not None:
+            weights[weight] = Weight(name, stored_as, packing.base(part, name, shape, table[part.codes][1]))
+        elif packing is not None and packing.pairs and name + packing.pairs in table:
+            weights[weight] = Weight(name, stored_as, (2 * shape[0], *shape[1:]))
+        elif coded is not None:
             weights[weight] = Weight(weight, dtype, coded.shape, in_out or coded.turned)
         else:
             weights[weight] = Weight(name, stored_as, shape, in_out)
     roles = dict.fromkeys(beside, "input")
     for c in codes.weights.values():
         roles |= {c.codes: "codes", c.scale: "scales", c.factor: "factor"}
+    roles |= {n: "scales" for n, part in packed.items() if n != part.codes}
+    if packing is not None and packing.beside:
+        roles |= {n: "scales" for n in table if n.endswith(packing.beside)}
     stored = {n: Held(n, *entry, roles.get(n, "")) for n, entry in table.items()}
     return Model(
         source.path,
@@ -264,6 +278,8 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
         source.stored,
         left,
         notes,
+        packing,
+        packed,
         foreign,
     )
 

@@ -48,6 +48,10 @@ class _Kind(NamedTuple):
     """Of the first of them, for messages."""
     template: str
     """Its name without numbers."""
+    blocks: tuple[int, ...] = ()
+    """Of a packed weight: elements for each stored one along each axis."""
+    parameters: int = 1
+    """Of the weight for each stored element."""
 
 
 _Counted = Sequence[tuple[_Kind, int]]
@@ -112,6 +116,11 @@ def partition(model: Model, applied: Applied, mesh: Mesh, vocab_multiple: int, *
     ``blocks``: cuts must fall between blocks of scales. ``follows``: etp is tp, so that another tp brings another etp.
     Raises LayoutError for tensors without a rule and layers that do not divide into stages.
     """
+    if model.packing is not None and model.packing.why and mesh.world > 1:
+        refused = Misfit(
+            model.packing.example, model.stored[model.packing.example].shape, model.packing.why, expert=False
+        )
+        return Ranks(mesh, (0, 0), [], [refused], (1,))
     kinds = _kinds(model, applied, mesh)
     cutting = Cutting(mesh, model.family.sizes, vocab_multiple=vocab_multiple)
     out = Ranks(mesh, _vocabulary(kinds, cutting), [], _misfits(kinds, cutting, blocks=blocks))
@@ -138,7 +147,8 @@ def _kinds(model: Model, applied: Applied, mesh: Mesh) -> _Counted:
     for number, g in enumerate(applied.groups):
         w = g.weight
         for name in g.names:
-            place = place_of(name)
+            part = model.packed.get(name)
+            place = place_of(part.weight if part is not None else name)
             rule, owner = _WHOLE, SHARED
             stages: tuple[int, ...] = (0,)
             if place is None:
@@ -156,9 +166,26 @@ def _kinds(model: Model, applied: Applied, mesh: Mesh) -> _Counted:
                     owner = owners.get(place.expert, 0)
             key = (number, stages, owner)
             if key not in found:
+                blocks: tuple[int, ...] = ()
+                parameters = 1
+                if model.packing is not None and part is not None:
+                    rule = model.packing.rule(rule, name, part)
+                    blocks = model.packing.blocks(part, len(w.shape))
+                    parameters = prod(blocks) if name == part.codes else 0
                 merged, template = _merged(merging, name), split_numbers(name)[0]
                 found[key] = _Kind(
-                    rule, w.shape, w.dtype, g.coding, is_bias(name), merged, stages, owner, name, template
+                    rule,
+                    w.shape,
+                    w.dtype,
+                    g.coding,
+                    is_bias(name),
+                    merged,
+                    stages,
+                    owner,
+                    name,
+                    template,
+                    blocks,
+                    parameters,
                 )
             counts[key] = counts.get(key, 0) + 1
     if missing and mesh.world > 1:
@@ -194,7 +221,7 @@ def _merged(merging: Iterable[tuple[str, ...]], name: str) -> str:
 
 
 def _local(kind: _Kind, cutting: Cutting, at: Coords) -> Local:
-    return local_boxes(kind.rule, kind.shape, cutting, at, bias=kind.bias)
+    return local_boxes(kind.rule, kind.shape, cutting, at, bias=kind.bias, blocks=kind.blocks)
 
 
 def _held(kinds: _Counted, cutting: Cutting) -> list[Weights]:
@@ -232,11 +259,11 @@ def _of_rank(
         if rule.expert:
             experts += count * size
             expert_codes += count * coded
-            expert_parameters += count * elements
+            expert_parameters += count * elements * kind.parameters
         else:
             dense += count * size
             codes += count * coded
-            parameters += count * elements
+            parameters += count * elements * kind.parameters
     return Weights(dense, experts, codes, expert_codes, parameters, expert_parameters)
 
 
