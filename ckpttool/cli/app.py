@@ -19,7 +19,7 @@ from ckpttool.cli.convert_json import convert_json
 from ckpttool.cli.drop_keys import drop_keys
 from ckpttool.cli.fp8_cast import fp8_cast
 from ckpttool.cli.fp8_size import fp8_size
-from ckpttool.cli.help import Command
+from ckpttool.cli.help import TASKS, Command
 from ckpttool.cli.inspect import inspect
 from ckpttool.cli.merge import merge
 from ckpttool.cli.mistakes import reworded
@@ -36,6 +36,21 @@ _OF_THE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR)
 
 class _Commands(TyperGroup):
     """Ends every command alike: an expected failure is one clear error and an exit code, never a traceback."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.commands))
+        for task, names in TASKS:
+            with formatter.section(task):
+                formatter.write_dl([(f"{n:{width}}", self.commands[n].get_short_help_str(60)) for n in names])
+        with formatter.section("More"):
+            formatter.write_text("ckpttool COMMAND --help shows examples and options of a command.")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)
+        parameters: list[Any] = self.get_params(ctx)
+        rows = [(", ".join(p.opts), p.help or "") for p in parameters]
+        with formatter.section("Options"):
+            formatter.write_dl(rows)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         try:
@@ -96,7 +111,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich costs more than the whole rest of --help
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
 )
 
 

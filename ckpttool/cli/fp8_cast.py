@@ -6,22 +6,39 @@ from typing import Annotated
 
 import typer
 
-from ckpttool.cli import options
+from ckpttool.cli import choices, options
 from ckpttool.cli.values import open_options, parse_size, precision, run_options, sides
 from ckpttool.errors import UsageError
 
 Recipe = Annotated[
     str,
     typer.Option(
-        "--recipe", metavar="RECIPE", help="tensor, channel, block, mxfp8, nvfp4 or mxfp4.", show_default=False
+        "--recipe",
+        metavar="RECIPE",
+        help=f"How to quantise: {choices.listed(choices.RECIPES)}; default: block.",
+        show_default=False,
+        autocompletion=choices.completes(*choices.RECIPES),
     ),
 ]
 To = Annotated[
     str,
-    typer.Option("--to", metavar="DTYPE", help="Dequantise instead: bf16, f16 or f32.", show_default=False),
+    typer.Option(
+        "--to",
+        metavar="DTYPE",
+        help=f"Dequantise instead: {choices.listed(choices.PRECISIONS)}.",
+        show_default=False,
+        autocompletion=choices.completes(*choices.PRECISIONS),
+    ),
 ]
 CodeDtype = Annotated[
-    str, typer.Option("--code", metavar="DTYPE", help="Element dtype: e4m3 or e5m2.", show_default=False)
+    str,
+    typer.Option(
+        "--code",
+        metavar="DTYPE",
+        help="Element dtype: e4m3 or e5m2.",
+        show_default=False,
+        autocompletion=choices.completes(*choices.CODES),
+    ),
 ]
 PowersOfTwo = Annotated[bool, typer.Option("--pow2", help="Scales are powers of two, whatever their dtype.")]
 KeepPreset = Annotated[
@@ -29,7 +46,8 @@ KeepPreset = Annotated[
     typer.Option(
         "--keep-preset",
         metavar="NAME",
-        help="Which layers stay in high precision: hf-default, deepseek, experts-only or none.",
+        help=f"Which layers stay in high precision: {choices.listed(choices.PRESETS)}.",
+        autocompletion=choices.completes(*choices.PRESETS),
     ),
 ]
 

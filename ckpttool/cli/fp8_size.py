@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpttool.cli import options
+from ckpttool.cli import choices, options
 from ckpttool.cli.values import numbers, one_of, open_options, parse_count, parse_size, sides
 from ckpttool.errors import UsageError
 
@@ -25,8 +25,9 @@ Recipe = Annotated[
     typer.Option(
         "--recipe",
         metavar="RECIPE",
-        help="as-is, bf16, tensor, channel, block, mxfp8, nvfp4 or mxfp4; default: block, as-is when quantised.",
+        help=f"Precision: {choices.listed(choices.SIZED)}; default: block, as-is when quantised.",
         show_default=False,
+        autocompletion=choices.completes(*choices.SIZED),
     ),
 ]
 StaticAct = Annotated[bool, typer.Option("--static-act", help="Also one scale for the inputs of each weight.")]
@@ -35,8 +36,9 @@ KeepPreset = Annotated[
     typer.Option(
         "--keep-preset",
         metavar="NAME",
-        help="Which layers stay in high precision: hf-default, deepseek, experts-only or none.",
+        help=f"Which layers stay in high precision: {choices.listed(choices.PRESETS)}.",
         show_default=False,
+        autocompletion=choices.completes(*choices.PRESETS),
     ),
 ]
 NoMtp = Annotated[bool, typer.Option("--no-mtp", help="Without the multi-token-prediction layers.")]
@@ -48,7 +50,13 @@ VocabPad = Annotated[
 ]
 KvDtype = Annotated[
     str,
-    typer.Option("--kv", metavar="DTYPE", help="Add keys and values: bf16, fp8 or fp8_ds_mla.", show_default=False),
+    typer.Option(
+        "--kv",
+        metavar="DTYPE",
+        help=f"Add the KV cache: {choices.listed(choices.CACHES)}.",
+        show_default=False,
+        autocompletion=choices.completes(*choices.CACHES),
+    ),
 ]
 Tokens = Annotated[
     str, typer.Option("--tokens", metavar="N", help="Tokens of a sequence: 32768 or 32k.", show_default=False)
@@ -74,13 +82,34 @@ DataParallel = Annotated[
     int | None, typer.Option("--dp", min=1, metavar="N", help="Data-parallel ranks; default: 1.", show_default=False)
 ]
 Grad = Annotated[
-    str, typer.Option("--grad", metavar="DTYPE", help="Gradients: fp32 (default) or bf16.", show_default=False)
+    str,
+    typer.Option(
+        "--grad",
+        metavar="DTYPE",
+        help="Gradients: fp32 (default) or bf16.",
+        show_default=False,
+        autocompletion=choices.completes("fp32", "bf16"),
+    ),
 ]
 Master = Annotated[
-    str, typer.Option("--master", metavar="DTYPE", help="Master weights: fp32 or none.", show_default=False)
+    str,
+    typer.Option(
+        "--master",
+        metavar="DTYPE",
+        help="Master weights: fp32 or none.",
+        show_default=False,
+        autocompletion=choices.completes("fp32", "none"),
+    ),
 ]
 Moment = Annotated[
-    str, typer.Option("--moment", metavar="DTYPE", help="The two moments: fp32 or bf16.", show_default=False)
+    str,
+    typer.Option(
+        "--moment",
+        metavar="DTYPE",
+        help="The two moments: fp32 or bf16.",
+        show_default=False,
+        autocompletion=choices.completes("fp32", "bf16"),
+    ),
 ]
 Fp8Transposed = Annotated[
     bool, typer.Option("--fp8-transposed", help="Codes are held a second time, for the backward pass.")
@@ -97,13 +126,31 @@ DeviceMem = Annotated[
 Gpu = Annotated[
     str,
     typer.Option(
-        "--gpu", metavar="NAME", help="The same for a GPU by name: h100, a100-40gb, mi300x, ...", show_default=False
+        "--gpu",
+        metavar="NAME",
+        help="The same for a GPU by name: h100, a100-40gb, mi300x, ...",
+        show_default=False,
+        autocompletion=choices.completes(*choices.GPUS),
     ),
 ]
-By = Annotated[str, typer.Option("--by", metavar="class|dtype|module|tensor", help="Rows of the table.")]
+By = Annotated[
+    str,
+    typer.Option(
+        "--by",
+        metavar="class|dtype|module|tensor",
+        help="Rows of the table.",
+        autocompletion=choices.completes(*choices.GROUPINGS),
+    ),
+]
 Unit = Annotated[
     str,
-    typer.Option("--unit", metavar="GB|GiB|B", help="Unit of sizes; default: GB and GiB.", show_default=False),
+    typer.Option(
+        "--unit",
+        metavar="GB|GiB|B",
+        help="Unit of sizes; default: GB and GiB.",
+        show_default=False,
+        autocompletion=choices.completes(*choices.UNITS),
+    ),
 ]
 CheckTotalSize = Annotated[
     bool, typer.Option("--check-total-size", help="Compare the index with the headers; exit 3 if they differ.")

@@ -1,4 +1,4 @@
-"""``--help`` of a command: its own options, then those that others have too, by what they are about, and examples."""
+"""``--help``: of a command its examples, the options that most people use, then the others by what they are about."""
 
 from __future__ import annotations
 
@@ -6,20 +6,48 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-_ABOUT = (
-    ("What is read", "tp pp ep etp sharding also from_ rank_pattern family replicate split"),
-    (
-        "What is written",
-        """tp_out pp_out ep_out etp_out pp_layout sharding_out sharding_version ranks_out to version native_names
-        max_shard_size vocab_multiple""",
-    ),
-    ("Which tensors", "only ema remove_keys keep_keys rename aoa dtype dequant requant fuse unfuse"),
-    ("The run", "dry_run force resume verify workers memory manifest json quiet verbose help"),
-)
-"""Headings, and the options below them by the names of their parameters."""
-_OWN = {"inspect": ("only", "dtype"), "fp8-cast": ("to", "max_shard_size"), "convert-json": ("max_shard_size",)}
-"""Options that mean something of their own to a command."""
+from ckpttool.cli.choices import METHODS
 
+_FIRST = {
+    "reshard": "to tp_out pp_out dtype verify",
+    "merge": "output method weights base param",
+    "drop-keys": "keep_keys link dry_run verify force",
+    "convert-json": "check names params program index",
+    "inspect": "list_ check diff values filter_",
+    "fp8-cast": "recipe to keep verify dry_run",
+    "fp8-size": "recipe tp_out kv tokens gpu",
+}
+"""The options that most people use, by the names of their parameters."""
+
+_GROUPS = (
+    ("What to show", "files ranks svg stats hist hash_ show metadata depth sort"),
+    ("Comparison", "atol rtol"),
+    ("How to merge", "seed rng missing vocab allow_nonfinite card list_methods"),
+    ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge include keep_preset no_mtp"),
+    ("KV cache and devices", "batch max_model_len device_mem"),
+    ("Training", "train zero dp grad master moment fp8_transposed"),
+    ("Source", "tp pp ep etp sharding also from_ rank_pattern family replicate split config"),
+    (
+        "Target",
+        """tp_out pp_out ep_out etp_out pp_layout sharding_out sharding_version ranks_out to version native_names
+        max_shard_size vocab_multiple vocab_pad""",
+    ),
+    ("Tensors", "only ema remove_keys keep_keys rename aoa dtype dequant requant fuse unfuse min_size"),
+    ("Run", "dry_run force resume verify workers memory manifest"),
+    ("Output", "by unit json quiet verbose help"),
+)
+"""Headings of all other options, in their order; what is listed nowhere comes before them under "Options"."""
+
+COMMON = "Common options"
+_UNBROKEN = "\u2011"
+"""A hyphen at which no line is broken, while lines are: names of options and values are copied as a whole."""
+
+TASKS = (
+    ("Convert", ("reshard", "merge", "convert-json")),
+    ("Quantise", ("fp8-cast", "fp8-size")),
+    ("Look and edit", ("inspect", "drop-keys")),
+)
+"""The commands by task, as ``ckpttool`` alone lists them."""
 
 EXAMPLES = {
     "reshard": (
@@ -48,7 +76,7 @@ EXAMPLES = {
     ),
     "fp8-size": (
         "ckpttool fp8-size llama/config.json",
-        "ckpttool fp8-size llama --tp-out 8 --kv fp8 --tokens 32768 --device-mem 80GB",
+        "ckpttool fp8-size llama --tp-out 8 --kv fp8 --tokens 32k --gpu h100",
     ),
 }
 """Command lines to begin with."""
@@ -63,29 +91,33 @@ class Command(TyperCommand):
     def get_help_option_names(self, ctx: Any) -> list[str]:
         return sorted(super().get_help_option_names(ctx), key=len)  # they come out of a set, in any order
 
+    def get_help(self, ctx: Any) -> str:
+        return str(super().get_help(ctx)).replace(_UNBROKEN, "-")
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        own = _OWN.get(self.name or "", ())
-        heading = {n: about for about, names in _ABOUT for n in names.split() if n not in own}
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        sections |= {about: [] for about, _ in _ABOUT}
-        parameters: list[Any] = self.get_params(ctx)
+        with formatter.section("Examples"):
+            for line in EXAMPLES.get(self.name or "", ()):
+                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+        first = _FIRST.get(self.name or "", "").split()
+        heading = {n: about for about, names in _GROUPS for n in names.split()} | dict.fromkeys(first, COMMON)
+        parameters: list[Any] = [p for p in self.get_params(ctx) if not getattr(p, "hidden", False)]
+        parameters.sort(key=lambda p: first.index(p.name) if p.name in first else len(first))
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], COMMON: [], "Options": []}
+        sections |= {about: [] for about, _ in _GROUPS}
         for p in parameters:
-            if getattr(p, "hidden", False):
-                continue
             if is_option(p):
                 value = "" if p.is_flag else f" {p.metavar}"
-                sections[heading.get(p.name, "Options")].append((", ".join(p.opts) + value, described(p)))
+                text = described(p).replace("-", _UNBROKEN)
+                sections[heading.get(p.name, "Options")].append((", ".join(p.opts) + value, text))
             else:
                 sections["Arguments"].append((p.metavar, p.help or ""))
         for title, rows in sections.items():
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Examples"):
-            for line in EXAMPLES.get(self.name or "", ()):
-                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+        if self.name == "merge":
+            with formatter.section("Methods"):
+                formatter.write_text(f"{', '.join(METHODS)}. What they do: {_UNBROKEN * 2}list{_UNBROKEN}methods")
 
 
 def is_option(parameter: Any) -> bool:

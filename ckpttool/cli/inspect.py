@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckpttool.cli import options
+from ckpttool.cli import choices, options
 from ckpttool.cli.values import one_of, open_options, parse_size
 
 List = Annotated[bool, typer.Option("--list", help="One tensor a line.")]
@@ -53,7 +53,13 @@ Filter = Annotated[
 ]
 Dtype = Annotated[
     list[str] | None,
-    typer.Option("--dtype", metavar="DTYPE", help="Only tensors of this dtype.", show_default=False),
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="Only tensors of this dtype.",
+        show_default=False,
+        autocompletion=choices.completes(*choices.DTYPES),
+    ),
 ]
 MinSize = Annotated[
     str,
@@ -61,7 +67,15 @@ MinSize = Annotated[
         "--min-size", metavar="SIZE", help="Only tensors at least this large, such as 1MB.", show_default=False
     ),
 ]
-Sort = Annotated[str, typer.Option("--sort", metavar="KEY", help="Order by name, size, offset or file.")]
+Sort = Annotated[
+    str,
+    typer.Option(
+        "--sort",
+        metavar="KEY",
+        help="Order by name, size, offset or file.",
+        autocompletion=choices.completes(*choices.ORDERS),
+    ),
+]
 Depth = Annotated[
     int | None, typer.Option("--depth", min=1, metavar="N", help="Levels of the tree.", show_default=False)
 ]

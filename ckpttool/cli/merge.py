@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ckpttool.cli import options
+from ckpttool.cli import choices, options
 from ckpttool.cli.values import one_of, open_options, precision, recoding, run_options, target_of
 from ckpttool.errors import UsageError
 
@@ -32,6 +33,7 @@ MethodName = Annotated[
         metavar="NAME",
         help="Merge method; default: linear with --weights, else average.",
         show_default=False,
+        autocompletion=choices.completes(*choices.METHODS),
     ),
 ]
 Weights = Annotated[
@@ -62,6 +64,7 @@ Rng = Annotated[
         "--rng",
         metavar="STREAM",
         help="counter: reproducible whatever else is merged; mergekit: its draws, bit for bit.",
+        autocompletion=choices.completes("counter", "mergekit"),
     ),
 ]
 Missing = Annotated[
@@ -71,6 +74,7 @@ Missing = Annotated[
         metavar="base|skip",
         help="Tensors that not all sources have: take the base's, or leave them out.",
         show_default=False,
+        autocompletion=choices.completes("base", "skip"),
     ),
 ]
 Vocab = Annotated[
@@ -80,12 +84,32 @@ Vocab = Annotated[
         metavar="min|max|base",
         help="Rows of embeddings when the sources have different numbers of them.",
         show_default=False,
+        autocompletion=choices.completes("min", "max", "base"),
     ),
 ]
 AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Write NaN and infinities instead of refusing them.")
 ]
 Card = Annotated[bool, typer.Option("--card", help="Add a section about the merge to README.md of DST.")]
+
+
+def _list_methods(asked: bool) -> None:
+    if asked:
+        from ckpttool import report
+
+        report.show_methods(as_json="--json" in sys.argv)
+        raise typer.Exit
+
+
+ListMethods = Annotated[
+    bool,
+    typer.Option(
+        "--list-methods",
+        callback=_list_methods,
+        is_eager=True,
+        help="Print the methods with their parameters, and end.",
+    ),
+]
 Verify = Annotated[
     bool,
     typer.Option("--verify", help="Merge once more and compare with what was written; exit 3 if not equal."),
@@ -96,6 +120,7 @@ def merge(
     sources: Sources,
     output: Output,
     method: MethodName = "",
+    list_methods: ListMethods = False,  # noqa: ARG001 - its callback answers
     weights: Weights = "",
     base: Base = "",
     param: Param = None,

@@ -39,6 +39,35 @@ _INSTEAD = {
 }
 """Options that another command has, or that people expect: what does it here."""
 
+_HERE = {
+    "`ckpttool --help`, or `ckpttool COMMAND --help`": "help usage man commands",
+    "`ckpttool --version`": "version",
+    "`ckpttool inspect SRC`": "info show-info describe summary summarize tree view open print list-tensors",
+    "`ckpttool inspect SRC --list`": "ls list tensors keys",
+    "`ckpttool inspect SRC --show NAME[INDEX]`": "show cat dump head",
+    "`ckpttool inspect SRC --check`": "check validate lint doctor fsck test",
+    "`ckpttool inspect SRC --diff OTHER --values`; `ckpttool reshard --verify` compares what it writes": (
+        "diff compare cmp equal verify"
+    ),
+    "`ckpttool inspect SRC --stats`": "stat stats hist histogram",
+    "`ckpttool inspect SRC --hash`": "hash checksum digest md5 sha256",
+    "`ckpttool fp8-cast SRC DST --recipe block`": "quantize quantise quant fp8 fp8-quantize fp4 nvfp4 mxfp4 mxfp8",
+    "`ckpttool fp8-cast SRC DST --to bf16`": "dequantize dequantise dequant",
+    "`ckpttool fp8-size SRC`": "size sizes memory mem estimate du fit params",
+    "`ckpttool reshard SRC DST --to FORMAT`; Paddle programs: `ckpttool convert-json`": "convert export translate save",
+    "`ckpttool reshard SRC DST --tp-out N`": "split shard cut slice partition tp pp ep",
+    "`ckpttool reshard SRC DST --dtype bf16`; to FP8: `ckpttool fp8-cast SRC DST`": "cast dtype to-bf16 to-fp16 half",
+    "`ckpttool reshard SRC DST --rename OLD=NEW`": "rename mv map",
+    "`ckpttool merge SRC -o DST` for shards of one model, `ckpttool merge A B -o DST` for several models": (
+        "join unshard consolidate combine gather average soup merge-shards merge-lora lora"
+    ),
+    "`ckpttool drop-keys SRC DST PATTERN`": "drop remove delete rm prune strip filter",
+    "`ckpttool convert-json DIR --index`": "index reindex",
+    "`ckpttool convert-json FILE --header`": "header metadata",
+}
+"""Commands that other tools have, or that people expect, by the command that does it here."""
+_COMMANDS_OF_OTHERS = {word: hint for hint, words in _HERE.items() for word in words.split()}
+
 
 @contextmanager
 def reworded() -> Iterator[None]:
@@ -119,8 +148,8 @@ def _is_method_parameter(name: str) -> bool:
 
 def _no_such_command(word: str, group: Any) -> UsageError:
     names = list(group.commands)
-    if word == "help":
-        return UsageError("there is no command `help`", hint="ckpttool --help, or ckpttool COMMAND --help")
+    if hint := _COMMANDS_OF_OTHERS.get(word.replace("_", "-").lower()):
+        return UsageError(f"there is no command `{word}`", hint=f"use {hint}")
     close = difflib.get_close_matches(word.replace("_", "-").lower(), names, n=1)
     meant = f"did you mean `{close[0]}`? " if close else ""
     return UsageError(f"there is no command `{word}`", hint=f"{meant}commands: {', '.join(names)}")

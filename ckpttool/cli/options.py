@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-FORMATS = "hf, ranks, deepseek, vllm, trtllm, unified, hybrid, zcc, flex, program"
+from ckpttool.cli import choices
 
 # What is read, and how it is cut.
 Src = Annotated[
@@ -18,7 +18,13 @@ Src = Annotated[
 ]
 From = Annotated[
     str,
-    typer.Option("--from", metavar="FORMAT", help=f"Format of SRC: {FORMATS}, pdparams.", show_default=False),
+    typer.Option(
+        "--from",
+        metavar="FORMAT",
+        help=f"Format of SRC: {', '.join(choices.FORMATS)}, pdparams.",
+        show_default=False,
+        autocompletion=choices.completes(*choices.FORMATS, "pdparams"),
+    ),
 ]
 Tp = Annotated[
     int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks of SRC.", show_default=False)
@@ -55,7 +61,11 @@ RankPattern = Annotated[
 FamilyName = Annotated[
     str,
     typer.Option(
-        "--family", metavar="NAME|FILE", help="Layout rules, when config.json does not name them.", show_default=False
+        "--family",
+        metavar="NAME|FILE",
+        help="Layout rules, when config.json does not name them.",
+        show_default=False,
+        autocompletion=choices.families,
     ),
 ]
 Replicate = Annotated[
@@ -73,15 +83,22 @@ Dst = Annotated[
 ]
 To = Annotated[
     str,
-    typer.Option("--to", metavar="FORMAT", help=f"Format of DST: {FORMATS}.", show_default=False),
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        help=f"Format of DST: {', '.join(choices.FORMATS)}.",
+        show_default=False,
+        autocompletion=choices.completes(*choices.FORMATS),
+    ),
 ]
 PaddleTarget = Annotated[
     str,
     typer.Option(
         "--target",
         metavar="VERSION",
-        help="Software version that will load DST: paddlenlp-3.0, paddleformers-0.4, paddleformers-1.2.",
+        help=f"Software version that will load DST: {', '.join(choices.TARGETS)}.",
         show_default=False,
+        autocompletion=choices.completes(*choices.TARGETS),
     ),
 ]
 TpOut = Annotated[
@@ -129,8 +146,9 @@ Only = Annotated[
     typer.Option(
         "--only",
         metavar="COMPONENT",
-        help="Only this: model, adapter, master_weights, optimizer or ema.",
+        help=f"Only this: {choices.listed(choices.COMPONENTS)}.",
         show_default=False,
+        autocompletion=choices.completes(*choices.COMPONENTS),
     ),
 ]
 RemoveKeys = Annotated[
@@ -146,11 +164,24 @@ Rename = Annotated[
     typer.Option("--rename", metavar="OLD=NEW", help="Rename; * on both sides, or re:OLD=NEW.", show_default=False),
 ]
 Dtype = Annotated[
-    str, typer.Option("--dtype", metavar="DTYPE", help="Cast floats to f64, f32, f16 or bf16.", show_default=False)
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help=f"Cast floats to {choices.listed(choices.CASTS)}.",
+        show_default=False,
+        autocompletion=choices.completes(*choices.CASTS),
+    ),
 ]
 Dequant = Annotated[
     str,
-    typer.Option("--dequant", metavar="DTYPE", help="Quantised weights become bf16, f16 or f32.", show_default=False),
+    typer.Option(
+        "--dequant",
+        metavar="DTYPE",
+        help=f"Quantised weights become {choices.listed(choices.PRECISIONS)}.",
+        show_default=False,
+        autocompletion=choices.completes(*choices.PRECISIONS),
+    ),
 ]
 Fuse = Annotated[bool, typer.Option("--fuse", help="Fuse what the family can fuse (qkv, gate_up).")]
 Unfuse = Annotated[bool, typer.Option("--unfuse", help="Take fused tensors apart.")]
@@ -162,7 +193,11 @@ BlockSides = Annotated[
 ScaleDtype = Annotated[
     str,
     typer.Option(
-        "--scale-dtype", metavar="DTYPE", help="Scale dtype: f32, bf16 or e8m0 (powers of two).", show_default=False
+        "--scale-dtype",
+        metavar="DTYPE",
+        help="Scale dtype: f32, bf16 or e8m0 (powers of two).",
+        show_default=False,
+        autocompletion=choices.completes(*choices.SCALES),
     ),
 ]
 QuantMethod = Annotated[
@@ -170,8 +205,9 @@ QuantMethod = Annotated[
     typer.Option(
         "--quant-method",
         metavar="METHOD",
-        help="Checkpoint convention to write: fp8, compressed-tensors, modelopt or fbgemm_fp8.",
+        help=f"Checkpoint convention to write: {choices.listed(choices.QUANT_METHODS)}.",
         show_default=False,
+        autocompletion=choices.completes(*choices.QUANT_METHODS),
     ),
 ]
 Edge = Annotated[
@@ -181,6 +217,7 @@ Edge = Annotated[
         metavar="ceil|skip|error",
         help="Dimensions not divisible by the block: partly filled block, keep the weight, or refuse.",
         show_default=False,
+        autocompletion=choices.completes(*choices.EDGES),
     ),
 ]
 KeepHigh = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckpttool.cli import options
+from ckpttool.cli import choices, options
 from ckpttool.cli.values import open_options, recoding, run_options, target_of
 
 ShardingOut = Annotated[
@@ -19,7 +19,11 @@ ShardingOut = Annotated[
 ShardingVersion = Annotated[
     str,
     typer.Option(
-        "--sharding-version", metavar="v1|v2", help="How --sharding-out shares; default: v2.", show_default=False
+        "--sharding-version",
+        metavar="v1|v2",
+        help="How --sharding-out shares; default: v2.",
+        show_default=False,
+        autocompletion=choices.completes("v1", "v2"),
     ),
 ]
 NativeNames = Annotated[
@@ -37,6 +41,7 @@ Requant = Annotated[
         metavar="RECIPE[:MxN]",
         help="Re-quantise the weights, as fp8-cast does: channel, block:64x128.",
         show_default=False,
+        autocompletion=choices.completes(*choices.RECIPES),
     ),
 ]
 

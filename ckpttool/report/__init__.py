@@ -29,7 +29,7 @@ from ckpttool.report.drop_keys import show_drop, show_drop_plan
 from ckpttool.report.fp8_cast import show_cast, show_cast_plan
 from ckpttool.report.fp8_size import UNITS, show_fp8_size
 from ckpttool.report.inspect import show_inspect
-from ckpttool.report.merge import show_merge, show_merge_plan
+from ckpttool.report.merge import show_merge, show_merge_plan, show_methods
 from ckpttool.report.reshard import show_plan, show_reshard
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "show_inspect",
     "show_merge",
     "show_merge_plan",
+    "show_methods",
     "show_plan",
     "show_program_check",
     "show_reshard",

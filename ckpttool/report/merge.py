@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
@@ -11,10 +12,60 @@ from ckpttool.report.text import aligned, count, dump, message, size
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
+    from ckpttool.kernels.merge.base import Parameter
     from ckpttool.ops.merge import MergeResult, PreparedMerge
 
 PLAN_SCHEMA = "ckpttool.merge-plan/1"
 MERGE_SCHEMA = "ckpttool.merge/1"
+METHODS_SCHEMA = "ckpttool.merge-methods/1"
+
+
+def _parameter(name: str, parameter: Parameter) -> str:
+    """``density=1``: with its default, where it has one."""
+    if parameter.default is None:
+        return name
+    value = str(parameter.default).lower() if parameter.kind == "bool" else f"{parameter.default:g}"
+    return f"{name}={value}"
+
+
+def show_methods(*, as_json: bool) -> None:
+    """``--list-methods``: every method, what it computes, and its parameters with their defaults."""
+    from ckpttool.kernels.merge import METHODS
+
+    if as_json:
+        methods = [
+            {
+                "name": m.name,
+                "formula": m.formula,
+                "paper": m.paper,
+                "base": m.base,
+                "models": list(m.models),
+                "parameters": [
+                    {
+                        "name": n,
+                        "kind": p.kind,
+                        "default": p.default,
+                        "help": p.help,
+                        "per_model": schema is m.per_model,
+                    }
+                    for schema in (m.per_model, m.whole)
+                    for n, p in schema.items()
+                ],
+            }
+            for m in METHODS.values()
+        ]
+        dump({"schema": METHODS_SCHEMA, "methods": methods}, entries=len(methods))
+        return
+    rows = [
+        (m.name, m.formula, ", ".join(_parameter(n, p) for s in (m.per_model, m.whole) for n, p in s.items()))
+        for m in METHODS.values()
+    ]
+    if not text.on_terminal():
+        text.table(("method", "formula", "parameters"), rows)
+        return
+    for name, formula, parameters in rows:
+        lines = [*textwrap.wrap(formula, 58), *textwrap.wrap(parameters and f"parameters: {parameters}", 58)]
+        text.write("\n".join(f"{name if not i else '':20}{line}" for i, line in enumerate(lines)) + "\n")
 
 
 def _merge(prepared: PreparedMerge) -> dict[str, Any]:

@@ -52,6 +52,26 @@ USAGE: dict[str, tuple[str, tuple[str, ...]]] = {
     "no such command": ("reshrad a b", ("no command `reshrad`", "did you mean `reshard`")),
     "underscores in a command": ("convert_json a", ("did you mean `convert-json`",)),
     "help as a command": ("help reshard", ("ckpttool COMMAND --help",)),
+    **{
+        f"the command of another tool: {word}": (word, (f"no command `{word.split()[0]}`", hint))
+        for word, hint in (
+            ("check", "use `ckpttool inspect SRC --check`"),
+            ("check llama --json", "use `ckpttool inspect SRC --check`"),
+            ("diff", "ckpttool inspect SRC --diff OTHER --values"),
+            ("verify", "ckpttool inspect SRC --diff OTHER --values"),
+            ("quantize", "ckpttool fp8-cast SRC DST"),
+            ("Quantise", "ckpttool fp8-cast SRC DST"),
+            ("dequantize", "ckpttool fp8-cast SRC DST --to bf16"),
+            ("convert", "ckpttool reshard SRC DST --to FORMAT"),
+            ("info", "use `ckpttool inspect SRC`"),
+            ("show", "--show NAME"),
+            ("ls", "ckpttool inspect SRC --list"),
+            ("size", "ckpttool fp8-size SRC"),
+            ("cast", "ckpttool reshard SRC DST --dtype bf16"),
+            ("split", "ckpttool reshard SRC DST --tp-out N"),
+            ("drop", "ckpttool drop-keys SRC DST PATTERN"),
+        )
+    },
     "no source": ("reshard", ("SRC is missing", "ckpttool reshard SRC DST")),
     "no destination": ("reshard {LLAMA}", ("DST is missing",)),
     "merge without -o": ("merge a b", ("--output is missing", "ckpttool merge SOURCE... -o DST")),
@@ -336,17 +356,22 @@ def test_help_is_short_and_whole() -> None:
     from typer.main import get_command
 
     from ckpttool.cli import app
-    from ckpttool.cli.help import EXAMPLES
+    from ckpttool.cli.help import COMMON, EXAMPLES, TASKS
 
     out = run("--help").out
-    assert "..." not in out.partition("Commands:")[2]
+    assert "..." not in out.partition("\n")[2]
+    assert [out.index(f"\n{task}:\n") for task, _ in TASKS] == sorted(out.index(f"\n{task}:\n") for task, _ in TASKS)
+    assert sorted(name for _, names in TASKS for name in names) == sorted(EXAMPLES)
     group = get_command(app)
     assert set(EXAMPLES) == set(group.commands)  # type: ignore[attr-defined]
     for name, lines in EXAMPLES.items():
         out = run(f"{name} --help").out
         assert all(len(line) <= 80 for line in out.splitlines())
-        for heading in ("Arguments:", "The run:", "Examples:"):
-            assert f"\n{heading}\n" in out, name
+        sections = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+        assert sections[:3] == ["Examples:", "Arguments:", f"{COMMON}:"], name
+        assert sections[-1 - (name == "merge")] == "Output:", name
+        common = out.partition(f"\n{COMMON}:\n")[2].partition("\n\n")[0]
+        assert len(re.findall("^  -", common, re.MULTILINE)) == 5, name
         for line in lines:
             assert line in out
             words = shlex.split(line)

@@ -1,0 +1,142 @@
+"""Completion in shells, through the protocol that their scripts speak: environment variables in, words out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from ckpttool.cli import app, choices
+
+PROGRAM = [sys.executable, "-c", "from ckpttool.cli import main; main()"]
+"""What the console script runs; the completion's variable comes from the name of the command, not of the file."""
+
+STARTS = """
+import sys
+sys.argv = ["ckpttool"]
+from ckpttool.cli import main
+try:
+    main()
+finally:
+    heavy = sorted({"numpy", "torch", "yaml", "ml_dtypes"} & set(sys.modules))
+    assert not heavy, heavy
+"""
+
+
+def completed(words: str, shell: str = "bash", **more: str) -> str:
+    """What a shell gets for a command line that ends at the cursor."""
+    line = f"ckpttool {words}"
+    environment = {
+        **os.environ,
+        "_CKPTTOOL_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split(" ")) - 1),
+        "_TYPER_COMPLETE_ARGS": line,
+        **more,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_every_shell_completes_without_a_heavy_import() -> None:
+    assert completed("reshard --to h").split() == ["hf", "hybrid"]
+    assert '"--tp-out":"Tensor-parallel ranks of DST."' in completed("reshard --tp-", "zsh")
+    fish = completed("merge --method dare", "fish", _TYPER_COMPLETE_FISH_ACTION="get-args")
+    assert fish.split() == ["dare_linear", "dare_ties"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_script_of_a_shell(shell: str) -> None:
+    """What --show-completion prints and --install-completion installs."""
+    environment = {**os.environ, "_CKPTTOOL_COMPLETE": f"source_{shell}"}
+    code = "import sys; sys.argv = ['ckpttool']; from ckpttool.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert f"_CKPTTOOL_COMPLETE=complete_{shell}" in done.stdout
+    assert "ckpttool" in done.stdout
+
+
+def test_install_for_bash(tmp_path: Path) -> None:
+    """In the home of the user, found from the shell that runs the command."""
+    code = "import sys; sys.argv = ['ckpttool', '--install-completion']; from ckpttool.cli import main; main()"
+    environment = {**os.environ, "HOME": str(tmp_path), "CODE": code, "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", "-c", '"$PYTHON" -c "$CODE"; exit $?'], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "bash completion installed" in done.stdout
+    assert "bash_completions/ckpttool.sh" in (tmp_path / ".bashrc").read_text()
+
+
+OFFERED: dict[tuple[str, str], tuple[str, ...]] = {
+    **{(c, "--from"): (*choices.FORMATS, "pdparams") for c in ("reshard", "merge", "inspect", "fp8-cast", "fp8-size")},
+    **{(c, "--to"): choices.FORMATS for c in ("reshard", "merge", "drop-keys")},
+    ("fp8-cast", "--to"): choices.PRECISIONS,
+    ("reshard", "--target"): choices.TARGETS,
+    ("reshard", "--only"): choices.COMPONENTS,
+    ("inspect", "--only"): choices.COMPONENTS,
+    ("reshard", "--dtype"): choices.CASTS,
+    ("inspect", "--dtype"): choices.DTYPES,
+    ("reshard", "--requant"): choices.RECIPES,
+    ("fp8-cast", "--recipe"): choices.RECIPES,
+    ("fp8-size", "--recipe"): choices.SIZED,
+    ("fp8-cast", "--quant-method"): choices.QUANT_METHODS,
+    ("fp8-cast", "--keep-preset"): choices.PRESETS,
+    ("fp8-size", "--kv"): choices.CACHES,
+    ("fp8-size", "--by"): choices.GROUPINGS,
+    ("merge", "--method"): choices.METHODS,
+    ("merge", "--vocab"): ("min", "max", "base"),
+    ("inspect", "--sort"): choices.ORDERS,
+}
+
+
+@pytest.mark.parametrize(("command", "option"), OFFERED)
+def test_what_is_offered(command: str, option: str) -> None:
+    found = get_command(app).commands[command]  # type: ignore[attr-defined]
+    parameter = next(p for p in found.params if option in p.opts)
+    context = found.make_context(command, [], resilient_parsing=True)
+    assert [item.value for item in parameter.shell_complete(context, "")] == list(OFFERED[command, option])
+
+
+def test_families_are_those_that_are_built_in() -> None:
+    from ckpttool.layout.family import family_names
+
+    assert choices.families("") == family_names()
+    assert choices.families("qwen3") == ["qwen3", "qwen3_moe"]
+
+
+def test_choices_are_those_of_the_code() -> None:
+    from ckpttool import report
+    from ckpttool.dtypes import CASTABLE, DTYPES
+    from ckpttool.formats._paddle import TARGETS
+    from ckpttool.formats.registry import FORMATS
+    from ckpttool.kernels.merge import METHODS
+    from ckpttool.ops.components import COMPONENTS
+    from ckpttool.ops.fp8_size import cache, stored
+    from ckpttool.ops.fp8_size.answer import BY
+    from ckpttool.ops.fp8_size.devices import GPUS
+    from ckpttool.ops.recode import HIGH
+    from ckpttool.quant import keep, scheme
+
+    assert {*choices.FORMATS, "pdparams"} == set(FORMATS)
+    assert set(choices.TARGETS) == set(TARGETS)
+    assert choices.COMPONENTS == COMPONENTS
+    assert {c.upper() for c in choices.CASTS} == CASTABLE
+    assert {c.upper() for c in choices.PRECISIONS} == set(HIGH)
+    assert {d.upper() for d in choices.DTYPES} == set(DTYPES)
+    assert tuple(METHODS) == choices.METHODS
+    assert choices.RECIPES == scheme.RECIPES
+    assert choices.SIZED == stored.CHOICES
+    assert set(choices.QUANT_METHODS) == {m for some in scheme.METHODS.values() for m in some}
+    assert choices.EDGES == scheme.EDGES
+    assert set(choices.PRESETS) == set(keep.PRESETS)
+    assert choices.CACHES == cache.KINDS
+    assert tuple(GPUS) == choices.GPUS
+    assert choices.GROUPINGS == BY
+    assert set(choices.UNITS) == set(report.UNITS)
