@@ -27,12 +27,7 @@ RECIPES = ("tensor", "channel", "block", "mxfp8", "nvfp4", "mxfp4")
 SIZED = ("as-is", "bf16", *RECIPES)
 SCALES = ("f32", "bf16", "e8m0")
 CODES = ("e4m3", "e5m2")
-QUANT_GPUS = (
-    *("t4", "v100-16gb", "v100-32gb", "a10", "a10g", "l4", "rtx3090", "rtx4090", "rtx5090", "a100-40gb", "l40s"),
-    *("a6000", "rtx6000ada", "rtxpro6000", "a100", "h100", "h100-nvl", "h20", "h200", "b200", "gb200"),
-    *("mi250x", "mi300x", "mi325x", "mi355x"),
-)
-METHODS = ("fp8", "compressed-tensors", "modelopt", "fbgemm_fp8")
+QUANT_METHODS = ("fp8", "compressed-tensors", "modelopt", "fbgemm_fp8")
 EDGES = ("ceil", "skip", "error")
 PRESETS = ("hf-default", "deepseek", "experts-only", "none")
 CACHES = ("bf16", "fp8", "fp8_ds_mla")
