@@ -69,6 +69,15 @@ class Same(NamedTuple):
     """Tensor name for the error."""
     b_dtype: str = ""
     """Of ``b`` where it is another: its elements are rounded to ``dtype`` before they are compared."""
+    tied: str = ""
+    """Name of the tensor of ``b`` where it is another one, which the config ties to this one."""
+
+
+TIED_HINT = (
+    "to use one for both, leave the other out with --remove-keys; to keep both, set"
+    " tie_word_embeddings to false in the config.json of the source"
+)
+"""What to do about tied tensors that differ."""
 
 
 class Padding(NamedTuple):

@@ -10,17 +10,19 @@ from typing import Any
 
 from ckpttool.catalog import Catalog, DataFile, LogicalTensor, Pad, Piece, RankTensor
 from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
-from ckpttool.errors import IncompleteError, LayoutError
+from ckpttool.errors import ConflictError, IncompleteError, LayoutError
 from ckpttool.formats.base import Skeleton
 from ckpttool.geometry import Box, contiguous_strides, whole
 from ckpttool.layout.scales import is_beside, weight_of
 from ckpttool.plan import (
     STEP,
     TARGET,
+    TIED_HINT,
     Block,
     Compute,
     Copy,
     Fill,
+    Gathered,
     Operand,
     Output,
     Padding,
@@ -36,7 +38,7 @@ from ckpttool.plan import (
     Units,
     merged_axes,
 )
-from ckpttool.relate import NONE, Equal, Part, View
+from ckpttool.relate import NONE, Equal, Part, Tied, View
 
 
 def caster(names: Collection[str], wanted: str, packed: Collection[str] = ()) -> Callable[[str, str], str]:
@@ -68,13 +70,15 @@ def build_plan(
     computed: Computed | None = None,
     linked: Collection[str] = (),
     equal: Sequence[Equal] = (),
+    tied: Sequence[Tied] = (),
 ) -> Plan:
     """All steps for writing ``ranks`` (what each rank stores of which view) into the files of ``skeleton``.
 
     ``carried`` are (name, file of the source) of companion files, ``literal_files`` (name, bytes) of generated ones.
     Carried files whose name is in ``linked`` may share their bytes with the source. A stored tensor whose file number
-    is ``len(catalog.files) + k`` is a result of ``computed``.
-    Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte.
+    is ``len(catalog.files) + k`` is a result of ``computed``. ``tied`` are pairs of which only one is written.
+    Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte,
+    ConflictError for tied tensors that cannot be equal.
     """
     outputs = [Output(f.name, f.size, f.literals) for f in skeleton.files]
     units = Units()
@@ -99,6 +103,9 @@ def build_plan(
     if check_replicas:
         for check in (*_checks(used.values()), *_equal(equal)):
             units.append(check)
+    ties = Ties(computed, len(catalog.files))
+    for pair in (*tied, *(computed.operands.tied if computed is not None else ())):
+        units.append(ties.check(*pair))
     jobs.clear()
     work.sort(key=lambda job: job.order(units))
     work.reverse()
@@ -144,6 +151,8 @@ class Operands:
 
     def __init__(self) -> None:
         self.used: dict[int, LogicalTensor] = {}
+        self.tied: list[Tied] = []
+        """Of the views of the sources, those of which one was left out because it is tied to the other."""
         self._units = Units()
         self._moves = _Moves(self._units)
 
@@ -340,22 +349,27 @@ def _copy(
     c: Part, piece: Piece, inner: Box, outer: Box, out_strides: Sequence[int], out_item: int, dtype: str
 ) -> tuple[Copy, int, int]:
     """The form of a copy, the byte in the stored tensor and the byte in the rank's tensor at which it begins."""
-    stored = piece.stored
-    item = _item(stored.dtype, stored.name)
-    strides = stored.element_strides
-    start = sum(
-        (at - box + local) * s
-        for at, box, local, s in zip(c.origin, piece.box.start, piece.local.start, strides, strict=True)
-    )
-    src_strides = [0 if axis == NONE else by * strides[axis] * item for axis, by in zip(c.axes, c.stride, strict=True)]
+    start, src_strides = _source_block(c, piece)
     dst = sum(
         (at - box + local) * s for at, box, local, s in zip(c.first, outer.start, inner.start, out_strides, strict=True)
     )
     dst_strides = [step * s * out_item for step, s in zip(c.step, out_strides, strict=True)]
     shape, (a, b) = merged_axes(c.size, src_strides, dst_strides)
     if not shape:
-        shape, a, b = (1,), (item,), (out_item,)
-    return Copy(Block(0, 0, a), Block(0, 0, b), shape, stored.dtype, dtype), start * item, dst * out_item
+        shape, a, b = (1,), (_item(piece.stored.dtype, piece.stored.name),), (out_item,)
+    return Copy(Block(0, 0, a), Block(0, 0, b), shape, piece.stored.dtype, dtype), start, dst * out_item
+
+
+def _source_block(c: Part, piece: Piece) -> tuple[int, list[int]]:
+    """The byte of the stored tensor at which a part of a view begins, and bytes per step along each axis of it."""
+    item, strides = _item(piece.stored.dtype, piece.stored.name), piece.stored.element_strides
+    start = sum(
+        (at - box + local) * s
+        for at, box, local, s in zip(c.origin, piece.box.start, piece.local.start, strides, strict=True)
+    )
+    return start * item, [
+        0 if axis == NONE else by * strides[axis] * item for axis, by in zip(c.axes, c.stride, strict=True)
+    ]
 
 
 def _checks(tensors: Iterable[LogicalTensor]) -> list[Unit]:
@@ -402,6 +416,118 @@ def _equal(pairs: Iterable[Equal]) -> list[Unit]:
         if steps:
             units.append(Unit(f"check {a.key}", tuple(steps)))
     return units
+
+
+class Ties:
+    """Checks that tied tensors hold the same: those in files element by element, computed ones by their operands."""
+
+    def __init__(self, computed: Computed | None, real: int) -> None:
+        self._computed = computed
+        self._real = real
+
+    def check(self, copy: View, owner: View) -> Unit:
+        """The unit that compares a pair. Raises ConflictError when it cannot be equal."""
+        return Unit(f"check {copy.name} = {owner.name}", tuple(self.steps(copy, owner)))
+
+    def steps(self, copy: View, owner: View) -> Iterator[Same]:
+        """The comparisons of a pair. Raises ConflictError when it cannot be equal."""
+        if copy.shape != owner.shape:
+            raise self._differ(copy, owner, f"are {list(copy.shape)} and {list(owner.shape)}")
+        return (self._stored if self._is_stored(copy) and self._is_stored(owner) else self._worked_out)(copy, owner)
+
+    def _is_stored(self, view: View) -> bool:
+        return all(piece.stored.file < self._real for part in view.parts for piece in part.source.pieces)
+
+    def _stored(self, copy: View, owner: View) -> Iterator[Same]:
+        narrow, wide = sorted((owner, copy), key=lambda view: lookup(view.dtype).bits)
+        if narrow.dtype != wide.dtype and not (
+            {narrow.dtype, wide.dtype} <= CASTABLE and lookup(narrow.dtype).bits < lookup(wide.dtype).bits
+        ):
+            raise self._differ(copy, owner, f"are {copy.dtype} and {owner.dtype}")
+        compared = 0
+        for a, one, b, other in _common_parts(wide, narrow):
+            compared += prod(a.size)
+            at, strides = _source_block(a, one)
+            its, its_strides = _source_block(b, other)
+            shape, (x, y) = merged_axes(a.size, strides, its_strides)
+            if not shape:
+                shape, x, y = (1,), (itemsize(wide.dtype),), (itemsize(narrow.dtype),)
+            yield Same(
+                Block(one.stored.file, one.stored.offset + at, x),
+                Block(other.stored.file, other.stored.offset + its, y),
+                shape,
+                one.stored.dtype,
+                wide.name,
+                "" if one.stored.dtype == other.stored.dtype else other.stored.dtype,
+                narrow.name,
+            )
+        if compared != prod(copy.shape):
+            raise self._differ(copy, owner, "are cut so that they cannot be compared")
+
+    def _worked_out(self, copy: View, owner: View) -> Iterator[Same]:
+        one, other = (self._step_of(view) for view in (copy, owner))
+        if one is None or other is None or _recipe_of(one) != _recipe_of(other):
+            raise self._differ(copy, owner, "are worked out in different ways")
+        for a, b in zip(one.operands, other.operands, strict=True):
+            for mine, its in self._operands(copy, owner, a, b):
+                for c, d in zip(mine.copies, its.copies, strict=True):
+                    yield Same(c.src, d.src, c.shape, c.src_dtype, copy.name, "", owner.name)
+
+    def _step_of(self, view: View) -> Compute | None:
+        """The step that makes all of a view, and nothing else."""
+        files = {piece.stored.file for part in view.parts for piece in part.source.pieces}
+        if self._computed is None or len(files) != 1 or min(files) < self._real:
+            return None
+        results, at = self._computed.results, min(files) - self._real
+        step = self._computed.steps[at if results is None else results[at][0]]
+        return step if isinstance(step, Compute) else None
+
+    def _operands(self, copy: View, owner: View, a: Operand, b: Operand) -> Iterator[tuple[Stored, Stored]]:
+        """What must hold the same so that two operands do."""
+        if isinstance(a, Stored) and isinstance(b, Stored):
+            if [c[1:] for c in a.copies] == [c[1:] for c in b.copies]:
+                yield a, b
+                return
+        elif isinstance(a, Gathered) and isinstance(b, Gathered):
+            if (a.shape, a.runs, a.means) == (b.shape, b.runs, b.means):
+                for mine, its in zip(a.sources, b.sources, strict=True):
+                    yield from self._operands(copy, owner, mine, its)
+                return
+        elif isinstance(a, Scaled) and isinstance(b, Scaled):
+            parts, its_parts = ([p for p in (x.weight, x.scale, x.factor) if p is not None] for x in (a, b))
+            if (a.block, a.code, a.divides, len(parts)) == (b.block, b.code, b.divides, len(its_parts)):
+                for part, its_part in zip(parts, its_parts, strict=True):
+                    yield from self._operands(copy, owner, part, its_part)
+                return
+        raise self._differ(copy, owner, "are worked out in different ways")
+
+    @staticmethod
+    def _differ(copy: View, owner: View, how: str) -> ConflictError:
+        return ConflictError(
+            f"`{copy.name}` and `{owner.name}`, which the config ties to each other, {how}", hint=TIED_HINT
+        )
+
+
+def _recipe_of(step: Compute) -> tuple[object, ...]:
+    """All that decides the result but the operands."""
+    return (step.shape, step.dtype, step.method, step.parameters, step.whole, step.base_at, step.base is None)
+
+
+def _common_parts(a: View, b: View) -> Iterator[tuple[Part, Piece, Part, Piece]]:
+    """The boxes of two views of one shape that lie in one piece on either side; steps between elements are 1."""
+    for part in a.parts:
+        for piece in part.source.pieces:
+            mine = part.clip_source(piece.box)
+            for other in b.parts if mine is not None else ():
+                for its_piece in other.source.pieces:
+                    its = other.clip_source(its_piece.box)
+                    both = its and mine and its.clip(_box_of(mine))
+                    if both and mine and (same := mine.clip(_box_of(both))) is not None:
+                        yield same, piece, both, its_piece
+
+
+def _box_of(part: Part) -> Box:
+    return Box(part.first, tuple([f + n for f, n in zip(part.first, part.size, strict=True)]))
 
 
 def _same(tensor: LogicalTensor, mine: Piece, other: Piece) -> Same:

@@ -23,6 +23,7 @@ from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, is_bias
 from ckpttool.layout.family import (
     Drop,
+    DropCopy,
     DropLayers,
     Family,
     Fuse,
@@ -148,6 +149,10 @@ class View:
         return nbytes(self.dtype, prod(self.shape), where=self.name)
 
 
+Tied = tuple[View, View]
+"""A copy and its owner, which the config ties to each other."""
+
+
 @dataclass(slots=True)
 class Views:
     """The table of views while statements are applied to it."""
@@ -156,6 +161,8 @@ class Views:
     notes: list[str] = field(default_factory=list)
     equal: list[Equal] = field(default_factory=list)
     """What a statement made one tensor of, although there were several."""
+    tied: list[Tied] = field(default_factory=list)
+    """What the config ties and a statement takes for one tensor; both are there, and must hold the same."""
 
     def __iter__(self) -> Iterator[View]:
         return iter(self.table.values())
@@ -352,6 +359,8 @@ def apply_ops(views: Views, ops: Sequence[Op], family: Family, before: Sequence[
             break
         if isinstance(op, Tie):
             views = _tie(views, op, family)
+        elif isinstance(op, DropCopy):
+            views = _drop_copy(views, op)
         elif isinstance(op, DropLayers):
             views = _drop_layers(views, op, family)
         elif isinstance(op, Drop):
@@ -394,14 +403,23 @@ def _tie(views: Views, op: Tie, family: Family) -> Views:
     owner = views.table.get(op.owner)
     if not family.tied or owner is None:
         return views
-    table = dict(views.table)
     if op.apart:
-        if table.pop(op.name, None) is not None:
-            views.notes.append(f"`{op.name}` is left out: the config ties it to `{op.owner}`")
-    elif op.name not in table:
-        table[op.name] = owner.named(op.name)
-        views.notes.append(f"`{op.name}` is written as a copy of `{op.owner}`, to which the config ties it")
-    return replace(views, table=table)
+        return _drop_copy(views, op)
+    copy = views.table.get(op.name)
+    if copy is not None:
+        views.tied.append((copy, owner))
+        return views
+    views.notes.append(f"`{op.name}` is written as a copy of `{op.owner}`, to which the config ties it")
+    return replace(views, table={**views.table, op.name: owner.named(op.name)})
+
+
+def _drop_copy(views: Views, op: Tie | DropCopy) -> Views:
+    copy, owner = views.table.get(op.name), views.table.get(op.owner)
+    if copy is None or owner is None:
+        return views
+    views.tied.append((copy, owner))
+    views.notes.append(f"`{op.name}` is left out: the config ties it to `{op.owner}`")
+    return replace(views, table={n: v for n, v in views.table.items() if n != op.name})
 
 
 def _drop_layers(views: Views, op: DropLayers, family: Family) -> Views:

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
 
 from ckpttool.dtypes import itemsize, lookup, numpy_dtype
-from ckpttool.errors import CorruptError
+from ckpttool.errors import ConflictError, CorruptError
 from ckpttool.execute.blocks import Carrier
-from ckpttool.execute.files import span
+from ckpttool.execute.files import FilePool, span
 from ckpttool.execute.reader import Bytes, blocks, read_strided
 from ckpttool.kernels.cast import cast
-from ckpttool.plan import Block, Padding, Same
+from ckpttool.plan import TIED_HINT, Block, Padding, Same
 
 _BLOCK = 2 << 20
 
 
 def check(step: Same | Padding, carrier: Carrier, first: int = 0) -> None:
-    """Raises CorruptError when the sources contradict the step; ``first`` is the number of its first element."""
+    """Raises CorruptError when the sources contradict the step, ConflictError when tied tensors differ.
+
+    ``first`` is the number of its first element.
+    """
     if 0 in step.shape:
         return
     if isinstance(step, Same):
         _same(step, carrier, first)
     else:
         _padding(step, carrier)
+
+
+def agree(steps: Iterable[Same], sources: Sequence[str]) -> bool:
+    """Whether all of them find the same bytes."""
+    with FilePool() as pool:
+        carrier = Carrier(sources, (), pool, 4 * _BLOCK, threading.Event())
+        try:
+            for step in steps:
+                check(step, carrier)
+        except (ConflictError, CorruptError):
+            return False
+    return True
 
 
 class _Reader:
@@ -78,10 +95,18 @@ def _same(step: Same, carrier: Carrier, done: int) -> None:
             inside = np.unravel_index(at, box.shape) if box.shape else ()
             index = tuple(int(i) + s for i, s in zip(inside, box.start, strict=True))
             values = [str(x.view(numpy_dtype(step.dtype))[at]) for x in (a, b)]
+            where = [f"{carrier.sources[block.file]} {span(_at(block, index), size)}" for block in (step.a, step.b)]
+            place = f"differ, first at element {done + at:,}: {values[0]} and {values[1]}"
+            if step.tied:
+                raise ConflictError(
+                    f"`{step.what}` and `{step.tied}`, which the config ties to each other, {place}",
+                    where=where,
+                    hint=TIED_HINT,
+                )
             copies = f"two copies of `{step.what}`" if other == step.dtype else f"`{step.what}` and its master weight"
             raise CorruptError(
-                f"{copies} differ, first at element {done + at:,}: {values[0]} and {values[1]}",
-                where=[f"{carrier.sources[block.file]} {span(_at(block, index), size)}" for block in (step.a, step.b)],
+                f"{copies} {place}",
+                where=where,
             )
         done += prod(box.shape)
 

@@ -251,6 +251,14 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class DropCopy:
+    """A tied tensor is stored by its owner only: a copy under its own name is left out, and must hold the same."""
+
+    name: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tie:
     """A tied tensor is stored as a copy under its own name too (or, with ``apart``, only by its owner)."""
 
@@ -259,7 +267,7 @@ class Tie:
     apart: bool = False
 
 
-Op = Rename | Fuse | Stack | Transpose | Squeeze | Hold | Refuse | DropLayers | Drop | Tie
+Op = Rename | Fuse | Stack | Transpose | Squeeze | Hold | Refuse | DropLayers | Drop | DropCopy | Tie
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
@@ -358,7 +366,7 @@ class Family:
                     out += [Tie(n, owner) for n, owner in pairs]
                 else:
                     # Some checkpoints store the tied name as well.
-                    out += [Drop(tuple(n for n, _ in pairs)), Rename(tuple((o, n) for n, o in pairs))]
+                    out += [*(DropCopy(n, owner) for n, owner in pairs), Rename(tuple((o, n) for n, o in pairs))]
         return tuple(out)
 
     def hf_form(self, names: Iterable[str]) -> tuple[str, str]:

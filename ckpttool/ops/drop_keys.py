@@ -111,7 +111,7 @@ def prepare(
     if same_files:
         return _in_place(source, selection, gone, warnings, link=link)
     if unified is not None:
-        return _in_unified(source, unified, lost, gone, warnings, link=link)
+        return _in_unified(source, selection, unified, lost, gone, warnings, link=link)
     prepared = plan_target(source, target, selection)
     notes = prepared.notes
     if len(gone) > len(lost):
@@ -180,7 +180,9 @@ def _in_place(
     )
     plan.notes = notes
     dtypes = {v.name: v.dtype for v in views}
-    prepared = Prepared(source, Target(), "hf", Mesh(), source.family, views, plan, "", dtypes, notes, removed)
+    prepared = Prepared(
+        source, Target(), "hf", Mesh(), source.family, views, plan, "", dtypes, notes, removed, selection=selection
+    )
     return PreparedDrop(prepared, gone, warnings, len(rewritten), len(stay), len(files) - len(kept))
 
 
@@ -234,6 +236,7 @@ def _keep_unified(source: Checkpoint, lost: Collection[str]) -> list[_UnifiedFil
 
 def _in_unified(
     source: Checkpoint,
+    selection: Selection,
     kept: Sequence[_UnifiedFile],
     lost: Collection[str],
     gone: Sequence[Gone],
@@ -282,7 +285,9 @@ def _in_unified(
     plan.notes = notes
     left = {str(k): View(str(k), t.dtype, t.shape, t) for k, t in source.catalog.tensors.items() if k.name not in lost}
     dtypes = {n: v.dtype for n, v in left.items()}
-    prepared = Prepared(source, Target(), "unified", Mesh(), source.family, Views(left), plan, "", dtypes, notes)
+    prepared = Prepared(
+        source, Target(), "unified", Mesh(), source.family, Views(left), plan, "", dtypes, notes, selection=selection
+    )
     files = len(source_files(stored.files))
     return PreparedDrop(prepared, gone, warnings, len(rewritten), len(kept) - len(rewritten), files - len(kept))
 

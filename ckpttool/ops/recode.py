@@ -58,6 +58,8 @@ class Recoded:
     """A checkpoint with its weights in another precision."""
 
     checkpoint: Checkpoint
+    source: Checkpoint
+    """As it was."""
     computed: Computed
     scheme: Scheme | None
     dtype: str
@@ -72,6 +74,9 @@ class Recoded:
     """Why tensors stay in high precision -> how many."""
     removed: tuple[int, int] = (0, 0)
     """(tensors, bytes) of the source that are left out."""
+    remove: Sequence[str] = ()
+    keep: Sequence[str] = ()
+    """The patterns that say which."""
 
 
 def high(text: str, option: str) -> str:
@@ -160,6 +165,7 @@ class _Recoder:
             views = apply_ops(views, inverse(source.ops), source.family, source.ops)
         self.views = views
         self.operands = Operands()
+        self.operands.tied = views.tied
         self.steps: list[Compute | Quantize] = []
         self.results: list[tuple[int, int]] = []
         self.tensors: dict[Key, LogicalTensor] = {}
@@ -183,7 +189,7 @@ class _Recoder:
             raise UsageError("no tensor is left: the patterns remove all of them")
         weights = [w for w in weights if w.name in wanted]
         computed = Computed(self.steps, self.operands, None, self.results)
-        out = Recoded(self.source, computed, self.scheme, self.dtype, [])
+        out = Recoded(self.source, self.source, computed, self.scheme, self.dtype, [], remove=remove, keep=keep_keys)
         keep = for_family(self.recoding.keep, self.scheme, weights)
         keep = replace(keep, among=frozenset(codes.weights) if codes.weights else None)
         ends = {t.weight.name: t for t in treat(weights, self.scheme, keep)}

@@ -42,6 +42,7 @@ from ckpttool.layout.packed import NAMINGS, find_packing, section
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh, default_etp
+from ckpttool.ops.account import Account
 from ckpttool.ops.components import WEIGHTS, chosen_components, share_of
 from ckpttool.ops.recode import Recoded, Recoding, recode
 from ckpttool.plan import Plan
@@ -128,6 +129,11 @@ class Prepared:
     """(tensors, bytes) that --remove-keys or --keep-keys left out."""
     recoded: Recoded | None = None
     """What was dequantised and quantised on the way."""
+    computed: Computed | None = None
+    """How the tensors come about that are in no file of the source."""
+    selection: Selection = field(default_factory=Selection)
+    statements: tuple[Op, ...] = ()
+    """What leads from Hugging Face names to those of the output."""
 
 
 @dataclass(slots=True)
@@ -299,6 +305,7 @@ def plan_target(
         literal_files=literal,
         computed=computed,
         equal=equal,
+        tied=views.tied,
     )
     notes += plan.notes
     plan.notes = notes
@@ -307,7 +314,10 @@ def plan_target(
     }
     source = replace(source, catalog=catalog)
     family = family.with_whole(whole)
-    return Prepared(source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed)
+    return Prepared(
+        source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed,
+        computed=computed, selection=selection, statements=after,
+    )  # fmt: skip
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -584,8 +594,9 @@ def verify_output(prepared: Prepared, written: Path, memory: int) -> None:
             f"the output has {len(extra)} unexpected tensors and lacks {len(missing)}: {(missing + extra)[0]}",
             where=str(written),
         )
+    _verify_nothing_lost(prepared)
     real = len(prepared.source.catalog.files)
-    if prepared.recoded is not None:
+    if prepared.computed is not None:
         verify_computed(prepared.plan, written, memory)
     wrong = compare_views(
         prepared.source.catalog,
@@ -599,6 +610,21 @@ def verify_output(prepared: Prepared, written: Path, memory: int) -> None:
             f"{len(wrong)} of {len(expected)} tensors differ from the source",
             where=[str(w) for w in wrong[:5]],
             hint="nothing was kept. This is a fault of ckpttool or of the disk: please report it with the command line",
+        )
+
+
+def _verify_nothing_lost(prepared: Prepared) -> None:
+    """Raises VerifyError for a tensor of the source that is left out for no reason."""
+    if prepared.target.aoa is not None:
+        return  # the statements say what is written
+    chosen, recoded = prepared.selection, prepared.recoded
+    account = partial(Account, statements=prepared.statements)
+    account(prepared.source, remove=chosen.remove, keep=chosen.keep, computed=prepared.computed).check(
+        prepared.views.table.values()
+    )
+    if recoded is not None:
+        account(recoded.source, remove=recoded.remove, keep=recoded.keep).check_recoded(
+            recoded.checkpoint.catalog, recoded.computed
         )
 
 

@@ -18,7 +18,7 @@ from ckpttool.plan import Operand
 from ckpttool.planner import Operands
 from ckpttool.quant.coded import Coded, find_codes
 from ckpttool.recipe.model import ModelRef
-from ckpttool.relate import View, Views, apply_ops, follow, identity, parameters
+from ckpttool.relate import Tied, View, Views, apply_ops, follow, identity, parameters
 
 
 @dataclass(slots=True)
@@ -81,6 +81,8 @@ class Models:
         self.component = component
         self.files: list[DataFile] = []
         self.notes: list[str] = []
+        self.tied: list[Tied] = []
+        """Views of the sources of which one was left out because it is tied to the other."""
         self._by_path: dict[str, Model] = {}
 
     def open(self, refs: Iterable[ModelRef]) -> None:
@@ -106,6 +108,7 @@ class Models:
         for path, checkpoint in checkpoints.items():
             views = _weights(path, checkpoint, self.component, canonical=not as_they_are)
             self.notes += [f"{path}: {n}" for n in views.notes]
+            self.tied += views.tied
             model = _model(path, checkpoint, views.table, self.dequant, self.notes)
             model.derived = _derived(checkpoint, self.component)
             self._by_path[path] = model

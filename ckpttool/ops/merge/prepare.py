@@ -13,7 +13,6 @@ from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, pick_f
 from ckpttool.dtypes import parse
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
-from ckpttool.execute.compute import verify_computed
 from ckpttool.formats._paddle import published_config
 from ckpttool.formats.base import COMPANION_LIMIT, StoredCheckpoint, leads_away
 from ckpttool.kernels.merge import METHODS
@@ -208,18 +207,12 @@ def execute(
     path = Path(dst)
     target, plan = prepared.target, prepared.plan
 
-    def verify_all(partial: Path) -> None:
-        if prepared.single:
-            verify_output(target, partial, options.memory)
-        else:
-            verify_computed(plan, partial, options.memory)
-
     record = PROGRAM_RECORD if target.format == PROGRAM else RECORD
     options = replace(
         options,
         source_roots=prepared.roots,
         closing={record: lambda digests: prepared.provenance.record(plan, digests)},
-        verify=verify_all if verify else None,
+        verify=(lambda partial: verify_output(target, partial, options.memory)) if verify else None,
     )
     return MergeResult(prepared, path, run(plan, path, options, progress), verify)
 

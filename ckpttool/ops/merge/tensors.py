@@ -54,6 +54,7 @@ class Builder:
         self.finite = finite
         self.words = words
         self.operands = Operands()
+        self.operands.tied = models.tied
         self.computed: list[Compute] = []
         self.tensors: dict[Key, LogicalTensor] = {}
         self.common: dict[str, str] = {}
