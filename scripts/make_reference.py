@@ -63,7 +63,7 @@ def commands() -> str:
     """Usage, arguments and options of every command."""
     from typer.main import get_command
 
-    from ckpttool.cli import app
+    from ckpttool.cli.app import app
     from ckpttool.cli.help import usage_words
 
     blocks = []

@@ -396,7 +396,7 @@ def loaded_by(heavy: tuple[str, ...], runs: list[list[str]], cwd: Path) -> list[
 def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
     from typer.main import get_command
 
-    from ckpttool.cli import app
+    from ckpttool.cli.app import app
 
     commands = getattr(get_command(app), "commands", {})
     assert {"reshard", "merge", "drop-keys", "inspect", "fp8-cast", "fp8-size"} <= commands.keys()

@@ -1,6 +1,7 @@
 """The command line: options and help only. Heavy imports happen inside the commands, so that --help is instant.
 
-    app.py        the commands in the order of --help, how each ends, main
+    process.py    the process: its streams, Ctrl-C at any moment, main
+    app.py        the commands in the order of --help, how each ends
     help.py       what --help shows
     mistakes.py   errors of a command line that cannot be read
     options.py    options that several commands have
@@ -17,6 +18,6 @@ A command is a function in a file of its own, and a line of app.py. In its signa
 too; a name without it is the command's own. No command imports another.
 """
 
-from ckpttool.cli.app import app, main
+from ckpttool.cli.process import main
 
-__all__ = ["app", "main"]
+__all__ = ["main"]

@@ -1,15 +1,14 @@
-"""The command line itself: its commands, how each of them ends, and the process that runs one."""
+"""The command line itself: its commands, and how each of them ends."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import gc
 import os
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -23,6 +22,7 @@ from ckpttool.cli.help import TASKS, Command
 from ckpttool.cli.inspect import inspect
 from ckpttool.cli.merge import merge
 from ckpttool.cli.mistakes import reworded
+from ckpttool.cli.process import flush, interrupts, say, silence
 from ckpttool.cli.reshard import reshard
 from ckpttool.errors import CkptError, UsageError, plain
 
@@ -60,48 +60,51 @@ class _Commands(TyperGroup):
                     raise UsageError("a path is empty", hint="is a variable of the shell not set?")
                 return super().make_context(*args, **extra)
         except CkptError as e:
-            sys.stderr.write(e.render() + "\n")
+            say(e.render())
             raise typer.Exit(e.exit_code) from None
 
     def invoke(self, ctx: Any) -> Any:
+        interrupts.allow()
         try:
             try:
                 with reworded():
-                    return super().invoke(ctx)
-            finally:
-                sys.stdout.flush()
+                    result = super().invoke(ctx)
+            except BaseException:  # how the command ends is more than whether all of its output is read
+                flush(sys.stdout)
+                raise
+            sys.stdout.flush()
         except CkptError as e:
-            sys.stderr.write(e.render() + "\n")
+            say(e.render())
             raise typer.Exit(e.exit_code) from None
         except KeyboardInterrupt as e:
-            sys.stderr.write(f"{str(e) or 'interrupted'}\n")  # says how to go on when something was finished
+            say(str(e) or "interrupted")  # says how to go on when something was finished
             raise typer.Exit(130) from None
         except MemoryError:
-            sys.stderr.write("error: there is not enough memory\n\nhint: a smaller --memory leaves more for the plan\n")
+            say("error: there is not enough memory\n\nhint: a smaller --memory leaves more for the plan")
             raise typer.Exit(1) from None
-        except BrokenPipeError:
-            # The reader of our output is gone (`| head`); that is no failure. Keep Python from writing to it at exit.
-            _silence(sys.stdout)
-            raise typer.Exit(0) from None
         except OSError as e:
             if e.filename is not None and e.errno in _OF_THE_PATH:
                 path = plain(os.fsdecode(e.filename))
-                sys.stderr.write(f"error: {e.strerror}\n  --> {path if len(path) < 1000 else path[:1000] + '...'}\n")
+                say(f"error: {e.strerror}\n  --> {path if len(path) < 1000 else path[:1000] + '...'}")
                 raise typer.Exit(1) from None
             if e.filename is not None:  # of a file: whoever opened it should have said so
                 raise
             if e.errno == errno.ENOENT:
-                sys.stderr.write("error: the current directory is not there any more\n\nhint: cd to another one\n")
+                say("error: the current directory is not there any more\n\nhint: cd to another one")
                 raise typer.Exit(1) from None
-            _silence(sys.stdout)
-            with contextlib.suppress(OSError):
-                sys.stderr.write(f"error: what was to be printed cannot be written: {e.strerror}\n  --> stdout\n")
-            raise typer.Exit(1) from None
+            raise typer.Exit(_unprinted(e)) from None
+        finally:
+            interrupts.ignore()
+        return result
 
 
-def _silence(stream: TextIO) -> None:
-    """What is left in a stream goes nowhere, and Python does not complain about that when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _unprinted(e: OSError) -> int:
+    """Say that stdout cannot be written. Returns the exit code."""
+    silence(sys.stdout)
+    if isinstance(e, BrokenPipeError):  # the reader of our output is gone (`| head`); that is no failure
+        return 0
+    say(f"error: what was to be printed cannot be written: {e.strerror}\n  --> stdout")
+    return 1
 
 
 app = typer.Typer(
@@ -156,5 +159,10 @@ def main() -> NoReturn:
     atexit.register(gc.freeze)
     # Work is shared out to processes; threads of a library below them would only get in each other's way.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    _command()()
+    try:
+        _command()()
+    except OSError as e:  # --help and --version are no command
+        if e.filename is not None:
+            raise
+        sys.exit(_unprinted(e))
     sys.exit(0)

@@ -118,6 +118,7 @@ def _summary(conversion: Conversion, dst: Path) -> str:
     )
 
 
+@text.of_a_result()
 def show_conversion(done: Converted, *, as_json: bool, quiet: bool) -> None:
     """What was written and read again."""
     conversion, run = done.conversion, done.run

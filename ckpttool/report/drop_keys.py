@@ -66,6 +66,7 @@ def show_drop_plan(prepared: PreparedDrop, *, as_json: bool) -> None:
     )
 
 
+@text.of_a_result()
 def show_drop(prepared: PreparedDrop, result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
     """What went and how much that freed."""
     target, run = prepared.target, result.run

@@ -65,6 +65,7 @@ def show_cast_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> Non
     plan_files(prepared.plan)
 
 
+@text.of_a_result()
 def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
     """What was written, how fast, and whether it was verified."""
     prepared, run = result.prepared, result.run

@@ -126,6 +126,7 @@ def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool) 
     plan_files(plan)
 
 
+@text.of_a_result()
 def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool) -> None:
     """What was written, how fast, and what became of the tensors."""
     prepared, run = result.prepared, result.run

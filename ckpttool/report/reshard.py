@@ -128,6 +128,7 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
     plan_files(plan)
 
 
+@text.of_a_result()
 def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: bool) -> None:
     """What was written, how fast, and whether it was verified."""
     prepared, run = result.prepared, result.run

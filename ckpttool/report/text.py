@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from ckpttool.errors import UNSEEN, plain
@@ -76,13 +78,28 @@ def write(text: str, to: TextIO | None = None) -> None:
 
 
 def message(text: str) -> None:
-    """A line on stderr. That it cannot be written (a full disk for logs) is no reason to stop."""
-    try:
+    """A line on stderr. That it cannot be written (a full disk for logs, no reader) is no reason to stop."""
+    with contextlib.suppress(OSError):
         write(text + "\n", sys.stderr)
-    except BrokenPipeError:
-        raise
-    except OSError:
-        pass
+
+
+@contextlib.contextmanager
+def of_a_result() -> Iterator[None]:
+    """What is printed about files that are written. That it cannot be is a warning: the exit code speaks of the files.
+
+    Nothing is said where the reader has gone (`| head`).
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as e:
+        if e.filename is not None:
+            raise
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        if not isinstance(e, BrokenPipeError):
+            message(f"warning: the output is complete, but what was to be printed cannot be written: {e.strerror}")
 
 
 def notes(lines: Iterable[str]) -> None:

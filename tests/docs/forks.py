@@ -82,7 +82,7 @@ def forks() -> Forks:
 
 def _command(arguments: list[str], folder: str, environment: dict[str, str], streams: list[int]) -> int:
     """In a fork: what the console script does."""
-    from ckpttool.cli import main
+    from ckpttool.cli.app import main
 
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
@@ -120,7 +120,7 @@ def _warm() -> None:
     import ckpttool.ops.merge
     import ckpttool.ops.reshard
     import ckpttool.report  # noqa: F401
-    from ckpttool.cli import main
+    from ckpttool.cli.app import main
 
     sys.modules["__main__"].__package__ = None  # or usage lines would say `python -m tests.docs.forks`
     sys.argv = ["ckpttool", "inspect", "fixtures/llama_tp8"]

@@ -47,7 +47,7 @@ def options(command: object) -> list[str]:
 
 def tool() -> list[tuple[str, object]]:
     """Each command of the tool."""
-    from ckpttool.cli import app
+    from ckpttool.cli.app import app
 
     return list(command_tree(get_command(app)))
 

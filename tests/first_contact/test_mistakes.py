@@ -355,7 +355,7 @@ def test_help_is_short_and_whole() -> None:
     """At 80 columns: a line for each command, sections for options, examples that can be read as command lines."""
     from typer.main import get_command
 
-    from ckpttool.cli import app
+    from ckpttool.cli.app import app
     from ckpttool.cli.help import COMMON, EXAMPLES, TASKS
 
     out = run("--help").out

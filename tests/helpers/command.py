@@ -1,4 +1,4 @@
-"""Running the command line inside the test process, through the same ``main`` as the console script."""
+"""Running the command line inside the test process, through what the console script calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
-from ckpttool.cli import main
+from ckpttool.cli.app import main
 
 
 class Done(NamedTuple):

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import ckpttool
-from ckpttool.cli import main
-from ckpttool.cli.app import _command
+from ckpttool.cli.app import _command, main
 from ckpttool.execute import commit, engine, files, schedule
 from ckpttool.layout.family import family_names
 from ckpttool.ops.convert_json import header

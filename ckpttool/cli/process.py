@@ -1,0 +1,131 @@
+"""The process that runs one command: its standard streams, what Ctrl-C does at any moment, and how it ends.
+
+Imports next to nothing, so that Ctrl-C is answered from the first moment on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Literal, NoReturn, TextIO
+
+_AGAIN = 0.01
+"""Seconds after which an interrupt is tried again."""
+
+
+def main() -> NoReturn:
+    """Run the command line. What the console script and ``python -m ckpttool`` call."""
+    open_streams()
+    interrupts.install()
+    code: int | str | None = 1
+    try:
+        from ckpttool.cli.app import main as run
+
+        run()
+    except SystemExit as e:
+        code = e.code
+    except KeyboardInterrupt:  # outside of the command itself
+        say("interrupted")
+        code = 130
+    interrupts.ignore()
+    flush(sys.stdout)
+    flush(sys.stderr)
+    sys.exit(code)
+
+
+def open_streams() -> None:
+    """Give what is closed of stdin, stdout and stderr to /dev/null.
+
+    Otherwise the first files that are opened get these numbers, and messages are written into data.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_WRONLY if number else os.O_RDONLY)  # the lowest number that is free: this one
+    # Python has set to None what was closed when it started.
+    sys.stdin = sys.stdin or _stream(0, "r")
+    sys.stdout = sys.stdout or _stream(1, "w")
+    sys.stderr = sys.stderr or _stream(2, "w")
+
+
+def _stream(number: int, mode: Literal["r", "w"]) -> TextIO:
+    return open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def flush(stream: TextIO) -> None:
+    """Write what is left in a stream, if anybody takes it."""
+    try:
+        stream.flush()
+    except OSError:
+        silence(stream)
+
+
+def silence(stream: TextIO) -> None:
+    """What is left in a stream goes nowhere, and Python does not complain about that when it ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def say(text: str) -> None:
+    """Lines on stderr. That they cannot be written changes nothing about how the command ends."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+
+
+class Interrupts:
+    """Ctrl-C: ends the process at once while it loads, raises KeyboardInterrupt in a command, and is too late after it.
+
+    A module that is interrupted while it is imported may say anything; so the exception waits until none is. During
+    the run of a plan its own handler decides.
+    """
+
+    def __init__(self) -> None:
+        self._loading = self._over = False
+
+    def install(self) -> None:
+        """Answer from now on, unless the process was started to ignore Ctrl-C (in the background of a script)."""
+        with contextlib.suppress(ValueError):  # not in the main thread: not ours
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                signal.signal(signal.SIGINT, self)
+                signal.signal(signal.SIGALRM, self)
+        self._loading, self._over = True, False
+
+    def allow(self) -> None:
+        """The command begins: from now on there may be something to clean up."""
+        self._loading = False
+
+    def ignore(self) -> None:
+        """All is done; only the interpreter has to end, which would leave Ctrl-C to the system."""
+        self._over = True
+        if signal.getsignal(signal.SIGINT) is self:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def __call__(self, _number: int, frame: FrameType | None) -> None:
+        if self._over:
+            return
+        if self._loading:
+            with contextlib.suppress(OSError):
+                os.write(2, b"interrupted\n")
+            os._exit(130)
+        if _imports(frame):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+        else:
+            raise KeyboardInterrupt
+
+
+interrupts = Interrupts()
+"""Of this process."""
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a module is being imported."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False

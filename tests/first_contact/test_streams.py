@@ -1,0 +1,146 @@
+"""Standard streams that are closed, full or without a reader, and Ctrl-C at any moment: processes of their own.
+
+What happens to DST decides how a run ends, not whether anybody reads what it prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import chain, combinations
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tensorfile import assert_same, header, read_all, save_hf
+from tests.reshard.test_file_names import UNET
+
+CONFIG = {"model_type": "none"}
+ROOT = Path(__file__).parents[2]
+CLOSED = list(chain.from_iterable(combinations((0, 1, 2), n) for n in (1, 2, 3)))
+
+
+def start(words: Sequence[object], *closed: int, **streams: int) -> subprocess.Popen[str]:
+    """The tool with these streams closed, as a shell closes them."""
+    shut = "".join(f" {n}{'>' if n else '<'}&-" for n in closed)
+    command = ["sh", "-c", f'exec "$@"{shut}', "sh", sys.executable, "-m", "ckpttool", *map(str, words)]
+    given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.Popen(command, text=True, cwd=ROOT, **given)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hf(tmp_path_factory.mktemp("src"), UNET, CONFIG)
+
+
+@pytest.mark.parametrize("closed", CLOSED, ids=str)
+def test_closed(src: Path, tmp_path: Path, closed: tuple[int, ...]) -> None:
+    """Every command ends as it would; no message goes into a file that has got the number of a stream."""
+    runs: list[tuple[int, Sequence[object]]] = [
+        (0, ["reshard", src, tmp_path / "dst", "--to", "hf", "--verify", "-v"]),
+        (2, ["inspect", src / "nowhere"]),
+    ]
+    if len(closed) == 3:
+        runs += [
+            (0, ["merge", src, "-o", tmp_path / "merged", "--workers", 2]),
+            (0, ["drop-keys", src, tmp_path / "dropped", "*.2.*"]),
+            (0, ["inspect", src]),
+            (2, ["reshard", src]),
+        ]
+    for code, words in runs:
+        run = start(words, *closed)
+        out, err = run.communicate(timeout=60)
+        assert run.returncode == code, (words, out, err)
+        assert "Traceback" not in out + err
+        assert "Exception" not in out + err
+        assert not (1 in closed and out)
+        assert not (2 in closed and err)
+    assert_same(read_all(tmp_path / "dst"), UNET)
+    assert header(tmp_path / "dst/model.safetensors").keys() == {"__metadata__", *UNET}
+    assert json.loads((tmp_path / "dst/config.json").read_text()) == CONFIG
+    if len(closed) == 3:
+        assert_same(read_all(tmp_path / "merged"), UNET)
+
+
+def test_full(src: Path, tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        run = start(["reshard", src, tmp_path / "dst", "--to", "hf"], stdout=full.fileno())
+        _, err = run.communicate(timeout=60)
+        assert run.returncode == 0
+        assert "warning: the output is complete, but what was to be printed cannot be written: No space" in err
+        assert read_all(tmp_path / "dst").keys() == UNET.keys()
+        for words in (["inspect", src], ["--help"], ["reshard", src, tmp_path / "two", "--to", "hf", "-n"]):
+            run = start(words, stdout=full.fileno())
+            _, err = run.communicate(timeout=60)
+            assert run.returncode == 1
+            assert err.endswith(
+                "error: what was to be printed cannot be written: No space left on device\n  --> stdout\n"
+            )
+        both = ["reshard", src, tmp_path / "three", "--to", "hf"]
+        assert start(both, stdout=full.fileno(), stderr=full.fileno()).wait(60) == 0
+        assert start(both, stdout=full.fileno(), stderr=full.fileno()).wait(60) == 1
+
+
+@pytest.mark.parametrize("gone", ["stdout", "stderr", "both"])
+def test_no_reader(src: Path, tmp_path: Path, gone: str) -> None:
+    """``| head -1`` and ``2>&1 | head -1``: the run goes on."""
+    read, write = os.pipe()
+    os.close(read)
+    streams = {name: write for name in ("stdout", "stderr") if gone in (name, "both")}
+    run = start(["reshard", src, tmp_path / "dst", "--to", "hf", "-v"], **streams)
+    again = start(["reshard", src, src, "--to", "hf"], **streams)
+    os.close(write)
+    for process, code in ((run, 0), (again, 1)):
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == code
+        assert "Traceback" not in (err or "")
+        assert "Exception" not in (err or "")
+    assert read_all(tmp_path / "dst").keys() == UNET.keys()
+
+
+BEGIN = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from pathlib import Path
+from ckpttool.cli import process
+
+install = process.interrupts.install
+
+def begun():
+    install()
+    Path(sys.argv.pop(1)).touch()
+
+process.interrupts.install = begun
+import runpy
+runpy.run_module("ckpttool", run_name="__main__")
+"""
+"""``python -m ckpttool``, and a file as soon as it answers Ctrl-C: before that Python itself does."""
+
+
+def test_interrupts_at_any_moment(src: Path, tmp_path: Path) -> None:
+    """130 and one line, or DST and 0: while modules are imported, in the run, and at its end."""
+    ends = []
+    for i in range(15):
+        dst, begun = tmp_path / f"{i}", tmp_path / f"begun-{i}"
+        command = [sys.executable, "-c", BEGIN, str(begun), "merge", str(src), "-o", str(dst), "--workers", "2"]
+        with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=ROOT) as run:
+            while not begun.exists() and run.poll() is None:
+                time.sleep(0.0005)
+            time.sleep(i * 0.05)
+            run.send_signal(signal.SIGINT)
+            out, err = run.communicate(timeout=60)
+        ends.append(run.returncode)
+        assert run.returncode in (0, 130), (i, err)
+        assert "Traceback" not in err, (i, err)
+        assert "Exception" not in err, (i, err)
+        assert (run.returncode == 0) == bool(out), (i, out, err)
+        if run.returncode:
+            assert err.splitlines()[-1].startswith("interrupted"), (i, err)
+            assert err.count("interrupted") == 1
+        assert dst.exists() or run.returncode, (i, err)
+    assert ends[0] == 130
