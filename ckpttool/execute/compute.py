@@ -157,6 +157,8 @@ class Computing:
         first = readers[0]
         if isinstance(first, StoredReader) and _moves_raw(compute):
             before, fill = 0, _raw(first)
+        elif isinstance(first, StoredReader) and _only_rounds(compute):
+            before, fill = 0, _rounded(first)
         else:
             before = size * method.passes(dict(compute.whole), len(models))
             fill = self._passes(compute, method, chunk, step, lambda at: seen(min(at, before), before + size))
@@ -295,6 +297,24 @@ def _moves_raw(compute: Compute) -> bool:
         and isinstance(compute.models[0], Stored)
         and compute.models[0].dtype == compute.dtype
     )
+
+
+def _only_rounds(compute: Compute) -> bool:
+    """A tensor that passes through with fewer bits: by way of the operands' float32 it would be rounded twice."""
+    first = compute.models[0]
+    return (
+        compute.method == "passthrough"
+        and dict(compute.parameters[0]).get("scale") == 1
+        and isinstance(first, Stored)
+        and (first.dtype, compute.dtype) in (("F64", "F16"), ("F64", "BF16"))
+    )
+
+
+def _rounded(source: StoredReader) -> Callable[[int, int, Array], None]:
+    def fill(lo: int, hi: int, out: Array) -> None:
+        cast(source.raw(lo, hi, last=True), out)
+
+    return fill
 
 
 def _raw(source: StoredReader) -> Callable[[int, int, Array], None]:

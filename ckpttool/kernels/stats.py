@@ -25,6 +25,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Number = int | float
 
 
+_PLAIN = 480
+"""Values between 2^-480 and 2^480 are squared and added up as they are; others are scaled first, by a power of two."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """What is known of all elements; None where there is no finite element to know it of."""
@@ -152,6 +156,8 @@ class _Sums:
         self._high: Number | None = None
         self._amax: Number | None = None
         self._mean = self._squares = 0.0
+        self._exponent = 0
+        """The mean is ``_mean * 2**_exponent``; squares have twice that exponent."""
 
     def add(self, block: Array) -> None:
         data = block.reshape(-1)
@@ -170,7 +176,7 @@ class _Sums:
         self._high = high if self._high is None else max(self._high, high)
         # Joining means and squared distances (Chan, Golub and LeVeque) loses nothing to cancellation.
         with np.errstate(over="ignore", invalid="ignore"):
-            wide = real.astype(np.float64)
+            wide = self._scaled(real.astype(np.float64), max(abs(low), abs(high)))
             mean = float(wide.mean())
             wide -= mean
             squares = float(np.dot(wide, wide))
@@ -180,15 +186,35 @@ class _Sums:
             self._squares += squares + gap * gap * self._n * data.size / n
             self._n = n
 
+    def _scaled(self, values: Array, amax: Number) -> Array:
+        """The values, all at most ``amax``, in the scale of the sums, which is changed where it has to be."""
+        if amax:
+            own = int(np.frexp(float(amax))[1])
+            own = own if abs(own) > _PLAIN else 0
+            exponent = max(own, self._exponent) if self._n and (self._mean or self._squares) else own
+            if exponent != self._exponent:
+                self._mean = float(np.ldexp(self._mean, self._exponent - exponent))
+                self._squares = float(np.ldexp(self._squares, 2 * (self._exponent - exponent)))
+                self._exponent = exponent
+        return np.ldexp(values, -self._exponent) if self._exponent else values
+
     def stats(self) -> Stats:
         some = self._n > 0
-        amax = None if self._low is None or self._high is None else max(abs(self._low), abs(self._high))
+        amax = mean = std = None
+        if some and self._low is not None and self._high is not None:
+            amax = max(abs(self._low), abs(self._high))
+            mean, std = self._mean, float(np.sqrt(self._squares / self._n))
+            if self._exponent:
+                # Rounding may go beyond what there is, and at the largest numbers that is an infinity.
+                with np.errstate(over="ignore"):
+                    mean = min(max(float(np.ldexp(mean, self._exponent)), self._low), self._high)
+                    std = min(float(np.ldexp(std, self._exponent)), amax)
         return Stats(
             self._all,
             self._low,
             self._high,
-            self._mean if some else None,
-            float(np.sqrt(self._squares / self._n)) if some else None,
+            mean,
+            std,
             amax,
             self._nan,
             self._inf,
@@ -212,7 +238,10 @@ class Binning:
     """Counts elements into bins of equal width between two values."""
 
     def __init__(self, low: float, high: float, bins: int) -> None:
-        self._edges = np.linspace(low, high, bins + 1) if high > low else np.array([low, high])
+        if high - low == np.inf:
+            self._edges = 2 * np.linspace(low / 2, high / 2, bins + 1)
+        else:
+            self._edges = np.linspace(low, high, bins + 1) if high > low else np.array([low, high])
         self._counts = np.zeros(len(self._edges) - 1, np.int64)
 
     def add(self, block: Array) -> None:

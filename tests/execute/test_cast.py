@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -41,10 +43,49 @@ def torch_cast(src: Array, src_dtype: str, dst_dtype: str) -> Array:
     return (out.view(torch.int16) if dst_dtype == "BF16" else out).numpy().view(numpy_dtype(dst_dtype))
 
 
+def nearest(value: float, precision: int, least: int, most: int) -> Fraction | float:
+    """``value`` to ``precision`` bits, half to even; steps are at least 2^least, what reaches 2^most is infinite."""
+    if not math.isfinite(value):
+        return value
+    exact = Fraction(value)
+    step = Fraction(2) ** max(math.frexp(value)[1] - precision, least)
+    steps = round(exact / step)  # half to even, as fractions round
+    return math.copysign(math.inf, value) if abs(steps * step) >= 2**most else steps * step
+
+
+@pytest.mark.parametrize(("dtype", "precision", "least", "most"), [("F16", 11, -24, 16), ("BF16", 8, -133, 128)])
+def test_doubles_are_rounded_once(dtype: str, precision: int, least: int, most: int) -> None:
+    """Beside every halfway case, at distances that float32 does not hold, and where subnormals and infinities begin."""
+    rng = np.random.default_rng(4)
+    exponents = [*range(least - 3, least + 12), *range(-3, 4), *range(most - 3, most + 2)]
+    halves = [(2 * n + 1) * 2.0 ** (e - precision) for e in exponents for n in rng.integers(0, 1 << precision, 12)]
+    halves += [2.0**most - 2.0 ** (most - precision - 1), 2.0 ** (least - 1), 3 * 2.0 ** (least - 1)]
+    near = [h * (1 + d * 2.0**-52) for h in halves for d in (-(2**22), -1, 0, 1, 3, 2**22, 2**30)]
+    values = [*near, 0.0, 5e-324, 1.7976931348623157e308, math.inf, *rng.standard_normal(500)]
+    src = np.array([*values, *(-v for v in values)])
+    out = np.empty(src.shape, numpy_dtype(dtype))
+    cast(src, out)
+    found = out.astype(np.float64)
+    for value, got in zip(src.tolist(), found.tolist(), strict=True):
+        wanted = nearest(value, precision, least, most)
+        assert (Fraction(got) if math.isfinite(got) else got) == wanted, (value.hex(), got, wanted)
+        assert math.copysign(1, got) == math.copysign(1, value)
+    cast(np.array([math.nan]), out[:1])
+    assert np.isnan(out[:1].astype(np.float64)).all()
+
+
+def narrows_twice(src_dtype: str, dst_dtype: str) -> bool:
+    """Of these torch makes float32 first."""
+    return src_dtype == "F64" and dst_dtype in ("F16", "BF16")
+
+
 @pytest.mark.parametrize("src_dtype", sorted(CASTABLE))
 @pytest.mark.parametrize("dst_dtype", sorted(CASTABLE))
 def test_every_pattern(src_dtype: str, dst_dtype: str) -> None:
     src = every(src_dtype)
+    if narrows_twice(src_dtype, dst_dtype):
+        with np.errstate(all="ignore"):
+            src = src.astype(np.float32).astype(np.float64)
     want = torch_cast(src, src_dtype, dst_dtype)
     found = np.empty_like(want)
     cast(src, found)

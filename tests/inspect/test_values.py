@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal, localcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,45 @@ def test_sums_do_not_cancel() -> None:
     for part in np.array_split(data, 7):
         numbers.add(part)
     assert numbers.stats().std == pytest.approx(data.std(), rel=1e-9)
+
+
+EXTREMES = {
+    "largest": [[1.7976931348623157e308] * 5, [-1.7976931348623157e308] * 3],
+    "one sign": [[1.7e308, 1.6e308], [1.5e308]],
+    "subnormal": [[5e-324, 1e-323, 3e-320], [-2e-322, 0.0]],
+    "small": [[1e-200, 3e-200, 5e-201]],
+    "small, then zeros": [[1e-200, 3e-200], [0.0, 0.0]],
+    "zeros, then small": [[0.0, 0.0], [1e-200, 3e-200]],
+    "small, then plain": [[1e-200, 3e-200], [1.0, 2.0, -4.0]],
+    "plain, then large": [[1.0, 2.0], [1e300, -2e300]],
+    "large, then small": [[1e300, 2e300], [1e-300, 5e-324]],
+    "constant": [[1e300] * 4, [1e300] * 3],
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_statistics_of_numbers_whose_squares_are_none(name: str) -> None:
+    blocks = EXTREMES[name]
+    numbers = collector("F64")
+    for block in blocks:
+        numbers.add(np.array(block))
+    exact = [Fraction(x) for block in blocks for x in block]
+    mean = sum(exact, Fraction()) / len(exact)
+    variance = sum(((x - mean) ** 2 for x in exact), Fraction()) / len(exact)
+    with localcontext() as context:
+        context.prec, context.Emin, context.Emax = 60, -99999, 99999
+        root = (Decimal(variance.numerator) / Decimal(variance.denominator)).sqrt()
+    found = numbers.stats()
+    assert found.mean == pytest.approx(float(mean), rel=1e-12, abs=5e-324)
+    assert found.std == pytest.approx(float(root), rel=1e-12, abs=5e-324 if root else float(max(exact)) * 1e-15)
+    assert found.amax == max(abs(float(x)) for x in exact)
+
+
+def test_histogram_of_the_largest_numbers() -> None:
+    binning = Binning(-1.7e308, 1.7e308, 4)
+    binning.add(np.array([-1.7e308, -1e308, 0.0, 1.6e308, 1.7e308]))
+    assert binning.result().counts == (2, 0, 1, 2)
+    assert np.isfinite(binning.result().edges).all()
 
 
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=50), st.integers(1, 9))

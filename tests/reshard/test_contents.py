@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.helpers.command import reshard
+from tests.helpers.command import ckpttool, reshard
 from tests.helpers.families import MODELS
 from tests.helpers.judge import Grid, held, write_ranks
-from tests.helpers.tensorfile import assert_same, read, read_all, save_hf
+from tests.helpers.tensorfile import Raw, assert_same, read, read_all, save_hf
 
 GRIDS = {
     "tp2": Grid(tp=2),
@@ -48,3 +49,19 @@ def test_ranks_cut_by_numpy_are_put_together(name: str, grid: str, tmp_path: Pat
     write_ranks(tmp_path / "src", model, given, pattern)
     reshard(tmp_path / "src", tmp_path / "dst", "-q", "--to", "hf", "--rank-pattern", pattern, *given.flags(""))
     assert_same(read_all(tmp_path / "dst"), model.tensors())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_doubles_are_rounded_once_whatever_writes_them(dtype: str, tmp_path: Path) -> None:
+    """1 + 2^-8 (2^-11) is halfway; what float32 does not hold of the number above it decides."""
+    half = 2.0 ** (-8 if dtype == "bf16" else -11)
+    values = np.array([1 + half, 1 + half + 2.0**-40, 1 + half - 2.0**-40, 1 + 3 * half - 2.0**-40])
+    wanted = [1.0, 1 + 2 * half, 1.0, 1 + 2 * half]
+    source = save_hf(tmp_path / "src", {"a.weight": Raw("F64", values.view("<u8"))})
+    reshard(source, tmp_path / "cast", "--dtype", dtype, "--verify")
+    done = ckpttool("merge", source, "-o", tmp_path / "merged", "--method", "passthrough", "--dtype", dtype, "--verify")
+    assert done.code == 0, done.err
+    for folder in ("cast", "merged"):
+        found = read_all(tmp_path / folder)["a.weight"].bits
+        numbers = (found.astype("<u4") << 16).view("<f4") if dtype == "bf16" else found.view("<f2")
+        assert numbers.tolist() == wanted, folder
