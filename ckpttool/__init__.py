@@ -1,7 +1,6 @@
-"""Reshard, convert and inspect large-model checkpoints by moving byte ranges.
+"""Reshard, convert, merge and inspect large-model checkpoints by moving byte ranges.
 
-The Python API (``open``, ``Checkpoint``, ``Resharding``) is loaded on first use, so that importing the package, and
-with it ``ckpttool --help``, stays instant.
+The Python API is loaded on first use, so that importing the package, and with it ``ckpttool --help``, stays instant.
 """
 
 from __future__ import annotations
@@ -9,12 +8,51 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpttool.api import Checkpoint, Resharding
+    from ckpttool.api import (
+        Checkpoint,
+        CheckResult,
+        Conversion,
+        DiffResult,
+        Dropping,
+        Finding,
+        Merging,
+        Plan,
+        Resharding,
+        Size,
+        Written,
+        check,
+        convert,
+        diff,
+        drop_keys,
+        merge,
+        size,
+    )
     from ckpttool.api import open_ as open  # noqa: A004 - ckpttool.open() is the front door
     from ckpttool.errors import CkptError
 
 __version__ = "0.1.0"
-__all__ = ["Checkpoint", "CkptError", "Resharding", "__version__", "open"]
+__all__ = [
+    "CheckResult",
+    "Checkpoint",
+    "CkptError",
+    "Conversion",
+    "DiffResult",
+    "Dropping",
+    "Finding",
+    "Merging",
+    "Plan",
+    "Resharding",
+    "Size",
+    "Written",
+    "__version__",
+    "check",
+    "convert",
+    "diff",
+    "drop_keys",
+    "merge",
+    "open",
+    "size",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,8 +60,12 @@ def __getattr__(name: str) -> Any:
         from ckpttool.errors import CkptError
 
         return CkptError
-    if name in ("open", "Checkpoint", "Resharding"):
+    if name in __all__:
         from ckpttool import api
 
         return getattr(api, "open_" if name == "open" else name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

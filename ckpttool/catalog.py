@@ -212,6 +212,11 @@ class LogicalTensor:
     replicas: tuple[Piece, ...] = ()
     pads: tuple[Pad, ...] = ()
 
+    def __repr__(self) -> str:
+        """``<LogicalTensor lm_head.weight: BF16 [259, 64], 8 pieces>``."""
+        n = len(self.pieces)
+        return f"<LogicalTensor {self.key}: {self.dtype} {list(self.shape)}, {n} piece{'' if n == 1 else 's'}>"
+
     @property
     def nbytes(self) -> int:
         return nbytes(self.dtype, prod(self.shape), where=str(self.key))
@@ -301,6 +306,10 @@ class Catalog:
     tensors: dict[Key, LogicalTensor]
     aliases: Mapping[Key, Key] = field(default_factory=dict)
     """Names that share another tensor's elements without being stored (tied embeddings): alias -> owner."""
+
+    def __repr__(self) -> str:
+        """``<Catalog: 39 tensors in 8 files>``."""
+        return f"<Catalog: {len(self.tensors):,} tensors in {len(self.files):,} files>"
 
     def __iter__(self) -> Iterator[LogicalTensor]:
         return iter(self.tensors.values())

@@ -465,6 +465,10 @@ class Plan:
     """Output file indices of each target rank, for the report."""
     randomness: Randomness | None = None
 
+    def __repr__(self) -> str:
+        """``<Plan: 39 units, 6 outputs, 441,211 bytes>``."""
+        return f"<Plan: {len(self.units):,} units, {len(self.outputs):,} outputs, {self.bytes_written:,} bytes>"
+
     @property
     def bytes_written(self) -> int:
         return sum(o.size for o in self.outputs)

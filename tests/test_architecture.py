@@ -56,7 +56,7 @@ ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 SHARED_FORMATS = {"base", "safetensors"}
 
 # Handing out torch tensors, and repeating what torch makes of equal magnitudes (merge --rng mergekit).
-TORCH_MODULES = {"ckpttool", "ckpttool.api", "ckpttool.kernels.merge.draws"}
+TORCH_MODULES = {"ckpttool", "ckpttool.api.checkpoint", "ckpttool.kernels.merge.draws"}
 
 # Each of these runs what it reads.
 BANNED_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -284,8 +284,12 @@ BAD = {
     "format registry": ("formats/hf.py", "from ckpttool.formats import detect", "the registry"),
     "format helper": ("formats/_zip.py", "from .hf import read", "imports another format"),
     "rich": ("ops/inspect.py", "def f():\n    import rich.table", "only report imports rich"),
-    "torch at start": ("api.py", "import torch.nn", "imports torch when it is loaded"),
-    "torch in a class": ("api.py", "class A:\n    try:\n        import torch\n    except E: pass", "when it is loaded"),
+    "torch at start": ("api/checkpoint.py", "import torch.nn", "imports torch when it is loaded"),
+    "torch in a class": (
+        "api/checkpoint.py",
+        "class A:\n    try:\n        import torch\n    except E: pass",
+        "when it is loaded",
+    ),
     "torch elsewhere": ("ops/merge.py", "def f():\n    import torch", "belongs to the Python API"),
     "torch by name": ("plan.py", "def f():\n    __import__('torch')", "belongs to the Python API"),
     "pickle": ("formats/hf.py", "import pickle", "imports pickle"),
@@ -316,7 +320,7 @@ GOOD = {
     "ops/inspect.py": "from ckpttool.plan import Plan",
     "ops/merge.py": "from ckpttool.ops.inspect import inspect\nnumpy.load(f, allow_pickle=False)",
     "report.py": "from ckpttool.ops.inspect import Result\ndef f():\n    import rich",
-    "api.py": "from ckpttool.ops import inspect\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import torch",
+    "api/checkpoint.py": "from ckpttool.ops import inspect\nif TYPE_CHECKING:\n    import torch\ndef f(): import torch",
     "cli/__init__.py": "from ckpttool.cli.app import main",
     "cli/app.py": "from ckpttool.cli.reshard import reshard\nfrom ckpttool import __version__",
     "cli/reshard.py": "from ckpttool.cli import options\ndef f():\n    from ckpttool import report",

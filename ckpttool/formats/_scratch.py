@@ -10,7 +10,7 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -80,6 +80,13 @@ class Scratch:
         label = f"{source.path} decoded" + (f": {what}" if what else "")
         self.files[path] = DataFile(path, path.stat().st_size, source.mtime_ns, label)
         return self.files[path]
+
+    def release(self, paths: Iterable[Path]) -> None:
+        """Remove those of these files that are scratch files."""
+        for path in paths:
+            if self._owner == os.getpid() and (file := self.files.pop(path, None)) is not None:
+                path.unlink(missing_ok=True)
+                self._used -= file.size
 
     def close(self) -> None:
         """Remove the directory and what is in it."""

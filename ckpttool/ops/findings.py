@@ -136,6 +136,12 @@ class CheckResult:
     """How many files, tensors, checksums, ... were looked at, by noun."""
     notes: list[str] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        """``<CheckResult llama_tp8: 1 error, 0 warnings, 2 files, 39 tensors>``."""
+        parts = [(sum(f.severity == s for f in self.findings), s) for s in (ERROR, WARNING)]
+        parts += [(n, noun) for noun, n in self.checked.items()]
+        return f"<CheckResult {self.path}: " + ", ".join(f"{n:,} {w}{'' if n == 1 else 's'}" for n, w in parts) + ">"
+
     @property
     def ok(self) -> bool:
         """Whether nothing is an error."""

@@ -1,0 +1,470 @@
+"""An opened checkpoint: its catalog, its tensors as arrays, and the plans that begin with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
+
+import numpy as np
+
+from ckpttool.api.plans import Dropping, Resharding
+from ckpttool.api.show import amount, table
+from ckpttool.catalog import Catalog, Key, LogicalTensor
+from ckpttool.checkpoint import Checkpoint as _Checkpoint
+from ckpttool.checkpoint import OpenOptions, open_checkpoint
+from ckpttool.errors import UsageError
+from ckpttool.execute import NoProgress
+from ckpttool.execute.compare import read_tensor
+from ckpttool.formats._scratch import DEFAULT
+from ckpttool.formats.base import ReadOptions
+from ckpttool.geometry import Box
+from ckpttool.mesh import Mesh
+from ckpttool.ops import drop_keys
+from ckpttool.ops.findings import CheckResult
+from ckpttool.ops.inspect.check import check as _check
+from ckpttool.ops.inspect.diff import DiffResult, Tolerance
+from ckpttool.ops.inspect.diff import diff as _diff
+from ckpttool.ops.inspect.identity import Identity
+from ckpttool.ops.inspect.listing import list_tensors
+from ckpttool.ops.recode import Recoding, high
+from ckpttool.ops.reshard import Selection, Target, plan_recoded, plan_target
+from ckpttool.quant.keep import Keep
+from ckpttool.quant.scheme import scheme
+from ckpttool.select import matching, nearest_hint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Slices = Sequence[slice | int] | slice | int
+"""What ``read`` takes to say which part: like a numpy index, step 1; axes that are not named are whole."""
+
+
+class Checkpoint:
+    """An opened checkpoint: a mapping from names to logical tensors. Headers are read; data only when asked for.
+
+    A model weight has its own name. Other components stand in front of it, and a state of the optimizer behind:
+    ``optimizer/NAME/moment1_0``. A tied name (``lm_head.weight``) that is not stored finds its owner.
+    """
+
+    __slots__ = ("_closed", "opened", "options")
+
+    def __init__(self, opened: _Checkpoint, options: OpenOptions) -> None:
+        self.opened = opened
+        self.options = options
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what opening took: temporary files of what had to be decoded. Nothing can be read afterwards."""
+        self._closed = True
+        DEFAULT.release(f.path for f in self.opened.catalog.files)
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self.opened.path
+
+    @property
+    def catalog(self) -> Catalog:
+        """Logical tensors with their pieces."""
+        return self.opened.catalog
+
+    @property
+    def mesh(self) -> Mesh:
+        """Parallel sizes of the files."""
+        return self.opened.mesh
+
+    @property
+    def format(self) -> str:
+        """Name of the format."""
+        return self.opened.format
+
+    @property
+    def family(self) -> str:
+        """Name of the model family; "none" where none is known."""
+        return self.opened.family.name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json, or {}."""
+        return self.opened.config
+
+    @property
+    def notes(self) -> list[str]:
+        """What was inferred while opening, in sentences."""
+        return self.opened.notes
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """What there is of a parameter: model, optimizer, master_weights, ..."""
+        return self.opened.components
+
+    @property
+    def identity(self) -> Identity:
+        """What it is: family, layers, experts, parameters, precision. Reads the headers once more."""
+        return list_tensors(self.path, self.options).identity()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all logical tensors."""
+        return self.catalog.nbytes
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names that are not stored, and whose elements they share."""
+        return {str(k): str(v) for k, v in self.catalog.aliases.items()}
+
+    def __repr__(self) -> str:
+        """``<Checkpoint llama_tp8: ranks, llama, tp 8, 39 tensors, 419.71 kB>``."""
+        return (
+            f"<Checkpoint {self.path}: {self.format}, {self.family}, {self.mesh}, {len(self):,} tensors,"
+            f" {amount(self.nbytes)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the first tensors."""
+        first = list(islice(self.items(), 20))
+        rows: list[tuple[object, ...]] = [(n, t.dtype, str(list(t.shape))) for n, t in first]
+        if len(self) > len(first):
+            rows.append((f"and {len(self) - len(first):,} more", "", ""))
+        return table(repr(self)[1:-1], rows, self.notes)
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the stored logical tensors."""
+        return (str(k) for k in self.catalog.tensors)
+
+    def keys(self) -> list[str]:
+        """Names of the stored logical tensors."""
+        return list(self)
+
+    def items(self) -> Iterator[tuple[str, LogicalTensor]]:
+        """(name, logical tensor) of everything that is stored."""
+        return ((str(k), t) for k, t in self.catalog.tensors.items())
+
+    def values(self) -> Iterator[LogicalTensor]:
+        """The logical tensors."""
+        return iter(self.catalog.tensors.values())
+
+    def __len__(self) -> int:
+        """How many logical tensors are stored."""
+        return len(self.catalog)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a logical tensor of this name, stored or tied."""
+        return isinstance(name, str) and self._key(name) in self.catalog.tensors
+
+    def _key(self, name: str) -> Key:
+        """The key of a name as iteration gives it: ``NAME`` of a model weight, else ``COMPONENT/NAME[/STATE]``."""
+        plain = Key(name)
+        plain = self.catalog.aliases.get(plain, plain)
+        if plain in self.catalog.tensors:
+            return plain
+        component, _, rest = name.partition("/")
+        for key in (Key(rest, component), Key(*_split(rest, component))):
+            if key in self.catalog.tensors:
+                return key
+        return plain
+
+    def __getitem__(self, name: str) -> LogicalTensor:
+        """A logical tensor. Raises UsageError with the nearest name when there is none."""
+        try:
+            return self.catalog[self._key(name)]
+        except KeyError:
+            raise UsageError(f"there is no tensor `{name}`", hint=nearest_hint(name, list(self))) from None
+
+    def read(self, name: str, part: Slices = ()) -> np.ndarray[Any, np.dtype[Any]]:
+        """The logical tensor ``name``, or a box of it, as a numpy array (bf16 and fp8 as ml_dtypes types).
+
+        Only the bytes of the box are read, from however many files. ``part`` has slices of step 1 or integers (which
+        keep their axis, with one element). Raises UsageError for an index outside the tensor.
+        """
+        if self._closed:
+            raise UsageError("the checkpoint is closed", where=str(self.path))
+        tensor = self[name]
+        return read_tensor(self.catalog, tensor, _box(name, tensor.shape, part))
+
+    def torch(self, name: str, part: Slices = ()) -> Tensor:
+        """``read`` of the same ``name`` and ``part``, as a torch tensor with torch's own bf16 and fp8 dtypes."""
+        return _as_torch(name, self.read(name, part))
+
+    @overload
+    def tensors(
+        self, *patterns: str, framework: Literal["np"] = "np"
+    ) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[Any]]]]: ...
+    @overload
+    def tensors(self, *patterns: str, framework: Literal["pt"]) -> Iterator[tuple[str, Tensor]]: ...
+    def tensors(self, *patterns: str, framework: str = "np") -> Iterator[tuple[str, Any]]:
+        """(name, whole tensor) one after the other, in the order in which they lie in the files.
+
+        Args:
+            patterns: globs or ``re:`` patterns of names; none are all.
+            framework: ``np`` for numpy, ``pt`` for torch.
+
+        Raises:
+            UsageError: a pattern matches nothing, or the framework is not known.
+        """
+        if framework not in ("np", "pt"):
+            raise UsageError(f"framework `{framework}` is not known", hint="np or pt")
+        wanted = matching(patterns, list(self), option="pattern") if patterns else None
+        names = sorted((n for n in self if wanted is None or n in wanted), key=self._place)
+        return ((n, self.torch(n) if framework == "pt" else self.read(n)) for n in names)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """Where its first byte lies."""
+        pieces = self[name].pieces
+        return (pieces[0].stored.file, pieces[0].stored.offset) if pieces else (-1, 0)
+
+    def check(self, *, values: bool = False) -> CheckResult:
+        """What is wrong with the files; with ``values`` tensors are read, too. Does what ``inspect --check`` does."""
+        return _check(self.path, self.options, NoProgress(), values=values)
+
+    def diff(
+        self,
+        other: str | Path | Checkpoint,
+        *,
+        values: bool = True,
+        atol: float | None = None,
+        rtol: float | None = None,
+        patterns: Sequence[str] = (),
+    ) -> DiffResult:
+        """How another checkpoint differs, whatever the formats, ranks and names. Does what ``inspect --diff`` does.
+
+        Args:
+            other: the other one; if a path, it is opened by what it says itself.
+            values: compare every element, not only names, dtypes and shapes.
+            atol: elements are equal when ``|a - b| <= atol + rtol * |b|``; bit for bit without the two.
+            rtol: see ``atol``.
+            patterns: compare only tensors that match one of them.
+        """
+        path = other.path if isinstance(other, Checkpoint) else Path(other)
+        tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
+        return _diff(
+            self.path, path, self.options, NoProgress(), patterns=tuple(patterns), values=values, tolerance=tolerance
+        )
+
+    def reshard(
+        self,
+        *,
+        tp: int | None = None,
+        pp: int | None = None,
+        ep: int | None = None,
+        etp: int | None = None,
+        pp_layout: Sequence[int] = (),
+        ranks: Sequence[int] | None = None,
+        to: str = "",
+        dtype: str = "",
+        dequant: str = "",
+        fuse: bool = False,
+        unfuse: bool = False,
+        max_shard_size: int | None = None,
+        vocab_multiple: int = 1,
+        sharding: int | None = None,
+        sharding_version: str = "",
+        target: str = "",
+        only: Sequence[str] = (),
+        ema: bool = False,
+        native_names: bool = False,
+        aoa: str | Path | None = None,
+        remove: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        rename: Sequence[str] = (),
+    ) -> Resharding:
+        """Plan what ``ckpttool reshard`` does; nothing is written.
+
+        Args:
+            tp: tensor-parallel ranks of the output; as in the source by default, like all sizes.
+            pp: pipeline stages.
+            ep: expert-parallel ranks; experts are whole on them unless ``etp`` is given.
+            etp: ranks that cut each expert.
+            pp_layout: layers of each stage.
+            ranks: write only these.
+            to: format of the output: hf, ranks, vllm, deepseek, trtllm, unified, hybrid, zcc, flex, program.
+            dtype: cast weights: bf16, f16, f32 or f64.
+            dequant: write quantised weights in this precision.
+            fuse: join what the family knows as fused (q, k, v; gate, up).
+            unfuse: the reverse.
+            max_shard_size: bytes of the largest file.
+            vocab_multiple: pad the vocabulary to a multiple of this and of ``tp``.
+            sharding: ranks that share the optimizer's state.
+            sharding_version: ``v1`` or ``v2``.
+            target: version of the software that will load the output.
+            only: components to write.
+            ema: write the averaged weights as the model.
+            native_names: names as the models of ``target`` have them.
+            aoa: a file of AOA statements.
+            remove: patterns of tensors to leave out.
+            keep: patterns of the only tensors to keep.
+            rename: ``OLD=NEW`` with globs or ``re:`` patterns.
+
+        Raises:
+            UsageError: options that contradict each other or the format.
+            LayoutError: the model cannot be cut that way.
+            UnsupportedError: the format cannot hold the model.
+        """
+        wanted = Target(
+            to,
+            tp,
+            pp,
+            ep,
+            etp,
+            tuple(pp_layout),
+            None if ranks is None else tuple(ranks),
+            max_shard_size,
+            dtype,
+            fuse,
+            unfuse,
+            vocab_multiple,
+            sharding,
+            sharding_version,
+            target,
+            tuple(only),
+            ema,
+            native_names,
+            None if aoa is None else Path(aoa),
+        )
+        selection = Selection(remove, keep, rename)
+        if dequant:
+            recoding = Recoding(None, high(dequant, "dequant"))
+            return Resharding(plan_recoded(self.opened, recoding, wanted, selection))
+        return Resharding(plan_target(self.opened, wanted, selection))
+
+    def fp8_cast(
+        self,
+        recipe: str = "block",
+        *,
+        to: str = "",
+        block: tuple[int, int] | None = None,
+        scale_dtype: str = "",
+        method: str = "",
+        keep: Sequence[str] = (),
+        include: Sequence[str] = (),
+        preset: str = "hf-default",
+        max_shard_size: int | None = None,
+    ) -> Resharding:
+        """Plan what ``ckpttool fp8-cast`` does: a Hugging Face checkpoint in another precision.
+
+        Args:
+            recipe: tensor, channel, block, mxfp8, nvfp4 or mxfp4.
+            to: dequantise to bf16, f16 or f32 instead.
+            block: sides of a block.
+            scale_dtype: f32, bf16 or e8m0.
+            method: convention to write: fp8, compressed-tensors, modelopt, ...
+            keep: patterns of weights that stay as they are.
+            include: patterns of weights to quantise although the preset keeps them.
+            preset: which layers stay: hf-default, deepseek, experts-only or none.
+            max_shard_size: bytes of the largest file.
+
+        Raises:
+            UsageError: options that do not go together.
+            UnsupportedError: weights that are quantised in a way that is not known.
+        """
+        if to:
+            recoding = Recoding(None, high(to, "to"))
+        else:
+            wanted = scheme(recipe, method=method, block=block, scale_dtype=scale_dtype)
+            recoding = Recoding(wanted, keep=Keep(preset, keep, include))
+        target = Target("hf", 1, 1, 1, 1, max_shard_size=max_shard_size)
+        return Resharding(plan_recoded(self.opened, recoding, target, Selection()))
+
+    def drop_keys(self, *patterns: str, keep: Sequence[str] = (), link: bool = False) -> Dropping:
+        """Plan what ``ckpttool drop-keys`` does: the checkpoint without the tensors that match ``patterns``.
+
+        Args:
+            patterns: globs or ``re:`` patterns of names.
+            keep: patterns of the only tensors to keep.
+            link: files that stay as they are share their bytes with the source.
+
+        Raises:
+            UsageError: a pattern that matches nothing, or nothing would be left.
+        """
+        selection = Selection(tuple(patterns), tuple(keep))
+        return Dropping(drop_keys.prepare(self.path, self.options, selection, Target(), link=link))
+
+
+def open_(
+    path: str | Path,
+    *,
+    format: str = "",  # noqa: A002 - the word of --from's help and of the docs
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    sharding: int | None = None,
+    also: Sequence[str | Path] = (),
+    rank_pattern: str = "",
+    family: str = "",
+    replicate: Sequence[str] = (),
+    split: Sequence[str] = (),
+) -> Checkpoint:
+    """Open a checkpoint of any format. Headers and small JSON files are read, no tensor data.
+
+    Args:
+        path: a directory, an index or a single file.
+        format: its format; recognised by its files by default.
+        tp: tensor-parallel ranks, where the files do not say.
+        pp: pipeline stages, likewise.
+        ep: expert-parallel ranks, likewise.
+        etp: ranks that cut each expert, likewise.
+        sharding: ranks that share the optimizer's state, likewise.
+        also: further directories of the same save, written by other nodes.
+        rank_pattern: file names of other software's ranks, such as ``model_tp{tp}.safetensors``.
+        family: name of a family or a YAML file; by config.json by default.
+        replicate: patterns of tensors that every rank has whole.
+        split: ``PATTERN=AXIS`` of tensors that are cut.
+
+    Raises:
+        UsageError: no such path or option.
+        IncompleteError: a file is missing.
+        CorruptError: a header is wrong.
+        ConflictError: options, config and files contradict each other.
+        LayoutError: a tensor has no rule.
+        UnsupportedError: a dtype, family or format that is not known.
+    """
+    said = ReadOptions(tp, pp, ep, etp, (), rank_pattern, sharding, tuple(Path(p) for p in also))
+    options = OpenOptions(format, said, family, tuple(replicate), tuple(split))
+    return Checkpoint(open_checkpoint(path, options), options)
+
+
+def _as_torch(name: str, data: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+    import torch
+
+    plain = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+    kind = getattr(torch, data.dtype.name.removesuffix("_"), None)
+    if kind is None:
+        raise UsageError(f"torch has no dtype for `{name}` ({data.dtype.name})")
+    if hasattr(np, data.dtype.name):
+        return torch.from_numpy(data)
+    return torch.from_numpy(data.view(plain[data.dtype.itemsize])).view(kind)
+
+
+def _split(rest: str, component: str) -> tuple[str, str, str]:
+    """``NAME/STATE`` as the parts of a key."""
+    name, _, state = rest.rpartition("/")
+    return name, component, state
+
+
+def _box(name: str, shape: tuple[int, ...], part: Slices) -> Box:
+    parts = [part] if isinstance(part, slice | int) else list(part)
+    if len(parts) > len(shape):
+        raise UsageError(f"`{name}` has {len(shape)} axes, the index has {len(parts)}")
+    start, stop = [], []
+    for n, p in zip(shape, [*parts, *[slice(None)] * (len(shape) - len(parts))], strict=True):
+        if isinstance(p, int):
+            at = p + n if p < 0 else p
+            if not 0 <= at < n:
+                raise UsageError(f"index {p} is outside an axis of {n} of `{name}`")
+            a, b = at, at + 1
+        else:
+            a, b, step = p.indices(n)
+            if step != 1:
+                raise UsageError(f"the index of `{name}` has a step; only boxes can be read")
+        start.append(a)
+        stop.append(max(a, b))
+    return Box(tuple(start), tuple(stop))

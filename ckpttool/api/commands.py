@@ -1,0 +1,294 @@
+"""The commands that need no open checkpoint, as functions with the same meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ckpttool.api.checkpoint import Checkpoint, open_
+from ckpttool.api.plans import Conversion, Dropping, Merging
+from ckpttool.api.results import Size
+from ckpttool.errors import UsageError
+from ckpttool.execute import NoProgress
+from ckpttool.formats.base import OpenOptions, ReadOptions
+from ckpttool.ops.convert_json.convert import from_safetensors, to_safetensors
+from ckpttool.ops.findings import CheckResult
+from ckpttool.ops.fp8_size.answer import Question, answer
+from ckpttool.ops.fp8_size.devices import Device
+from ckpttool.ops.fp8_size.devices import gpu as named_gpu
+from ckpttool.ops.fp8_size.stored import Wanted
+from ckpttool.ops.inspect.check import check as look
+from ckpttool.ops.inspect.diff import DiffResult
+from ckpttool.ops.merge import Choices, prepare, prepare_one
+from ckpttool.ops.recode import Recoding, high
+from ckpttool.ops.reshard import Selection, Target
+from ckpttool.recipe.flags import adapted, recipe_of
+from ckpttool.recipe.read import is_recipe, read_recipe
+
+
+def merge(
+    sources: str | Path | Sequence[str | Path],
+    *,
+    method: str = "",
+    weights: Sequence[float] | None = None,
+    base: str | Path | None = None,
+    params: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    rng: Literal["counter", "mergekit"] = "counter",
+    missing: Literal["", "base", "skip"] = "",
+    vocab: Literal["", "min", "max", "base"] = "",
+    allow_nonfinite: bool = False,
+    card: bool = False,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    pp_layout: Sequence[int] = (),
+    to: str = "",
+    dtype: str = "",
+    dequant: str = "",
+    fuse: bool = False,
+    unfuse: bool = False,
+    max_shard_size: int | None = None,
+    vocab_multiple: int = 1,
+    target: str = "",
+    remove: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    format: str = "",  # noqa: A002 - the word of ``open``
+    rank_pattern: str = "",
+    family: str = "",
+) -> Merging:
+    """Plan what ``ckpttool merge`` does; nothing is written.
+
+    Args:
+        sources: checkpoints, each ``PATH`` or ``PATH+ADAPTER``; one recipe of mergekit (YAML) or Paddle (JSON); or one
+            checkpoint whose shards become whole tensors.
+        method: linear if there are weights, else average; ``ckpttool merge --list-methods`` names them all.
+        weights: a number for each source (for each adapter, where one source has several).
+        base: the model that the others were made from.
+        params: of the method: one value for all sources, or a sequence with one for each.
+        seed: of random methods.
+        rng: whose random numbers: ours, or those of mergekit and torch.
+        missing: what happens to tensors that some sources lack.
+        vocab: how vocabularies of different sizes are cut or extended.
+        allow_nonfinite: write NaN and infinities instead of refusing them.
+        card: add a section about the merge to README.md.
+        tp: tensor-parallel ranks of the output; pp, ep, etp, pp_layout, to, dtype, dequant, fuse, unfuse,
+            max_shard_size, vocab_multiple, target, remove, keep and rename are those of ``Checkpoint.reshard``.
+        format: of the sources; rank_pattern and family are those of ``open``.
+
+    Raises:
+        UsageError: a method, parameter or option that does not go together with the others.
+        ConflictError: models that do not fit together.
+    """
+    names = [str(sources)] if isinstance(sources, str | Path) else [str(s) for s in sources]
+    opened = OpenOptions(format, ReadOptions(rank_pattern=rank_pattern), family)
+    wanted = Target(
+        format=to,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        pp_layout=tuple(pp_layout),
+        max_shard_size=max_shard_size,
+        dtype=dtype,
+        fuse=fuse,
+        unfuse=unfuse,
+        vocab_multiple=vocab_multiple,
+        version=target,
+    )
+    selection = Selection(tuple(remove), tuple(keep), tuple(rename))
+    precision = high(dequant, "dequant") if dequant else ""
+    choices = Choices(missing, vocab, allow_nonfinite, seed, rng, card, precision)
+    numbers = "" if weights is None else ",".join(map(repr, map(float, weights)))
+    if is_recipe(names):
+        recipe = read_recipe(names[0])
+    elif len(names) == 1 and not (method or base or params):
+        if not numbers and "+" not in names[0]:
+            recoding = Recoding(None, precision) if precision else None
+            return Merging(prepare_one(names[0], opened, wanted, selection, recoding))
+        recipe = adapted(names[0], numbers)
+    else:
+        recipe = recipe_of(
+            names,
+            method=method or ("linear" if numbers else "average"),
+            weights=numbers,
+            base=None if base is None else str(base),
+            params=[f"{name}={_words(value)}" for name, value in (params or {}).items()],
+        )
+    return Merging(prepare(recipe, opened, wanted, selection, choices))
+
+
+def _words(value: Any) -> str:
+    """A parameter as the command line has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(_words, value))
+    return str(value)
+
+
+def drop_keys(src: str | Path, *patterns: str, keep: Sequence[str] = (), link: bool = False) -> Dropping:
+    """Plan ``src`` without some of its tensors: what ``ckpttool drop-keys`` does.
+
+    Args:
+        src: the checkpoint.
+        patterns: globs or ``re:`` patterns of names that go.
+        keep: patterns of the only tensors to keep.
+        link: files that stay as they are share their bytes with ``src``.
+
+    Raises:
+        UsageError: a pattern that matches nothing, or nothing would be left.
+    """
+    return open_(src).drop_keys(*patterns, keep=keep, link=link)
+
+
+def check(src: str | Path | Checkpoint, *, values: bool = False) -> CheckResult:
+    """What is wrong with a checkpoint, also one that cannot be opened. Does what ``inspect --check`` does.
+
+    Args:
+        src: the checkpoint.
+        values: read tensors, too: copies that must agree, padding, scales, NaN.
+    """
+    if isinstance(src, Checkpoint):
+        return src.check(values=values)
+    return look(src, OpenOptions(), NoProgress(), values=values)
+
+
+def diff(
+    left: str | Path | Checkpoint,
+    right: str | Path | Checkpoint,
+    *,
+    values: bool = True,
+    atol: float | None = None,
+    rtol: float | None = None,
+    patterns: Sequence[str] = (),
+) -> DiffResult:
+    """How two checkpoints differ, whatever their formats, ranks and names. Does what ``inspect --diff`` does.
+
+    Args:
+        left: one of them.
+        right: the other; if a path, it is opened by what it says itself.
+        values: compare every element, not only names, dtypes and shapes.
+        atol: elements are equal when ``|left - right| <= atol + rtol * |right|``; bit for bit without the two.
+        rtol: see ``atol``.
+        patterns: compare only tensors that match one of them.
+    """
+    source = left if isinstance(left, Checkpoint) else open_(left)
+    return source.diff(right, values=values, atol=atol, rtol=rtol, patterns=patterns)
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    params: str | Path | None = None,
+    program: str | Path | None = None,
+    names: str | Path | None = None,
+    max_shard_size: int | None = None,
+) -> Conversion:
+    """Plan what ``ckpttool convert-json`` does with a Paddle program; ``run`` it with the same ``dst``.
+
+    Args:
+        src: a program (``model.json`` or ``model.pdmodel``), or safetensors together with ``program``.
+        dst: where it will go: its name says whether one file or a directory is written.
+        params: the program's parameters, where they do not lie beside it.
+        program: the program that the parameters in ``src`` belong to: the way back.
+        names: a file that says which parameter is which structured name.
+        max_shard_size: bytes of the largest file of a directory.
+
+    Raises:
+        CorruptError, UnsupportedError: of the program or its parameters.
+    """
+    other = None if names is None else Path(names)
+    if program is not None:
+        return Conversion(from_safetensors(Path(src), Path(dst), Path(program), names=other))
+    held = None if params is None else Path(params)
+    return Conversion(to_safetensors(Path(src), Path(dst), params=held, names=other, max_shard_size=max_shard_size))
+
+
+def size(
+    src: str | Path | Checkpoint,
+    recipe: str = "",
+    *,
+    block: tuple[int, int] | None = None,
+    scale_dtype: str = "",
+    quant_method: str = "",
+    static_act: bool = False,
+    edge: str = "",
+    keep: Sequence[str] = (),
+    include: Sequence[str] = (),
+    preset: str = "",
+    mtp: bool = True,
+    max_shard_size: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    pp_layout: Sequence[int] = (),
+    vocab_pad: int | None = None,
+    kv: str = "",
+    tokens: int | None = None,
+    batch: int | None = None,
+    max_model_len: int | None = None,
+    train: bool = False,
+    zero: int | None = None,
+    dp: int | None = None,
+    grad: str = "",
+    master: str = "",
+    moment: str = "",
+    fp8_transposed: bool = False,
+    gpu: str = "",
+    device_mem: int | None = None,
+) -> Size:
+    """How large a model is; does what ``ckpttool fp8-size`` does, from headers or a config.json alone.
+
+    Args:
+        src: a checkpoint, or a config.json.
+        recipe: as-is, bf16, tensor, channel, block, mxfp8, nvfp4 or mxfp4; block by default, as-is for what is
+            quantised.
+        block: sides of a block; scale_dtype, quant_method, static_act, edge, keep, include and preset change the
+            recipe as the options of these names do.
+        mtp: count the multi-token-prediction layers.
+        max_shard_size: bytes of the largest file.
+        tp: tensor-parallel ranks of the deployment; as in ``src`` by default, like pp, ep, etp and pp_layout.
+        vocab_pad: the vocabulary is padded to a multiple of this.
+        kv: dtype of keys and values, which are then counted: bf16, fp8 or fp8_ds_mla.
+        tokens: of a sequence; batch, how many sequences; max_model_len, what an engine reserves.
+        train: what training holds instead, with zero, dp, grad, master, moment and fp8_transposed.
+        gpu: does it fit on this device (``h100``); device_mem, on one with so many bytes.
+
+    Raises:
+        UsageError: options that have no effect or exclude each other.
+        UnsupportedError: a config that does not say enough.
+    """
+    if gpu and device_mem is not None:
+        raise UsageError("gpu and device_mem exclude each other", hint="a GPU's name says how much memory it has")
+    wanted = Wanted(recipe, block, scale_dtype, quant_method, static_act, tuple(keep), tuple(include), preset, edge)
+    question = Question(
+        wanted,
+        mtp=mtp,
+        max_shard_size=max_shard_size,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        pp_layout=tuple(pp_layout),
+        vocab_pad=vocab_pad,
+        kv=kv,
+        tokens=tokens,
+        batch=batch,
+        max_model_len=max_model_len,
+        train=train,
+        zero=zero,
+        dp=dp,
+        grad=grad,
+        master=master,
+        moment=moment,
+        fp8_transposed=fp8_transposed,
+        device=named_gpu(gpu) if gpu else None if device_mem is None else Device("", device_mem),
+    )
+    path, options = (src.path, src.options) if isinstance(src, Checkpoint) else (Path(src), OpenOptions())
+    return Size.of(answer(path, options, question))

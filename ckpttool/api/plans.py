@@ -1,0 +1,218 @@
+"""Plans: everything that will be written, known before a byte is. Look at one, then ``run`` it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from heapq import nlargest
+from pathlib import Path
+
+from ckpttool.api.results import Written
+from ckpttool.api.show import amount, table
+from ckpttool.execute import NoProgress, Progress, RunOptions, RunResult
+from ckpttool.execute.options import default_processes, default_workers
+from ckpttool.mesh import Mesh
+from ckpttool.ops import reshard as _reshard
+from ckpttool.ops.convert_json import convert as _convert
+from ckpttool.ops.drop_keys import PreparedDrop
+from ckpttool.ops.merge import PreparedMerge
+from ckpttool.ops.merge import execute as _merge
+from ckpttool.ops.reshard import Prepared
+from ckpttool.plan import Plan as Steps
+
+
+class Plan(ABC):
+    """What all plans have."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def plan(self) -> Steps:
+        """Every file and every step."""
+
+    @property
+    @abstractmethod
+    def notes(self) -> list[str]:
+        """What was inferred, left out or derived, in sentences."""
+
+    @abstractmethod
+    def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written: ...
+
+    def run(
+        self,
+        dst: str | Path,
+        *,
+        force: bool = False,
+        resume: bool = False,
+        verify: bool = False,
+        manifest: bool = False,
+        memory: int = 64 << 20,
+        workers: int | None = None,
+        progress: Progress | None = None,
+    ) -> Written:
+        """Write ``dst``, whole or not at all.
+
+        Args:
+            dst: where the output goes; it must not exist.
+            force: replace an existing ``dst``.
+            resume: continue an interrupted run of the same plan.
+            verify: read the output back, without the plan, and compare it with the sources.
+            manifest: write a checksum of every stored tensor to ``ckpttool.manifest.json``.
+            memory: bytes of all buffers together.
+            workers: threads that move bytes, and processes that compute.
+            progress: told how far the run is.
+
+        Raises:
+            OutputError: ``dst`` cannot be written.
+            CorruptError: a source is damaged or has changed.
+            ConflictError: copies on different ranks differ.
+            VerifyError: the output differs from the sources; nothing is kept.
+        """
+        options = RunOptions(
+            memory=memory,
+            workers=workers or default_workers(),
+            processes=workers or default_processes(),
+            force=force,
+            resume=resume,
+            manifest=manifest,
+        )
+        return self._execute(Path(dst), options, progress or NoProgress(), verify=verify)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the files, the largest first."""
+        outputs = self.plan.outputs
+        rows: list[tuple[object, ...]] = [(o.name, amount(o.size)) for o in nlargest(20, outputs, lambda o: o.size)]
+        if len(outputs) > len(rows):
+            rows.append((f"and {len(outputs) - len(rows):,} more", ""))
+        return table(repr(self)[1:-1], rows, self.notes)
+
+
+class Resharding(Plan):
+    """The same tensors for other ranks, another format, other names or another precision."""
+
+    __slots__ = ("prepared",)
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+
+    @property
+    def plan(self) -> Steps:
+        """Every file and every step."""
+        return self.prepared.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """Parallel sizes of the output."""
+        return self.prepared.mesh
+
+    @property
+    def format(self) -> str:
+        """Of the output."""
+        return self.prepared.format
+
+    @property
+    def notes(self) -> list[str]:
+        """What was inferred, left out or derived, in sentences."""
+        return list(self.prepared.notes)
+
+    def __repr__(self) -> str:
+        """``<Resharding to ranks, tp 2: 39 tensors in 6 files, 441.21 kB>``."""
+        prepared = self.prepared
+        return (
+            f"<{type(self).__name__} to {prepared.format}, {prepared.mesh}: {len(prepared.views):,} tensors in"
+            f" {_count_of_files(self.plan)}, {amount(self.plan.bytes_written)}>"
+        )
+
+    def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
+        done = _reshard.execute(self.prepared, dst, options, progress, verify=verify)
+        return self._written(dst, done.run, verified=verify)
+
+    def _written(self, dst: Path, run: RunResult, *, verified: bool) -> Written:
+        return _written(dst, self.format, len(self.prepared.views), self, run, verified=verified)
+
+
+class Dropping(Resharding):
+    """A checkpoint without some of its tensors."""
+
+    __slots__ = ("dropped",)
+
+    def __init__(self, dropped: PreparedDrop) -> None:
+        super().__init__(dropped.target)
+        self.dropped = dropped
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """Names of the tensors that go."""
+        return tuple(g.name for g in self.dropped.gone)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was inferred, left out or derived, and what somebody may miss."""
+        return [*self.dropped.warnings, *self.prepared.notes]
+
+
+class Merging(Resharding):
+    """One model out of several."""
+
+    __slots__ = ("merge",)
+
+    def __init__(self, merge: PreparedMerge) -> None:
+        super().__init__(merge.target)
+        self.merge = merge
+
+    @property
+    def method(self) -> str:
+        """Name of the merge method."""
+        return self.merge.method
+
+    def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
+        return self._written(dst, _merge(self.merge, dst, options, progress, verify=verify).run, verified=verify)
+
+
+class Conversion(Plan):
+    """A Paddle program's parameters as safetensors, or the way back. Always verified."""
+
+    __slots__ = ("conversion",)
+
+    def __init__(self, conversion: _convert.Conversion) -> None:
+        self.conversion = conversion
+
+    @property
+    def plan(self) -> Steps:
+        """Every file and every step."""
+        return self.conversion.plan
+
+    @property
+    def notes(self) -> list[str]:
+        """What was inferred, left out or derived, in sentences."""
+        return list(self.conversion.notes)
+
+    def __repr__(self) -> str:
+        """``<Conversion: 12 parameters in 1 file, 441.21 kB>``."""
+        n = len(self.conversion.catalog)
+        return f"<Conversion: {n:,} parameters in {_count_of_files(self.plan)}, {amount(self.plan.bytes_written)}>"
+
+    def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
+        run = _convert.execute(self.conversion, dst, options, progress).run
+        kind = "program" if self.conversion.back else "safetensors"
+        return _written(dst, kind, len(self.conversion.catalog), self, run, verified=True)
+
+
+def _count_of_files(plan: Steps) -> str:
+    n = len(plan.outputs)
+    return f"{n:,} file{'' if n == 1 else 's'}"
+
+
+def _written(dst: Path, kind: str, tensors: int, plan: Plan, run: RunResult, *, verified: bool) -> Written:
+    return Written(
+        path=dst,
+        format=kind,
+        tensors=tensors,
+        files=len(plan.plan.outputs),
+        nbytes=plan.plan.bytes_written,
+        bytes_read=run.bytes_read,
+        bytes_written=run.bytes_written,
+        seconds=run.seconds,
+        verified=verified,
+        notes=tuple(dict.fromkeys((*plan.notes, *run.notes))),
+    )

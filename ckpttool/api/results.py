@@ -1,0 +1,112 @@
+"""What the API gives back: flat, typed, immutable, with a short repr and a table in notebooks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpttool.api.show import amount, table
+from ckpttool.ops.fp8_size.answer import SizeReport
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An output that is complete and has its name."""
+
+    path: Path
+    """DST."""
+    format: str
+    """Name of its format."""
+    tensors: int
+    """Logical tensors in it."""
+    files: int
+    """All files, companions included."""
+    nbytes: int
+    """Of all files."""
+    bytes_read: int
+    bytes_written: int
+    """By this run; an interrupted one may have written the rest."""
+    seconds: float
+    verified: bool
+    """It was read back and compared with the source."""
+    notes: tuple[str, ...] = ()
+    """What was inferred, left out or derived, in sentences."""
+
+    def __repr__(self) -> str:
+        """``<Written dst: hf, 39 tensors in 4 files, 440.00 kB, verified>``."""
+        verified = ", verified" if self.verified else ""
+        return (
+            f"<Written {self.path}: {self.format}, {self.tensors:,} tensors in {self.files:,} files,"
+            f" {amount(self.nbytes)}{verified}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        rows = [(k.replace("_", " "), v) for k, v in asdict(self).items() if k != "notes"]
+        return table(str(self.path), rows, self.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a model is under a recipe; what was not asked for is None. All sizes are bytes."""
+
+    path: Path
+    family: str
+    recipe: str
+    parameters: int
+    """Elements in high precision: what people call the size of a model."""
+    nbytes: int
+    """Of the tensors, what an index calls total_size."""
+    file_bytes: int
+    """Of all files, headers and index included."""
+    rank_bytes: tuple[int, ...] | None
+    """Weights of each rank; None when no rank was asked for, or when the weights cannot be cut that way."""
+    possible_tp: tuple[int, ...] | None
+    """Tensor-parallel sizes that would be possible, where the one that was asked for is not."""
+    cache_bytes: int | None
+    """Keys and values on the rank that holds most of them."""
+    needed: int | None
+    """What the fullest rank needs of its device."""
+    memory: int | None
+    """Of the device."""
+    would_fit: tuple[str, ...]
+    """Options of ``ckpttool fp8-size`` that make it fit, where it does not."""
+    ok: bool
+    """It can be cut and it fits, as far as these were asked."""
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, report: SizeReport) -> Size:
+        """The flat form of a report."""
+        ranks, cache, fit, disk = report.ranks, report.cache, report.fit, report.disk
+        return cls(
+            path=report.model.path,
+            family=report.model.family.name,
+            recipe=report.applied.recipe,
+            parameters=report.applied.total.parameters,
+            nbytes=report.applied.total.nbytes,
+            file_bytes=disk.size + disk.index,
+            rank_bytes=tuple(w.nbytes for w in ranks.held) or None if ranks else None,
+            possible_tp=ranks.works if ranks and ranks.misfits else None,
+            cache_bytes=max(map(cache.used, range(len(cache.stages)))) if cache and cache.tokens else None,
+            needed=fit.needed if fit else None,
+            memory=fit.memory if fit else None,
+            would_fit=tuple(r.options for r in report.remedies),
+            ok=report.ok,
+            notes=tuple(report.notes),
+        )
+
+    def __repr__(self) -> str:
+        """``<Size llama.json: 1.50 GB as block, fits>``."""
+        verdict = "" if self.memory is None else ", fits" if self.ok else ", does not fit"
+        if self.possible_tp is not None:
+            verdict = ", cannot be cut that way"
+        return f"<Size {self.path}: {amount(self.nbytes)} as {self.recipe}{verdict}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        shown: dict[str, Any] = {k: v for k, v in asdict(self).items() if v not in (None, ()) and k != "notes"}
+        if self.rank_bytes:
+            shown["rank_bytes"] = max(self.rank_bytes)
+        return table(str(self.path), [(k.replace("_", " "), v) for k, v in shown.items()], self.notes)
