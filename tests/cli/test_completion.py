@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from ckpttool.cli import app, choices
+from ckpttool.cli import choices
+from ckpttool.cli.app import app
 
 PROGRAM = [sys.executable, "-c", "from ckpttool.cli import main; main()"]
 """What the console script runs; the completion's variable comes from the name of the command, not of the file."""

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ckpttool.cli import main
+from ckpttool.cli.app import main
 from ckpttool.report.tables import middle
 from tests.helpers.command import ckpttool
 from tests.helpers.tensorfile import origin, save_hf
