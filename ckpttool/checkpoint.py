@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, StoredTensor
-from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
+from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import by_name, read_source, refuse_part
 from ckpttool.formats.safetensors import MAX_NAME
@@ -158,6 +158,16 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
     if tied and "lm_head.weight" not in names and "model.embed_tokens.weight" in names:
         catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}
     return Checkpoint(root, stored, family, catalog, notes, ops)
+
+
+def refuse_empty(checkpoint: Checkpoint) -> None:
+    """Raises IncompleteError for a checkpoint without a single tensor."""
+    if not checkpoint.catalog.tensors:
+        raise IncompleteError(
+            "the checkpoint holds no tensors",
+            where=str(checkpoint.path),
+            hint="its files have headers and nothing else: save or fetch it again",
+        )
 
 
 MOST = 1 << 20

@@ -315,6 +315,8 @@ def _shards(listing: Listing) -> tuple[list[str], str, dict[str, str] | None, li
 def _instead(listing: Listing) -> str:
     """A hint for a directory without a model's weights."""
     unused = listing.safetensors()
+    if not unused and (indexes := indexes_of(listing)):
+        return f"{indexes[0]} is here, and no file that it could be of: fetch the shards"
     if "adapter_config.json" in listing.names:
         return f"this is an adapter: `ckpttool merge MODEL+{listing.root} -o DST` adds it to its model"
     if unused:

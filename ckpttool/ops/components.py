@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor, RankTensor
-from ckpttool.checkpoint import Checkpoint
+from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Habits
 from ckpttool.geometry import whole
@@ -39,6 +39,7 @@ def chosen_components(
 
     Raises UsageError for a component that is not there or that the format cannot hold.
     """
+    refuse_empty(source)
     catalog = source.catalog
     have = source.components
     if ema:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import Catalog, DataFile, Key, RankTensor, StoredTensor, whole_tensor
-from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
+from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, refuse_empty
 from ckpttool.errors import UsageError
 from ckpttool.formats._json import indented
 from ckpttool.formats._paddle import base_prefix
@@ -89,6 +89,7 @@ def prepare(
     if not selection.remove and not selection.keep:
         raise UsageError("nothing is to go", hint="name patterns: ckpttool drop-keys SRC DST 'lm_head.*'")
     source = open_checkpoint(src, options)
+    refuse_empty(source)
     table = parameters(source.catalog).table
     views, _ = select(parameters(source.catalog), selection, [], option="the pattern")
     lost = {n for n in table if n not in views.table}

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
-from ckpttool.checkpoint import Checkpoint
+from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.geometry import contiguous_strides
@@ -119,6 +119,7 @@ def recode(source: Checkpoint, recoding: Recoding, *, remove: Sequence[str] = ()
     their weight. Raises IncompleteError, ConflictError or UnsupportedError for codes without their scales, LayoutError
     for weights that the recipe cannot hold, UsageError when there is nothing to do.
     """
+    refuse_empty(source)
     return _Recoder(source, recoding).run(remove, keep)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, pick_family
+from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, pick_family, refuse_empty
 from ckpttool.dtypes import lookup
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats._json import load_json
@@ -216,6 +216,7 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
         views = apply_ops(views, inverse(ops), family, ops)
         notes += views.notes
         ops = ()
+    refuse_empty(source)
     others = [c for c in source.components if c != "model"]
     if others:
         notes.append(f"{', '.join(others)}: not counted, only the model's weights are")

@@ -15,7 +15,7 @@ from math import isnan, prod
 from pathlib import Path
 
 from ckpttool.catalog import Key
-from ckpttool.checkpoint import Checkpoint
+from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
@@ -176,6 +176,8 @@ class _Side:
 
 def _components(a: Checkpoint, b: Checkpoint, only: tuple[str, ...], result: DiffResult) -> list[str]:
     """Those that both sides have; ``result`` gets the others. Raises UsageError when --only names one of these."""
+    refuse_empty(a)
+    refuse_empty(b)
     left, right = in_order(a.components), in_order(b.components)
     check_components(only, left, a.path)
     check_components(only, right, b.path)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor
+from ckpttool.checkpoint import refuse_empty
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress
@@ -145,6 +146,7 @@ def show(listing: Listing, wanted: Sequence[str]) -> list[Slice]:
 
     Raises UsageError for an unknown name or index.
     """
+    refuse_empty(listing.checkpoint())
     catalog = listing.checkpoint().catalog
     return [_show(catalog, text) for text in wanted]
 
@@ -154,8 +156,16 @@ def _show(catalog: Catalog, text: str) -> Slice:
     for alias, owner in catalog.aliases.items():
         tensors[str(alias)] = catalog.tensors[Key(owner.name)]
     name, index = text, ""
-    if text not in tensors and (m := re.fullmatch(r"(.*)\[([^\[\]]*)\]", text, re.DOTALL)):
-        name, index = m[1], m[2].strip()
+    brackets = [m.start() for m in re.finditer(r"\[", text)][::-1]
+    if text not in tensors and (at := next((i for i in brackets if text[:i] in tensors), 0)):
+        name, index = text[:at], text[at + 1 :].removesuffix("]").strip()
+        if not text.endswith("]") or set(index) & set("[](){}"):
+            raise UsageError(
+                f"--show `{text}`: behind the name comes one index in brackets, without lists in it",
+                hint=f"for example '{name}[:2, -1]'; --show may be given several times",
+            )
+    elif text not in tensors and (m := re.fullmatch(r"(.*)\[([^\[\]]*)\]", text, re.DOTALL)):
+        name = m[1]  # of no tensor; what may have been meant is like it
     if name not in tensors:
         raise UsageError(f"--show `{name}`: there is no such tensor", hint=nearest_hint(name, list(tensors)))
     tensor = tensors[name]
