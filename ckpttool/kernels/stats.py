@@ -226,6 +226,34 @@ class _Sums:
         return Histogram((), ()) if not self._n else None
 
 
+@dataclass(slots=True)
+class Health:
+    """Elements of one tensor that no sound weight has, counted over blocks in row-major order."""
+
+    nan: int = 0
+    inf: int = 0
+    first_nan: tuple[int, ...] | None = None
+    first_inf: tuple[int, ...] | None = None
+    zeros: bool = True
+    """Whether everything so far is zero."""
+
+    def add(self, block: Array, start: Sequence[int]) -> None:
+        """Count a block of floats in that begins at ``start``."""
+        with np.errstate(invalid="ignore"):  # of signalling NaN
+            self.zeros = self.zeros and not np.any(block)
+        good = np.isfinite(block)
+        if good.all():
+            return
+        nan = np.isnan(block)
+        inf = ~(good | nan)
+        self.nan += int(np.count_nonzero(nan))
+        self.inf += int(np.count_nonzero(inf))
+        if self.first_nan is None and nan.any():
+            self.first_nan = first_index(nan, start)
+        if self.first_inf is None and inf.any():
+            self.first_inf = first_index(inf, start)
+
+
 def finite(data: Array) -> Array:
     """The elements that are numbers, in order."""
     if data.dtype.kind not in "fc":

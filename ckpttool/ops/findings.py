@@ -45,6 +45,9 @@ CHECKPOINT = {
     "layout": ERROR,
     "unsupported": ERROR,
     "adapter-kind": INFO,
+    "remote-code": WARNING,
+    "pickle-code": ERROR,
+    "pickle-imports": INFO,
     "scale-missing": ERROR,
     "scale-orphan": ERROR,
     "scale-shape": ERROR,
@@ -68,6 +71,9 @@ CHECKPOINT = {
     "padding": ERROR,
     "scale-value": ERROR,
     "tied-differ": ERROR,
+    "nan": ERROR,
+    "inf": ERROR,
+    "zeros": WARNING,
 }
 PROGRAM = {
     "unreadable": ERROR,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from ckpttool.report.tables import fit, table, width
 from ckpttool.report.text import aligned, count, dump, shape, short, size
 
 if TYPE_CHECKING:
-    from ckpttool.ops.findings import CheckResult
+    from ckpttool.ops.findings import CheckResult, Finding
     from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
@@ -512,6 +514,21 @@ def _nested(value: Any) -> Any:
     return _plain_number(value)
 
 
+_BYTES = re.compile(r" \[bytes [^;]*")
+"""Where a tensor lies in a file."""
+
+
+def _folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
+    """The first of each kind in each file, and how many more there are; JSON has them all."""
+    first: dict[tuple[str, str], Finding] = {}
+    more: Counter[tuple[str, str]] = Counter()
+    for f in findings:
+        key = (f.id, _BYTES.sub("", f.where))
+        first.setdefault(key, f)
+        more[key] += 1
+    return [(f, more[key] - 1) for key, f in first.items()]
+
+
 def show_check(result: CheckResult, *, as_json: bool) -> None:
     """What was checked, and every finding."""
     if as_json:
@@ -531,8 +548,8 @@ def show_check(result: CheckResult, *, as_json: bool) -> None:
             entries=len(result.findings),
         )
         return
-    for f in result.findings:
-        text.write(f"{f.severity}: {plain(f.text)} [{f.id}]\n")
+    for f, more in _folded(result.findings):
+        text.write(f"{f.severity}: {plain(f.text)} [{f.id}]" + (f" and {more:,} more like it" if more else "") + "\n")
         if f.where:
             text.write(f"  --> {plain(f.where)}\n")
         if f.hint:

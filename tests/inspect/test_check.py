@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -224,6 +226,23 @@ def no_scales(folder: Path) -> None:
     both(drop(*(n for n in fp8_llama() if n.endswith("_scale_inv"))), config(quantization_config=None))(folder)
 
 
+def python(folder: Path) -> None:
+    (folder / "modeling_x.py").write_text("raise SystemExit")
+
+
+def fill(name: str, bits: int, at: int | None = None) -> Break:
+    """Set one element of a tensor, or all of them, to these bits."""
+
+    def change(folder: Path) -> None:
+        tensors = dict(read(folder / SECOND))
+        changed = tensors[name].bits.copy()
+        changed.reshape(-1)[slice(None) if at is None else at] = bits
+        tensors[name] = Raw(tensors[name].dtype, changed)
+        write(folder / SECOND, tensors, {"format": "pt"})
+
+    return change
+
+
 CASES: dict[str, Case] = {
     "unreadable": Case(shards, lambda _: None),  # the test makes opening fail
     "header-length": Case(shards, lambda f: (f / SECOND).write_bytes(b"\xff" * 7 + (f / SECOND).read_bytes()[7:])),
@@ -261,6 +280,9 @@ CASES: dict[str, Case] = {
     "layout": Case(foreign, config(architectures=["Unknown"], model_type="unknown"), ("config-architecture",)),
     "unsupported": Case(ranks, record(lambda r: r.update(version=2))),
     "adapter-kind": Case(adapter, lambda f: edit_json(f / "adapter_config.json", lambda c: c.update(use_dora=True))),
+    "remote-code": Case(shards, both(config(auto_map={"AutoModel": "modeling_x.X"}), python)),
+    "pickle-code": Case(shards, lambda f: (f / "training_args.bin").write_bytes(pickle.dumps(os.getcwd))),
+    "pickle-imports": Case(shards, lambda f: (f / "training_args.bin").write_bytes(pickle.dumps(Path()))),
     "scale-missing": Case(fp8, drop(DOWN + "_scale_inv")),
     "scale-orphan": Case(fp8, drop(DOWN)),
     "scale-shape": Case(fp8, put(DOWN + "_scale_inv", Raw("F32", scale(1).bits[:, :2]))),
@@ -284,6 +306,9 @@ CASES: dict[str, Case] = {
     "padding": Case(ranks, spoil(RANK1, EMBED, 1), values=True),
     "scale-value": Case(fp8, put(DOWN + "_scale_inv", scale(-0.0)), values=True),
     "tied-differ": Case(shards, config(tie_word_embeddings=True), ("config-tied-copy",), values=True),
+    "nan": Case(shards, fill(DOWN, 0x7FC0, 5), values=True),
+    "inf": Case(shards, fill(DOWN, 0xFF80, 5), values=True),
+    "zeros": Case(shards, fill(DOWN, 0x8000), values=True),
 }
 
 
@@ -439,3 +464,17 @@ def test_mxfp4_scales_are_paired(tmp_path: Path) -> None:
     write(tmp_path / "bad" / "model.safetensors", blocks)
     assert [f["id"] for f in findings(tmp_path / "good")[1]] == ["config-missing"]
     assert [f["id"] for f in findings(tmp_path / "bad")[1]] == ["config-missing", "scale-shape"]
+
+
+def test_a_broken_file_is_one_line_and_json_has_everything(tmp_path: Path) -> None:
+    shards(tmp_path)
+    path = tmp_path / SECOND
+    path.write_bytes(path.read_bytes()[: len(header_text(path)) + 8 + 40])
+    code, found = findings(tmp_path)
+    assert (code, {f["id"] for f in found}) == (3, {"truncated"})
+    assert len(found) > 5
+    lines = ckpttool("inspect", tmp_path, "--check").out.splitlines()
+    assert [line for line in lines if line.startswith("error")] == [
+        f"error: {found[0]['text']} [truncated] and {len(found) - 1} more like it"
+    ]
+    assert f"{len(found)} errors" in lines[-2]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.formats.base import OpenOptions
+from ckpttool.formats.base import OpenOptions, list_source
 from ckpttool.formats.safetensors import read_header
 from ckpttool.ops.inspect.listing import (
     Choice,
@@ -191,6 +191,11 @@ def _answer(
         return Drawn(question, listing, layout_of(listing))
     choice = question.choice if question.list else replace(question.choice, sort="")  # the tree has an order of its own
     listing = list_tensors(src, options, choice)
+    if not (question.list or question.files or question.metadata):
+        from ckpttool.ops.inspect.code import code_note
+
+        note = code_note(list_source(Path(src)), {f.path for f in listing.files})
+        listing.notes = [*listing.notes, note] if note else listing.notes
     files = tuple(file_rows(listing)) if question.files else ()
     return Listed(question, listing, files, _metadata(listing) if question.metadata else {})
 

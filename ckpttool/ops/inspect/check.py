@@ -4,6 +4,7 @@
     set        index, shards and tensor names against each other
     opening    whatever the format, the mesh and the layout rules object to
     tensors    scale grids and their weights; config.json and the tensors
+    code       files beside the weights that can run code
     manifest   sizes and checksums that were written with the files
     values     replicas, padding, scales and tied copies; only when values may be read
 
@@ -43,6 +44,7 @@ from ckpttool.formats.safetensors import examine
 from ckpttool.formats.unified import STEMS
 from ckpttool.ops.convert_json.check import check_program
 from ckpttool.ops.findings import ERROR, CheckResult, Finding
+from ckpttool.ops.inspect.code import code_findings
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs, source_files
 from ckpttool.ops.inspect.names import ranges
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
@@ -116,6 +118,8 @@ def check(
     vocab = partial(_vocab_axis, checkpoint) if checkpoint is not None else None
     for finding in tensor_findings(named, config, complete=complete, vocab_axis=vocab):
         result.findings.append(Finding(*finding))
+    proven = {listing.path(f.name) for f in files if f.sound}
+    result.findings += code_findings(listing, proven)
     padded = _padded(checkpoint) if checkpoint is not None else set()
     _check_manifest(listing, files, result, progress, workers, padded)
     if values and checkpoint is not None:

@@ -1,9 +1,11 @@
-"""The part of ``--check`` that reads tensors: copies that must agree, padding, scales, tied tensors."""
+"""The part of ``--check`` that reads tensors: healthy numbers, copies that agree, padding, scales, tied tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from math import prod
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_piece, read_tensor, read_view
 from ckpttool.execute.reader import blocks
 from ckpttool.geometry import Box, whole
+from ckpttool.kernels.stats import Health
 from ckpttool.ops.inspect.listing import is_derived
 from ckpttool.ops.inspect.soundness import Named, heads, scale_pairs
 from ckpttool.ops.inspect.values import digest, read_blocks
@@ -23,20 +26,27 @@ _Found = Iterator[tuple[str, str, str, str]]
 
 
 def value_findings(
-    checkpoint: Checkpoint, checked: dict[str, int], progress: Progress, only: tuple[str, ...] = ()
+    checkpoint: Checkpoint, checked: dict[str, int], progress: Progress, only: tuple[str, ...] = (), workers: int = 2
 ) -> _Found:
     """All findings of the chosen components; ``checked`` gets the numbers of what was read."""
     catalog = checkpoint.catalog
     chosen = [t for t in catalog if not only or t.key.component in only]
     named = {t.key.name: Named(t.dtype, t.shape, ()) for t in chosen if t.key.component == "model"}
     tensors = {t.key.name: t for t in chosen if t.key.component == "model"}
-    scales = [tensors[n] for n in scale_pairs(named) if lookup(tensors[n].dtype).kind in ("float", "scale")]
+    pairs = scale_pairs(named)
+    scales = [tensors[n] for n in pairs if lookup(tensors[n].dtype).kind in ("float", "scale")]
     copied = [t for t in chosen if (t.replicas or t.pads) and not lookup(t.dtype).bits % 8]
     if not only or "master_weights" in only:
         copied = [t for t in copied if not is_derived(catalog, t.key)]  # the same bytes as the master weight's
-    progress.start(sum(2 * t.nbytes for t in copied) + sum(t.nbytes for t in scales), 0)
+    floats = [t for t in chosen if _has_floats(t) and t.key.name not in pairs and not is_derived(catalog, t.key)]
+    progress.start(sum(2 * t.nbytes for t in copied) + sum(t.nbytes for t in (*scales, *floats)), 0)
     checked["replica"] = sum(len(t.replicas) for t in copied)
     checked["scale"] = len(scales)
+    checked["element"] = sum(prod(t.shape) for t in floats)
+    with ThreadPoolExecutor(workers) as pool:
+        for t, health in zip(floats, pool.map(partial(_health, catalog), floats), strict=True):
+            yield from _unhealthy(t, health)
+            progress.advance(t.nbytes)
     for t in copied:
         yield from _replicas(catalog, t)
         yield from _padding(catalog, t)
@@ -50,6 +60,38 @@ def value_findings(
         text = f"config.json ties `{head}` to `{embedding}`, and they differ"
         yield "tied-differ", text, "", "loaders use one of them and lose the other"
     progress.finish()
+
+
+def _has_floats(tensor: LogicalTensor) -> bool:
+    """Whether its elements are numbers by themselves: no codes that share a byte, no integers, no scales."""
+    entry = lookup(tensor.dtype)
+    return entry.kind in ("float", "complex") and not entry.bits % 8 and prod(tensor.shape) > 0
+
+
+def _health(catalog: Catalog, tensor: LogicalTensor) -> Health:
+    found = Health()
+    for box in blocks(tensor.shape, itemsize(tensor.dtype), BLOCK):
+        found.add(read_tensor(catalog, tensor, box), box.start)
+    return found
+
+
+def _unhealthy(tensor: LogicalTensor, health: Health) -> _Found:
+    """Zeros are a finding in matrices of weights only: biases, norms that are stored as 1 + w and moments begin so."""
+    total = f"{prod(tensor.shape):,}"
+    if health.nan:
+        text = (
+            f"`{tensor.key}` has {health.nan:,} NaN among {total} elements, the first at {[*(health.first_nan or ())]}"
+        )
+        yield "nan", text, "", "training diverged, or the file was damaged: take an earlier checkpoint"
+    if health.inf:
+        text = (
+            f"`{tensor.key}` has {health.inf:,} Inf among {total} elements, the first at {[*(health.first_inf or ())]}"
+        )
+        yield "inf", text, "", "values were too large for the dtype: cast again, from float32 to bfloat16"
+    weights = tensor.key.component in ("model", "adapter", "master_weights")
+    if health.zeros and weights and len(tensor.shape) > 1 and not tensor.key.name.endswith("bias"):
+        hint = "its layer does nothing: it was never trained, or never filled in by a conversion"
+        yield "zeros", f"every element of `{tensor.key}` is zero", "", hint
 
 
 def _differ(catalog: Catalog, embedding: LogicalTensor, head: LogicalTensor) -> bool:

@@ -1,0 +1,259 @@
+"""What a pickle would import when it is loaded: its opcodes are walked, nothing of it is run.
+
+A pickle names the functions that it calls. Weights need a few dozen of them (``SAFE``); any other is code of somebody
+else's choice, which runs as soon as the file is loaded without a restriction.
+
+    80 02 c 6f 73 0a 73 79 73 74 65 6d 0a     GLOBAL 'os system'      -> "os.system"
+    8c 02 "os"  8c 06 "system"  93            STACK_GLOBAL            -> the same
+
+Strings are followed through the stack and the memo, because STACK_GLOBAL takes its names from there; what cannot be
+followed is reported as "?". Arguments of any size are passed over. The opcodes are those of CPython's pickletools.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import zipfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+UNKNOWN = "?"
+"""A global whose name is worked out while the pickle runs."""
+
+SAFE = frozenset(
+    {
+        *(f"builtins.{n}" for n in (
+            "set", "frozenset", "slice", "bytes", "bytearray", "complex", "list", "dict", "tuple", "int", "float",
+            "bool", "str", "object", "range",
+        )),
+        "collections.OrderedDict", "collections.defaultdict", "collections.Counter", "collections.deque",
+        "_codecs.encode", "copyreg._reconstructor", "argparse.Namespace", "datetime.datetime", "datetime.timedelta",
+        "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar",
+        "numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer",
+        "torch.Size", "torch.device", "torch.Tensor", "torch.storage.UntypedStorage", "torch.storage.TypedStorage",
+        "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3",
+        "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
+        "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor",
+        "torch._utils._rebuild_meta_tensor_no_storage", "torch._tensor._rebuild_from_type_v2",
+        "torch.nn.parameter.Parameter", "torch.serialization._get_layout", "torch.ByteTensor",
+        *(f"torch.{n}Storage" for n in (
+            "Double", "Float", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool", "BFloat16", "ComplexDouble",
+            "ComplexFloat", "QUInt8", "QInt8", "QInt32", "QUInt4x2", "QUInt2x4", "Untyped",
+        )),
+        *(f"torch.{n}" for n in (
+            "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16",
+            "uint32", "uint64", "bool", "complex64", "complex128", "complex32", "float8_e4m3fn", "float8_e5m2",
+            "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "strided", "sparse_coo", "per_tensor_affine",
+            "per_channel_affine", "preserve_format", "contiguous_format",
+        )),
+    }
+)  # fmt: skip
+"""What weights and the state of optimizers are made of; none of them runs anything."""
+_RECORDS = frozenset(
+    {
+        "numpy.dtypes", "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem",
+        "torch.distributed.checkpoint.planner", "torch.distributed._shard.metadata",
+        "torch.distributed._shard.sharded_tensor.metadata", "paddle.distributed.flex_checkpoint.dcp.metadata",
+        "paddle.distributed.checkpoint.metadata", "paddle.base.libpaddle", "transformers.training_args",
+        "transformers.trainer_utils", "transformers.trainer_callback", "transformers.trainer_pt_utils",
+        "accelerate.state", "accelerate.utils.dataclasses", "paddlenlp.trainer.training_args",
+        "paddlenlp.trainer.trainer_utils", "paddlenlp.trainer.trainer_callback",
+        "paddleformers.trainer.training_args", "paddleformers.trainer.trainer_utils",
+        "paddleformers.trainer.trainer_callback",
+    }
+)  # fmt: skip
+"""Modules whose classes are plain records and choices."""
+_DANGEROUS = frozenset(
+    {
+        "os", "posix", "nt", "sys", "subprocess", "socket", "shutil", "pty", "runpy", "importlib", "ctypes", "code",
+        "codeop", "pickle", "_pickle", "marshal", "types", "multiprocessing", "webbrowser", "platform", "timeit",
+        "pdb", "bdb", "operator", "functools", "asyncio", "threading", "tempfile", "urllib", "requests", "http",
+        "ftplib", "smtplib", "pip", "site", "builtins", "__builtin__", "torch.hub", "torch.utils.cpp_extension",
+        "torch.serialization", "joblib", "dill", "cloudpickle",
+    }
+)  # fmt: skip
+"""Modules with which a pickle does whatever its author wanted."""
+
+MAX_NAMES = 1000
+MAX_OPCODES = 1 << 24
+"""Of one pickle: metadata of half a million shards. What is longer is reported as "?"."""
+_TEXT = 1 << 12
+_OPCODES = {ord(o.code): o for o in pickletools.opcodes}
+_STRINGS = frozenset(
+    {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"}
+)
+_ZIP = b"PK\x03\x04"
+_CHUNK = 1 << 16
+
+
+def imports(path: Path) -> tuple[str, ...]:
+    """The globals of all pickles in a file that weights do not need, dangerous ones first.
+
+    A plain pickle, several one behind another (torch before 1.6), or a zip with ``.pkl`` in it (torch). () for a file
+    that is none of these. Raises OSError.
+    """
+    found: dict[str, None] = {}
+    with path.open("rb") as f:
+        head = f.read(4)
+        f.seek(0)
+        for stream in _members(f) if head == _ZIP else [f] if head[:1] == b"\x80" or path.suffix == ".pkl" else []:
+            for name in walk(stream):
+                if not is_safe(name):
+                    found.setdefault(name)
+                if len(found) >= MAX_NAMES:
+                    break
+    return tuple(sorted(found, key=lambda n: (not is_dangerous(n), n)))
+
+
+def is_safe(name: str) -> bool:
+    """Whether a global is one that weights need."""
+    plain = name.replace("__builtin__.", "builtins.", 1)
+    module, _, name = plain.rpartition(".")
+    return plain in SAFE or (module in _RECORDS and name.lstrip("_")[:1].isupper())
+
+
+def is_dangerous(name: str) -> bool:
+    """Whether a global can run commands or code by itself."""
+    module = name.rpartition(".")[0]
+    return not is_safe(name) and (name == UNKNOWN or any(m in _DANGEROUS for m in _parents(module)))
+
+
+def _parents(module: str) -> Iterator[str]:
+    parts = module.split(".")
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _members(f: IO[bytes]) -> Iterator[IO[bytes]]:
+    """Pickles in a zip."""
+    try:
+        with zipfile.ZipFile(f) as archive:
+            for info in archive.infolist():
+                if info.filename.endswith(".pkl"):
+                    with archive.open(info) as member:
+                        yield member
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError):
+        return  # nothing can load it either
+
+
+class _Mark:
+    pass
+
+
+def walk(stream: IO[bytes]) -> Iterator[str]:
+    """The globals of all pickles that lie one behind another in a stream; it ends where there is no pickle any more."""
+    while True:
+        try:
+            more = yield from _one(stream)
+        except (EOFError, ValueError, IndexError):
+            return
+        if not more:
+            return
+
+
+def _one(stream: IO[bytes]) -> Generator[str, None, bool]:
+    """One pickle. Returns whether another one may follow. Raises ValueError, IndexError and EOFError for none."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    for _ in range(MAX_OPCODES):
+        code = stream.read(1)
+        if not code:
+            return False
+        op = _OPCODES.get(code[0])
+        if op is None:
+            raise ValueError(code)
+        argument = _argument(stream, op)
+        if op.name in ("GLOBAL", "INST"):
+            yield ".".join(str(argument).split(" ", 1))
+        elif op.name == "STACK_GLOBAL":
+            module, name = stack[-2:] if len(stack) > 1 else (None, None)
+            known = isinstance(module, str) and isinstance(name, str)
+            yield f"{module}.{name}" if known else UNKNOWN
+        elif op.name in ("EXT1", "EXT2", "EXT4"):
+            yield UNKNOWN
+        elif op.name == "STOP":
+            return True
+        if op.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if op.name == "MEMOIZE" else int(argument)] = stack[-1]
+            continue
+        if op.name == "DUP":
+            stack.append(stack[-1])
+            continue
+        if op.name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo.get(int(argument)))
+            continue
+        _pop(stack, op)
+        if op.name in _STRINGS:
+            stack.append(argument)
+        else:
+            stack += [_Mark if kind is pickletools.markobject else None for kind in op.stack_after]
+    yield UNKNOWN
+    return False
+
+
+def _pop(stack: list[Any], op: pickletools.OpcodeInfo) -> None:
+    """Take what an opcode takes."""
+    before = op.stack_before
+    if op.name == "POP" and stack and stack[-1] is _Mark:
+        stack.pop()
+    elif pickletools.markobject in before:
+        while stack and stack.pop() is not _Mark:
+            pass
+        below = before.index(pickletools.markobject)
+        del stack[len(stack) - below :]
+    elif before:
+        del stack[len(stack) - len(before) :]
+
+
+def _argument(stream: IO[bytes], op: pickletools.OpcodeInfo) -> Any:
+    """The argument of an opcode; long ones are passed over, and are None."""
+    if op.arg is None:
+        return None
+    if op.arg.n == pickletools.UP_TO_NEWLINE:
+        lines = [_line(stream) for _ in range(2 if op.name in ("GLOBAL", "INST") else 1)]
+        return " ".join(lines).strip("'\"") if op.name in _STRINGS else " ".join(lines)
+    if op.arg.n >= 0:
+        return int.from_bytes(_exactly(stream, op.arg.n), "little")
+    width = {
+        pickletools.TAKEN_FROM_ARGUMENT1: 1,
+        pickletools.TAKEN_FROM_ARGUMENT4: 4,
+        pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+        pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+    }[op.arg.n]
+    size = int.from_bytes(_exactly(stream, width), "little")
+    if size <= _TEXT:
+        data = _exactly(stream, size)
+        return data.decode("utf-8", "replace") if op.name in _STRINGS else None
+    _pass(stream, size)
+    return None
+
+
+def _exactly(stream: IO[bytes], n: int) -> bytes:
+    data = stream.read(n)
+    if len(data) != n:
+        raise EOFError
+    return data
+
+
+def _line(stream: IO[bytes]) -> str:
+    data = stream.readline(_TEXT)
+    if not data.endswith(b"\n"):
+        raise ValueError("no end of a line")
+    return data[:-1].decode("utf-8", "replace")
+
+
+def _pass(stream: IO[bytes], n: int) -> None:
+    """Pass over bytes; those of a deflated member have to be read."""
+    if isinstance(stream, io.BufferedReader):
+        at = stream.tell()
+        if stream.seek(0, io.SEEK_END) < at + n:
+            raise EOFError
+        stream.seek(at + n)
+        return
+    while n:
+        part = stream.read(min(n, _CHUNK))
+        if not part:
+            raise EOFError
+        n -= len(part)

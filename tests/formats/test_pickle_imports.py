@@ -1,0 +1,78 @@
+"""What a pickle would import is found in every form, and nothing is imported on the way."""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpttool.formats._pickle_imports import UNKNOWN, imports, is_dangerous, walk
+
+
+class Calls:
+    """Pickled as a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_every_protocol(protocol: int, tmp_path: Path) -> None:
+    value = {"weights": collections.OrderedDict(a=b"\0" * 100_000), "x": Calls(os.system, "true"), "p": Path("a")}
+    (tmp_path / "a.bin").write_bytes(pickle.dumps(value, protocol))
+    found = imports(tmp_path / "a.bin")
+    assert found[0] == "posix.system"
+    assert all(not is_dangerous(n) for n in found[1:])
+    assert any(n.startswith("pathlib.") for n in found)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (b"\x80\x02cos\nsystem\n.", ["os.system"]),
+        (b"\x80\x02(S'x'\nios\nsystem\n.", ["os.system"]),
+        (b"\x80\x04\x8c\x02os\x94\x8c\x06system\x940h\x00h\x01\x93.", ["os.system"]),
+        (b"\x80\x04\x8c\x02os2\x8c\x06system\x93.", ["os.system"]),
+        (b"\x80\x04\x8c\x02os(K\x01K\x021\x8c\x06system\x93.", ["os.system"]),
+        (b"\x80\x04K\x01\x8c\x06system\x93.", [UNKNOWN]),
+        (b"\x80\x04\x82\x01.", [UNKNOWN]),
+        (b"\x80\x02K\x01.\x80\x02cos\nsystem\n.", ["os.system"]),
+        (b"\x80\x02cos\nsystem\n", ["os.system"]),
+        (b"\x80\x02X\xff\xff\xff\xff", []),
+        (b"\x80\x02.", []),
+    ],
+)
+def test_ways_to_say_it(program: bytes, expected: list[str]) -> None:
+    assert list(walk(io.BytesIO(program))) == expected
+
+
+def test_zips_and_what_is_not_a_pickle(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", b"\x80\x02cos\nremove\n.")
+        archive.writestr("archive/data.pkl", pickle.dumps([b"x" * 99_999, Calls(os.popen, "true")]))
+    assert imports(tmp_path / "a.pt") == ("os.popen",)
+    for name, data in {"b.bin": b"", "c.bin": b"PK\x03\x04", "d.bin": b"hello cos\nsystem\n."}.items():
+        (tmp_path / name).write_bytes(data)
+        assert imports(tmp_path / name) == ()
+
+
+def test_what_weights_need_is_not_told(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = {"a": torch.zeros(3, 4, dtype=torch.bfloat16), "b": torch.nn.Parameter(torch.ones(2)), "s": torch.Size([1])}
+    torch.save(state, tmp_path / "new.bin")
+    torch.save(state, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    assert imports(tmp_path / "new.bin") == imports(tmp_path / "old.bin") == ()
+
+
+def test_a_name_is_dangerous_by_its_module() -> None:
+    assert all(map(is_dangerous, ("builtins.eval", "__builtin__.exec", "os.path.join", "torch.hub.load", UNKNOWN)))
+    assert not any(map(is_dangerous, ("builtins.set", "transformers.training_args.TrainingArguments", "osprey.x")))
