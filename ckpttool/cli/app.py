@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from ckpttool import __version__
 from ckpttool.cli.convert_json import convert_json
 from ckpttool.cli.drop_keys import drop_keys
+from ckpttool.cli.failure import failed
 from ckpttool.cli.fp8_cast import fp8_cast
 from ckpttool.cli.fp8_size import fp8_size
 from ckpttool.cli.help import TASKS, Command
@@ -60,8 +61,7 @@ class _Commands(TyperGroup):
                     raise UsageError("a path is empty", hint="is a variable of the shell not set?")
                 return super().make_context(*args, **extra)
         except CkptError as e:
-            say(e.render())
-            raise typer.Exit(e.exit_code) from None
+            raise failed(e) from None
 
     def invoke(self, ctx: Any) -> Any:
         interrupts.allow()
@@ -74,24 +74,24 @@ class _Commands(TyperGroup):
                 raise
             sys.stdout.flush()
         except CkptError as e:
-            say(e.render())
-            raise typer.Exit(e.exit_code) from None
+            raise failed(e) from None
         except KeyboardInterrupt as e:
-            say(str(e) or "interrupted")  # says how to go on when something was finished
-            raise typer.Exit(130) from None
+            interrupts.ignore()  # it is being answered
+            said = str(e) or "interrupted"  # says how to continue when something was finished
+            raise failed(CkptError(said), kind="interrupted", code=130, text=said) from None
         except MemoryError:
-            say("error: there is not enough memory\n\nhint: a smaller --memory leaves more for the plan")
-            raise typer.Exit(1) from None
+            error = CkptError("there is not enough memory", hint="a smaller --memory leaves more for the plan")
+            raise failed(error, kind="memory") from None
         except OSError as e:
             if e.filename is not None and e.errno in _OF_THE_PATH:
                 path = plain(os.fsdecode(e.filename))
-                say(f"error: {e.strerror}\n  --> {path if len(path) < 1000 else path[:1000] + '...'}")
-                raise typer.Exit(1) from None
+                error = CkptError(str(e.strerror), where=path if len(path) < 1000 else path[:1000] + "...")
+                raise failed(error, kind="path") from None
             if e.filename is not None:  # of a file: whoever opened it should have said so
                 raise
             if e.errno == errno.ENOENT:
-                say("error: the current directory is not there any more\n\nhint: cd to another one")
-                raise typer.Exit(1) from None
+                gone = CkptError("the current directory is not there any more", hint="cd to another one")
+                raise failed(gone, kind="path") from None
             raise typer.Exit(_unprinted(e)) from None
         finally:
             interrupts.ignore()

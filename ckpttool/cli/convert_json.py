@@ -160,7 +160,7 @@ def convert_json(
             conversion = to_safetensors(src, dst, params=params, names=names, max_shard_size=size)
         run = run_options(memory=memory or _MEMORY, workers=workers, force=force, resume=resume, manifest=False)
         if dry_run:
-            report.show_conversion_plan(conversion, dst, as_json=json)
+            report.show_conversion_plan(conversion, dst, as_json=json, quiet=quiet)
             return
         report.show_conversion(
             execute(conversion, dst, run, report.progress(quiet=quiet or json)), as_json=json, quiet=quiet

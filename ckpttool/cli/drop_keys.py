@@ -97,7 +97,7 @@ def drop_keys(
     selection = Selection(tuple(patterns or ()), tuple(keep_keys or ()), tuple(rename or ()))
     prepared = prepare(src, opened, selection, target, link=link)
     if dry_run:
-        report.show_drop_plan(prepared, as_json=json)
+        report.show_drop_plan(prepared, as_json=json, quiet=quiet)
         return
     result = execute(prepared.target, dst, run, report.progress(quiet=quiet or json), verify=verify)
     report.show_drop(prepared, result, as_json=json, quiet=quiet)

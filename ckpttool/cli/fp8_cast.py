@@ -147,7 +147,7 @@ def fp8_cast(
     limit = parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None
     prepared = prepare(src, opened, recoding, selection, max_shard_size=limit)
     if dry_run:
-        report.show_cast_plan(prepared, run, as_json=json)
+        report.show_cast_plan(prepared, run, as_json=json, quiet=quiet)
         return
     result = execute(prepared, dst, run, report.progress(quiet=quiet or json), verify=verify)
     report.show_cast(result, as_json=json, quiet=quiet)

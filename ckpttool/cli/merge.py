@@ -234,7 +234,7 @@ def merge(
         )
         prepared = prepare(recipe, opened, target, selection, choices)
     if dry_run:
-        report.show_merge_plan(prepared, run, as_json=json)
+        report.show_merge_plan(prepared, run, as_json=json, quiet=quiet)
         return
     result = execute(prepared, output, run, report.progress(quiet=quiet or json), verify=verify)
     report.show_merge(result, as_json=json, quiet=quiet, verbose=verbose)

@@ -137,7 +137,7 @@ def reshard(
     selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()), tuple(rename or ()))
     prepared = prepare(src, opened, target, selection, recoding(dequant, requant))
     if dry_run:
-        report.show_plan(prepared, run, as_json=json)
+        report.show_plan(prepared, run, as_json=json, quiet=quiet)
         return
     result = execute(prepared, dst, run, report.progress(quiet=quiet or json), verify=verify)
     report.show_reshard(result, as_json=json, quiet=quiet, verbose=verbose)

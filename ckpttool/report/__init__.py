@@ -1,6 +1,8 @@
 """All human, TSV and JSON output of results, and progress. The only place that imports rich.
 
     text.py       sizes, tables, TSV, JSON; what a terminal gets and what a pipe gets
+    style.py      colours, and who gets them
+    failure.py    errors, also as JSON
     tables.py     tables that fit the terminal
     bars.py       a bar on a terminal, a line for each finished file elsewhere
     reshard.py    plans and results of reshard
@@ -26,6 +28,7 @@ from ckpttool.report.convert_json import (
     show_text,
 )
 from ckpttool.report.drop_keys import show_drop, show_drop_plan
+from ckpttool.report.failure import show_error, show_failure
 from ckpttool.report.fp8_cast import show_cast, show_cast_plan
 from ckpttool.report.fp8_size import UNITS, show_fp8_size
 from ckpttool.report.inspect import show_inspect
@@ -41,6 +44,8 @@ __all__ = [
     "show_conversion_plan",
     "show_drop",
     "show_drop_plan",
+    "show_error",
+    "show_failure",
     "show_fp8_size",
     "show_header",
     "show_index",

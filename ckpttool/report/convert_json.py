@@ -86,7 +86,7 @@ def _conversion(conversion: Conversion, dst: Path) -> dict[str, Any]:
     }
 
 
-def show_conversion_plan(conversion: Conversion, dst: Path, *, as_json: bool) -> None:
+def show_conversion_plan(conversion: Conversion, dst: Path, *, as_json: bool, quiet: bool = False) -> None:
     """``--dry-run``: the files and the tensors with both of their names."""
     other = conversion.names if conversion.back else {n: p for p, n in conversion.names.items()}
     rows = []
@@ -101,8 +101,9 @@ def show_conversion_plan(conversion: Conversion, dst: Path, *, as_json: bool) ->
         ]
         dump({**_conversion(conversion, dst), "list": tensors}, entries=len(tensors))
         return
-    text.notes(conversion.notes)
-    message(_summary(conversion, dst))
+    if not quiet:
+        text.notes(conversion.notes)
+        message(_summary(conversion, dst))
     text.table(
         ("tensor", "parameter", "dtype", "shape", "bytes"),
         [(plain(n), plain(p), dtype, text.shape(dims), size_) for n, p, dtype, dims, size_ in rows],

@@ -43,7 +43,7 @@ def _summary(prepared: PreparedDrop) -> str:
     )
 
 
-def show_drop_plan(prepared: PreparedDrop, *, as_json: bool) -> None:
+def show_drop_plan(prepared: PreparedDrop, *, as_json: bool, quiet: bool = False) -> None:
     """``--dry-run``: every tensor that would go."""
     target = prepared.target
     if as_json:
@@ -56,10 +56,12 @@ def show_drop_plan(prepared: PreparedDrop, *, as_json: bool) -> None:
             entries=len(prepared.gone),
         )
         return
-    text.notes(target.notes)
+    if not quiet:
+        text.notes(target.notes)
     for w in prepared.warnings:
         message(f"warning: {w}")
-    message(_summary(prepared))
+    if not quiet:
+        message(_summary(prepared))
     text.table(
         ("tensor", "dtype", "shape", "bytes"),
         [(plain(g.name), g.dtype, "x".join(map(str, g.shape)), g.nbytes) for g in prepared.gone],

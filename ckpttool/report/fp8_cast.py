@@ -51,7 +51,7 @@ def _summary(prepared: Prepared) -> str:
     return "; ".join(parts)
 
 
-def show_cast_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
+def show_cast_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet: bool = False) -> None:
     """``--dry-run``: what becomes of the weights, and the files that would be written."""
     if as_json:
         dump(
@@ -59,9 +59,12 @@ def show_cast_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> Non
             entries=len(prepared.plan.outputs),
         )
         return
-    text.notes(prepared.notes)
-    message(_summary(prepared))
-    message(f"{size(sum(f.size for f in prepared.source.catalog.files))} become {size(prepared.plan.bytes_written)}")
+    if not quiet:
+        text.notes(prepared.notes)
+        message(_summary(prepared))
+        message(
+            f"{size(sum(f.size for f in prepared.source.catalog.files))} become {size(prepared.plan.bytes_written)}"
+        )
     plan_files(prepared.plan)
 
 

@@ -24,13 +24,15 @@ BAR = 24
 
 
 def show_fp8_size(report: SizeReport, *, by: str, unit: str, as_json: bool, quiet: bool = False) -> None:
-    """Print the report; ``unit`` "" shows GB and GiB."""
+    """Print the report, when ``quiet`` only its verdict or the total; ``unit`` "" shows GB and GiB."""
     if as_json:
         data = to_json(report, by)
         dump(data, entries=len(data.get("tensors", ())))
         return
-    if not quiet:
-        text.notes(report.notes)
+    if quiet:
+        text.write("\n".join(_verdict(report)) or _head(report))
+        return
+    text.notes(report.notes)
     units = [unit] if unit else ["GB", "GiB"]
     parts = [*_verdict(report), _head(report), _table(report, by, units), _files(report, units)]
     if report.ranks is not None:

@@ -60,9 +60,9 @@ def show_inspect(
         from ckpttool.ops.findings import CheckResult
 
         if isinstance(answer, CheckResult):
-            show_check(answer, as_json=as_json)
+            show_check(answer, as_json=as_json, quiet=quiet)
         else:
-            show_diff(answer, as_json=as_json)
+            show_diff(answer, as_json=as_json, quiet=quiet)
 
 
 def _head(listing: Listing, view: str) -> dict[str, Any]:
@@ -529,8 +529,8 @@ def _folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
     return [(f, more[key] - 1) for key, f in first.items()]
 
 
-def show_check(result: CheckResult, *, as_json: bool) -> None:
-    """What was checked, and every finding."""
+def show_check(result: CheckResult, *, as_json: bool, quiet: bool = False) -> None:
+    """Every finding and, unless ``quiet``, what was checked."""
     if as_json:
         dump(
             {
@@ -554,6 +554,8 @@ def show_check(result: CheckResult, *, as_json: bool) -> None:
             text.write(f"  --> {plain(f.where)}\n")
         if f.hint:
             text.write(f"  hint: {plain(f.hint)}\n")
+    if quiet:
+        return
     if result.findings:
         text.write("\n")
     counted = [count(sum(f.severity == s for f in result.findings), s) for s in ("error", "warning")]
@@ -563,8 +565,8 @@ def show_check(result: CheckResult, *, as_json: bool) -> None:
     text.write(f"checked {checked}\n")
 
 
-def show_diff(result: DiffResult, *, as_json: bool) -> None:
-    """Every difference."""
+def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None:
+    """Every difference and the verdict; that alone when ``quiet``."""
     if as_json:
         dump(_diff_json(result), entries=len(result.only_left) + len(result.only_right) + len(result.elements))
         return
@@ -576,7 +578,7 @@ def show_diff(result: DiffResult, *, as_json: bool) -> None:
         at = ", ".join(map(str, d.first))
         gap = f", largest difference {d.max_abs:.9g}" if d.max_abs else ""
         kinds.append(("values", d.name, f"{d.elements:,} of {d.total:,} elements, first at [{at}]{gap}"))
-    if kinds:
+    if kinds and not quiet:
         text.table(("difference", "name", "what"), [(k, plain(n), w) for k, n, w in kinds])
     what = "names, dtypes, shapes"
     if result.values:
@@ -591,10 +593,12 @@ def show_diff(result: DiffResult, *, as_json: bool) -> None:
     if result.ok:
         text.write(f"equal: {count(result.compared, 'tensor')}{parts} by {what}{naming}\n")
     else:
-        text.message(f"different: {count(result.compared, 'tensor')}{parts} compared by {what}{naming}")
+        (text.write if quiet else _line)(
+            f"different: {count(result.compared, 'tensor')}{parts} compared by {what}{naming}\n"
+        )
     for side, components in (("SRC", result.components_left), ("OTHER", result.components_right)):
         if components:
-            (text.write if result.ok else _line)(f"not compared: {', '.join(components)}, only in {side}\n")
+            (text.write if result.ok or quiet else _line)(f"not compared: {', '.join(components)}, only in {side}\n")
 
 
 def _line(line: str) -> None:

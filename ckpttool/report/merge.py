@@ -89,7 +89,7 @@ def _merge(prepared: PreparedMerge) -> dict[str, Any]:
     }
 
 
-def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool) -> None:
+def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool, quiet: bool = False) -> None:
     """``--dry-run``: the files that would be written, and what that takes."""
     target = prepared.target
     plan = target.plan
@@ -106,6 +106,9 @@ def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool) 
             },
             entries=len(plan.outputs),
         )
+        return
+    if quiet:
+        plan_files(plan)
         return
     text.notes(target.notes)
     rows = [("method", prepared.method + (f", seed {prepared.seed}" if prepared.seed is not None else ""))]

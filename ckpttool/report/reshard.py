@@ -88,7 +88,7 @@ def peak_memory(run: RunOptions) -> int:
     return (used if sys.platform == "darwin" else used << 10) + run.memory
 
 
-def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
+def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet: bool = False) -> None:
     """``--dry-run``: the files that would be written, and what that takes."""
     plan = prepared.plan
     if as_json:
@@ -106,6 +106,9 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool) -> None:
             },
             entries=len(plan.outputs),
         )
+        return
+    if quiet:
+        plan_files(plan)
         return
     text.notes(prepared.notes)
     src = _source(prepared)

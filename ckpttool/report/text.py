@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from ckpttool.errors import UNSEEN, plain
+from ckpttool.report.style import painted
 
 _DECIMAL = ("bytes", "kB", "MB", "GB", "TB", "PB")
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -71,7 +72,7 @@ def write(text: str, to: TextIO | None = None) -> None:
     """Print; a name that the terminal's encoding does not have is written with escapes."""
     stream = to or sys.stdout
     try:
-        stream.write(text)
+        stream.write(painted(text, stream))
     except UnicodeEncodeError:
         encoding = stream.encoding or "ascii"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))

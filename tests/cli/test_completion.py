@@ -13,13 +13,13 @@ from typer.main import get_command
 from ckpttool.cli import choices
 from ckpttool.cli.app import app
 
-PROGRAM = [sys.executable, "-c", "from ckpttool.cli import main; main()"]
+PROGRAM = [sys.executable, "-c", "from ckpttool.cli.app import main; main()"]
 """What the console script runs; the completion's variable comes from the name of the command, not of the file."""
 
 STARTS = """
 import sys
 sys.argv = ["ckpttool"]
-from ckpttool.cli import main
+from ckpttool.cli.app import main
 try:
     main()
 finally:
@@ -57,7 +57,7 @@ def test_every_shell_completes_without_a_heavy_import() -> None:
 def test_script_of_a_shell(shell: str) -> None:
     """What --show-completion prints and --install-completion installs."""
     environment = {**os.environ, "_CKPTTOOL_COMPLETE": f"source_{shell}"}
-    code = "import sys; sys.argv = ['ckpttool']; from ckpttool.cli import main; main()"
+    code = "import sys; sys.argv = ['ckpttool']; from ckpttool.cli.app import main; main()"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert f"_CKPTTOOL_COMPLETE=complete_{shell}" in done.stdout
     assert "ckpttool" in done.stdout
@@ -65,7 +65,7 @@ def test_script_of_a_shell(shell: str) -> None:
 
 def test_install_for_bash(tmp_path: Path) -> None:
     """In the home of the user, found from the shell that runs the command."""
-    code = "import sys; sys.argv = ['ckpttool', '--install-completion']; from ckpttool.cli import main; main()"
+    code = "import sys; sys.argv = ['ckpttool', '--install-completion']; from ckpttool.cli.app import main; main()"
     environment = {**os.environ, "HOME": str(tmp_path), "CODE": code, "PYTHON": sys.executable}
     done = subprocess.run(
         ["bash", "-c", '"$PYTHON" -c "$CODE"; exit $?'], env=environment, capture_output=True, text=True, check=False

@@ -56,7 +56,7 @@ USAGE: dict[str, tuple[str, tuple[str, ...]]] = {
         f"the command of another tool: {word}": (word, (f"no command `{word.split()[0]}`", hint))
         for word, hint in (
             ("check", "use `ckpttool inspect SRC --check`"),
-            ("check llama --json", "use `ckpttool inspect SRC --check`"),
+            ("check llama", "use `ckpttool inspect SRC --check`"),
             ("diff", "ckpttool inspect SRC --diff OTHER --values"),
             ("verify", "ckpttool inspect SRC --diff OTHER --values"),
             ("quantize", "ckpttool fp8-cast SRC DST"),

@@ -94,6 +94,7 @@ def test_the_bar_leaves_a_clean_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_quick_run_shows_no_bar_and_loads_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
     terminal = Terminal(tty=True)
     monkeypatch.setattr(sys, "stderr", terminal)
     bar = Bar()

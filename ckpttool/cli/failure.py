@@ -1,0 +1,35 @@
+"""How a command ends that fails: one clear error on stderr, and with --json the same as an object on stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import typer
+
+from ckpttool.errors import CkptError
+
+
+def failed(error: CkptError, *, kind: str = "", code: int | None = None, text: str = "") -> typer.Exit:
+    """Print the error, and return the exit for it. ``kind``, ``code`` and ``text`` are the error's own by default."""
+    from ckpttool import report
+
+    code = error.exit_code if code is None else code
+    with contextlib.suppress(OSError):  # nobody may be there to read it; the exit code is
+        report.show_error(text or error.render())
+        if _asked_for_json():
+            report.show_failure(error, kind=kind or _kind(error), exit_code=code)
+            sys.stdout.flush()
+    return typer.Exit(code)
+
+
+def _kind(error: CkptError) -> str:
+    """``corrupt`` for a CorruptError and all that are one."""
+    known = next(c for c in type(error).__mro__ if c.__module__ == CkptError.__module__)
+    return known.__name__.removesuffix("Error").lower()
+
+
+def _asked_for_json() -> bool:
+    """Whether the command line has --json. It may not be readable otherwise."""
+    words = sys.argv[1:]
+    return "--json" in (words[: words.index("--")] if "--" in words else words)

@@ -1,0 +1,23 @@
+"""What went wrong, for people on stderr and for programs on stdout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpttool.report.text import dump, message
+
+if TYPE_CHECKING:
+    from ckpttool.errors import CkptError
+
+SCHEMA = "ckpttool.error/1"
+
+
+def show_error(text: str) -> None:
+    """An error as ``CkptError.render`` has it."""
+    message(text)
+
+
+def show_failure(error: CkptError, *, kind: str, exit_code: int) -> None:
+    """``--json`` of a command that fails: the parts of the error, and the exit code of the process."""
+    parts = {"kind": kind, "message": error.what, "where": list(error.where), "hint": error.hint}
+    dump({"schema": SCHEMA, "error": parts, "exit_code": exit_code})
