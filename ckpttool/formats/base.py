@@ -23,9 +23,6 @@ from ckpttool.mesh import Mesh
 _LARGE = 1 << 16
 """Bytes of a header that is deflated until it is written."""
 
-_CHUNK = 1 << 20
-"""Bytes that are compared at a time."""
-
 COMPANION_LIMIT = 64 << 20
 """Bytes; larger files beside a checkpoint that are not its tensors are left where they are, and said so."""
 
@@ -460,43 +457,6 @@ def file_now(path: Path) -> DataFile:
     except OSError as e:
         raise CorruptError(f"a source cannot be read: {e.strerror}", where=str(path)) from e
     return DataFile(path, stat.st_size, stat.st_mtime_ns)
-
-
-def check_copies(first: Path, second: Path) -> None:
-    """A file that is in two directories of one save must be the same in both.
-
-    Raises ConflictError where they differ, CorruptError where one cannot be read. This is the one place where opening
-    a checkpoint reads its data: which of two files counts is not said anywhere else.
-    """
-    try:
-        if first.samefile(second):
-            return
-        sizes = first.stat().st_size, second.stat().st_size
-        if sizes[0] != sizes[1]:
-            how = f"with {sizes[0]:,} and {sizes[1]:,} bytes"
-        elif (at := _difference(first, second)) is not None:
-            how = f"and differs from byte {at:,} on"
-        else:
-            return
-    except OSError as e:
-        raise CorruptError(f"a source cannot be read: {e.strerror}", where=[str(first), str(second)]) from None
-    raise ConflictError(
-        f"{first.name} is in two directories {how}",
-        where=[str(first), str(second)],
-        hint="the directories must belong to one save: leave out the one that does not",
-    )
-
-
-def _difference(first: Path, second: Path) -> int | None:
-    """The first byte in which two files of one size differ."""
-    with first.open("rb") as f, second.open("rb") as g:
-        at = 0
-        while a := f.read(_CHUNK):
-            b = g.read(_CHUNK)
-            if a != b:
-                return at + next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            at += len(a)
-    return None
 
 
 def companions(listing: Listing, weights: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:

@@ -39,6 +39,7 @@ from ckpttool.formats._flex import (
     metadata_pickle,
     read_save,
 )
+from ckpttool.formats._nodes import shared_config
 from ckpttool.formats._paddle import CONFIG_DTYPES, STATES, TARGETS, target_config
 from ckpttool.formats._pickle_write import Hole, layout_pickle
 from ckpttool.formats._sharding import flat_slices
@@ -104,7 +105,7 @@ class Flex:
         files: list[DataFile] = []
         roots = [listing.root, *options.more]
         sources = _sources(roots, files)
-        config, meta, notes = _beside(listing)
+        config, meta, notes = _beside([listing, *(list_source(p) for p in options.more)])
         reader = _Reader(files, config, notes, raw=options.raw)
         for source in sources:
             reader.add(source)
@@ -170,10 +171,11 @@ def _has_saves(directory: Path) -> bool:
         return False
 
 
-def _beside(listing: Listing) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _beside(listings: Sequence[Listing]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """config.json, model_meta.json, and a note when they lie one directory up."""
-    config, meta = listing.json("config.json"), listing.json("model_meta.json")
-    root = listing.root.resolve()
+    config = shared_config(listings)
+    meta = next((m for at in listings if (m := at.json("model_meta.json"))), {})
+    root = listings[0].root.resolve()
     if config or meta or root.name not in PARTS.values():
         return config, meta, []
     above = list_source(root.parent)

@@ -53,6 +53,7 @@ from ckpttool.formats._hybrid_names import (
     parse_file_name,
     parse_meta,
 )
+from ckpttool.formats._nodes import check_copies, shared_config
 from ckpttool.formats._paddle import (
     STATES,
     TARGETS,
@@ -73,7 +74,6 @@ from ckpttool.formats.base import (
     Skeleton,
     StoredCheckpoint,
     WriteRequest,
-    check_copies,
     check_mesh,
     companions,
     list_source,
@@ -398,8 +398,8 @@ class _Reader:
     def read(self) -> StoredCheckpoint:
         listing = self.listing
         found = _find(listing, self.options, ema=self.ema)
-        listings = (listing, *(list_source(p) for p in self.options.more))
-        self.config = next((c for at in listings if (c := at.json("config.json"))), {})
+        listings = [listing, *(list_source(p) for p in self.options.more)]
+        self.config = shared_config(listings)
         if found.meta is not None:
             self.meta = parse_meta(list_source(found.meta.parent).json(META), str(found.meta))
         self.sizes = _degrees(found, self.meta, self.config)

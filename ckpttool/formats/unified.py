@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalog import IN_SHARDS, SHAPE_OF_RANK, DataFile, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
+from ckpttool.formats._nodes import check_copies, shared_config
 from ckpttool.formats._paddle import (
     STATES,
     TARGETS,
@@ -48,7 +49,6 @@ from ckpttool.formats.base import (
     StoredCheckpoint,
     WriteRequest,
     build_files,
-    check_copies,
     list_source,
 )
 from ckpttool.formats.safetensors import read_header, tensor_bytes
@@ -127,7 +127,7 @@ class Unified:
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         """Raises IncompleteError (files are missing), ConflictError (contradictions), CorruptError, UsageError."""
         listings = [listing, *(list_source(p) for p in options.more)]
-        config = next((c for at in listings if (c := at.json("config.json"))), {})
+        config = shared_config(listings)
         found = _files(listings)
         return _Reader(listing, listings, options, config, found).read()
 
