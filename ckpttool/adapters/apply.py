@@ -110,7 +110,9 @@ def combine(changes: Iterable[tuple[Changes, float]]) -> Changes:
                     where=change.whole.name,
                 )
             terms = [t._replace(factor=t.factor * weight) for t in change.terms]
-            table[name] = Change((*before.terms, *terms), before.whole or change.whole)
+            table[name] = Change(
+                (*before.terms, *terms), before.whole or change.whole, before.in_place or change.in_place
+            )
     return Changes(table, tuple(dict.fromkeys(notes)))
 
 
@@ -145,7 +147,7 @@ class _Match:
         linear = [(self._rename(p.target), p) for p in self.adapter.pairs if p.kind == "linear"]
         self._trained = {target: self._outputs(p) for target, p in linear}
         for tensor, name in self.adapter.whole.items():
-            self._whole(self._rename(tensor), self.adapter.view(name))
+            self._whole(self._rename(tensor), self.adapter.view(name), in_place=tensor in self.adapter.in_place)
         for target, pair in linear:
             if self._is_convolution(pair):
                 self._convolution(target, pair)
@@ -259,7 +261,7 @@ class _Match:
         before = self.table.get(name, Change())
         self.table[name] = before._replace(terms=(*before.terms, term))
 
-    def _whole(self, name: str, view: View) -> None:
+    def _whole(self, name: str, view: View, *, in_place: bool) -> None:
         shape = self.base.get(name, ())
         turned = self.said is not None and self.said(name) != self.adapter.in_out
         if turned and len(view.shape) == 2 and name.endswith(".weight") and not name.endswith(_TABLES):
@@ -270,7 +272,7 @@ class _Match:
                 if name in self.base
                 else f"`{view.name}` of the adapter replaces a part of a fused tensor of the base",
             )
-        self.table[name] = self.table.get(name, Change())._replace(whole=view)
+        self.table[name] = self.table.get(name, Change())._replace(whole=view, in_place=in_place)
 
     def _outputs(self, pair: Pair) -> int:
         return self.adapter.catalog[pair.b].shape[1 if self.adapter.format == "paddle" else 0]

@@ -46,6 +46,8 @@ class Adapter:
     in_out: bool
     """Whether the writer holds the weights of its linear layers as [in, out]: Paddle, and PEFT's fan_in_fan_out."""
     notes: tuple[str, ...] = ()
+    in_place: frozenset[str] = frozenset()
+    """Of ``whole``, those that take the place of a weight for all layers that share it: tied ones stay tied."""
 
     @property
     def files(self) -> list[DataFile]:
@@ -84,6 +86,8 @@ class Change(NamedTuple):
 
     terms: tuple[Term, ...] = ()
     whole: View | None = None
+    in_place: bool = False
+    """``whole`` holds for all layers that share the base tensor."""
 
 
 class Changes(NamedTuple):

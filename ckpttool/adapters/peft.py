@@ -57,6 +57,7 @@ def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
     check_dtypes(catalog)
     factors: dict[tuple[str, Kind], dict[str, str]] = {}
     whole: dict[str, str] = {}
+    in_place = set()
     notes = []
     for key in catalog.tensors:
         name = key.name.removeprefix(PREFIX)
@@ -73,9 +74,19 @@ def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
             if plain in whole:
                 raise ConflictError(f"`{whole[plain]}` and `{key.name}` both stand for `{plain}`", where=where)
             whole[plain] = key.name
+            # The weight below factors, which is saved with them where it is an embedding's or the head's.
+            if ".base_layer." in name or config.get("ensure_weight_tying"):
+                in_place.add(plain)
     pairs = [_pair(module, kind, sides, config, catalog, path) for (module, kind), sides in factors.items()]
     return Adapter(
-        where, "peft", catalog, tuple(pairs), whole, in_out=bool(config.get("fan_in_fan_out")), notes=tuple(notes)
+        where,
+        "peft",
+        catalog,
+        tuple(pairs),
+        whole,
+        bool(config.get("fan_in_fan_out")),
+        tuple(notes),
+        frozenset(in_place),
     )
 
 

@@ -322,6 +322,12 @@ class Family:
     def name(self) -> str:
         return self.spec.family
 
+    @property
+    def ties(self) -> dict[str, str]:
+        """The tensors that are stored by their owner only, if at all, and those owners; {} when nothing is tied."""
+        found = [t for spec in self.spec.namings.values() for op in spec for t in (op.tie, op.tie_as) if t]
+        return {copy: owner for pairs in found for copy, owner in pairs.items()} if self.tied else {}
+
     def ops(self, naming: str, *, staged: bool = False) -> tuple[Op, ...]:
         """The statements that lead from the Hugging Face naming to ``naming``; ``staged``: over pipeline stages."""
         if naming == "hf":

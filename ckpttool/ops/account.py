@@ -120,9 +120,8 @@ class Account:
     def _is_copy(self, key: Key) -> bool:
         """Whether the config ties this tensor to another one of the source that holds the same."""
         source, name = self.source, self._published(key.name)
-        ties = [t for spec in source.family.spec.namings.values() for op in spec for t in (op.tie, op.tie_as) if t]
-        owner = next((pairs[name] for pairs in ties if name in pairs), None)
-        if not source.family.tied or owner is None:
+        owner = source.family.ties.get(name)
+        if owner is None:
             return False
         pair = {
             k.name: View(k.name, t.dtype, t.shape, t)

@@ -24,6 +24,8 @@ class Adaptations:
         self._rounded = rounded
         self._changes: dict[ModelRef, Changes] = {}
         self._hashes: dict[ModelRef, list[tuple[str, str]]] = {}
+        self.untied = False
+        """Whether an adapter has replaced one of two tied tensors, so that the merged model has both."""
         for ref in refs:
             if ref.adapters:
                 self._open(ref)
@@ -31,6 +33,8 @@ class Adaptations:
     def _open(self, ref: ModelRef) -> None:
         model = self._models[ref]
         shapes = {n: v.shape for n, v in model.views.items()}
+        for copy, owner in _shared(model).items():
+            shapes[copy] = shapes[owner]
         kv_heads = model.checkpoint.config.get("num_key_value_heads", 0)
         found = []
         weights = ref.weights or (1.0,) * len(ref.adapters)
@@ -47,31 +51,44 @@ class Adaptations:
             self._models.notes += [f"{path}: {n}" for n in changes.notes]
             for f in adapter.files:
                 self._hashes.setdefault(ref, []).append((str(f.path), hash_range(f.path, 0, f.size)))
-        self._changes[ref] = self._tied(model, combine(found))
+        self._changes[ref] = self._tied(ref, combine(found))
 
-    def _tied(self, model: Model, changes: Changes) -> Changes:
-        """A head that the config ties to the embeddings and that is stored all the same changes with them."""
-        pair = ("model.embed_tokens.weight", "lm_head.weight")
-        changed = [n for n in pair if n in changes.table]
-        if not model.checkpoint.family.tied or len(changed) != 1 or not all(n in model.views for n in pair):
-            return changes
-        other = pair[1 - pair.index(changed[0])]
-        self._models.notes.append(f"`{other}` changes as `{changed[0]}` does, to which the config ties it")
-        return Changes({**changes.table, other: changes.table[changed[0]]}, changes.notes)
+    def _tied(self, ref: ModelRef, changes: Changes) -> Changes:
+        """What adapters do to tied tensors, as in PEFT: low-rank terms of either change the one weight that both are,
+        and a tensor that was trained as a whole leaves the other one as it is, which unties them."""
+        model, table, notes = self._models[ref], dict(changes.table), self._models.notes
+        for copy, owner in model.checkpoint.family.ties.items():
+            changed = {n: table[n] for n in (owner, copy) if n in table}
+            if not changed or owner not in model.views:
+                continue
+            replaced = {n for n, c in changed.items() if c.whole is not None and not c.in_place}
+            terms = tuple([term for c in changed.values() for term in c.terms])
+            shared = Change(terms, next((c.whole for c in changed.values() if c.in_place), None))
+            table |= {n: table[n] if n in replaced else shared for n in (owner, copy)}
+            what = f"`{owner}` and `{copy}`, which the config ties to each other"
+            if replaced:
+                self.untied = True
+                notes.append(f"{ref}: an adapter sets apart {what}; the output has tie_word_embeddings: false")
+            elif copy in model.views:
+                notes.append(f"{ref}: {what}, change together")
+        return Changes(table, changes.notes)
 
     def names(self, ref: ModelRef) -> list[str]:
-        """The tensors of a model."""
-        return list(self._models[ref].views)
+        """The tensors of a model; where tied ones of any model have become two, both of them."""
+        model = self._models[ref]
+        return [*model.views, *(_shared(model) if self.untied else ())]
 
     def dtype(self, ref: ModelRef, name: str) -> str:
         """dtype of a tensor; an adapter does not change it."""
-        return self._models[ref].dtype(name)
+        model = self._models[ref]
+        return model.dtype(_shared(model).get(name, name))
 
     def operand(self, ref: ModelRef, name: str, operands: Operands) -> Operand:
         """What a Compute reads for a tensor."""
         model = self._models[ref]
         change = self._changes[ref].table.get(name, Change()) if ref in self._changes else Change()
         label = f"`{name}` of {ref}"
+        name = _shared(model).get(name, name)
         weight = model.operand(name, operands) if change.whole is None else operands.stored(change.whole, label)
         if not change.terms:
             return weight
@@ -87,6 +104,12 @@ class Adaptations:
     def hashes(self, ref: ModelRef) -> list[tuple[str, str]]:
         """(path, hash) of each file of the adapters."""
         return self._hashes.get(ref, [])
+
+
+def _shared(model: Model) -> dict[str, str]:
+    """The tied tensors that a model does not store, and the ones that hold their elements."""
+    ties = model.checkpoint.family.ties
+    return {copy: owner for copy, owner in ties.items() if copy not in model.views and owner in model.views}
 
 
 def _low_rank(term: Term, operands: Operands, label: str) -> LowRank:

@@ -9,6 +9,8 @@ from typing import Any
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Fields that count the decoder's layers."""
 
+TIED = "tie_word_embeddings"
+
 TRAINING = re.compile(
     r"(?:rng_state.*\.pth|scheduler\.pd(?:params|opt)|scheduler\.pt|scaler\.(?:pdparams|pt)|training_args\.bin"
     r"|trainer_state\.(?:json|bin)|saved_signal.*|model_meta\.json|\..*\.done.*)"
@@ -23,11 +25,13 @@ def merged_config(
     layers: Sequence[int] | None = None,
     vocabulary: int | None = None,
     dequantised: bool = False,
+    untied: bool = False,
 ) -> dict[str, Any]:
     """The donor's config for the output.
 
     ``layers`` are the donor's layer numbers in the order of the output, when slices have changed them: lists with
-    one entry per layer (``layer_types``) follow. ``vocabulary`` is the new number of tokens.
+    one entry per layer (``layer_types``) follow. ``vocabulary`` is the new number of tokens. ``untied``: head and
+    embeddings were one tensor and are two.
     """
     config = dict(donor)
     text = config.get("text_config")
@@ -42,6 +46,8 @@ def merged_config(
             _restack(part, layers)
         if dequantised:
             part.pop("quantization_config", None)
+        if untied and (part is config or TIED in part):
+            part[TIED] = False
     return config
 
 

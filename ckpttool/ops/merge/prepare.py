@@ -125,6 +125,7 @@ def prepare(
         layers=_donor_layers(resolved, donor_ref, donor),
         vocabulary=rows,
         dequantised=any(models[r].quantised for r in refs),
+        untied=adaptations.untied,
     )
     if form is None and is_paddle(donor.checkpoint):
         config = published_config(config)

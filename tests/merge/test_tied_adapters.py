@@ -1,0 +1,72 @@
+"""Adapters on a tied base that stores one tensor. tests/peers/test_adapters.py compares with PEFT itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.helpers.command import ckpttool
+from tests.reshard.test_tied import EMBEDDING, HEAD, model
+
+RNG = np.random.default_rng(3)
+
+
+def base(folder: Path) -> Path:
+    model(folder, same=True)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[HEAD]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def adapter(folder: Path, **tensors: np.ndarray[Any, np.dtype[Any]]) -> Path:
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    named = {f"base_model.model.{n.replace('__', '.')}": t.astype(np.float32) for n, t in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD])
+def test_one_that_is_replaced_is_set_apart(tmp_path: Path, name: str) -> None:
+    source, trained = base(tmp_path / "base"), RNG.standard_normal((19, 8))
+    one = adapter(tmp_path / "adapter", **{name.replace(".", "__"): trained})
+    before = load_file(source / "model.safetensors")[EMBEDDING]
+    for options in ([], ["--to", "vllm"]):
+        dst = tmp_path / f"dst{len(options)}"
+        done = ckpttool("merge", f"{source}+{one}", "-o", dst, "--verify", *options)
+        assert done.code == 0, done.err
+        assert "sets apart `model.embed_tokens.weight` and `lm_head.weight`" in done.err
+        assert json.loads((dst / "config.json").read_text())["tie_word_embeddings"] is False
+        written = load_file(next(dst.glob("model*part-0.safetensors" if options else "model.safetensors")))
+        for n in (EMBEDDING, HEAD):
+            assert np.array_equal(written[n][:19], trained.astype(np.float32) if n == name else before)
+
+
+def test_factors_of_a_head_that_is_not_stored(tmp_path: Path) -> None:
+    source = base(tmp_path / "base")
+    a, b = RNG.standard_normal((2, 8)).astype(np.float32), RNG.standard_normal((19, 2)).astype(np.float32)
+    one = adapter(tmp_path / "adapter", lm_head__lora_A__weight=a, lm_head__lora_B__weight=b)
+    done = ckpttool("merge", f"{source}+{one}", "-o", tmp_path / "dst", "--verify")
+    assert done.code == 0, done.err
+    before, after = (load_file(tmp_path / d / "model.safetensors") for d in ("base", "dst"))
+    assert after.keys() == before.keys()
+    np.testing.assert_allclose(after[EMBEDDING], before[EMBEDDING] + 2 * b @ a, rtol=1e-5, atol=1e-5)
+    assert json.loads((tmp_path / "dst/config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_merged_with_a_model_that_is_still_tied(tmp_path: Path) -> None:
+    """The head of the other model is its embeddings."""
+    source, other, trained = base(tmp_path / "base"), base(tmp_path / "other"), RNG.standard_normal((19, 8))
+    one = adapter(tmp_path / "adapter", lm_head__weight=trained)
+    done = ckpttool("merge", f"{source}+{one}", other, "--weights", "0.5,0.5", "-o", tmp_path / "dst", "--verify")
+    assert done.code == 0, done.err
+    before, after = (load_file(tmp_path / d / "model.safetensors") for d in ("base", "dst"))
+    np.testing.assert_allclose(after[EMBEDDING], before[EMBEDDING], rtol=1e-6)
+    np.testing.assert_allclose(after[HEAD], (before[EMBEDDING] + trained) / 2, rtol=1e-5, atol=1e-6)
