@@ -1,0 +1,92 @@
+"""``python -m tests.walk``: thousands of random chains of commands, each judged from outside."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.walk.chain import Told, walk
+from tests.walk.run import warm
+
+
+def _one(job: tuple[int, str, bool]) -> Told:
+    seed, root, keep = job
+    folder = Path(root) / f"chain-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        return walk(seed, folder)
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.walk")
+    parser.add_argument("--chains", type=int, default=2000)
+    parser.add_argument("--from", dest="first", type=int, default=0, help="first seed")
+    parser.add_argument("--seed", type=int, help="this chain only, with its commands")
+    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--keep", type=Path, help="leave the files of the chains here")
+    said = parser.parse_args()
+    shared = Path("/dev/shm")  # noqa: S108  # memory, where there is such a place
+    root = said.keep or Path(tempfile.mkdtemp(prefix="walk-", dir=shared if os.access(shared, os.W_OK) else None))
+    root.mkdir(parents=True, exist_ok=True)
+    seeds = [said.seed] if said.seed is not None else range(said.first, said.first + said.chains)
+    jobs = [(seed, str(root.resolve()), said.keep is not None) for seed in seeds]
+    warm()
+    start = time.monotonic()
+    told: list[Told] = []
+    try:
+        with multiprocessing.get_context("fork").Pool(said.jobs) as pool:
+            for one in pool.imap(_one, jobs):
+                told.append(one)
+                if one.wrong or said.seed is not None:
+                    _show(one)
+    finally:
+        if said.keep is None:
+            shutil.rmtree(root, ignore_errors=True)
+    return _sum_up(told, time.monotonic() - start)
+
+
+def _show(one: Told) -> None:
+    print("\n".join(one.log))
+    if one.wrong:
+        print(f"WRONG {one.wrong}\n    python -m tests.walk --seed {one.seed}\n")
+    sys.stdout.flush()
+
+
+def _sum_up(told: list[Told], seconds: float) -> int:
+    steps: Counter[str] = sum((t.steps for t in told), Counter())
+    pairs: Counter[tuple[str, str]] = sum((t.pairs for t in told), Counter())
+    print(f"\n{len(told)} chains, {seconds:.0f} s")
+    for name, count in steps.most_common():
+        print(f"{count:7,} {name}")
+    print("\nwritten and judged")
+    formats = sorted({f for _, f in pairs})
+    print(f"{'':14}" + "".join(f"{f:>10}" for f in formats))
+    for family in sorted({f for f, _ in pairs}):
+        print(f"{family:14}" + "".join(f"{pairs[family, f] or '-':>10}" for f in formats))
+    print("\ndrawn")
+    traits: Counter[str] = sum((t.traits for t in told), Counter())
+    print(", ".join(f"{n} {c}" for n, c in sorted(traits.items())))
+    print("\nrefused")
+    refusals: Counter[str] = sum((t.refusals for t in told), Counter())
+    for text, count in refusals.most_common():
+        print(f"{count:7,} {text}")
+    wrong = [t for t in told if t.wrong]
+    print(f"\n{len(wrong)} wrong")
+    for t in wrong:
+        print(f"  {t.seed}: {t.wrong.splitlines()[0][:200]}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

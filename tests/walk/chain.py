@@ -1,0 +1,480 @@
+"""One chain: a model, and up to five commands, each drawn from those that its last output allows."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+from tests.walk import bits, names
+from tests.walk.bits import Wrong
+from tests.walk.judge import DTYPES, ENGINES, PADDLE, State, judge
+from tests.walk.models import Model, Tensor, build
+from tests.walk.names import Style, Table, Unclear
+from tests.walk.ranks import Grid, Indivisible, whole
+from tests.walk.run import Ended, ckpttool
+
+WORKS, REFUSED, UNCLEAR = "works", "refused", "unclear"
+
+
+@dataclass
+class Step:
+    """One command, and what must come of it."""
+
+    words: list[str]
+    """Between SRC and DST before, and the options behind."""
+    state: State
+    expect: str = WORKS
+    why: str = ""
+    limit: int = 0
+    command: str = "reshard"
+
+
+@dataclass
+class Told:
+    """What a chain has to tell."""
+
+    seed: int
+    steps: Counter[str] = field(default_factory=Counter)
+    """works, refused as it must be, refused unclear, killed, ..."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """By message, without names and numbers."""
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(family, format) of what was written and judged."""
+    traits: Counter[str] = field(default_factory=Counter)
+    wrong: str = ""
+    log: list[str] = field(default_factory=list)
+
+
+def write_source(folder: Path, model: Model, state: State, r: Random) -> None:
+    """The checkpoint that a chain begins with, as Hugging Face's software writes it."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model.config, indent=2) + "\n", encoding="utf-8")
+    for name, data in state.beside.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    tensors = whole(model, state.table)
+    if r.random() < 0.6:
+        bits.write(folder / "model.safetensors", tensors)
+        return
+    order = list(tensors)
+    if r.random() < 0.5:
+        r.shuffle(order)
+    count = r.choice([2, 3, 5])
+    shards = [order[i::count] for i in range(count)]
+    shards = [s for s in shards if s]
+    where = {}
+    for i, shard in enumerate(shards):
+        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        bits.write(folder / name, {n: tensors[n] for n in shard})
+        where |= dict.fromkeys(shard, name)
+    total = sum(t.bits.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def first_state(model: Model, r: Random) -> State:
+    """In one of the forms that the model may have, with files beside it."""
+    stacked = model.experts and model.family != "gpt_oss" and r.random() < 0.3
+    style = Style("stacked" if stacked else "apart", "", model.family in ("gpt2", "gpt_neox") and r.random() < 0.3)
+    if r.random() < 0.12:
+        style = replace(style, fused=r.choice(["fuse", "unfuse"]))
+    table = names.plain(model)
+    try:
+        table = names.hugging_face(model, table, style)
+        whole(model, table)
+    except Unclear:
+        style = Style()
+        table = names.hugging_face(model, names.plain(model), style)
+    if style != Style():
+        model.traits.add(f"form {style.experts} {style.fused}".strip())
+    return State(model, table, style=style, beside=_beside(model, r))
+
+
+def _beside(model: Model, r: Random) -> dict[str, bytes]:
+    out: dict[str, bytes] = {}
+    if r.random() < 0.5:
+        out["tokenizer_config.json"] = b'{"model_max_length": 16}\n'
+        out["generation_config.json"] = b'{"eos_token_id": 2, "transformers_version": "5.0.0"}'
+    if r.random() < 0.2:
+        out["chat_template.jinja"] = b"{{ messages }}\n"
+        out["vocab.txt"] = bytes(range(256))
+    if r.random() < 0.12:
+        out["1_Pooling/config.json"] = b'{"pooling_mode_mean_tokens": true}'
+        out["additional_chat_templates/tool.jinja"] = b"{{ tools }}\n"
+        model.traits.add("subdirectories")
+    return out
+
+
+# -- drawing steps
+
+
+def _grid(r: Random, model: Model, formats: str) -> Grid:
+    """Sizes, mostly ones that may work."""
+    divisors = [n for n in range(1, 9) if model.heads % n == 0]
+    tp = r.choice(divisors) if r.random() < 0.75 else r.choice([1, 2, 3, 4, 5, 8])
+    if formats == "deepseek":
+        if r.random() < 0.7:
+            tp = r.choice([n for n in divisors if model.experts % n == 0])
+        return Grid(tp, 1, tp, 1)
+    pp = r.choice([1, 1, 1, 2, 2, 3])
+    chunks: tuple[int, ...] = ()
+    if pp > 1 and (model.layers % pp or r.random() < 0.4):
+        if model.layers < pp:
+            pp = 1 if r.random() < 0.8 else pp
+        else:
+            cuts = sorted(r.sample(range(1, model.layers), pp - 1))
+            chunks = tuple(b - a for a, b in zip([0, *cuts], [*cuts, model.layers], strict=True))
+            if model.layers % (2 * pp) == 0 and r.random() < 0.3:
+                chunks = (model.layers // (2 * pp),) * (2 * pp)
+    ep, etp = 1, tp
+    if model.experts:
+        if formats == "vllm":
+            ep = r.choice([1, tp])
+            etp = 1 if ep > 1 else tp
+        elif formats == "trtllm":
+            ep = r.choice([n for n in range(1, tp + 1) if tp % n == 0])
+            etp = tp // ep
+        elif formats == "ranks" and r.random() < 0.7:
+            ep = r.choice([1, 2, 3, 4])
+            etp = r.choice([1, 1, tp, 2])
+        elif formats in PADDLE and formats != "flex":
+            ep = r.choice([1, tp, 2 * tp]) if tp > 1 else r.choice([1, 2])
+            etp = 1
+    grid = Grid(tp, pp, ep, etp, chunks, ep_fastest=formats == "trtllm")
+    return grid if grid.world <= 24 else Grid(tp, 1, 1, tp, ep_fastest=formats == "trtllm")
+
+
+def _grid_words(model: Model, grid: Grid, formats: str) -> list[str]:
+    words = ["--tp-out", str(grid.tp)]
+    if formats == "deepseek":
+        return words
+    words += ["--pp-out", str(grid.pp)]
+    if grid.chunks:
+        words += ["--pp-layout", ",".join(map(str, grid.chunks))]
+    if model.experts:
+        words += ["--ep-out", str(grid.ep), "--etp-out", str(grid.etp)]
+    return words
+
+
+def _run_words(r: Random) -> list[str]:
+    words = []
+    if r.random() < 0.3:
+        words.append("--verify")
+    if r.random() < 0.15:
+        words.append("--manifest")
+    if r.random() < 0.25:
+        words += ["--workers", r.choice(["1", "2", "3"])]
+    if r.random() < 0.15:
+        words += ["--memory", r.choice(["4MiB", "16MiB"])]
+    return words
+
+
+def _recast(model: Model, dtype: str) -> Model:
+    tensors = {n: replace(t, raw=bits.cast(t.raw, dtype)) for n, t in model.tensors.items()}
+    return replace(model, tensors=tensors)
+
+
+def _selected(state: State, r: Random) -> tuple[list[str], Table] | None:
+    """Patterns that leave some tensors out, and what stays."""
+    if state.naming == "vllm" and state.model.tied:
+        return None  # the one embedding has several names there
+    table = state.table
+    candidates = ["*norm*", "*.bias", "*attn*", "*mlp*", "*.0.*", "*head*", "re:.*\\.1\\..*", "re:^lm_head"]
+    pattern = r.choice([*candidates, r.choice(list(table))])
+    keep = not pattern.startswith("re:") and r.random() < 0.3
+    if pattern.startswith("re:"):
+        regex = re.compile(pattern[3:])
+        hit = {n for n in table if regex.search(n)}
+    else:
+        hit = {n for n in table if fnmatch.fnmatchcase(n, pattern)}
+    if not hit or len(hit) == len(table):
+        return None
+    left = {n: f for n, f in table.items() if (n in hit) == keep}
+    return ["--keep-keys" if keep else "--remove-keys", pattern], left
+
+
+Draw = Callable[[Random, State], "Step | None"]
+
+
+def _judged(step: Step) -> Step:
+    """With what must come of it, as far as cuts and fusions tell."""
+    step.state = step.state.staged
+    try:
+        if step.state.format == "hf":
+            whole(step.state.model, step.state.table)
+        elif step.state.format not in PADDLE:
+            step.state.ranks()
+    except Indivisible as e:
+        step.expect, step.why = REFUSED, str(e)
+    except Unclear as e:
+        step.expect, step.why = UNCLEAR, str(e)
+    return step
+
+
+def _engine_left(state: State) -> State:
+    """The model as it comes back from an engine's names."""
+    return state
+
+
+def _published(state: State) -> Style:
+    """The form in which a checkpoint comes back to Hugging Face: ranks of a fused one come back published."""
+    style = state.style if state.naming == "hf" else Style()
+    return style if state.format == "hf" else replace(style, fused="")
+
+
+def _to_hf(r: Random, state: State) -> Step:
+    words = ["--to", "hf"]
+    return _renamed(r, state, words, "hf", "hf", _published(state), Grid())
+
+
+def _to_ranks(r: Random, state: State) -> Step:
+    grid = _grid(r, state.model, "ranks")
+    words = ["--to", "ranks", *_grid_words(state.model, grid, "ranks")]
+    return _renamed(r, state, words, "ranks", state.naming, state.style, grid)
+
+
+def _renamed(r: Random, state: State, words: list[str], format_: str, naming: str, style: Style, grid: Grid) -> Step:
+    """A target whose names are those of Hugging Face, or the source's."""
+    fused = r.choice(["fuse", "unfuse"]) if r.random() < 0.2 and naming == "hf" else ""
+    expect, why = WORKS, ""
+    if fused:
+        words.append("--" + fused)
+        style = replace(style, fused=fused)
+    table = state.table
+    model = state.model
+    changes: dict[str, object] = {}
+    if naming != state.naming or style != state.style:
+        try:
+            table = state.named(naming, style)
+        except Unclear as e:
+            expect, why = UNCLEAR, str(e)
+    if r.random() < 0.15 and expect == WORKS and naming == state.naming and style == state.style:
+        selected = _selected(state, r)
+        if selected:
+            words += selected[0]
+            table = selected[1]
+    if r.random() < 0.2 and "fp8 blocks" not in model.traits:
+        dtype = r.choice(["F32", "BF16", "F16"])
+        words += ["--dtype", {"F32": "f32", "BF16": "bf16", "F16": "f16"}[dtype]]
+        model = _recast(model, dtype)
+        changes["dtype"] = dtype
+    if format_ == "ranks":
+        multiple = r.choice([1, 1, 1, 2, 3, 8, 64])
+        if multiple > 1:
+            words += ["--vocab-multiple", str(multiple)]
+        changes["multiple"] = multiple
+    limit = 0
+    if format_ == "hf" and r.random() < 0.3:
+        limit = r.choice([1000, 3000, 10000])
+        words += ["--max-shard-size", str(limit)]
+    new = replace(state, model=model, table=table, format=format_, naming=naming, style=style, grid=grid, **changes)  # type: ignore[arg-type]
+    step = Step(words, new, expect, why, limit)
+    return step if expect != WORKS else _judged(step)
+
+
+def _to_engine(engine: str) -> Draw:
+    def draw(r: Random, state: State) -> Step:
+        model = state.model
+        grid = _grid(r, model, engine)
+        words = ["--to", engine, *_grid_words(model, grid, engine)]
+        limit = 0
+        if engine == "vllm" and r.random() < 0.2:
+            limit = r.choice([1000, 4000])
+            words += ["--max-shard-size", str(limit)]
+        if engine == "trtllm" and "fp8 blocks" in model.traits:
+            return Step(words, state, REFUSED, "TensorRT-LLM's scales are others")
+        optional = state.optional
+        plain = state.plain()
+        if model.tie == "equal" and model.output in plain:
+            optional = frozenset({model.output})
+        try:
+            table = state.named(engine, Style())
+        except Unclear as e:
+            return Step(words, state, UNCLEAR, str(e))
+        new = replace(
+            state, table=table, format=engine, naming=engine, style=Style(), grid=grid, optional=optional,
+            config_kept=state.config_kept and engine != "trtllm",
+        )  # fmt: skip
+        step = _judged(Step(words, new, limit=limit))
+        if model.tie == "differs" and step.expect == WORKS:
+            step.expect, step.why = UNCLEAR, "said to be tied, and is not"
+        return step
+
+    return draw
+
+
+def _drop_keys(r: Random, state: State) -> Step | None:
+    selected = _selected(state, r)
+    if selected is None or state.format in PADDLE:
+        return None
+    (flag, pattern), table = selected
+    words = [pattern] if flag == "--remove-keys" else [flag, pattern]
+    if r.random() < 0.3 and state.format == "hf":
+        words.append("--link")
+    return _judged(Step(words, replace(state, table=table), command="drop-keys"))
+
+
+def _merge(r: Random, state: State) -> Step | None:
+    """With itself: nothing changes."""
+    if "fp8 blocks" in state.model.traits or state.format in PADDLE:
+        return None
+    style = _published(state)
+    try:
+        table = state.table if state.format == "hf" else state.named("hf", style)
+    except Unclear:
+        return None
+    new = replace(state, table=table, format="hf", naming="hf", style=style, grid=Grid())
+    words = r.choice([["--weights", "0.5,0.5"], ["--method", "average"], ["--weights", "0.25,0.75"]])
+    return _judged(Step(["--to", "hf", *words], new, command="merge"))
+
+
+def _draw(r: Random, state: State, *, final: bool) -> Step | None:
+    if final:
+        return _to_hf(r, state)
+    model = state.model
+    draws: list[tuple[Draw, int]] = [
+        (_to_hf, 3),
+        (_to_ranks, 6),
+        (_to_engine("vllm"), 4),
+        (_drop_keys, 1),
+        (_merge, 1),
+    ]
+    if model.family == "deepseek":
+        draws.append((_to_engine("deepseek"), 5))
+    if model.family in ("llama", "qwen2", "mixtral"):
+        draws.append((_to_engine("trtllm"), 4))
+    (draw,) = r.choices([d for d, _ in draws], [n for _, n in draws])
+    return draw(r, state)
+
+
+# -- running
+
+
+def _kind(err: str) -> str:
+    """A message without what differs from case to case."""
+    line = next((x for x in err.splitlines() if x.startswith("error: ")), err[:80])
+    return re.sub(r"\[[\d, ]+\]", "[..]", re.sub(r"\d+", "N", re.sub(r"`[^`]*`", "`..`", line)))[:150]
+
+
+def _check_end(ended: Ended, folder: Path, dst: Path, others: set[str]) -> None:
+    """Raises Wrong unless a command that was not killed ended as it is documented to."""
+    if "Traceback (most recent call last)" in ended.err or ended.code < 0:
+        raise Wrong(f"exit {ended.code}: {ended.err.strip()[-1500:]}")
+    left = {p.name for p in folder.iterdir()} - others - {"stdout", "stderr", "tmp"}
+    if scratch := list((folder / "tmp").iterdir()):
+        raise Wrong(f"in TMPDIR: {[p.name for p in scratch][:5]}")
+    if ended.code == 0:
+        if left != {dst.name}:
+            raise Wrong(f"success left {sorted(left)}")
+    elif ended.code in (1, 2):
+        if left:
+            raise Wrong(f"a refusal left {sorted(left)}: {ended.err[-300:]}")
+        if ended.err.count("error: ") != 1:
+            raise Wrong(f"not one error: {ended.err[-800:]}")
+    else:
+        raise Wrong(f"exit {ended.code}: {ended.err[-800:]}")
+
+
+def _execute(step: Step, src: Path, dst: Path, folder: Path, r: Random, told: Told) -> Ended:
+    """Run a step, killed and resumed now and then."""
+    if step.command == "merge":
+        shutil.copytree(src, twin := folder / "twin")
+        words = ["merge", src.name, twin.name, "-o", dst.name, *step.words]
+    else:
+        words = [step.command, src.name, dst.name, *step.words]
+    words += _run_words(r)
+    others = {src.name, "twin"}
+    if r.random() < 0.25:
+        call = int(2 ** r.uniform(0, 7))
+        ended = ckpttool(words, folder, call)
+        told.log.append(f"ckpttool {' '.join(words)}   # killed at call {call}: {ended.code}")
+        if ended.code != -9:
+            _check_end(ended, folder, dst, others)
+            return ended
+        told.steps["killed"] += 1
+        shutil.rmtree(folder / "tmp", ignore_errors=True)
+        partial = folder / (dst.name + ".partial")
+        if dst.exists():
+            if partial.exists() and any(partial.iterdir()):
+                raise Wrong("killed behind the end, and something is left beside DST")
+            words.append("--force")
+        elif r.random() < 0.7 or not partial.exists():
+            words.append("--resume" if partial.exists() or r.random() < 0.5 else "--verify")
+            told.steps["resumed"] += 1
+        else:
+            words.append("--force")
+    words = list(dict.fromkeys(words)) if words.count("--verify") > 1 else words
+    ended = ckpttool(words, folder)
+    told.log.append(f"ckpttool {' '.join(words)}   # {ended.code}")
+    _check_end(ended, folder, dst, others)
+    return ended
+
+
+def _times(path: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in path.rglob("*") if p.is_file()}
+
+
+def walk(seed: int, folder: Path) -> Told:
+    """Walk one chain in an empty folder."""
+    told = Told(seed)
+    r = Random(f"chain {seed}")
+    model = build(seed)
+    state = first_state(model, r)
+    src = folder / "s0"
+    write_source(src, model, state, r)
+    told.traits.update([model.kind, *model.traits])
+    told.log.append(f"# {model.kind}, {', '.join(sorted(model.traits))}")
+    told.log.append(f"# {json.dumps(model.config)}")
+    steps = r.randint(1, 5)
+    for i in range(steps + 1):
+        if i == steps and state.format == "hf":
+            break
+        step = _draw(r, state, final=i == steps)
+        if step is None:
+            continue
+        dst = folder / f"s{i + 1}"
+        before = _times(src)
+        try:
+            ended = _execute(step, src, dst, folder, r, told)
+            shutil.rmtree(folder / "twin", ignore_errors=True)
+            if _times(src) != before:
+                raise Wrong("the source has changed")
+            outcome = _weigh(step, ended, told, final=i == steps)
+            if outcome:
+                judge(dst, step.state, limit=step.limit)
+        except Wrong as e:
+            told.wrong = str(e)
+            return told
+        if outcome:
+            told.pairs[model.family, step.state.format] += 1
+            shutil.rmtree(src)
+            src, state = dst, step.state
+    return told
+
+
+def _weigh(step: Step, ended: Ended, told: Told, *, final: bool) -> bool:
+    """Whether there is an output to judge. Raises Wrong where a step should have ended otherwise."""
+    if ended.code == 0:
+        told.steps["worked"] += 1
+        if step.expect == REFUSED:
+            raise Wrong(f"should have been refused: {step.why}")
+        if step.expect == UNCLEAR:
+            told.steps["worked, though unclear"] += 1
+            raise Wrong(f"worked, though unclear: {step.why}")
+        return True
+    told.refusals[f"{step.expect}: {_kind(ended.err)}"] += 1
+    told.steps["refused"] += 1
+    told.log.append("    " + ended.err.strip().replace("\n", "\n    "))
+    if step.expect == WORKS:
+        raise Wrong(f"should have worked: {ended.err.strip()}")
+    return False
+
+
+__all__ = ["DTYPES", "ENGINES", "Told", "Tensor", "walk"]
