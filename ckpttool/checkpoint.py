@@ -150,6 +150,7 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
                 catalog.tensors[t.key] = t
             notes += [n for n in assembler.notes if n not in notes]
         catalog = join_shards(catalog, stored.shards)
+    stored.mesh = _with_uneven_stages(catalog, stored.mesh, family.size("layers") or 0)
     for key, dtype in stored.dtypes.items():
         if key in catalog.tensors:
             catalog.tensors[key].dtype = dtype
@@ -168,6 +169,27 @@ def refuse_empty(checkpoint: Checkpoint) -> None:
             where=str(checkpoint.path),
             hint="its files have headers and nothing else: save or fetch it again",
         )
+
+
+def _with_uneven_stages(catalog: Catalog, mesh: Mesh, layers: int) -> Mesh:
+    """The mesh with the layers of each stage, where they do not divide and only the ranks' tensors say them."""
+    if mesh.pp == 1 or mesh.layout or layers % mesh.pp == 0:
+        return mesh
+    stages: dict[int, set[int]] = {}
+    for key, t in catalog.tensors.items():
+        if m := LAYER.search(key.name):
+            stages.setdefault(int(m[1]), set()).update(p.stored.rank // mesh.width for p in t.pieces)
+    runs: list[list[int]] = []
+    for layer in range(layers):
+        if len(found := stages.get(layer, set())) != 1:
+            return mesh
+        (stage,) = found
+        if not runs or runs[-1][0] != stage:
+            runs.append([stage, 0])
+        runs[-1][1] += 1
+    if len(runs) % mesh.pp or any(stage != i % mesh.pp for i, (stage, _) in enumerate(runs)):
+        return mesh
+    return mesh.with_layout([n for _, n in runs])
 
 
 MOST = 1 << 20

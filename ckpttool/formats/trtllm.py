@@ -23,6 +23,7 @@ from ckpttool.formats.base import (
     check_mesh,
     companions,
     contiguous_ranks,
+    model_fields,
     read_files,
 )
 from ckpttool.mesh import Mesh
@@ -113,6 +114,11 @@ class TensorRTLLM:
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         """Moe_tp x moe_ep is tp, always. Raises UsageError for numbers that flags name and that do not make it."""
+        if len(asked.layout) > asked.pp:
+            raise UsageError(
+                f"--to trtllm has no virtual stages: {len(asked.layout)} chunks for pp {asked.pp}",
+                hint=f"--pp-layout takes {asked.pp} numbers here",
+            )
         fits = asked.tp % asked.ep == 0
         etp = asked.etp if said.keys() & {"ep", "etp"} else asked.tp // asked.ep
         if not fits or etp * asked.ep != asked.tp:
@@ -166,6 +172,7 @@ def to_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def from_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
     """A TensorRT-LLM config from Hugging Face's fields; the mapping is added by ``write``."""
+    config = model_fields(config)
     out: dict[str, Any] = {k: config[k] for k in _SAME if k in config}
     for theirs, ours in _FIELDS.items():
         if ours in config:

@@ -30,6 +30,7 @@ from ckpttool.formats.base import (
     companions,
     contiguous_ranks,
     fill_files,
+    model_fields,
     read_files,
 )
 from ckpttool.formats.safetensors import layout_file
@@ -154,7 +155,8 @@ def _expert_ranks(tensors: Sequence[StoredTensor], config: Mapping[str, Any], tp
     """Expert-parallel ranks, which nothing records: the ranks' experts are counted and compared with the config's."""
     stacked = {t.rank: t.shape[0] for t in tensors if t.name.endswith(".w13_weight") and t.shape}
     fields = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    total = next((config[f] for f in fields if isinstance(config.get(f), int)), None)
+    said = model_fields(config)
+    total = next((said[f] for f in fields if isinstance(said.get(f), int)), None)
     return tp if tp > 1 and stacked and total and max(stacked.values()) < total else 1
 
 

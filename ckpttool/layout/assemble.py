@@ -147,7 +147,7 @@ class Assembler:
                 codes = tensors[part.codes].shape if name != part.codes else ()
                 tensors[name] = self._one(name, named[name], place, unit, packing.whole(part, codes))
                 packing.base(part, name, tensors[name].shape, tensors[part.codes].shape)
-        self._check_heads(tensors, {n: p for n, p in known.items() if n not in packed})
+        self._check_heads(tensors, {n: p for n, p in known.items() if n not in packed and n not in weights})
         return Catalog(self.files, {Key(n): tensors[n] for n in named})
 
     def _check_heads(self, tensors: Mapping[str, LogicalTensor], known: Mapping[str, Placement]) -> None:

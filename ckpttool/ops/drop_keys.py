@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +113,8 @@ def prepare(
         return _in_place(source, selection, gone, warnings, link=link)
     if unified is not None:
         return _in_unified(source, selection, unified, lost, gone, warnings, link=link)
+    if not target.format and not target.said() and by_name(source.format, "").sharded:
+        target = replace(target, format=source.format)  # one rank stays one rank
     prepared = plan_target(source, target, selection)
     notes = prepared.notes
     if len(gone) > len(lost):

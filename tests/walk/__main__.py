@@ -56,35 +56,39 @@ def main() -> int:
     return _sum_up(told, time.monotonic() - start)
 
 
-def _show(one: Told) -> None:
-    print("\n".join(one.log))
-    if one.wrong:
-        print(f"WRONG {one.wrong}\n    python -m tests.walk --seed {one.seed}\n")
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def _show(one: Told) -> None:
+    _say("\n".join(one.log))
+    if one.wrong:
+        _say(f"WRONG {one.wrong}\n    python -m tests.walk --seed {one.seed}\n")
 
 
 def _sum_up(told: list[Told], seconds: float) -> int:
     steps: Counter[str] = sum((t.steps for t in told), Counter())
     pairs: Counter[tuple[str, str]] = sum((t.pairs for t in told), Counter())
-    print(f"\n{len(told)} chains, {seconds:.0f} s")
+    _say(f"\n{len(told)} chains, {seconds:.0f} s")
     for name, count in steps.most_common():
-        print(f"{count:7,} {name}")
-    print("\nwritten and judged")
+        _say(f"{count:7,} {name}")
+    _say("\nwritten and judged")
     formats = sorted({f for _, f in pairs})
-    print(f"{'':14}" + "".join(f"{f:>10}" for f in formats))
+    _say(f"{'':14}" + "".join(f"{f:>10}" for f in formats))
     for family in sorted({f for f, _ in pairs}):
-        print(f"{family:14}" + "".join(f"{pairs[family, f] or '-':>10}" for f in formats))
-    print("\ndrawn")
+        _say(f"{family:14}" + "".join(f"{pairs[family, f] or '-':>10}" for f in formats))
+    _say("\ndrawn")
     traits: Counter[str] = sum((t.traits for t in told), Counter())
-    print(", ".join(f"{n} {c}" for n, c in sorted(traits.items())))
-    print("\nrefused")
+    _say(", ".join(f"{n} {c}" for n, c in sorted(traits.items())))
+    _say("\nrefused")
     refusals: Counter[str] = sum((t.refusals for t in told), Counter())
     for text, count in refusals.most_common():
-        print(f"{count:7,} {text}")
+        _say(f"{count:7,} {text}")
     wrong = [t for t in told if t.wrong]
-    print(f"\n{len(wrong)} wrong")
+    _say(f"\n{len(wrong)} wrong")
     for t in wrong:
-        print(f"  {t.seed}: {t.wrong.splitlines()[0][:200]}")
+        _say(f"  {t.seed}: {t.wrong.splitlines()[0][:200]}")
     return 1 if wrong else 0
 
 

@@ -123,9 +123,7 @@ def difference(found: Mapping[str, Raw], wanted: Mapping[str, Raw], where: str) 
     for name, want in wanted.items():
         have = found[name]
         if (have.dtype, have.bits.shape) != (want.dtype, want.bits.shape):
-            raise Wrong(
-                f"{where}: `{name}` is {have.dtype} {have.bits.shape}, must be {want.dtype} {want.bits.shape}"
-            )
+            raise Wrong(f"{where}: `{name}` is {have.dtype} {have.bits.shape}, must be {want.dtype} {want.bits.shape}")
         if not np.array_equal(have.bits, want.bits):
             different = np.argwhere(have.bits != want.bits)
             raise Wrong(

@@ -102,4 +102,6 @@ def build(form: Form, get: Get, first: bool = True) -> Array | None:
     if isinstance(form, Join):
         return np.concatenate(parts)
     groups = len(parts[-1]) // form.rows
-    return np.concatenate([piece for group in zip(*(np.split(p, groups) for p in parts), strict=True) for piece in group])
+    return np.concatenate(
+        [piece for group in zip(*(np.split(p, groups) for p in parts), strict=True) for piece in group]
+    )

@@ -7,7 +7,7 @@ where it is made: output features, input features, key/value heads, rows of the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -189,7 +189,7 @@ class _Making:
 
 def build(seed: int, kind: str = "") -> Model:
     """The model of a seed."""
-    r = Random(f"model {seed}")
+    r = Random(f"model {seed}")  # noqa: S311  # chance that can be repeated is what is wanted
     kind = kind or r.choice(list(KINDS))
     m = _Making(r, kind)
     family = m.family
@@ -251,6 +251,14 @@ def build(seed: int, kind: str = "") -> Model:
     _tie(m, model)
     _finish(m, model)
     return model
+
+
+def untied(model: Model) -> Model:
+    """With a config that says that output and input embedding are two."""
+    config = {**model.config, "tie_word_embeddings": False}
+    if "tie_word_embeddings" in config.get("text_config", {}):
+        config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+    return replace(model, config=config, tie="no")
 
 
 def _first(m: _Making, model: Model) -> None:
@@ -329,7 +337,13 @@ def _gpt2(m: _Making, model: Model) -> None:
     for field_ in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
         model.config.pop(field_, None)
     model.config.pop("num_key_value_heads", None)
-    model.config |= {"n_embd": hidden, "n_layer": model.layers, "n_head": model.heads, "n_positions": 9, "n_inner": inner}
+    model.config |= {
+        "n_embd": hidden,
+        "n_layer": model.layers,
+        "n_head": model.heads,
+        "n_positions": 9,
+        "n_inner": inner,
+    }
     masks = m.chance(0.3)
     m.add("transformer.wte.weight", (model.vocab, hidden), Cut("vocab"), "embed")
     m.add("transformer.wpe.weight", (9, hidden), what="embed")
@@ -387,7 +401,11 @@ def _mixtral(m: _Making, model: Model) -> None:
         _router(m, "block_sparse_moe.gate.weight", model.experts, hidden)
         for e in range(model.experts):
             stem = f"block_sparse_moe.experts.{e}"
-            for x, rows, columns, axis in (("w1", inner, hidden, 0), ("w2", hidden, inner, 1), ("w3", inner, hidden, 0)):
+            for x, rows, columns, axis in (
+                ("w1", inner, hidden, 0),
+                ("w2", hidden, inner, 1),
+                ("w3", inner, hidden, 0),
+            ):
                 m.linear(f"{stem}.{x}", rows, columns, Cut("split", axis), expert=e)
         _norms(m, model)
     _last(m, model)
@@ -611,7 +629,11 @@ def _finish(m: _Making, model: Model) -> None:
     if m.chance(0.12):
         m.traits.add("nested text_config")
         quantised = model.config.pop("quantization_config", None)
-        tied = {"tie_word_embeddings": model.config["tie_word_embeddings"]} if "tie_word_embeddings" in model.config else {}
+        tied = (
+            {"tie_word_embeddings": model.config["tie_word_embeddings"]}
+            if "tie_word_embeddings" in model.config
+            else {}
+        )
         inner = {**model.config, "model_type": model.kind, **dtype}
         model.config = {**named, **dtype, **tied, "text_config": inner}
         if quantised:

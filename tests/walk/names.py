@@ -202,7 +202,7 @@ def vllm(model: Model, table: Table) -> Table:
     family = model.family
     table = _without_derived(model, without_prediction(model, table))
     if family == "gpt_neox":
-        table = hugging_face(model, table, Style())
+        table = _one_head(model, hugging_face(model, table, Style()))
         return rename(table, ("gpt_neox.{a}", "model.{a}"), ("embed_out.{a}", "lm_head.{a}"))
     if model.kind != "gemma2":
         table = _one_head(model, table)
@@ -230,17 +230,14 @@ def vllm(model: Model, table: Table) -> Table:
             # wk may be FP8, and is joined with what is not
             if any(n.endswith("indexer.wk.weight_scale_inv") for n in table):
                 raise Unclear("the indexer's wk is FP8")
-            table = join(
-                table, "{a}.indexer.wk_weights_proj.{b}", "{a}.indexer.wk.{b}", "{a}.indexer.weights_proj.{b}"
-            )
+            table = join(table, "{a}.indexer.wk_weights_proj.{b}", "{a}.indexer.wk.{b}", "{a}.indexer.weights_proj.{b}")
     else:
         table = join(table, "{a}.self_attn.qkv_proj.{b}", *QKV)
     old = "{a}.experts.{n}"
     if family == "mixtral":
         table = join(table, old + ".w13.{b}", old + ".w1.{b}", old + ".w3.{b}")
         table = stack(table, "{a}.experts.routed_experts.w13_{b}", old + ".w13.{b}", model)
-        table = stack(table, "{a}.experts.routed_experts.w2_{b}", old + ".w2.{b}", model)
-        return table
+        return stack(table, "{a}.experts.routed_experts.w2_{b}", old + ".w2.{b}", model)
     table = join(table, "{a}.gate_up_proj.{b}", "{a}.gate_proj.{b}", "{a}.up_proj.{b}")
     table = stack(table, "{a}.experts.routed_experts.w13_{b}", old + ".gate_up_proj.{b}", model)
     table = stack(table, "{a}.experts.routed_experts.w2_{b}", old + ".down_proj.{b}", model)
@@ -296,7 +293,9 @@ def deepseek(model: Model, table: Table) -> Table:
     def new(name: str) -> str:
         name = name.removeprefix("model.")
         inside = ".indexer." in name
-        return ".".join(known.get(w, w) if not inside or w in ("self_attn", "weight_scale_inv") else w for w in name.split("."))
+        return ".".join(
+            known.get(w, w) if not inside or w in ("self_attn", "weight_scale_inv") else w for w in name.split(".")
+        )
 
     return {new(n): f for n, f in table.items()}
 

@@ -77,7 +77,8 @@ class Habit:
     """Key/value heads that do not divide stay whole."""
     ragged_experts: bool = True
     """The first ranks get one more of the experts that do not divide."""
-    embedding_whole: bool = False
+    embedding_whole: str = ""
+    """Name of an embedding that every rank of the first stage has whole."""
     local_layers: bool = False
     """Every stage numbers its layers from 0."""
 
@@ -96,18 +97,16 @@ def share(tensor: Tensor, grid: Grid, seat: Seat, experts: int, habit: Habit) ->
     bits, cut = tensor.raw.bits, tensor.cut
     ways, index = grid.tp, seat.tp
     if tensor.expert >= 0:
-        if grid.ep > experts or (experts % grid.ep and not habit.ragged_experts):
+        if experts % grid.ep and not habit.ragged_experts:
             raise Indivisible(f"{experts} experts over {grid.ep} ranks")
         mine = np.array_split(np.arange(experts), grid.ep)[seat.ep]
         if tensor.expert not in mine:
             return None
         ways, index = grid.etp, seat.etp
-    if cut.kind == "whole" or ways == 1 and cut.kind != "vocab":
+    if cut.kind == "whole" or (ways == 1 and cut.kind != "vocab"):
         return bits
     if cut.kind == "vocab":
         rows = len(bits)
-        if habit.embedding_whole and tensor.place == "first":
-            return bits
         if habit.multiple <= 0:
             if rows % ways == 0:
                 return np.split(bits, ways)[index]
@@ -187,6 +186,9 @@ def held(model: Model, table: Table, grid: Grid, rank: int, habit: Habit) -> dic
     head_apart = any(leaves(table[n]) == [model.embedding] for n in (model.output, "lm_head.weight") if n in table)
     for name, form in table.items():
         check_blocks(model, form)
+        if name == habit.embedding_whole and seat.stage == 0:
+            out[name] = model.tensors[leaves(form)[0]].raw
+            continue
         if seat.stage not in stages(model, name, form, grid, head_apart=head_apart):
             continue
         tensor = model.tensors[leaves(form)[0]]

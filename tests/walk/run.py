@@ -64,14 +64,14 @@ def _become(arguments: Sequence[str], folder: Path, kill_at: int) -> int:
     sys.argv = ["ckpttool", *arguments]
     if kill_at:
         _kill_at(kill_at)
-    status = 1
+    status = 0
     try:
         main()
-        status = 0
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:  # noqa: BLE001  # as the interpreter does
         traceback.print_exc()
+        status = 1
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -100,8 +100,7 @@ def warm() -> None:
     import ckpttool.ops.fp8_cast
     import ckpttool.ops.merge
     import ckpttool.ops.reshard
-    import ckpttool.report
+    import ckpttool.report  # noqa: F401
     from ckpttool.layout.family import family_names
 
-    assert ckpttool.ops.reshard.prepare
     family_names()

@@ -1,0 +1,28 @@
+"""A sample of the random walk; `make walk` takes thousands of chains."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def test_sample() -> None:
+    command = [sys.executable, "-m", "tests.walk", "--chains", "24", "-j", "1"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
+
+
+@pytest.mark.parametrize("module", ["bits", "forms", "models", "names", "ranks", "judge"])
+def test_what_makes_and_judges_shares_nothing_with_the_package(module: str) -> None:
+    tree = ast.parse((HERE / f"{module}.py").read_text(encoding="utf-8"))
+    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    ours = {n for n in imported if n.split(".")[0] in ("ckpttool", "tests")}
+    assert ours <= {f"tests.walk.{x}" for x in ("bits", "forms", "models", "names", "ranks", "paddle")}
+    known = {*sys.stdlib_module_names, "numpy", "tests"}
+    assert {n.split(".")[0] for n in imported} <= known
