@@ -12,7 +12,7 @@ PADDLE := $(PADDLE_VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-peers lint format types docs-check torture fuzz bench bench-scale clean
+.PHONY: help setup demo test test-peers lint format types docs-check torture walk fuzz bench bench-scale clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ docs-check: $(DEV) ## run every command and example of README.md and docs/, chec
 
 torture: $(DEV) ## kill, fail and starve every command at each of its system calls, and see what is left (minutes)
 	@$(BIN)/python -m tests.torture $(ARGS)
+
+walk: $(DEV) ## write unusual models of every family in random chains of formats, judged from outside (20 minutes; ARGS)
+	@$(BIN)/python -m tests.walk $(ARGS)
 
 fuzz: $(FUZZ) ## damage every structure of every format, and let coverage guide more of it (an hour; FUZZ_ARGS, GUIDED_ARGS)
 	@$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)

@@ -412,11 +412,11 @@ def _execute(step: Step, src: Path, dst: Path, folder: Path, r: Random, told: To
                 raise Wrong("killed behind the end, and something is left beside DST")
             words.append("--force")
         elif r.random() < 0.7 or not partial.exists():
-            words.append("--resume" if partial.exists() or r.random() < 0.5 else "--verify")
+            if partial.exists():
+                words.append("--resume")
             told.steps["resumed"] += 1
         else:
             words.append("--force")
-    words = list(dict.fromkeys(words)) if words.count("--verify") > 1 else words
     ended = ckpttool(words, folder)
     told.log.append(f"ckpttool {' '.join(words)}   # {ended.code}")
     _check_end(ended, folder, dst, others)
