@@ -41,7 +41,7 @@ from ckpttool.formats._hybrid_names import (
     cell_key,
     file_name,
 )
-from ckpttool.formats._paddle import base_prefix, target_config
+from ckpttool.formats._paddle import base_prefix, resume_flags, target_config
 from ckpttool.formats._pickle import read_pickle
 from ckpttool.formats._pickle_write import Hole, layout_pickle
 from ckpttool.formats._sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
@@ -234,7 +234,8 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> Skeleton:
     if shards > 1:
         small.append((META, _meta(cells, shares, request, source, nlp=nlp)))
     left = tuple([p.name for p in request.companions if _LEFT.fullmatch(p.name)])
-    return Skeleton(build.files, build.places, notes, build.rank_files, build.ranks, tuple(small), left)
+    usage = resume_flags(request, "sharding_io")
+    return Skeleton(build.files, build.places, notes, build.rank_files, build.ranks, tuple(small), left, usage=usage)
 
 
 def _check_sizes(request: WriteRequest, version: str, *, nlp: bool, ema: bool) -> None:

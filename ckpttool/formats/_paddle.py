@@ -12,6 +12,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from ckpttool.formats.base import WriteRequest, all_ranks
+
 STATES = frozenset({"moment1_0", "moment2_0", "velocity_0", "beta1_pow_acc_0", "beta2_pow_acc_0", "moment2_max_0"})
 """Accumulators of the optimizers, as their names end."""
 
@@ -167,6 +169,17 @@ TRAINER_FILES = re.compile(
     r"|model_meta\.json|saved_signal_.*|optimizer\.safetensors\.index\.json"
 )
 """Small files that only a trainer has a use for."""
+
+
+def resume_flags(request: WriteRequest, kind: str) -> str:
+    """How a trainer goes on from what is written in ``kind``, its word for a format; "" without optimizer state."""
+    if not all_ranks(request) or not any(t.component == "optimizer" for t in request.ranks[0]):
+        return ""
+    if request.version.startswith("paddlenlp"):
+        own = "--unified_checkpoint true" if kind == "unified_checkpoint" else "--load_sharded_model true"
+    else:
+        own = f"--load_checkpoint_format {kind}"
+    return f"resume with --resume_from_checkpoint {{dst}} {own}"
 
 
 def published_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -369,6 +369,11 @@ class Habits(NamedTuple):
     """What comes in this format stays in it unless --to says otherwise."""
 
 
+def all_ranks(request: WriteRequest) -> bool:
+    """Whether every rank is written, with the config that a reader needs."""
+    return len(request.chosen) == request.mesh.world and bool(request.config)
+
+
 class OutFile(NamedTuple):
     """A file that will be written."""
 
@@ -394,6 +399,9 @@ class Skeleton(NamedTuple):
     """Companions (file names) that are not valid in the target and are left out."""
     beside: tuple[Path, ...] = ()
     """Files that the format carries over as they are, of any size."""
+    usage: str = ""
+    """A command or a line of Python that reads what is written: {dst} is its path for a shell, {text} in quotes;
+    "" where there is none."""
 
 
 class Format(Protocol):

@@ -18,6 +18,7 @@ from ckpttool.formats.base import (
     Skeleton,
     StoredCheckpoint,
     WriteRequest,
+    all_ranks,
     build_files,
     check_mesh,
     companions,
@@ -91,4 +92,9 @@ class DeepSeek:
     def write(self, request: WriteRequest) -> Skeleton:
         n = request.mesh.tp
         groups = [(f"model{r}-mp{n}.safetensors", r, request.ranks[r], None) for r in request.chosen]
-        return build_files(groups, n)
+        skeleton = build_files(groups, n)
+        if not all_ranks(request):
+            return skeleton
+        return skeleton._replace(
+            usage=f"torchrun --nproc-per-node {n} generate.py --ckpt-path {{dst}} --config CONFIG --interactive"
+        )

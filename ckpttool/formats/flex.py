@@ -40,7 +40,7 @@ from ckpttool.formats._flex import (
     read_save,
 )
 from ckpttool.formats._nodes import shared_config
-from ckpttool.formats._paddle import CONFIG_DTYPES, STATES, TARGETS, target_config
+from ckpttool.formats._paddle import CONFIG_DTYPES, STATES, TARGETS, resume_flags, target_config
 from ckpttool.formats._pickle_write import Hole, layout_pickle
 from ckpttool.formats._sharding import flat_slices
 from ckpttool.formats.base import (
@@ -486,7 +486,8 @@ class _Writer:
             if shards:
                 data = metadata_pickle(shards, self.boxes.get(component, {}))
                 files.append(OutFile(f"{directory}/0.metadata", len(data), ((0, data),)))
-        return Skeleton(files, places, self._notes(), rank_files, ranks, left=self._left())
+        usage = resume_flags(self.request, "flex_checkpoint")
+        return Skeleton(files, places, self._notes(), rank_files, ranks, left=self._left(), usage=usage)
 
     def _notes(self) -> list[str]:
         dtypes = {e.tensor.dtype for by_rank in self.entries.values() for entries in by_rank for e in entries}

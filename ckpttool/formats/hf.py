@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckpttool.catalog import RankTensor
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
@@ -171,7 +172,22 @@ class HuggingFace:
 
     def write(self, request: WriteRequest) -> Skeleton:
         named = request.native if isinstance(request.native, FileNames) else FileNames()
-        return layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"}, named)
+        skeleton = layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"}, named)
+        return skeleton._replace(usage=_usage(request.config, named))
+
+
+def _usage(config: Mapping[str, Any], named: FileNames) -> str:
+    """The line of Python that loads the files; "" where config.json does not say what they are."""
+    base, _, variant = named.stem.partition(".")
+    if base == "model" and isinstance(config.get("model_type"), str):
+        architectures = config.get("architectures")
+        first = architectures[0] if isinstance(architectures, list) and architectures else ""
+        name = "AutoModelForCausalLM" if str(first).endswith("ForCausalLM") else "AutoModel"
+    elif base == "diffusion_pytorch_model" and re.fullmatch(r"\w+", str(config.get("_class_name", ""))):
+        name = f"diffusers.{config['_class_name']}"
+    else:
+        return ""
+    return f"{name}.from_pretrained({{text}}" + (f', variant="{variant}")' if variant else ")")
 
 
 def layout_published(

@@ -19,6 +19,7 @@ from ckpttool.formats.base import (
     Skeleton,
     StoredCheckpoint,
     WriteRequest,
+    all_ranks,
     build_files,
     check_mesh,
     companions,
@@ -149,7 +150,10 @@ class TensorRTLLM:
                 request.dtype, "float32"
             )
         groups = [(f"rank{r}.safetensors", r, request.ranks[r], None) for r in request.chosen]
-        return build_files(groups, mesh.world)
+        skeleton = build_files(groups, mesh.world)
+        if not all_ranks(request):
+            return skeleton
+        return skeleton._replace(usage="trtllm-build --checkpoint_dir {dst} --output_dir ENGINE")
 
 
 def to_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:

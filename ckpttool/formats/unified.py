@@ -35,6 +35,7 @@ from ckpttool.formats._paddle import (
     config_dtype,
     expected_side,
     is_linear,
+    resume_flags,
     software,
     target_config,
     target_software,
@@ -637,7 +638,7 @@ def _write(request: WriteRequest) -> Skeleton:
         skeleton.files.append(OutFile(name, len(data), ((0, data),)))
     request.config = target_config(request.config, version, request.dtype)
     left = [p.name for p in request.companions if _WORLD_BOUND.match(p.name)]
-    return skeleton._replace(places=[placed], left=tuple(left))
+    return skeleton._replace(places=[placed], left=tuple(left), usage=resume_flags(request, "unified_checkpoint"))
 
 
 def _share(tensors: Sequence[RankTensor], request: WriteRequest) -> list[list[RankTensor]]:

@@ -25,6 +25,7 @@ from ckpttool.formats.base import (
     Skeleton,
     StoredCheckpoint,
     WriteRequest,
+    all_ranks,
     build_files,
     check_mesh,
     companions,
@@ -148,7 +149,14 @@ class VLLM:
             if data:
                 skeleton.rank_files[r].append(len(skeleton.files))
                 skeleton.files.append(OutFile(name, len(data), ((0, data),)))
-        return skeleton
+        if not all_ranks(request):
+            return skeleton
+        mesh = request.mesh
+        stages = f" -pp {mesh.pp}" if mesh.pp > 1 else ""
+        experts = " --enable-expert-parallel" if mesh.ep > 1 else ""
+        return skeleton._replace(
+            usage=f"vllm serve {{dst}} --load-format sharded_state -tp {mesh.width}{stages}{experts}"
+        )
 
 
 def _expert_ranks(tensors: Sequence[StoredTensor], config: Mapping[str, Any], tp: int) -> int:

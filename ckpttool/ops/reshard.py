@@ -5,6 +5,8 @@ open SRC -> views (names, fusions, selections) -> ranks of DST -> skeleton -> pl
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -134,6 +136,14 @@ class Prepared:
     selection: Selection = field(default_factory=Selection)
     statements: tuple[Op, ...] = ()
     """What leads from Hugging Face names to those of the output."""
+    usage: str = ""
+    """What reads the output, see ``Skeleton``."""
+
+    def next_step(self, dst: str | Path) -> str:
+        """A command, or a line of Python, that reads the output at ``dst``; "" where there is none to name."""
+        if self.removed[0]:
+            return ""  # whether a reader can do without them is not known
+        return self.usage.format(dst=shlex.quote(str(dst)), text=json.dumps(str(dst), ensure_ascii=False))
 
 
 @dataclass(slots=True)
@@ -316,7 +326,7 @@ def plan_target(
     family = family.with_whole(whole)
     return Prepared(
         source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed,
-        computed=computed, selection=selection, statements=after,
+        computed=computed, selection=selection, statements=after, usage=skeleton.usage,
     )  # fmt: skip
 
 

@@ -84,6 +84,7 @@ def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
                 "bytes_resumed": run.bytes_skipped,
                 "seconds": round(run.seconds, 6),
                 "verified": result.verified,
+                "next_step": prepared.next_step(result.dst) or None,
                 "notes": notes,
             },
             entries=len(prepared.plan.outputs),
@@ -100,3 +101,4 @@ def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
     )
     if result.verified:
         text.write("verified: every tensor was worked out again and is equal\n")
+    text.next_step(prepared.next_step(result.dst))

@@ -153,6 +153,7 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
                 "checksums": [
                     {"file": c.file, "tensor": c.tensor, "bytes": c.nbytes, "digest": c.digest} for c in run.manifest
                 ],
+                "next_step": target.next_step(result.dst) or None,
                 "notes": notes,
             },
             entries=len(plan.outputs) + len(run.manifest),
@@ -177,3 +178,4 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
     )
     if result.verified:
         text.write("verified: every element is what the merge of the sources gives\n")
+    text.next_step(target.next_step(result.dst))

@@ -156,6 +156,7 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
                 "checksums": [
                     {"file": c.file, "tensor": c.tensor, "bytes": c.nbytes, "digest": c.digest} for c in run.manifest
                 ],
+                "next_step": prepared.next_step(result.dst) or None,
                 "notes": notes,
             },
             entries=len(plan.outputs) + len(run.manifest),
@@ -180,3 +181,4 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
         recoded = prepared.recoded is not None
         what = "every tensor was worked out again and is equal" if recoded else "every element is equal to the source"
         text.write(f"verified: {what}\n")
+    text.next_step(prepared.next_step(result.dst))

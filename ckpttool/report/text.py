@@ -84,6 +84,13 @@ def message(text: str) -> None:
         write(text + "\n", sys.stderr)
 
 
+def next_step(line: str) -> None:
+    """How to use a result, below everything else that is said of it."""
+    if line:
+        sys.stdout.flush()
+        message(f"next: {plain(line)}")
+
+
 @contextlib.contextmanager
 def of_a_result() -> Iterator[None]:
     """What is printed about files that are written. That it cannot be is a warning: the exit code speaks of the files.
