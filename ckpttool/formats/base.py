@@ -365,6 +365,8 @@ class Habits(NamedTuple):
     """A save may lie in several directories (--also), each written by another node."""
     fp32_masters: str = "kept"
     """Of parameters that are float32 themselves, a master weight is ``added``, ``dropped``, or ``kept`` as it is."""
+    refused: tuple[str, ...] = ()
+    """Which of ``fuse`` and ``unfuse`` would make what the format's own software cannot read."""
     keeps: bool = False
     """What comes in this format stays in it unless --to says otherwise."""
 

@@ -36,7 +36,7 @@ class DeepSeek:
     name = "deepseek"
     about = "DeepSeek inference files model{r}-mp{n}.safetensors with native names"
     sharded = True
-    habits = Habits(pad_vocab=False)
+    habits = Habits(pad_vocab=False, refused=("fuse", "unfuse"))
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and listing.match(_NAME) else 0

@@ -65,7 +65,7 @@ class TensorRTLLM:
     name = "trtllm"
     about = "TensorRT-LLM checkpoints rank{N}.safetensors with config.json"
     sharded = True
-    habits = Habits(local_layers=True, whole=(_EMBEDDING,))
+    habits = Habits(local_layers=True, whole=(_EMBEDDING,), refused=("fuse", "unfuse"))
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and listing.match(_NAME) and "mapping" in listing.json("config.json") else 0

@@ -58,7 +58,7 @@ class VLLM:
     name = "vllm"
     about = "vLLM sharded state model-rank-{r}-part-{p}.safetensors with fused layers"
     sharded = True
-    habits = Habits(vocab_multiple=VOCAB_MULTIPLE, shards=True)
+    habits = Habits(vocab_multiple=VOCAB_MULTIPLE, shards=True, refused=("unfuse",))
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and (listing.match(_PLAIN) or listing.match(_STAGED)) else 0

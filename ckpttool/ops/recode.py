@@ -25,7 +25,17 @@ from ckpttool.layout.names import pattern_regex
 from ckpttool.plan import Compute, Operand, Quantize, Result, Scaled
 from ckpttool.planner import Computed, Operands
 from ckpttool.quant.coded import Coded, Codes, find_codes
-from ckpttool.quant.config import FIELDS, HF_QUANT, hf_quant_config, quantization_config, said, section, without
+from ckpttool.quant.config import (
+    DTYPE_FIELDS,
+    FIELDS,
+    HF_QUANT,
+    hf_quant_config,
+    quantization_config,
+    said,
+    section,
+    with_fields,
+    without,
+)
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
 from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
 from ckpttool.relate import View, apply_ops, identity, permute
@@ -35,9 +45,6 @@ HIGH = ("BF16", "F16", "F32")
 """What quantised weights can be written as."""
 
 _BY_CONFIG = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "half": "F16", "float": "F32"}
-
-DTYPE_FIELDS = ("torch_dtype", "dtype")
-"""Of config.json: the dtype of weights in high precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,11 +421,9 @@ class _Recoder:
         config = without(self.config)
         if not self.config:
             return {}
-        text = config.get("text_config")
-        for place in (config, text if isinstance(text, dict) else {}):
-            for name in DTYPE_FIELDS if out.dequantised and self.scheme is None else ():
-                if isinstance(place.get(name), str):
-                    place[name] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[self.dtype]
+        if out.dequantised and self.scheme is None:
+            name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[self.dtype]
+            config = with_fields(config, dict.fromkeys(DTYPE_FIELDS, name))
         if self.scheme is not None:
             kept = self._kept()
             config[FIELDS[0]] = quantization_config(

@@ -49,6 +49,7 @@ from ckpttool.ops.components import WEIGHTS, chosen_components, share_of
 from ckpttool.ops.recode import Recoded, Recoding, recode
 from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan, caster
+from ckpttool.quant.config import DTYPE_FIELDS, with_fields
 from ckpttool.relate import Equal, View, Views, apply_ops, follow, keep, parameters, permute, rename_by_rules
 from ckpttool.select import bounded, matching, nearest_hint
 
@@ -527,6 +528,12 @@ def _check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) 
             f"--max-shard-size has no effect with --to {fmt}, which has one file for each rank",
             hint="omit it; more ranks make smaller files",
         )
+    for flag in ("fuse", "unfuse"):
+        if getattr(target, flag) and flag in writer.habits.refused:
+            raise UsageError(
+                f"--{flag} is not possible with --to {fmt}, whose software reads one form of the model only",
+                hint=f"omit it; --to hf or --to ranks can {flag}",
+            )
     for name in ("ep", "etp"):
         if (getattr(target, name) or 1) > 1 and family.name != "none" and not experts:
             raise UsageError(
@@ -722,15 +729,9 @@ def select(
 
 def _config(source: Checkpoint, mesh: Mesh, dtype: str) -> dict[str, Any]:
     """config.json for the target: fields that name parallel sizes or the dtype are updated, the rest is kept."""
-    config = dict(source.config)
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep}
-    for dimension, fields in PARALLEL_FIELDS.items():
-        for f in fields:
-            if f in config:
-                config[f] = sizes[dimension]
+    values: dict[str, Any] = {f: sizes[d] for d, fields in PARALLEL_FIELDS.items() for f in fields}
     if dtype:
         name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}[dtype]
-        for f in ("dtype", "torch_dtype"):
-            if f in config:
-                config[f] = name
-    return config
+        values |= dict.fromkeys(DTYPE_FIELDS, name)
+    return with_fields(source.config, values)

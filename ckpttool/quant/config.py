@@ -20,6 +20,20 @@ HF_QUANT = "hf_quant_config.json"
 FIELDS = ("quantization_config", "compression_config")
 """Under which config.json speaks of quantisation."""
 
+DTYPE_FIELDS = ("torch_dtype", "dtype")
+"""Of config.json and its sections: the dtype of weights in high precision."""
+
+
+def with_fields(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with these values in the fields that it has, and in those of its sections (``text_config``,
+    ``vision_config``, ...); what it says about quantisation stays."""
+    out = {
+        k: with_fields(v, values) if k.endswith("_config") and k not in FIELDS and isinstance(v, dict) else v
+        for k, v in config.items()
+    }
+    return out | {k: v for k, v in values.items() if k in config}
+
+
 _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 
 

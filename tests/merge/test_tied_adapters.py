@@ -70,3 +70,20 @@ def test_merged_with_a_model_that_is_still_tied(tmp_path: Path) -> None:
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in ("base", "dst"))
     np.testing.assert_allclose(after[EMBEDDING], before[EMBEDDING], rtol=1e-6)
     np.testing.assert_allclose(after[HEAD], (before[EMBEDDING] + trained) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_factors_are_not_averaged(tmp_path: Path) -> None:
+    """Files of adapters, where nothing but the names of tensors says what they are."""
+    for folder in "ab":
+        a, b = RNG.standard_normal((2, 8)), RNG.standard_normal((8, 2))
+        adapter(tmp_path / folder, q_proj__lora_A__weight=a, q_proj__lora_B__weight=b)
+    files = [tmp_path / folder / "adapter_model.safetensors" for folder in "ab"]
+    done = ckpttool("merge", *files, "-o", tmp_path / "dst")
+    assert done.code == 1, done
+    assert "BASE+ADAPTER" in done.err or "MODEL+" in done.err
+    for i, file in enumerate(files):
+        file.rename(tmp_path / f"style{i}.safetensors")
+    done = ckpttool("merge", tmp_path / "style0.safetensors", tmp_path / "style1.safetensors", "-o", tmp_path / "dst")
+    assert done.code == 1, done
+    assert "merging its factors one by one" in done.err
+    assert not (tmp_path / "dst").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -33,6 +34,9 @@ from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved, resolve
 from ckpttool.vocabulary import TOKENIZER_FILES
+
+FACTOR = re.compile(r"(?:\A|\.)(?:lora|hada|lokr|vera)_")
+"""In names of tensors: a factor of a low-rank product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ def prepare(
         _check_masters(recipe, refs, dtype)
     models = Models(options, recipe.component, choices.dequant)
     models.open(refs)
+    if recipe.method != "passthrough":
+        _check_factors(models, refs)
     if choices.dequant and not any(models[r].quantised for r in refs):
         raise UsageError("--dequant: no weight of the sources is quantised", hint="--dtype chooses the output's dtype")
     adaptations = Adaptations(models, refs, rounded=recipe.method != "passthrough")
@@ -248,6 +254,17 @@ def _check_masters(recipe: Recipe, refs: Sequence[ModelRef], dtype: str) -> None
                 "an adapter is added to model weights, and the recipe merges the master weights",
                 where=[recipe.name, *ref.adapters],
                 hint="omit merge_prefix",
+            )
+
+
+def _check_factors(models: Models, refs: Sequence[ModelRef]) -> None:
+    """Raises UnsupportedError for the factors of adapters: the mean of two products is not the product of the means."""
+    for ref in refs:
+        if name := next((n for n in models[ref].views if FACTOR.search(n)), None):
+            raise UnsupportedError(
+                "the source is an adapter: merging its factors one by one does not merge what they stand for",
+                where=[ref.path, f"tensor `{name}`"],
+                hint="merge the adapted models, each with the base: BASE+ADAPTER, once for each adapter",
             )
 
 

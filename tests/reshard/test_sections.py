@@ -1,0 +1,81 @@
+"""What --dtype and parallel sizes do to the sections of config.json, and forms that engines cannot read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.command import ckpttool, refused, reshard
+from tests.reshard.test_tied import model
+
+SECTIONS: dict[str, Any] = {
+    "text_config": {"dtype": "float32", "torch_dtype": "float32", "hidden_size": 8, "tensor_parallel_size": 4},
+    "vision_config": {"torch_dtype": "float32", "depth": 3},
+    "thinker_config": {"audio_config": {"dtype": "float32"}, "dtype": "float32"},
+    "quantization_config": {"dtype": "float32"},
+    "rope_scaling": {"dtype": "float32"},
+}
+
+
+def sections(dst: Path) -> Any:
+    return json.loads((dst / "config.json").read_text())
+
+
+@pytest.mark.parametrize("command", ["reshard", "merge", "recipe"])
+def test_a_cast_reaches_every_section(tmp_path: Path, command: str) -> None:
+    source, dst = model(tmp_path / "src", same=True, **SECTIONS), tmp_path / "dst"
+    if command == "recipe":
+        (tmp_path / "r.yml").write_text(
+            f"merge_method: linear\nmodels: [{{model: {source}, parameters: {{weight: 1}}}}]\ndtype: bfloat16\n"
+        )
+        done = ckpttool("merge", tmp_path / "r.yml", "-o", dst)
+    elif command == "merge":
+        done = ckpttool("merge", source, "-o", dst, "--dtype", "bf16")
+    else:
+        done = ckpttool("reshard", source, dst, "--to", "hf", "--dtype", "bf16")
+    assert done.code == 0, done.err
+    found = sections(dst)
+    assert found["torch_dtype"] == "bfloat16"
+    assert found["text_config"] == {
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 8,
+        "tensor_parallel_size": 1,
+    }
+    assert found["vision_config"] == {"torch_dtype": "bfloat16", "depth": 3}
+    assert found["thinker_config"] == {"audio_config": {"dtype": "bfloat16"}, "dtype": "bfloat16"}
+    assert found["rope_scaling"] == {"dtype": "float32"}
+    assert found.get("quantization_config", SECTIONS["quantization_config"]) == {"dtype": "float32"}
+
+
+def test_parallel_sizes_of_sections(tmp_path: Path) -> None:
+    source = model(tmp_path / "src", same=True, **SECTIONS)
+    reshard(source, tmp_path / "dst", "--tp-out", "2")
+    assert sections(tmp_path / "dst")["text_config"]["tensor_parallel_size"] == 2
+
+
+def test_dequantised_sections(tmp_path: Path) -> None:
+    source = model(tmp_path / "src", same=True, text_config=SECTIONS["text_config"], vision_config={"dtype": "float32"})
+    assert ckpttool("fp8-cast", source, tmp_path / "fp8", "--recipe", "channel").code == 0
+    done = ckpttool("fp8-cast", tmp_path / "fp8", tmp_path / "dst", "--to", "bf16")
+    assert done.code == 0, done.err
+    found = sections(tmp_path / "dst")
+    assert (found["text_config"]["dtype"], found["vision_config"]["dtype"]) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("target", "flag"),
+    [
+        ("vllm", "--unfuse"),
+        ("trtllm", "--fuse"),
+        ("trtllm", "--unfuse"),
+        ("deepseek", "--fuse"),
+        ("deepseek", "--unfuse"),
+    ],
+)
+def test_forms_that_an_engine_cannot_read(tmp_path: Path, target: str, flag: str) -> None:
+    error = refused(model(tmp_path / "src", same=True), tmp_path / "dst", "--to", target, flag, code=2)
+    assert f"{flag} is not possible with --to {target}" in error
