@@ -36,7 +36,7 @@ from ckpttool.quant.config import (
     with_fields,
     without,
 )
-from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
+from ckpttool.quant.keep import Keep, Treated, Weight, for_family, is_conv1d, treat
 from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
 from ckpttool.relate import View, apply_ops, identity, permute
 from ckpttool.select import matching
@@ -239,7 +239,7 @@ class _Recoder:
                 continue
             seen.add(weight)
             found = place(weight) if len(view.shape) > 1 and self.scheme is not None else None
-            in_out = found is not None and found.rule.in_out
+            in_out = found.rule.in_out if found is not None else is_conv1d(self.config, weight)
             coded = codes.weights.get(weight)
             if coded is not None:
                 out.append(Weight(weight, self.dtype, coded.shape, in_out or coded.turned))

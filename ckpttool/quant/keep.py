@@ -8,9 +8,9 @@ published models keep besides is in the presets: DeepSeek quantises its latent p
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpttool.dtypes import CASTABLE
 from ckpttool.errors import UsageError
@@ -18,27 +18,60 @@ from ckpttool.layout.names import split_numbers
 from ckpttool.quant.scheme import Form, Scheme, forms
 from ckpttool.select import bounded, compile_pattern, nearest_hint
 
-_EMBEDDINGS = (
-    "*embed_tokens*",
-    "*embedding*",
-    "*lm_head*",
-    "*output_layer*",
-    "*shared_head.head*",
-    "*wte*",
-    "*wpe*",
-    "*embed_in*",
-    "*embed_out*",
+_END = r"(?:\.#)*(?:\.weight)?$"
+
+
+def _module(*words: str) -> tuple[str, ...]:
+    """Patterns for modules with these names: the last of a tensor's name, numbers aside."""
+    return tuple(rf"re:(?:^|\.)(?:{w}){_END}" for w in words)
+
+
+def _around(*words: str) -> tuple[str, ...]:
+    """Patterns for modules in whose name, or in that of the module right around them, there is one of these words.
+
+    Not further out: a whole model may be called ``roberta_prelayernorm``.
+    """
+    return tuple(rf"re:(?:^|\.)[^.]*{w}[^.]*(?:\.#)*(?:\.[^.]+)?{_END}" for w in words)
+
+
+_TOKENS = (
+    *_around("embed"),
+    *_module(
+        "w[tp]e",
+        r"(?:\w+_)?emb",
+        "shared",
+        "relative_attention_bias",
+        "bias_values",
+        r"\w+_token",
+        r"transformer\.w",
+        r"\w*codebook\w*",
+    ),
 )
-_ROUTERS = ("*.gate.weight", "*.gate.wg.weight", "*router*", "*shared_expert_gate*")
-_OTHERS = ("*norm*", "*conv*", "*visual*", "*vision*", "*.eh_proj.*", "*.indexer.weights_proj.*")
+_HEADS = _module("lm_head", "output_layer", "head", "embed_out", "score", "classifier", "qa_outputs")
+_EMBEDDINGS = (*_TOKENS, *_HEADS, *_around("lm_head", "output_layer"))
+_ROUTERS = (*_module("gate", r"gate\.wg", r"\w*shared_expert_gate"), *_around("router"))
+_NORMS = _around("norm")
+_DEEPSEEK = _module("eh_proj", r"indexer\.weights_proj")
+_TOWERS = (r"re:(?:^|\.)(?!visual_bert\.)[^.]*(?:visual|vision)", r"re:(?:^|\.)embed_tokens_extend\.")
+_OTHERS = (*_NORMS, *_around("conv"), *_TOWERS, *_DEEPSEEK)
 
 PRESETS: dict[str, tuple[str, ...]] = {
-    "deepseek": ("*embed_tokens*", "*lm_head*", "*shared_head.head*", *_ROUTERS, "*norm*", *_OTHERS[-2:]),
+    "deepseek": (*_around("embed_tokens", "lm_head"), *_module(r"shared_head\.head"), *_ROUTERS, *_NORMS, *_DEEPSEEK),
     "hf-default": (*_EMBEDDINGS, *_ROUTERS, *_OTHERS),
-    "experts-only": ("re:^(?!.*\\.experts\\.)", *_EMBEDDINGS, *_ROUTERS, *_OTHERS),
+    "experts-only": (r"re:^(?!.*\.experts\.)", *_EMBEDDINGS, *_ROUTERS, *_OTHERS),
     "none": (),
 }
-"""Patterns of tensors that stay as they are."""
+"""Patterns of tensors that stay as they are, for names whose numbers are ``#``."""
+
+
+_IN_OUT = ("openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder")
+"""Model types without a family whose attention and MLP are Conv1D, as GPT-2's are: stored [in, out]."""
+
+
+def is_conv1d(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a weight is one of transformers' Conv1D, in models of no family."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    return config.get("model_type") in _IN_OUT and module in ("c_attn", "c_proj", "c_fc", "q_attn")
 
 
 class Weight(NamedTuple):

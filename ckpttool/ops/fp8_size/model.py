@@ -20,7 +20,7 @@ from ckpttool.layout.packed import Packing, Part, find_packing, section
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.ops.recode import high_precision
 from ckpttool.quant.coded import Codes, find_codes
-from ckpttool.quant.keep import Weight
+from ckpttool.quant.keep import Weight, is_conv1d
 from ckpttool.relate import apply_ops, identity
 
 CONFIG = "config.json"
@@ -250,7 +250,7 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
             continue
         coded = codes.weights.get(weight)
         kinds[weight] = kind_of(weight)
-        in_out = len(shape) > 1 and kinds[weight].in_out
+        in_out = len(shape) > 1 and (kinds[weight].in_out or is_conv1d(source.config, weight))
         if packing is not None and (part := packed.get(name)) is not None:
             weights[weight] = Weight(name, stored_as, packing.base(part, name, shape, table[part.codes][1]))
         elif packing is not None and packing.pairs and name + packing.pairs in table:
