@@ -139,6 +139,11 @@ def _said(config: Mapping[str, Any]) -> Scheme | None:
     return found
 
 
+def _bare(scheme: Scheme) -> Scheme:
+    """What a config can say of a recipe: in which dtype the scales are is seen from their tensors."""
+    return replace(scheme, static=False, edge="", scale="", stored_scale="")
+
+
 def _like(wanted: Scheme | None, config: Mapping[str, Any]) -> Scheme | None:
     """The recipe in the words of the software that quantised the source, if that has it."""
     before = _said(config)
@@ -163,7 +168,7 @@ class _Recoder:
         self.config = source.config
         self.scheme = _like(recoding.scheme, self.config) if recoding.like_source else recoding.scheme
         before = _said(self.config)
-        self.before = before and replace(before, static=False, edge="")
+        self.before = before and _bare(before)
         self.dtype = recoding.dtype or high_precision(self.config)
         # Scales get the names that Hugging Face's files have, so weights must have those too. What is only
         # dequantised may keep its names, and the other components then keep theirs.
@@ -290,7 +295,7 @@ class _Recoder:
         names = [n for n in (coded.codes, coded.scale, coded.factor) if n]
         views = [self.views.table[n] for n in names]
         return wanted == {(v.name, v.dtype, v.shape) for v in views} and (
-            self.scheme is not None and self.before == replace(self.scheme, static=False, edge="")
+            self.scheme is not None and self.before == _bare(self.scheme)
         )
 
     def _copy(self, name: str, view: View) -> None:

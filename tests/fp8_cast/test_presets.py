@@ -9,7 +9,7 @@ import pytest
 
 from ckpttool.quant.keep import Keep, Weight
 from tests.helpers.command import ckpttool
-from tests.helpers.tensorfile import Raw, read_all, save_hf
+from tests.helpers.tensorfile import Raw, assert_same, read_all, save_hf
 
 KEPT = (
     "shared", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias", "model.decoder.embed_positions",
@@ -56,3 +56,24 @@ def test_conv1d_is_told_by_the_model(model_type: str, tmp_path: Path) -> None:
     size = ckpttool("fp8-size", source, "--recipe", "block", "--by", "tensor")
     assert size.code == 0, size.err
     assert ("c_fc.weight_scale_inv" in size.out) == quantised
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ("block", "--scale-dtype", "e8m0"), ("block", "--scale-dtype", "bf16"), ("block", "--pow2"), ("tensor",),
+        ("block", "--quant-method", "compressed-tensors", "--scale-dtype", "f32"), ("channel", "--scale-dtype", "f32"),
+        ("channel", "--quant-method", "fbgemm_fp8"), ("tensor", "--quant-method", "modelopt"), ("mxfp8",), ("nvfp4",),
+        ("mxfp4",),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_cast_of_a_cast_changes_nothing(recipe: tuple[str, ...], tmp_path: Path) -> None:
+    bits = np.random.default_rng(5).normal(size=(256, 256)).astype("<f4").view("<u4") >> 16
+    config = {"model_type": "llama", "torch_dtype": "bfloat16"}
+    source = save_hf(tmp_path / "src", {"a.q_proj.weight": Raw("BF16", bits.astype("<u2"))}, config)
+    first = ckpttool("fp8-cast", source, tmp_path / "one", "--recipe", *recipe)
+    assert "1 weight quantised" in first.err
+    second = ckpttool("fp8-cast", tmp_path / "one", tmp_path / "two", "--recipe", *recipe)
+    assert "1 weight already so" in second.err
+    assert_same(read_all(tmp_path / "two"), read_all(tmp_path / "one"))
