@@ -4,6 +4,8 @@
     app.py        the commands in the order of --help, how each ends
     help.py       what --help shows
     mistakes.py   errors of a command line that cannot be read
+    failure.py    how a command ends that fails
+    choices.py    values of options that have a fixed set, for help and completion
     options.py    options that several commands have
     values.py     what options say, in the types that ops take
     reshard.py    one file per command: the options that it alone has, and what it calls

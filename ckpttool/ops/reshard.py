@@ -137,6 +137,8 @@ class Prepared:
     selection: Selection = field(default_factory=Selection)
     statements: tuple[Op, ...] = ()
     """What leads from Hugging Face names to those of the output."""
+    sharding: int = 1
+    """Ranks that share the optimizer state of the output, for each of the mesh."""
     usage: str = ""
     """What reads the output, see ``Skeleton``."""
 
@@ -327,7 +329,7 @@ def plan_target(
     family = family.with_whole(whole)
     return Prepared(
         source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed,
-        computed=computed, selection=selection, statements=after, usage=skeleton.usage,
+        computed=computed, selection=selection, statements=after, sharding=sharding, usage=skeleton.usage,
     )  # fmt: skip
 
 

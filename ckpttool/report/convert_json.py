@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.text import count, dump, message, size
+from ckpttool.report.tables import table, wrapped
+from ckpttool.report.text import count, dump, message, short
 
 if TYPE_CHECKING:
     from ckpttool.formats._program import Parameter, Program
@@ -104,9 +105,10 @@ def show_conversion_plan(conversion: Conversion, dst: Path, *, as_json: bool, qu
     if not quiet:
         text.notes(conversion.notes)
         message(_summary(conversion, dst))
-    text.table(
+    table(
         ("tensor", "parameter", "dtype", "shape", "bytes"),
         [(plain(n), plain(p), dtype, text.shape(dims), size_) for n, p, dtype, dims, size_ in rows],
+        drop=("dtype", "bytes", "shape", "parameter"),
     )
 
 
@@ -114,7 +116,7 @@ def _summary(conversion: Conversion, dst: Path) -> str:
     files = conversion.plan.outputs
     renamed = f", {len(conversion.names):,} renamed" if conversion.names else ""
     return (
-        f"{plain(str(dst))}: {count(len(conversion.catalog), 'tensor')}, {size(conversion.nbytes)}"
+        f"{plain(str(dst))}: {count(len(conversion.catalog), 'tensor')}, {short(conversion.nbytes)}"
         f" in {count(len(files), 'file')}{renamed}"
     )
 
@@ -132,7 +134,7 @@ def show_conversion(done: Converted, *, as_json: bool, quiet: bool) -> None:
     if quiet:
         return
     text.notes(notes)
-    text.write(_summary(conversion, done.dst) + "\n")
+    text.write(wrapped(_summary(conversion, done.dst) + "\n"))
     text.write("verified: every tensor was read again and is equal to the source\n")
 
 
@@ -211,7 +213,7 @@ def show_index(result: IndexResult, *, as_json: bool, quiet: bool) -> None:
     text.notes([*result.notes, *(f"{i.name}: {n}" for i in result.indexes for n in i.notes)])
     for i in result.indexes:
         state = f"would be {i.state}" if result.dry_run and i.state == "written" else i.state
-        total = f", {size(i.total_size)}" if i.total_size is not None else ""
+        total = f", {short(i.total_size)}" if i.total_size is not None else ""
         what = f"{count(i.tensors, 'tensor')} in {count(len(i.shards), 'shard')}{total}"
         text.write(f"{plain(i.name)}: {state}; {what}\n")
         for c in i.changes:
@@ -247,7 +249,7 @@ def show_header(result: HeaderResult, *, as_json: bool, quiet: bool) -> None:
     how = _HOW[result.how]
     if result.dry_run and result.how != "unchanged":
         how = f"would be {how}"
-    written = f", {size(result.bytes_written)} written" if result.bytes_written and not result.dry_run else ""
+    written = f", {short(result.bytes_written)} written" if result.bytes_written and not result.dry_run else ""
     text.write(f"{plain(str(result.out))}: {how}, {count(result.tensors, 'tensor')}{written}\n")
     lines = [f"{plain(a)} -> {plain(b)}" for a, b in result.renamed]
     lines += [f"{plain(c.name)}: {c.what} {c.before} -> {c.after}" for c in result.changed]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, target_of
-from ckpttool.report.text import count, dump, message, short, size
+from ckpttool.report.tables import table, wrapped
+from ckpttool.report.text import count, dump, message, short
 
 if TYPE_CHECKING:
     from ckpttool.ops.drop_keys import PreparedDrop
@@ -38,7 +39,7 @@ def _summary(prepared: PreparedDrop) -> str:
     if set(parts) != {"model"}:
         each = " (" + ", ".join(f"{n:,} {c} {short(b)}" for c, (n, b) in parts.items()) + ")"
     return (
-        f"{count(len(prepared.gone), 'tensor')} removed{each}, {size(prepared.freed)} freed;"
+        f"{count(len(prepared.gone), 'tensor')} removed{each}, {short(prepared.freed)} freed;"
         f" {count(prepared.rewritten, 'file')} rewritten, {prepared.carried} unchanged, {prepared.dropped} deleted"
     )
 
@@ -62,9 +63,10 @@ def show_drop_plan(prepared: PreparedDrop, *, as_json: bool, quiet: bool = False
         message(f"warning: {w}")
     if not quiet:
         message(_summary(prepared))
-    text.table(
+    table(
         ("tensor", "dtype", "shape", "bytes"),
         [(plain(g.name), g.dtype, "x".join(map(str, g.shape)), g.nbytes) for g in prepared.gone],
+        drop=("dtype", "shape"),
     )
 
 
@@ -94,8 +96,10 @@ def show_drop(prepared: PreparedDrop, result: ReshardResult, *, as_json: bool, q
         return
     text.notes(notes)
     text.write(
-        f"{plain(str(result.dst))}: {_summary(prepared)}; {count(len(target.views), 'tensor')} left in"
-        f" {count(len(target.plan.outputs), 'file')}, {size(target.plan.bytes_written)}\n"
+        wrapped(
+            f"{plain(str(result.dst))}: {_summary(prepared)}; {count(len(target.views), 'tensor')} left in"
+            f" {count(len(target.plan.outputs), 'file')}, {short(target.plan.bytes_written)}\n"
+        )
     )
     if result.verified:
         text.write("verified: every element is equal to the source\n")

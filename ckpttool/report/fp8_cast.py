@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, plan_files, target_of
-from ckpttool.report.text import count, dump, message, short, size
+from ckpttool.report.tables import wrapped
+from ckpttool.report.text import count, dump, message, short
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
@@ -63,7 +64,7 @@ def show_cast_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet:
         text.notes(prepared.notes)
         message(_summary(prepared))
         message(
-            f"{size(sum(f.size for f in prepared.source.catalog.files))} become {size(prepared.plan.bytes_written)}"
+            f"{short(sum(f.size for f in prepared.source.catalog.files))} become {short(prepared.plan.bytes_written)}"
         )
     plan_files(prepared.plan)
 
@@ -96,8 +97,10 @@ def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
     message(_summary(prepared))
     rate = f" in {run.seconds:.1f} s, {short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
     text.write(
-        f"{plain(str(result.dst))}: {prepared.format}, {count(len(prepared.views), 'tensor')} in"
-        f" {count(len(prepared.plan.outputs), 'file')}, {size(prepared.plan.bytes_written)}{rate}\n"
+        wrapped(
+            f"{plain(str(result.dst))}: {prepared.format}, {count(len(prepared.views), 'tensor')} in"
+            f" {count(len(prepared.plan.outputs), 'file')}, {short(prepared.plan.bytes_written)}{rate}\n"
+        )
     )
     if result.verified:
         text.write("verified: every tensor was worked out again and is equal\n")

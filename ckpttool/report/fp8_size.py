@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.report import text
+from ckpttool.report.tables import fit
 from ckpttool.report.text import aligned, count, dump, ranks, shape, short
 
 if TYPE_CHECKING:
@@ -130,22 +131,31 @@ def _table(report: SizeReport, by: str, units: Sequence[str]) -> str:
             [plain(r.name), r.kind, r.dtype, shape(r.shape), *_numbers(r, units)]
             for r in in_order(report.model, report.applied)
         ]
-        return aligned([header, *rows], right=range(4, len(header)))
+        return _fitted([header, *rows], right=range(4, len(header)), drop=("elements", "class", "shape", *_LAST))
     tables = {"class": applied.classes, "dtype": applied.dtypes, "module": applied.modules}
     found = tables[by]
     largest = max((t.nbytes for t in found.values()), default=0)
-    bars = text.on_terminal()
-    rows = [
-        [plain(name), f"{t.tensors:,}", *_numbers(t, units), *([_bar(t.nbytes, largest)] if bars else [])]
-        for name, t in found.items()
-    ]
-    rows.append(["total", f"{applied.total.tensors:,}", *_numbers(applied.total, units)])
-    header = [by, "tensors", "parameters", "elements", *_columns(units)]
-    return aligned([header, *rows], right=range(1, len(header)))
+    rows = [[plain(name), f"{t.tensors:,}", *_numbers(t, units), _bar(t.nbytes, largest)] for name, t in found.items()]
+    rows.append(["total", f"{applied.total.tensors:,}", *_numbers(applied.total, units), ""])
+    header = [by, "tensors", "parameters", "elements", *_columns(units), ""]
+    if not text.on_terminal():
+        return aligned([row[:-1] for row in (header, *rows)], right=range(1, len(header)))
+    return _fitted([header, *rows], right=range(1, len(header) - 1), drop=("", "elements", "parameters", *_LAST))
 
 
 def _numbers(of: Total | Row, units: Sequence[str]) -> list[str]:
     return [f"{of.parameters:,}", f"{of.elements:,}", *_amounts(of.nbytes, units)]
+
+
+_LAST = ("GB", "GiB", "tensors")
+"""What a narrow terminal shows last to go: one size in bytes stays."""
+
+
+def _fitted(rows: list[list[str]], *, right: Iterable[int], drop: Sequence[str] = _LAST) -> str:
+    """A table with a header, on a terminal without the columns for which there is no room."""
+    if not text.on_terminal():
+        return aligned(rows, right=right)
+    return aligned(*fit(rows, drop=[name for name in drop if name in rows[0]], right=right))
 
 
 def _bar(n: int, largest: int) -> str:
@@ -162,7 +172,7 @@ def _files(report: SizeReport, units: Sequence[str]) -> str:
     ]
     if disk.index:
         rows.append(["index.json, besides", *_amounts(disk.index, units)])
-    return aligned(rows, right=range(1, len(rows[0])))
+    return _fitted(rows, right=range(1, len(rows[0])))
 
 
 def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> list[str]:
@@ -213,7 +223,7 @@ def _serving(report: SizeReport, found: Ranks, units: Sequence[str]) -> str:
     table = [header]
     for row, numbers in _groups(rows).items():
         table.append([ranks(numbers), *(f"{row[i]:,}" for i in shown), *_amounts(sum(row), units)])
-    return aligned(table, right=range(1, len(header)))
+    return _fitted(table, right=range(1, len(header)))
 
 
 def _cache(c: Cache) -> str:
@@ -247,7 +257,7 @@ def _training(t: Training, units: Sequence[str]) -> str:
     rows = [header]
     for state, numbers in _groups(tuple(s) for s in t.held).items():
         rows.append([ranks(numbers), *(f"{n:,}" for n in state), *_amounts(sum(state), units)])
-    return head + "\n" + aligned(rows, right=range(1, len(header)))
+    return head + "\n" + _fitted(rows, right=range(1, len(header)))
 
 
 # -- programs

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.reshard import files_of, peak_memory, plan_files, target_of
-from ckpttool.report.text import aligned, count, dump, message, size
+from ckpttool.report.reshard import files_of, peak_memory, plan_files, ranked, target_of
+from ckpttool.report.tables import wrapped
+from ckpttool.report.text import aligned, count, dump, message, short
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
@@ -113,13 +114,16 @@ def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool, 
     text.notes(target.notes)
     rows = [("method", prepared.method + (f", seed {prepared.seed}" if prepared.seed is not None else ""))]
     for i, o in enumerate(prepared.origins):
-        held = f"{count(o.tensors, 'tensor')} in {count(len(o.files), 'file')}, {size(sum(n for _, n in o.files))}"
+        held = f"{count(o.tensors, 'tensor')} in {count(len(o.files), 'file')}, {short(sum(n for _, n in o.files))}"
         rows.append(("" if i else "source", f"{o.label}: {o.format}, {held}"))
     rows += [
         ("work", f"{count(prepared.merged, 'tensor')} to merge, {prepared.copied} to copy"),
-        ("target", f"{target.format}, {target.mesh}"),
-        ("", f"{count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}"),
-        ("memory", f"{text.short(peak_memory(run))} at most, of which {text.short(run.memory)} are buffers (--memory)"),
+        ("target", f"{target.format}, {ranked(target.mesh, target.sharding)}"),
+        (
+            "",
+            f"{count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')}, {short(plan.bytes_written)}",
+        ),
+        ("memory", f"{short(peak_memory(run))} at most, of which {short(run.memory)} are buffers (--memory)"),
     ]
     if text.on_terminal():
         text.write(aligned(rows) + "\n")
@@ -163,18 +167,18 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
         return
     text.notes(notes)
     if run.bytes_skipped:
-        message(f"note: {size(run.bytes_skipped)} were already written by the interrupted run")
+        message(f"note: {short(run.bytes_skipped)} were already written by the interrupted run")
     if verbose:
-        message(f"read {size(run.bytes_read)}; writes: {run.policy}")
-    rate = (
-        f" in {run.seconds:.1f} s, {text.short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
-    )
+        message(f"read {short(run.bytes_read)}; writes: {run.policy}")
+    rate = f" in {run.seconds:.1f} s, {short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
     models = len(prepared.origins)
     what = prepared.method if prepared.single else f"{prepared.method} of {count(models, 'model')}"
     text.write(
-        f"{plain(str(result.dst))}: {what}, {target.format}, {target.mesh},"
-        f" {count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')},"
-        f" {size(plan.bytes_written)}{rate}\n"
+        wrapped(
+            f"{plain(str(result.dst))}: {what}, {target.format}, {ranked(target.mesh, target.sharding)},"
+            f" {count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')},"
+            f" {short(plan.bytes_written)}{rate}\n"
+        )
     )
     if result.verified:
         text.write("verified: every element is what the merge of the sources gives\n")

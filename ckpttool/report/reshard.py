@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.text import aligned, count, dump, message, size
+from ckpttool.report.tables import table, wrapped
+from ckpttool.report.text import aligned, count, dump, message, short
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
+    from ckpttool.mesh import Mesh
     from ckpttool.ops.reshard import Prepared, ReshardResult
     from ckpttool.plan import Output, Plan
 
@@ -76,10 +78,18 @@ def files_of(plan: Plan) -> list[dict[str, Any]]:
 def plan_files(plan: Plan) -> None:
     """The same as a table."""
     ranks = _ranks_of(plan)
-    text.table(
+    table(
         ("file", "bytes", "kind", "ranks"),
         [(plain(o.name), o.size, _kind(o, ranks[i]), text.ranks(ranks[i])) for i, o in enumerate(plan.outputs)],
+        drop=("kind",),
     )
+
+
+def ranked(mesh: Mesh, sharding: int = 1) -> str:
+    """``tp 2, pp 2 (4 ranks)``; with the optimizer state shared out ``tp 2, sharding 2 (4 ranks)``."""
+    ranks = mesh.world * sharding
+    shared = f", sharding {sharding}" if sharding > 1 else ""
+    return f"{mesh}{shared} ({ranks:,} ranks)" if ranks > 1 else str(mesh)
 
 
 def peak_memory(run: RunOptions) -> int:
@@ -111,17 +121,14 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet: bool
         plan_files(plan)
         return
     text.notes(prepared.notes)
-    src = _source(prepared)
+    src, files = _source(prepared), count(len(plan.outputs), "file")
     rows = [
-        ("source", f"{src['path']}: {src['format']}, {prepared.source.mesh}"),
-        ("", f"{count(src['tensors'], 'tensor')} in {count(src['files'], 'file')}, {size(src['bytes'])}"),
-        ("target", f"{prepared.format}, {prepared.mesh}"),
-        (
-            "",
-            f"{count(len(prepared.views), 'tensor')} in {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}",
-        ),
+        ("source", f"{src['path']}: {src['format']}, {ranked(prepared.source.mesh, prepared.source.stored.sharding)}"),
+        ("", f"{count(src['tensors'], 'tensor')} in {count(src['files'], 'file')}, {short(src['bytes'])}"),
+        ("target", f"{prepared.format}, {ranked(prepared.mesh, prepared.sharding)}"),
+        ("", f"{count(len(prepared.views), 'tensor')} in {files}, {short(plan.bytes_written)}"),
         ("work", f"{count(plan.boxes, 'slice')} to copy"),
-        ("memory", f"{text.short(peak_memory(run))} at most, of which {text.short(run.memory)} are buffers (--memory)"),
+        ("memory", f"{short(peak_memory(run))} at most, of which {short(run.memory)} are buffers (--memory)"),
     ]
     if text.on_terminal():
         text.write(aligned(rows) + "\n")
@@ -166,16 +173,17 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
         return
     text.notes(notes)
     if run.bytes_skipped:
-        message(f"note: {size(run.bytes_skipped)} were already written by the interrupted run")
+        message(f"note: {short(run.bytes_skipped)} were already written by the interrupted run")
     if verbose:
-        message(f"read {size(run.bytes_read)}; {count(plan.boxes, 'slice')}; writes: {run.policy};")
-        message(f"at most {size(run.peak_buffer)} of buffers")
-    rate = (
-        f" in {run.seconds:.1f} s, {text.short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
-    )
+        message(f"read {short(run.bytes_read)}; {count(plan.boxes, 'slice')}; writes: {run.policy};")
+        message(f"at most {short(run.peak_buffer)} of buffers")
+    rate = f" in {run.seconds:.1f} s, {short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
     text.write(
-        f"{plain(str(result.dst))}: {prepared.format}, {prepared.mesh}, {count(len(prepared.views), 'tensor')} in"
-        f" {count(len(plan.outputs), 'file')}, {size(plan.bytes_written)}{rate}\n"
+        wrapped(
+            f"{plain(str(result.dst))}: {prepared.format}, {ranked(prepared.mesh, prepared.sharding)},"
+            f" {count(len(prepared.views), 'tensor')} in {count(len(plan.outputs), 'file')},"
+            f" {short(plan.bytes_written)}{rate}\n"
+        )
     )
     if result.verified:
         recoded = prepared.recoded is not None

@@ -6,7 +6,9 @@ In a pipe nothing is dropped and nothing shortened.
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ckpttool.report import text
 
@@ -60,6 +62,14 @@ def fit(
     cells = [[middle(row[i], most) if i == names else row[i] for i in keep] for row in rows]
     wanted = set(right)
     return cells, {at for at, i in enumerate(keep) if i in wanted}
+
+
+def wrapped(lines: str) -> str:
+    """Lines of prose, on a terminal broken between words where they are too long for it."""
+    if not text.on_terminal():
+        return lines
+    fill = partial(textwrap.fill, width=width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "".join(fill(line) + "\n" for line in lines.splitlines())
 
 
 def middle(name: str, most: int) -> str:

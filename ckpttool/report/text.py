@@ -14,7 +14,6 @@ from ckpttool.errors import UNSEEN, plain
 from ckpttool.report.style import painted
 
 _DECIMAL = ("bytes", "kB", "MB", "GB", "TB", "PB")
-_BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNSEEN = re.compile(f"[{UNSEEN}]")
 
 COMPACT_FROM = 2000
@@ -30,11 +29,8 @@ def _unit(n: int, base: int, names: tuple[str, ...]) -> str:
 
 
 def size(n: int) -> str:
-    """``688,574,839,360 bytes (688.57 GB, 641.29 GiB)``; small numbers stand alone."""
-    if n < 1000:
-        return f"{n} byte" if n == 1 else f"{n} bytes"
-    binary = f", {_unit(n, 1024, _BINARY)}" if n >= 1024 else ""
-    return f"{n:,} bytes ({_unit(n, 1000, _DECIMAL)}{binary})"
+    """``688,574,839,360 bytes (688.57 GB)``; small numbers stand alone."""
+    return short(n) if n < 1000 else f"{n:,} bytes ({short(n)})"
 
 
 def short(n: int) -> str:
