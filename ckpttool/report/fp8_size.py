@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.tables import fit
+from ckpttool.report.tables import fit, wrapped
 from ckpttool.report.text import aligned, count, dump, ranks, shape, short
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def show_fp8_size(report: SizeReport, *, by: str, unit: str, as_json: bool, quie
     parts = [*_verdict(report), _head(report), _table(report, by, units), _files(report, units)]
     if report.ranks is not None:
         parts += _ranks(report, report.ranks, units)
-    text.write("\n".join(parts))
+    text.write(wrapped("\n".join(parts)))
 
 
 # -- people

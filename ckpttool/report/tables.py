@@ -69,7 +69,7 @@ def wrapped(lines: str) -> str:
     if not text.on_terminal():
         return lines
     fill = partial(textwrap.fill, width=width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "".join(fill(line) + "\n" for line in lines.splitlines())
+    return "".join((fill(line) if len(line) > width() else line) + "\n" for line in lines.splitlines())
 
 
 def middle(name: str, most: int) -> str:
