@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from ckpttool.formats._config import config_field, whole_number
 from ckpttool.formats.base import WriteRequest, all_ranks
 
 STATES = frozenset({"moment1_0", "moment2_0", "velocity_0", "beta1_pow_acc_0", "beta2_pow_acc_0", "moment2_max_0"})
@@ -79,21 +80,19 @@ def is_linear(name: str, ndim: int, config: Mapping[str, Any]) -> bool:
     return (module, config.get("model_type")) not in (("router", "gpt_oss"), ("gate", "glm4_moe"))
 
 
-def head_in_out(shape: tuple[int, ...], prefix: str, config: Mapping[str, Any]) -> bool:
+def head_in_out(shape: tuple[int, ...], prefix: str, config: Mapping[str, Any], *, tied: bool) -> bool:
     """Whether ``lm_head.weight`` is [hidden, vocab].
 
-    The shape tells where it can. Else the names do: models whose names begin with their type (PaddleNLP's, and those
-    of paddleformers that still are) have it so, unless the head is tied; models that begin with ``model`` do not.
+    The shape tells where it can. Else PaddleNLP's models have it so, unless the head is tied, and so have those of
+    paddleformers whose names begin with their type; models that begin with ``model`` do not.
     """
-    hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
-    if len(shape) == 2 and hidden != vocab and isinstance(hidden, int) and isinstance(vocab, int):
+    hidden, vocab = whole_number(config, "hidden_size"), whole_number(config, "vocab_size")
+    if len(shape) == 2 and hidden != vocab and hidden is not None and vocab is not None:
         if shape[0] == hidden and shape[1] != hidden:
             return True
         if shape[1] == hidden and shape[0] != hidden:
             return False
-    if config.get("tie_word_embeddings"):
-        return False
-    return prefix not in ("model", "")
+    return not tied and (prefix not in ("model", "") or software(config).name == "paddlenlp")
 
 
 def transposed_on_disk(name: str, ndim: int, writer: Software, prefix: str, config: Mapping[str, Any]) -> bool:
@@ -108,9 +107,9 @@ def transposed_on_disk(name: str, ndim: int, writer: Software, prefix: str, conf
 
 def expected_side(name: str, config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """(in, out) of a linear weight as far as the config tells; None where it does not."""
-    hidden = config.get("hidden_size")
+    hidden = whole_number(config, "hidden_size")
     module = module_of(name)
-    if not isinstance(hidden, int):
+    if hidden is None:
         return None, None
     if module in ("o_proj", "down_proj"):
         return None, hidden
@@ -196,13 +195,13 @@ CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float6
 
 def config_dtype(config: Mapping[str, Any]) -> str:
     """Dtype of the model's weights by its config; float32 when it says nothing (PaddleNLP leaves the default out)."""
-    text = config.get("dtype") or config.get("torch_dtype") or "float32"
+    text = config_field(config, "dtype") or config_field(config, "torch_dtype") or "float32"
     return CONFIG_DTYPES.get(str(text), "")
 
 
 def fp8_dtype(config: Mapping[str, Any]) -> str:
     """The FP8 dtype of a model's quantised weights, or "" when its config names none."""
-    quant = config.get("quantization_config")
+    quant = config_field(config, "quantization_config")
     if not isinstance(quant, dict):
         return ""
     method = str(quant.get("quant_method", ""))

@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
+from ckpttool.formats._config import config_field, config_places, whole_number
 from ckpttool.layout.names import expand, has_literal_number, pattern_regex, samples, split_numbers
 from ckpttool.layout.packed import section
 from ckpttool.layout.rules import Rule, Size, Sizes, fused_rule, parse_rule, part_rule
@@ -635,7 +636,7 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
         read_sizes(spec, config),
         config_block(config),
         section(config),
-        bool(config.get("tie_word_embeddings", spec.tied)),
+        next((bool(p[_TIED]) for p in config_places(config) if _TIED in p), spec.tied),
         str(config.get("model_type", "")),
         _rules=_compile(spec, path.name),
         _by_name=any(has_literal_number(p) for p in _patterns(spec)),
@@ -671,26 +672,22 @@ def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule,
     return out
 
 
-def _number(places: Sequence[Mapping[str, Any]], key: str) -> int | None:
-    """The first whole number under this field."""
-    return next((p[key] for p in places if type(p.get(key)) is int), None)
+_TIED = "tie_word_embeddings"
 
 
 def read_sizes(spec: FamilySpec, config: Mapping[str, Any]) -> dict[str, Size]:
     """Sizes from a config; a size without field or default is left out, and an error only if a rule needs it."""
-    text = config.get("text_config")
-    places = [config, *([text] if isinstance(text, dict) else [])]
     out: dict[str, Size] = {}
     for name, short in spec.sizes.items():
         fields = [short] if isinstance(short, str) else short
         raw = fields if isinstance(fields, SizeSpec) else SizeSpec.model_validate({"from": fields})
-        value: int | str | None = next((n for key in raw.fields if (n := _number(places, key)) is not None), None)
-        if value is None and any(p.get(key) is not None for p in places for key in raw.fields):
+        value: int | str | None = next((n for key in raw.fields if (n := whole_number(config, key)) is not None), None)
+        if value is None and any(config_field(config, key) is not None for key in raw.fields):
             continue  # something is said, and it is not a number: the default would be a guess
         if value is None:
             value = out[raw.default].value if isinstance(raw.default, str) and raw.default in out else raw.default
         if isinstance(value, int):
-            value += sum(_number(places, key) or 0 for key in raw.plus)
+            value += sum(whole_number(config, key) or 0 for key in raw.plus)
             if value < 1:
                 continue
             out[name] = Size(value, raw.shared)

@@ -31,6 +31,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckpttool.errors import LayoutError, UnsupportedError
+from ckpttool.formats._config import config_places
 from ckpttool.layout.rules import Rule
 
 INPUTS = "inputs"
@@ -179,11 +180,10 @@ def _rule(rule: Rule, place: Place, in_out: bool, whole: bool) -> Rule:  # noqa:
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What config.json says of quantisation; {} if nothing."""
-    for place in (config, config.get("text_config")):
-        if isinstance(place, Mapping):
-            for key in ("quantization_config", "compression_config"):
-                if isinstance(found := place.get(key), Mapping) and found:
-                    return found
+    for place in config_places(config):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(found := place.get(key), Mapping) and found:
+                return found
     return {}
 
 

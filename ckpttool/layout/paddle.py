@@ -80,7 +80,7 @@ def source_ops(family: Family, shapes: Shapes, config: Mapping[str, Any]) -> tup
 
     turned = _turned(family, shapes, config)
     head = shapes.get("lm_head.weight")
-    if head is not None and head_in_out(head, prefix, config):
+    if head is not None and head_in_out(head, prefix, config, tied=family.tied):
         turned.add("lm_head.weight")
     if turned:
         ops.append(Transpose(tuple(sorted({_pattern(hf(n)) for n in turned}))))
@@ -125,8 +125,7 @@ def target_ops(family: Family, shapes: Shapes, config: Mapping[str, Any], versio
     for op in ops:
         if isinstance(op, Fuse):
             turned |= _wholes(op, {t: shapes[t] for t in turned if t in shapes})
-    tied = bool(config.get("tie_word_embeddings", family.tied))
-    if len(shapes.get("lm_head.weight", ())) == 2 and (nlp or old_llama) and not tied:
+    if len(shapes.get("lm_head.weight", ())) == 2 and (nlp or old_llama) and not family.tied:
         turned.add("lm_head.weight")
     if turned:
         ops.append(Transpose(tuple(sorted({_pattern(n) for n in turned}))))

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.dtypes import CASTABLE, DTYPES, parse
 from ckpttool.errors import LayoutError, UnsupportedError
+from ckpttool.formats._config import config_places
 from ckpttool.layout.family import DefaultSpec, Family, SizeSpec, TensorsSpec
 
 Value = int | str | list[Any]
@@ -122,7 +123,7 @@ def check_sizes(family: Family, config: Mapping[str, Any]) -> None:
     """
     for name in family.spec.sizes:
         try:
-            _sized(family, _places(config), name)
+            _sized(family, config_places(config), name)
         except _Refused as e:
             raise LayoutError(e.why, where=f"{family.origin}: sizes: {name}", hint=e.hint) from None
 
@@ -222,7 +223,7 @@ def _prefix(spec: TensorsSpec, family: Family) -> str:
 
 def _config_dtype(config: Mapping[str, Any]) -> str:
     """Dtype of the weights: ``dtype`` or ``torch_dtype`` of the config, BF16 if it has neither."""
-    for place in _places(config):
+    for place in config_places(config):
         for key in ("dtype", "torch_dtype"):
             said = place.get(key)
             if said is None or said == "auto":  # whatever the files have, which a config alone does not say
@@ -255,12 +256,6 @@ def _sized(family: Family, places: Sequence[Mapping[str, Any]], name: str) -> No
     for field, value in (*first[:1], *added):
         if type(value) is not int:
             raise _Refused(f"`{field}` of config.json is {_shown(value)}, not a whole number", hint=_HINT)
-
-
-def _places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Where the fields of a config are looked up."""
-    text = config.get("text_config")
-    return [config, *([text] if isinstance(text, dict) else [])]
 
 
 class _Tensors:
@@ -332,7 +327,7 @@ class _Scope:
     def __init__(self, family: Family, spec: TensorsSpec, config: Mapping[str, Any]) -> None:
         self._family = family
         self._spec = spec
-        self._places = _places(config)
+        self._places = config_places(config)
         self._layer: int | None = None
         self.mtp = 0
         """How many prediction layers the model has."""

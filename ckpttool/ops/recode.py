@@ -19,6 +19,7 @@ from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_te
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
+from ckpttool.formats._config import config_places
 from ckpttool.geometry import contiguous_strides
 from ckpttool.layout.family import inverse
 from ckpttool.layout.names import pattern_regex
@@ -96,8 +97,7 @@ def high(text: str, option: str) -> str:
 
 def high_precision(config: Mapping[str, Any]) -> str:
     """The dtype that the model had before it was quantised: the config's, else BF16."""
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, Mapping) else {}):
+    for place in config_places(config):
         for name in DTYPE_FIELDS:
             if isinstance(value := place.get(name), str) and value:
                 found = _BY_CONFIG.get(value.removeprefix("torch."), "")

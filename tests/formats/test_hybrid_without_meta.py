@@ -263,3 +263,24 @@ def test_without_a_family_everything_is_asked_for(tmp_path: Path) -> None:
     error = refused(ranks, tmp_path / "dst", "--to", "hf")
     assert "no layout rule" in error
     assert "--family gpt2" in error
+
+
+@pytest.mark.parametrize("vocab", [48, 96, 97, 130])
+@pytest.mark.parametrize("form", [("hybrid", "--tp-out", 2), ("unified",)])
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_head_of_paddlenlp_comes_back(vocab: int, form: tuple[Any, ...], *, nested: bool, tmp_path: Path) -> None:
+    """[hidden, vocab], under names that begin with ``model`` and in shapes that do not always tell."""
+    config = config_of("qwen3", "nested" if nested else "plain")
+    sizes = config["text_config"] if nested else config
+    sizes |= {"vocab_size": vocab, "tie_word_embeddings": False}
+    want = finite(tensors_of(config))
+    src = save_hf(tmp_path / "src", want, config)
+    reshard(src, tmp_path / "paddle", "--target", "paddlenlp-3.0", "--to", *form)
+    if form[0] == "unified":
+        held = read_all(tmp_path / "paddle")["lm_head.weight"].bits
+    else:
+        parts = [load(p)["lm_head.weight"] for p in sorted((tmp_path / "paddle").glob("model_state*"))]
+        held = parts[0] if vocab % 2 else np.concatenate(parts, axis=1)
+    assert np.array_equal(held, want["lm_head.weight"].bits.T)
+    reshard(tmp_path / "paddle", tmp_path / "back", "--to", "hf", "--verify")
+    assert_same(read_all(tmp_path / "back"), want)

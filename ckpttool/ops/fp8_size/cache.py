@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
+from ckpttool.formats._config import config_places
 from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.model import Model
 
@@ -148,9 +149,8 @@ class _Fields:
     """Fields of the config, or of its part about text."""
 
     def __init__(self, model: Model) -> None:
-        text = model.config.get("text_config")
         self._path = model.path
-        self.places: list[Mapping[str, Any]] = [model.config, *([text] if isinstance(text, dict) else [])]
+        self.places = config_places(model.config)
         self.model_type = str(self.get("model_type") or "")
 
     def get(self, name: str) -> Any:

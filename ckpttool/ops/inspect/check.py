@@ -136,7 +136,7 @@ def _vocab_axis(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> in
     if checkpoint.stored.naming != "paddle" or not name.endswith("lm_head.weight"):
         return 0
     names = {k.name: None for k in checkpoint.catalog.tensors}
-    return int(head_in_out(shape, base_prefix(names), checkpoint.config))
+    return int(head_in_out(shape, base_prefix(names), checkpoint.config, tied=checkpoint.family.tied))
 
 
 def _program(listing: Listing, options: OpenOptions) -> Path | None:

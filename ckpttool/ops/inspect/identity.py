@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import lookup
 from ckpttool.errors import CkptError
+from ckpttool.formats._config import config_places
 from ckpttool.formats.base import StoredCheckpoint, list_source
 
 if TYPE_CHECKING:
@@ -132,8 +133,7 @@ def family_name(config: Mapping[str, Any], otherwise: str = "") -> str:
 
 def config_number(config: Mapping[str, Any], *names: str) -> int | None:
     """The first of these fields that holds a whole number, also in the ``text_config`` of a model with other towers."""
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
+    for place in config_places(config):
         for name in names:
             value = place.get(name)
             if isinstance(value, int) and not isinstance(value, bool):
