@@ -22,6 +22,10 @@ Stats = Annotated[
 ]
 Hist = Annotated[bool, typer.Option("--hist", help="A histogram of each tensor.")]
 Hash = Annotated[bool, typer.Option("--hash", help="A checksum of each whole tensor, the same for every sharding.")]
+Total = Annotated[
+    bool,
+    typer.Option("--total", help="With --hash: one digest of all tensors, the same for every format and sharding."),
+]
 Show = Annotated[
     list[str] | None,
     typer.Option(
@@ -90,6 +94,7 @@ def inspect(
     stats: Stats = False,
     hist: Hist = False,
     hash_: Hash = False,
+    total: Total = False,
     show: Show = None,
     metadata: Metadata = False,
     check: Check = False,
@@ -149,6 +154,7 @@ def inspect(
         stats=stats,
         histogram=hist,
         digest=hash_,
+        total=total,
         check=check,
         diff=diff,
         values=values,

@@ -11,6 +11,7 @@ NaN and infinities are counted and left out of everything else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -311,6 +312,54 @@ def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array,
             return ~close, 0.0
         gap = np.abs(a[~close] - b[~close])
     return ~close, float("nan") if np.isnan(gap).any() else float(gap.max())
+
+
+def differs_in_bits(left: Array, right: Array) -> tuple[Array, float]:
+    """Where two blocks of one dtype differ in any bit, and the largest absolute difference of floats there."""
+    kind = np.dtype(f"u{left.dtype.itemsize}") if left.dtype.itemsize <= 8 else np.dtype((np.void, left.dtype.itemsize))
+    wrong = np.ascontiguousarray(left).view(kind) != np.ascontiguousarray(right).view(kind)
+    if left.dtype.kind in "iubc" or not wrong.any():
+        return wrong, 0.0
+    with np.errstate(all="ignore"):
+        gap = np.abs(left[wrong].astype(np.float64) - right[wrong].astype(np.float64))
+    return wrong, float("nan") if np.isnan(gap).any() else float(gap.max())
+
+
+class Distance:
+    """How far two tensors are apart as a whole, added up over blocks in float64."""
+
+    def __init__(self) -> None:
+        self._gap = self._left = self._right = self._dot = 0.0
+
+    def add(self, left: Array, right: Array) -> None:
+        """Count two blocks of one shape in."""
+        kind = np.complex128 if "c" in (left.dtype.kind, right.dtype.kind) else np.float64
+        a, b = left.reshape(-1), right.reshape(-1)
+        for at in range(0, a.size, _SLICE):
+            with np.errstate(all="ignore"):
+                x, y = a[at : at + _SLICE].astype(kind), b[at : at + _SLICE].astype(kind)
+                self._left += float(np.vdot(x, x).real)
+                self._right += float(np.vdot(y, y).real)
+                self._dot += float(np.vdot(x, y).real)
+                gap: Array = x - y
+                self._gap += float(np.vdot(gap, gap).real)
+
+    @property
+    def relative(self) -> float:
+        """Norm of the difference by the norm of the right side; NaN where an element is not a number."""
+        if not self._right:
+            return float("inf") if self._gap else 0.0
+        return math.sqrt(self._gap) / math.sqrt(self._right)
+
+    @property
+    def cosine(self) -> float | None:
+        """Of the angle between both; None where one is all zeros."""
+        norms = math.sqrt(self._left) * math.sqrt(self._right)
+        return self._dot / norms if norms else None
+
+
+_SLICE = 1 << 18
+"""Elements that are widened at a time."""
 
 
 def first_index(wrong: Array, start: Sequence[int]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.ops.inspect.identity import BESIDE
+from ckpttool.ops.inspect.names import fold
 from ckpttool.report import text
 from ckpttool.report.convert_json import program_json, program_lines
 from ckpttool.report.tables import fit, table, width
@@ -19,8 +21,8 @@ from ckpttool.report.text import aligned, count, dump, shape, short, size
 
 if TYPE_CHECKING:
     from ckpttool.ops.findings import CheckResult, Finding
-    from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown
-    from ckpttool.ops.inspect.diff import DiffResult
+    from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown, Totalled
+    from ckpttool.ops.inspect.diff import Changed, DiffResult
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.identity import Identity
     from ckpttool.ops.inspect.listing import ComponentTotal, FileRow, Listing
@@ -33,13 +35,18 @@ BAR = 50
 
 
 def show_inspect(
-    answer: Listed | Drawn | Measured | Shown | CheckResult | DiffResult, *, as_json: bool, quiet: bool = False
+    answer: Listed | Drawn | Measured | Totalled | Shown | CheckResult | DiffResult,
+    *,
+    as_json: bool,
+    quiet: bool = False,
 ) -> None:
     """Print what ``ops.inspect`` answered; ``quiet`` leaves notes out."""
-    from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown
+    from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown, Totalled
 
     if not as_json and not quiet:
-        text.notes(answer.listing.notes if isinstance(answer, Listed | Drawn | Measured | Shown) else answer.notes)
+        text.notes(
+            answer.listing.notes if isinstance(answer, Listed | Drawn | Measured | Totalled | Shown) else answer.notes
+        )
     if isinstance(answer, Listed):
         listing, question = answer.listing, answer.question
         if question.list:
@@ -54,6 +61,8 @@ def show_inspect(
         show_layout(answer.listing, answer.layout, svg=answer.question.svg, as_json=as_json)
     elif isinstance(answer, Measured):
         show_values(answer, as_json=as_json)
+    elif isinstance(answer, Totalled):
+        show_total(answer, as_json=as_json, quiet=quiet)
     elif isinstance(answer, Shown):
         show_slices(answer.listing, answer.slices, as_json=as_json)
     else:
@@ -427,6 +436,22 @@ def show_values(answer: Measured, *, as_json: bool) -> None:
             _bars(v)
 
 
+def show_total(answer: Totalled, *, as_json: bool, quiet: bool) -> None:
+    """The digest alone on stdout, for scripts; what it is of on stderr."""
+    lines = answer.total.lines
+    if as_json:
+        found = []
+        for name, dtype, dims, digest in (line.rsplit("\t", 3) for line in lines):
+            found.append(
+                {"name": name, "dtype": dtype, "shape": [int(n) for n in dims.split(",") if n], "digest": digest}
+            )
+        dump({**_head(answer.listing, "total"), "digest": answer.total.digest, "list": found}, entries=len(found))
+        return
+    if not quiet:
+        text.notes([f"the digest is of {count(len(lines), 'tensor')}: {', '.join(answer.listing.components)}"])
+    text.write(f"{answer.total.digest}\n")
+
+
 def _values_table(values: Sequence[Values], *, stats: bool, digests: bool) -> None:
     header = ["name", "dtype", "shape"]
     if stats:
@@ -566,7 +591,7 @@ def show_check(result: CheckResult, *, as_json: bool, quiet: bool = False) -> No
 
 
 def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None:
-    """Every difference and the verdict; that alone when ``quiet``."""
+    """Every difference, on a terminal those of all layers on one line; then the verdict, that alone when ``quiet``."""
     if as_json:
         dump(_diff_json(result), entries=len(result.only_left) + len(result.only_right) + len(result.elements))
         return
@@ -574,31 +599,72 @@ def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None
     kinds += [("only in OTHER", name, "") for name in result.only_right]
     kinds += [("shape", m.name, f"{m.left} and {m.right}") for m in result.shapes]
     kinds += [("dtype", m.name, f"{m.left} and {m.right}") for m in result.dtypes]
-    for d in result.elements:
-        at = ", ".join(map(str, d.first))
-        gap = f", largest difference {d.max_abs:.9g}" if d.max_abs else ""
-        kinds.append(("values", d.name, f"{d.elements:,} of {d.total:,} elements, first at [{at}]{gap}"))
-    if kinds and not quiet:
-        text.table(("difference", "name", "what"), [(k, plain(n), w) for k, n, w in kinds])
-    what = "names, dtypes, shapes"
-    if result.values:
-        within = ""
-        if result.tolerance is not None:
-            within = f" within {result.tolerance.atol:g} + {result.tolerance.rtol:g} * |OTHER|"
-            what = "names and shapes"
-        what += f" and every element{within}" if result.tolerance is None else f", and every element{within}"
-    naming = ", both under Hugging Face names" if result.renamed else ""
+    if text.on_terminal() and not quiet:
+        _folded_table(kinds, result.elements)
+    elif (kinds or result.elements) and not quiet:
+        rows = [(k, plain(n), w, "", "") for k, n, w in kinds]
+        for d in result.elements:
+            at = ", ".join(map(str, d.first))
+            gap = f", largest difference {d.max_abs:.9g}" if d.max_abs else ""
+            what = f"{d.elements:,} of {d.total:,} elements, first at [{at}]{gap}"
+            rows.append(("values", plain(d.name), what, _number(d.relative), _number(d.cosine)))
+        columns = 5 if result.values else 3
+        text.table(("difference", "name", "what", "relative", "cosine")[:columns], [r[:columns] for r in rows])
+    sys.stdout.flush()  # what follows may go to stderr, and comes last
     parts = ", ".join(f"{n:,} {c}" for c, n in result.by_component.items())
     parts = f" ({parts})" if set(result.by_component) - {"model"} else ""
+    naming = ", both under Hugging Face names" if result.renamed else ""
     if result.ok:
-        text.write(f"equal: {count(result.compared, 'tensor')}{parts} by {what}{naming}\n")
+        text.write(f"equal: {count(result.compared, 'tensor')}{parts} by {_how(result)}{naming}\n")
     else:
+        alone = [
+            f", {len(names):,} only in {side}"
+            for side, names in (("SRC", result.only_left), ("OTHER", result.only_right))
+            if names
+        ]
         (text.write if quiet else _line)(
-            f"different: {count(result.compared, 'tensor')}{parts} compared by {what}{naming}\n"
+            f"different: {result.changed:,} of {count(result.compared, 'tensor')}{parts} changed{''.join(alone)}"
+            f" ({_how(result, values='values')} compared{naming})\n"
         )
     for side, components in (("SRC", result.components_left), ("OTHER", result.components_right)):
         if components:
             (text.write if result.ok or quiet else _line)(f"not compared: {', '.join(components)}, only in {side}\n")
+
+
+def _how(result: DiffResult, values: str = "every element") -> str:
+    """What was compared."""
+    if not result.values:
+        return "names, dtypes, shapes"
+    if result.tolerance is None:
+        return "names, dtypes, shapes" + (f", {values}" if values == "values" else f" and {values}")
+    return f"names and shapes, and {values} within {result.tolerance.atol:g} + {result.tolerance.rtol:g} * |OTHER|"
+
+
+def _folded_table(kinds: Sequence[tuple[str, str, str]], changed: Sequence[Changed]) -> None:
+    """Names that differ only in numbers on one line, with the largest relative difference and the smallest cosine."""
+    rows: list[tuple[str | int, ...]] = []
+    alike: dict[tuple[str, str], list[str]] = {}
+    for kind, name, what in kinds:
+        alike.setdefault((kind, what), []).append(name)
+    for (kind, what), names in alike.items():
+        rows += [(kind, plain(name), len(places), "", "", what) for name, places in fold(names)]
+    # In the order of the largest in each, which comes first.
+    for name, places in sorted(fold([d.name for d in changed]), key=lambda f: min(f[1])):
+        mine = [changed[i] for i in places]
+        cosines = [d.cosine for d in mine if d.cosine is not None]
+        what = f"{sum(d.elements for d in mine):,} of {sum(d.total for d in mine):,} elements"
+        largest = _number(changed[min(places)].relative)
+        rows.append(("values", plain(name), len(mine), largest, _cosine(min(cosines, default=None)), what))
+    if rows:
+        header = ("difference", "name", "tensors", "relative", "cosine", "what")
+        keep = range(6) if changed else (0, 1, 2, 5)
+        columns, cells = [header[i] for i in keep], [[row[i] for i in keep] for row in rows]
+        table(columns, cells, names=1, drop=["what", "tensors", "difference"], right=(3, 4) if changed else ())
+
+
+def _cosine(value: float | None) -> str:
+    """With the digits that tell it from 1."""
+    return "-" if value is None else f"{value:.6f}"
 
 
 def _line(line: str) -> None:
@@ -616,6 +682,7 @@ def _diff_json(result: DiffResult) -> dict[str, Any]:
         "values": result.values,
         "tolerance": None if tolerance is None else {"atol": tolerance.atol, "rtol": tolerance.rtol},
         "compared": result.compared,
+        "changed": result.changed,
         "components": result.by_component,
         "only_left_components": result.components_left,
         "only_right_components": result.components_right,
@@ -631,6 +698,8 @@ def _diff_json(result: DiffResult) -> dict[str, Any]:
                 "of": d.total,
                 "first": list(d.first),
                 "max_abs": _plain_number(d.max_abs),
+                "relative": _plain_number(d.relative),
+                "cosine": _plain_number(d.cosine),
             }
             for d in result.elements
         ],

@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import Raw, Tensors, origin, save_hf
 from tests.inspect.models import CONFIG, edit_json, flip, llama, place
+from tests.inspect.test_widths import on_terminal
 
 NORM, HEAD, EMBED = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -180,7 +181,60 @@ def test_text(forms: dict[str, Path], tmp_path: Path) -> None:
     done = ckpttool("inspect", forms["hf"], "--diff", other)
     assert done.code == 3
     assert done.out.splitlines() == ["difference\tname\twhat", f"only in SRC\t{NORM}\t"]
-    assert "different: 20 tensors compared" in done.err
+    assert done.err == "different: 0 of 20 tensors changed, 1 only in SRC (names, dtypes, shapes compared)\n"
+
+
+def noisy(tensors: Tensors, names: dict[str, float]) -> Tensors:
+    """Some tensors times a factor, from their fourth row on."""
+    out = dict(tensors)
+    for name, factor in names.items():
+        values = widened(tensors[name])
+        values[3:] *= factor
+        out[name] = Raw("BF16", (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
+    return out
+
+
+def widened(tensor: Raw) -> np.ndarray[Any, np.dtype[Any]]:
+    """BF16 as float64."""
+    return (tensor.bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+UP = "model.layers.{}.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("block", [64, 4 << 20])
+def test_how_far_tensors_are_apart(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rows are equal, so with small blocks some lie before the first difference."""
+    monkeypatch.setattr("ckpttool.ops.inspect.diff.BLOCK", block)
+    one = {n: Raw("BF16", (t.bits & 0x807F) | 0x3E80) for n, t in llama().items()}
+    two = noisy(one, {UP.format(0): 1.5, UP.format(1): 4.0, EMBED: 2.0})
+    left, right = save_hf(tmp_path / "one", one, CONFIG), save_hf(tmp_path / "two", two, CONFIG)
+    code, answer = diff(left, right, "--values")
+    assert (code, answer["changed"], answer["compared"]) == (3, 3, 21)
+    assert [e["name"] for e in answer["elements"]] == [UP.format(1), EMBED, UP.format(0)]
+    for e in answer["elements"]:
+        a, b = widened(one[e["name"]]).ravel(), widened(two[e["name"]]).ravel()
+        assert e["relative"] == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(b), rel=1e-12)
+        assert e["cosine"] == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-12)
+        assert e["different"] == int((a != b).sum())
+    done = ckpttool("inspect", left, "--diff", right, "--values")
+    assert done.err == "different: 3 of 21 tensors changed (names, dtypes, shapes, values compared)\n"
+    rows = [line.split("\t") for line in done.out.splitlines()]
+    assert rows[0] == ["difference", "name", "what", "relative", "cosine"]
+    assert [float(r[3]) for r in rows[1:]] == pytest.approx([e["relative"] for e in answer["elements"]], rel=1e-8)
+    shown = on_terminal("inspect", left, "--diff", right, "--values")
+    assert [line.split()[1:3] for line in shown[1:]] == [[UP.format("{0..1}"), "2"], [EMBED, "1"]]
+    assert max(map(len, shown)) <= 80
+
+
+def test_what_is_not_a_number_comes_first(tmp_path: Path) -> None:
+    one, two = llama(), noisy(llama(), {EMBED: 3.0})
+    two[NORM] = Raw("BF16", np.full(16, 0x7FC0, np.uint16))
+    two[HEAD] = Raw("BF16", np.zeros_like(one[HEAD].bits))
+    left, right = save_hf(tmp_path / "one", one, CONFIG), save_hf(tmp_path / "two", two, CONFIG)
+    found = {e["name"]: (e["relative"], e["cosine"]) for e in diff(left, right, "--values")[1]["elements"]}
+    assert {n: found[n] for n in (NORM, HEAD)} == {NORM: ("nan", "nan"), HEAD: ("inf", None)}
+    assert list(found)[2] == EMBED
 
 
 def test_a_missing_other_is_a_usage_error(forms: dict[str, Path], tmp_path: Path) -> None:

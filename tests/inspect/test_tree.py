@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.ops.inspect.listing import Row
-from ckpttool.ops.inspect.names import natural_order, ranges, templates
+from ckpttool.ops.inspect.names import fold, natural_order, ranges, templates
 from ckpttool.ops.inspect.tree import Node, collapse, lines
 
 
@@ -57,6 +57,19 @@ def expand(name: str) -> list[str]:
 )
 def test_collapses(names: list[str], expected: list[str]) -> None:
     assert leaves(collapse(rows(*names))) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a.1.w", "b", "a.0.w"], {"a.{0..1}.w": [0, 2], "b": [1]}),
+        (["a.0.x.0", "a.0.x.1", "a.1.x.0", "a.1.x.1"], {"a.{0..1}.x.{0..1}": [0, 1, 2, 3]}),
+        (["a.0.x.0", "a.0.x.1", "a.1.x.0"], {"a.0.x.{0..1}": [0, 1], "a.1.x.0": [2]}),
+        ([], {}),
+    ],
+)
+def test_folded_names_stand_for_every_combination(names: list[str], expected: dict[str, list[int]]) -> None:
+    assert {name: sorted(places) for name, places in fold(names)} == expected
 
 
 def test_what_differs_is_not_collapsed() -> None:

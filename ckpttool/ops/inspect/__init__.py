@@ -13,6 +13,7 @@
     values_check.py   ... and what only the elements can show
     code.py           ... and which files beside the weights can run code
     diff.py           two checkpoints, whatever their sharding and naming
+    total.py          one digest of everything
 
 Each module returns plain data; ``report`` prints it. Listing needs neither numpy nor the layout rules of a checkpoint
 of whole tensors, so neither is loaded for it.

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckpttool.ops.findings import CheckResult
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
+    from ckpttool.ops.inspect.total import Total
     from ckpttool.ops.inspect.values import Slice, Values
 
 
@@ -44,6 +45,8 @@ class Question:
     stats: bool = False
     histogram: bool = False
     digest: bool = False
+    total: bool = False
+    """With ``digest``: one for everything."""
     check: bool = False
     diff: Path | None = None
     values: bool = False
@@ -96,6 +99,16 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class Totalled:
+    """One digest of everything."""
+
+    question: Question
+    listing: Listing
+    total: Total
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Shown:
     """Elements."""
 
@@ -107,7 +120,7 @@ class Shown:
 
 def inspect(
     src: str | Path, options: OpenOptions, question: Question, progress: Progress | None = None
-) -> Listed | Drawn | Measured | Shown | CheckResult | DiffResult:
+) -> Listed | Drawn | Measured | Totalled | Shown | CheckResult | DiffResult:
     """Look into ``src``. ``ok`` of the answer is False when a check found an error or two checkpoints differ.
 
     Raises UsageError for a question that makes no sense, CorruptError when what is looked at changes meanwhile, and
@@ -117,7 +130,7 @@ def inspect(
     roots = [Path(p) for p in (src, question.diff) if p is not None]
     before = [_identity(p) for p in roots]
     answer = _answer(src, options, question, progress)
-    files = list(answer.listing.files) if isinstance(answer, Listed | Drawn | Measured | Shown) else []
+    files = list(answer.listing.files) if isinstance(answer, Listed | Drawn | Measured | Totalled | Shown) else []
     for side in ("left", "right"):  # of a DiffResult, whose module is loaded only where it is needed
         checkpoint = getattr(answer, side, None)
         files += source_files(checkpoint.stored.files) if checkpoint is not None else []
@@ -147,7 +160,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 def _answer(
     src: str | Path, options: OpenOptions, question: Question, progress: Progress | None
-) -> Listed | Drawn | Measured | Shown | CheckResult | DiffResult:
+) -> Listed | Drawn | Measured | Totalled | Shown | CheckResult | DiffResult:
     if question.check:
         from ckpttool.execute import NoProgress
         from ckpttool.ops.inspect.check import check
@@ -177,6 +190,12 @@ def _answer(
 
         listing = list_tensors(src, options)
         return Shown(question, listing, tuple(show(listing, question.show)))
+    if question.total:
+        from ckpttool.execute import NoProgress
+        from ckpttool.ops.inspect.total import total
+
+        listing = list_tensors(src, options, question.choice, stored_too=False)
+        return Totalled(question, listing, total(listing, progress or NoProgress()))
     if question.reads_values:
         from ckpttool.execute import NoProgress
         from ckpttool.ops.inspect.values import Wanted, measure
@@ -215,6 +234,10 @@ def _sensible(question: Question) -> None:
     chosen = [name for name, said in views.items() if said]
     if len(chosen) > 1:
         raise UsageError(f"{' and '.join(chosen)} are different questions", hint="ask one at a time")
+    if question.total and (not question.digest or question.stats or question.histogram):
+        raise UsageError("--total belongs to --hash alone", hint="`--hash --total`")
+    if question.total and (question.choice.patterns or question.choice.dtypes or question.choice.min_size):
+        raise UsageError("--total is of everything; filters do not apply", hint="--only chooses components")
     if question.values and not (question.check or question.diff):
         raise UsageError("--values belongs to --diff and --check", hint="--stats and --show read values by themselves")
     if (question.atol is not None or question.rtol is not None) and question.diff is None:

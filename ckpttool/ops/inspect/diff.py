@@ -19,10 +19,11 @@ from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
-from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_view
+from ckpttool.execute.compare import BLOCK, Difference, read_view
 from ckpttool.execute.reader import blocks
 from ckpttool.formats.base import OpenOptions
-from ckpttool.kernels.stats import differs, first_index
+from ckpttool.geometry import Box
+from ckpttool.kernels.stats import Array, Distance, differs, differs_in_bits, first_index
 from ckpttool.layout.family import inverse
 from ckpttool.ops.inspect.listing import check_components, in_order, wanted_names
 from ckpttool.ops.inspect.source import join, read
@@ -46,6 +47,16 @@ class Mismatch:
     right: str
 
 
+@dataclass(frozen=True, slots=True)
+class Changed(Difference):
+    """A tensor whose values differ, and how far as a whole."""
+
+    relative: float | None = None
+    """Norm of the difference by the norm of the right side; None for elements smaller than a byte."""
+    cosine: float | None = None
+    """Of the angle between both sides; None where one is all zeros, and for elements smaller than a byte."""
+
+
 @dataclass(slots=True)
 class DiffResult:
     """How two checkpoints differ."""
@@ -64,13 +75,20 @@ class DiffResult:
     dtypes: list[Mismatch] = field(default_factory=list)
     """With a tolerance these are told, and are no difference."""
     shapes: list[Mismatch] = field(default_factory=list)
-    elements: list[Difference] = field(default_factory=list)
+    elements: list[Changed] = field(default_factory=list)
+    """Largest relative difference first."""
     notes: list[str] = field(default_factory=list)
     by_component: dict[str, int] = field(default_factory=dict)
     """Tensors of equal name, by component."""
     components_left: list[str] = field(default_factory=list)
     """Components that only the left side has; they are not compared."""
     components_right: list[str] = field(default_factory=list)
+
+    @property
+    def changed(self) -> int:
+        """Tensors of equal name that differ in a way that counts."""
+        dtypes = self.dtypes if self.tolerance is None else []
+        return len({m.name for m in (*dtypes, *self.shapes)} | {d.name for d in self.elements})
 
     @property
     def ok(self) -> bool:
@@ -100,7 +118,7 @@ def diff(
     renamed = a.ops != b.ops
     result = DiffResult(a, b, renamed, values=values, tolerance=tolerance)
     compared = _components(a, b, only, result)
-    mine, theirs = _side(a, compared, result.notes, renamed=renamed), _side(b, compared, result.notes, renamed=renamed)
+    mine, theirs = side(a, compared, result.notes, renamed=renamed), side(b, compared, result.notes, renamed=renamed)
     for lost in [c for c in compared if c in mine.failed or c in theirs.failed]:
         compared.remove(lost)
         result.notes.append(f"{lost} is not compared: {mine.failed.get(lost) or theirs.failed[lost]}")
@@ -149,7 +167,7 @@ def _open(left: Path, right: Path, options: OpenOptions) -> tuple[Checkpoint, Ch
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
     """A tensor of one side under the name by which it is compared."""
 
     view: View
@@ -160,16 +178,16 @@ class _Found:
 
 
 @dataclass(slots=True)
-class _Side:
+class Side:
     """One side's tensors by component."""
 
-    tables: dict[str, dict[str, _Found]] = field(default_factory=dict)
+    tables: dict[str, dict[str, Found]] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
     """Other names of stored elements, which the other side may lack."""
     failed: dict[str, str] = field(default_factory=dict)
     """Components that cannot be brought to the common names, and why."""
 
-    def views(self, components: list[str]) -> dict[str, _Found]:
+    def views(self, components: list[str]) -> dict[str, Found]:
         """All of these components, by the name that --list shows."""
         return {n: v for c in components for n, v in self.tables.get(c, {}).items()}
 
@@ -194,15 +212,15 @@ def _components(a: Checkpoint, b: Checkpoint, only: tuple[str, ...], result: Dif
     return compared
 
 
-def _side(checkpoint: Checkpoint, components: list[str], notes: list[str], *, renamed: bool) -> _Side:
+def side(checkpoint: Checkpoint, components: list[str], notes: list[str], *, renamed: bool) -> Side:
     """What one side has of the components, under the names by which they are compared."""
-    out = _Side()
+    out = Side()
     catalog = checkpoint.catalog
     if not renamed:
         for key, t in catalog.tensors.items():
             if key.component in components:
                 name = str(key)
-                found = _Found(View(name, t.dtype, t.shape, t), key.name, key.component)
+                found = Found(View(name, t.dtype, t.shape, t), key.name, key.component)
                 out.tables.setdefault(key.component, {})[name] = found
     else:
         _publish(checkpoint, components, out, notes)
@@ -212,19 +230,19 @@ def _side(checkpoint: Checkpoint, components: list[str], notes: list[str], *, re
         masters = out.tables["master_weights"]
         weights = out.tables["model"] if "model" in out.tables else {} if renamed else identity(catalog).table
         for weight in weights.values():
-            view = weight.view if isinstance(weight, _Found) else weight
+            view = weight.view if isinstance(weight, Found) else weight
             name = str(Key(view.name, "master_weights"))
             if view.dtype == "F32" and name not in masters:
-                masters[name] = _Found(view.named(name), view.name, "master_weights", lone=True)
+                masters[name] = Found(view.named(name), view.name, "master_weights", lone=True)
     return out
 
 
-def _publish(checkpoint: Checkpoint, components: list[str], out: _Side, notes: list[str]) -> None:
+def _publish(checkpoint: Checkpoint, components: list[str], out: Side, notes: list[str]) -> None:
     """Tensors under Hugging Face names. Raises LayoutError when the model cannot be brought there."""
     catalog = checkpoint.catalog
     table = _published(checkpoint, identity(catalog), notes) if "model" in components else None
     if table is not None:
-        out.tables["model"] = {v.name: _Found(v, v.name, "model") for v in table}
+        out.tables["model"] = {v.name: Found(v, v.name, "model") for v in table}
     others = [c for c in components if c != "model"]
     if not others:
         return
@@ -235,11 +253,11 @@ def _publish(checkpoint: Checkpoint, components: list[str], out: _Side, notes: l
         return
     for component in others:
         states = dict.fromkeys(k.state for k in catalog.tensors if k.component == component)
-        held: dict[str, _Found] = {}
+        held: dict[str, Found] = {}
         try:
             for state in states:
                 for name, view in follow(names, catalog, component, state, []).items():
-                    held[view.name] = _Found(view, name, component)
+                    held[view.name] = Found(view, name, component)
         except CkptError as e:
             out.failed[component] = e.what
         out.tables[component] = held
@@ -257,7 +275,7 @@ def _published(checkpoint: Checkpoint, views: Views, notes: list[str]) -> Views:
     return out
 
 
-def _add_aliases(checkpoint: Checkpoint, side: _Side, *, renamed: bool) -> None:
+def _add_aliases(checkpoint: Checkpoint, side: Side, *, renamed: bool) -> None:
     """Under their other names, the tensors that a tied model does not store twice."""
     table = side.tables["model"]
     aliases = {k.name: v.name for k, v in checkpoint.catalog.aliases.items()}
@@ -266,10 +284,10 @@ def _add_aliases(checkpoint: Checkpoint, side: _Side, *, renamed: bool) -> None:
     for alias, owner in aliases.items():
         if alias not in table and owner in table:
             side.aliases.add(alias)
-            table[alias] = _Found(replace(table[owner].view, name=alias), alias, "model")
+            table[alias] = Found(replace(table[owner].view, name=alias), alias, "model")
 
 
-def _own_masters(one: dict[str, _Found], two: dict[str, _Found]) -> None:
+def _own_masters(one: dict[str, Found], two: dict[str, Found]) -> None:
     """Take out float32 weights as their own master weights where the other side has none either.
 
     Some formats store a master weight of a parameter that is float32 itself, and others do not.
@@ -288,28 +306,49 @@ def _compare(result: DiffResult, pairs: list[tuple[View, View]], progress: Progr
             progress.advance(x.nbytes)
             if found is not None:
                 result.elements.append(found)
+    result.elements.sort(key=_size, reverse=True)
     progress.finish()
 
 
-def _compare_one(result: DiffResult, x: View, y: View) -> Difference | None:
+def _size(changed: Changed) -> float:
+    """What is not a number, or not known, comes before every number."""
+    return float("inf") if changed.relative is None or isnan(changed.relative) else changed.relative
+
+
+def _compare_one(result: DiffResult, x: View, y: View) -> Changed | None:
+    """Compare block by block. Blocks before the first difference are read again for the norms, when there is one."""
     if not prod(x.shape):
         return None
-    a, b = result.left.catalog, result.right.catalog
     if lookup(x.dtype).bits % 8:
         return _compare_packed(result, x, y)
-    if result.tolerance is None:
-        return compare_one(x.name, x.shape, x.dtype, lambda box: read_view(a, x, box), lambda box: read_view(b, y, box))
+
+    def both(box: Box) -> tuple[Array, Array]:
+        return read_view(result.left.catalog, x, box), read_view(result.right.catalog, y, box)
+
+    tolerance = result.tolerance
     wrong, first, largest = 0, None, 0.0
-    for box in blocks(x.shape, max(itemsize(x.dtype), itemsize(y.dtype)), BLOCK // 4):  # float64 takes more room
-        bad, gap = differs(read_view(a, x, box), read_view(b, y, box), result.tolerance.atol, result.tolerance.rtol)
+    distance = Distance()
+    equal: list[Box] = []
+    room = BLOCK if tolerance is None else BLOCK // 4  # float64 takes more
+    for box in blocks(x.shape, max(itemsize(x.dtype), itemsize(y.dtype)), room):
+        a, b = both(box)
+        bad, gap = differs_in_bits(a, b) if tolerance is None else differs(a, b, tolerance.atol, tolerance.rtol)
         if bad.any():
             wrong += int(bad.sum())
             first = first or first_index(bad, box.start)
             largest = float("nan") if isnan(gap) or isnan(largest) else max(largest, gap)
-    return None if first is None else Difference(x.name, wrong, prod(x.shape), first, largest)
+        if first is None:
+            equal.append(box)
+        else:
+            distance.add(a, b)
+    if first is None:
+        return None
+    for box in equal:
+        distance.add(*both(box))
+    return Changed(x.name, wrong, prod(x.shape), first, largest, distance.relative, distance.cosine)
 
 
-def _compare_packed(result: DiffResult, x: View, y: View) -> Difference | None:
+def _compare_packed(result: DiffResult, x: View, y: View) -> Changed | None:
     """Elements that share bytes are compared as the bytes that they are, which are in one piece."""
     from ckpttool.ops.inspect.values import digest
 
@@ -319,4 +358,4 @@ def _compare_packed(result: DiffResult, x: View, y: View) -> Difference | None:
     if one is None or two is None:
         raise UnsupportedError(f"`{x.name}` is {x.dtype} and cut; its elements share bytes")
     n = prod(x.shape)
-    return None if one == two else Difference(x.name, n, n, (0,) * len(x.shape), float("nan"))
+    return None if one == two else Changed(x.name, n, n, (0,) * len(x.shape), float("nan"))

@@ -46,6 +46,31 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join([str(a) if a == b else f"{a}..{b}" for a, b in runs])
 
 
+def fold(names: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Names that differ only in numbers, as one: (``layers.{0..3}.up_proj.weight``, positions of the names).
+
+    A line stands for every combination of its numbers.
+    """
+    found: dict[str, dict[tuple[tuple[int, ...], ...], list[int]]] = {}
+    for at, (template, numbers) in enumerate(templates(names)):
+        found.setdefault(template, {})[tuple((n,) for n in numbers)] = [at]
+    out = []
+    for template, single in found.items():
+        groups = single
+        for slot in reversed(range(template.count(SLOT))):
+            merged: dict[tuple[tuple[int, ...], ...], tuple[list[int], list[int]]] = {}
+            for key, places in groups.items():
+                mine, held = merged.setdefault(key[:slot] + key[slot + 1 :], ([], []))
+                mine += key[slot]
+                held += places
+            groups = {(*rest[:slot], tuple(sorted(mine)), *rest[slot:]): held for rest, (mine, held) in merged.items()}
+        texts = template.split(SLOT)
+        for key, places in groups.items():
+            shown = [f"{{{ranges(n)}}}" if len(n) > 1 else str(n[0]) for n in key]
+            out.append(("".join(t + n for t, n in zip(texts, [*shown, ""], strict=True)), places))
+    return out
+
+
 def natural_order(names: Sequence[str]) -> list[int]:
     """Positions of the names in natural order: numbers as numbers, and ``layers.2`` before ``layers.10``."""
     known: dict[str, list[Any]] = {}
