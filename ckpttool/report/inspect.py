@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.identity import BESIDE
-from ckpttool.ops.inspect.names import fold
 from ckpttool.report import text
 from ckpttool.report.convert_json import program_json, program_lines
 from ckpttool.report.tables import fit, table, width
@@ -113,6 +111,8 @@ def _head(listing: Listing, view: str) -> dict[str, Any]:
 
 def headline(identity: Identity) -> str:
     """``Qwen3-MoE, 12 layers, 8 experts, 1.02 B parameters, BF16, with optimizer state``."""
+    from ckpttool.ops.inspect.identity import BESIDE
+
     lora = identity.adapter
     parts = [identity.family or "Model of no known family"]
     if lora is not None:
@@ -642,6 +642,8 @@ def _how(result: DiffResult, values: str = "every element") -> str:
 
 def _folded_table(kinds: Sequence[tuple[str, str, str]], changed: Sequence[Changed]) -> None:
     """Names that differ only in numbers on one line, with the largest relative difference and the smallest cosine."""
+    from ckpttool.ops.inspect.names import fold
+
     rows: list[tuple[str | int, ...]] = []
     alike: dict[tuple[str, str], list[str]] = {}
     for kind, name, what in kinds:

@@ -157,7 +157,6 @@ STRANGERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "DeepSpeed": (("zero_to_fp32.py", "global_step1/mp_rank_00_model_states.pt"), ("zero_to_fp32.py . src-",)),
     "torch DCP": ((".metadata", "__0_0.distcp"), ("dcp_to_torch src all.pt",)),
     "torch FSDP": (("pytorch_model_fsdp_0/.metadata",), ("accelerate merge-weights src/pytorch_model_fsdp_0",)),
-    "an adapter": (("adapter_config.json", "adapter_model.safetensors"), ("ckpttool merge MODEL+src -o DST",)),
     "an archive": (("model.tar.gz",), ("unpack it",)),
     "half a download": (("model.safetensors.part",), ("model.safetensors.part has not finished",)),
     "the hub's cache": (("snapshots/0a1b/config.json",), ("give the snapshot: src/snapshots/0a1b",)),
@@ -177,6 +176,11 @@ def test_what_is_not_read(case: str) -> None:
         error = mistake(line, 1)
         for word in words:
             assert word in error, error
+
+
+def test_an_adapter_is_merged_and_not_resharded() -> None:
+    src = fill("adapter_config.json", "adapter_model.safetensors")
+    assert "ckpttool merge MODEL+src -o DST" in mistake(f"reshard {src} dst --tp-out 2", 1)
 
 
 DISGUISES = {
@@ -409,5 +413,5 @@ def test_names_with_empty_components() -> None:
     """The tree shows a name as it is."""
     names = ("../../e", "a..b", "a.b")
     write(Path("model.safetensors"), {n: Raw("U8", np.zeros(1, np.uint8)) for n in names})
-    lines = run("inspect model.safetensors").out.splitlines()[4:]
+    lines = run("inspect model.safetensors").out.splitlines()[5:]
     assert [line.split()[0] for line in lines] == [*sorted(names)]
