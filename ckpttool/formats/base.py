@@ -365,6 +365,8 @@ class Habits(NamedTuple):
     """A save may lie in several directories (--also), each written by another node."""
     fp32_masters: str = "kept"
     """Of parameters that are float32 themselves, a master weight is ``added``, ``dropped``, or ``kept`` as it is."""
+    records_shapes: bool = False
+    """The files say the shapes of the whole tensors, so that padding is known from them."""
     refused: tuple[str, ...] = ()
     """Which of ``fuse`` and ``unfuse`` would make what the format's own software cannot read."""
     keeps: bool = False

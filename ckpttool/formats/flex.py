@@ -90,7 +90,9 @@ class Flex:
     name = "flex"
     about = "Paddle flex_checkpoint: N.metadata and R_N.distcp, plain or as a PaddleFormers trainer saves it"
     sharded = True
-    habits = Habits(pad_vocab=False, components=tuple(PARTS), optimizer_shards=True, keeps=True, spread=True)
+    habits = Habits(
+        records_shapes=True, pad_vocab=False, components=tuple(PARTS), optimizer_shards=True, keeps=True, spread=True
+    )
 
     def detect(self, listing: Listing) -> int:
         if listing.single and not METADATA.fullmatch(listing.single):

@@ -54,7 +54,7 @@ class Ranks:
     name = "ranks"
     about = "rank-local safetensors that record their mesh and boxes; others' with --rank-pattern"
     sharded = True
-    habits = Habits(ragged_experts=True)
+    habits = Habits(records_shapes=True, ragged_experts=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.catalog import Catalog, DataFile, Key, RankTensor, RankTensors, StoredTensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
-from ckpttool.errors import LayoutError, UsageError, VerifyError
+from ckpttool.errors import ConflictError, LayoutError, UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
 from ckpttool.execute.compute import verify_computed
@@ -262,6 +262,12 @@ def plan_target(
     )
     chosen = _chosen(target, mesh)
     ranks = partitioner.run(cut, chosen)
+    if not habits.records_shapes:
+        place_of = family.placer(after)
+        vocabulary = {
+            names[v.name] for v in cut if (place := place_of(v.name)) is not None and place.rule.verb == "vocab"
+        }
+        _check_vocabulary(ranks, vocabulary, source)
     tables = {c: follow(views, catalog, *c, equal) for c in components}
     like = ranks[0]
     ranks = [
@@ -473,6 +479,23 @@ def _note_other_names(source: Checkpoint, views: Views, after: tuple[Op, ...], v
 
 def _shapes(views: Views) -> dict[str, tuple[int, ...]]:
     return {n: v.shape for n, v in views.table.items()}
+
+
+def _check_vocabulary(ranks: Sequence[Sequence[RankTensor]], tables: Collection[str], source: Checkpoint) -> None:
+    """Raises ConflictError where a padded vocabulary would be written with a config that does not say its true rows.
+
+    ``tables`` are the names of tensors with a row for each token.
+    """
+    known = source.family.size("vocab")
+    odd = next((t for held in ranks for t in held if t.pads and t.key in tables and t.whole[0] != known), None)
+    if odd is not None:
+        raise ConflictError(
+            f"`{odd.key}` has {odd.whole[0]:,} rows, which are padded for this target, and config.json "
+            + (f"says a vocabulary of {known:,}" if known is not None else "does not say how large the vocabulary is")
+            + ": nothing would tell the padding from tokens afterwards",
+            where=str(source.path / "config.json"),
+            hint=f"set vocab_size to {odd.whole[0]} in config.json",
+        )
 
 
 def _version(source: Checkpoint, target: Target, habits: Habits) -> str:

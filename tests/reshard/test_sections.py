@@ -79,3 +79,31 @@ def test_dequantised_sections(tmp_path: Path) -> None:
 def test_forms_that_an_engine_cannot_read(tmp_path: Path, target: str, flag: str) -> None:
     error = refused(model(tmp_path / "src", same=True), tmp_path / "dst", "--to", target, flag, code=2)
     assert f"{flag} is not possible with --to {target}" in error
+
+
+VOCABULARIES: list[dict[str, Any]] = [
+    {"vocab_size": None},
+    {"vocab_size": "19"},
+    {"vocab_size": 17},
+    {"vocab_size": 23},
+]
+
+
+@pytest.mark.parametrize("said", VOCABULARIES, ids=str)
+@pytest.mark.parametrize("options", [("--to", "vllm"), ("--to", "trtllm", "--tp-out", "2")], ids=" ".join)
+def test_a_vocabulary_that_would_be_lost_in_padding(tmp_path: Path, said: Any, options: tuple[str, ...]) -> None:
+    error = refused(model(tmp_path / "src", same=True, **said), tmp_path / "dst", *options)
+    assert "has 19 rows, which are padded for this target" in error
+    assert "set vocab_size to 19" in error
+
+
+@pytest.mark.parametrize("said", VOCABULARIES, ids=str)
+def test_rank_files_record_the_rows(tmp_path: Path, said: Any) -> None:
+    reshard(model(tmp_path / "src", same=True, **said), tmp_path / "dst", "--to", "ranks", "--tp-out", "2", "--verify")
+
+
+def test_a_nested_vocabulary(tmp_path: Path) -> None:
+    source = model(tmp_path / "src", same=True, vocab_size=None, text_config={"vocab_size": 19})
+    reshard(source, tmp_path / "dst", "--to", "vllm", "--verify")
+    other = model(tmp_path / "other", same=True, vocab_size=None, text_config={"vocab_size": 18})
+    assert "says a vocabulary of 18" in refused(other, tmp_path / "no", "--to", "vllm")
