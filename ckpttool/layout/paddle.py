@@ -192,19 +192,40 @@ def keeps_whole(rule: Rule, sizes: Sizes, tp: int) -> bool:
 
 
 def kept_whole(
-    family: Family, ops: tuple[Op, ...], names: Iterable[str], tp: int, source: Sequence[str] = ()
+    family: Family, ops: tuple[Op, ...], shapes: Shapes, tp: int, source: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Patterns of the tensors to write whole on every rank: those of ``keeps_whole``, and of the tensors that no rule
     names those that the source held whole (``source`` are its patterns).
+
+    Raises ConflictError where config.json has a vocabulary by which the tensor could not be read again.
     """
     place_of = family.placer(ops)
     held = [compile_pattern(p) for p in source]
     out = set()
-    for name in names:
+    for name, shape in shapes.items():
         place = place_of(name)
+        if place is not None and tp > 1:
+            _check_vocabulary(name, shape, place.rule, family, tp)
         if any(p.search(name) for p in held) if place is None else keeps_whole(place.rule, family.sizes, tp):
             out.add("*".join(split_numbers(name)[0].split("#")))
     return tuple(sorted(out))
+
+
+def _check_vocabulary(name: str, shape: tuple[int, ...], rule: Rule, family: Family, tp: int) -> None:
+    """A vocabulary may be padded beyond config.json's, but not be shorter, nor so long that a share looks whole."""
+    vocab = family.size("vocab")
+    axis = cut_axis(rule, len(shape), bias=is_bias(name)) if rule.verb == "vocab" else None
+    if vocab is None or axis is None:
+        return
+    rows = shape[axis]
+    is_cut = not keeps_whole(rule, family.sizes, tp)
+    if rows < vocab or (is_cut and rows // tp >= vocab):
+        raise ConflictError(
+            f"`{name}` has {rows:,} tokens, config.json says a vocabulary of {vocab:,}:"
+            f" on {tp} ranks nothing would tell whether it is whole or cut",
+            where=rule.place,
+            hint=f"set vocab_size to {rows} in config.json, if the tensor is right",
+        )
 
 
 @dataclass(slots=True)

@@ -247,7 +247,10 @@ def plan_target(
     )
     whole = habits.whole
     if naming == "paddle":
-        whole = (*whole, *paddle.kept_whole(family, after, [v.name for v in cut], mesh.tp, source.stored.whole))
+        whole = (
+            *whole,
+            *paddle.kept_whole(family, after, {v.name: v.shape for v in cut}, mesh.tp, source.stored.whole),
+        )
     packing = find_packing(section(source.config), {v.name: v.dtype for v in views})
     cast = caster(names, dtype, packing.parts(names) if packing is not None else ())
     partitioner = Partitioner(

@@ -284,3 +284,25 @@ def test_the_head_of_paddlenlp_comes_back(vocab: int, form: tuple[Any, ...], *, 
     assert np.array_equal(held, want["lm_head.weight"].bits.T)
     reshard(tmp_path / "paddle", tmp_path / "back", "--to", "hf", "--verify")
     assert_same(read_all(tmp_path / "back"), want)
+
+
+@pytest.mark.parametrize("vocab", [130, 131, 133, 259, 260, 300])
+@pytest.mark.parametrize(
+    "form", [("hybrid", "--sharding-out", 1), ("hybrid", "--sharding-out", 2), ("zcc", "--sharding-out", 2), ("flex",)]
+)
+def test_a_vocabulary_that_contradicts_the_config(vocab: int, form: tuple[Any, ...], tmp_path: Path) -> None:
+    """131 would be read as halves of 260 rows when config.json says 259; a padded one is written and comes back."""
+    rows = {130: 262, 131: 264, 133: 131, 259: 131, 260: 520, 300: 131}[vocab]
+    config = config_of("llama", "plain") | {"vocab_size": rows, "tie_word_embeddings": False}
+    want = finite(tensors_of(config))
+    src = save_hf(tmp_path / "src", want, config | {"vocab_size": vocab})
+    if vocab == 131:
+        reshard(src, tmp_path / "ranks", "--tp-out", 2, "--to", *form)
+        reshard(tmp_path / "ranks", tmp_path / "back", "--to", "hf", "--tp-out", 1, "--verify")
+        assert_same(read_all(tmp_path / "back"), want)
+        return
+    error = refused(src, tmp_path / "dst", "--tp-out", 2, "--to", *form)
+    assert f"has {rows:,} tokens, config.json says a vocabulary of {vocab:,}" in error
+    assert f"set vocab_size to {rows}" in error
+    assert not (tmp_path / "dst").exists()
+    reshard(src, tmp_path / "whole", "--to", "unified", "--tp-out", 1, "--verify")
