@@ -368,7 +368,7 @@ def _weight_map(listing: Listing, name: str, notes: list[str]) -> dict[str, str]
             raise ConflictError(
                 f"the index says that `{tensor}` is in `{file}`, {why}",
                 where=str(listing.path(name)),
-                hint=f"`ckpttool convert-json {listing.root} --index` writes it anew from the shards",
+                hint=f"`ckpttool convert-json {listing.root} --index` rebuilds it from the shards",
             )
     return found
 

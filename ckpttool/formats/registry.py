@@ -76,7 +76,7 @@ def detect(listing: Listing) -> Format:
         raise ConflictError(
             f"the source could be {' or '.join(f.name for f in found)}",
             where=str(listing.root),
-            hint=f"say which: {' or '.join('--from ' + f.name for f in found)}",
+            hint=f"choose one: {' or '.join('--from ' + f.name for f in found)}",
         )
     if listing.safetensors():
         return FORMATS["hf"]

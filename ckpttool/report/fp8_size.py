@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckpttool.fp8-size/1"
 UNITS = {"B": 1, "GB": 10**9, "GiB": 1 << 30}
-BAR = 24
+BAR = 16
 """Characters of the longest bar, on a terminal."""
 
 
@@ -140,7 +140,9 @@ def _table(report: SizeReport, by: str, units: Sequence[str]) -> str:
     header = [by, "tensors", "parameters", "elements", *_columns(units), ""]
     if not text.on_terminal():
         return aligned([row[:-1] for row in (header, *rows)], right=range(1, len(header)))
-    return _fitted([header, *rows], right=range(1, len(header) - 1), drop=("", "elements", "parameters", *_LAST))
+    return _fitted(
+        [header, *rows], right=range(1, len(header) - 1), drop=("elements", "GiB", "", "parameters", "GB", "tensors")
+    )
 
 
 def _numbers(of: Total | Row, units: Sequence[str]) -> list[str]:
