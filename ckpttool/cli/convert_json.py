@@ -152,13 +152,13 @@ def convert_json(
         from ckpttool import report
         from ckpttool.ops.convert_json.convert import execute, from_safetensors, to_safetensors
 
+        run = run_options(memory=memory or _MEMORY, workers=workers, force=force, resume=resume, manifest=False)
         if program is not None:
             _without(None, "--program", params=params, max_shard_size=max_shard_size)
             conversion = from_safetensors(src, dst, program, names=names)
         else:
             size = parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None
             conversion = to_safetensors(src, dst, params=params, names=names, max_shard_size=size)
-        run = run_options(memory=memory or _MEMORY, workers=workers, force=force, resume=resume, manifest=False)
         if dry_run:
             report.show_conversion_plan(conversion, dst, as_json=json, quiet=quiet)
             return

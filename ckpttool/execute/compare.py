@@ -17,6 +17,7 @@ import numpy as np
 from ckpttool.catalog import Catalog, LogicalTensor, Piece
 from ckpttool.dtypes import itemsize, lookup, numpy_dtype
 from ckpttool.errors import UnsupportedError
+from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.reader import blocks, read_block
 from ckpttool.geometry import Box
 from ckpttool.kernels.cast import cast as cast_block
@@ -123,11 +124,13 @@ def compare_one(
     dtype: str,
     left: Callable[[Box], Array],
     right: Callable[[Box], Array],
+    advance: Advance = unwatched,
 ) -> Difference | None:
-    """Compare two readers of one tensor block by block, bit for bit."""
+    """Compare two readers of one tensor block by block, bit for bit; ``advance`` is told the bytes of each block."""
     wrong, first, largest = 0, None, 0.0
     for box in blocks(shape, itemsize(dtype), BLOCK):
         a, b = left(box), right(box)
+        advance(b.nbytes)
         same = _bits(a) == _bits(b)
         if same.all():
             continue
@@ -149,11 +152,13 @@ def compare_views(
     *,
     cast: Callable[[str, str], str] = lambda _, dtype: dtype,
     check_replicas: bool = False,
+    advance: Advance = unwatched,
     workers: int = 2,
 ) -> list[Difference]:
     """Tensors of ``other`` that are not what ``views`` of ``source`` say; ``cast`` maps (name, dtype) to the new dtype.
 
-    With ``check_replicas`` every copy of a box in ``other`` is compared too. Whole-byte dtypes only; tensors of
+    With ``check_replicas`` every copy of a box in ``other`` is compared too. ``advance`` is told the bytes of
+    ``other`` as they are compared. Whole-byte dtypes only; tensors of
     sub-byte elements are compared as bytes.
     """
 
@@ -165,12 +170,14 @@ def compare_views(
         if not prod(view.shape):
             return []
         if lookup(view.dtype).bits % 8:
-            return _compare_raw(source, view, other, tensor)
+            return _compare_raw(source, view, other, tensor, advance)
 
         def expected(box: Box) -> Array:
             return read_view(source, view, box, want)
 
-        found = [compare_one(view.name, view.shape, want, expected, lambda box: read_tensor(other, tensor, box))]
+        found = [
+            compare_one(view.name, view.shape, want, expected, lambda box: read_tensor(other, tensor, box), advance)
+        ]
         if check_replicas:
             for copy in tensor.replicas:
                 start = copy.box.start
@@ -184,14 +191,16 @@ def compare_views(
                     _store(data, out)
                     return out
 
-                found.append(compare_one(view.name, copy.box.shape, want, shifted, written))
+                found.append(compare_one(view.name, copy.box.shape, want, shifted, written, advance))
         return [d for d in found if d is not None]
 
     with ThreadPoolExecutor(workers) as pool:
         return [d for found in pool.map(one, views) for d in found]
 
 
-def _compare_raw(source: Catalog, view: View, other: Catalog, tensor: LogicalTensor) -> list[Difference]:
+def _compare_raw(
+    source: Catalog, view: View, other: Catalog, tensor: LogicalTensor, advance: Advance
+) -> list[Difference]:
     """Elements smaller than a byte: whole tensors only, compared as bytes."""
     if view.same is None or len(tensor.pieces) != 1:
         raise UnsupportedError(f"`{view.name}` is {view.dtype} and cut; its elements share bytes")
@@ -200,5 +209,6 @@ def _compare_raw(source: Catalog, view: View, other: Catalog, tensor: LogicalTen
     def read(catalog: Catalog, file: int, offset: int) -> Callable[[Box], Array]:
         return lambda box: read_block(catalog.files[file].path, offset + box.start[0], (1,), box.shape, "U8")
 
-    got = compare_one(view.name, (a.nbytes,), "U8", read(source, a.file, a.offset), read(other, b.file, b.offset))
+    left, right = read(source, a.file, a.offset), read(other, b.file, b.offset)
+    got = compare_one(view.name, (a.nbytes,), "U8", left, right, advance)
     return [got] if got else []

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ckpttool.dtypes import numpy_dtype
+from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import CorruptError, UsageError, VerifyError
 from ckpttool.execute.blocks import Carrier
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import SECTOR, FilePool
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
+from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.permute import Array
 from ckpttool.execute.quantize import Quantizing
 from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, compare, scatter, unseen
@@ -340,9 +341,10 @@ def _is_finite(a: Array) -> bool:
     return not a.size or int(np.bitwise_and(a.view(bits), bits(mask)).max()) != mask
 
 
-def verify_computed(plan: Plan, outputs: Path, memory: int) -> None:
+def verify_computed(plan: Plan, outputs: Path, memory: int, advance: Advance = unwatched) -> None:
     """Work out every computed or quantised tensor once more and compare it with what was written below ``outputs``.
 
+    ``advance`` is told the bytes of the results, from pass to pass.
     Raises VerifyError naming the first tensor that differs.
     """
     with FilePool() as pool:
@@ -353,7 +355,19 @@ def verify_computed(plan: Plan, outputs: Path, memory: int) -> None:
         for unit in plan.units:
             for step in unit.steps:
                 if isinstance(step, Compute | Quantize):
-                    again = computing.run(step, ()) if isinstance(step, Compute) else quantizing.run(step, ())
+                    nbytes = sum([prod(c.shape) * itemsize(c.dst_dtype) for c in step.outputs])
+                    told = 0
+
+                    def seen(elements: int, of: int, nbytes: int = nbytes) -> None:
+                        nonlocal told
+                        now = nbytes * elements // max(of, 1)
+                        advance(now - told)
+                        told = now
+
+                    if isinstance(step, Compute):
+                        again = computing.run(step, (), seen)
+                    else:
+                        again = quantizing.run(step, (), seen)
                     try:
                         for _ in again:
                             pass

@@ -20,8 +20,8 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from ckpttool.execute.files import FilePool, SourceReadError, create, share, wri
 from ckpttool.execute.hashing import ALGORITHM, Sums
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
-from ckpttool.execute.options import Checksum, NoProgress, Progress, RunOptions, RunResult
+from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate
 from ckpttool.execute.worker import ComputeWorker, Job, is_known, order, server
 from ckpttool.plan import Plan
@@ -113,6 +113,22 @@ class _Ledger:
             self._changed.notify_all()
 
 
+class _Meter:
+    """Bytes that several threads are done with."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self.done = 0
+        self._stop = stop
+        self._adding = threading.Lock()
+
+    def advance(self, nbytes: int) -> None:
+        """Raises Stopped when the run is to end."""
+        if self._stop.is_set():
+            raise Stopped
+        with self._adding:
+            self.done += nbytes
+
+
 class _Run:
     def __init__(self, plan: Plan, dst: Path, options: RunOptions, progress: Progress) -> None:
         self.plan = plan
@@ -146,6 +162,7 @@ class _Run:
         self.unsynced = False
         """A sync has failed in a process that computes; see ``FilePool``."""
         self.verifying = False
+        self.verify_seconds = 0.0
 
     def go(self) -> RunResult:
         began = time.perf_counter()
@@ -177,7 +194,6 @@ class _Run:
         if note:
             self.notes.append(note)
             self.progress.note(note)
-        self._show(self.plan.bytes_written)
         self.progress.finish()
         return RunResult(
             bytes_read=sum(c.bytes_read for c in self.carriers) + self.computed[0],
@@ -186,6 +202,8 @@ class _Run:
             seconds=time.perf_counter() - began,
             peak_buffer=sum(c.arena.peak for c in self.carriers),
             policy=pool.policy,
+            plan_seconds=began - self.options.begun,
+            verify_seconds=self.verify_seconds,
             manifest=self._checksums() if self.options.manifest else [],
             notes=self.notes,
         )
@@ -264,6 +282,9 @@ class _Run:
                 self._file_progress(p)
         for output in literal:
             self.progress.file_done(output.name, output.size)
+        if isinstance(self.progress, PhasedProgress):
+            self.progress.phase("write", self.plan.bytes_written, self.skipped)
+            self.shown = self.skipped
         self._show(self.skipped)
 
     def _file_progress(self, part: Part) -> None:
@@ -494,14 +515,37 @@ class _Run:
             self._write_small(pool, name, closing(self.sums))
         if self.options.manifest:
             self._write_manifest(pool)
+        self._show(self.plan.bytes_written)
         if self.options.verify is not None:
             self.verifying = True
+            began = time.perf_counter()
             try:
-                self.options.verify(self.destination.partial)
+                self._verify(self.options.verify)
             finally:
                 # A source that changed while it was read again is the reason for any difference.
                 self._check_sources()
+            self.verify_seconds = time.perf_counter() - began
             self.verifying = False
+
+    def _verify(self, verify: Callable[[Path, Advance], None]) -> None:
+        """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""
+        meter, total = _Meter(self.stop), self.plan.bytes_written
+        phased = isinstance(self.progress, PhasedProgress)
+        if isinstance(self.progress, PhasedProgress):
+            self.progress.phase("verify", total, 0)
+            self.shown = 0
+        with ThreadPoolExecutor(1, thread_name_prefix="verify") as thread:
+            verifying = thread.submit(verify, self.destination.partial, meter.advance)
+            try:
+                while not wait([verifying], _TICK).done:
+                    if phased:
+                        self._show(min(meter.done, total))
+            except BaseException:
+                self.stop.set()
+                raise
+        verifying.result()
+        if phased:
+            self._show(total)
 
     def _dismiss(self, *, now: bool) -> None:
         """Let the processes go, or kill them, and wait for their foremen, who end with them."""

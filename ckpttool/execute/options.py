@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 MIB = 1 << 20
 
@@ -19,6 +20,14 @@ def default_workers() -> int:
 def default_processes() -> int:
     """Processes that compute: as many as there are cores."""
     return len(os.sched_getaffinity(0))
+
+
+Advance = Callable[[int], None]
+"""Takes the number of bytes that somebody is done with. May be called by any thread."""
+
+
+def unwatched(_nbytes: int) -> None:
+    """``Advance`` when nobody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +45,9 @@ class RunOptions:
     """Go on with what an interrupted run of the same plan left."""
     manifest: bool = False
     """Compute a checksum of every stored tensor and write them to ``ckpttool.manifest.json``."""
-    verify: Callable[[Path], None] | None = None
-    """Called with the finished, synced partial directory; when it raises, DST does not appear."""
+    verify: Callable[[Path, Advance], None] | None = None
+    """Called, in a thread, with the finished, synced partial directory and with what is to be told how many bytes of it
+    have been verified; when it raises, DST does not appear."""
     closing: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
     """Further small files, by name, that cannot be known before. Called when everything is written, with the hashes
     of the operands of computed tensors, by the keys of ``operand_keys``."""
@@ -45,6 +55,8 @@ class RunOptions:
     """DST is a file: the only output of the plan, which has its name."""
     source_roots: tuple[str, ...] = ()
     """Directories the caller named as SRC; DST may not lie inside. Empty: the directories that hold the sources."""
+    begun: float = field(default_factory=time.perf_counter)
+    """When planning began, on the clock of ``time.perf_counter``."""
 
 
 class Progress(Protocol):
@@ -59,6 +71,16 @@ class Progress(Protocol):
     def note(self, text: str) -> None: ...
 
     def finish(self) -> None: ...
+
+
+@runtime_checkable
+class PhasedProgress(Progress, Protocol):
+    """A receiver that hears of verification, too. Others hear of what is written."""
+
+    def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
+        """From now on ``advance`` counts the bytes of ``name``: ``write``, then ``verify``. An earlier, interrupted run
+        has done ``done_bytes`` of ``total_bytes`` already."""
+        ...
 
 
 class NoProgress:
@@ -96,9 +118,17 @@ class RunResult:
     bytes_skipped: int
     """Bytes that an earlier, interrupted run had already written."""
     seconds: float
+    """Without planning."""
     peak_buffer: int
     """Most bytes of buffers in use at one time."""
     policy: str
     """How bytes were written: ``direct``, ``uncached``, ``write-behind`` or ``plain``."""
+    plan_seconds: float = 0
+    verify_seconds: float = 0
     manifest: list[Checksum] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def write_seconds(self) -> float:
+        """All that is not planning and not verification."""
+        return self.seconds - self.verify_seconds

@@ -20,7 +20,7 @@ from ckpttool.catalog import Catalog, DataFile, Key, RankTensor, RankTensors, St
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import ConflictError, LayoutError, UsageError, VerifyError
-from ckpttool.execute import Progress, RunOptions, RunResult, run
+from ckpttool.execute import Advance, Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
 from ckpttool.execute.compute import verify_computed
 from ckpttool.formats._json import indented
@@ -611,16 +611,17 @@ def execute(
                 "--verify needs all ranks, --ranks-out writes only some",
                 hint="verify when all ranks are there: ckpttool inspect SRC --diff DST --values",
             )
-        options = replace(options, verify=lambda partial: verify_output(prepared, partial, options.memory))
+        options = replace(options, verify=partial(verify_output, prepared, memory=options.memory))
     result = run(prepared.plan, path, options, progress)
     return ReshardResult(prepared, path, result, verify)
 
 
-def verify_output(prepared: Prepared, written: Path, memory: int) -> None:
+def verify_output(prepared: Prepared, written: Path, advance: Advance, *, memory: int) -> None:
     """Read ``written`` back through its format's reader and compare every element with the source.
 
     Knows nothing of the plan: the source side goes through pieces and views, the written side through its own headers.
     What is dequantised or quantised is worked out once more, with ``memory`` bytes, and compared where it was written.
+    ``advance`` is told the bytes of ``written`` that are verified.
     Raises VerifyError naming the first tensors that differ.
     """
     mesh = prepared.mesh
@@ -642,13 +643,14 @@ def verify_output(prepared: Prepared, written: Path, memory: int) -> None:
     _verify_nothing_lost(prepared)
     real = len(prepared.source.catalog.files)
     if prepared.computed is not None:
-        verify_computed(prepared.plan, written, memory)
+        verify_computed(prepared.plan, written, memory, advance)
     wrong = compare_views(
         prepared.source.catalog,
         [v for v in expected.values() if all(s.file < real for s in _stored(v))],
         found,
         cast=lambda name, _: prepared.dtypes[name],
         check_replicas=True,
+        advance=advance,
     )
     if wrong:
         raise VerifyError(

@@ -4,7 +4,7 @@
     style.py      colours, and who gets them
     failure.py    errors, also as JSON
     tables.py     tables that fit the terminal
-    bars.py       a bar on a terminal, a line for each finished file elsewhere
+    bars.py       a bar on a terminal, a line every ten seconds elsewhere
     reshard.py    plans and results of reshard
     merge.py      plans and results of merge
     drop_keys.py  what drop-keys leaves out

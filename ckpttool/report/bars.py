@@ -1,10 +1,11 @@
-"""Progress of a run: a bar on a terminal, one line for each finished file elsewhere. Both on stderr."""
+"""Progress of a run on stderr: a bar on a terminal, elsewhere a line every ten seconds."""
 
 from __future__ import annotations
 
 import atexit
 import sys
 import time
+from math import exp
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import plain
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
 
     from ckpttool.execute import Progress
 
-REFRESH_S = 0.2
+REFRESH_S = 0.1
 """Seconds between two drawings of the bar."""
 PATIENCE_S = 0.5
 """Seconds before a bar appears."""
+LINE_S = 10.0
+"""Seconds between two lines where there is no terminal."""
+SMOOTH_S = 10.0
+"""Seconds after which what was done counts a third (1 / e) for the rate."""
 
 
 def progress(*, quiet: bool) -> Progress:
@@ -31,21 +36,75 @@ def progress(*, quiet: bool) -> Progress:
     return Bar() if sys.stderr.isatty() else Lines()
 
 
-class Lines:
-    """One line for each finished file: ``[3/8] rank-00002-of-00008.safetensors 1.25 GB``."""
+def clock(seconds: float) -> str:
+    """``0:09``, ``12:34``, ``1:02:03``."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+class _Meter:
+    """How far a phase is, how fast it goes, and when it will be over."""
+
+    def __init__(self, total: int, done: int, now: float) -> None:
+        self.total, self.done = total, done
+        self._at = now
+        self._counted = done
+        self._bytes = self._seconds = 0.0
+
+    def look(self, now: float) -> None:
+        """Take into the rate what has been done since the last look."""
+        passed = now - self._at
+        if passed > 0:
+            kept = exp(-passed / SMOOTH_S)
+            self._bytes = self._bytes * kept + self.done - self._counted
+            self._seconds = self._seconds * kept + passed
+            self._at, self._counted = now, self.done
+
+    @property
+    def percent(self) -> int:
+        return 100 * min(self.done, self.total) // self.total if self.total else 100
+
+    def __str__(self) -> str:
+        """``1.20 GB of 3.10 GB, 210.00 MB/s, 0:09 left``; there is no time left to tell while nothing moves."""
+        rate = self._bytes / self._seconds if self._seconds else 0
+        said = f"{short(self.done)} of {short(self.total)}, {short(round(rate))}/s"
+        return said + (f", {clock((self.total - self.done) / rate)} left" if rate else "")
+
+
+class _Watch:
+    """Counts; what is shown of it, and when, is for others to say."""
 
     def __init__(self) -> None:
-        self._files = self._done = 0
+        self._phase = "read"
+        self._meter = _Meter(0, 0, time.monotonic())
 
     def start(self, total_bytes: int, files: int) -> None:
-        self._files = files
+        del files
+        self.phase(self._phase, total_bytes, 0)
 
-    def advance(self, nbytes: int) -> None:
-        pass
+    def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
+        self._phase = name
+        self._meter = _Meter(total_bytes, done_bytes, time.monotonic())
 
     def file_done(self, name: str, nbytes: int) -> None:
-        self._done += 1
-        message(f"[{self._done}/{self._files}] {plain(name)} {short(nbytes)}")
+        pass
+
+
+class Lines(_Watch):
+    """A line every ten seconds: ``write 38%, 1.20 GB of 3.10 GB, 210.00 MB/s, 0:09 left``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said = time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        meter, now = self._meter, time.monotonic()
+        meter.done += nbytes
+        if now - self._said >= LINE_S:
+            self._said = now
+            meter.look(now)
+            message(f"{self._phase} {meter.percent}%, {meter}")
 
     def note(self, text: str) -> None:
         message(f"note: {plain(text)}")
@@ -54,50 +113,51 @@ class Lines:
         pass
 
 
-class Bar:
-    """A bar with rate and remaining time, gone when the run ends. A run that is done at once never shows one."""
+class Bar(_Watch):
+    """A bar that is gone when the run ends. A run that is done at once never shows one."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._rich: RichProgress | None = None
         self._task: TaskID | None = None
-        self._total = self._done = 0
-        self._drawn = 0.0
-
-    def start(self, total_bytes: int, files: int) -> None:
-        self._total, self._done = total_bytes, 0
         self._drawn = time.monotonic() + PATIENCE_S - REFRESH_S
 
     def advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        now = time.monotonic()
+        meter, now = self._meter, time.monotonic()
+        meter.done += nbytes
         # Drawn from here and not by a thread of its own: at most a few times a second, and never after an error.
         if now - self._drawn >= REFRESH_S:
             self._drawn = now
+            meter.look(now)
             rich, task = self._show()
-            rich.update(task, completed=self._done)
+            percent = f"{meter.percent:3}%"
+            rich.update(
+                task, description=self._phase, total=meter.total, completed=meter.done, percent=percent, said=str(meter)
+            )
             rich.refresh()
 
     def _show(self) -> tuple[RichProgress, TaskID]:
         if self._rich is None or self._task is None:
             from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import BarColumn, Progress, TextColumn
+            from rich.table import Column
+
+            def text(field: str) -> TextColumn:
+                return TextColumn(field, markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
 
             self._rich = Progress(
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(),
+                text("{task.description:6}"),
+                BarColumn(bar_width=16),
+                text("{task.fields[percent]}"),
+                text("{task.fields[said]}"),
                 console=Console(stderr=True),
                 auto_refresh=False,
                 transient=True,
             )
-            self._task = self._rich.add_task("", total=self._total)
+            self._task = self._rich.add_task("", total=self._meter.total, percent="", said="")
             self._rich.start()
             atexit.register(self.finish)  # a run that fails does not call finish, and the cursor must come back
         return self._rich, self._task
-
-    def file_done(self, name: str, nbytes: int) -> None:
-        pass
 
     def note(self, text: str) -> None:
         if self._rich is not None:

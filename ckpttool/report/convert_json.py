@@ -129,12 +129,15 @@ def show_conversion(done: Converted, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         said = _conversion(conversion, done.dst)
         more = {"bytes_written": run.bytes_written, "bytes_resumed": run.bytes_skipped, "verified": True}
-        dump({**said, **more, "seconds": round(run.seconds, 6), "notes": notes}, entries=len(conversion.plan.outputs))
+        dump(
+            {**said, **more, "seconds": round(run.seconds, 6), "phases": text.phases(run), "notes": notes},
+            entries=len(conversion.plan.outputs),
+        )
         return
     if quiet:
         return
     text.notes(notes)
-    text.write(wrapped(_summary(conversion, done.dst) + "\n"))
+    text.write(wrapped(f"{_summary(conversion, done.dst)}{text.times(run)}\n"))
     text.write("verified: every tensor was read again and is equal to the source\n")
 
 

@@ -84,6 +84,7 @@ def show_drop(prepared: PreparedDrop, result: ReshardResult, *, as_json: bool, q
                 "bytes_written": run.bytes_written,
                 "bytes_resumed": run.bytes_skipped,
                 "seconds": round(run.seconds, 6),
+                "phases": text.phases(run),
                 "verified": result.verified,
                 "notes": notes,
             },
@@ -98,7 +99,7 @@ def show_drop(prepared: PreparedDrop, result: ReshardResult, *, as_json: bool, q
     text.write(
         wrapped(
             f"{plain(str(result.dst))}: {_summary(prepared)}; {count(len(target.views), 'tensor')} left in"
-            f" {count(len(target.plan.outputs), 'file')}, {short(target.plan.bytes_written)}\n"
+            f" {count(len(target.plan.outputs), 'file')}, {short(target.plan.bytes_written)}{text.times(run)}\n"
         )
     )
     if result.verified:

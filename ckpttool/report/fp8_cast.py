@@ -84,6 +84,7 @@ def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
                 "bytes_written": run.bytes_written,
                 "bytes_resumed": run.bytes_skipped,
                 "seconds": round(run.seconds, 6),
+                "phases": text.phases(run),
                 "verified": result.verified,
                 "next_step": prepared.next_step(result.dst) or None,
                 "notes": notes,
@@ -95,11 +96,10 @@ def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
         return
     text.notes(notes)
     message(_summary(prepared))
-    rate = f" in {run.seconds:.1f} s, {short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
     text.write(
         wrapped(
             f"{plain(str(result.dst))}: {prepared.format}, {count(len(prepared.views), 'tensor')} in"
-            f" {count(len(prepared.plan.outputs), 'file')}, {short(prepared.plan.bytes_written)}{rate}\n"
+            f" {count(len(prepared.plan.outputs), 'file')}, {short(prepared.plan.bytes_written)}{text.times(run)}\n"
         )
     )
     if result.verified:

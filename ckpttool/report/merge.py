@@ -151,6 +151,7 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
                 "bytes_written": run.bytes_written,
                 "bytes_resumed": run.bytes_skipped,
                 "seconds": round(run.seconds, 6),
+                "phases": text.phases(run),
                 "write_policy": run.policy,
                 "verified": result.verified,
                 "files": files_of(plan),
@@ -170,14 +171,13 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
         message(f"note: {short(run.bytes_skipped)} were already written by the interrupted run")
     if verbose:
         message(f"read {short(run.bytes_read)}; writes: {run.policy}")
-    rate = f" in {run.seconds:.1f} s, {short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
     models = len(prepared.origins)
     what = prepared.method if prepared.single else f"{prepared.method} of {count(models, 'model')}"
     text.write(
         wrapped(
             f"{plain(str(result.dst))}: {what}, {target.format}, {ranked(target.mesh, target.sharding)},"
             f" {count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')},"
-            f" {short(plan.bytes_written)}{rate}\n"
+            f" {short(plan.bytes_written)}{text.times(run)}\n"
         )
     )
     if result.verified:

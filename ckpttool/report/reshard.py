@@ -155,6 +155,7 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
                 "bytes_written": run.bytes_written,
                 "bytes_resumed": run.bytes_skipped,
                 "seconds": round(run.seconds, 6),
+                "phases": text.phases(run),
                 "bytes_per_second": round(run.bytes_written / run.seconds) if run.seconds else None,
                 "peak_buffers": run.peak_buffer,
                 "write_policy": run.policy,
@@ -177,12 +178,11 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
     if verbose:
         message(f"read {short(run.bytes_read)}; {count(plan.boxes, 'slice')}; writes: {run.policy};")
         message(f"at most {short(run.peak_buffer)} of buffers")
-    rate = f" in {run.seconds:.1f} s, {short(round(run.bytes_written / run.seconds))}/s" if run.seconds > 0.1 else ""
     text.write(
         wrapped(
             f"{plain(str(result.dst))}: {prepared.format}, {ranked(prepared.mesh, prepared.sharding)},"
             f" {count(len(prepared.views), 'tensor')} in {count(len(plan.outputs), 'file')},"
-            f" {short(plan.bytes_written)}{rate}\n"
+            f" {short(plan.bytes_written)}{text.times(run)}\n"
         )
     )
     if result.verified:

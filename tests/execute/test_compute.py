@@ -377,7 +377,7 @@ def test_unchanged_bytes_pass_whatever_they_mean(tmp_path: Path) -> None:
 
 def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
     plan, _ = merge_plan(tmp_path / "src")
-    run(plan, tmp_path / "dst", RunOptions(verify=lambda partial: compute.verify_computed(plan, partial, 1 << 20)))
+    run(plan, tmp_path / "dst", RunOptions(verify=lambda partial, _: compute.verify_computed(plan, partial, 1 << 20)))
     path = tmp_path / "dst/1.bin"
     data = bytearray(path.read_bytes())
     data[77] ^= 1

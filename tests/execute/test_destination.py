@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyError
-from ckpttool.execute import NoProgress, RunOptions, commit, engine, files, run, schedule
+from ckpttool.execute import Advance, NoProgress, RunOptions, commit, engine, files, run, schedule
 from ckpttool.plan import Output, Plan
 from tests.execute.plans import expected, reshard, written
 
@@ -82,7 +82,7 @@ def test_the_old_destination_is_there_until_the_end(tmp_path: Path, plan: Plan) 
     (dst / "mine").write_text("old")
     seen = []
 
-    def verify(partial: Path) -> None:
+    def verify(partial: Path, _advance: Advance) -> None:
         seen.append((dst / "mine").read_text())
         seen.append(partial.name)
 
@@ -188,7 +188,7 @@ def test_a_source_that_is_cut_short(tmp_path: Path, plan: Plan, monkeypatch: pyt
 
 
 def test_verification_that_fails(tmp_path: Path, plan: Plan) -> None:
-    def verify(partial: Path) -> None:
+    def verify(partial: Path, _advance: Advance) -> None:
         assert written(partial, plan) == expected(plan)
         raise VerifyError("not equal")
 
@@ -476,7 +476,7 @@ def test_workers_of_a_killed_run_are_waited_for(tmp_path: Path, plan: Plan) -> N
 
 
 def test_a_destination_that_appears_during_the_run(tmp_path: Path, plan: Plan) -> None:
-    def verify(_: Path) -> None:
+    def verify(_: Path, _advance: Advance) -> None:
         (tmp_path / "dst").mkdir()
         (tmp_path / "dst/mine").write_text("mine")
 
@@ -626,7 +626,7 @@ def test_a_crash_between_two_renames(tmp_path: Path, plan: Plan, monkeypatch: py
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_source_that_changes_while_it_is_verified(tmp_path: Path, plan: Plan, seen: bool) -> None:
-    def verify(_: Path) -> None:
+    def verify(_: Path, _advance: Advance) -> None:
         with Path(plan.sources[0].path).open("ab") as f:
             f.write(b"x")
         if seen:

@@ -164,7 +164,7 @@ def test_bytes_do_not_depend_on_how(tmp_path_factory: pytest.TempPathFactory, da
         options = RunOptions(
             manifest=data.draw(st.booleans()),
             closing={"note.txt": closing},
-            verify=lambda partial: compute.verify_computed(plan, partial, 1 << 20),
+            verify=lambda partial, _: compute.verify_computed(plan, partial, 1 << 20),
         )
         result = run(plan, directory / "dst", options)
         assert sum(part_bytes(step, n) for n in range(parts_of(step))) == plan.bytes_written

@@ -12,14 +12,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tensor
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError, UsageError, VerifyError
-from ckpttool.execute import Progress, RunOptions, RunResult, run
+from ckpttool.execute import Advance, Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
 from ckpttool.formats._paddle_names import match_names, read_names
 from ckpttool.formats._pdiparams import head_fits
@@ -212,11 +213,7 @@ def _refuse_name(dst: Path, suffixes: tuple[str, ...]) -> None:
 
 def execute(conversion: Conversion, dst: Path, options: RunOptions, progress: Progress) -> Converted:
     """Write, read again, compare, and only then give DST its name. Raises OutputError, CorruptError, VerifyError."""
-    check: Callable[[Path], None] = (
-        (lambda partial: _verify_program(conversion, partial))
-        if conversion.back
-        else (lambda partial: _verify_safetensors(conversion, partial))
-    )
+    check = partial(_verify_program if conversion.back else _verify_safetensors, conversion)
     options = replace(options, single=conversion.single, source_roots=conversion.roots, verify=check)
     return Converted(conversion, dst, run(conversion.plan, dst, options, progress))
 
@@ -386,35 +383,35 @@ def _own_names(program: Program) -> Path | None:
 # -- reading again
 
 
-def _verify_safetensors(conversion: Conversion, partial: Path) -> None:
+def _verify_safetensors(conversion: Conversion, written: Path, advance: Advance) -> None:
     """Every file is read through its own header."""
     names = [o.name for o in conversion.plan.outputs if o.name.endswith(".safetensors")]
     found = Catalog([], {})
     for i, name in enumerate(names):
-        head = read_header(partial / name, i)
+        head = read_header(written / name, i)
         found.files.append(head.file)
         for t in head.tensors:
             _add(found, t.name, t)
-    _compare(conversion, found, partial)
+    _compare(conversion, found, written, advance)
 
 
-def _verify_program(conversion: Conversion, partial: Path) -> None:
+def _verify_program(conversion: Conversion, written: Path, advance: Advance) -> None:
     """The parameters are read as the program in DST says."""
-    path = partial / conversion.program.path.name
-    again = open_program(path, partial / conversion.native.params)
+    path = written / conversion.program.path.name
+    again = open_program(path, written / conversion.native.params)
     if again.program.parameters != conversion.program.parameters or again.file is None:
         raise VerifyError("the program that was written is not the one that was given", where=str(path))
     found = Catalog([again.file], {})
     for p, r in again.tensors:
         _add(found, p.name, stored_tensor(p, r))
-    _compare(conversion, found, partial)
+    _compare(conversion, found, written, advance)
 
 
-def _compare(conversion: Conversion, found: Catalog, partial: Path) -> None:
+def _compare(conversion: Conversion, found: Catalog, written: Path, advance: Advance) -> None:
     views = identity(conversion.catalog).table
     if set(found.tensors) != set(conversion.catalog.tensors):
-        raise VerifyError("the output does not have the tensors of the source", where=str(partial))
-    wrong = compare_views(conversion.catalog, list(views.values()), found, check_replicas=True)
+        raise VerifyError("the output does not have the tensors of the source", where=str(written))
+    wrong = compare_views(conversion.catalog, list(views.values()), found, check_replicas=True, advance=advance)
     if wrong:
         raise VerifyError(
             f"{len(wrong)} of {len(views)} tensors differ from the source",

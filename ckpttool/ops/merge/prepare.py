@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -219,7 +220,7 @@ def execute(
         options,
         source_roots=prepared.roots,
         closing={record: lambda digests: prepared.provenance.record(plan, digests)},
-        verify=(lambda partial: verify_output(target, partial, options.memory)) if verify else None,
+        verify=partial(verify_output, target, memory=options.memory) if verify else None,
     )
     return MergeResult(prepared, path, run(plan, path, options, progress), verify)
 
