@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from ckpttool.errors import CkptError, ConflictError, CorruptError, OutputError, UsageError, VerifyError
-from ckpttool.execute import NoProgress, RunOptions
+from ckpttool.execute import Advance, NoProgress, RunOptions
 from ckpttool.formats.safetensors import read_header
 from ckpttool.ops.convert_json.convert import METADATA, Conversion, execute, from_safetensors, to_safetensors
 from tests.convert_json.programs import (
@@ -469,8 +469,8 @@ def test_a_file_that_appears_during_the_run(tmp_path: Path, monkeypatch: pytest.
 
     check = convert._verify_safetensors
 
-    def appear(conversion: Conversion, partial: Path) -> None:
-        check(conversion, partial)
+    def appear(conversion: Conversion, written: Path, advance: Advance) -> None:
+        check(conversion, written, advance)
         dst.write_bytes(b"mine")
 
     with monkeypatch.context() as patch:
