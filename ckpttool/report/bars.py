@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from math import exp
 from typing import TYPE_CHECKING
 
@@ -121,20 +123,36 @@ class Bar(_Watch):
         self._rich: RichProgress | None = None
         self._task: TaskID | None = None
         self._drawn = time.monotonic() + PATIENCE_S - REFRESH_S
+        self._gone = False
 
     def advance(self, nbytes: int) -> None:
         meter, now = self._meter, time.monotonic()
         meter.done += nbytes
         # Drawn from here and not by a thread of its own: at most a few times a second, and never after an error.
-        if now - self._drawn >= REFRESH_S:
+        if now - self._drawn >= REFRESH_S and not self._gone:
             self._drawn = now
             meter.look(now)
-            rich, task = self._show()
-            percent = f"{meter.percent:3}%"
-            rich.update(
-                task, description=self._phase, total=meter.total, completed=meter.done, percent=percent, said=str(meter)
-            )
-            rich.refresh()
+            with self._drawing():
+                self._draw()
+
+    def _draw(self) -> None:
+        meter = self._meter
+        rich, task = self._show()
+        percent = f"{meter.percent:3}%"
+        rich.update(
+            task, description=self._phase, total=meter.total, completed=meter.done, percent=percent, said=str(meter)
+        )
+        rich.refresh()
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """A terminal that goes away in the middle of a run (EIO) is no reason to stop: no bar is drawn from then on."""
+        try:
+            yield
+        except OSError:
+            self._gone = True
+            self._rich = self._task = None
+            atexit.unregister(self.finish)
 
     def _show(self) -> tuple[RichProgress, TaskID]:
         if self._rich is None or self._task is None:
@@ -160,13 +178,15 @@ class Bar(_Watch):
         return self._rich, self._task
 
     def note(self, text: str) -> None:
-        if self._rich is not None:
-            self._rich.console.print(f"note: {plain(text)}", markup=False, highlight=False)
-        else:
+        if self._rich is None:
             message(f"note: {plain(text)}")
+            return
+        with self._drawing():
+            self._rich.console.print(f"note: {plain(text)}", markup=False, highlight=False)
 
     def finish(self) -> None:
         if self._rich is not None:
-            self._rich.stop()
+            with self._drawing():
+                self._rich.stop()
             self._rich = self._task = None
             atexit.unregister(self.finish)

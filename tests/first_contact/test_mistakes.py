@@ -22,6 +22,7 @@ from tests.helpers.tensorfile import Raw, write
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LLAMA, TINY, SHARDED = FIXTURES / "llama_tp8", FIXTURES / "hf_tiny_source", FIXTURES / "deepseek_v3"
 ONE, TWO, BASE = (FIXTURES / "merge" / "inputs" / n for n in ("ft1", "ft2", "base"))
+LORA = FIXTURES / "merge" / "inputs" / "lora1"
 PROGRAM = FIXTURES / "paddle_programs" / "pir" / "model.json"
 
 
@@ -178,9 +179,10 @@ def test_what_is_not_read(case: str) -> None:
             assert word in error, error
 
 
-def test_an_adapter_is_merged_and_not_resharded() -> None:
-    src = fill("adapter_config.json", "adapter_model.safetensors")
-    assert "ckpttool merge MODEL+src -o DST" in mistake(f"reshard {src} dst --tp-out 2", 1)
+def test_an_adapter() -> None:
+    """It can be looked into. Resharding it alone makes no sense, and what does is named."""
+    assert run(f"inspect {LORA}").out.startswith("LoRA adapter, rank 4")
+    assert f"`ckpttool merge MODEL+{LORA} -o DST`" in mistake(f"reshard {LORA} dst --tp-out 2", 1)
 
 
 DISGUISES = {

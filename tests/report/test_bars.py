@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from itertools import pairwise
@@ -178,6 +179,36 @@ def test_the_bar_leaves_a_clean_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "a [bold] note" in terminal.written
     assert "\x1b[?25l" in terminal.written  # the cursor goes
     assert terminal.written.rindex("\x1b[?25h") > terminal.written.rindex("\x1b[?25l")  # and comes back
+
+
+@pytest.mark.parametrize("when", ["drawing", "noting", "finishing"])
+def test_a_terminal_that_goes_away_ends_the_bar_and_not_the_run(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    terminal = Terminal(tty=True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(module, "PATIENCE_S", 0)
+    monkeypatch.setattr(module, "REFRESH_S", 0)
+    monkeypatch.setenv("TERM", "xterm")
+    tries = []
+
+    def gone(text: str) -> int:
+        tries.append(text)
+        raise OSError(errno.EIO, "Input/output error")
+
+    bar = Bar()
+    bar.start(1000, 1)
+    bar.advance(100)
+    assert terminal.written
+    monkeypatch.setattr(terminal, "write", gone)
+    if when == "drawing":
+        bar.advance(100)
+    if when == "noting":
+        bar.note("lost")
+    if when != "finishing":
+        before = len(tries)
+        bar.advance(800)
+        assert len(tries) == before  # nothing is drawn from then on
+    bar.finish()
+    assert tries
 
 
 def test_a_quick_run_shows_no_bar_and_loads_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
