@@ -331,7 +331,8 @@ class Assembler:
 
 
 def _replicated(place: Placement) -> Placement:
-    return place._replace(rule=replace(place.rule, verb="replicate", text="replicate (one scale for the tensor)"))
+    text = "replicate (one number for the tensor)"
+    return place._replace(rule=replace(place.rule, verb="replicate", grouped=False, text=text))
 
 
 def overridden(family: Family, name: str, base: Placement | None) -> Placement | None:

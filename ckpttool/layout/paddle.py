@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import SHAPE_OF_RANK, StoredTensor
+from ckpttool.catalog import SHAPE_OF_RANK, RankTensor, StoredTensor
 from ckpttool.errors import CkptError, ConflictError
 from ckpttool.formats._paddle import base_prefix, head_in_out, is_linear
 from ckpttool.layout.assemble import is_bias
@@ -226,6 +226,26 @@ def _check_vocabulary(name: str, shape: tuple[int, ...], rule: Rule, family: Fam
             where=rule.place,
             hint=f"set vocab_size to {rows} in config.json, if the tensor is right",
         )
+
+
+def check_head(
+    ranks: Sequence[Sequence[RankTensor]], shapes: Shapes, ops: Sequence[Op], family: Family, config: Mapping[str, Any]
+) -> None:
+    """The head must be read the way it is written, with ``config`` as it will lie beside it: its version may be new.
+
+    ``shapes`` are those of all tensors, whole. Raises ConflictError where it would be read transposed.
+    """
+    in_out = any("lm_head.weight" in op.patterns for op in ops if isinstance(op, Transpose))
+    whole, prefix = shapes.get("lm_head.weight"), base_prefix(shapes)
+    if whole is None or len(whole) != 2:
+        return
+    for shape in {whole, *(t.shape for held in ranks for t in held if t.name == "lm_head.weight")}:
+        if len(shape) == 2 and head_in_out(shape, prefix, config, tied=family.tied) != in_out:
+            raise ConflictError(
+                f"`lm_head.weight` {list(shape)} would be read transposed: it is kept the way round that the source"
+                " has it, and the models of --target have it the other way round",
+                hint="--native-names writes it as those models have it",
+            )
 
 
 @dataclass(slots=True)

@@ -312,6 +312,8 @@ def plan_target(
         companions,
     )
     skeleton = writer.write(request)
+    if naming == "paddle":
+        paddle.check_head(ranks, _shapes(views), after, family, request.config)
     if skeleton.ranks is not None:
         equal += _left_to_masters(catalog, tables, skeleton.ranks)
     carried, literal = _beside(source, request, skeleton, written, notes)

@@ -196,6 +196,7 @@ def moment(a: Array) -> Array:
         ("qwen3", "odd vocabulary, tied", ("--tp-out", 2, "--pp-out", 2)),
         ("gemma", "nested", ("--tp-out", 4)),
         ("glm4_moe", "one kv head", ("--tp-out", 2)),
+        ("gpt_oss", "plain", ("--tp-out", 2)),
     ],
 )
 def test_the_optimizer_state_follows(kind: str, unusual: str, target: tuple[Any, ...], tmp_path: Path) -> None:
@@ -306,3 +307,19 @@ def test_a_vocabulary_that_contradicts_the_config(vocab: int, form: tuple[Any, .
     assert f"set vocab_size to {rows}" in error
     assert not (tmp_path / "dst").exists()
     reshard(src, tmp_path / "whole", "--to", "unified", "--tp-out", 1, "--verify")
+
+
+@pytest.mark.parametrize(("vocab", "form"), [(48, ("unified",)), (48, ("flex",)), (96, ("hybrid", "--tp-out", 2))])
+def test_a_head_that_would_be_read_transposed(vocab: int, form: tuple[Any, ...], tmp_path: Path) -> None:
+    """A square head of PaddleNLP, for a version whose models have it the other way round."""
+    config = config_of("qwen3", "plain") | {"vocab_size": vocab, "tie_word_embeddings": False}
+    want = finite(tensors_of(config))
+    src = save_hf(tmp_path / "src", want, config)
+    reshard(src, tmp_path / "nlp", "--to", "unified", "--target", "paddlenlp-3.0")
+    options = ("--to", *form, *(() if form[0] == "flex" else ("--target", "paddleformers-0.4")))
+    error = refused(tmp_path / "nlp", tmp_path / "out", *options)
+    assert "`lm_head.weight` [48, 48] would be read transposed" in error
+    assert "--native-names" in error
+    reshard(tmp_path / "nlp", tmp_path / "out", *options, "--native-names", "--verify")
+    reshard(tmp_path / "out", tmp_path / "back", "--to", "hf", "--tp-out", 1, "--verify")
+    assert_same(read_all(tmp_path / "back"), want)
