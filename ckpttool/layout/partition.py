@@ -128,7 +128,8 @@ class Partitioner:
             holders = (
                 by_stage.get(stage, ()) if place.expert is None else by_owner.get((stage, owner[place.expert]), ())
             )
-            if self.tied and place.stage == "first" and place.rule.verb == "vocab" and mesh.pp > 1:
+            # Also an embedding that every rank has whole, because its vocabulary does not divide.
+            if self.tied and mesh.pp > 1 and place.stage == "first" and _is_vocab(place, published[t.name]):
                 holders = [*holders, *by_stage.get(mesh.pp - 1, ())]
             name = logical = self.names.get(t.name, t.name)
             if self.local_layers and place.layer is not None:
@@ -213,6 +214,10 @@ class Partitioner:
         if not good:
             return "no number of ranks divides these sizes: look at them in config.json"
         return f"use --{'etp' if expert else 'tp'}-{self.flag} {_choices(good)}"
+
+
+def _is_vocab(*places: Placement | None) -> bool:
+    return any(p is not None and p.rule.verb == "vocab" for p in places)
 
 
 def _choices(numbers: Iterable[int]) -> str:

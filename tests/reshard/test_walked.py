@@ -96,3 +96,29 @@ def test_drop_keys_keeps_the_format_of_one_rank(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     before, after = read_all(tmp_path / "out"), read_all(tmp_path / "less")
     assert_same(after, {n: t for n, t in before.items() if not n.endswith(".bias")})
+
+
+def test_a_tied_embedding_that_is_whole_is_on_the_last_stage_too(tmp_path: Path) -> None:
+    """Paddle keeps a vocabulary that tp does not divide whole; the last stage needs it as its head all the same."""
+    model = MODELS["mistral"]
+    assert model.config["tie_word_embeddings"]
+    assert model.config["vocab_size"] % 2
+    out = out_and_back(model, tmp_path, "--to", "hybrid", "--tp-out", 2, "--pp-out", LAYERS)
+    for path in out.glob(f"model_state.tp*_pp{LAYERS - 1:02d}.pdparams"):
+        assert b"embed_tokens.weight" in path.read_bytes()
+
+
+@pytest.mark.parametrize("nest", [False, True])
+def test_a_square_head_of_paddlenlp_comes_back(nest: bool, tmp_path: Path) -> None:
+    """It is [hidden, vocab] there, also under names that do not begin with the model's type."""
+    model = MODELS["qwen3"]
+    square = {"model.embed_tokens.weight": (48, 48), "lm_head.weight": (48, 48)}
+    assert model.config["hidden_size"] == 48
+    config = {**model.config, "vocab_size": 48, "tie_word_embeddings": False}
+    model = replace(model, config=nested(config) if nest else config, shapes={**model.shapes, **square})
+    out_and_back(model, tmp_path, "--to", "unified", "--target", "paddlenlp-3.0")
+
+
+def test_a_head_of_paddlenlp_with_a_nested_config(tmp_path: Path) -> None:
+    model = MODELS["qwen3"]
+    out_and_back(replace(model, config=nested(model.config)), tmp_path, "--to", "unified", "--target", "paddlenlp-3.0")

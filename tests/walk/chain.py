@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from tests.walk import bits, names
+from tests.walk import bits, names, paddle
 from tests.walk.bits import Wrong
 from tests.walk.forms import leaves
 from tests.walk.judge import PADDLE, State, judge
@@ -148,8 +148,8 @@ def _grid(r: Random, model: Model, formats: str) -> Grid:
             ep = r.choice([1, 2, 3, 4])
             etp = r.choice([1, 1, tp, 2])
         elif formats in PADDLE and formats != "flex":
-            ep = r.choice([1, tp, 2 * tp]) if tp > 1 else r.choice([1, 2])
-            etp = 1
+            ep = r.choice([1, 1, tp, 2 * tp])
+            etp = 1 if ep > 1 else tp  # without expert parallelism Paddle cuts experts as it cuts the rest
     grid = Grid(tp, pp, ep, etp, chunks, ep_fastest=formats == "trtllm")
     return grid if grid.world <= 24 else Grid(tp, 1, 1, tp, ep_fastest=formats == "trtllm")
 
@@ -207,13 +207,17 @@ def _selected(state: State, r: Random) -> tuple[list[str], Table] | None:
 Draw = Callable[[Random, State], "Step | None"]
 
 
-def _judged(step: Step) -> Step:
+def _judged(step: Step, before: State) -> Step:
     """With what must come of it, as far as cuts and fusions tell."""
     step.state = step.state.staged
+    if before.stripped:
+        step.expect, step.why = EITHER, "model_meta.json was deleted"
+    if "head_dim unsaid" in step.state.model.traits and "hybrid" in (step.state.format, before.format):
+        step.expect, step.why = EITHER, "nothing says which heads are whole"
     try:
-        if step.state.format == "hf":
+        if step.state.format in ("hf", "unified"):
             whole(step.state.model, step.state.table)
-        elif step.state.format not in PADDLE:
+        else:
             step.state.ranks()
     except Indivisible as e:
         step.expect, step.why = REFUSED, str(e)
@@ -275,7 +279,7 @@ def _renamed(r: Random, state: State, words: list[str], format_: str, naming: st
         words += ["--max-shard-size", str(limit)]
     new = replace(state, model=model, table=table, format=format_, naming=naming, style=style, grid=grid, **changes)  # type: ignore[arg-type]
     step = Step(words, new, expect, why, limit)
-    return step if expect != WORKS else _judged(step)
+    return step if expect != WORKS else _judged(step, state)
 
 
 def _to_engine(engine: str) -> Draw:
@@ -305,14 +309,58 @@ def _to_engine(engine: str) -> Draw:
             return Step(words, state, UNCLEAR, str(e))
         new = replace(
             state, table=table, format=engine, naming=engine, style=Style(), grid=grid, optional=optional,
-            config_kept=state.config_kept and engine != "trtllm",
+            config_kept=state.config_kept and engine != "trtllm", sizes_only=state.sizes_only or engine == "trtllm",
         )  # fmt: skip
-        step = _judged(Step(words, new, limit=limit))
+        step = _judged(Step(words, new, limit=limit), state)
         if state.model.tie != was and step.expect == WORKS:
             step.expect, step.why = EITHER, "said to be tied, and is not"
         return step
 
     return draw
+
+
+def _to_paddle(r: Random, state: State) -> Step | None:
+    """Names stay those of a Paddle source, and are else those of --target."""
+    model = state.model
+    format_ = r.choice(["unified", "hybrid", "hybrid", "flex"])
+    target = r.choice(paddle.VERSIONS) if format_ != "flex" else "paddleformers-1.2"
+    new = replace(state, target=target)
+    words = ["--to", format_]
+    if state.naming == "paddle":
+        if format_ != "flex" and r.random() < 0.4:
+            words.append("--native-names")
+            new = replace(new, version=target)
+        else:
+            new = replace(new, target=state.version or target)
+    else:
+        new = replace(new, version=target if format_ != "flex" else "")
+    if format_ != "flex":
+        words += ["--target", new.target]
+    grid, shards = Grid(), state.shards if state.format in ("hybrid", "flex") and format_ != "unified" else 1
+    if format_ != "unified":
+        grid = _grid(r, model, format_)
+        grid = replace(grid, chunks=grid.chunks[: grid.pp] if len(grid.chunks) > grid.pp else grid.chunks)
+        if grid.chunks and sum(grid.chunks) != model.layers:
+            grid = replace(grid, chunks=())
+        words += _grid_words(model, grid, format_)
+        if r.random() < 0.4:
+            shards = r.choice([2, 4])
+            words += ["--sharding-out", str(shards)]
+            if format_ == "hybrid" and r.random() < 0.3:
+                words += ["--sharding-version", "v1"]
+    new = replace(
+        new, format=format_, naming="paddle", style=Style(), grid=grid, shards=shards, config_kept=False,
+    )  # fmt: skip
+    try:
+        new = replace(new, table=new.named("paddle", Style()))
+        step = _judged(Step(words, new), state)
+    except Unclear:
+        return None
+    if grid.ep > 1 and format_ == "hybrid" and step.expect == WORKS:
+        step.expect, step.why = EITHER, "experts over ranks"
+    if model.tie == "differs" and step.expect == WORKS:
+        step.expect, step.why = EITHER, "said to be tied, and is not"
+    return step
 
 
 def _drop_keys(r: Random, state: State) -> Step | None:
@@ -324,7 +372,7 @@ def _drop_keys(r: Random, state: State) -> Step | None:
     if r.random() < 0.3 and state.format == "hf":
         words.append("--link")
     # Rank files are written anew, without padding that tp does not ask for.
-    return _judged(Step(words, replace(state, table=table, multiple=1), command="drop-keys"))
+    return _judged(Step(words, replace(state, table=table, multiple=1), command="drop-keys"), state)
 
 
 def _merge(r: Random, state: State) -> Step | None:
@@ -338,7 +386,7 @@ def _merge(r: Random, state: State) -> Step | None:
         return None
     new = replace(state, table=table, format="hf", naming="hf", style=style, grid=Grid())
     words = r.choice([["--weights", "0.5,0.5"], ["--method", "average"], ["--weights", "0.25,0.75"]])
-    return _judged(Step(["--to", "hf", *words], new, command="merge"))
+    return _judged(Step(["--to", "hf", *words], new, command="merge"), state)
 
 
 def _draw(r: Random, state: State, *, final: bool) -> Step | None:
@@ -352,6 +400,10 @@ def _draw(r: Random, state: State, *, final: bool) -> Step | None:
         (_drop_keys, 1),
         (_merge, 1),
     ]
+    if state.naming == "paddle":
+        draws = [(d, n) for d, n in draws if d is not _to_ranks]
+    if "fp8 blocks" not in model.traits:
+        draws.append((_to_paddle, 5))
     if model.family == "deepseek":
         draws.append((_to_engine("deepseek"), 5))
     if model.family in ("llama", "qwen2", "mixtral"):
@@ -458,10 +510,18 @@ def walk(seed: int, folder: Path) -> Told:
         except Wrong as e:
             told.wrong = str(e)
             return told
+        except (KeyError, ValueError, OSError) as e:  # what the judge did not find at all
+            told.wrong = f"{type(e).__name__}: {e}"
+            return told
         if outcome:
             told.pairs[model.family, step.state.format] += 1
             shutil.rmtree(src)
-            src, state = dst, step.state
+            src, state = dst, replace(step.state, stripped=False)
+            meta = src / "model_meta.json"
+            if meta.exists() and r.random() < 0.25:
+                meta.unlink()
+                told.log.append(f"rm {src.name}/{meta.name}")
+                state = replace(state, stripped=True)
     return told
 
 

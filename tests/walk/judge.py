@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.walk import names
+from tests.walk import names, paddle
 from tests.walk.bits import Raw, Wrong, difference, read_with_metadata
 from tests.walk.forms import leaves
 from tests.walk.models import Model
@@ -43,8 +43,16 @@ class State:
     """What everything was cast to last."""
     config_kept: bool = True
     """The config has never been through a format with fields of its own."""
+    sizes_only: bool = False
+    """It has been through one that has no field for the rest."""
     version: str = ""
     """Of Paddle's software, whose names these are."""
+    target: str = ""
+    """Of the one that shall read it."""
+    shards: int = 1
+    """Ranks that share an optimizer's state."""
+    stripped: bool = False
+    """The file that says how it was shared has been deleted."""
 
     def plain(self) -> Table:
         """The tensors that are still there, under the names of one for each projection."""
@@ -56,6 +64,8 @@ class State:
         plain = self.plain()
         if naming == "hf":
             return names.hugging_face(self.model, plain, style)
+        if naming == "paddle":
+            return paddle.names(self.model, plain, self.version)
         return {"vllm": names.vllm, "deepseek": names.deepseek, "trtllm": names.trtllm}[naming](self.model, plain)
 
     @property
@@ -81,6 +91,8 @@ class State:
             return Habit(64, ragged_experts=False)
         if self.format == "deepseek":
             return Habit(0, ragged_experts=False)
+        if self.format in PADDLE:
+            return paddle.HABIT
         if self.format == "trtllm":
             return Habit(ragged_experts=False, embedding_whole="transformer.vocab_embedding.weight", local_layers=True)
         return Habit(self.multiple)
@@ -103,7 +115,14 @@ _CACHE_SCALE = re.compile(r".*\._[kvq]_scale|.*\._prob_scale")
 def judge(path: Path, state: State, *, limit: int = 0) -> None:
     """Raises Wrong where the directory is not what it must be. ``limit``: bytes of tensors in a file."""
     if state.format in PADDLE:
-        _beside(path, state, {p.name for p in path.iterdir() if p.suffix != ".json"})
+        _beside(path, state, set())
+        if paddle.judged(state.model) and not state.optional:
+            if state.format == "unified":
+                paddle.judge_unified(path, state.model, state.table, state.target)
+            elif state.format == "flex":
+                paddle.judge_flex(path, state.model, state.table, state.grid)
+            elif state.grid.ep == 1:
+                paddle.judge_hybrid(path, state.model, state.table, state.grid, state.shards)
         return
     files = {p.name: p for p in path.iterdir() if re.fullmatch(_NAMES[state.format], p.name)}
     _beside(path, state, set(files))
@@ -191,14 +210,15 @@ def _config(path: Path, state: State) -> None:
     if state.format == "trtllm":
         mapping = found.get("mapping", {})
         grid = state.grid
-        sizes = {"world_size": grid.world, "tp_size": grid.tp, "pp_size": grid.pp}
-        if {k: mapping.get(k) for k in sizes} != sizes:
+        degrees = {"world_size": grid.world, "tp_size": grid.tp, "pp_size": grid.pp}
+        if {k: mapping.get(k) for k in degrees} != degrees:
             raise Wrong(f"config.json: mapping is {mapping}")
         return
     if not state.config_kept:
         inner, outer = _flat(found), _flat(wanted)
-        loose = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"}
-        for key in sorted(loose & outer.keys()):
+        lost = {"dtype", "torch_dtype", "text_config"}
+        sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"}
+        for key in sorted(sizes.intersection(outer) if state.sizes_only else {*outer} - lost):
             if inner.get(key) != outer[key]:
                 raise Wrong(f"config.json: {key} is {inner.get(key)}, must be {outer[key]}")
         return

@@ -17,7 +17,7 @@ def test_sample() -> None:
     assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
 
 
-@pytest.mark.parametrize("module", ["bits", "forms", "models", "names", "ranks", "judge"])
+@pytest.mark.parametrize("module", ["bits", "forms", "models", "names", "ranks", "judge", "paddle"])
 def test_what_makes_and_judges_shares_nothing_with_the_package(module: str) -> None:
     tree = ast.parse((HERE / f"{module}.py").read_text(encoding="utf-8"))
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
