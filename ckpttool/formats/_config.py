@@ -20,3 +20,9 @@ def config_field(config: Mapping[str, Any], name: str) -> Any:
 def whole_number(config: Mapping[str, Any], name: str) -> int | None:
     """The first whole number under this name."""
     return next((p[name] for p in config_places(config) if type(p.get(name)) is int), None)
+
+
+def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All that it says of the text model, in one."""
+    outer, *inner = config_places(config)
+    return {**(inner[0] if inner else {}), **{k: v for k, v in outer.items() if k != "text_config"}}

@@ -490,12 +490,6 @@ def companions(listing: Listing, weights: Iterable[str]) -> tuple[tuple[str, ...
     return tuple(keep), notes
 
 
-def model_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of a config that describe the model, those of its ``text_config`` among them."""
-    text = config.get("text_config")
-    return {**text, **{k: v for k, v in config.items() if k != "text_config"}} if isinstance(text, dict) else config
-
-
 def check_mesh(format_name: str, read: Mapping[str, int], options: ReadOptions, where: Path) -> None:
     """Flags that contradict what the files say are an error."""
     for name, said in options.said().items():

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.formats._config import config_fields
 from ckpttool.formats.base import (
     Habits,
     Listing,
@@ -24,7 +25,6 @@ from ckpttool.formats.base import (
     check_mesh,
     companions,
     contiguous_ranks,
-    model_fields,
     read_files,
 )
 from ckpttool.mesh import Mesh
@@ -176,7 +176,7 @@ def to_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def from_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
     """A TensorRT-LLM config from Hugging Face's fields; the mapping is added by ``write``."""
-    config = model_fields(config)
+    config = config_fields(config)
     out: dict[str, Any] = {k: config[k] for k in _SAME if k in config}
     for theirs, ours in _FIELDS.items():
         if ours in config:

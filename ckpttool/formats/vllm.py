@@ -17,6 +17,7 @@ from typing import Any
 
 from ckpttool.catalog import RankTensor, StoredTensor
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
+from ckpttool.formats._config import whole_number
 from ckpttool.formats.base import (
     Habits,
     Listing,
@@ -31,7 +32,6 @@ from ckpttool.formats.base import (
     companions,
     contiguous_ranks,
     fill_files,
-    model_fields,
     read_files,
 )
 from ckpttool.formats.safetensors import layout_file
@@ -163,8 +163,7 @@ def _expert_ranks(tensors: Sequence[StoredTensor], config: Mapping[str, Any], tp
     """Expert-parallel ranks, which nothing records: the ranks' experts are counted and compared with the config's."""
     stacked = {t.rank: t.shape[0] for t in tensors if t.name.endswith(".w13_weight") and t.shape}
     fields = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    said = model_fields(config)
-    total = next((said[f] for f in fields if isinstance(said.get(f), int)), None)
+    total = next((n for f in fields if (n := whole_number(config, f)) is not None), None)
     return tp if tp > 1 and stacked and total and max(stacked.values()) < total else 1
 
 
