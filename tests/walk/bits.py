@@ -52,6 +52,7 @@ def made(ident: int, dtype: str, shape: tuple[int, ...]) -> Raw:
         bits = mixed & np.uint64(0x87FF) | np.uint64(0x3800)
     elif dtype == "F16":
         bits = mixed & np.uint64(0xBFFF)
+        bits = np.where(bits & np.uint64(0x7FFF) == 0, np.uint64(0x2011), bits)  # sums know no negative zero
     elif dtype == "F8_E4M3":
         bits = mixed & np.uint64(0xFF)
         bits = np.where(bits & np.uint64(0x7F) == 0x7F, np.uint64(0x31), bits)  # no NaN

@@ -17,7 +17,7 @@ from tests.walk.bits import Wrong
 from tests.walk.forms import leaves
 from tests.walk.judge import PADDLE, State, judge
 from tests.walk.models import Model, build, untied
-from tests.walk.names import Style, Table, Unclear
+from tests.walk.names import Missing, Style, Table, Unclear
 from tests.walk.ranks import Grid, Indivisible, whole
 from tests.walk.run import Ended, ckpttool
 
@@ -186,7 +186,7 @@ def _recast(model: Model, dtype: str) -> Model:
 
 def _selected(state: State, r: Random) -> tuple[list[str], Table] | None:
     """Patterns that leave some tensors out, and what stays."""
-    if state.naming == "vllm" and state.model.tied:
+    if state.naming in ("vllm", "trtllm") and state.model.tied:
         return None  # the one embedding has several names there
     table = state.table
     candidates = ["*norm*", "*.bias", "*attn*", "*mlp*", "*.0.*", "*head*", "re:.*\\.1\\..*", "re:^lm_head"]
@@ -256,6 +256,12 @@ def _renamed(r: Random, state: State, words: list[str], format_: str, naming: st
     if naming != state.naming or style != state.style:
         try:
             table = state.named(naming, style)
+        except Missing as e:
+            if not fused:
+                return Step(words, state, UNCLEAR, str(e))
+            # Nobody knows what should become of the other parts: not asked.
+            words.remove("--" + fused)
+            style = state.style
         except Unclear as e:
             expect, why = UNCLEAR, str(e)
     if r.random() < 0.15 and expect == WORKS and naming == state.naming and style == state.style:
@@ -283,7 +289,7 @@ def _renamed(r: Random, state: State, words: list[str], format_: str, naming: st
 
 
 def _to_engine(engine: str) -> Draw:
-    def draw(r: Random, state: State) -> Step:
+    def draw(r: Random, state: State) -> Step | None:
         model, was = state.model, state.model.tie
         grid = _grid(r, model, engine)
         words = ["--to", engine, *_grid_words(model, grid, engine)]
@@ -299,12 +305,14 @@ def _to_engine(engine: str) -> Draw:
         plain = state.plain()
         if model.tie == "differs":
             # Engines believe the flag: with it as it is they would lose the head.
-            model = untied(model) if engine != "deepseek" else model
+            model = untied(model) if engine != "deepseek" and model.kind != "gemma2" else model
             state = replace(state, model=model)
         if model.tie == "equal" and model.output in plain:
             optional = frozenset({model.output})
         try:
             table = state.named(engine, Style())
+        except Missing:
+            return None
         except Unclear as e:
             return Step(words, state, UNCLEAR, str(e))
         new = replace(
@@ -336,7 +344,7 @@ def _to_paddle(r: Random, state: State) -> Step | None:
         new = replace(new, version=target if format_ != "flex" else "")
     if format_ != "flex":
         words += ["--target", new.target]
-    grid, shards = Grid(), state.shards if state.format in ("hybrid", "flex") and format_ != "unified" else 1
+    grid, shards = Grid(), state.shards if state.format == format_ == "hybrid" else 1
     if format_ != "unified":
         grid = _grid(r, model, format_)
         grid = replace(grid, chunks=grid.chunks[: grid.pp] if len(grid.chunks) > grid.pp else grid.chunks)

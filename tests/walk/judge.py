@@ -116,7 +116,7 @@ def judge(path: Path, state: State, *, limit: int = 0) -> None:
     """Raises Wrong where the directory is not what it must be. ``limit``: bytes of tensors in a file."""
     if state.format in PADDLE:
         _beside(path, state, set())
-        if paddle.judged(state.model) and not state.optional:
+        if paddle.judged(state.model, state.grid) and not state.optional:
             if state.format == "unified":
                 paddle.judge_unified(path, state.model, state.table, state.target)
             elif state.format == "flex":

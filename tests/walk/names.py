@@ -20,6 +20,10 @@ class Unclear(Exception):  # noqa: N818  # an answer, not an error
     """There is no one right way to write these tensors so."""
 
 
+class Missing(Unclear):
+    """Some of what belongs together has been left out."""
+
+
 def _regex(template: str) -> re.Pattern[str]:
     """Of a name with {a} and {b} for any text and {n} for a number."""
     out = re.escape(template)
@@ -45,7 +49,7 @@ def rename(table: Table, *pairs: tuple[str, str]) -> Table:
 
 
 def join(table: Table, whole: str, *parts: str, make: Callable[[tuple[Form, ...]], Form] = Join) -> Table:
-    """Several become one. Raises Unclear where some are there and some are not."""
+    """Several become one. Raises Missing where some are there and some are not."""
     first = _regex(parts[0])
     groups = {}
     for name in table:
@@ -54,7 +58,7 @@ def join(table: Table, whole: str, *parts: str, make: Callable[[tuple[Form, ...]
     others = [_regex(p) for p in parts[1:]]
     members = {n for names, _ in groups.values() for n in names}
     if any(n not in table for n in members) or any(r.fullmatch(n) and n not in members for n in table for r in others):
-        raise Unclear(f"a part of {whole} is not there")
+        raise Missing(f"a part of {whole} is not there")
     out: Table = {}
     for name, form in table.items():
         if name in groups:
@@ -66,7 +70,7 @@ def join(table: Table, whole: str, *parts: str, make: Callable[[tuple[Form, ...]
 
 
 def stack(table: Table, whole: str, part: str, model: Model) -> Table:
-    """A tensor for each expert becomes one for all. Raises Unclear when one is not there."""
+    """A tensor for each expert becomes one for all. Raises Missing when one is not there."""
     regex = _regex(part)
     groups: dict[str, dict[int, Form]] = {}
     out: Table = {}
@@ -80,7 +84,7 @@ def stack(table: Table, whole: str, part: str, model: Model) -> Table:
             out[name] = form
     for new, forms in groups.items():
         if sorted(forms) != list(range(model.experts)):
-            raise Unclear(f"an expert of {new} is not there")
+            raise Missing(f"an expert of {new} is not there")
         out[new] = Stack(tuple(forms[n] for n in sorted(forms)))
     return out
 

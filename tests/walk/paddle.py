@@ -59,9 +59,9 @@ def _linear(model: Model, name: str, axes: int) -> bool:
     return (module, model.family) not in (("router", "gpt_oss"), ("gate", "glm4_moe"))
 
 
-def judged(model: Model) -> bool:
-    """Whether Paddle's software has this model under these names."""
-    return model.family not in ("gpt2", "gpt_neox")
+def judged(model: Model, grid: Grid) -> bool:
+    """Whether Paddle's software has this model under these names, and cuts it so."""
+    return model.family not in ("gpt2", "gpt_neox") and not (model.family == "phi3" and model.kv % grid.tp)
 
 
 class _Record:
@@ -197,9 +197,6 @@ def judge_flex(path: Path, model: Model, table: Table, grid: Grid) -> None:
     for name, want in whole(model, table).items():
         form = table[name]
         if isinstance(form, Turn) and isinstance(form.part, Join):
-            if "qkv" in name and model.kv % grid.tp:
-                found.pop(name, None)  # no software of Paddle's writes this
-                continue
             cut = list(_of_ranks(model, form, grid))
             want = Raw(want.dtype, np.concatenate(cut, -1))  # noqa: PLW2901
         if name in found:
