@@ -119,7 +119,7 @@ def matching(patterns: Iterable[str], names: Collection[str], *, option: str) ->
         with bounded(f"{option} {pattern}"):
             hits = {n for n in names if rx.search(n)}
         if not hits:
-            raise UsageError(f"{option} `{pattern}` matches no tensor", hint=nearest_hint(pattern, names))
+            raise UsageError(f"{option} `{pattern}` matches no tensor", hint=pattern_hint(pattern, names))
         found |= hits
     return found
 
@@ -136,6 +136,13 @@ def exactly(chosen: Mapping[str, bool]) -> tuple[str, ...]:
         else:
             out += [rf"re:\A{re.escape(n)}\Z" for n in names if chosen[n]]
     return tuple(out)
+
+
+def pattern_hint(pattern: str, names: Collection[str]) -> str:
+    """A part of names is what people write first: the glob that has it in the middle; else the nearest name."""
+    if re.fullmatch(r"[\w.]{2,}", pattern) and sum(pattern in n for n in names) > 1:
+        return f"a pattern matches the whole name: did you mean '*{pattern}*'?"
+    return nearest_hint(pattern, names)
 
 
 def nearest_hint(pattern: str, names: Collection[str]) -> str:

@@ -20,10 +20,10 @@ _FIRST = {
 """The options that most people use, by the names of their parameters."""
 
 _GROUPS = (
-    ("What to show", "files ranks svg stats hist hash_ show metadata depth sort"),
+    ("What to show", "files ranks svg stats hist hash_ total show metadata depth sort"),
     ("Comparison", "atol rtol"),
     ("How to merge", "seed rng missing vocab allow_nonfinite card list_methods"),
-    ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge include keep_preset no_mtp"),
+    ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge include keep_preset no_mtp keep"),
     ("KV cache and devices", "batch max_model_len device_mem"),
     ("Training", "train zero dp grad master moment fp8_transposed"),
     ("Source", "tp pp ep etp sharding also from_ rank_pattern family replicate split config"),

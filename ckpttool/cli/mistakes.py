@@ -6,6 +6,9 @@ Its exceptions are told apart by their names and fields: their classes moved fro
 from __future__ import annotations
 
 import difflib
+import os
+import re
+import shlex
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,6 +41,24 @@ _INSTEAD = {
     ("reshard", "-o"): "DST goes after SRC: ckpttool reshard SRC DST",
 }
 """Options that another command has, or that people expect: what does it here."""
+
+_EVERYWHERE = {
+    "--tp-out for the ranks of DST, --tp for those of SRC": "-tp --tensor-parallel-size --tp-size --tensor-parallel",
+    "--pp-out for the stages of DST, --pp for those of SRC": "-pp --pipeline-parallel-size --pp-size",
+    "--ep-out for the ranks of DST, --ep for those of SRC": "-ep --expert-parallel-size --ep-size",
+    "leave it out: no GPU is used": "--cuda --gpu --device --low-cpu-memory --read-to-gpu --multi-gpu",
+    "leave it out: tokenizers are copied with the model": "--copy-tokenizer --copy-files",
+    "leave it out: files are read a piece at a time, and no code in them is run": (
+        "--lazy-unpickle --lazy-loader --trust-remote-code --low-memory --safe-serialization --clone-tensors"
+    ),
+    "--missing base or --missing skip, when the models do not have the same tensors": "--allow-crimes",
+    "use --max-shard-size": "--out-shard-size",
+    "use --seed": "--random-seed",
+    "use --card": "--write-model-card",
+    "the base model is a part of SOURCE: MODEL+ADAPTER": "--lora --adapter --lora-path",
+}
+"""Options of other tools, by what does it here."""
+_OPTIONS_OF_OTHERS = {option: hint for hint, options in _EVERYWHERE.items() for option in options.split()}
 
 _HERE = {
     "`ckpttool --help`, or `ckpttool COMMAND --help`": "help usage man commands",
@@ -93,12 +114,16 @@ def _usage_error(e: Any) -> UsageError:
         return UsageError(f"{e.option_name} needs a value", hint=f"{e.option_name} VALUE; see `--help`")
     if kind == "MissingParameter" and e.param is not None:
         missing = e.param.opts[-1] if is_option(e.param) else e.param.metavar.removesuffix("...")
-        return UsageError(f"{missing} is missing", hint=usage)
+        return UsageError(f"{missing} is missing", hint=_with_output(name) if missing == "--output" else usage)
     if kind == "BadParameter" and e.param is not None:
         option = max(e.param.opts, key=len)
         return UsageError(f"{option} {_wrong(e.message, e.param.opts)}", hint=f"see `{path} --help`")
     if "unexpected extra argument" in e.message:
         words = e.message.rpartition("(")[2].removesuffix(")").split()
+        if name == "inspect" and len(words) == 1 and os.path.lexists(words[0]):
+            return UsageError(
+                f"there is more than {path} takes: {words[0]}", hint=f"to compare: --diff {shlex.quote(words[0])}"
+            )
         shown = " ".join(words[:3]) + (" ..." if len(words) > 3 else "")
         return UsageError(
             f"there is more than {path} takes: {shown}",
@@ -128,6 +153,10 @@ def _no_such_option(option: str, command: Any, path: str, name: str) -> UsageErr
             f"merge has no option {wrong}: it is a parameter of methods",
             hint=f"--param {long.removeprefix('--').replace('-', '_')}=VALUE",
         )
+    if (hint := _OPTIONS_OF_OTHERS.get(long if wrong.startswith("--") else wrong)) and all(
+        o in known for o in re.findall(r"--[a-z-]+", hint)
+    ):
+        return UsageError(f"{path} has no option {wrong}", hint=hint)
     close = [long] if long in known else _closest(long, known) if len(long) > 3 else []
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     return UsageError(f"{path} has no option {wrong}", hint=f"{meant}`{path} --help` lists them")
@@ -140,6 +169,14 @@ def _closest(option: str, known: Sequence[str]) -> list[str]:
     return same[:3] or difflib.get_close_matches(option, known, n=2, cutoff=0.75)
 
 
+def _with_output(name: str) -> str:
+    """The command line as it was meant, when the last of several words is the one thing that is not there."""
+    words = [w for w in sys.argv[sys.argv.index(name) + 1 :] if w] if name in sys.argv else []
+    if len(words) > 1 and not any(w.startswith("-") for w in words) and not os.path.lexists(words[-1]):
+        return f"did you mean `ckpttool {name} {shlex.join(words[:-1])} -o {shlex.quote(words[-1])}`?"
+    return f"ckpttool {name} SOURCE... -o DST"
+
+
 def _is_method_parameter(name: str) -> bool:
     from ckpttool.kernels.merge import METHODS
 
@@ -150,6 +187,10 @@ def _no_such_command(word: str, group: Any) -> UsageError:
     names = list(group.commands)
     if hint := _COMMANDS_OF_OTHERS.get(word.replace("_", "-").lower()):
         return UsageError(f"there is no command `{word}`", hint=f"use {hint}")
+    if os.path.lexists(word):
+        return UsageError(
+            f"there is no command `{word}`", hint=f"a command comes first: `ckpttool inspect {shlex.quote(word)}`"
+        )
     close = difflib.get_close_matches(word.replace("_", "-").lower(), names, n=1)
     meant = f"did you mean `{close[0]}`? " if close else ""
     return UsageError(f"there is no command `{word}`", hint=f"{meant}commands: {', '.join(names)}")

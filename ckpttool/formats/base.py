@@ -215,11 +215,14 @@ def _near(path: Path) -> str:
         return f"give one path: the directory {path.parent}, for example"
     # The first part of the path that does not exist, and what is beside it.
     missing = next(p for p in (*reversed(path.parents), path) if not p.exists())
+    if missing == path:
+        repository = None  # the directory that should hold it is here
     beside = [p.name for p in islice(missing.parent.iterdir(), 5000)] if missing.parent.is_dir() else []
     if close := difflib.get_close_matches(missing.name, beside, n=1):
         meant = missing.parent / close[0]
         whole = meant / path.relative_to(missing)
-        return f"did you mean {whole}?" if whole.exists() else f"{missing} does not exist; there is {meant}"
+        if whole.exists() or not repository:
+            return f"did you mean {whole}?" if whole.exists() else f"{missing} does not exist; there is {meant}"
     if repository:
         if cached := _cached(repository[1]):
             return f"nothing is downloaded, but it is in the cache of the Hugging Face hub: {cached}"

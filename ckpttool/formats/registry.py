@@ -121,7 +121,7 @@ def _below(root: Path, folders: Sequence[str]) -> str:
     files = {p.name for p in (root / holding[0]).glob("*.safetensors")}
     forms = {re.sub(r"\d+(?=\D*\Z)", "{rank}", f) for f in holding}
     numbers = [int(m[1]) for f in holding if (m := re.search(r"(\d+)\D*\Z", f))]
-    others = f" (and in {len(holding) - 1} more directories)" if len(holding) > 1 else ""
+    others = f" (and in {len(holding) - 1} other{'s' if len(holding) > 2 else ''})" if len(holding) > 1 else ""
     here = f"there are weights in {root / holding[-1]}{others}: give one directory"
     if len(forms) == len(files) == 1 and sorted(numbers) == list(range(len(holding))):
         return f"{here}, or, when each is a rank, --rank-pattern '{forms.pop()}/{files.pop()}'"

@@ -91,7 +91,7 @@ def high(text: str, option: str) -> str:
     """A dtype for weights in high precision, as people write it. Raises UsageError for others."""
     found = parse(text).name
     if found not in HIGH:
-        raise UsageError(f"{option} {text}: dequantised weights are bf16, f16 or f32")
+        raise UsageError(f"{option} {text}: dequantised weights are bf16, f16 or f32", hint="--recipe quantises")
     return found
 
 
@@ -192,7 +192,9 @@ class _Recoder:
         weights = self._weights(codes)
         if self.scheme is None and not codes.weights:
             raise UsageError(
-                "there is nothing to dequantise: no weight of the source is quantised", where=str(self.source.path)
+                "there is nothing to dequantise: no weight of the source is quantised",
+                where=str(self.source.path),
+                hint="ckpttool reshard SRC DST --dtype DTYPE casts weights that are not quantised",
             )
         names = {w.name for w in weights}
         self.recoding.keep.check(names)

@@ -16,7 +16,7 @@ from ckpttool.dtypes import CASTABLE
 from ckpttool.errors import UsageError
 from ckpttool.layout.names import split_numbers
 from ckpttool.quant.scheme import Form, Scheme, forms
-from ckpttool.select import bounded, compile_pattern, nearest_hint
+from ckpttool.select import bounded, compile_pattern, pattern_hint
 
 _END = r"(?:\.#)*(?:\.weight)?$"
 
@@ -130,7 +130,7 @@ class Keep:
                 with bounded(f"{option} {p}"):
                     found = any(regex.search(n) for n in names)
                 if not found:
-                    raise UsageError(f"{option} `{p}` matches no tensor", hint=nearest_hint(p, names))
+                    raise UsageError(f"{option} `{p}` matches no tensor", hint=pattern_hint(p, names))
 
     def why(self, w: Weight) -> str:
         """Why the tensor stays as it is; "" if it is to be quantised."""

@@ -101,7 +101,9 @@ def scheme(
 ) -> Scheme:
     """Check a recipe and its options. Raises UsageError for what does not go together."""
     if recipe not in RECIPES:
-        raise UsageError(f"unknown recipe `{recipe}`", hint="recipes: " + ", ".join(RECIPES))
+        raise UsageError(
+            f"unknown recipe `{recipe}`", hint="recipes: " + ", ".join(RECIPES) + "; FP8 is tensor, channel or block"
+        )
     methods = METHODS[recipe]
     method = method or methods[0]
     if method not in methods:

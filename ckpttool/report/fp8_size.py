@@ -83,7 +83,7 @@ def _verdict(report: SizeReport) -> list[str]:
     if ranks and ranks.misfits:
         n = len(ranks.misfits)
         lines.append(f"not possible: {count(n, 'kind')} of weights cannot be cut for {ranks.mesh}; {_possible(ranks)}")
-    if f := report.fit:
+    if (f := report.fit) and not (ranks and ranks.misfits):
         left = f.memory - f.needed
         on = f" on {f.device}" if f.device else ""
         needs = f"rank {f.rank} needs {short(f.needed)} of {short(f.memory)}"

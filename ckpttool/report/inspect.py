@@ -615,7 +615,8 @@ def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None
     parts = f" ({parts})" if set(result.by_component) - {"model"} else ""
     naming = ", both under Hugging Face names" if result.renamed else ""
     if result.ok:
-        text.write(f"equal: {count(result.compared, 'tensor')}{parts} by {_how(result)}{naming}\n")
+        more = "" if result.values else "; values not compared (--values)"
+        text.write(f"equal: {count(result.compared, 'tensor')}{parts} by {_how(result)}{naming}{more}\n")
     else:
         alone = [
             f", {len(names):,} only in {side}"

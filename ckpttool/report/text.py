@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 _DECIMAL = ("bytes", "kB", "MB", "GB", "TB", "PB")
 _UNSEEN = re.compile(f"[{UNSEEN}]")
+_LABEL = re.compile(r"(?P<hint> *hint: )|(?:error|warning|note)(?: [\w-]+)*: |  --> | {6}(?=\S)")
+_WORD = re.compile(r"(?:`[^`]*`|(?<!\S)'[^']*'|\S)+")
+_OPTION = re.compile(r"(?<!\S)[('\"]*--?\w")
 
 COMPACT_FROM = 2000
 """Entries from which JSON is written without line breaks: indenting takes longer than finding the data."""
@@ -95,7 +99,28 @@ def write(text: str, to: TextIO | None = None) -> None:
 def message(text: str) -> None:
     """A line on stderr. That it cannot be written (a full disk for logs, no reader) is no reason to stop."""
     with contextlib.suppress(OSError):
-        write(text + "\n", sys.stderr)
+        write("\n".join(map(_folded, text.split("\n"))) + "\n", sys.stderr)
+
+
+def _folded(line: str) -> str:
+    """On a terminal, a line that is too long for it broken between words, below its label's text.
+
+    What can be pasted stays whole: what is in backticks or quotes, and a hint with options.
+    """
+    columns = shutil.get_terminal_size().columns
+    if len(line) <= columns or not sys.stderr.isatty():
+        return line
+    label = _LABEL.match(line)
+    if label is None or (label["hint"] and _OPTION.search(re.sub("`[^`]*`", "", line))):
+        return line
+    first, *words = _WORD.findall(line, label.end())
+    out = [label[0] + first]
+    for word in words:
+        if len(out[-1]) + 1 + len(word) > columns:
+            out.append(" " * len(label[0]) + word)
+        else:
+            out[-1] += " " + word
+    return "\n".join(out)
 
 
 def next_step(line: str) -> None:

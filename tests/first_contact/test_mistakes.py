@@ -75,10 +75,10 @@ USAGE: dict[str, tuple[str, tuple[str, ...]]] = {
     },
     "no source": ("reshard", ("SRC is missing", "ckpttool reshard SRC DST")),
     "no destination": ("reshard {LLAMA}", ("DST is missing",)),
-    "merge without -o": ("merge a b", ("--output is missing", "ckpttool merge SOURCE... -o DST")),
+    "merge without -o": ("merge a b", ("--output is missing", "did you mean `ckpttool merge a -o b`?")),
     "underscores in an option": ("reshard a b --tp_out 2", ("no option --tp_out", "did you mean --tp-out?")),
     "an option with its words together": ("reshard a b --tpout 2", ("did you mean --tp-out?",)),
-    "one dash": ("reshard a b -tp 2", ("no option -tp", "did you mean --tp?")),
+    "one dash": ("reshard a b -tp 2", ("no option -tp", "--tp-out for the ranks of DST")),
     "the beginning of an option": ("reshard a b --dry", ("did you mean --dry-run?",)),
     "an option of another command": ("drop-keys a b --remove-keys c", ("drop-keys SRC DST 'lm_head.*'",)),
     "another option of another command": ("reshard a -o b", ("ckpttool reshard SRC DST",)),
@@ -409,6 +409,56 @@ def test_quantised_without_a_config() -> None:
     shutil.copytree(TINY, "src")
     Path("src/config.json").unlink()
     assert "note: there is no config.json" in run("fp8-cast src dst").err
+
+
+OTHERS = {
+    "mergekit's order": ("merge {ONE} {TWO} out", "did you mean `ckpttool merge {ONE} {TWO} -o out`?"),
+    "mergekit's --cuda": ("merge {ONE} -o o --cuda", "leave it out: no GPU is used"),
+    "mergekit's --allow-crimes": ("merge {ONE} -o o --allow-crimes", "--missing base or --missing skip"),
+    "mergekit's --out-shard-size": ("merge {ONE} -o o --out-shard-size 5GB", "use --max-shard-size"),
+    "vLLM's -tp": ("reshard {LLAMA} o --to vllm -tp 4", "--tp-out for the ranks of DST, --tp for those of SRC"),
+    "vLLM's long option": ("reshard {LLAMA} o --tensor-parallel-size 4", "--tp-out for the ranks of DST"),
+    "Paddle's spelling": ("reshard {LLAMA} o --tensor_parallel_size 4", "--tp-out for the ranks of DST"),
+    "no command": ("{LLAMA}", "a command comes first: `ckpttool inspect {LLAMA}`"),
+    "two checkpoints": ("inspect {ONE} {TWO}", "to compare: --diff {TWO}"),
+    "a GPU's number": ("fp8-size {LLAMA} --gpu 4090", "did you mean rtx4090; one of "),
+    "a GPU's name": ("fp8-size {LLAMA} --gpu h1000", "did you mean h100; one of "),
+    "a part of names": ("inspect {LLAMA} --filter q_proj", "did you mean '*q_proj*'?"),
+    "a part of names to keep": ("fp8-cast {LLAMA} o --keep q_proj", "did you mean '*q_proj*'?"),
+    "a part of one name": ("inspect {LLAMA} --filter lm_head", "did you mean `lm_head.weight`?"),
+    "FP8 as a dtype": ("fp8-cast {LLAMA} o --to fp8", "--recipe quantises"),
+    "FP8 as a recipe": ("fp8-cast {LLAMA} o --recipe fp8", "FP8 is tensor, channel or block"),
+    "nothing to dequantise": ("fp8-cast {ONE} o --to bf16", "--dtype DTYPE casts"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_people_know_from_elsewhere(case: str) -> None:
+    line, hint = OTHERS[case]
+    for name in ("LLAMA", "ONE", "TWO"):
+        hint = hint.replace(f"{{{name}}}", str(globals()[name]))
+    assert hint in mistake(line, 2)
+
+
+def test_names_of_the_hub_beside_a_directory_like_them() -> None:
+    """A name on the hub is one, although a directory here is spelled almost like its owner."""
+    Path("llama/step").mkdir(parents=True)
+    assert "hf download meta-llama/Llama-3 " in mistake("inspect meta-llama/Llama-3", 2)
+    assert "did you mean llama/step?" in mistake("inspect llamma/step", 2)
+    assert "hf download" not in mistake("inspect llama/other", 2)
+
+
+def test_equal_says_that_values_were_not_compared() -> None:
+    """Two steps of a run have the same names: that they are equal in that is not what one wants to know."""
+    assert run("inspect {ONE} --diff {TWO}").out.endswith("; values not compared (--values)\n")
+
+
+def test_what_cannot_be_cut_does_not_fit() -> None:
+    """No "fits" beside "not possible"."""
+    done = run("fp8-size {LLAMA} --tp-out 3 --gpu h100 -q")
+    assert done.code == 3
+    assert done.out.startswith("not possible: ")
+    assert "fits" not in done.out
 
 
 def test_names_with_empty_components() -> None:

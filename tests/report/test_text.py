@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -71,3 +72,36 @@ def test_names_that_the_terminal_cannot_show_are_escaped(monkeypatch: pytest.Mon
     text.write("ü\ud800\n")
     sys.stdout.flush()
     assert raw.getvalue() == b"\\xfc\\ud800\n"
+
+
+LONG = "the models do not have the same tensors, which is said at length so that it does not fit"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (f"error: {LONG}", 2),
+        (f"warning no-index: {LONG}", 2),
+        (f"  --> {LONG}", 2),
+        (f"hint: {LONG}", 2),
+        (f"hint: {LONG}, or `ckpttool reshard SRC DST --to hf`", 2),
+        (f"hint: {LONG}: ckpttool reshard SRC DST --to hf", 1),  # to be pasted
+        (f"next: {LONG}", 1),
+        (f"read 3%, {LONG}", 1),
+        ("error: short", 1),
+    ],
+)
+def test_messages_are_folded_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, shown: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text.message(line)
+    assert capsys.readouterr().err == line + "\n"  # a log has the line as it is
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    text.message(line)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == shown
+    assert " ".join(map(str.strip, said)) == line.strip()
+    assert shown == 1 or max(map(len, said)) <= 80
+    assert all(part in "".join(said) for part in re.findall("`.*`", line))

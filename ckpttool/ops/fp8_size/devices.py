@@ -6,6 +6,7 @@ A data sheet's "80 GB" may be 81,559 MiB (H100) or 81,920 MiB (A100), so the fig
 
 from __future__ import annotations
 
+import difflib
 from typing import NamedTuple
 
 from ckpttool.errors import UsageError
@@ -57,7 +58,10 @@ def gpu(name: str) -> Device:
     key = "".join(c for c in name.lower().removeprefix("nvidia").removeprefix("amd") if c.isalnum())
     known = {n.replace("-", ""): n for n in GPUS} | {"a10080gb": "a100", "h10080gb": "h100", "v100": "v100-16gb"}
     if key not in known:
+        like = [n for n in known if key and n.endswith(key)] or difflib.get_close_matches(key, known, n=1)
+        meant = f"did you mean {known[like[0]]}; " if like else ""
         raise UsageError(
-            f"--gpu `{name}` is not known", hint=f"one of {', '.join(GPUS)}; or its memory with --device-mem 80GB"
+            f"--gpu `{name}` is not known",
+            hint=f"{meant}one of {', '.join(GPUS)}; or its memory with `--device-mem 80GB`",
         )
     return GPUS[known[key]]
