@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from operator import index
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
 
 import numpy as np
 
-from ckpttool.api.plans import Dropping, Resharding
+from ckpttool.api.arguments import nbytes, several, sides, whole, wholes
+from ckpttool.api.plans import Dropping, Resharding, watching
 from ckpttool.api.show import amount, table
 from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.checkpoint import Checkpoint as _Checkpoint
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.errors import UsageError
-from ckpttool.execute import NoProgress
+from ckpttool.execute import Progress
 from ckpttool.execute.compare import read_tensor
 from ckpttool.formats._scratch import DEFAULT
 from ckpttool.formats.base import ReadOptions
@@ -30,6 +34,7 @@ from ckpttool.ops.inspect.identity import Identity
 from ckpttool.ops.inspect.listing import list_tensors
 from ckpttool.ops.recode import Recoding, high
 from ckpttool.ops.reshard import Selection, Target, plan_recoded, plan_target
+from ckpttool.ops.values import one_of
 from ckpttool.quant.keep import Keep
 from ckpttool.quant.scheme import scheme
 from ckpttool.select import matching, nearest_hint
@@ -37,11 +42,15 @@ from ckpttool.select import matching, nearest_hint
 if TYPE_CHECKING:
     from torch import Tensor
 
-Slices = Sequence[slice | int] | slice | int
-"""What ``read`` takes to say which part: like a numpy index, step 1; axes that are not named are whole."""
+Slices = tuple[slice | SupportsIndex | EllipsisType, ...] | list[slice] | slice | SupportsIndex | EllipsisType | Box
+"""What ``read`` takes to say which part: like a numpy index, step 1, or a box; axes that are not named are whole."""
 
 
-class Checkpoint:
+class UnknownNameError(UsageError, KeyError):
+    """There is no such tensor; a KeyError, too, as of any mapping."""
+
+
+class Checkpoint(Mapping[str, LogicalTensor]):
     """An opened checkpoint: a mapping from names to logical tensors. Headers are read; data only when asked for.
 
     A model weight has its own name. Other components stand in front of it, and a state of the optimizer behind:
@@ -70,6 +79,11 @@ class Checkpoint:
     def path(self) -> Path:
         """Where it lies."""
         return self.opened.path
+
+    def _reading(self) -> _Checkpoint:
+        if self._closed:
+            raise UsageError("the checkpoint is closed", where=str(self.path))
+        return self.opened
 
     @property
     def catalog(self) -> Catalog:
@@ -140,17 +154,12 @@ class Checkpoint:
         """Names of the stored logical tensors."""
         return (str(k) for k in self.catalog.tensors)
 
-    def keys(self) -> list[str]:
-        """Names of the stored logical tensors."""
-        return list(self)
+    def __eq__(self, other: object) -> bool:
+        """A checkpoint is only equal to itself: ``diff`` compares."""
+        return self is other
 
-    def items(self) -> Iterator[tuple[str, LogicalTensor]]:
-        """(name, logical tensor) of everything that is stored."""
-        return ((str(k), t) for k, t in self.catalog.tensors.items())
-
-    def values(self) -> Iterator[LogicalTensor]:
-        """The logical tensors."""
-        return iter(self.catalog.tensors.values())
+    def __hash__(self) -> int:
+        return id(self)
 
     def __len__(self) -> int:
         """How many logical tensors are stored."""
@@ -173,22 +182,23 @@ class Checkpoint:
         return plain
 
     def __getitem__(self, name: str) -> LogicalTensor:
-        """A logical tensor. Raises UsageError with the nearest name when there is none."""
+        """A logical tensor. Raises UsageError, which is a KeyError, too, with the nearest name when there is none."""
+        if not isinstance(name, str):
+            raise UsageError(f"a tensor has a name, {name!r} is none", hint=f"for example `{next(iter(self), '')}`")
         try:
             return self.catalog[self._key(name)]
         except KeyError:
-            raise UsageError(f"there is no tensor `{name}`", hint=nearest_hint(name, list(self))) from None
+            raise UnknownNameError(f"there is no tensor `{name}`", hint=nearest_hint(name, list(self))) from None
 
     def read(self, name: str, part: Slices = ()) -> np.ndarray[Any, np.dtype[Any]]:
         """The logical tensor ``name``, or a box of it, as a numpy array (bf16 and fp8 as ml_dtypes types).
 
-        Only the bytes of the box are read, from however many files. ``part`` has slices of step 1 or integers (which
-        keep their axis, with one element). Raises UsageError for an index outside the tensor.
+        Only the bytes of the box are read, from however many files. ``part`` has slices of step 1, integers (which
+        keep their axis, with one element) and ``...``, or is the box of a piece. Raises UsageError for an index
+        outside the tensor.
         """
-        if self._closed:
-            raise UsageError("the checkpoint is closed", where=str(self.path))
-        tensor = self[name]
-        return read_tensor(self.catalog, tensor, _box(name, tensor.shape, part))
+        catalog, tensor = self._reading().catalog, self[name]
+        return read_tensor(catalog, tensor, _box(name, tensor.shape, part))
 
     def torch(self, name: str, part: Slices = ()) -> Tensor:
         """``read`` of the same ``name`` and ``part``, as a torch tensor with torch's own bf16 and fp8 dtypes."""
@@ -212,6 +222,7 @@ class Checkpoint:
         """
         if framework not in ("np", "pt"):
             raise UsageError(f"framework `{framework}` is not known", hint="np or pt")
+        patterns = several(patterns, "patterns")
         wanted = matching(patterns, list(self), option="pattern") if patterns else None
         names = sorted((n for n in self if wanted is None or n in wanted), key=self._place)
         return ((n, self.torch(n) if framework == "pt" else self.read(n)) for n in names)
@@ -221,33 +232,54 @@ class Checkpoint:
         pieces = self[name].pieces
         return (pieces[0].stored.file, pieces[0].stored.offset) if pieces else (-1, 0)
 
-    def check(self, *, values: bool = False) -> CheckResult:
-        """What is wrong with the files; with ``values`` tensors are read, too. Does what ``inspect --check`` does."""
-        return _check(self.path, self.options, NoProgress(), values=values)
+    def check(self, *, values: bool = False, progress: Progress | bool | None = None) -> CheckResult:
+        """What is wrong with the files; with ``values`` tensors are read, too. Does what ``inspect --check`` does.
+
+        ``progress`` is that of ``Plan.run``.
+        """
+        with watching(progress) as watch:
+            return _check(self.path, self.options, watch, values=values)
 
     def diff(
         self,
-        other: str | Path | Checkpoint,
+        other: str | PathLike[str] | Checkpoint,
         *,
         values: bool = True,
         atol: float | None = None,
         rtol: float | None = None,
         patterns: Sequence[str] = (),
+        progress: Progress | bool | None = None,
     ) -> DiffResult:
         """How another checkpoint differs, whatever the formats, ranks and names. Does what ``inspect --diff`` does.
 
         Args:
-            other: the other one; if a path, it is opened by what it says itself.
+            other: the other one, opened in its own way; if a path, it is opened by what it says itself.
             values: compare every element, not only names, dtypes and shapes.
             atol: elements are equal when ``|a - b| <= atol + rtol * |b|``; bit for bit without the two.
             rtol: see ``atol``.
             patterns: compare only tensors that match one of them.
+            progress: that of ``Plan.run``.
+
+        Raises:
+            UsageError: a pattern matches nothing, or a tolerance is below 0.
         """
-        path = other.path if isinstance(other, Checkpoint) else Path(other)
+        path, theirs = (other.path, other.options) if isinstance(other, Checkpoint) else (Path(other), None)
+        for name, allowed in (("atol", atol), ("rtol", rtol)):
+            if allowed is not None and not allowed >= 0:
+                raise UsageError(f"{name} is {allowed}", hint="0 is the least")
         tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
-        return _diff(
-            self.path, path, self.options, NoProgress(), patterns=tuple(patterns), values=values, tolerance=tolerance
-        )
+        wanted = several(patterns, "patterns")
+        with watching(progress) as watch:
+            return _diff(
+                self.path,
+                path,
+                self.options,
+                watch,
+                patterns=wanted,
+                values=values,
+                tolerance=tolerance,
+                other_options=theirs,
+            )
 
     def reshard(
         self,
@@ -263,7 +295,7 @@ class Checkpoint:
         dequant: str = "",
         fuse: bool = False,
         unfuse: bool = False,
-        max_shard_size: int | None = None,
+        max_shard_size: int | str | None = None,
         vocab_multiple: int = 1,
         sharding: int | None = None,
         sharding_version: str = "",
@@ -290,7 +322,7 @@ class Checkpoint:
             dequant: write quantised weights in this precision.
             fuse: join what the family knows as fused (q, k, v; gate, up).
             unfuse: the reverse.
-            max_shard_size: bytes of the largest file.
+            max_shard_size: bytes of the largest file, or ``"5GB"``.
             vocab_multiple: pad the vocabulary to a multiple of this and of ``tp``.
             sharding: ranks that share the optimizer's state.
             sharding_version: ``v1`` or ``v2``.
@@ -310,30 +342,30 @@ class Checkpoint:
         """
         wanted = Target(
             to,
-            tp,
-            pp,
-            ep,
-            etp,
-            tuple(pp_layout),
-            None if ranks is None else tuple(ranks),
-            max_shard_size,
+            whole(tp, "tp"),
+            whole(pp, "pp"),
+            whole(ep, "ep"),
+            whole(etp, "etp"),
+            wholes(pp_layout, "pp_layout", 0),
+            None if ranks is None else wholes(ranks, "ranks", 0),
+            nbytes(max_shard_size, "max_shard_size"),
             dtype,
             fuse,
             unfuse,
-            vocab_multiple,
-            sharding,
-            sharding_version,
+            whole(vocab_multiple, "vocab_multiple"),
+            whole(sharding, "sharding"),
+            one_of(sharding_version, "sharding_version", "v1", "v2"),
             target,
-            tuple(only),
+            several(only, "only"),
             ema,
             native_names,
             None if aoa is None else Path(aoa),
         )
-        selection = Selection(remove, keep, rename)
+        selection = Selection(several(remove, "remove"), several(keep, "keep"), several(rename, "rename"))
         if dequant:
             recoding = Recoding(None, high(dequant, "dequant"))
-            return Resharding(plan_recoded(self.opened, recoding, wanted, selection))
-        return Resharding(plan_target(self.opened, wanted, selection))
+            return Resharding(plan_recoded(self._reading(), recoding, wanted, selection))
+        return Resharding(plan_target(self._reading(), wanted, selection))
 
     def fp8_cast(
         self,
@@ -346,7 +378,7 @@ class Checkpoint:
         keep: Sequence[str] = (),
         include: Sequence[str] = (),
         preset: str = "hf-default",
-        max_shard_size: int | None = None,
+        max_shard_size: int | str | None = None,
     ) -> Resharding:
         """Plan what ``ckpttool fp8-cast`` does: a Hugging Face checkpoint in another precision.
 
@@ -359,7 +391,7 @@ class Checkpoint:
             keep: patterns of weights that stay as they are.
             include: patterns of weights to quantise although the preset keeps them.
             preset: which layers stay: hf-default, deepseek, experts-only or none.
-            max_shard_size: bytes of the largest file.
+            max_shard_size: bytes of the largest file, or ``"5GB"``.
 
         Raises:
             UsageError: options that do not go together.
@@ -368,10 +400,10 @@ class Checkpoint:
         if to:
             recoding = Recoding(None, high(to, "to"))
         else:
-            wanted = scheme(recipe, method=method, block=block, scale_dtype=scale_dtype)
-            recoding = Recoding(wanted, keep=Keep(preset, keep, include))
-        target = Target("hf", 1, 1, 1, 1, max_shard_size=max_shard_size)
-        return Resharding(plan_recoded(self.opened, recoding, target, Selection()))
+            wanted = scheme(recipe, method=method, block=sides(block), scale_dtype=scale_dtype)
+            recoding = Recoding(wanted, keep=Keep(preset, several(keep, "keep"), several(include, "include")))
+        target = Target("hf", 1, 1, 1, 1, max_shard_size=nbytes(max_shard_size, "max_shard_size"))
+        return Resharding(plan_recoded(self._reading(), recoding, target, Selection()))
 
     def drop_keys(self, *patterns: str, keep: Sequence[str] = (), link: bool = False) -> Dropping:
         """Plan what ``ckpttool drop-keys`` does: the checkpoint without the tensors that match ``patterns``.
@@ -384,12 +416,12 @@ class Checkpoint:
         Raises:
             UsageError: a pattern that matches nothing, or nothing would be left.
         """
-        selection = Selection(tuple(patterns), tuple(keep))
-        return Dropping(drop_keys.prepare(self.path, self.options, selection, Target(), link=link))
+        selection = Selection(several(patterns, "patterns"), several(keep, "keep"))
+        return Dropping(drop_keys.prepare(self._reading().path, self.options, selection, Target(), link=link))
 
 
 def open_(
-    path: str | Path,
+    path: str | PathLike[str],
     *,
     format: str = "",  # noqa: A002 - the word of --from's help and of the docs
     tp: int | None = None,
@@ -397,7 +429,7 @@ def open_(
     ep: int | None = None,
     etp: int | None = None,
     sharding: int | None = None,
-    also: Sequence[str | Path] = (),
+    also: str | Path | Sequence[str | Path] = (),
     rank_pattern: str = "",
     family: str = "",
     replicate: Sequence[str] = (),
@@ -427,9 +459,19 @@ def open_(
         LayoutError: a tensor has no rule.
         UnsupportedError: a dtype, family or format that is not known.
     """
-    said = ReadOptions(tp, pp, ep, etp, (), rank_pattern, sharding, tuple(Path(p) for p in also))
-    options = OpenOptions(format, said, family, tuple(replicate), tuple(split))
-    return Checkpoint(open_checkpoint(path, options), options)
+    beside = [also] if isinstance(also, str | Path) else also
+    said = ReadOptions(
+        whole(tp, "tp"),
+        whole(pp, "pp"),
+        whole(ep, "ep"),
+        whole(etp, "etp"),
+        (),
+        rank_pattern,
+        whole(sharding, "sharding"),
+        tuple([Path(p) for p in beside]),
+    )
+    options = OpenOptions(format, said, family, several(replicate, "replicate"), several(split, "split"))
+    return Checkpoint(open_checkpoint(Path(path), options), options)
 
 
 def _as_torch(name: str, data: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
@@ -451,20 +493,42 @@ def _split(rest: str, component: str) -> tuple[str, str, str]:
 
 
 def _box(name: str, shape: tuple[int, ...], part: Slices) -> Box:
-    parts = [part] if isinstance(part, slice | int) else list(part)
-    if len(parts) > len(shape):
+    if isinstance(part, Box):
+        if len(part.stop) != len(shape) or any(b > n for b, n in zip(part.stop, shape, strict=True)):
+            raise UsageError(f"{part} is outside `{name}` {list(shape)}")
+        parts: list[object] = [slice(a, b) for a, b in zip(part.start, part.stop, strict=True)]
+    else:
+        parts = list(part) if isinstance(part, tuple | list) else [part]
+    if isinstance(part, list) and not all(isinstance(p, slice) for p in part):
+        raise UsageError(
+            f"`{name}` cannot be read by a list of rows", hint="give a tuple: one slice or integer an axis"
+        )
+    dots = [i for i, p in enumerate(parts) if p is ...]
+    at = dots[0] if dots else len(parts)
+    parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + len(dots))
+    if len(parts) != len(shape):
         raise UsageError(f"`{name}` has {len(shape)} axes, the index has {len(parts)}")
-    start, stop = [], []
-    for n, p in zip(shape, [*parts, *[slice(None)] * (len(shape) - len(parts))], strict=True):
-        if isinstance(p, int):
-            at = p + n if p < 0 else p
-            if not 0 <= at < n:
-                raise UsageError(f"index {p} is outside an axis of {n} of `{name}`")
-            a, b = at, at + 1
-        else:
-            a, b, step = p.indices(n)
-            if step != 1:
-                raise UsageError(f"the index of `{name}` has a step; only boxes can be read")
-        start.append(a)
-        stop.append(max(a, b))
-    return Box(tuple(start), tuple(stop))
+    start, stop = (
+        zip(*(_range(name, n, p) for n, p in zip(shape, parts, strict=True)), strict=True) if shape else ((), ())
+    )
+    return Box(start, stop)
+
+
+def _range(name: str, n: int, part: object) -> tuple[int, int]:
+    """The elements of an axis of ``n``."""
+    if isinstance(part, slice):
+        a, b, step = part.indices(n)
+        if step != 1:
+            raise UsageError(f"the index of `{name}` has a step; only boxes can be read")
+        return a, max(a, b)
+    try:
+        at = index(part)  # type: ignore[arg-type]
+    except TypeError:
+        at = None
+    if at is None or isinstance(part, bool):
+        raise UsageError(
+            f"{part!r} is no index of `{name}`", hint="give slices, integers or ...: (slice(0, 4), ..., 7)"
+        )
+    if not -n <= at < n:
+        raise UsageError(f"index {at} is outside an axis of {n} of `{name}`")
+    return at % n, at % n + 1

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
+from ckpttool.api.arguments import nbytes, several, sides, whole, wholes
 from ckpttool.api.checkpoint import Checkpoint, open_
-from ckpttool.api.plans import Conversion, Dropping, Merging
+from ckpttool.api.plans import Conversion, Dropping, Merging, watching
 from ckpttool.api.results import Size
 from ckpttool.errors import UsageError
-from ckpttool.execute import NoProgress
+from ckpttool.execute import Progress
 from ckpttool.formats.base import OpenOptions, ReadOptions
 from ckpttool.ops.convert_json.convert import from_safetensors, to_safetensors
 from ckpttool.ops.findings import CheckResult
@@ -23,16 +26,20 @@ from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.merge import Choices, prepare, prepare_one
 from ckpttool.ops.recode import Recoding, high
 from ckpttool.ops.reshard import Selection, Target
+from ckpttool.ops.values import one_of, parse_count
 from ckpttool.recipe.flags import adapted, recipe_of
 from ckpttool.recipe.read import is_recipe, read_recipe
 
+Source = str | PathLike[str] | Checkpoint
+"""Where a checkpoint lies, what ``run`` has written, or one that is open."""
+
 
 def merge(
-    sources: str | Path | Sequence[str | Path],
+    sources: Source | Sequence[Source],
     *,
     method: str = "",
     weights: Sequence[float] | None = None,
-    base: str | Path | None = None,
+    base: Source | None = None,
     params: Mapping[str, Any] | None = None,
     seed: int = 0,
     rng: Literal["counter", "mergekit"] = "counter",
@@ -50,7 +57,7 @@ def merge(
     dequant: str = "",
     fuse: bool = False,
     unfuse: bool = False,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     vocab_multiple: int = 1,
     target: str = "",
     remove: Sequence[str] = (),
@@ -63,8 +70,8 @@ def merge(
     """Plan what ``ckpttool merge`` does; nothing is written.
 
     Args:
-        sources: checkpoints, each ``PATH`` or ``PATH+ADAPTER``; one recipe of mergekit (YAML) or Paddle (JSON); or one
-            checkpoint whose shards become whole tensors.
+        sources: checkpoints, each ``PATH``, ``PATH+ADAPTER`` or an open one; one recipe of mergekit (YAML) or Paddle
+            (JSON); or one checkpoint whose shards become whole tensors.
         method: linear if there are weights, else average; ``ckpttool merge --list-methods`` names them all.
         weights: a number for each source (for each adapter, where one source has several).
         base: the model that the others were made from.
@@ -83,26 +90,35 @@ def merge(
         UsageError: a method, parameter or option that does not go together with the others.
         ConflictError: models that do not fit together.
     """
-    names = [str(sources)] if isinstance(sources, str | Path) else [str(s) for s in sources]
     opened = OpenOptions(format, ReadOptions(rank_pattern=rank_pattern), family)
+    given = [sources] if isinstance(sources, str | PathLike | Checkpoint) else list(sources)
+    names = [_named(s, opened) for s in given]
     wanted = Target(
         format=to,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        etp=etp,
-        pp_layout=tuple(pp_layout),
-        max_shard_size=max_shard_size,
+        tp=whole(tp, "tp"),
+        pp=whole(pp, "pp"),
+        ep=whole(ep, "ep"),
+        etp=whole(etp, "etp"),
+        pp_layout=wholes(pp_layout, "pp_layout", 0),
+        max_shard_size=nbytes(max_shard_size, "max_shard_size"),
         dtype=dtype,
         fuse=fuse,
         unfuse=unfuse,
-        vocab_multiple=vocab_multiple,
+        vocab_multiple=whole(vocab_multiple, "vocab_multiple"),
         version=target,
     )
-    selection = Selection(tuple(remove), tuple(keep), tuple(rename))
+    selection = Selection(several(remove, "remove"), several(keep, "keep"), several(rename, "rename"))
     precision = high(dequant, "dequant") if dequant else ""
-    choices = Choices(missing, vocab, allow_nonfinite, seed, rng, card, precision)
-    numbers = "" if weights is None else ",".join(map(repr, map(float, weights)))
+    choices = Choices(
+        one_of(missing, "missing", "base", "skip"),
+        one_of(vocab, "vocab", "min", "max", "base"),
+        allow_nonfinite,
+        whole(seed, "seed", 0),
+        one_of(rng, "rng", "counter", "mergekit"),
+        card,
+        precision,
+    )
+    numbers = _numbers(weights)
     if is_recipe(names):
         recipe = read_recipe(names[0])
     elif len(names) == 1 and not (method or base or params):
@@ -115,14 +131,41 @@ def merge(
             names,
             method=method or ("linear" if numbers else "average"),
             weights=numbers,
-            base=None if base is None else str(base),
+            base=None if base is None else _named(base, opened),
             params=[f"{name}={_words(value)}" for name, value in (params or {}).items()],
         )
     return Merging(prepare(recipe, opened, wanted, selection, choices))
 
 
+def _named(source: Source, opened: OpenOptions) -> str:
+    """The path of a source. Raises UsageError when it has been opened otherwise than the merge will open it."""
+    if not isinstance(source, Checkpoint):
+        return fspath(source)
+    if source.options not in (OpenOptions(), opened):
+        raise UsageError(
+            "merge opens its sources itself, and this one was opened with options of its own",
+            where=str(source.path),
+            hint="give format, rank_pattern and family to merge; or reshard it first",
+        )
+    return str(source.path)
+
+
+def _numbers(weights: Any) -> str:
+    """Weights as the command line has them. Raises UsageError for what are no numbers."""
+    if weights is None:
+        return ""
+    found: list[float] = []
+    with suppress(TypeError, ValueError):
+        found = [] if isinstance(weights, str) else [float(w) for w in weights]
+    if not found:
+        raise UsageError(f"weights are {weights!r}", hint="give a number for each source: [0.6, 0.4]")
+    return ",".join(map(repr, found))
+
+
 def _words(value: Any) -> str:
     """A parameter as the command line has it."""
+    if hasattr(value, "tolist"):  # of numpy or torch
+        value = value.tolist()
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -130,7 +173,7 @@ def _words(value: Any) -> str:
     return str(value)
 
 
-def drop_keys(src: str | Path, *patterns: str, keep: Sequence[str] = (), link: bool = False) -> Dropping:
+def drop_keys(src: Source, *patterns: str, keep: Sequence[str] = (), link: bool = False) -> Dropping:
     """Plan ``src`` without some of its tensors: what ``ckpttool drop-keys`` does.
 
     Args:
@@ -142,42 +185,47 @@ def drop_keys(src: str | Path, *patterns: str, keep: Sequence[str] = (), link: b
     Raises:
         UsageError: a pattern that matches nothing, or nothing would be left.
     """
-    return open_(src).drop_keys(*patterns, keep=keep, link=link)
+    source = src if isinstance(src, Checkpoint) else open_(src)
+    return source.drop_keys(*patterns, keep=keep, link=link)
 
 
-def check(src: str | Path | Checkpoint, *, values: bool = False) -> CheckResult:
+def check(src: Source, *, values: bool = False, progress: Progress | bool | None = None) -> CheckResult:
     """What is wrong with a checkpoint, also one that cannot be opened. Does what ``inspect --check`` does.
 
     Args:
         src: the checkpoint.
         values: read tensors, too: copies that must agree, padding, scales, NaN.
+        progress: that of ``Plan.run``.
     """
     if isinstance(src, Checkpoint):
-        return src.check(values=values)
-    return look(src, OpenOptions(), NoProgress(), values=values)
+        return src.check(values=values, progress=progress)
+    with watching(progress) as watch:
+        return look(Path(src), OpenOptions(), watch, values=values)
 
 
 def diff(
-    left: str | Path | Checkpoint,
-    right: str | Path | Checkpoint,
+    left: Source,
+    right: Source,
     *,
     values: bool = True,
     atol: float | None = None,
     rtol: float | None = None,
     patterns: Sequence[str] = (),
+    progress: Progress | bool | None = None,
 ) -> DiffResult:
     """How two checkpoints differ, whatever their formats, ranks and names. Does what ``inspect --diff`` does.
 
     Args:
         left: one of them.
-        right: the other; if a path, it is opened by what it says itself.
+        right: the other, opened in its own way; if a path, it is opened by what it says itself.
         values: compare every element, not only names, dtypes and shapes.
         atol: elements are equal when ``|left - right| <= atol + rtol * |right|``; bit for bit without the two.
         rtol: see ``atol``.
         patterns: compare only tensors that match one of them.
+        progress: that of ``Plan.run``.
     """
     source = left if isinstance(left, Checkpoint) else open_(left)
-    return source.diff(right, values=values, atol=atol, rtol=rtol, patterns=patterns)
+    return source.diff(right, values=values, atol=atol, rtol=rtol, patterns=patterns, progress=progress)
 
 
 def convert(
@@ -187,7 +235,7 @@ def convert(
     params: str | Path | None = None,
     program: str | Path | None = None,
     names: str | Path | None = None,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
 ) -> Conversion:
     """Plan what ``ckpttool convert-json`` does with a Paddle program; ``run`` it with the same ``dst``.
 
@@ -197,20 +245,21 @@ def convert(
         params: the program's parameters, where they do not lie beside it.
         program: the program that the parameters in ``src`` belong to: the way back.
         names: a file that says which parameter is which structured name.
-        max_shard_size: bytes of the largest file of a directory.
+        max_shard_size: bytes of the largest file of a directory, or ``"5GB"``.
 
     Raises:
         CorruptError, UnsupportedError: of the program or its parameters.
     """
     other = None if names is None else Path(names)
     if program is not None:
-        return Conversion(from_safetensors(Path(src), Path(dst), Path(program), names=other))
-    held = None if params is None else Path(params)
-    return Conversion(to_safetensors(Path(src), Path(dst), params=held, names=other, max_shard_size=max_shard_size))
+        return Conversion(from_safetensors(Path(src), Path(dst), Path(program), names=other), Path(dst))
+    held, limit = None if params is None else Path(params), nbytes(max_shard_size, "max_shard_size")
+    plan = to_safetensors(Path(src), Path(dst), params=held, names=other, max_shard_size=limit)
+    return Conversion(plan, Path(dst))
 
 
 def size(
-    src: str | Path | Checkpoint,
+    src: Source,
     recipe: str = "",
     *,
     block: tuple[int, int] | None = None,
@@ -222,7 +271,7 @@ def size(
     include: Sequence[str] = (),
     preset: str = "",
     mtp: bool = True,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     tp: int | None = None,
     pp: int | None = None,
     ep: int | None = None,
@@ -230,9 +279,9 @@ def size(
     pp_layout: Sequence[int] = (),
     vocab_pad: int | None = None,
     kv: str = "",
-    tokens: int | None = None,
+    tokens: int | str | None = None,
     batch: int | None = None,
-    max_model_len: int | None = None,
+    max_model_len: int | str | None = None,
     train: bool = False,
     zero: int | None = None,
     dp: int | None = None,
@@ -241,7 +290,7 @@ def size(
     moment: str = "",
     fp8_transposed: bool = False,
     gpu: str = "",
-    device_mem: int | None = None,
+    device_mem: float | str | None = None,
 ) -> Size:
     """How large a model is; does what ``ckpttool fp8-size`` does, from headers or a config.json alone.
 
@@ -252,13 +301,13 @@ def size(
         block: sides of a block; scale_dtype, quant_method, static_act, edge, keep, include and preset change the
             recipe as the options of these names do.
         mtp: count the multi-token-prediction layers.
-        max_shard_size: bytes of the largest file.
+        max_shard_size: bytes of the largest file, or ``"5GB"``.
         tp: tensor-parallel ranks of the deployment; as in ``src`` by default, like pp, ep, etp and pp_layout.
         vocab_pad: the vocabulary is padded to a multiple of this.
         kv: dtype of keys and values, which are then counted: bf16, fp8 or fp8_ds_mla.
-        tokens: of a sequence; batch, how many sequences; max_model_len, what an engine reserves.
+        tokens: of a sequence, 32768 or ``"32k"``; batch, how many sequences; max_model_len, what an engine reserves.
         train: what training holds instead, with zero, dp, grad, master, moment and fp8_transposed.
-        gpu: does it fit on this device (``h100``); device_mem, on one with so many bytes.
+        gpu: does it fit on this device (``h100``); device_mem, on one with so many bytes (or ``"80GB"``).
 
     Raises:
         UsageError: options that have no effect or exclude each other.
@@ -266,29 +315,46 @@ def size(
     """
     if gpu and device_mem is not None:
         raise UsageError("gpu and device_mem exclude each other", hint="a GPU's name says how much memory it has")
-    wanted = Wanted(recipe, block, scale_dtype, quant_method, static_act, tuple(keep), tuple(include), preset, edge)
+    if zero is not None and zero not in range(4):
+        raise UsageError(f"zero is {zero}", hint="0, 1, 2 or 3")
+    memory = nbytes(device_mem, "device_mem")
+    wanted = Wanted(
+        recipe,
+        sides(block),
+        scale_dtype,
+        quant_method,
+        static_act,
+        several(keep, "keep"),
+        several(include, "include"),
+        preset,
+        edge,
+    )
     question = Question(
         wanted,
         mtp=mtp,
-        max_shard_size=max_shard_size,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        etp=etp,
-        pp_layout=tuple(pp_layout),
-        vocab_pad=vocab_pad,
+        max_shard_size=nbytes(max_shard_size, "max_shard_size"),
+        tp=whole(tp, "tp"),
+        pp=whole(pp, "pp"),
+        ep=whole(ep, "ep"),
+        etp=whole(etp, "etp"),
+        pp_layout=wholes(pp_layout, "pp_layout", 0),
+        vocab_pad=whole(vocab_pad, "vocab_pad"),
         kv=kv,
-        tokens=tokens,
-        batch=batch,
-        max_model_len=max_model_len,
+        tokens=_tokens(tokens, "tokens"),
+        batch=whole(batch, "batch"),
+        max_model_len=_tokens(max_model_len, "max_model_len"),
         train=train,
-        zero=zero,
-        dp=dp,
+        zero=whole(zero, "zero", 0),
+        dp=whole(dp, "dp"),
         grad=grad,
         master=master,
         moment=moment,
         fp8_transposed=fp8_transposed,
-        device=named_gpu(gpu) if gpu else None if device_mem is None else Device("", device_mem),
+        device=named_gpu(gpu) if gpu else None if memory is None else Device("", memory),
     )
     path, options = (src.path, src.options) if isinstance(src, Checkpoint) else (Path(src), OpenOptions())
     return Size.of(answer(path, options, question))
+
+
+def _tokens(said: int | str | None, name: str) -> int | None:
+    return whole(parse_count(said, name) if isinstance(said, str) else said, name)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from heapq import nlargest
 from pathlib import Path
 
+from ckpttool.api.arguments import nbytes, whole
 from ckpttool.api.results import Written
-from ckpttool.api.show import amount, table
+from ckpttool.api.show import amount, count, table
+from ckpttool.errors import UsageError
 from ckpttool.execute import NoProgress, Progress, RunOptions, RunResult
 from ckpttool.execute.options import default_processes, default_workers
 from ckpttool.mesh import Mesh
@@ -18,6 +22,29 @@ from ckpttool.ops.merge import PreparedMerge
 from ckpttool.ops.merge import execute as _merge
 from ckpttool.ops.reshard import Prepared
 from ckpttool.plan import Plan as Steps
+
+LEAST_MEMORY = 4 << 20
+
+
+@contextmanager
+def watching(progress: Progress | bool | None) -> Iterator[Progress]:  # noqa: FBT001 - a receiver, or the wish for one
+    """Whoever watches a run. A bar of ours is gone when the run ends, however it ends."""
+    if progress is True:
+        from ckpttool import report  # with rich, which nothing else of the API needs
+
+        bar = report.progress(quiet=False)
+        try:
+            yield bar
+        finally:
+            bar.finish()
+    elif progress is None or progress is False:
+        yield NoProgress()
+    else:
+        methods = ("start", "advance", "file_done", "note", "finish")
+        if lacking := [m for m in methods if not callable(getattr(progress, m, None))]:
+            hint = f"give True for a bar, or an object with {', '.join(methods)}"
+            raise UsageError(f"progress is {progress!r}, which has no method `{lacking[0]}`", hint=hint)
+        yield progress
 
 
 class Plan(ABC):
@@ -46,9 +73,9 @@ class Plan(ABC):
         resume: bool = False,
         verify: bool = False,
         manifest: bool = False,
-        memory: int = 64 << 20,
+        memory: int | str = 64 << 20,
         workers: int | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Written:
         """Write ``dst``, whole or not at all.
 
@@ -58,25 +85,35 @@ class Plan(ABC):
             resume: continue an interrupted run of the same plan.
             verify: read the output back, without the plan, and compare it with the sources.
             manifest: write a checksum of every stored tensor to ``ckpttool.manifest.json``.
-            memory: bytes of all buffers together.
+            memory: bytes of all buffers together, or ``"256MiB"``.
             workers: threads that move bytes, and processes that compute.
-            progress: told how far the run is.
+            progress: True for a bar, in a terminal or a notebook; or an object that is told how far the run is.
 
         Raises:
+            UsageError: an option that makes no sense, or a source that has been closed.
             OutputError: ``dst`` cannot be written.
             CorruptError: a source is damaged or has changed.
             ConflictError: copies on different ranks differ.
             VerifyError: the output differs from the sources; nothing is kept.
         """
+        wanted = whole(workers, "workers")
         options = RunOptions(
-            memory=memory,
-            workers=workers or default_workers(),
-            processes=workers or default_processes(),
+            memory=nbytes(memory, "memory", LEAST_MEMORY),
+            workers=wanted or default_workers(),
+            processes=wanted or default_processes(),
             force=force,
             resume=resume,
             manifest=manifest,
         )
-        return self._execute(Path(dst), options, progress or NoProgress(), verify=verify)
+        for source in self.plan.sources:
+            if source.label and not Path(source.path).exists():
+                raise UsageError(
+                    "the source has been closed, and what was decoded of it is gone",
+                    where=source.label,
+                    hint="call run before close, inside the `with`",
+                )
+        with watching(progress) as watch:
+            return self._execute(Path(dst), options, watch, verify=verify)
 
     def _repr_html_(self) -> str:
         """For notebooks: the files, the largest first."""
@@ -119,8 +156,8 @@ class Resharding(Plan):
         """``<Resharding to ranks, tp 2: 39 tensors in 6 files, 441.21 kB>``."""
         prepared = self.prepared
         return (
-            f"<{type(self).__name__} to {prepared.format}, {prepared.mesh}: {len(prepared.views):,} tensors in"
-            f" {_count_of_files(self.plan)}, {amount(self.plan.bytes_written)}>"
+            f"<{type(self).__name__} to {prepared.format}, {prepared.mesh}: {count(len(prepared.views), 'tensor')} in"
+            f" {count(len(self.plan.outputs), 'file')}, {amount(self.plan.bytes_written)}>"
         )
 
     def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
@@ -172,10 +209,12 @@ class Merging(Resharding):
 class Conversion(Plan):
     """A Paddle program's parameters as safetensors, or the way back. Always verified."""
 
-    __slots__ = ("conversion",)
+    __slots__ = ("conversion", "dst")
 
-    def __init__(self, conversion: _convert.Conversion) -> None:
+    def __init__(self, conversion: _convert.Conversion, dst: Path) -> None:
         self.conversion = conversion
+        self.dst = dst
+        """Where it will go; its name is in the plan."""
 
     @property
     def plan(self) -> Steps:
@@ -189,18 +228,15 @@ class Conversion(Plan):
 
     def __repr__(self) -> str:
         """``<Conversion: 12 parameters in 1 file, 441.21 kB>``."""
-        n = len(self.conversion.catalog)
-        return f"<Conversion: {n:,} parameters in {_count_of_files(self.plan)}, {amount(self.plan.bytes_written)}>"
+        held = count(len(self.conversion.catalog), "parameter")
+        return f"<Conversion: {held} in {count(len(self.plan.outputs), 'file')}, {amount(self.plan.bytes_written)}>"
 
     def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
+        if dst != self.dst:
+            raise UsageError(f"this plan is for `{self.dst}`", where=str(dst), hint="plan again: convert(src, dst)")
         run = _convert.execute(self.conversion, dst, options, progress).run
         kind = "program" if self.conversion.back else "safetensors"
         return _written(dst, kind, len(self.conversion.catalog), self, run, verified=True)
-
-
-def _count_of_files(plan: Steps) -> str:
-    n = len(plan.outputs)
-    return f"{n:,} file{'' if n == 1 else 's'}"
 
 
 def _written(dst: Path, kind: str, tensors: int, plan: Plan, run: RunResult, *, verified: bool) -> Written:
@@ -213,6 +249,7 @@ def _written(dst: Path, kind: str, tensors: int, plan: Plan, run: RunResult, *, 
         bytes_read=run.bytes_read,
         bytes_written=run.bytes_written,
         seconds=run.seconds,
+        verify_seconds=run.verify_seconds,
         verified=verified,
         notes=tuple(dict.fromkeys((*plan.notes, *run.notes))),
     )

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpttool.api.show import amount, table
+from ckpttool.api.show import amount, count, table
 from ckpttool.ops.fp8_size.answer import SizeReport
 
 
@@ -28,18 +28,23 @@ class Written:
     bytes_written: int
     """By this run; an interrupted one may have written the rest."""
     seconds: float
+    """Without planning."""
+    verify_seconds: float
+    """Of these, for reading back."""
     verified: bool
     """It was read back and compared with the source."""
     notes: tuple[str, ...] = ()
     """What was inferred, left out or derived, in sentences."""
 
+    def __fspath__(self) -> str:
+        """So that it can be opened, merged or compared as it is."""
+        return str(self.path)
+
     def __repr__(self) -> str:
         """``<Written dst: hf, 39 tensors in 4 files, 440.00 kB, verified>``."""
         verified = ", verified" if self.verified else ""
-        return (
-            f"<Written {self.path}: {self.format}, {self.tensors:,} tensors in {self.files:,} files,"
-            f" {amount(self.nbytes)}{verified}>"
-        )
+        held = f"{count(self.tensors, 'tensor')} in {count(self.files, 'file')}"
+        return f"<Written {self.path}: {self.format}, {held}, {amount(self.nbytes)}{verified}>"
 
     def _repr_html_(self) -> str:
         """For notebooks."""
@@ -64,6 +69,8 @@ class Size:
     """Weights of each rank; None when no rank was asked for, or when the weights cannot be cut that way."""
     possible_tp: tuple[int, ...] | None
     """Tensor-parallel sizes that would be possible, where the one that was asked for is not."""
+    misfits: tuple[str, ...]
+    """Why it is not: a sentence for each kind of weight."""
     cache_bytes: int | None
     """Keys and values on the rank that holds most of them."""
     needed: int | None
@@ -89,6 +96,7 @@ class Size:
             file_bytes=disk.size + disk.index,
             rank_bytes=tuple(w.nbytes for w in ranks.held) or None if ranks else None,
             possible_tp=ranks.works if ranks and ranks.misfits else None,
+            misfits=tuple(f"`{m.name}` {list(m.shape)}: {m.why}" for m in ranks.misfits) if ranks else (),
             cache_bytes=max(map(cache.used, range(len(cache.stages)))) if cache and cache.tokens else None,
             needed=fit.needed if fit else None,
             memory=fit.memory if fit else None,

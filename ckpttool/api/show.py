@@ -21,6 +21,11 @@ def amount(n: int) -> str:
     return f"{value:.2f} {_UNITS[at]}"
 
 
+def count(n: int, noun: str) -> str:
+    """``1 file``, ``1,000 files``."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
 def table(title: str, rows: Iterable[tuple[object, ...]], notes: Iterable[str] = ()) -> str:
     """An HTML table. Names come from files, so everything is escaped."""
     body = "".join("<tr>" + "".join(f"<td>{_cell(c)}</td>" for c in row) + "</tr>" for row in rows)

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ckpttool.cli import options
-from ckpttool.cli.values import parse_size, run_options
+from ckpttool.cli.values import run_options
 from ckpttool.errors import UsageError
+from ckpttool.ops.values import parse_size
 
 Src = Annotated[
     Path,

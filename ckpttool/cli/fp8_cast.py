@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from ckpttool.cli import choices, options
-from ckpttool.cli.values import open_options, parse_size, precision, run_options, sides
+from ckpttool.cli.values import open_options, precision, run_options, sides
 from ckpttool.errors import UsageError
+from ckpttool.ops.values import parse_size
 
 Recipe = Annotated[
     str,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpttool.cli import choices, options
-from ckpttool.cli.values import numbers, one_of, open_options, parse_count, parse_size, sides
+from ckpttool.cli.values import numbers, open_options, sides
 from ckpttool.errors import UsageError
+from ckpttool.ops.values import one_of, parse_count, parse_size
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size.devices import Device

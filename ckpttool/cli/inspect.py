@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from ckpttool.cli import choices, options
-from ckpttool.cli.values import one_of, open_options, parse_size
+from ckpttool.cli.values import open_options
+from ckpttool.ops.values import one_of, parse_size
 
 List = Annotated[bool, typer.Option("--list", help="One tensor a line.")]
 Files = Annotated[bool, typer.Option("--files", help="One file a line.")]

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from ckpttool.cli import choices, options
-from ckpttool.cli.values import one_of, open_options, precision, recoding, run_options, target_of
+from ckpttool.cli.values import open_options, precision, recoding, run_options, target_of
 from ckpttool.errors import UsageError
+from ckpttool.ops.values import one_of
 
 Sources = Annotated[
     list[str],

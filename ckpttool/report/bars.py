@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: a bar on a terminal, elsewhere a line every ten seconds."""
+"""Progress of a run: a bar on a terminal and in a notebook, elsewhere a line on stderr every ten seconds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import atexit
 import contextlib
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Iterator
+from html import escape
+from importlib import import_module
 from math import exp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.report.text import message, short
@@ -30,12 +33,20 @@ SMOOTH_S = 10.0
 
 
 def progress(*, quiet: bool) -> Progress:
-    """Whoever watches the run: nobody when ``quiet``, a bar on a terminal, else lines."""
+    """Whoever watches the run: nobody when ``quiet``, a bar on a terminal and in a notebook, else lines."""
     from ckpttool.execute import NoProgress
 
     if quiet:
         return NoProgress()
+    if in_notebook():
+        return Cell()
     return Bar() if sys.stderr.isatty() else Lines()
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def clock(seconds: float) -> str:
@@ -115,34 +126,72 @@ class Lines(_Watch):
         pass
 
 
-class Bar(_Watch):
-    """A bar that is gone when the run ends. A run that is done at once never shows one."""
+class _Drawn(_Watch):
+    """What is drawn again and again, and is gone when the run ends. A run that is done at once never shows anything."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._rich: RichProgress | None = None
-        self._task: TaskID | None = None
         self._drawn = time.monotonic() + PATIENCE_S - REFRESH_S
-        self._gone = False
 
     def advance(self, nbytes: int) -> None:
         meter, now = self._meter, time.monotonic()
         meter.done += nbytes
         # Drawn from here and not by a thread of its own: at most a few times a second, and never after an error.
-        if now - self._drawn >= REFRESH_S and not self._gone:
+        if now - self._drawn >= REFRESH_S:
             self._drawn = now
             meter.look(now)
-            with self._drawing():
-                self._draw()
+            self._draw(meter)
 
-    def _draw(self) -> None:
-        meter = self._meter
-        rich, task = self._show()
-        percent = f"{meter.percent:3}%"
-        rich.update(
-            task, description=self._phase, total=meter.total, completed=meter.done, percent=percent, said=str(meter)
-        )
-        rich.refresh()
+    @abstractmethod
+    def _draw(self, meter: _Meter) -> None: ...
+
+
+class Cell(_Drawn):
+    """A bar in a notebook: an output of the cell that runs, empty in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: Any = None
+
+    def _draw(self, meter: _Meter) -> None:
+        said = f"{self._phase} {meter.percent}%, {meter}"
+        bar = f'<progress value="{meter.percent}" max="100"></progress> {escape(said)}'
+        self._show({"text/plain": said, "text/html": bar})
+
+    def _show(self, what: dict[str, str]) -> None:
+        if self._shown is None:
+            self._shown = import_module("IPython.display").display(what, raw=True, display_id=True)
+        else:
+            self._shown.update(what, raw=True)
+
+    def note(self, text: str) -> None:
+        message(f"note: {plain(text)}")
+
+    def finish(self) -> None:
+        if self._shown is not None:
+            self._show({"text/plain": "", "text/html": ""})
+            self._shown = None
+
+
+class Bar(_Drawn):
+    """A bar on a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rich: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._gone = False
+
+    def _draw(self, meter: _Meter) -> None:
+        if self._gone:
+            return
+        with self._drawing():
+            rich, task = self._show()
+            percent = f"{meter.percent:3}%"
+            rich.update(
+                task, description=self._phase, total=meter.total, completed=meter.done, percent=percent, said=str(meter)
+            )
+            rich.refresh()
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:

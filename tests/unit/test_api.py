@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ckpttool
+from ckpttool.api.plans import watching
 from ckpttool.errors import LayoutError, OutputError, UsageError, VerifyError
 from tests.helpers.command import ckpttool as command
 from tests.helpers.tensorfile import Raw, read, save_hf
@@ -146,6 +150,10 @@ def test_size() -> None:
     assert len(found.rank_bytes) == 2
     assert (found.needed, found.memory) == (data["fit"]["needed"], data["fit"]["memory"])
     assert found.needed is not None
+    uncut = ckpttool.size(FIXTURES / "hf_tiny_source", "block", tp=1)
+    assert not uncut.ok
+    assert any("not a multiple of 128" in why for why in uncut.misfits)
+    assert not found.misfits
     small = ckpttool.size(ckpttool.open(FIXTURES / "hf_tiny_source"), "bf16", device_mem=found.needed)
     assert not small.ok
     with pytest.raises(UsageError, match="exclude"):
@@ -157,8 +165,16 @@ def test_size() -> None:
 
 def test_a_mapping() -> None:
     source = ckpttool.open(LLAMA)
-    assert list(source) == source.keys() == [n for n, _ in source.items()]
-    assert len(list(source.values())) == len(source) == 39
+    assert list(source) == list(source.keys()) == [n for n, _ in source.items()]
+    assert len(source.items()) == len(source.values()) == len(source) == 39
+    assert source.get("lm_head") is None
+    assert source.get("lm_head.weight") is source["lm_head.weight"]
+    assert source != ckpttool.open(LLAMA)
+    assert {source: 1}[source] == 1
+    with pytest.raises(KeyError):
+        source["lm_head"]
+    with pytest.raises(UsageError, match="3 is none"):
+        source[3]  # type: ignore[index]
     assert "lm_head" not in source
     assert source.identity.layers == 4
 
@@ -177,6 +193,41 @@ def test_tensors_one_after_the_other() -> None:
         next(source.tensors("nothing"))
 
 
+PARTS: list[tuple[Any, Any]] = [
+    ((), ...),
+    (np.s_[3:7], slice(3, 7)),
+    (np.s_[5:6], 5),
+    (np.s_[7:8, ...], (np.int64(7), ...)),
+    (np.s_[..., 3:7], (..., slice(3, 7))),
+    (np.s_[63:64], -1),
+    (np.s_[2:4, 20:24], np.s_[2:4, 20:24]),
+    (np.s_[61:64, 174:175], (slice(-3, None), -2)),
+    (np.s_[9:9], slice(9, 2)),
+]
+"""What numpy is asked, which loses no axis, and what is asked here."""
+
+
+def test_reading_takes_what_numpy_takes() -> None:
+    source, name = ckpttool.open(LLAMA), "model.layers.0.mlp.down_proj.weight"
+    held = source.read(name)
+    for theirs, ours in PARTS:
+        assert np.array_equal(source.read(name, ours), held[theirs]), ours
+    for piece in source[name].pieces:
+        (a, b), (c, d) = piece.box
+        assert np.array_equal(source.read(name, piece.box), held[a:c, b:d])
+    with pytest.raises(UsageError, match="is outside"):
+        source.read("model.norm.weight", source[name].pieces[0].box)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [None, True, 1.5, "0", [0, 1], (0, 0, 0), (..., ...), 64, -65, slice(0, 9, 2), np.arange(2), ((0, 4), (2, 4))],
+)
+def test_what_is_no_part_of_a_tensor(part: object) -> None:
+    with pytest.raises(UsageError, match="down_proj"):
+        ckpttool.open(LLAMA).read("model.layers.0.mlp.down_proj.weight", part)  # type: ignore[arg-type]
+
+
 def test_tied_names_find_their_owner() -> None:
     tied = ckpttool.open(FIXTURES / "vllm" / "llama_tied")
     assert tied.tied == {"lm_head.weight": "model.embed_tokens.weight"}
@@ -184,6 +235,129 @@ def test_tied_names_find_their_owner() -> None:
     assert "lm_head.weight" not in list(tied)
     assert tied["lm_head.weight"] is tied["model.embed_tokens.weight"]
     assert np.array_equal(tied.read("lm_head.weight"), tied.read("model.embed_tokens.weight"))
+
+
+def test_a_single_string_is_one_pattern(tmp_path: Path) -> None:
+    source = ckpttool.open(FIXTURES / "hf_tiny_source")
+    norms = {n for n in source if "norm" in n}
+    assert {v.name for v in source.reshard(keep="*norm*").prepared.views} == norms
+    assert set(source) - set(source.drop_keys(keep="*norm*").removed) == norms
+    assert source.diff(source, patterns="*norm*").compared == len(norms)
+    written = source.fp8_cast("block", keep="*.o_proj.weight").run(tmp_path / "dst")
+    assert ckpttool.open(written)["model.layers.0.self_attn.o_proj.weight"].dtype == "BF16"
+    with pytest.raises(UsageError, match="patterns has"):
+        source.drop_keys(["lm_head.*"])  # type: ignore[arg-type]
+
+
+def test_sizes_are_numbers_or_words(tmp_path: Path) -> None:
+    source = ckpttool.open(FIXTURES / "hf_tiny_source")
+    named, counted = (source.reshard(to="hf", max_shard_size=n) for n in ("100kB", 100_000))
+    assert [o.name for o in named.plan.outputs] == [o.name for o in counted.plan.outputs]
+    assert len(named.plan.outputs) > 2
+    assert named.run(tmp_path / "dst", memory="8MiB").tensors == 21
+    said = ckpttool.size(source, "bf16", kv="bf16", tokens="1k", device_mem="1GB")
+    assert said == ckpttool.size(source, "bf16", kv="bf16", tokens=1024, device_mem=1e9)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"tp": "2"}, "tp is '2'"),
+        ({"tp": True}, "tp is True"),
+        ({"tp": 1.5}, "tp is 1.5"),
+        ({"pp": 0}, "pp is 0"),
+        ({"max_shard_size": -5}, "max_shard_size is -5"),
+        ({"max_shard_size": "much"}, "`much` is not a size"),
+        ({"vocab_multiple": 0}, "vocab_multiple is 0"),
+        ({"sharding_version": "v3"}, "v3` is not one of"),
+    ],
+)
+def test_options_of_reshard_that_make_no_sense(given: dict[str, object], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        ckpttool.open(LLAMA).reshard(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"missing": "all"}, "missing `all` is not one of"),
+        ({"vocab": "all"}, "vocab `all` is not one of"),
+        ({"rng": "numpy"}, "rng `numpy` is not one of"),
+        ({"seed": -1}, "seed is -1"),
+        ({"weights": []}, "weights are"),
+        ({"weights": "0.4,0.6"}, "weights are"),
+        ({"weights": 0.5}, "weights are 0.5"),
+    ],
+)
+def test_options_of_merge_that_make_no_sense(given: dict[str, object], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        ckpttool.merge([MERGE / "ft1", MERGE / "ft2"], **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given", [{"tokens": -5}, {"batch": 0}, {"zero": 9}, {"tp": 0}, {"block": 128}, {"max_shard_size": 0}]
+)
+def test_options_of_size_that_make_no_sense(given: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=f"^{next(iter(given))} is "):
+        ckpttool.size(FIXTURES / "hf_tiny_source", **{"kv": "bf16", "tokens": 5, **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given", [{"workers": 0}, {"workers": -1}, {"memory": 1}, {"memory": "x"}, {"progress": print}]
+)
+def test_options_of_run_that_make_no_sense(given: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=next(iter(given))):
+        ckpttool.open(LLAMA).reshard(tp=2).run(tmp_path / "dst", **given)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_open_checkpoints_and_what_was_written_are_sources(tmp_path: Path) -> None:
+    one, two, base = (ckpttool.open(MERGE / n) for n in ("ft1", "ft2", "base"))
+    density = np.array([0.5, 0.75])
+    merging = ckpttool.merge([one, two], base=base, method="ties", weights=[1, 1], params={"density": density})
+    written = merging.run(tmp_path / "a")
+    again = ckpttool.merge([MERGE / "ft1", MERGE / "ft2"], base=MERGE / "base", method="ties", weights=[1, 1],
+                           params={"density": [0.5, 0.75]}).run(tmp_path / "b")  # fmt: skip
+    assert files(written.path) == files(again.path)
+    assert ckpttool.diff(written, again).ok
+    assert ckpttool.merge([written, again]).run(tmp_path / "c").tensors == written.tensors
+    assert ckpttool.drop_keys(one, "lm_head.*").removed == ("lm_head.weight",)
+    odd = ckpttool.open(MERGE / "ft1", family="qwen2")
+    with pytest.raises(UsageError, match="opened with options"):
+        ckpttool.merge([odd, two])
+
+
+def test_the_other_side_of_a_diff_is_opened_as_it_was(tmp_path: Path) -> None:
+    source = ckpttool.open(LLAMA)
+    source.reshard(tp=2).run(tmp_path / "dst")
+    for rank in range(2):
+        (tmp_path / "dst" / f"rank-{rank:05}-of-00002.safetensors").rename(tmp_path / "dst" / f"w{rank}.safetensors")
+    odd = ckpttool.open(tmp_path / "dst", rank_pattern="w{tp}.safetensors")
+    found = source.diff(odd)
+    assert found.ok
+    assert repr(found) == f"<DiffResult {LLAMA}, {tmp_path / 'dst'}: equal, 39 tensors compared>"
+    assert ckpttool.diff(source, FIXTURES / "hf_tiny_source").changed == 21
+    with pytest.raises(UsageError, match="atol is -1"):
+        source.diff(odd, atol=-1)
+
+
+def test_a_plan_says_that_its_source_is_closed(tmp_path: Path) -> None:
+    with ckpttool.open(FIXTURES / "paddle_pickles" / "model_proto2.pdparams") as source:
+        plan = source.reshard(to="hf")
+    with pytest.raises(UsageError, match="the source has been closed"):
+        plan.run(tmp_path / "dst")
+    with pytest.raises(UsageError, match="is closed"):
+        source.reshard(to="hf")
+    with ckpttool.open(LLAMA) as ranks:  # nothing of it was decoded
+        plan = ranks.reshard(tp=2)
+    assert plan.run(tmp_path / "dst").tensors == 39
+
+
+def test_a_conversion_is_written_where_it_was_planned(tmp_path: Path) -> None:
+    plan = ckpttool.convert(FIXTURES / "paddle_programs/pir/model.json", tmp_path / "a.safetensors")
+    with pytest.raises(UsageError, match="this plan is for"):
+        plan.run(tmp_path / "b.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 def test_closing_gives_back_scratch_files() -> None:
@@ -222,6 +396,68 @@ def test_html_is_escaped(tmp_path: Path) -> None:
     shown = ckpttool.open(tmp_path / "src")._repr_html_()
     assert "<script>" not in shown
     assert "&lt;script&gt;" in shown
+
+
+# -- progress
+
+
+class Notebook:
+    """What a kernel has: a shell with a kernel, and outputs that are shown and updated."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shown: list[dict[str, str]] = []
+        ipython, display = ModuleType("IPython"), ModuleType("IPython.display")
+        ipython.get_ipython = lambda: SimpleNamespace(kernel=1)  # type: ignore[attr-defined]
+        display.display = self.show  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "IPython", ipython)
+        monkeypatch.setitem(sys.modules, "IPython.display", display)
+        monkeypatch.setattr("ckpttool.report.bars.REFRESH_S", 0)
+        monkeypatch.setattr("ckpttool.report.bars.PATIENCE_S", 0)
+
+    def show(self, what: dict[str, str], *, raw: bool, display_id: bool = False) -> SimpleNamespace:
+        assert raw
+        assert display_id is not bool(self.shown), "one output for all"
+        self.shown.append(what)
+        return SimpleNamespace(update=self.show)
+
+
+def test_a_bar_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Notebook(monkeypatch)
+    source = ckpttool.open(LLAMA)
+    source.reshard(tp=2).run(tmp_path / "dst", progress=True, verify=True)
+    said = [what["text/plain"] for what in cell.shown]
+    assert said[0].startswith("write ")
+    assert any(line.startswith("verify 100%") for line in said)
+    assert said[-1] == cell.shown[-1]["text/html"] == ""
+    assert '<progress value="100" max="100">' in cell.shown[-2]["text/html"]
+
+
+@pytest.mark.parametrize("what", ["diff", "check"])
+def test_what_reads_has_a_bar_too(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Notebook(monkeypatch)
+    source = ckpttool.open(LLAMA)
+    found = source.diff(source, progress=True) if what == "diff" else source.check(values=True, progress=True)
+    assert found.ok
+    assert len(cell.shown) > 1
+    assert cell.shown[-1]["text/plain"] == ""
+
+
+def test_a_bar_is_gone_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Notebook(monkeypatch)
+    with pytest.raises(KeyboardInterrupt), watching(True) as bar:
+        bar.start(100, 1)
+        bar.advance(50)
+        assert "50%" in cell.shown[-1]["text/plain"]
+        raise KeyboardInterrupt
+    assert cell.shown[-1]["text/plain"] == ""
+
+
+def test_without_a_terminal_a_bar_is_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr("ckpttool.report.bars.LINE_S", 0)
+    ckpttool.open(LLAMA).reshard(tp=2).run(tmp_path / "dst", progress=True)
+    assert "write 100%" in capfd.readouterr().err
+    ckpttool.open(LLAMA).reshard(tp=2).run(tmp_path / "other", progress=False)
+    assert capfd.readouterr().err == ""
 
 
 # -- errors and docs

@@ -84,6 +84,14 @@ class DiffResult:
     """Components that only the left side has; they are not compared."""
     components_right: list[str] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        """``<DiffResult llama_tp8, llama_tp2: different, 39 tensors compared, 1 changed, 2 only left>``."""
+        counts = {"changed": self.changed, "only left": len(self.only_left), "only right": len(self.only_right)}
+        more = [f"{n:,} {what}" for what, n in counts.items() if n]
+        verdict = "equal" if self.ok else "different"
+        said = [verdict, f"{self.compared:,} tensor{'' if self.compared == 1 else 's'} compared", *more]
+        return f"<DiffResult {self.left.path}, {self.right.path}: {', '.join(said)}>"
+
     @property
     def changed(self) -> int:
         """Tensors of equal name that differ in a way that counts."""
@@ -108,13 +116,14 @@ def diff(
     tolerance: Tolerance | None = None,
     only: tuple[str, ...] = (),
     workers: int = 2,
+    other_options: OpenOptions | None = None,
 ) -> DiffResult:
-    """Compare; ``options`` are about ``left``, ``right`` is opened by what it says itself.
+    """Compare; ``options`` are about ``left``. ``right`` is opened by ``other_options``, or by what it says itself.
 
     With ``values`` every element is read, bit for bit unless there is a ``tolerance``. ``patterns`` choose tensors,
     ``only`` components.
     """
-    a, b = _open(Path(left), Path(right), options)
+    a, b = _open(Path(left), Path(right), options, other_options)
     renamed = a.ops != b.ops
     result = DiffResult(a, b, renamed, values=values, tolerance=tolerance)
     compared = _components(a, b, only, result)
@@ -155,9 +164,11 @@ def diff(
     return result
 
 
-def _open(left: Path, right: Path, options: OpenOptions) -> tuple[Checkpoint, Checkpoint]:
+def _open(
+    left: Path, right: Path, options: OpenOptions, other: OpenOptions | None = None
+) -> tuple[Checkpoint, Checkpoint]:
     """Both sides. One that has no config.json is taken for the same model as the other."""
-    other = OpenOptions(family=options.family, replicate=options.replicate, split=options.split)
+    other = other or OpenOptions(family=options.family, replicate=options.replicate, split=options.split)
     one, two = read(left, options), read(right, other)
     if one.config or not two.config:
         a = join(one, left, options)

@@ -1,0 +1,63 @@
+"""Arguments as people give them, in one form. What nobody can mean is a UsageError that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from operator import index
+from typing import SupportsIndex, overload
+
+from ckpttool.errors import UsageError
+from ckpttool.ops.values import parse_size
+
+
+def several(said: str | Iterable[str], name: str) -> tuple[str, ...]:
+    """Strings; a single one stands for itself and not for its letters."""
+    found = (said,) if isinstance(said, str) else tuple(said)
+    for one in found:
+        if not isinstance(one, str):
+            raise UsageError(f"{name} has {one!r}", hint="give strings")
+    return found
+
+
+@overload
+def whole(said: SupportsIndex | float, name: str, least: int = 1) -> int: ...
+@overload
+def whole(said: SupportsIndex | float | None, name: str, least: int = 1) -> int | None: ...
+def whole(said: SupportsIndex | float | None, name: str, least: int = 1) -> int | None:
+    """A number of at least ``least``; 8e9 and numpy's integers are whole, too."""
+    if said is None:
+        return None
+    found = None
+    if isinstance(said, float):
+        found = int(said) if said.is_integer() else None
+    elif not isinstance(said, bool | str):
+        with suppress(TypeError):
+            found = index(said)
+    if found is None:
+        raise UsageError(f"{name} is {said!r}", hint="give a whole number")
+    if found < least:
+        raise UsageError(f"{name} is {found}", hint=f"{least:,} is the least")
+    return found
+
+
+def wholes(said: int | Iterable[int], name: str, least: int = 1) -> tuple[int, ...]:
+    """Numbers, or a single one."""
+    return tuple([whole(n, name, least) for n in (said if isinstance(said, Iterable) else (said,))])
+
+
+@overload
+def nbytes(said: float | str, name: str, least: int = 1) -> int: ...
+@overload
+def nbytes(said: float | str | None, name: str, least: int = 1) -> int | None: ...
+def nbytes(said: float | str | None, name: str, least: int = 1) -> int | None:
+    """Bytes: a number, or a size such as ``5GB``."""
+    return whole(parse_size(said, name) if isinstance(said, str) else said, name, least)
+
+
+def sides(said: Iterable[int] | None) -> tuple[int, int] | None:
+    """Rows and columns of a block."""
+    found = () if said is None else wholes(said, "block")
+    if said is not None and len(found) != 2:
+        raise UsageError(f"block is {said!r}", hint="give rows and columns: (128, 128)")
+    return (found[0], found[1]) if found else None
