@@ -48,6 +48,9 @@ def read_tensor(catalog: Catalog, tensor: LogicalTensor, box: Box, dtype: str = 
     dtype = dtype or tensor.dtype
     if lookup(dtype).bits % 8:
         raise UnsupportedError(f"`{tensor.key}` is {dtype}; its elements are smaller than a byte")
+    for piece in tensor.pieces:
+        if piece.stored.dtype == dtype and piece.box.contains(box):
+            return read_piece(catalog, piece, box)  # a copy of it would take as much memory again
     out = np.empty(box.shape, numpy_dtype(dtype))
     for piece in tensor.pieces:
         common = piece.box.intersect(box) if box.start else box

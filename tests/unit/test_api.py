@@ -6,6 +6,7 @@ import inspect
 import json
 import shutil
 import sys
+import tracemalloc
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -228,6 +229,18 @@ def test_what_is_no_part_of_a_tensor(part: object) -> None:
         ckpttool.open(LLAMA).read("model.layers.0.mlp.down_proj.weight", part)  # type: ignore[arg-type]
 
 
+def test_a_whole_tensor_takes_its_own_memory_only(tmp_path: Path) -> None:
+    save_hf(tmp_path / "src", {"w": Raw("F32", np.ones((1024, 4096), np.uint32))}, {})
+    source = ckpttool.open(tmp_path / "src")
+    source.read("w", 0)
+    tracemalloc.start()
+    held = source.read("w")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held.nbytes == 16 << 20
+    assert peak < held.nbytes + (4 << 20)
+
+
 def test_tied_names_find_their_owner() -> None:
     tied = ckpttool.open(FIXTURES / "vllm" / "llama_tied")
     assert tied.tied == {"lm_head.weight": "model.embed_tokens.weight"}
@@ -444,11 +457,16 @@ def test_what_reads_has_a_bar_too(what: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_bar_is_gone_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Notebook(monkeypatch)
-    with pytest.raises(KeyboardInterrupt), watching(True) as bar:
-        bar.start(100, 1)
-        bar.advance(50)
-        assert "50%" in cell.shown[-1]["text/plain"]
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with watching(True) as bar:
+            bar.start(100, 1)
+            bar.advance(50)
+            assert "50%" in cell.shown[-1]["text/plain"]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert cell.shown[-1]["text/plain"] == ""
 
 
