@@ -317,6 +317,7 @@ GOOD = {
     "layout/rules.py": "from ..formats.base import File",
     "relate.py": "from re import compile",
     "plan.py": "from ckpttool.geometry import Box",
+    "quant.py": "from ckpttool.geometry import Box",
     "execute/__init__.py": "from ..plan import Plan",
     "ops/inspect.py": "from ckpttool.plan import Plan",
     "ops/merge.py": "from ckpttool.ops.inspect import inspect\nnumpy.load(f, allow_pickle=False)",
