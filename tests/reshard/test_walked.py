@@ -122,3 +122,16 @@ def test_a_square_head_of_paddlenlp_comes_back(nest: bool, tmp_path: Path) -> No
 def test_a_head_of_paddlenlp_with_a_nested_config(tmp_path: Path) -> None:
     model = MODELS["qwen3"]
     out_and_back(replace(model, config=nested(model.config)), tmp_path, "--to", "unified", "--target", "paddlenlp-3.0")
+
+
+def test_a_merge_of_trtllm_checkpoints_has_a_config_of_hugging_face(tmp_path: Path) -> None:
+    model = MODELS["qwen2"]
+    save_hf(tmp_path / "src", model.tensors(), model.config)
+    for name in ("a", "b"):
+        reshard(tmp_path / "src", tmp_path / name, "--to", "trtllm", "--tp-out", 2)
+    done = ckpttool("merge", tmp_path / "a", tmp_path / "b", "--allow-nonfinite", "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "qwen2"
+    assert config["architectures"] == model.config["architectures"]
+    reshard(tmp_path / "out", tmp_path / "again", "--to", "vllm", "--tp-out", 2)

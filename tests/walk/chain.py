@@ -464,7 +464,7 @@ def _execute(step: Step, src: Path, dst: Path, folder: Path, r: Random, told: To
         call = int(2 ** r.uniform(0, 7))
         ended = ckpttool(words, folder, call)
         told.log.append(f"ckpttool {' '.join(words)}   # killed at call {call}: {ended.code}")
-        if ended.code != -9:
+        if ended.code != -9 and "a worker process ended: killed" not in ended.err:
             _check_end(ended, folder, dst, others)
             return ended
         told.steps["killed"] += 1

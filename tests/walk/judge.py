@@ -217,7 +217,15 @@ def _config(path: Path, state: State) -> None:
     if not state.config_kept:
         inner, outer = _flat(found), _flat(wanted)
         lost = {"dtype", "torch_dtype", "text_config"}
-        sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"}
+        sizes = {
+            "architectures",
+            "model_type",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "vocab_size",
+            "intermediate_size",
+        }
         for key in sorted(sizes.intersection(outer) if state.sizes_only else {*outer} - lost):
             if inner.get(key) != outer[key]:
                 raise Wrong(f"config.json: {key} is {inner.get(key)}, must be {outer[key]}")

@@ -320,7 +320,7 @@ def _as_checkpoint(
         fused=old.fused if models.as_they_are else "",
         config=config,
         companions=tuple([n for n in companions if n not in run]),
-        native_config=old.native_config or old.config if config != old.config else {},
+        native_config=old.native_config or (old.config if config != old.config else {}),
         native=old.native if old.format == kind else None,
     )
     family = pick_family(options.family, old.family, config)
