@@ -8,6 +8,7 @@ W + factor * (B @ A)^T with A [r, rows] and B [dim, r]. The names of tensors beg
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -75,8 +76,12 @@ def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
                 raise ConflictError(f"`{whole[plain]}` and `{key.name}` both stand for `{plain}`", where=where)
             whole[plain] = key.name
             # The weight below factors, which is saved with them where it is an embedding's or the head's.
-            if ".base_layer." in name or config.get("ensure_weight_tying"):
+            if ".base_layer." in name:
                 in_place.add(plain)
+    if config.get("ensure_weight_tying"):
+        # PEFT saves both tensors of a pair that it tied. One that it saves alone it could not tie, and sets apart.
+        shapes = Counter(catalog[name].shape for name in whole.values())
+        in_place |= {plain for plain, name in whole.items() if shapes[catalog[name].shape] > 1}
     pairs = [_pair(module, kind, sides, config, catalog, path) for (module, kind), sides in factors.items()]
     return Adapter(
         where,

@@ -182,7 +182,7 @@ def _usage(config: Mapping[str, Any], named: FileNames) -> str:
     if base == "model" and isinstance(config.get("model_type"), str):
         architectures = config.get("architectures")
         first = architectures[0] if isinstance(architectures, list) and architectures else ""
-        name = "AutoModelForCausalLM" if str(first).endswith("ForCausalLM") else "AutoModel"
+        name = "AutoModelForCausalLM" if str(first).endswith(("ForCausalLM", "LMHeadModel")) else "AutoModel"
     elif base == "diffusion_pytorch_model" and re.fullmatch(r"\w+", str(config.get("_class_name", ""))):
         name = f"diffusers.{config['_class_name']}"
     else:

@@ -24,9 +24,9 @@ def base(folder: Path) -> Path:
     return folder
 
 
-def adapter(folder: Path, **tensors: np.ndarray[Any, np.dtype[Any]]) -> Path:
+def adapter(folder: Path, *, kept_tied: bool = False, **tensors: np.ndarray[Any, np.dtype[Any]]) -> Path:
     folder.mkdir()
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "ensure_weight_tying": kept_tied}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     named = {f"base_model.model.{n.replace('__', '.')}": t.astype(np.float32) for n, t in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors")
@@ -47,6 +47,20 @@ def test_one_that_is_replaced_is_set_apart(tmp_path: Path, name: str) -> None:
         written = load_file(next(dst.glob("model*part-0.safetensors" if options else "model.safetensors")))
         for n in (EMBEDDING, HEAD):
             assert np.array_equal(written[n][:19], trained.astype(np.float32) if n == name else before)
+
+
+@pytest.mark.parametrize("stored", [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)])
+def test_kept_tied_where_the_adapter_has_both(tmp_path: Path, stored: tuple[str, ...]) -> None:
+    """``ensure_weight_tying`` is a wish: PEFT saves both of a pair that it tied, and one where it could not (GPT-2)."""
+    source, trained = base(tmp_path / "base"), RNG.standard_normal((19, 8)).astype(np.float32)
+    one = adapter(tmp_path / "adapter", kept_tied=True, **{n.replace(".", "__"): trained for n in stored})
+    done = ckpttool("merge", f"{source}+{one}", "-o", tmp_path / "dst", "--verify")
+    assert done.code == 0, done.err
+    before, after = (load_file(tmp_path / d / "model.safetensors") for d in ("base", "dst"))
+    apart = len(stored) == 1
+    assert json.loads((tmp_path / "dst/config.json").read_text())["tie_word_embeddings"] is not apart
+    for name in (EMBEDDING, HEAD) if apart else (EMBEDDING,):
+        assert np.array_equal(after[name], trained if name in stored else before[EMBEDDING])
 
 
 def test_factors_of_a_head_that_is_not_stored(tmp_path: Path) -> None:

@@ -52,6 +52,14 @@ def test_without_a_config_nothing_is_said(src: Path, tmp_path: Path) -> None:
     assert "next: " not in ckpttool("reshard", src, tmp_path / "dst", "--to", "hf").err
 
 
+def test_a_model_with_a_head_is_not_loaded_without_it(src: Path, tmp_path: Path) -> None:
+    """GPT-2's class has a name of its own."""
+    config = json.loads((src / "config.json").read_text())
+    (src / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    done = ckpttool("reshard", src, tmp_path / "dst", "--to", "hf")
+    assert done.err.endswith(f'next: AutoModelForCausalLM.from_pretrained("{tmp_path / "dst"}")\n')
+
+
 @pytest.mark.parametrize(
     "command", [["merge", "{src}", "-o", "{dst}"], ["fp8-cast", "{src}", "{dst}", "--block", "16x16"]]
 )
