@@ -51,6 +51,7 @@ _SAME = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
+_BIASES = {"attn_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 _MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -167,6 +168,9 @@ def to_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
         out["model_type"] = _MODEL_TYPES[architecture]
     if config.get("hidden_act"):
         out["hidden_act"] = "silu" if config["hidden_act"] == "swiglu" else config["hidden_act"]
+    out |= {ours: True for theirs, ours in _BIASES.items() if config.get(theirs) is True}
+    if out.get("model_type") == "mistral":
+        out["sliding_window"] = config.get("sliding_window")  # transformers takes 4,096 where nothing is said
     moe = config.get("moe")
     if isinstance(moe, dict) and moe.get("num_experts"):
         out["num_local_experts"] = moe["num_experts"]
@@ -176,7 +180,7 @@ def to_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def from_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
     """A TensorRT-LLM config from Hugging Face's fields; the mapping is added by ``write``."""
-    config = config_fields(config)
+    config = _flat_rope(config_fields(config))
     out: dict[str, Any] = {k: config[k] for k in _SAME if k in config}
     for theirs, ours in _FIELDS.items():
         if ours in config:
@@ -197,12 +201,26 @@ def from_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
             "top_k": config.get("num_experts_per_tok", 2),
             "normalization_mode": 1,
         }
+    if config.get("model_type") != "mistral":  # which has no biases, whatever its config says
+        out |= {theirs: True for theirs, ours in _BIASES.items() if config.get(ours) is True}
+    elif config.get("sliding_window"):
+        out["sliding_window"] = config["sliding_window"]
     if config.get("model_type") == "qwen2":
         out["qwen_type"] = "qwen2"
         out["attn_bias"] = True
     out["embedding_sharding_dim"] = 0
     out["quantization"] = {"quant_algo": None, "kv_cache_quant_algo": None}
     return out
+
+
+def _flat_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with ``rope_theta`` and ``rope_scaling``, which transformers 5 writes as one ``rope_parameters``."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return config
+    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+    flat = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    return {**config, **flat, **({"rope_scaling": scaling} if rope.get("rope_type", "default") != "default" else {})}
 
 
 def _size(mapping: Mapping[str, Any], name: str, default: int, listing: Listing) -> int:

@@ -304,6 +304,8 @@ def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array,
     """
     if left.dtype == right.dtype and np.array_equal(left.view(np.uint8), right.view(np.uint8)):
         return np.zeros(left.shape, np.bool_), 0.0  # the common case, many times faster
+    if left.dtype == right.dtype and left.dtype in (np.int64, np.uint64):
+        return _integers_differ(left, right, atol, rtol)
     kind = np.complex128 if "c" in (left.dtype.kind, right.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
         a, b = left.astype(kind), right.astype(kind)
@@ -312,6 +314,14 @@ def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array,
             return ~close, 0.0
         gap = np.abs(a[~close] - b[~close])
     return ~close, float("nan") if np.isnan(gap).any() else float(gap.max())
+
+
+def _integers_differ(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array, float]:
+    """``differs`` for integers that float64 may not tell apart."""
+    larger, smaller = np.maximum(left, right), np.minimum(left, right)
+    gap = larger.astype(np.uint64) - smaller.astype(np.uint64)  # exact: distances wrap as the integers do
+    wrong = gap > atol + rtol * np.abs(right.astype(np.float64))
+    return wrong, float(gap[wrong].max(initial=0))
 
 
 def differs_in_bits(left: Array, right: Array) -> tuple[Array, float]:

@@ -265,7 +265,7 @@ def plan_target(
     )
     chosen = _chosen(target, mesh)
     ranks = partitioner.run(cut, chosen)
-    if not habits.records_shapes:
+    if habits.pad_vocab and writer.sharded and not habits.records_shapes:
         place_of = family.placer(after)
         vocabulary = {
             names[v.name] for v in cut if (place := place_of(v.name)) is not None and place.rule.verb == "vocab"
@@ -487,17 +487,26 @@ def _shapes(views: Views) -> dict[str, tuple[int, ...]]:
 
 
 def _check_vocabulary(ranks: Sequence[Sequence[RankTensor]], tables: Collection[str], source: Checkpoint) -> None:
-    """Raises ConflictError where a padded vocabulary would be written with a config that does not say its true rows.
+    """Raises ConflictError where a vocabulary would be written that a reader takes for another number of rows, by what
+    config.json says: rows beyond those are padding.
 
     ``tables`` are the names of tensors with a row for each token.
     """
     known = source.family.size("vocab")
-    odd = next((t for held in ranks for t in held if t.pads and t.key in tables and t.whole[0] != known), None)
+    odd = next(
+        (
+            t
+            for held in ranks
+            for t in held
+            if t.key in tables and t.whole[0] != known and (t.pads or known is not None)
+        ),
+        None,
+    )
     if odd is not None:
         raise ConflictError(
-            f"`{odd.key}` has {odd.whole[0]:,} rows, which are padded for this target, and config.json "
+            f"`{odd.key}` has {odd.whole[0]:,} rows, and config.json "
             + (f"says a vocabulary of {known:,}" if known is not None else "does not say how large the vocabulary is")
-            + ": nothing would tell the padding from tokens afterwards",
+            + ": this target pads it, and nothing would tell the padding from tokens afterwards",
             where=str(source.path / "config.json"),
             hint=f"set vocab_size to {odd.whole[0]} in config.json",
         )

@@ -362,6 +362,18 @@ def test_show_of_a_tied_tensor(tmp_path: Path) -> None:
 # -- the kernel of --diff
 
 
+@pytest.mark.parametrize("dtype", ["i8", "u8"])
+def test_large_integers_differ_by_one(dtype: str) -> None:
+    """float64 does not tell them apart."""
+    a, b = np.array([2**53, 5, 0], dtype), np.array([2**53 + 1, 4, 0], dtype)
+    wrong, largest = differs(a, b, 0, 0)
+    assert wrong.tolist() == [True, True, False]
+    assert largest == 1
+    assert not differs(a, b, 1, 0)[0].any()
+    ends = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max], dtype)
+    assert differs(ends, ends[::-1], 0, 0)[1] == float(2**64 - 1)
+
+
 def test_differs() -> None:
     a = np.asarray([1.0, 2.0, np.nan, np.inf, 5.0])
     b = np.asarray([1.5, 2.0, np.nan, np.inf, -5.0])

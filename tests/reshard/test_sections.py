@@ -93,8 +93,16 @@ VOCABULARIES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", [("--to", "vllm"), ("--to", "trtllm", "--tp-out", "2")], ids=" ".join)
 def test_a_vocabulary_that_would_be_lost_in_padding(tmp_path: Path, said: Any, options: tuple[str, ...]) -> None:
     error = refused(model(tmp_path / "src", same=True, **said), tmp_path / "dst", *options)
-    assert "has 19 rows, which are padded for this target" in error
+    assert "has 19 rows, and config.json " in error
     assert "set vocab_size to 19" in error
+
+
+@pytest.mark.parametrize("vocab_size", [17, 23])
+def test_a_vocabulary_that_divides_and_would_be_read_as_another(tmp_path: Path, vocab_size: int) -> None:
+    """TensorRT-LLM pads to a multiple of the ranks: 19 rows on one rank need no padding, and would be read as 17."""
+    source = model(tmp_path / "src", same=False, vocab_size=vocab_size, tie_word_embeddings=False)
+    error = refused(source, tmp_path / "dst", "--to", "trtllm")
+    assert f"has 19 rows, and config.json says a vocabulary of {vocab_size}" in error
 
 
 @pytest.mark.parametrize("said", VOCABULARIES, ids=str)
