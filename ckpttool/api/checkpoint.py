@@ -474,6 +474,9 @@ def open_(
     return Checkpoint(open_checkpoint(Path(path), options), options)
 
 
+open_.__name__ = open_.__qualname__ = "open"  # what ``help(ckpttool.open)`` shows
+
+
 def _as_torch(name: str, data: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
     import torch
 

@@ -171,8 +171,12 @@ TRAINER_FILES = re.compile(
 
 
 def resume_flags(request: WriteRequest, kind: str) -> str:
-    """How a trainer goes on from what is written in ``kind``, its word for a format; "" without optimizer state."""
-    if not all_ranks(request) or not any(t.component == "optimizer" for t in request.ranks[0]):
+    """How a trainer goes on from what is written in ``kind``, its word for a format; "" where a trainer cannot.
+
+    It needs weights (those of the model, or the master weights that they are rounded from) and optimizer state.
+    """
+    written = {t.component for t in request.ranks[0]} if all_ranks(request) else set()
+    if "optimizer" not in written or not written & {"model", "master_weights"}:
         return ""
     if request.version.startswith("paddlenlp"):
         own = "--unified_checkpoint true" if kind == "unified_checkpoint" else "--load_sharded_model true"
