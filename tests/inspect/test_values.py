@@ -371,7 +371,7 @@ def test_large_integers_differ_by_one(dtype: str) -> None:
     assert largest == 1
     assert not differs(a, b, 1, 0)[0].any()
     ends = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max], dtype)
-    assert differs(ends, ends[::-1], 0, 0)[1] == float(2**64 - 1)
+    assert differs(ends, ends[::-1].copy(), 0, 0)[1] == float(2**64 - 1)
 
 
 def test_differs() -> None:

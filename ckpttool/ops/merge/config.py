@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckpttool.ops.merge.layer_kinds import renumbered
+
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Fields that count the decoder's layers."""
 
@@ -30,8 +32,9 @@ def merged_config(
     """The donor's config for the output.
 
     ``layers`` are the donor's layer numbers in the order of the output, when slices have changed them: lists with
-    one entry per layer (``layer_types``) follow. ``vocabulary`` is the new number of tokens. ``untied``: head and
-    embeddings were one tensor and are two.
+    one entry per layer (``layer_types``) follow, and fields that tell layers apart by number, as ``renumbered`` has
+    it. ``vocabulary`` is the new number of tokens. ``untied``: head and embeddings were one tensor and are two.
+    Raises UnsupportedError where ``renumbered`` does.
     """
     config = dict(donor)
     text = config.get("text_config")
@@ -53,9 +56,13 @@ def merged_config(
 
 def _restack(config: dict[str, Any], layers: Sequence[int]) -> None:
     count = next((config[f] for f in LAYERS if isinstance(config.get(f), int)), None)
+    numbered = renumbered(config, count, layers) if count else {}
     for name, value in config.items():
+        if name == "mlp_only_layers":  # numbers of layers, however many these are
+            continue
         if isinstance(value, list) and count and len(value) == count and max(layers, default=0) < count:
             config[name] = [value[i] for i in layers]
     for name in LAYERS:
         if name in config:
             config[name] = len(layers)
+    config |= numbered
