@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, overload
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, IncompleteError
 from ckpttool.geometry import Box, contiguous_strides, first_overlap, uncovered, whole
+from ckpttool.words import count
 
 
 class Key(NamedTuple):
@@ -214,8 +215,8 @@ class LogicalTensor:
 
     def __repr__(self) -> str:
         """``<LogicalTensor lm_head.weight: BF16 [259, 64], 8 pieces>``."""
-        n = len(self.pieces)
-        return f"<LogicalTensor {self.key}: {self.dtype} {list(self.shape)}, {n} piece{'' if n == 1 else 's'}>"
+        pieces = count(len(self.pieces), "piece")
+        return f"<LogicalTensor {self.key}: {self.dtype} {list(self.shape)}, {pieces}>"
 
     @property
     def nbytes(self) -> int:

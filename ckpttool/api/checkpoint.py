@@ -14,7 +14,7 @@ import numpy as np
 
 from ckpttool.api.arguments import nbytes, several, sides, whole, wholes
 from ckpttool.api.plans import Dropping, Resharding, watching
-from ckpttool.api.show import amount, table
+from ckpttool.api.show import table
 from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.checkpoint import Checkpoint as _Checkpoint
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
@@ -38,6 +38,7 @@ from ckpttool.ops.values import one_of
 from ckpttool.quant.keep import Keep
 from ckpttool.quant.scheme import scheme
 from ckpttool.select import matching, nearest_hint
+from ckpttool.words import short
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +140,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """``<Checkpoint llama_tp8: ranks, llama, tp 8, 39 tensors, 419.71 kB>``."""
         return (
             f"<Checkpoint {self.path}: {self.format}, {self.family}, {self.mesh}, {len(self):,} tensors,"
-            f" {amount(self.nbytes)}>"
+            f" {short(self.nbytes)}>"
         )
 
     def _repr_html_(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpttool.api.arguments import nbytes, whole
 from ckpttool.api.results import Written
-from ckpttool.api.show import amount, count, table
+from ckpttool.api.show import table
 from ckpttool.errors import UsageError
 from ckpttool.execute import NoProgress, Progress, RunOptions, RunResult
 from ckpttool.execute.options import default_processes, default_workers
@@ -22,6 +22,7 @@ from ckpttool.ops.merge import PreparedMerge
 from ckpttool.ops.merge import execute as _merge
 from ckpttool.ops.reshard import Prepared
 from ckpttool.plan import Plan as Steps
+from ckpttool.words import count, short
 
 LEAST_MEMORY = 4 << 20
 
@@ -118,7 +119,7 @@ class Plan(ABC):
     def _repr_html_(self) -> str:
         """For notebooks: the files, the largest first."""
         outputs = self.plan.outputs
-        rows: list[tuple[object, ...]] = [(o.name, amount(o.size)) for o in nlargest(20, outputs, lambda o: o.size)]
+        rows: list[tuple[object, ...]] = [(o.name, short(o.size)) for o in nlargest(20, outputs, lambda o: o.size)]
         if len(outputs) > len(rows):
             rows.append((f"and {len(outputs) - len(rows):,} more", ""))
         return table(repr(self)[1:-1], rows, self.notes)
@@ -157,7 +158,7 @@ class Resharding(Plan):
         prepared = self.prepared
         return (
             f"<{type(self).__name__} to {prepared.format}, {prepared.mesh}: {count(len(prepared.views), 'tensor')} in"
-            f" {count(len(self.plan.outputs), 'file')}, {amount(self.plan.bytes_written)}>"
+            f" {count(len(self.plan.outputs), 'file')}, {short(self.plan.bytes_written)}>"
         )
 
     def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
@@ -229,7 +230,7 @@ class Conversion(Plan):
     def __repr__(self) -> str:
         """``<Conversion: 12 parameters in 1 file, 441.21 kB>``."""
         held = count(len(self.conversion.catalog), "parameter")
-        return f"<Conversion: {held} in {count(len(self.plan.outputs), 'file')}, {amount(self.plan.bytes_written)}>"
+        return f"<Conversion: {held} in {count(len(self.plan.outputs), 'file')}, {short(self.plan.bytes_written)}>"
 
     def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
         if dst != self.dst:

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpttool.api.show import amount, count, table
+from ckpttool.api.show import table
 from ckpttool.ops.fp8_size.answer import SizeReport
+from ckpttool.words import count, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Written:
         """``<Written dst: hf, 39 tensors in 4 files, 440.00 kB, verified>``."""
         verified = ", verified" if self.verified else ""
         held = f"{count(self.tensors, 'tensor')} in {count(self.files, 'file')}"
-        return f"<Written {self.path}: {self.format}, {held}, {amount(self.nbytes)}{verified}>"
+        return f"<Written {self.path}: {self.format}, {held}, {short(self.nbytes)}{verified}>"
 
     def _repr_html_(self) -> str:
         """For notebooks."""
@@ -110,7 +111,7 @@ class Size:
         verdict = "" if self.memory is None else ", fits" if self.ok else ", does not fit"
         if self.possible_tp is not None:
             verdict = ", cannot be cut that way"
-        return f"<Size {self.path}: {amount(self.nbytes)} as {self.recipe}{verdict}>"
+        return f"<Size {self.path}: {short(self.nbytes)} as {self.recipe}{verdict}>"
 
     def _repr_html_(self) -> str:
         """For notebooks."""

@@ -7,24 +7,6 @@ from html import escape
 
 from ckpttool.errors import plain
 
-_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-
-
-def amount(n: int) -> str:
-    """``688.57 GB``."""
-    if n < 1000:
-        return f"{n} byte" if n == 1 else f"{n} bytes"
-    value, at = float(n), 0
-    while value >= 1000 and at < len(_UNITS) - 1:
-        value /= 1000
-        at += 1
-    return f"{value:.2f} {_UNITS[at]}"
-
-
-def count(n: int, noun: str) -> str:
-    """``1 file``, ``1,000 files``."""
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
 
 def table(title: str, rows: Iterable[tuple[object, ...]], notes: Iterable[str] = ()) -> str:
     """An HTML table. Names come from files, so everything is escaped."""

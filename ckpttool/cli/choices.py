@@ -63,8 +63,3 @@ def families(incomplete: str) -> list[str]:
     """The built-in families: the names of their files."""
     files = (Path(__file__).parents[1] / "layout" / "families").glob("*.yaml")
     return completes(*sorted(f.stem for f in files))(incomplete)
-
-
-def listed(values: tuple[str, ...]) -> str:
-    """``f64, f32, f16 or bf16``."""
-    return f"{', '.join(values[:-1])} or {values[-1]}"

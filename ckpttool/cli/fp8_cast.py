@@ -10,13 +10,14 @@ from ckpttool.cli import choices, options
 from ckpttool.cli.values import open_options, precision, run_options, sides
 from ckpttool.errors import UsageError
 from ckpttool.ops.values import parse_size
+from ckpttool.words import either
 
 Recipe = Annotated[
     str,
     typer.Option(
         "--recipe",
         metavar="RECIPE",
-        help=f"How to quantise: {choices.listed(choices.RECIPES)}; default: block.",
+        help=f"How to quantise: {either(choices.RECIPES)}; default: block.",
         show_default=False,
         autocompletion=choices.completes(*choices.RECIPES),
     ),
@@ -26,7 +27,7 @@ To = Annotated[
     typer.Option(
         "--to",
         metavar="DTYPE",
-        help=f"Dequantise instead: {choices.listed(choices.PRECISIONS)}.",
+        help=f"Dequantise instead: {either(choices.PRECISIONS)}.",
         show_default=False,
         autocompletion=choices.completes(*choices.PRECISIONS),
     ),
@@ -47,7 +48,7 @@ KeepPreset = Annotated[
     typer.Option(
         "--keep-preset",
         metavar="NAME",
-        help=f"Which layers stay in high precision: {choices.listed(choices.PRESETS)}.",
+        help=f"Which layers stay in high precision: {either(choices.PRESETS)}.",
         autocompletion=choices.completes(*choices.PRESETS),
     ),
 ]

@@ -11,6 +11,7 @@ from ckpttool.cli import choices, options
 from ckpttool.cli.values import numbers, open_options, sides
 from ckpttool.errors import UsageError
 from ckpttool.ops.values import one_of, parse_count, parse_size
+from ckpttool.words import either
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size.devices import Device
@@ -26,7 +27,7 @@ Recipe = Annotated[
     typer.Option(
         "--recipe",
         metavar="RECIPE",
-        help=f"Precision: {choices.listed(choices.SIZED)}; default: block, as-is when quantised.",
+        help=f"Precision: {either(choices.SIZED)}; default: block, as-is when quantised.",
         show_default=False,
         autocompletion=choices.completes(*choices.SIZED),
     ),
@@ -37,7 +38,7 @@ KeepPreset = Annotated[
     typer.Option(
         "--keep-preset",
         metavar="NAME",
-        help=f"Which layers stay in high precision: {choices.listed(choices.PRESETS)}.",
+        help=f"Which layers stay in high precision: {either(choices.PRESETS)}.",
         show_default=False,
         autocompletion=choices.completes(*choices.PRESETS),
     ),
@@ -54,7 +55,7 @@ KvDtype = Annotated[
     typer.Option(
         "--kv",
         metavar="DTYPE",
-        help=f"Add the KV cache: {choices.listed(choices.CACHES)}.",
+        help=f"Add the KV cache: {either(choices.CACHES)}.",
         show_default=False,
         autocompletion=choices.completes(*choices.CACHES),
     ),

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ckpttool.cli import choices
+from ckpttool.words import either
 
 # What is read, and how it is cut.
 Src = Annotated[
@@ -146,7 +147,7 @@ Only = Annotated[
     typer.Option(
         "--only",
         metavar="COMPONENT",
-        help=f"Only this: {choices.listed(choices.COMPONENTS)}.",
+        help=f"Only this: {either(choices.COMPONENTS)}.",
         show_default=False,
         autocompletion=choices.completes(*choices.COMPONENTS),
     ),
@@ -168,7 +169,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help=f"Cast floats to {choices.listed(choices.CASTS)}.",
+        help=f"Cast floats to {either(choices.CASTS)}.",
         show_default=False,
         autocompletion=choices.completes(*choices.CASTS),
     ),
@@ -178,7 +179,7 @@ Dequant = Annotated[
     typer.Option(
         "--dequant",
         metavar="DTYPE",
-        help=f"Quantised weights become {choices.listed(choices.PRECISIONS)}.",
+        help=f"Quantised weights become {either(choices.PRECISIONS)}.",
         show_default=False,
         autocompletion=choices.completes(*choices.PRECISIONS),
     ),
@@ -205,7 +206,7 @@ QuantMethod = Annotated[
     typer.Option(
         "--quant-method",
         metavar="METHOD",
-        help=f"Checkpoint convention to write: {choices.listed(choices.QUANT_METHODS)}.",
+        help=f"Checkpoint convention to write: {either(choices.QUANT_METHODS)}.",
         show_default=False,
         autocompletion=choices.completes(*choices.QUANT_METHODS),
     ),

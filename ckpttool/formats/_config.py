@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""Fields that count the decoder's layers."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields that count the routed experts of a layer."""
+QUANTIZATION = ("quantization_config", "compression_config")
+"""Under which a config speaks of quantisation."""
+TIED = "tie_word_embeddings"
+
 
 def config_places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Where the fields of a text model are looked up, the first that has one counts."""
@@ -17,12 +25,26 @@ def config_field(config: Mapping[str, Any], name: str) -> Any:
     return next((p[name] for p in config_places(config) if p.get(name) is not None), None)
 
 
-def whole_number(config: Mapping[str, Any], name: str) -> int | None:
-    """The first whole number under this name."""
-    return next((p[name] for p in config_places(config) if type(p.get(name)) is int), None)
-
-
 def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """All that it says of the text model, in one."""
     outer, *inner = config_places(config)
     return {**(inner[0] if inner else {}), **{k: v for k, v in outer.items() if k != "text_config"}}
+
+
+def whole_number(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first whole number under one of these names; None where there is none."""
+    return next((p[name] for p in config_places(config) for name in names if type(p.get(name)) is int), None)
+
+
+def ties_head(config: Mapping[str, Any]) -> bool | None:
+    """Whether the output head is the embedding; None where the config does not say."""
+    return next((bool(p[TIED]) for p in config_places(config) if TIED in p), None)
+
+
+def quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the config says of quantisation; {} if nothing."""
+    for place in config_places(config):
+        for name in QUANTIZATION:
+            if isinstance(found := place.get(name), Mapping) and found:
+                return found
+    return {}

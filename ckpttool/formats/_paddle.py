@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from ckpttool.formats._config import config_field, whole_number
+from ckpttool.formats._config import config_field, quantization, whole_number
 from ckpttool.formats.base import WriteRequest, all_ranks
 
 STATES = frozenset({"moment1_0", "moment2_0", "velocity_0", "beta1_pow_acc_0", "beta2_pow_acc_0", "moment2_max_0"})
@@ -205,9 +205,7 @@ def config_dtype(config: Mapping[str, Any]) -> str:
 
 def fp8_dtype(config: Mapping[str, Any]) -> str:
     """The FP8 dtype of a model's quantised weights, or "" when its config names none."""
-    quant = config_field(config, "quantization_config")
-    if not isinstance(quant, dict):
-        return ""
+    quant = quantization(config)
     method = str(quant.get("quant_method", ""))
     groups = quant.get("config_groups")
     weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalog import IN_SHARDS, DataFile, FlatShard, Key, StoredTensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.formats._config import whole_number
 from ckpttool.formats._hybrid_names import (
     META,
     CellNames,
@@ -573,8 +574,8 @@ class _Reader:
 
     def _layout(self) -> tuple[int, ...]:
         """Layers of each stage where they are not shared out evenly."""
-        layers = self.config.get("num_hidden_layers")
-        if self.sizes.pp == 1 or type(layers) is not int:
+        layers = whole_number(self.config, "num_hidden_layers")
+        if self.sizes.pp == 1 or layers is None:
             return ()
         stages: list[set[int]] = [set() for _ in range(self.sizes.pp)]
         for (pp, _, _), cell in self.cells.items():

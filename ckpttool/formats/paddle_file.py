@@ -23,6 +23,7 @@ from ckpttool.formats.base import Habits, Listing, ReadOptions, Skeleton, Stored
 from ckpttool.formats.safetensors import read_header
 from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import Mesh
+from ckpttool.words import some
 
 SUFFIXES = (".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".distcp", ".pd")
 
@@ -125,8 +126,7 @@ class _Reader:
             else:
                 left.append(name)
         if left:
-            shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-            self.stored.notes.append(f"not tensors, and left out: {shown}")
+            self.stored.notes.append(f"not tensors, and left out: {some(left)}")
 
     def _file(self, path: Path) -> int:
         if path not in self.index:

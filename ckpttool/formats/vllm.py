@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpttool.catalog import RankTensor, StoredTensor
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
-from ckpttool.formats._config import whole_number
+from ckpttool.formats._config import EXPERTS, whole_number
 from ckpttool.formats.base import (
     Habits,
     Listing,
@@ -162,8 +162,7 @@ class VLLM:
 def _expert_ranks(tensors: Sequence[StoredTensor], config: Mapping[str, Any], tp: int) -> int:
     """Expert-parallel ranks, which nothing records: the ranks' experts are counted and compared with the config's."""
     stacked = {t.rank: t.shape[0] for t in tensors if t.name.endswith(".w13_weight") and t.shape}
-    fields = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    total = next((n for f in fields if (n := whole_number(config, f)) is not None), None)
+    total = whole_number(config, *EXPERTS)
     return tp if tp > 1 and stacked and total and max(stacked.values()) < total else 1
 
 

@@ -27,10 +27,11 @@ from ckpttool.catalog import (
 )
 from ckpttool.catalog import whole_tensor as whole_logical
 from ckpttool.errors import CkptError, ConflictError, LayoutError
+from ckpttool.formats._config import quantization
 from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.layout.family import Family, Op, Placement, family_names, load_family
 from ckpttool.layout.names import split_numbers
-from ckpttool.layout.packed import find_packing, section
+from ckpttool.layout.packed import find_packing
 from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, cut_axis, global_shape, local_boxes, part_lengths
 from ckpttool.layout.scales import block_of, config_block, is_lone, single_block, weight_of
 from ckpttool.mesh import Coords, share
@@ -119,7 +120,7 @@ class Assembler:
         place_of = self.family.placer(self.ops)
         placements = {name: overridden(self.family, name, place_of(name)) for name in named}
         known = {n: p for n, p in placements.items() if p is not None}
-        packing = find_packing(section(self.config), {n: group[0].dtype for n, group in named.items()})
+        packing = find_packing(quantization(self.config), {n: group[0].dtype for n, group in named.items()})
         packed = packing.parts(named) if packing is not None else {}
         weights = {n: w for n in named if n not in packed and (w := weight_of(n, named)) is not None}
         missing = [n for n in named if n not in known and n not in weights]

@@ -19,9 +19,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
-from ckpttool.formats._config import config_field, config_places, whole_number
+from ckpttool.formats._config import config_field, quantization, ties_head, whole_number
 from ckpttool.layout.names import expand, has_literal_number, pattern_regex, samples, split_numbers
-from ckpttool.layout.packed import section
 from ckpttool.layout.rules import Rule, Size, Sizes, fused_rule, parse_rule, part_rule
 from ckpttool.layout.scales import config_block
 from ckpttool.select import compile_pattern
@@ -635,8 +634,8 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
         path.name,
         read_sizes(spec, config),
         config_block(config),
-        section(config),
-        next((bool(p[_TIED]) for p in config_places(config) if _TIED in p), spec.tied),
+        quantization(config),
+        spec.tied if (tied := ties_head(config)) is None else tied,
         str(config.get("model_type", "")),
         _rules=_compile(spec, path.name),
         _by_name=any(has_literal_number(p) for p in _patterns(spec)),
@@ -670,9 +669,6 @@ def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule,
             )
             out.append((pattern_regex(prefix + pattern), rule, stage, stage == "layers"))
     return out
-
-
-_TIED = "tie_word_embeddings"
 
 
 def read_sizes(spec: FamilySpec, config: Mapping[str, Any]) -> dict[str, Size]:

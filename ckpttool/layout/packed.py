@@ -31,7 +31,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckpttool.errors import LayoutError, UnsupportedError
-from ckpttool.formats._config import config_places
 from ckpttool.layout.rules import Rule
 
 INPUTS = "inputs"
@@ -178,19 +177,10 @@ def _rule(rule: Rule, place: Place, in_out: bool, whole: bool) -> Rule:  # noqa:
     return replace(rule, in_out=in_out)
 
 
-def section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of quantisation; {} if nothing."""
-    for place in config_places(config):
-        for key in ("quantization_config", "compression_config"):
-            if isinstance(found := place.get(key), Mapping) and found:
-                return found
-    return {}
-
-
 def find_packing(quant: Mapping[str, Any], dtypes: Mapping[str, str]) -> Packing | None:
     """How the tensors (name -> dtype) are packed, or None for a checkpoint without packed integers.
 
-    ``quant`` is ``section(config)``.
+    ``quant`` is what the config says of quantisation.
     """
     method = _text(quant, "quant_method")
     example = next((n for n, d in dtypes.items() if n.endswith(_MARKS) or (d == "I32" and n.endswith(_CODES))), "")

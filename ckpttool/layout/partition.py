@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import gcd
 from typing import Any, Protocol
 
 from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.errors import ConflictError, LayoutError
+from ckpttool.formats._config import quantization
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, cannot_cut, is_bias, no_rule, overridden, pad_boxes, shift_layer
 from ckpttool.layout.family import Family, Op, Placement
-from ckpttool.layout.packed import find_packing, section
+from ckpttool.layout.packed import find_packing
 from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, local_boxes
 from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
 from ckpttool.mesh import Coords, share
+from ckpttool.words import either
 
 
 class Whole(Protocol):
@@ -67,7 +70,7 @@ class Partitioner:
             by_stage.setdefault(c.pp, []).append(c)
             by_owner.setdefault((c.pp, c.ep), []).append(c)
         shapes = {t.name: t.shape for t in tensors}
-        packing = find_packing(section(self.config), {t.name: t.dtype for t in tensors})
+        packing = find_packing(quantization(self.config), {t.name: t.dtype for t in tensors})
         packed = packing.parts(shapes) if packing is not None else {}
         weights = {n: w for n in shapes if n not in packed and (w := weight_of(n, shapes)) is not None}
         placed: list[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]] = []
@@ -114,7 +117,7 @@ class Partitioner:
                 f"{experts} experts cannot be shared evenly by {mesh.ep} ranks",
                 # Where ep is tp, one flag sets both.
                 hint=f"use --{'tp' if (mesh.tp, mesh.etp) == (mesh.ep, 1) else 'ep'}-{self.flag}"
-                f" {_choices(d for d in range(1, experts + 1) if experts % d == 0)}",
+                f" {either(_first(d for d in range(1, experts + 1) if experts % d == 0))}",
             )
         if above := next((t.name for t, p, _, _ in placed if (p.expert or 0) >= experts), None):
             raise ConflictError(
@@ -213,13 +216,13 @@ class Partitioner:
             good.append(n)
         if not good:
             return "no number of ranks divides these sizes: look at them in config.json"
-        return f"use --{'etp' if expert else 'tp'}-{self.flag} {_choices(good)}"
+        return f"use --{'etp' if expert else 'tp'}-{self.flag} {either(_first(good))}"
 
 
 def _is_vocab(*places: Placement | None) -> bool:
     return any(p is not None and p.rule.verb == "vocab" for p in places)
 
 
-def _choices(numbers: Iterable[int]) -> str:
-    texts = [str(n) for n in numbers][:16]
-    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
+def _first(numbers: Iterable[int]) -> list[str]:
+    """As many as a hint shows."""
+    return list(map(str, islice(numbers, 16)))

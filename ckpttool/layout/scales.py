@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.errors import LayoutError
+from ckpttool.formats._config import quantization
 
 _SUFFIXES = (
     ("_scale_inv", ""),
@@ -61,9 +62,7 @@ def is_lone(name: str, shape: tuple[int, ...]) -> bool:
 def config_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Sides of the blocks of quantised weights, if the config names them: ``weight_block_size``, or what
     compressed-tensors says of its weights. Of 4-bit codes they are sides in bytes, two codes each."""
-    quant = config.get("quantization_config")
-    if not isinstance(quant, dict):
-        return None
+    quant = quantization(config)
     block = quant.get("weight_block_size")
     groups = quant.get("config_groups")
     for group in groups.values() if block is None and isinstance(groups, dict) else ():

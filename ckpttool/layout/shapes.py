@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.dtypes import CASTABLE, DTYPES, parse
 from ckpttool.errors import LayoutError, UnsupportedError
-from ckpttool.formats._config import config_places
+from ckpttool.formats._config import TIED, config_places
 from ckpttool.layout.family import DefaultSpec, Family, SizeSpec, TensorsSpec
 
 Value = int | str | list[Any]
@@ -452,7 +452,7 @@ class _Scope:
             if isinstance(default, DefaultSpec):
                 default = default.none if said else default.missing
             return self._explained("defaults", name, default)
-        if name == _TIED:
+        if name == TIED:
             return not said and self._family.spec.tied
         field = name
         if name in self._family.spec.sizes:
@@ -467,7 +467,7 @@ class _Scope:
 
     def _kind(self, name: str) -> type | None:
         """What a field has to be, as its default is; None where that does not say it."""
-        if name == _TIED:
+        if name == TIED:
             return bool
         default = self._spec.defaults.get(name)
         if isinstance(default, DefaultSpec):
@@ -559,7 +559,6 @@ class _Scope:
         return _field(ast.unparse(value), elements[at])
 
 
-_TIED = "tie_word_embeddings"
 _WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", list: "a list"}
 
 

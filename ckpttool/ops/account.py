@@ -21,15 +21,17 @@ from ckpttool.dtypes import lookup
 from ckpttool.errors import VerifyError
 from ckpttool.execute.checks import agree
 from ckpttool.execute.compare import compare_one, read_tensor, read_view
+from ckpttool.formats._config import quantization
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import Drop, DropCopy, DropLayers, Op, Rename, Tie, inverse, matches
-from ckpttool.layout.packed import GLOBAL, INPUTS, Part, find_packing, section
+from ckpttool.layout.packed import GLOBAL, INPUTS, Part, find_packing
 from ckpttool.ops.components import WEIGHTS
 from ckpttool.plan import Adapted, Operand, Scaled, Stored
 from ckpttool.planner import Computed, Ties
 from ckpttool.quant.coded import find_codes
 from ckpttool.relate import View, Views, apply_ops
 from ckpttool.select import compile_pattern
+from ckpttool.words import count
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Account:
     def _refuse(self, lost: Sequence[Key]) -> None:
         if lost:
             raise VerifyError(
-                f"{len(lost)} tensor{'s' if len(lost) > 1 else ''} of the source would be lost: `{lost[0]}`",
+                f"{count(len(lost), 'tensor')} of the source would be lost: `{lost[0]}`",
                 where=str(self.source.path),
                 hint="nothing was kept. This is a fault of ckpttool: please report it with the command line",
             )
@@ -161,7 +163,7 @@ class Account:
     @cached_property
     def _packed(self) -> dict[str, Part]:
         dtypes = {k.name: t.dtype for k, t in self.source.catalog.tensors.items() if k.component == "model"}
-        packing = find_packing(section(self.source.config), dtypes)
+        packing = find_packing(quantization(self.source.config), dtypes)
         return packing.parts(dtypes) if packing is not None else {}
 
 

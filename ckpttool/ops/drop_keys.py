@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalog import Catalog, DataFile, Key, RankTensor, StoredTensor, whole_tensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, refuse_empty
 from ckpttool.errors import UsageError
+from ckpttool.formats._config import ties_head
 from ckpttool.formats._json import indented
 from ckpttool.formats._paddle import base_prefix
 from ckpttool.formats.base import build_files, file_now, list_source
@@ -28,9 +29,10 @@ from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.scales import weight_of
 from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.listing import in_order, is_derived, source_files
-from ckpttool.ops.reshard import Prepared, Selection, Target, carried_below, plan_target, select
+from ckpttool.ops.reshard import Prepared, Selection, Target, carried_below, left_out, plan_target, select
 from ckpttool.planner import build_plan
 from ckpttool.relate import View, Views, identity, parameters
+from ckpttool.words import count
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYERS, MTP = "num_hidden_layers", "num_nextn_predict_layers"
@@ -119,9 +121,8 @@ def prepare(
     notes = prepared.notes
     if len(gone) > len(lost):
         # reshard counts what its patterns choose, which are parameters.
-        tensors, size = prepared.removed
-        counted = f"{tensors} tensor{'s' if tensors > 1 else ''} left out, {size:,} bytes"
-        said = f"{len(lost)} parameter{'s' if len(lost) > 1 else ''} left out, {len(gone)} tensors of all components"
+        counted = left_out(prepared.removed)
+        said = f"{count(len(lost), 'parameter')} left out, {len(gone):,} tensors of all components"
         notes[:] = [said if n == counted else n for n in notes]
     if prepared.format == source.format and by_name(source.format, "").habits.keeps:
         notes.append("every file is rewritten, also those that lose nothing")
@@ -248,7 +249,7 @@ def _in_unified(
     link: bool,
 ) -> PreparedDrop:
     """Plan the same files with fewer tensors, byte for byte what they were: moments that are quantised stay it."""
-    notes = [*source.notes, f"{len(lost)} parameter{'s' if len(lost) > 1 else ''} left out"]
+    notes = [*source.notes, f"{count(len(lost), 'parameter')} left out"]
     stored, root = source.stored, source.stored.root
     rewritten = [k for k in kept if k.loses]
     catalog = Catalog([k.file for k in rewritten], {})
@@ -362,7 +363,7 @@ def _settle(source: Checkpoint, views: Views, gone: Collection[str]) -> None:
 def _warnings(source: Checkpoint, gone: Collection[str], views: Views) -> list[str]:
     """What a loader may miss."""
     left = views.table
-    tied = source.family.tied or source.config.get("tie_word_embeddings") is True
+    tied = source.family.tied or ties_head(source.config)
     out = []
     names = dict.fromkeys([*left, *gone])
     prefix = base_prefix(names) if source.stored.naming == "paddle" else ""

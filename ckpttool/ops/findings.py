@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpttool.words import count
+
 ERROR, WARNING, INFO = "error", "warning", "info"
 
 CHECKPOINT = {
@@ -146,7 +148,7 @@ class CheckResult:
         """``<CheckResult llama_tp8: 1 error, 0 warnings, 2 files, 39 tensors>``."""
         parts = [(sum(f.severity == s for f in self.findings), s) for s in (ERROR, WARNING)]
         parts += [(n, noun) for noun, n in self.checked.items()]
-        return f"<CheckResult {self.path}: " + ", ".join(f"{n:,} {w}{'' if n == 1 else 's'}" for n, w in parts) + ">"
+        return f"<CheckResult {self.path}: " + ", ".join(count(n, w) for n, w in parts) + ">"
 
     @property
     def ok(self) -> bool:

@@ -19,7 +19,7 @@ from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_te
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
-from ckpttool.formats._config import config_places
+from ckpttool.formats._config import QUANTIZATION, config_places
 from ckpttool.geometry import contiguous_strides
 from ckpttool.layout.family import inverse
 from ckpttool.layout.names import pattern_regex
@@ -28,7 +28,6 @@ from ckpttool.planner import Computed, Operands
 from ckpttool.quant.coded import Coded, Codes, find_codes
 from ckpttool.quant.config import (
     DTYPE_FIELDS,
-    FIELDS,
     HF_QUANT,
     hf_quant_config,
     quantization_config,
@@ -41,6 +40,7 @@ from ckpttool.quant.keep import Keep, Treated, Weight, for_family, is_conv1d, tr
 from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
 from ckpttool.relate import View, apply_ops, identity, permute
 from ckpttool.select import matching
+from ckpttool.words import count
 
 HIGH = ("BF16", "F16", "F32")
 """What quantised weights can be written as."""
@@ -401,9 +401,7 @@ class _Recoder:
         if self.scheme is not None and (self.scheme.method, self.scheme.recipe) == ("modelopt", "tensor"):
             notes.append("ModelOpt's FP8 needs a scale for each layer's activations too, which takes data to find")
         if out.removed[0]:
-            notes.append(
-                f"{out.removed[0]} tensor{'s' if out.removed[0] > 1 else ''} left out, {out.removed[1]:,} bytes"
-            )
+            notes.append(f"{count(out.removed[0], 'tensor')} left out, {out.removed[1]:,} bytes")
         if codes.beside:
             notes.append(
                 f"{len(codes.beside)} scales of activations or caches are left out (`{codes.beside[0]}`):"
@@ -433,7 +431,7 @@ class _Recoder:
             config = with_fields(config, dict.fromkeys(DTYPE_FIELDS, name))
         if self.scheme is not None:
             kept = self._kept()
-            config[FIELDS[0]] = quantization_config(
+            config[QUANTIZATION[0]] = quantization_config(
                 self.scheme, kept, blocks=any(k.name.endswith("_blocks") for k in self.tensors)
             )
             own = hf_quant_config(self.scheme, kept)

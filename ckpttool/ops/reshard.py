@@ -23,6 +23,7 @@ from ckpttool.errors import ConflictError, LayoutError, UsageError, VerifyError
 from ckpttool.execute import Advance, Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
 from ckpttool.execute.compute import verify_computed
+from ckpttool.formats._config import quantization
 from ckpttool.formats._json import indented
 from ckpttool.formats._paddle import (
     TRAINER_FILES,
@@ -40,7 +41,7 @@ from ckpttool.geometry import Box
 from ckpttool.layout import paddle
 from ckpttool.layout.assemble import EXPERT
 from ckpttool.layout.family import Family, Op, Tie, inverse
-from ckpttool.layout.packed import NAMINGS, find_packing, section
+from ckpttool.layout.packed import NAMINGS, find_packing
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import Cutting
 from ckpttool.mesh import Mesh, default_etp
@@ -52,6 +53,7 @@ from ckpttool.planner import Computed, build_plan, caster
 from ckpttool.quant.config import DTYPE_FIELDS, with_fields
 from ckpttool.relate import Equal, View, Views, apply_ops, follow, keep, parameters, permute, rename_by_rules
 from ckpttool.select import bounded, matching, nearest_hint
+from ckpttool.words import count, some
 
 PARALLEL_FIELDS = {
     "tp": (
@@ -251,7 +253,7 @@ def plan_target(
             *whole,
             *paddle.kept_whole(family, after, {v.name: v.shape for v in cut}, mesh.tp, source.stored.whole),
         )
-    packing = find_packing(section(source.config), {v.name: v.dtype for v in views})
+    packing = find_packing(quantization(source.config), {v.name: v.dtype for v in views})
     cast = caster(names, dtype, packing.parts(names) if packing is not None else ())
     partitioner = Partitioner(
         family.with_whole(whole),
@@ -344,10 +346,6 @@ def plan_target(
     )  # fmt: skip
 
 
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _left_to_masters(
     catalog: Catalog, tables: Mapping[tuple[str, str], dict[str, View]], ranks: Sequence[Sequence[RankTensor]]
 ) -> list[Equal]:
@@ -384,11 +382,11 @@ def _beside(
     if request.naming != "paddle":
         unused = [p.name for p in carried if TRAINER_FILES.fullmatch(p.name)]
         if unused:
-            notes.append(f"not carried, because only a trainer uses them: {_shown(unused)}")
+            notes.append(f"not carried, because only a trainer uses them: {some(unused)}")
             carried = [p for p in carried if p.name not in unused]
         left = [n for n in left if n not in unused]
     if left:
-        notes.append(f"not carried, because they belong to the ranks of the source: {_shown(left)}")
+        notes.append(f"not carried, because they belong to the ranks of the source: {some(left)}")
     gone = {*skeleton.left, *(name for name, _ in made), *(p.name for p in skeleton.beside)}
     return [*skeleton.beside, *(p for p in carried if p.name not in gone)], made
 
@@ -410,8 +408,7 @@ def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str])
         else:
             left.append(f"{name} (the output has a file of that name)")
     if left:
-        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
-        notes.append(f"not carried from subdirectories: {', '.join(left[:8])}{more}")
+        notes.append(f"not carried from subdirectories: {some(left, 8)}")
     return carried
 
 
@@ -427,7 +424,7 @@ def _named(
 ) -> tuple[Views, tuple[Op, ...]]:
     """The views under the names of the target, and the statements that lead there from Hugging Face names."""
     family, before = source.family, source.ops
-    packing = find_packing(section(source.config), {n: v.dtype for n, v in views.table.items()})
+    packing = find_packing(quantization(source.config), {n: v.dtype for n, v in views.table.items()})
     if packing is not None and (target.aoa is not None or (naming != source.stored.naming and naming not in NAMINGS)):
         raise replace(packing, why=packing.why or "Hugging Face and vLLM have them, others do not").refuse(
             "rearranged by --aoa" if target.aoa is not None else f"brought into the names of {naming}"
@@ -762,10 +759,15 @@ def select(
             hint="* matches every name; narrower patterns, or --keep-keys with what is to stay",
         )
     if gone:
-        size = sum(v.nbytes for v in gone)
-        notes.append(f"{len(gone)} tensor{'s' if len(gone) > 1 else ''} left out, {size:,} bytes")
-        return keep(views, wanted), (len(gone), size)
+        removed = len(gone), sum(v.nbytes for v in gone)
+        notes.append(left_out(removed))
+        return keep(views, wanted), removed
     return views, (0, 0)
+
+
+def left_out(removed: tuple[int, int]) -> str:
+    """The note about (tensors, bytes) that are not in the output."""
+    return f"{count(removed[0], 'tensor')} left out, {removed[1]:,} bytes"
 
 
 def _config(source: Checkpoint, mesh: Mesh, dtype: str) -> dict[str, Any]:

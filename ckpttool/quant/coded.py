@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from ckpttool.dtypes import CASTABLE, lookup
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
+from ckpttool.formats._config import quantization
 from ckpttool.formats._paddle import fp8_dtype
-from ckpttool.layout.packed import find_packing, section
+from ckpttool.layout.packed import find_packing
 from ckpttool.layout.scales import block_of, config_block, is_beside, weight_of
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -92,7 +93,7 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
     for name in table:
         if weight := is_scale(name, table):
             scales[weight] = name
-    packing = find_packing(section(config), {n: dtype for n, (dtype, _) in table.items()})
+    packing = find_packing(quantization(config), {n: dtype for n, (dtype, _) in table.items()})
     if packing is not None and packing.example not in scales:
         raise UnsupportedError(
             f"`{packing.example}` is {packing.software}: packed integers, which are not dequantised",
@@ -113,7 +114,7 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
                 where=where,
                 hint="take the model as it was before it was quantised",
             )
-    if bare and (scales or _quantised(config)):
+    if bare and (scales or quantization(config)):
         raise IncompleteError(
             f"FP8 weight `{bare[0]}` has no scales" + (f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""),
             where=where,
@@ -126,10 +127,6 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
         parts = out.parts
         out.beside = [n for n, (_, shape) in table.items() if n not in parts and is_beside(n) and prod(shape) == 1]
     return out
-
-
-def _quantised(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("quantization_config") or config.get("compression_config"))
 
 
 def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, where: str, fp8: str) -> Coded:

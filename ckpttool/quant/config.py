@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpttool.errors import ConflictError, UnsupportedError
+from ckpttool.formats._config import QUANTIZATION, config_places
 from ckpttool.quant.scheme import GROUP, Scheme, scheme
 
 HF_QUANT = "hf_quant_config.json"
 """ModelOpt's own file beside config.json."""
-
-FIELDS = ("quantization_config", "compression_config")
-"""Under which config.json speaks of quantisation."""
 
 DTYPE_FIELDS = ("torch_dtype", "dtype")
 """Of config.json and its sections: the dtype of weights in high precision."""
@@ -28,7 +26,7 @@ def with_fields(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
     """A config with these values in the fields that it has, and in those of its sections (``text_config``,
     ``vision_config``, ...); what it says about quantisation stays."""
     out = {
-        k: with_fields(v, values) if k.endswith("_config") and k not in FIELDS and isinstance(v, dict) else v
+        k: with_fields(v, values) if k.endswith("_config") and k not in QUANTIZATION and isinstance(v, dict) else v
         for k, v in config.items()
     }
     return out | {k: v for k, v in values.items() if k in config}
@@ -50,27 +48,25 @@ class Said(NamedTuple):
 
 def section(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of config.json that speaks of quantisation; {} if there is none. Raises ConflictError for odd ones."""
-    places = [config, config.get("text_config")]
-    for place in places:
-        if isinstance(place, Mapping):
-            for name in FIELDS:
-                found = place.get(name)
-                if found is not None and not isinstance(found, Mapping):
-                    raise ConflictError(
-                        f"`{name}` of config.json is {_short(found)}, which says nothing of a recipe",
-                        where=f"config.json: {name}",
-                        hint='{"quant_method": ...} says how weights are quantised; omit it if they are not',
-                    )
-                if found:
-                    return dict(found)
+    for place in config_places(config):
+        for name in QUANTIZATION:
+            found = place.get(name)
+            if found is not None and not isinstance(found, Mapping):
+                raise ConflictError(
+                    f"`{name}` of config.json is {_short(found)}, which says nothing of a recipe",
+                    where=f"config.json: {name}",
+                    hint='{"quant_method": ...} says how weights are quantised; omit it if they are not',
+                )
+            if found:
+                return dict(found)
     return {}
 
 
 def without(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the same model in high precision."""
-    out = {k: v for k, v in config.items() if k not in FIELDS}
+    out = {k: v for k, v in config.items() if k not in QUANTIZATION}
     if isinstance(text := out.get("text_config"), Mapping):
-        out["text_config"] = {k: v for k, v in text.items() if k not in FIELDS}
+        out["text_config"] = {k: v for k, v in text.items() if k not in QUANTIZATION}
     return out
 
 

@@ -14,7 +14,8 @@ from math import exp
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
-from ckpttool.report.text import message, short
+from ckpttool.report.text import message
+from ckpttool.words import short
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

@@ -8,7 +8,8 @@ from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, plan_files, target_of
 from ckpttool.report.tables import wrapped
-from ckpttool.report.text import count, dump, message, short
+from ckpttool.report.text import dump, message
+from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions

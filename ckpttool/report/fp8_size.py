@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import fit, wrapped
-from ckpttool.report.text import aligned, count, dump, ranks, shape, short
+from ckpttool.report.text import aligned, dump, ranks, shape
+from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size import SizeReport

@@ -15,7 +15,8 @@ from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.convert_json import program_json, program_lines
 from ckpttool.report.tables import fit, table, width
-from ckpttool.report.text import aligned, count, dump, shape, short, size
+from ckpttool.report.text import aligned, dump, shape, size
+from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.ops.findings import CheckResult, Finding
@@ -181,7 +182,7 @@ def summary(listing: Listing) -> str:
     totals = listing.totals()
     lines.append(
         f"{len(listing.rows):,}{chosen} tensor{'s' if listing.tensors != 1 else ''},"
-        f" {count(sum(t.elements for t in totals), 'element')}, {_bytes(listing.nbytes)}"
+        f" {count(sum(t.elements for t in totals), 'element')}, {size(listing.nbytes)}"
     )
     components = listing.component_totals()
     if [t.component for t in components] not in ([], ["model"]) or any(t.derived for t in components):
@@ -204,11 +205,6 @@ def _derived(total: ComponentTotal) -> str:
         return ""
     which = "all" if total.derived == total.tensors else f"{total.derived:,}"
     return f" ({which} rounded master weights)"
-
-
-def _bytes(n: int) -> str:
-    """``688,574,839,360 bytes (688.57 GB)``."""
-    return f"{n:,} bytes ({short(n)})" if n >= 1000 else size(n)
 
 
 def show_tree(listing: Listing, *, depth: int | None, as_json: bool) -> None:

@@ -9,7 +9,8 @@ from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, peak_memory, plan_files, ranked, target_of
 from ckpttool.report.tables import wrapped
-from ckpttool.report.text import aligned, count, dump, message, short
+from ckpttool.report.text import aligned, dump, message
+from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions

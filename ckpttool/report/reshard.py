@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import table, wrapped
-from ckpttool.report.text import aligned, count, dump, message, short
+from ckpttool.report.text import aligned, dump, message
+from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions

@@ -9,7 +9,8 @@ from xml.sax.saxutils import escape
 
 from ckpttool.errors import plain
 from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout
-from ckpttool.report.text import count, ranks, shape, short
+from ckpttool.report.text import ranks, shape
+from ckpttool.words import count, short
 
 PAGE = 1040
 MARGIN = 28

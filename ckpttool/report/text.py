@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpttool.errors import UNSEEN, plain
 from ckpttool.report.style import painted
+from ckpttool.words import short
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunResult
 
-_DECIMAL = ("bytes", "kB", "MB", "GB", "TB", "PB")
 _UNSEEN = re.compile(f"[{UNSEEN}]")
 _LABEL = re.compile(r"(?P<hint> *hint: )|(?:error|warning|note)(?: [\w-]+)*: |  --> | {6}(?=\S)")
 _WORD = re.compile(r"(?:`[^`]*`|(?<!\S)'[^']*'|\S)+")
@@ -27,27 +27,9 @@ COMPACT_FROM = 2000
 """Entries from which JSON is written without line breaks: indenting takes longer than finding the data."""
 
 
-def _unit(n: int, base: int, names: tuple[str, ...]) -> str:
-    value, at = float(n), 0
-    while value >= base and at < len(names) - 1:
-        value /= base
-        at += 1
-    return f"{value:.2f} {names[at]}"
-
-
 def size(n: int) -> str:
     """``688,574,839,360 bytes (688.57 GB)``; small numbers stand alone."""
     return short(n) if n < 1000 else f"{n:,} bytes ({short(n)})"
-
-
-def short(n: int) -> str:
-    """``688.57 GB``."""
-    return count(n, "byte") if n < 1000 else _unit(n, 1000, _DECIMAL)
-
-
-def count(n: int, noun: str, plural: str = "") -> str:
-    """``1 file``, ``1,000 files``."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {plural or noun + 's'}"
 
 
 def times(run: RunResult) -> str:

@@ -440,3 +440,16 @@ def test_existing_destination(tmp_path: Path) -> None:
     assert "--force" in done.err
     cast(source, tmp_path / "dst", "--recipe", "tensor", "--force")
     assert config_of(tmp_path / "dst")["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_blocks_that_only_a_section_of_the_config_names(tmp_path: Path) -> None:
+    """96 rows have two scales in blocks of 64, and in blocks of 48 as well."""
+    codes = Raw("F8_E4M3", np.full((96, 64), 0x38, np.uint8))
+    scales = Raw("F32", np.array([[1.0], [2.0]], np.float32).view(np.uint32))
+    quantization = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    config = {"text_config": {"quantization_config": quantization, "model_type": "x"}}
+    save_hf(tmp_path / "src", {"a.weight": codes, "a.weight_scale_inv": scales}, config)
+    cast(tmp_path / "src", tmp_path / "dst", "--to", "bf16", "--verify")
+    found = floats(read_all(tmp_path / "dst")["a.weight"])
+    np.testing.assert_array_equal(found[:, 0], [1.0] * 64 + [2.0] * 32)
+    assert config_of(tmp_path / "dst")["text_config"] == {"model_type": "x"}

@@ -68,6 +68,17 @@ def test_a_tied_head_that_is_stored_too_counts_once(tmp_path: Path) -> None:
     assert identity(tmp_path)["parameters"] == PARAMETERS - head
 
 
+def test_what_the_section_of_the_text_model_says_counts(tmp_path: Path) -> None:
+    tensors = fp8_llama()
+    config = {"model_type": "x", "text_config": {**FP8_CONFIG, "tie_word_embeddings": True}}
+    save_hf(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, config)
+    found = identity(tmp_path)
+    head = tensors["lm_head.weight"].bits.size
+    assert (found["parameters"], found["precision"]) == (PARAMETERS - head, "FP8, 8x8 blocks")
+    checked = json.loads(ckpttool("inspect", tmp_path, "--check", "--json").out)
+    assert "config-tied-copy" in {f["id"] for f in checked["findings"]}
+
+
 def test_without_a_config_names_say_layers_and_experts(tmp_path: Path) -> None:
     names = [f"model.layers.{i}.mlp.experts.{e}.up_proj.weight" for i in range(3) for e in range(4)]
     save_hf(tmp_path, {n: origin(i, "F16", (2, 5)) for i, n in enumerate(names)}, None)

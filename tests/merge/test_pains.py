@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ckpttool.ops.merge.config import merged_config
 from tests.helpers.tensorfile import Array, Tensors, read_all
 from tests.merge.models import HIDDEN, bf16, f32, finetuned, floats, llama, llama_config, merge, refused, save
 
@@ -205,6 +206,12 @@ def test_fp8_models_are_dequantised(tmp_path: Path) -> None:
         # Dequantised weights are bfloat16 or wider: at most one rounding of each source and one of the result.
         np.testing.assert_allclose(floats(raw), mean(a[name], b[name]), rtol=2**-7, atol=2**-8 * np.abs(a[name]).max())
     assert "quantization_config" not in config_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+def test_the_config_of_a_merge_in_high_precision_says_nothing_of_a_recipe(field: str) -> None:
+    donor = {"model_type": "x", field: {"quant_method": "fp8"}, "text_config": {field: {"quant_method": "fp8"}, "a": 1}}
+    assert merged_config(donor, dequantised=True) == {"model_type": "x", "text_config": {"a": 1}}
 
 
 def test_fp8_and_bf16_models_mix(tmp_path: Path) -> None:

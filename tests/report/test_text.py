@@ -11,6 +11,7 @@ import pytest
 
 from ckpttool.errors import plain
 from ckpttool.report import text
+from ckpttool.words import count, either, short, some
 
 
 @pytest.mark.parametrize(
@@ -30,11 +31,13 @@ def test_sizes(n: int, expected: str) -> None:
 
 
 def test_small_formats() -> None:
-    assert text.short(5) == "5 bytes"
-    assert text.short(1500) == "1.50 kB"
-    assert text.count(1, "file") == "1 file"
-    assert text.count(1000, "file") == "1,000 files"
-    assert text.count(2, "box", "boxes") == "2 boxes"
+    assert short(5) == "5 bytes"
+    assert short(1500) == "1.50 kB"
+    assert count(1, "file") == "1 file"
+    assert count(1000, "file") == "1,000 files"
+    assert count(2, "box", "boxes") == "2 boxes"
+    assert (either(["a"]), either(("a", "b", "c"))) == ("a", "a, b or c")
+    assert (some(["a", "b"]), some({"a": 1, "b": 2, "c": 3}, 1)) == ("a, b", "a and 2 more")
     assert text.shape((2, 3)) == "[2, 3]"
     assert text.shape(()) == "[]"
     assert text.ranks([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"

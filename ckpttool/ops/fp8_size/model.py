@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, pick_family, refuse_empty
 from ckpttool.dtypes import lookup
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.formats._config import quantization
 from ckpttool.formats._json import load_json
 from ckpttool.formats.base import Listing, StoredCheckpoint, list_source
 from ckpttool.formats.hf import indexes_of
 from ckpttool.formats.registry import detect, read_source
 from ckpttool.layout.family import Family, Op, inverse
 from ckpttool.layout.names import split_numbers
-from ckpttool.layout.packed import Packing, Part, find_packing, section
+from ckpttool.layout.packed import Packing, Part, find_packing
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.ops.recode import high_precision
 from ckpttool.quant.coded import Codes, find_codes
@@ -238,7 +239,7 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
         # What is stored has its size, whatever it means.
         codes, foreign = Codes(), e
         notes.append(f"{e.what}; every tensor is counted as it is stored")
-    packing = find_packing(section(source.config), {n: dtype for n, (dtype, _) in table.items()})
+    packing = find_packing(quantization(source.config), {n: dtype for n, (dtype, _) in table.items()})
     packed = packing.parts(table) if packing is not None else {}
     dtype = high_precision(source.config)
     parts, beside = codes.parts, set(codes.beside)

@@ -13,6 +13,7 @@ from typing import Any
 from ckpttool.errors import CkptError
 from ckpttool.formats.base import Listing
 from ckpttool.ops.findings import Finding
+from ckpttool.words import count, some
 
 CONFIGS = (
     "config.json",
@@ -28,7 +29,6 @@ PICKLES = (
 )  # fmt: skip
 GENERATE = "custom_generate/generate.py"
 """What ``generate()`` runs in place of its own decoding."""
-_SHOWN = 2
 
 
 def code_findings(listing: Listing, proven: Collection[Path] = ()) -> Iterator[Finding]:
@@ -48,10 +48,10 @@ def code_findings(listing: Listing, proven: Collection[Path] = ()) -> Iterator[F
             continue
         bad = [n for n in found if is_dangerous(n)]
         if bad and not _is_proven(path):
-            text = f"{name} calls {_some(bad)} when it is loaded"
+            text = f"{name} calls {_named(bad)} when it is loaded"
             yield Finding("pickle-code", text, str(path), "do not load it; torch.load(weights_only=True) refuses it")
         elif found and not bad:
-            text = f"{name} imports {_some(found)} when it is loaded"
+            text = f"{name} imports {_named(found)} when it is loaded"
             yield Finding("pickle-imports", text, str(path), "no part of weights: load it only if you trust its source")
 
 
@@ -61,11 +61,10 @@ def code_note(listing: Listing, proven: Collection[Path] = ()) -> str:
     return "this checkpoint can run code: " + "; ".join(found) if found else ""
 
 
-def _some(names: Collection[str]) -> str:
+def _named(names: Collection[str]) -> str:
     from ckpttool.formats._pickle_imports import UNKNOWN
 
-    shown = ["a function whose name it works out" if n == UNKNOWN else f"`{n}`" for n in list(names)[:_SHOWN]]
-    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return some(["a function whose name it works out" if n == UNKNOWN else f"`{n}`" for n in names], 2)
 
 
 def _is_proven(path: Path) -> bool:
@@ -104,7 +103,7 @@ def _python(listing: Listing) -> Iterator[Finding]:
     if named:
         first, config = next(iter(named.items()))
         others = len(set(own) | set(named)) - 1
-        more = f" and {others} more file{'s' if others > 1 else ''}" if others else ""
+        more = f" and {count(others, 'more file')}" if others else ""
         text = f"{first}{more} can run when the model is loaded with trust_remote_code ({config} names it)"
         yield Finding("remote-code", text, str(listing.root), "read the code before you trust it")
 

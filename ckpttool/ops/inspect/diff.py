@@ -21,6 +21,7 @@ from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, read_view
 from ckpttool.execute.reader import blocks
+from ckpttool.formats._config import ties_head
 from ckpttool.formats.base import OpenOptions
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Array, Distance, differs, differs_in_bits, first_index
@@ -290,7 +291,7 @@ def _add_aliases(checkpoint: Checkpoint, side: Side, *, renamed: bool) -> None:
     """Under their other names, the tensors that a tied model does not store twice."""
     table = side.tables["model"]
     aliases = {k.name: v.name for k, v in checkpoint.catalog.aliases.items()}
-    if renamed and checkpoint.config.get("tie_word_embeddings"):
+    if renamed and ties_head(checkpoint.config):
         aliases.setdefault("lm_head.weight", "model.embed_tokens.weight")
     for alias, owner in aliases.items():
         if alias not in table and owner in table:

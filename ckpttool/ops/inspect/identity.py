@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import lookup
 from ckpttool.errors import CkptError
-from ckpttool.formats._config import config_places
+from ckpttool.formats._config import EXPERTS, LAYERS, quantization, ties_head, whole_number
 from ckpttool.formats.base import StoredCheckpoint, list_source
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIGS = ("adapter_config.json", "lora_config.json")
 """PEFT's and Paddle's, which have the same fields."""
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 BESIDE = {"master_weights": "master weights", "optimizer": "optimizer state", "ema": "EMA"}
 """Components that come with a model or an adapter, as people call them."""
 
@@ -108,8 +106,8 @@ def identify(
     elements = parameters(mine, config)
     return Identity(
         family_name(config, family or stored.family),
-        config_number(config, *LAYERS) or _layers(mine),
-        (config_number(config, *EXPERTS) or 0) if config else _experts(mine),
+        whole_number(config, *LAYERS) or _layers(mine),
+        (whole_number(config, *EXPERTS) or 0) if config else _experts(mine),
         sum(elements.values()) if logical else None,
         _precision(elements, mine, config),
         tuple(components),
@@ -131,16 +129,6 @@ def family_name(config: Mapping[str, Any], otherwise: str = "") -> str:
     return name
 
 
-def config_number(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these fields that holds a whole number, also in the ``text_config`` of a model with other towers."""
-    for place in config_places(config):
-        for name in names:
-            value = place.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-    return None
-
-
 # -- parameters
 
 
@@ -156,7 +144,7 @@ def parameters(rows: Sequence[Row], config: Mapping[str, Any]) -> Counter[str]:
         for name, (dtype, shape) in table.items():
             if each := _each(name, dtype, table, config):
                 out[dtype] += each * prod(shape)
-    if config.get("tie_word_embeddings") is True:
+    if ties_head(config):
         same = [r for r in rows if r.name.endswith(("lm_head.weight", "embed_tokens.weight"))]
         heads = [r for r in same if r.name.endswith("lm_head.weight")]
         for head in heads if len(same) > len(heads) else ():
@@ -190,14 +178,9 @@ def _holds_pairs(name: str, table: Table) -> bool:
     return any(s in table and holds_pairs(*table[name], *table[s]) for s in scales)
 
 
-def _quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = config.get("quantization_config") or config.get("compression_config")
-    return found if isinstance(found, dict) else {}
-
-
 def _weights(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What compressed-tensors says of weights."""
-    groups = _quantisation(config).get("config_groups")
+    groups = quantization(config).get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         if isinstance(group, dict) and isinstance(group.get("weights"), dict):
             found: Mapping[str, Any] = group["weights"]
@@ -207,7 +190,7 @@ def _weights(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _bits(config: Mapping[str, Any]) -> int:
     """Bits of a code by the config, 0 when it does not say."""
-    for value in (_quantisation(config).get("bits"), _weights(config).get("num_bits")):
+    for value in (quantization(config).get("bits"), _weights(config).get("num_bits")):
         if isinstance(value, int) and value in (1, 2, 3, 4, 8):
             return value
     return 0
@@ -223,7 +206,7 @@ _NAMES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8 (E5M2)", "F8_E4M3FNUZ": "FP8", "F8_E
 def _precision(elements: Counter[str], rows: Sequence[Row], config: Mapping[str, Any]) -> str:
     """How most parameters are stored."""
     most = max(elements, key=lambda d: (elements[d], d), default="")
-    said = _quantisation(config)
+    said = quantization(config)
     method = str(said.get("quant_method") or "")
     if most in _PLAIN or not most:
         return most

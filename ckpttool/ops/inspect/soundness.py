@@ -7,11 +7,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ckpttool.errors import LayoutError
+from ckpttool.formats._config import LAYERS, quantization, ties_head, whole_number
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import find_family
-from ckpttool.layout.packed import Part, find_packing, section
+from ckpttool.layout.packed import Part, find_packing
 from ckpttool.layout.scales import block_of, config_block, weight_of
-from ckpttool.ops.inspect.identity import LAYERS, config_number
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _SCALE_ENDS = ("_scale_inv", "weight_scale", ".qscale_weight")
@@ -72,7 +72,7 @@ def scale_pairs(tensors: Mapping[str, Named]) -> dict[str, str]:
 
 
 def _scales(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool) -> _Found:
-    packing = find_packing(section(config), {n: t.dtype for n, t in tensors.items()})
+    packing = find_packing(quantization(config), {n: t.dtype for n, t in tensors.items()})
     packed: dict[str, Part] = {}
     if packing is not None:
         packed = packing.parts(tensors)
@@ -109,7 +109,7 @@ def _scales(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete
     ]
     if not bare:
         return
-    if config.get("quantization_config") or any(tensors[n].dtype in FP8 for n in scaled):
+    if quantization(config) or any(tensors[n].dtype in FP8 for n in scaled):
         for n in bare:
             yield "scale-missing", f"FP8 weight `{n}` has no scale", "", "without it the weight means nothing"
     else:
@@ -148,7 +148,7 @@ def _architecture(config: Mapping[str, Any]) -> _Found:
 
 
 def _layers(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool) -> _Found:
-    wanted = config_number(config, *LAYERS)
+    wanted = whole_number(config, *LAYERS)
     if wanted is None:
         return
     seen: dict[str, set[int]] = {}
@@ -163,7 +163,7 @@ def _layers(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete
     if gone and complete:
         shown = ", ".join(map(str, gone[:8])) + (" ..." if len(gone) > 8 else "")
         yield "config-layers", f"config.json says {wanted} layers; there are no tensors of layer {shown}", "", ""
-    more = config_number(config, "num_nextn_predict_layers", "num_mtp_layers") or 0
+    more = whole_number(config, "num_nextn_predict_layers", "num_mtp_layers") or 0
     beyond = sorted(n for n in layers if n >= wanted + more)
     if beyond:
         shown = ", ".join(map(str, beyond[:8])) + (" ..." if len(beyond) > 8 else "")
@@ -171,7 +171,7 @@ def _layers(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete
 
 
 def _vocabulary(tensors: Mapping[str, Named], config: Mapping[str, Any], vocab_axis: VocabAxis) -> _Found:
-    wanted = config_number(config, "vocab_size")
+    wanted = whole_number(config, "vocab_size")
     if wanted is None:
         return
     for name, t in tensors.items():
@@ -194,7 +194,7 @@ def heads(tensors: Mapping[str, Named]) -> tuple[str | None, str | None]:
 
 
 def _tie(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool) -> _Found:
-    tied = config.get("tie_word_embeddings")
+    tied = ties_head(config)
     embedding, head = heads(tensors)
     if embedding is None:
         return

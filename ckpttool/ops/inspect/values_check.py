@@ -15,6 +15,7 @@ from ckpttool.dtypes import itemsize, lookup
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_piece, read_tensor, read_view
 from ckpttool.execute.reader import blocks
+from ckpttool.formats._config import ties_head
 from ckpttool.geometry import Box, whole
 from ckpttool.kernels.stats import Health
 from ckpttool.ops.inspect.listing import is_derived
@@ -55,7 +56,7 @@ def value_findings(
         yield from _scale(catalog, t)
         progress.advance(t.nbytes)
     embedding, head = heads(named)
-    tied = checkpoint.config.get("tie_word_embeddings") is True and embedding is not None and head is not None
+    tied = ties_head(checkpoint.config) and embedding is not None and head is not None
     if tied and _differ(catalog, tensors[embedding or ""], tensors[head or ""]):
         text = f"config.json ties `{head}` to `{embedding}`, and they differ"
         yield "tied-differ", text, "", "loaders use one of them and lose the other"

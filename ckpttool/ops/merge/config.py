@@ -6,12 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckpttool.formats._config import LAYERS, TIED
 from ckpttool.ops.merge.layer_kinds import renumbered
-
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-"""Fields that count the decoder's layers."""
-
-TIED = "tie_word_embeddings"
+from ckpttool.quant.config import without
 
 TRAINING = re.compile(
     r"(?:rng_state.*\.pth|scheduler\.pd(?:params|opt)|scheduler\.pt|scaler\.(?:pdparams|pt)|training_args\.bin"
@@ -36,7 +33,7 @@ def merged_config(
     it. ``vocabulary`` is the new number of tokens. ``untied``: head and embeddings were one tensor and are two.
     Raises UnsupportedError where ``renumbered`` does.
     """
-    config = dict(donor)
+    config = without(donor) if dequantised else dict(donor)
     text = config.get("text_config")
     parts = [config]
     if isinstance(text, dict):
@@ -47,8 +44,6 @@ def merged_config(
             part["vocab_size"] = vocabulary
         if layers is not None:
             _restack(part, layers)
-        if dequantised:
-            part.pop("quantization_config", None)
         if untied and (part is config or TIED in part):
             part[TIED] = False
     return config

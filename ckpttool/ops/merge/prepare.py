@@ -35,6 +35,7 @@ from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved, resolve
 from ckpttool.vocabulary import TOKENIZER_FILES
+from ckpttool.words import some
 
 FACTOR = re.compile(r"(?:\A|\.)(?:lora|hada|lokr|vera)_")
 """In names of tensors: a factor of a low-rank product."""
@@ -307,8 +308,7 @@ def _as_checkpoint(
     companions = [n for n in old.companions if n != RECORD and not (words and n in TOKENIZER_FILES)]
     run = [n for n in companions if TRAINING.fullmatch(n)]
     if run:
-        shown = ", ".join(run[:3]) + (f" and {len(run) - 3} more" if len(run) > 3 else "")
-        notes.append(f"not carried, because a merge is not a state of a training run: {shown}")
+        notes.append(f"not carried, because a merge is not a state of a training run: {some(run)}")
     kind = PROGRAM if old.format == PROGRAM else PADDLE if form else "hf"
     stored = StoredCheckpoint(
         kind,
