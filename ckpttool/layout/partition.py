@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import gcd
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.errors import ConflictError, LayoutError
@@ -27,6 +27,30 @@ class Whole(Protocol):
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+class _Placed(NamedTuple):
+    """A tensor and how it is cut."""
+
+    tensor: Whole
+    place: Placement
+    base: tuple[int, ...]
+    """Shape of the weight that it is a grid over; its own where it is none."""
+    blocks: tuple[int, ...]
+    """Elements of that weight for each of its own along each axis; () where it is none."""
+
+
+@dataclass(slots=True)
+class _Placements:
+    """How all tensors are cut."""
+
+    tensors: list[_Placed] = field(default_factory=list)
+    published: dict[str, Placement | None] = field(default_factory=dict)
+    """What the family's rules say of each name, --replicate and the like aside."""
+    packed: Collection[str] = ()
+    """Names of the parts of packed weights."""
+    scaled: dict[tuple[int, tuple[int, ...]], Rule] = field(default_factory=dict)
+    """Rules of the weights that have scales, by rule and shape."""
 
 
 @dataclass(slots=True)
@@ -69,16 +93,45 @@ class Partitioner:
         for c in coords:
             by_stage.setdefault(c.pp, []).append(c)
             by_owner.setdefault((c.pp, c.ep), []).append(c)
+        found = self._place(tensors)
+        stages = self._stages(t.name for t in tensors)
+        owner = self._owners(found.tensors)
+        first_layer = {s: min((n for n, at in stages.items() if at == s), default=0) for s in range(mesh.pp)}
+        for t, place, base, blocks in found.tensors:
+            stage = self._stage(place, stages)
+            holders = (
+                by_stage.get(stage, ()) if place.expert is None else by_owner.get((stage, owner[place.expert]), ())
+            )
+            # Also an embedding that every rank has whole, because its vocabulary does not divide.
+            if self.tied and mesh.pp > 1 and place.stage == "first" and _is_vocab(place, found.published[t.name]):
+                holders = [*holders, *by_stage.get(mesh.pp - 1, ())]
+            name = logical = self.names.get(t.name, t.name)
+            if self.local_layers and place.layer is not None:
+                name = shift_layer(name, -first_layer[stage])
+            bias, dtype = is_bias(t.name), self.dtype_of(t)
+            mine = mesh.ep > 1 and (place.expert is not None or place.rule.grouped)
+            for at in holders:
+                key = (id(place.rule), base, blocks, bias, at.tp, at.ep, at.etp)
+                known = self._locals.get(key)
+                if known is None:
+                    known = self._locals[key] = self._cut(_Placed(t, place, base, blocks), at, found)
+                local, pads = known
+                out[at.rank].append(
+                    RankTensor(name, dtype, local.shape, logical, t.shape, local.boxes, pads, expert=mine)
+                )
+        return out
+
+    def _place(self, tensors: Sequence[Whole]) -> _Placements:
+        """What the rules say of each tensor. Raises LayoutError when they say nothing of one."""
         shapes = {t.name: t.shape for t in tensors}
         packing = find_packing(quantization(self.config), {t.name: t.dtype for t in tensors})
         packed = packing.parts(shapes) if packing is not None else {}
         weights = {n: w for n in shapes if n not in packed and (w := weight_of(n, shapes)) is not None}
-        placed: list[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]] = []
-        scaled: dict[tuple[int, tuple[int, ...]], Rule] = {}
+        out = _Placements(packed=packed)
         missing = []
         place_of = self.family.placer(self.ops)
         block_size = config_block(self.config)
-        published: dict[str, Placement | None] = {}
+        published = out.published
         for t in tensors:
             published[t.name] = place_of(t.name)
             place = overridden(self.family, t.name, published[t.name])
@@ -95,7 +148,7 @@ class Partitioner:
                 place = (published[weight] if weight in published else place_of(weight)) or place
                 block = block_of(shapes[weight], t.shape, block_size, name=t.name)
                 if place is not None:
-                    scaled[id(place.rule), shapes[weight]] = place.rule
+                    out.scaled[id(place.rule), shapes[weight]] = place.rule
                 if place is not None and block is None:
                     place = place._replace(rule=replace(place.rule, verb="replicate"))
                 elif block is not None and len(block) == len(shapes[weight]):
@@ -107,10 +160,17 @@ class Partitioner:
             if place is None:
                 missing.append(t.name)
             else:
-                placed.append((t, place, base, blocks))
+                out.tensors.append(_Placed(t, place, base, blocks))
         if missing:
             raise no_rule(missing, self.family, self.config)
-        stages = self._stages(t.name for t in tensors)
+        return out
+
+    def _owners(self, placed: Sequence[_Placed]) -> dict[int, int]:
+        """The expert-parallel rank that holds each expert.
+
+        Raises LayoutError when they cannot be shared out, ConflictError for an expert that config.json does not count.
+        """
+        mesh = self.cutting.mesh
         experts = self.family.size("experts") or 1 + max((p.expert or 0 for _, p, _, _ in placed), default=0)
         if experts % mesh.ep and not self.cutting.ragged_experts and any(p.expert is not None for _, p, _, _ in placed):
             raise LayoutError(
@@ -124,42 +184,23 @@ class Partitioner:
                 f"tensor `{above}` is of an expert that config.json does not count: it says {experts}",
                 hint="correct the number of experts in config.json",
             )
-        owner = {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
-        first_layer = {s: min((n for n, at in stages.items() if at == s), default=0) for s in range(mesh.pp)}
-        for t, place, base, blocks in placed:
-            stage = self._stage(place, stages)
-            holders = (
-                by_stage.get(stage, ()) if place.expert is None else by_owner.get((stage, owner[place.expert]), ())
-            )
-            # Also an embedding that every rank has whole, because its vocabulary does not divide.
-            if self.tied and mesh.pp > 1 and place.stage == "first" and _is_vocab(place, published[t.name]):
-                holders = [*holders, *by_stage.get(mesh.pp - 1, ())]
-            name = logical = self.names.get(t.name, t.name)
-            if self.local_layers and place.layer is not None:
-                name = shift_layer(name, -first_layer[stage])
-            bias, dtype = is_bias(t.name), self.dtype_of(t)
-            mine = mesh.ep > 1 and (place.expert is not None or place.rule.grouped)
-            for at in holders:
-                key = (id(place.rule), base, blocks, bias, at.tp, at.ep, at.etp)
-                known = self._locals.get(key)
-                if known is None:
-                    try:
-                        local = local_boxes(place.rule, base, self.cutting, at, bias=bias, blocks=blocks)
-                    except Uneven as e:
-                        works = self._works(placed, expert=place.rule.expert)
-                        if t.name in packed:
-                            e.why = e.why.replace("a scale block of", "a packed word or a group of")
-                        elif e.inside and self.flag == "out":
-                            side = self._finer(scaled, e.inside)
-                            works += f", or reshard with other scales (--requant block:{side}x{side})"
-                            works += " or none (--dequant bf16)"
-                        raise cannot_cut(t.name, t.shape, place.rule.place, e, str(mesh), works) from None
-                    known = self._locals[key] = (local, tuple(pad_boxes(local)))
-                local, pads = known
-                out[at.rank].append(
-                    RankTensor(name, dtype, local.shape, logical, t.shape, local.boxes, pads, expert=mine)
-                )
-        return out
+        return {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
+
+    def _cut(self, placed: _Placed, at: Coords, among: _Placements) -> tuple[Local, tuple[Box, ...]]:
+        """What one rank holds of a tensor, and which boxes of that are padding. Raises LayoutError."""
+        t, place, base, blocks = placed
+        try:
+            local = local_boxes(place.rule, base, self.cutting, at, bias=is_bias(t.name), blocks=blocks)
+        except Uneven as e:
+            works = self._works(among.tensors, expert=place.rule.expert)
+            if t.name in among.packed:
+                e.why = e.why.replace("a scale block of", "a packed word or a group of")
+            elif e.inside and self.flag == "out":
+                side = self._finer(among.scaled, e.inside)
+                works += f", or reshard with other scales (--requant block:{side}x{side})"
+                works += " or none (--dequant bf16)"
+            raise cannot_cut(t.name, t.shape, place.rule.place, e, str(self.cutting.mesh), works) from None
+        return local, tuple(pad_boxes(local))
 
     def _stages(self, names: Iterable[str]) -> dict[int, int]:
         """Stage of each layer number."""
@@ -194,9 +235,7 @@ class Partitioner:
                     side = gcd(side, e.inside)
         return side
 
-    def _works(
-        self, placed: Sequence[tuple[Whole, Placement, tuple[int, ...], tuple[int, ...]]], *, expert: bool
-    ) -> str:
+    def _works(self, placed: Sequence[_Placed], *, expert: bool) -> str:
         """The hint: sizes with which every tensor can be cut."""
         distinct = {
             (id(p.rule), base, blocks, is_bias(t.name)): (p.rule, base, blocks, is_bias(t.name))
