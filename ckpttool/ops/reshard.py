@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -208,12 +208,7 @@ def plan_target(
         raise UsageError("--fuse and --unfuse exclude each other")
     notes = list(source.notes)
     fmt, mesh, asked = _target_mesh(source, target, notes)
-    dtype = parse(target.dtype).name if target.dtype else ""
-    if dtype and dtype not in CASTABLE:
-        raise UsageError(
-            f"--dtype {target.dtype} is not a cast: it needs scales",
-            hint="cast to one of " + ", ".join(sorted(d.lower() for d in CASTABLE)),
-        )
+    dtype = _castable(target.dtype)
     writer = by_name(fmt, "--to")
     habits = writer.habits
     _check_target(target, fmt, writer, source)
@@ -221,16 +216,7 @@ def plan_target(
     version = _version(source, target, habits)
     equal: list[Equal] = []
     catalog, components = chosen_components(source, target.components, habits, fmt, notes, equal, ema=target.ema)
-    fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
-    naming = writer.naming()
-    if not naming:
-        naming, fused = source.stored.naming, fused or source.stored.fused
-    elif naming == "hf":
-        # What came from Hugging Face in one of its forms goes back in that form.
-        if source.stored.naming in family.spec.hf_namings:
-            naming = source.stored.naming
-        if source.format == fmt:
-            fused = fused or source.stored.fused
+    naming, fused = _naming(source, target, writer)
     views, removed = select(parameters(catalog), selection, notes)
     views, after = _named(source, target, views, naming, fused, mesh, version, notes)
     equal += views.equal
@@ -240,13 +226,6 @@ def plan_target(
     views = rename_by_rules(views, selection.rename)
     names = dict(zip((v.name for v in cut), views.table, strict=True))
     notes += views.notes
-    cutting = Cutting(
-        mesh,
-        family.sizes,
-        vocab_multiple=lcm(target.vocab_multiple, habits.vocab_multiple),
-        pad_vocab=habits.pad_vocab,
-        ragged_experts=habits.ragged_experts,
-    )
     whole = habits.whole
     if naming == "paddle":
         whole = (
@@ -255,10 +234,11 @@ def plan_target(
         )
     packing = find_packing(quantization(source.config), {v.name: v.dtype for v in views})
     cast = caster(names, dtype, packing.parts(names) if packing is not None else ())
+    family = family.with_whole(whole)
     partitioner = Partitioner(
-        family.with_whole(whole),
+        family,
         after,
-        cutting,
+        _cutting(family, mesh, target, habits),
         source.config,
         lambda t: cast(t.name, t.dtype),
         local_layers=habits.local_layers,
@@ -268,11 +248,7 @@ def plan_target(
     chosen = _chosen(target, mesh)
     ranks = partitioner.run(cut, chosen)
     if habits.pad_vocab and writer.sharded and not habits.records_shapes:
-        place_of = family.placer(after)
-        vocabulary = {
-            names[v.name] for v in cut if (place := place_of(v.name)) is not None and place.rule.verb == "vocab"
-        }
-        _check_vocabulary(ranks, vocabulary, source)
+        _check_vocabulary(ranks, _vocabulary(cut, family, after, names), source)
     tables = {c: follow(views, catalog, *c, equal) for c in components}
     like = ranks[0]
     ranks = [
@@ -284,16 +260,9 @@ def plan_target(
         prefix = base_prefix(dict.fromkeys(views.table, None))
         turned = partial(writer.turned, version=version, prefix=prefix, config=source.config)
         ranks = [RankTensors((_turned(turned, r, table) for r in held), like=like) for held in ranks]
-    config = _config(source, mesh, dtype)
-    if naming == "paddle":
-        config = with_fused_flags(config, {n.rsplit(".", 2)[-2] for n in views.table if n.count(".") > 1})
-    if naming != "paddle" and source.stored.naming == "paddle" and config:
-        config = published_config(config)
     sharding = target.sharding or (source.stored.sharding if habits.optimizer_shards else 1)
     if sharding > 1 and target.sharding is None:
         notes.append(f"sharding {sharding}: as the source has it; change it with --sharding-out")
-    root = source.stored.root
-    companions = tuple(root / n for n in source.stored.companions)
     request = WriteRequest(
         ranks,
         chosen,
@@ -301,7 +270,7 @@ def plan_target(
         family.name,
         naming,
         fused,
-        config,
+        _config(source, naming, views.table, mesh, dtype),
         dtype,
         target.max_shard_size,
         source.stored.native_config if source.format == fmt else {},
@@ -311,7 +280,7 @@ def plan_target(
         version,
         source.stored.native,
         source.format,
-        companions,
+        tuple(source.stored.root / n for n in source.stored.companions),
     )
     skeleton = writer.write(request)
     if naming == "paddle":
@@ -339,11 +308,53 @@ def plan_target(
         v.name: cast(n, v.dtype) if c[0] in WEIGHTS else v.dtype for c in components for n, v in tables[c].items()
     }
     source = replace(source, catalog=catalog)
-    family = family.with_whole(whole)
     return Prepared(
         source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed,
         computed=computed, selection=selection, statements=after, sharding=sharding, usage=skeleton.usage,
     )  # fmt: skip
+
+
+def _castable(text: str) -> str:
+    """The dtype that --dtype says, or "". Raises UsageError for one that takes more than a cast."""
+    dtype = parse(text).name if text else ""
+    if dtype and dtype not in CASTABLE:
+        raise UsageError(
+            f"--dtype {text} is not a cast: it needs scales",
+            hint="cast to one of " + ", ".join(sorted(d.lower() for d in CASTABLE)),
+        )
+    return dtype
+
+
+def _naming(source: Checkpoint, target: Target, writer: Format) -> tuple[str, str]:
+    """The naming of the output, and which fusions are added to it: "fuse", "unfuse" or ""."""
+    stored = source.stored
+    fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
+    naming = writer.naming()
+    if not naming:
+        return stored.naming, fused or stored.fused
+    if naming == "hf":
+        # What came from Hugging Face in one of its forms goes back in that form.
+        if stored.naming in source.family.spec.hf_namings:
+            naming = stored.naming
+        if stored.format == writer.name:
+            fused = fused or stored.fused
+    return naming, fused
+
+
+def _cutting(family: Family, mesh: Mesh, target: Target, habits: Habits) -> Cutting:
+    return Cutting(
+        mesh,
+        family.sizes,
+        vocab_multiple=lcm(target.vocab_multiple, habits.vocab_multiple),
+        pad_vocab=habits.pad_vocab,
+        ragged_experts=habits.ragged_experts,
+    )
+
+
+def _vocabulary(views: Sequence[View], family: Family, after: tuple[Op, ...], names: Mapping[str, str]) -> set[str]:
+    """Names in the output of the tensors with a row for each token."""
+    place_of = family.placer(after)
+    return {names[v.name] for v in views if (place := place_of(v.name)) is not None and place.rule.verb == "vocab"}
 
 
 def _left_to_masters(
@@ -770,11 +781,15 @@ def left_out(removed: tuple[int, int]) -> str:
     return f"{count(removed[0], 'tensor')} left out, {removed[1]:,} bytes"
 
 
-def _config(source: Checkpoint, mesh: Mesh, dtype: str) -> dict[str, Any]:
-    """config.json for the target: fields that name parallel sizes or the dtype are updated, the rest is kept."""
+def _config(source: Checkpoint, naming: str, names: Iterable[str], mesh: Mesh, dtype: str) -> dict[str, Any]:
+    """config.json for the target, whose tensors are called ``names``: fields that name parallel sizes, the dtype or the
+    form of the model are updated, the rest is kept."""
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep}
     values: dict[str, Any] = {f: sizes[d] for d, fields in PARALLEL_FIELDS.items() for f in fields}
     if dtype:
         name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}[dtype]
         values |= dict.fromkeys(DTYPE_FIELDS, name)
-    return with_fields(source.config, values)
+    config = with_fields(source.config, values)
+    if naming == "paddle":
+        return with_fused_flags(config, {n.rsplit(".", 2)[-2] for n in names if n.count(".") > 1})
+    return published_config(config) if source.stored.naming == "paddle" and config else config
