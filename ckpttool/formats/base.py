@@ -26,10 +26,9 @@ _LARGE = 1 << 16
 COMPANION_LIMIT = 64 << 20
 """Bytes; larger files beside a checkpoint that are not its tensors are left where they are, and said so."""
 
-WEIGHTS = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx", ".h5"),
-    *(".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".pd", ".distcp"),
-)
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".pd", ".distcp")
+"""Suffixes of files of tensors that loaders unpickle."""
+WEIGHTS = (".safetensors", ".gguf", ".onnx", ".h5", *PICKLES)
 """Suffixes of files that hold tensors."""
 
 

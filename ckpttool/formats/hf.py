@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.catalog import RankTensor
-from ckpttool.errors import ConflictError, IncompleteError, UsageError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.formats._json import indented
 from ckpttool.formats.base import (
     INDEX,
@@ -352,8 +352,6 @@ def _refuse_gaps(listing: Listing, key: tuple[str, int], parts: set[int]) -> Non
 
 
 def _weight_map(listing: Listing, name: str, notes: list[str]) -> dict[str, str] | None:
-    from ckpttool.errors import CorruptError
-
     try:
         data = listing.json(name)
     except CorruptError as e:

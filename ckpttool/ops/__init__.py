@@ -1,1 +1,1 @@
-"""One file per command: it builds a plan, hands it to execute, and turns what comes back into a result object."""
+"""One file or folder per command: it builds a plan, hands it to execute, and makes a result of what comes back."""

@@ -53,11 +53,12 @@ def test_python(files: list[str], configs: dict[str, dict[str, Any]], expected: 
     assert (f"note: this checkpoint can run code: {expected}" in note) if expected else not note
 
 
-def test_pickles_of_a_source_that_is_not_read_are_looked_at(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02cposix\nsystem\n(X\x04\x00\x00\x00truetR.")
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pdtensor", "model.pd", "scheduler.pt"])
+def test_pickles_of_a_source_that_is_not_read_are_looked_at(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\x80\x02cposix\nsystem\n(X\x04\x00\x00\x00truetR.")
     done = ckpttool("inspect", tmp_path, "--check", "--json")
     assert done.code == 3
-    assert findings(tmp_path)["pickle-code"] == "pytorch_model.bin calls `posix.system` when it is loaded"
+    assert findings(tmp_path)["pickle-code"] == f"{name} calls `posix.system` when it is loaded"
 
 
 def test_pickles_of_paddle_spell_arrays_with_eval_and_are_sound() -> None:

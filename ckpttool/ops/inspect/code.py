@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.base import Listing
+from ckpttool.formats.base import PICKLES, Listing
 from ckpttool.ops.findings import Finding
 from ckpttool.words import count, some
 
@@ -23,10 +23,7 @@ CONFIGS = (
     "video_preprocessor_config.json",
     "generation_config.json",
 )
-PICKLES = (
-    ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".pdparams", ".pdopt", ".pdckpt", ".distcp",
-    ".metadata",
-)  # fmt: skip
+_PICKLES = (*PICKLES, ".pkl", ".pickle", ".joblib", ".metadata")
 GENERATE = "custom_generate/generate.py"
 """What ``generate()`` runs in place of its own decoding."""
 
@@ -40,7 +37,7 @@ def code_findings(listing: Listing, proven: Collection[Path] = ()) -> Iterator[F
 
     for name in listing.names:
         path = listing.path(name)
-        if not name.endswith(PICKLES) or path in proven:
+        if not name.endswith(_PICKLES) or path in proven:
             continue
         try:
             found = imports(path)
