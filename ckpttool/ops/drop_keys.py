@@ -8,8 +8,9 @@ ranks. A parameter goes with all of its components.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,8 @@ from ckpttool.words import count
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYERS, MTP = "num_hidden_layers", "num_nextn_predict_layers"
+_PARAMETERS = "total_parameters"
+"""Elements of all tensors, in indexes that transformers 5 writes."""
 
 
 class Gone(NamedTuple):
@@ -164,7 +167,11 @@ def _in_place(
     ]
     index = source.stored.native.found or source.stored.native.index
     where = {t.name: (n, t) for i, n in zip(kept, names, strict=True) for t in held[i]}
-    literal = [(index, _index(root, index, where))] if len(names) > 1 or (root / index).is_file() else []
+    literal = (
+        [(index, _index(root, index, where, source.stored.tensors))]
+        if len(names) > 1 or (root / index).is_file()
+        else []
+    )
     carried = [(name, files[i]) for i, name in stay]
     config = root / "config.json"
     if source.stored.native_config:
@@ -331,10 +338,21 @@ def _names(kept: Sequence[str], before: Sequence[str]) -> list[str]:
     return [f"{stem}-{i:05d}-of-{len(kept):05d}.safetensors" for i, stem in enumerate(stems, 1)]
 
 
-def _index(root: Path, name: str, tensors: Mapping[str, tuple[str, StoredTensor]]) -> bytes:
-    """The index of what is left; what the old one said besides stays."""
+def _elements(tensors: Iterable[StoredTensor]) -> int:
+    return sum(prod(t.shape) for t in tensors)
+
+
+def _index(
+    root: Path, name: str, tensors: Mapping[str, tuple[str, StoredTensor]], before: Iterable[StoredTensor]
+) -> bytes:
+    """The index of what is left; what the old one said besides stays. ``before`` are the tensors of the source."""
     old = list_source(root).json(name) if (root / name).is_file() else {}
     metadata = old.get("metadata")
+    if isinstance(metadata, dict) and _PARAMETERS in metadata:
+        # A number that did not count elements (packed weights) cannot be brought in line.
+        counted = metadata[_PARAMETERS] == _elements(before)
+        left = {_PARAMETERS: _elements(t for _, t in tensors.values())} if counted else {}
+        metadata = {k: v for k, v in metadata.items() if k != _PARAMETERS or counted} | left
     size = sum(tensor_bytes(t.dtype, t.shape) for _, t in tensors.values())
     index: dict[str, Any] = {
         **old,
