@@ -24,11 +24,11 @@ def base(folder: Path) -> Path:
     return folder
 
 
-def adapter(folder: Path, *, kept_tied: bool = False, **tensors: np.ndarray[Any, np.dtype[Any]]) -> Path:
+def adapter(folder: Path, tensors: dict[str, np.ndarray[Any, np.dtype[Any]]], *, kept_tied: bool = False) -> Path:
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "ensure_weight_tying": kept_tied}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    named = {f"base_model.model.{n.replace('__', '.')}": t.astype(np.float32) for n, t in tensors.items()}
+    named = {f"base_model.model.{n}": t.astype(np.float32) for n, t in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors")
     return folder
 
@@ -36,7 +36,7 @@ def adapter(folder: Path, *, kept_tied: bool = False, **tensors: np.ndarray[Any,
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD])
 def test_one_that_is_replaced_is_set_apart(tmp_path: Path, name: str) -> None:
     source, trained = base(tmp_path / "base"), RNG.standard_normal((19, 8))
-    one = adapter(tmp_path / "adapter", **{name.replace(".", "__"): trained})
+    one = adapter(tmp_path / "adapter", {name: trained})
     before = load_file(source / "model.safetensors")[EMBEDDING]
     for options in ([], ["--to", "vllm"]):
         dst = tmp_path / f"dst{len(options)}"
@@ -53,7 +53,7 @@ def test_one_that_is_replaced_is_set_apart(tmp_path: Path, name: str) -> None:
 def test_kept_tied_where_the_adapter_has_both(tmp_path: Path, stored: tuple[str, ...]) -> None:
     """``ensure_weight_tying`` is a wish: PEFT saves both of a pair that it tied, and one where it could not (GPT-2)."""
     source, trained = base(tmp_path / "base"), RNG.standard_normal((19, 8)).astype(np.float32)
-    one = adapter(tmp_path / "adapter", kept_tied=True, **{n.replace(".", "__"): trained for n in stored})
+    one = adapter(tmp_path / "adapter", dict.fromkeys(stored, trained), kept_tied=True)
     done = ckpttool("merge", f"{source}+{one}", "-o", tmp_path / "dst", "--verify")
     assert done.code == 0, done.err
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in ("base", "dst"))
@@ -66,7 +66,7 @@ def test_kept_tied_where_the_adapter_has_both(tmp_path: Path, stored: tuple[str,
 def test_factors_of_a_head_that_is_not_stored(tmp_path: Path) -> None:
     source = base(tmp_path / "base")
     a, b = RNG.standard_normal((2, 8)).astype(np.float32), RNG.standard_normal((19, 2)).astype(np.float32)
-    one = adapter(tmp_path / "adapter", lm_head__lora_A__weight=a, lm_head__lora_B__weight=b)
+    one = adapter(tmp_path / "adapter", {"lm_head.lora_A.weight": a, "lm_head.lora_B.weight": b})
     done = ckpttool("merge", f"{source}+{one}", "-o", tmp_path / "dst", "--verify")
     assert done.code == 0, done.err
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in ("base", "dst"))
@@ -78,7 +78,7 @@ def test_factors_of_a_head_that_is_not_stored(tmp_path: Path) -> None:
 def test_merged_with_a_model_that_is_still_tied(tmp_path: Path) -> None:
     """The head of the other model is its embeddings."""
     source, other, trained = base(tmp_path / "base"), base(tmp_path / "other"), RNG.standard_normal((19, 8))
-    one = adapter(tmp_path / "adapter", lm_head__weight=trained)
+    one = adapter(tmp_path / "adapter", {"lm_head.weight": trained})
     done = ckpttool("merge", f"{source}+{one}", other, "--weights", "0.5,0.5", "-o", tmp_path / "dst", "--verify")
     assert done.code == 0, done.err
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in ("base", "dst"))
@@ -90,7 +90,7 @@ def test_factors_are_not_averaged(tmp_path: Path) -> None:
     """Files of adapters, where nothing but the names of tensors says what they are."""
     for folder in "ab":
         a, b = RNG.standard_normal((2, 8)), RNG.standard_normal((8, 2))
-        adapter(tmp_path / folder, q_proj__lora_A__weight=a, q_proj__lora_B__weight=b)
+        adapter(tmp_path / folder, {"q_proj.lora_A.weight": a, "q_proj.lora_B.weight": b})
     files = [tmp_path / folder / "adapter_model.safetensors" for folder in "ab"]
     done = ckpttool("merge", *files, "-o", tmp_path / "dst")
     assert done.code == 1, done
