@@ -19,7 +19,10 @@ STATES = frozenset({"moment1_0", "moment2_0", "velocity_0", "beta1_pow_acc_0", "
 """Accumulators of the optimizers, as their names end."""
 
 _PREFIX = re.compile(r"(?P<prefix>[a-z][a-z0-9_]*)\.(?:layers\.\d+|embed_tokens|norm)\.")
-_EMBEDDINGS = ("embed_tokens", "word_embeddings", "position_embeddings", "wte", "wpe")
+_EMBEDDINGS = (
+    *("embed_tokens", "word_embeddings", "position_embeddings", "token_type_embeddings"),
+    *("wte", "wpe", "embed_in", "embed_positions"),
+)
 TRANSPOSED = frozenset(
     [
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate", "shared_expert_gate"),

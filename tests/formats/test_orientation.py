@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpttool.formats._paddle import config_dtype, expected_side, head_in_out
 from ckpttool.layout.family import load_family
+from tests.helpers.command import reshard
+from tests.helpers.families import MODELS, H, V
+from tests.helpers.tensorfile import read_all, save_hf
 
 SIZES: dict[str, Any] = {"hidden_size": 48, "vocab_size": 130, "torch_dtype": "bfloat16"}
 PLACES = [SIZES, {"model_type": "x", "text_config": SIZES}, {"hidden_size": None, "text_config": SIZES}]
@@ -45,3 +49,15 @@ def test_where_sizes_do_not_tell_names_and_writer_do() -> None:
 )
 def test_tied_in_the_text_config(said: dict[str, Any], *, tied: bool) -> None:
     assert load_family("gemma", {**SIZES, **said}).tied is tied
+
+
+@pytest.mark.parametrize(
+    ("family", "embedding"), [("gpt_neox", "gpt_neox.embed_in.weight"), ("llama", "embed_tokens.weight")]
+)
+def test_embeddings_lie_as_everywhere(family: str, embedding: str, tmp_path: Path) -> None:
+    """Paddle's Embedding is [tokens, hidden] like torch's; only linear weights are the other way round."""
+    model = MODELS[family]
+    save_hf(tmp_path / "src", model.tensors(), model.config)
+    reshard(tmp_path / "src", tmp_path / "dst", "--to", "unified", "-q")
+    written = {n: r for n, r in read_all(tmp_path / "dst").items() if n.endswith(embedding)}
+    assert [r.bits.shape for r in written.values()] == [(V, H)]
