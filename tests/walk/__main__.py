@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def _one(job: tuple[int, str, bool]) -> Told:
     folder.mkdir()
     try:
         return walk(seed, folder)
+    except Exception:  # noqa: BLE001  # one chain's trouble is not the others'
+        return Told(seed, wrong=f"the walk itself: {traceback.format_exc()}")
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)

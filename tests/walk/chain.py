@@ -361,12 +361,11 @@ def _to_paddle(r: Random, state: State) -> Step | None:
     )  # fmt: skip
     try:
         new = replace(new, table=new.named("paddle", Style()))
-        step = _judged(Step(words, new), state)
     except Unclear:
         return None
-    woven = any("qkv_proj" in n for n in new.table)
-    if woven and model.kv % grid.tp and model.family != "phi3":
-        step.expect, step.why = REFUSED, "a fused query, key and value is cut between groups of heads"
+    if model.kv % grid.tp and model.family != "phi3" and any("qkv_proj" in n for n in new.table):
+        return Step(words, new, REFUSED, "a fused query, key and value is cut between groups of heads")
+    step = _judged(Step(words, new), state)
     if grid.ep > 1 and format_ == "hybrid" and step.expect == WORKS:
         step.expect, step.why = EITHER, "experts over ranks"
     if model.tie == "differs" and step.expect == WORKS:
