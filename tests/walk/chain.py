@@ -118,8 +118,16 @@ def _beside(model: Model, r: Random) -> dict[str, bytes]:
 # -- drawing steps
 
 
-def _grid(r: Random, model: Model, formats: str) -> Grid:
-    """Sizes, mostly ones that may work."""
+def _grid(r: Random, state: State, formats: str) -> Grid:
+    """Sizes, mostly ones that may work. Stages whose layers are not asked for stay as they are."""
+    grid, before, model = _sizes(r, state.model, formats), state.grid, state.model
+    known = state.format == "ranks" or model.layers % before.pp
+    if grid.pp > 1 and not grid.chunks and grid.pp == before.pp and before.chunks and known:
+        return replace(grid, chunks=before.chunks)
+    return grid
+
+
+def _sizes(r: Random, model: Model, formats: str) -> Grid:
     divisors = [n for n in range(1, 9) if model.heads % n == 0]
     tp = r.choice(divisors) if r.random() < 0.75 else r.choice([1, 2, 3, 4, 5, 8])
     if formats == "deepseek":
@@ -238,7 +246,7 @@ def _to_hf(r: Random, state: State) -> Step:
 
 
 def _to_ranks(r: Random, state: State) -> Step:
-    grid = _grid(r, state.model, "ranks")
+    grid = _grid(r, state, "ranks")
     words = ["--to", "ranks", *_grid_words(state.model, grid, "ranks")]
     return _renamed(r, state, words, "ranks", state.naming, state.style, grid)
 
@@ -291,7 +299,7 @@ def _renamed(r: Random, state: State, words: list[str], format_: str, naming: st
 def _to_engine(engine: str) -> Draw:
     def draw(r: Random, state: State) -> Step | None:
         model, was = state.model, state.model.tie
-        grid = _grid(r, model, engine)
+        grid = _grid(r, state, engine)
         words = ["--to", engine, *_grid_words(model, grid, engine)]
         limit = 0
         if engine == "vllm" and r.random() < 0.2:
@@ -303,6 +311,9 @@ def _to_engine(engine: str) -> Draw:
             return Step(words, state, REFUSED, "TensorRT-LLM's scales are others")
         optional = state.optional
         plain = state.plain()
+        if model.tie == "differs" and model.output not in plain:
+            model = replace(model, tie="absent")
+            state = replace(state, model=model)
         if model.tie == "differs":
             # Engines believe the flag: with it as it is they would lose the head.
             model = untied(model) if engine != "deepseek" and model.kind != "gemma2" else model
@@ -320,7 +331,7 @@ def _to_engine(engine: str) -> Draw:
             config_kept=state.config_kept and engine != "trtllm", sizes_only=state.sizes_only or engine == "trtllm",
         )  # fmt: skip
         step = _judged(Step(words, new, limit=limit), state)
-        if state.model.tie != was and step.expect == WORKS:
+        if was == "differs" and model.tie == "no" and step.expect == WORKS:
             step.expect, step.why = EITHER, "said to be tied, and is not"
         return step
 
@@ -346,7 +357,7 @@ def _to_paddle(r: Random, state: State) -> Step | None:
         words += ["--target", new.target]
     grid, shards = Grid(), state.shards if state.format == format_ == "hybrid" else 1
     if format_ != "unified":
-        grid = _grid(r, model, format_)
+        grid = _grid(r, state, format_)
         grid = replace(grid, chunks=grid.chunks[: grid.pp] if len(grid.chunks) > grid.pp else grid.chunks)
         if grid.chunks and sum(grid.chunks) != model.layers:
             grid = replace(grid, chunks=())
@@ -368,6 +379,8 @@ def _to_paddle(r: Random, state: State) -> Step | None:
     step = _judged(Step(words, new), state)
     if grid.ep > 1 and format_ == "hybrid" and step.expect == WORKS:
         step.expect, step.why = EITHER, "experts over ranks"
+    if state.naming == "paddle" and new.version != new.target and not model.tied and step.expect == WORKS:
+        step.expect, step.why = EITHER, "names of one version for another"
     if model.tie == "differs" and step.expect == WORKS:
         step.expect, step.why = EITHER, "said to be tied, and is not"
     return step

@@ -150,8 +150,8 @@ def _whole(path: Path, state: State, files: Mapping[str, Path], limit: int) -> N
     optional = {n: f for n, f in names.plain(state.model).items() if n in state.optional and n in found}
     difference(found, {**wanted, **whole(state.model, optional)}, "hf")
     index = path / "model.safetensors.index.json"
-    if index.exists() != (len(files) > 1):
-        raise Wrong(f"{len(files)} files, and {'an' if index.exists() else 'no'} index")
+    if len(files) > 1 and not index.exists():
+        raise Wrong(f"{len(files)} files and no index")
     if index.exists():
         said = json.loads(index.read_text(encoding="utf-8"))
         if said["weight_map"] != where:
