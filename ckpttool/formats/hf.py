@@ -88,7 +88,7 @@ def _set_of(name: str) -> tuple[str, str]:
 
 
 SHARD_LIMIT = 5 * 10**9
-"""Bytes of tensors in a file unless said otherwise; the figure that transformers used for years."""
+"""Default for the bytes of tensors in a file; the figure that transformers used for years."""
 
 
 class HuggingFace:

@@ -2,7 +2,7 @@
 
 Source: vllm/model_executor/model_loader/sharded_state_loader.py (0.33). q, k, v and gate, up are fused per rank,
 key/value heads are copied when tp exceeds them, the vocabulary is padded with zeros to a multiple of 64. Tensors fill
-parts in model order; a part is closed when the next tensor would push it over the limit (5 GB unless said otherwise).
+parts in model order; a part is closed when the next tensor would push it over the limit (default: 5 GB).
 Since 0.16 every attention layer also has four F32 scalars (scales of its cache, 1.0 unless calibrated) without which
 loading fails; they are written as one part of their own, since parts may be split in any way, and left out on reading.
 With pipeline parallelism people pass the pattern ``model-pp-{pp}-tp-{tp}-part-{part}.safetensors``; both are read.

@@ -193,7 +193,7 @@ def check_together(made: Iterable[tuple[str, Sequence[Form]]]) -> None:
 def forms(scheme: Scheme, name: str, shape: tuple[int, ...], *, in_out: bool = False) -> tuple[Form, ...]:
     """What the weight ``name`` [..., N, K] is stored as; ``in_out``: it is [..., K, N].
 
-    Raises LayoutError when K is no multiple of a group, and for blocks that do not divide with ``edge`` "error".
+    Raises LayoutError when K is not a multiple of a group, and for blocks that do not divide with ``edge`` "error".
     """
     if in_out and scheme.recipe not in ("tensor", "block", "mxfp4"):
         raise LayoutError(

@@ -51,7 +51,7 @@ def recipe_of(
 
 
 def adapted(source: str, weights: str = "") -> Recipe:
-    """The recipe that adds adapters to one model: ``PATH+ADAPTER...`` with a weight for each adapter, 1 unless said.
+    """The recipe that adds adapters to one model: ``PATH+ADAPTER...`` with a weight for each adapter; default: 1.
 
     Raises UsageError, also for a source without adapters.
     """
