@@ -190,6 +190,9 @@ _CODES = (
 _KINDS = {code: (name, int(code[1:])) for code, name, _ in (c.split(":") for c in _CODES.split())}
 _STRUCT = {code: letters for code, _, letters in (c.split(":") for c in _CODES.split())}
 
+_DTYPE_VERSIONS = (0, 1, 2, 3, 4)
+"""Versions of a dtype's state that numpy reads; an array's state has the version 1."""
+
 _METADATA = frozenset({"Metadata", "LocalTensorMetadata", "LocalTensorIndex"})
 _METADATA_MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
 """Since August 2025, and before; Paddle 3.3.1 cannot load files with the old one."""
@@ -884,6 +887,8 @@ class _Machine:
         # Version, byte order, subarray, names, fields, size, alignment, flags.
         if type(state) is not tuple or len(state) < 8:
             self.corrupt("the state of a numpy dtype is not a tuple of 8")
+        if type(state[0]) is not int or state[0] not in _DTYPE_VERSIONS:
+            self.corrupt("the state of a numpy dtype has a version that numpy does not read")
         if state[1] not in ("<", "|", "="):
             self.refuse(f"an array of {v.code} has a byte order {_quoted(state[1])}", "little-endian arrays are read")
         if any(s is not None for s in state[2:5]):
@@ -894,7 +899,9 @@ class _Machine:
         items = state.items if type(state) is _Args else ()
         if v.array is not None or len(items) != 5 or type(items[2]) is not _Dtype or type(items[3]) not in (bool, int):
             self.corrupt("the state of an array is not numpy's (version, shape, dtype, order, bytes)")
-        _, shape, dtype, fortran, data = items
+        version, shape, dtype, fortran, data = items
+        if type(version) is not int or version != 1:
+            self.corrupt("the state of an array has a version that numpy does not read")
         if (
             type(shape) is not tuple
             or len(shape) > MAX_AXES

@@ -257,7 +257,12 @@ CONTRADICTORY: dict[str, tuple[bytes, str]] = {
         name("numpy.core.multiarray", "scalar") + F4 + b"C\x02ab\x86R",
         "numpy number of f4 has 2 bytes",
     ),
+    "array's version": (EMPTY + b"(K\x05)" + F4 + b"\x89C\x04abcdtb", "version that numpy"),
     "dtype's state": (F4 + b"}b", "state of a numpy dtype"),
+    "dtype's version": (
+        F4 + b"(K\x05" + text("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb",
+        "version that numpy",
+    ),
     "record's state": (RECORD + b")\x81]b", "state of a Metadata"),
     "record's state twice": (RECORD + b")\x81}" + text("a") + b"Nsb}b", "state of a Metadata"),
     "bytes beyond latin1": (
