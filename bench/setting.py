@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpttool.formats.safetensors import read_header
+from ckpttool.containers.safetensors import read_header
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "bench" / "peers"

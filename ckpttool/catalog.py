@@ -78,13 +78,13 @@ class StoredTensor(NamedTuple):
         return contiguous_strides(self.shape) if self.strides is None else self.strides
 
 
-IN_SHARDS = -1
+SHARDED = -1
 """``StoredTensor.file`` of a rank's tensor that no file holds in one run: ``offset`` then is its index into the
 ``shards`` of the stored checkpoint."""
 
 
-SHAPE_OF_RANK = (-1,)
-"""Shape of an ``IN_SHARDS`` tensor that its files do not tell: what the rules give the rank of the model's tensor."""
+SHAPE_FROM_RULES = (-1,)
+"""Shape of an ``SHARDED`` tensor that its files do not tell: what the rules give the rank of the model's tensor."""
 
 
 class FlatShard(NamedTuple):
@@ -98,18 +98,18 @@ class FlatShard(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """``local`` of ``stored`` is ``box`` of the logical tensor; both boxes have the same shape."""
+    """``stored_box`` of ``stored`` is ``logical_box`` of the logical tensor; both boxes have the same shape."""
 
     stored: StoredTensor
-    local: Box
-    box: Box
+    stored_box: Box
+    logical_box: Box
 
 
 class Pad(NamedTuple):
-    """``local`` of ``stored`` is padding that belongs to no logical tensor; the row before it may have been copied."""
+    """``stored_box`` of ``stored`` is padding of no logical tensor; the row before it may have been copied."""
 
     stored: StoredTensor
-    local: Box
+    stored_box: Box
 
 
 class RankTensor(NamedTuple):
@@ -147,17 +147,17 @@ class RankTensors(Sequence[RankTensor]):
     """What a rank stores, packed; each is made anew whenever it is asked for.
 
     Tensor-parallel ranks store the same tensors, and cut them in a few ways. So each is kept as two numbers: which one
-    it is, and how it is cut. ``like`` is what another rank stores: the two then number alike.
+    it is, and how it is cut. ``share_index_with`` is what another rank stores: the two then number alike.
     """
 
     __slots__ = ("_cuts", "_numbers", "_packed", "_what")
 
-    def __init__(self, tensors: Iterable[RankTensor] = (), like: RankTensors | None = None) -> None:
+    def __init__(self, tensors: Iterable[RankTensor] = (), share_index_with: RankTensors | None = None) -> None:
         self._what: list[tuple[Any, ...]] = []
         self._cuts: list[tuple[Any, ...]] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
-        if like is not None:
-            self._what, self._cuts, self._numbers = like._what, like._cuts, like._numbers  # noqa: SLF001
+        if (other := share_index_with) is not None:
+            self._what, self._cuts, self._numbers = other._what, other._cuts, other._numbers  # noqa: SLF001
         self._packed = array("I")
         for t in tensors:
             self.append(t)
@@ -248,12 +248,12 @@ def logical_tensor(
                 f"tensor `{key}` is {dtype} in one file and {p.stored.dtype} in another",
                 where=[_place(pieces[0].stored, files), _place(p.stored, files)],
             )
-    tiling = _tiling(shape, tuple([p.box for p in pieces]))
+    tiling = _tiling(shape, tuple([p.logical_box for p in pieces]))
     unique = [pieces[i] for i in tiling.first]
     if tiling.clash is not None:
         a, b = pieces[tiling.clash[0]], pieces[tiling.clash[1]]
         raise ConflictError(
-            f"two pieces of tensor `{key}` overlap without being equal: {a.box} and {b.box}",
+            f"two pieces of tensor `{key}` overlap without being equal: {a.logical_box} and {b.logical_box}",
             where=[_place(a.stored, files), _place(b.stored, files)],
             hint="the sizes given for the source (--tp, --ep, ...) or its family are probably wrong",
         )

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, StoredTensor
+from ckpttool.containers.safetensors import MAX_NAME
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import by_name, read_source, refuse_part
-from ckpttool.formats.safetensors import MAX_NAME
 from ckpttool.layout.assemble import EXPERT, LAYER, Assembler, whole_catalog
-from ckpttool.layout.family import Family, Fuse, Op, family_names, find_family, load_family, no_family
-from ckpttool.layout.paddle import WholeTensors, source_ops
-from ckpttool.layout.rules import Cutting
+from ckpttool.layout.family import Family, Fuse, Transform, family_names, find_family, load_family, no_family
+from ckpttool.layout.paddle import WholeTensors, source_transforms
+from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.shards import join_shards
 from ckpttool.mesh import Mesh
 
-__all__ = ["Checkpoint", "OpenOptions", "assemble", "naming_ops", "open_checkpoint", "pick_family"]
+__all__ = ["Checkpoint", "OpenOptions", "assemble", "naming_transforms", "open_checkpoint", "pick_family"]
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Checkpoint:
     """Without rules (``name == "none"``) when none is known and none was needed."""
     catalog: Catalog
     notes: list[str]
-    ops: tuple[Op, ...] = ()
+    ops: tuple[Transform, ...] = ()
     """Statements that lead from Hugging Face names to the names of this checkpoint."""
 
     @property
@@ -57,7 +57,7 @@ class Checkpoint:
         return tuple(dict.fromkeys(k.component for k in self.catalog.tensors))
 
 
-def naming_ops(family: Family, naming: str, fused: str, mesh: Mesh) -> tuple[Op, ...]:
+def naming_transforms(family: Family, naming: str, fused: str, mesh: Mesh) -> tuple[Transform, ...]:
     """The statements of a naming, plus all fusions of the family when ``fused`` is "fuse" or "unfuse"."""
     if family.name == "none" and naming in ("hf", ""):
         return ()
@@ -69,7 +69,7 @@ def naming_ops(family: Family, naming: str, fused: str, mesh: Mesh) -> tuple[Op,
             if family.spec.fusions[name].only_named:
                 continue
             if family.publishes_fused(name) == apart and not any(isinstance(o, Fuse) and o.name == name for o in ops):
-                ops.append(replace(family.fusion(name), apart=apart))
+                ops.append(replace(family.fusion(name), inverse=apart))
     return tuple(ops)
 
 
@@ -105,8 +105,8 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
     _check_numbers(stored, family, str(root))
     if options.replicate or options.split:
         family = family.with_overrides(options.replicate, options.split)
-    habits = by_name(stored.format, "--from").habits
-    if options.mesh.more and not habits.spread:
+    capabilities = by_name(stored.format, "--from").capabilities
+    if options.mesh.more and not capabilities.multi_directory:
         raise UsageError(
             f"--also names a further directory, and a {stored.format} checkpoint lies in one",
             where=str(options.mesh.more[0]),
@@ -122,9 +122,9 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
     if published and stored.recorded is None:
         stored.naming, stored.fused = family.hf_form(t.name for t in stored.tensors)
     if stored.naming == "paddle":
-        ops = source_ops(family, _shapes(stored), stored.config)
+        ops = source_transforms(family, _shapes(stored), stored.config)
     else:
-        ops = naming_ops(family, stored.naming, stored.fused, stored.mesh)
+        ops = naming_transforms(family, stored.naming, stored.fused, stored.mesh)
     if stored.recorded is not None:
         catalog = stored.recorded
     else:
@@ -135,11 +135,13 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
                 catalog.tensors |= whole_catalog(stored.files, tensors, copies=stored.naming == "paddle").tensors
                 continue
             rules = family.with_whole(stored.whole)
-            cutting = Cutting(mesh, family.sizes, optional=family.guards(), pad_vocab=habits.pad_vocab)
+            cutting = PartitionContext(mesh, family.sizes, optional=family.guards(), pad_vocab=capabilities.pad_vocab)
             wholes = {k.name: t.shape for k, t in catalog.tensors.items() if k.component in ("model", "adapter")}
             if not stored.records_cuts:
                 rules = rules.with_whole(WholeTensors(rules, ops, cutting, stored.config, wholes).patterns(tensors))
-            assembler = Assembler(stored.files, rules, ops, cutting, stored.config, habits.local_layers, wholes=wholes)
+            assembler = Assembler(
+                stored.files, rules, ops, cutting, stored.config, capabilities.local_layers, wholes=wholes
+            )
             try:
                 found = assembler.run(tensors)
             except CkptError as e:

@@ -58,7 +58,7 @@ class Fill(NamedTuple):
     dtype: str
 
 
-class Same(NamedTuple):
+class AssertEqual(NamedTuple):
     """``a`` and ``b`` hold the same bytes, or the source contradicts itself."""
 
     a: Block
@@ -80,7 +80,7 @@ TIED_HINT = (
 """What to do about tied tensors that differ."""
 
 
-class Padding(NamedTuple):
+class AssertPadding(NamedTuple):
     """``src`` holds padding: zeros, or copies of the row at ``like``."""
 
     src: Block
@@ -257,7 +257,7 @@ class Quantize(NamedTuple):
         return tuple([c for r in self.results for c in r.outputs])
 
 
-Step = Copy | Fill | Same | Padding | Compute | Quantize
+Step = Copy | Fill | AssertEqual | AssertPadding | Compute | Quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ class Unit(NamedTuple):
 
     name: str
     steps: tuple[Step, ...]
-    targets: tuple[Target, ...] = ()
+    stored_tensors: tuple[Target, ...] = ()
     """Stored tensors that this unit, and no other, writes completely."""
 
     @property
@@ -366,15 +366,20 @@ class Units(Sequence[Unit]):
     def append(self, unit: Unit) -> None:
         """Pack a unit."""
         steps = array("q", [n for s in unit.steps for n in self._pack(s)])
-        self.add(unit.name, steps, [t.name for t in unit.targets], array("q", [n for t in unit.targets for n in t[1:]]))
+        self.add(
+            unit.name,
+            steps,
+            [t.name for t in unit.stored_tensors],
+            array("q", [n for t in unit.stored_tensors for n in t[1:]]),
+        )
 
     def _pack(self, step: Step) -> tuple[int, int, int, int, int]:
-        if isinstance(step, Copy | Same):
+        if isinstance(step, Copy | AssertEqual):
             a, b = step[:2]
             return (self.form(type(step)(_origin(a), _origin(b), *step[2:])), a.file, a.offset, b.file, b.offset)
         if isinstance(step, Fill):
             return (self.form(step._replace(dst=_origin(step.dst))), 0, 0, step.dst.file, step.dst.offset)
-        if isinstance(step, Padding):
+        if isinstance(step, AssertPadding):
             like = step.like and _origin(step.like)
             number = self.form(step._replace(src=_origin(step.src), like=like))
             return (number, step.src.file, step.src.offset, *(step.like[:2] if step.like else (0, 0)))
@@ -383,12 +388,12 @@ class Units(Sequence[Unit]):
     def step(self, form: int, f: int, x: int, g: int, y: int) -> Step:
         """A packed step as it is."""
         step = self._forms[form]
-        if isinstance(step, Copy | Same):
+        if isinstance(step, Copy | AssertEqual):
             (_, _, a), (_, _, b) = step[:2]
             return type(step)(Block(f, x, a), Block(g, y, b), *step[2:])
         if isinstance(step, Fill):
             return step._replace(dst=Block(g, y, step.dst.strides))
-        if isinstance(step, Padding):
+        if isinstance(step, AssertPadding):
             like = step.like and Block(g, y, step.like.strides)
             return step._replace(src=Block(f, x, step.src.strides), like=like)
         return step

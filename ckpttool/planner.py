@@ -11,13 +11,15 @@ from typing import Any
 from ckpttool.catalog import Catalog, DataFile, LogicalTensor, Pad, Piece, RankTensor
 from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError
-from ckpttool.formats.base import Skeleton
+from ckpttool.formats.base import FileLayout
 from ckpttool.geometry import Box, contiguous_strides, whole
 from ckpttool.layout.scales import is_beside, weight_of
 from ckpttool.plan import (
     STEP,
     TARGET,
     TIED_HINT,
+    AssertEqual,
+    AssertPadding,
     Block,
     Compute,
     Copy,
@@ -25,11 +27,9 @@ from ckpttool.plan import (
     Gathered,
     Operand,
     Output,
-    Padding,
     Plan,
     Quantize,
     Randomness,
-    Same,
     Scaled,
     Source,
     Step,
@@ -38,10 +38,10 @@ from ckpttool.plan import (
     Units,
     merged_axes,
 )
-from ckpttool.relate import NONE, Equal, Part, Tied, View
+from ckpttool.relate import NONE, DerivedTensor, EqualPair, Region, Tied
 
 
-def caster(names: Collection[str], wanted: str, packed: Collection[str] = ()) -> Callable[[str, str], str]:
+def output_dtype(names: Collection[str], wanted: str, packed: Collection[str] = ()) -> Callable[[str, str], str]:
     """(name, dtype) -> the dtype that ``--dtype`` makes of it.
 
     Floats of 16 bits and more are cast. Scales are not, those of ``packed`` weights neither: their weights were rounded
@@ -60,19 +60,19 @@ def caster(names: Collection[str], wanted: str, packed: Collection[str] = ()) ->
 
 def build_plan(
     catalog: Catalog,
-    views: dict[str, View],
+    views: dict[str, DerivedTensor],
     ranks: Sequence[Sequence[RankTensor]],
-    skeleton: Skeleton,
+    file_layout: FileLayout,
     *,
     carried: Sequence[tuple[str, DataFile]] = (),
     literal_files: Sequence[tuple[str, bytes]] = (),
     check_replicas: bool = True,
     computed: Computed | None = None,
     linked: Collection[str] = (),
-    equal: Sequence[Equal] = (),
+    equal: Sequence[EqualPair] = (),
     tied: Sequence[Tied] = (),
 ) -> Plan:
-    """All steps for writing ``ranks`` (what each rank stores of which view) into the files of ``skeleton``.
+    """All steps for writing ``ranks`` (what each rank stores of which view) into the files of ``file_layout``.
 
     ``carried`` are (name, file of the source) of companion files, ``literal_files`` (name, bytes) of generated ones.
     Carried files whose name is in ``linked`` may share their bytes with the source. A stored tensor whose file number
@@ -80,13 +80,13 @@ def build_plan(
     Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte,
     ConflictError for tied tensors that cannot be equal.
     """
-    outputs = [Output(f.name, f.size, f.literals) for f in skeleton.files]
+    outputs = [Output(f.name, f.size, f.literals) for f in file_layout.files]
     units = Units()
     moves = _Moves(units)
     jobs: dict[str, _Job] = {}
     used: dict[int, LogicalTensor] = {} if computed is None else dict(computed.operands.used)
-    for rank, tensors in enumerate(skeleton.ranks or ranks):
-        places = skeleton.places[rank]
+    for rank, tensors in enumerate(file_layout.ranks or ranks):
+        places = file_layout.places[rank]
         for t in tensors:
             view = views[t.key]
             file, offset = places[t.slot]
@@ -118,7 +118,7 @@ def build_plan(
     for name, data in literal_files:
         outputs.append(Output(name, len(data), ((0, data),)))
     randomness = computed.randomness if computed is not None else None
-    return Plan(sources, outputs, units, list(skeleton.notes), skeleton.rank_files, randomness)
+    return Plan(sources, outputs, units, list(file_layout.notes), file_layout.rank_files, randomness)
 
 
 class _Job:
@@ -156,7 +156,7 @@ class Operands:
         self._units = Units()
         self._moves = _Moves(self._units)
 
-    def stored(self, view: View, label: str) -> Stored:
+    def stored(self, view: DerivedTensor, label: str) -> Stored:
         """All of a view, row-major. Raises LayoutError for elements smaller than a byte."""
         box = whole(view.shape)
         _item(view.dtype, view.name)
@@ -250,7 +250,9 @@ class _Moves:
         """Of tensors of several pieces: equal numbers for equal geometry. The tensor is kept because ids are reused."""
         self._numbers: dict[tuple[Any, ...], int] = {}
 
-    def of(self, view: View, t: RankTensor, used: dict[int, LogicalTensor]) -> Iterator[tuple[int, int, int, int]]:
+    def of(
+        self, view: DerivedTensor, t: RankTensor, used: dict[int, LogicalTensor]
+    ) -> Iterator[tuple[int, int, int, int]]:
         """(form, source file, byte in it, byte in the rank's tensor) of each copy and fill.
 
         Source tensors that have something to check are added to ``used``.
@@ -294,7 +296,7 @@ class _Moves:
             form = self._whole[dtype, size] = self._units.form(Copy(block, block, (size // unit,), kind, kind))
         return form
 
-    def _of_part(self, part: Part, t: RankTensor) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
+    def _of_part(self, part: Region, t: RankTensor) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
         size, first, step, source, *walk = part
         key = (self._geometry_of(source), size, first, step, *walk, t.boxes, t.shape, t.dtype)
         known = self._parts.get(key)
@@ -310,11 +312,13 @@ class _Moves:
             return (local, box, stored.dtype, stored.shape, stored.strides)
         known = self._geometry.get(id(tensor))
         if known is None:
-            all_of = tuple([(p.local, p.box, p.stored.dtype, p.stored.shape, p.stored.strides) for p in pieces])
+            all_of = tuple(
+                [(p.stored_box, p.logical_box, p.stored.dtype, p.stored.shape, p.stored.strides) for p in pieces]
+            )
             known = self._geometry[id(tensor)] = (tensor, self._numbers.setdefault(all_of, len(self._numbers)))
         return known[1]
 
-    def _clipped(self, part: Part, t: RankTensor) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
+    def _clipped(self, part: Region, t: RankTensor) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
         strides, item = contiguous_strides(t.shape), _item(t.dtype, t.key)
         found, copies = 0, []
         for inner, outer in t.boxes:
@@ -322,7 +326,7 @@ class _Moves:
             if clipped is None:
                 continue
             for i, piece in enumerate(part.source.pieces):
-                c = clipped.clip_source(piece.box)
+                c = clipped.clip_source(piece.logical_box)
                 if c is not None:
                     found += prod(c.size)
                     form, at, to = _copy(c, piece, inner, outer, strides, item, t.dtype)
@@ -346,7 +350,7 @@ def _item(dtype: str, name: str) -> int:
 
 
 def _copy(
-    c: Part, piece: Piece, inner: Box, outer: Box, out_strides: Sequence[int], out_item: int, dtype: str
+    c: Region, piece: Piece, inner: Box, outer: Box, out_strides: Sequence[int], out_item: int, dtype: str
 ) -> tuple[Copy, int, int]:
     """The form of a copy, the byte in the stored tensor and the byte in the rank's tensor at which it begins."""
     start, src_strides = _source_block(c, piece)
@@ -360,12 +364,12 @@ def _copy(
     return Copy(Block(0, 0, a), Block(0, 0, b), shape, piece.stored.dtype, dtype), start, dst * out_item
 
 
-def _source_block(c: Part, piece: Piece) -> tuple[int, list[int]]:
+def _source_block(c: Region, piece: Piece) -> tuple[int, list[int]]:
     """The byte of the stored tensor at which a part of a view begins, and bytes per step along each axis of it."""
     item, strides = _item(piece.stored.dtype, piece.stored.name), piece.stored.element_strides
     start = sum(
         (at - box + local) * s
-        for at, box, local, s in zip(c.origin, piece.box.start, piece.local.start, strides, strict=True)
+        for at, box, local, s in zip(c.origin, piece.logical_box.start, piece.stored_box.start, strides, strict=True)
     )
     return start * item, [
         0 if axis == NONE else by * strides[axis] * item for axis, by in zip(c.axes, c.stride, strict=True)
@@ -378,35 +382,35 @@ def _checks(tensors: Iterable[LogicalTensor]) -> list[Unit]:
     for tensor in tensors:
         if not tensor.replicas and not tensor.pads:
             continue
-        primary = {p.box: p for p in tensor.pieces}
+        primary = {p.logical_box: p for p in tensor.pieces}
         steps: list[Step] = []
         for other in tensor.replicas:
-            if (mine := primary.get(other.box)) is not None:
+            if (mine := primary.get(other.logical_box)) is not None:
                 steps.append(_same(tensor, mine, other))
                 continue
             # Replicas that are cut in other places (flat shards of ranks that hold the same) overlap several pieces.
             for piece in tensor.pieces:
-                if (common := piece.box.intersect(other.box)) is not None:
+                if (common := piece.logical_box.intersect(other.logical_box)) is not None:
                     steps.append(_same(tensor, _clipped(piece, common), _clipped(other, common)))
-        steps += [_padding(tensor, pad) for pad in tensor.pads if pad.local.volume]
+        steps += [_padding(tensor, pad) for pad in tensor.pads if pad.stored_box.volume]
         units.append(Unit(f"check {tensor.key}", tuple(steps)))
     return units
 
 
 def _clipped(piece: Piece, box: Box) -> Piece:
     """The part of a piece that is ``box`` of the logical tensor."""
-    by = [b - a for a, b in zip(piece.box.start, piece.local.start, strict=True)]
+    by = [b - a for a, b in zip(piece.logical_box.start, piece.stored_box.start, strict=True)]
     return Piece(piece.stored, box.shift(by), box)
 
 
-def _equal(pairs: Iterable[Equal]) -> list[Unit]:
+def _equal(pairs: Iterable[EqualPair]) -> list[Unit]:
     """Tensors of which only one is written must hold the same: where dtypes differ, the second one rounded."""
     units = []
     for a, b in pairs:
         steps: list[Step] = []
         for one in a.pieces:
             for other in b.pieces:
-                common = one.box.intersect(other.box) if one.box.start else one.box
+                common = one.logical_box.intersect(other.logical_box) if one.logical_box.start else one.logical_box
                 if common is None:
                     continue
                 mine, its = _clipped(one, common), _clipped(other, common)
@@ -425,20 +429,20 @@ class Ties:
         self._computed = computed
         self._real = real
 
-    def check(self, copy: View, owner: View) -> Unit:
+    def check(self, copy: DerivedTensor, owner: DerivedTensor) -> Unit:
         """The unit that compares a pair. Raises ConflictError when it cannot be equal."""
         return Unit(f"check {copy.name} = {owner.name}", tuple(self.steps(copy, owner)))
 
-    def steps(self, copy: View, owner: View) -> Iterator[Same]:
+    def steps(self, copy: DerivedTensor, owner: DerivedTensor) -> Iterator[AssertEqual]:
         """The comparisons of a pair. Raises ConflictError when it cannot be equal."""
         if copy.shape != owner.shape:
             raise self._differ(copy, owner, f"are {list(copy.shape)} and {list(owner.shape)}")
         return (self._stored if self._is_stored(copy) and self._is_stored(owner) else self._worked_out)(copy, owner)
 
-    def _is_stored(self, view: View) -> bool:
+    def _is_stored(self, view: DerivedTensor) -> bool:
         return all(piece.stored.file < self._real for part in view.parts for piece in part.source.pieces)
 
-    def _stored(self, copy: View, owner: View) -> Iterator[Same]:
+    def _stored(self, copy: DerivedTensor, owner: DerivedTensor) -> Iterator[AssertEqual]:
         narrow, wide = sorted((owner, copy), key=lambda view: lookup(view.dtype).bits)
         if narrow.dtype != wide.dtype and not (
             {narrow.dtype, wide.dtype} <= CASTABLE and lookup(narrow.dtype).bits < lookup(wide.dtype).bits
@@ -452,7 +456,7 @@ class Ties:
             shape, (x, y) = merged_axes(a.size, strides, its_strides)
             if not shape:
                 shape, x, y = (1,), (itemsize(wide.dtype),), (itemsize(narrow.dtype),)
-            yield Same(
+            yield AssertEqual(
                 Block(one.stored.file, one.stored.offset + at, x),
                 Block(other.stored.file, other.stored.offset + its, y),
                 shape,
@@ -464,16 +468,16 @@ class Ties:
         if compared != prod(copy.shape):
             raise self._differ(copy, owner, "are cut so that they cannot be compared")
 
-    def _worked_out(self, copy: View, owner: View) -> Iterator[Same]:
+    def _worked_out(self, copy: DerivedTensor, owner: DerivedTensor) -> Iterator[AssertEqual]:
         one, other = (self._step_of(view) for view in (copy, owner))
         if one is None or other is None or _recipe_of(one) != _recipe_of(other):
             raise self._differ(copy, owner, "are worked out in different ways")
         for a, b in zip(one.operands, other.operands, strict=True):
             for mine, its in self._operands(copy, owner, a, b):
                 for c, d in zip(mine.copies, its.copies, strict=True):
-                    yield Same(c.src, d.src, c.shape, c.src_dtype, copy.name, "", owner.name)
+                    yield AssertEqual(c.src, d.src, c.shape, c.src_dtype, copy.name, "", owner.name)
 
-    def _step_of(self, view: View) -> Compute | None:
+    def _step_of(self, view: DerivedTensor) -> Compute | None:
         """The step that makes all of a view, and nothing else."""
         files = {piece.stored.file for part in view.parts for piece in part.source.pieces}
         if self._computed is None or len(files) != 1 or min(files) < self._real:
@@ -482,7 +486,9 @@ class Ties:
         step = self._computed.steps[at if results is None else results[at][0]]
         return step if isinstance(step, Compute) else None
 
-    def _operands(self, copy: View, owner: View, a: Operand, b: Operand) -> Iterator[tuple[Stored, Stored]]:
+    def _operands(
+        self, copy: DerivedTensor, owner: DerivedTensor, a: Operand, b: Operand
+    ) -> Iterator[tuple[Stored, Stored]]:
         """What must hold the same so that two operands do."""
         if isinstance(a, Stored) and isinstance(b, Stored):
             if [c[1:] for c in a.copies] == [c[1:] for c in b.copies]:
@@ -502,7 +508,7 @@ class Ties:
         raise self._differ(copy, owner, "are worked out in different ways")
 
     @staticmethod
-    def _differ(copy: View, owner: View, how: str) -> ConflictError:
+    def _differ(copy: DerivedTensor, owner: DerivedTensor, how: str) -> ConflictError:
         return ConflictError(
             f"`{copy.name}` and `{owner.name}`, which the config ties to each other, {how}", hint=TIED_HINT
         )
@@ -513,37 +519,37 @@ def _recipe_of(step: Compute) -> tuple[object, ...]:
     return (step.shape, step.dtype, step.method, step.parameters, step.whole, step.base_at, step.base is None)
 
 
-def _common_parts(a: View, b: View) -> Iterator[tuple[Part, Piece, Part, Piece]]:
+def _common_parts(a: DerivedTensor, b: DerivedTensor) -> Iterator[tuple[Region, Piece, Region, Piece]]:
     """The boxes of two views of one shape that lie in one piece on either side; steps between elements are 1."""
     for part in a.parts:
         for piece in part.source.pieces:
-            mine = part.clip_source(piece.box)
+            mine = part.clip_source(piece.logical_box)
             for other in b.parts if mine is not None else ():
                 for its_piece in other.source.pieces:
-                    its = other.clip_source(its_piece.box)
+                    its = other.clip_source(its_piece.logical_box)
                     both = its and mine and its.clip(_box_of(mine))
                     if both and mine and (same := mine.clip(_box_of(both))) is not None:
                         yield same, piece, both, its_piece
 
 
-def _box_of(part: Part) -> Box:
+def _box_of(part: Region) -> Box:
     return Box(part.first, tuple([f + n for f, n in zip(part.first, part.size, strict=True)]))
 
 
-def _same(tensor: LogicalTensor, mine: Piece, other: Piece) -> Same:
+def _same(tensor: LogicalTensor, mine: Piece, other: Piece) -> AssertEqual:
     """Two pieces that hold the same box."""
     a, b, what = mine.stored, other.stored, str(tensor.key)
-    if lookup(a.dtype).bits % 8 and mine.local == whole(a.shape) and other.local == whole(b.shape):
+    if lookup(a.dtype).bits % 8 and mine.stored_box == whole(a.shape) and other.stored_box == whole(b.shape):
         # Elements that share bytes are never cut, so these are copies of the whole.
-        return Same(Block(a.file, a.offset, (1,)), Block(b.file, b.offset, (1,)), (a.nbytes,), "U8", what)
+        return AssertEqual(Block(a.file, a.offset, (1,)), Block(b.file, b.offset, (1,)), (a.nbytes,), "U8", what)
     sa = [s * _item(a.dtype, what) for s in a.element_strides]
     sb = [s * _item(b.dtype, what) for s in b.element_strides]
-    shape, (x, y) = merged_axes(other.box.shape, sa, sb)
+    shape, (x, y) = merged_axes(other.logical_box.shape, sa, sb)
     if not shape:
         shape, x, y = (1,), (_item(a.dtype, what),), (_item(b.dtype, what),)
-    return Same(
-        Block(a.file, a.offset + _at(mine.local, sa), x),
-        Block(b.file, b.offset + _at(other.local, sb), y),
+    return AssertEqual(
+        Block(a.file, a.offset + _at(mine.stored_box, sa), x),
+        Block(b.file, b.offset + _at(other.stored_box, sb), y),
         shape,
         a.dtype,
         what,
@@ -555,22 +561,22 @@ def _at(box: Box, strides: Sequence[int]) -> int:
     return sum(a * s for a, s in zip(box.start, strides, strict=True))
 
 
-def _padding(tensor: LogicalTensor, pad: Pad) -> Padding:
+def _padding(tensor: LogicalTensor, pad: Pad) -> AssertPadding:
     """Zeros or copies of the last true row, which may be in another rank's file."""
     item = _item(pad.stored.dtype, str(tensor.key))
     strides = [s * item for s in pad.stored.element_strides]
-    rows, inner = pad.local.shape[0], pad.local.shape[1:]
+    rows, inner = pad.stored_box.shape[0], pad.stored_box.shape[1:]
     shape, (tail,) = merged_axes(inner, strides[1:])
     like = None
-    ends = [p for p in tensor.pieces if p.box.stop and p.box.stop[0] == tensor.shape[0]]
-    if len(ends) == 1 and ends[0].box.shape[1:] == inner and len(pad.local.shape) > 1:
+    ends = [p for p in tensor.pieces if p.logical_box.stop and p.logical_box.stop[0] == tensor.shape[0]]
+    if len(ends) == 1 and ends[0].logical_box.shape[1:] == inner and len(pad.stored_box.shape) > 1:
         p = ends[0]
         last = [s * item for s in p.stored.element_strides]
-        row = Box((p.local.stop[0] - 1, *p.local.start[1:]), p.local.stop)
+        row = Box((p.stored_box.stop[0] - 1, *p.stored_box.start[1:]), p.stored_box.stop)
         _, (like_strides,) = merged_axes(inner, last[1:])
         like = Block(p.stored.file, p.stored.offset + _at(row, last), like_strides)
-    return Padding(
-        Block(pad.stored.file, pad.stored.offset + _at(pad.local, strides), (strides[0], *tail)),
+    return AssertPadding(
+        Block(pad.stored.file, pad.stored.offset + _at(pad.stored_box, strides), (strides[0], *tail)),
         (rows, *shape),
         pad.stored.dtype,
         like,

@@ -1,9 +1,9 @@
 """Relations: how the logical tensors of one naming become those of another.
 
-A ``View`` is a logical tensor of the new naming, expressed as parts of logical tensors of the old one. A part is a
-loop nest with one loop per axis of the view: position ``first + step * k`` of the view is position ``origin + stride
-* k`` of an axis of the source. Steps other than 1 are what interleaving needs (gpt-oss keeps gate and up in alternate
-columns); everything else is a translation.
+A ``DerivedTensor`` is a logical tensor of the new naming, expressed as regions of logical tensors of the old one. A
+region is a loop nest with one loop per axis of the derived tensor: its position ``first + step * k`` is position
+``origin + stride * k`` of an axis of the source. Steps other than 1 are what interleaving needs (gpt-oss keeps gate and
+up in alternate columns); everything else is a translation.
 
 Renaming, fusing, taking apart, stacking experts and dropping layers are functions from one table of views to the
 next, so namings compose by applying them in turn.
@@ -27,13 +27,13 @@ from ckpttool.layout.family import (
     DropLayers,
     Family,
     Fuse,
-    Hold,
-    Op,
+    OverrideRules,
     Refuse,
     Rename,
     Squeeze,
     Stack,
     Tie,
+    Transform,
     Transpose,
     matches,
 )
@@ -44,14 +44,14 @@ from ckpttool.layout.rules import Rule, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
 from ckpttool.select import bounded, renamer
 
-Equal = tuple[LogicalTensor, LogicalTensor]
+EqualPair = tuple[LogicalTensor, LogicalTensor]
 """Two tensors that become one, and must hold the same."""
 
 NONE = -1
-"""In ``Part.axes``: the axis of the view has one element and no counterpart."""
+"""In ``Region.axes``: the axis of the view has one element and no counterpart."""
 
 
-class Part(NamedTuple):
+class Region(NamedTuple):
     """A loop nest from a source tensor to a view; all tuples but ``origin`` have one entry per axis of the view."""
 
     size: tuple[int, ...]
@@ -65,7 +65,7 @@ class Part(NamedTuple):
     stride: tuple[int, ...]
     """Source elements per loop step, per axis of the view."""
 
-    def clip(self, box: Box) -> Part | None:
+    def clip(self, box: Box) -> Region | None:
         """The part of the part that lies in ``box`` of the view."""
         size, first, origin = list(self.size), list(self.first), list(self.origin)
         for i, (n, at, step) in enumerate(zip(self.size, self.first, self.step, strict=True)):
@@ -79,7 +79,7 @@ class Part(NamedTuple):
                     origin[self.axes[i]] += lo * self.stride[i]
         return self._replace(size=tuple(size), first=tuple(first), origin=tuple(origin))
 
-    def clip_source(self, box: Box) -> Part | None:
+    def clip_source(self, box: Box) -> Region | None:
         """The part of the part that reads from ``box`` of the source."""
         size, first, origin = list(self.size), list(self.first), list(self.origin)
         walked = set(self.axes)
@@ -100,27 +100,27 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class View:
+class DerivedTensor:
     """A logical tensor of the target naming. ``same`` is set when it is a source tensor unchanged."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     same: LogicalTensor | None = None
-    _parts: tuple[Part, ...] = ()
+    _parts: tuple[Region, ...] = ()
     _starts: list[int] | None = None
     """Of many parts that lie one behind the other: where each begins on the first axis; [] when they do not."""
     _longest: int = 1
     """The most that one of them takes up there."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Region, ...]:
         if self.same is None:
             return self._parts
         n = len(self.shape)
-        return (Part(self.shape, (0,) * n, (1,) * n, self.same, (0,) * n, tuple(range(n)), (1,) * n),)
+        return (Region(self.shape, (0,) * n, (1,) * n, self.same, (0,) * n, tuple(range(n)), (1,) * n),)
 
-    def parts_in(self, boxes: Iterable[tuple[Box, Box]]) -> tuple[Part, ...]:
+    def parts_in(self, boxes: Iterable[tuple[Box, Box]]) -> tuple[Region, ...]:
         """The parts, without some that lie in none of ``boxes`` (the second of each pair): of the experts of a stack
         those that a rank does not hold, which would be looked at in vain for each of many ranks."""
         parts = self.parts
@@ -137,9 +137,9 @@ class View:
         high = max((b.stop[0] for b in outer), default=0)
         return parts[bisect_right(self._starts, low - self._longest) : bisect_left(self._starts, high)]
 
-    def named(self, name: str) -> View:
+    def named(self, name: str) -> DerivedTensor:
         """The same elements under another name."""
-        return View(name, self.dtype, self.shape, self.same, self._parts)
+        return DerivedTensor(name, self.dtype, self.shape, self.same, self._parts)
 
     @property
     def nbytes(self) -> int:
@@ -149,49 +149,51 @@ class View:
         return nbytes(self.dtype, prod(self.shape), where=self.name)
 
 
-Tied = tuple[View, View]
+Tied = tuple[DerivedTensor, DerivedTensor]
 """A copy and its owner, which the config ties to each other."""
 
 
 @dataclass(slots=True)
-class Views:
+class TensorTable:
     """The table of views while statements are applied to it."""
 
-    table: dict[str, View]
+    table: dict[str, DerivedTensor]
     notes: list[str] = field(default_factory=list)
-    equal: list[Equal] = field(default_factory=list)
+    equal: list[EqualPair] = field(default_factory=list)
     """What a statement made one tensor of, although there were several."""
     tied: list[Tied] = field(default_factory=list)
     """What the config ties and a statement takes for one tensor; both are there, and must hold the same."""
 
-    def __iter__(self) -> Iterator[View]:
+    def __iter__(self) -> Iterator[DerivedTensor]:
         return iter(self.table.values())
 
     def __len__(self) -> int:
         return len(self.table)
 
 
-def identity(catalog: Catalog) -> Views:
+def identity(catalog: Catalog) -> TensorTable:
     """Every model weight under its own name."""
-    return Views({t.key.name: View(t.key.name, t.dtype, t.shape, t) for t in catalog if t.key.component == "model"})
+    return TensorTable(
+        {t.key.name: DerivedTensor(t.key.name, t.dtype, t.shape, t) for t in catalog if t.key.component == "model"}
+    )
 
 
-def _put(table: dict[str, View], view: View, why: str) -> None:
+def _put(table: dict[str, DerivedTensor], view: DerivedTensor, why: str) -> None:
     if view.name in table:
         raise ConflictError(f"two tensors would both be named `{view.name}`", where=why)
     table[view.name] = view
 
 
-def rename(views: Views, function: Callable[[str], str | None], why: str) -> Views:
+def rename(views: TensorTable, function: Callable[[str], str | None], why: str) -> TensorTable:
     """Give every view the name ``function`` returns (None keeps it)."""
-    table: dict[str, View] = {}
+    table: dict[str, DerivedTensor] = {}
     for view in views:
         new = function(view.name)
         _put(table, view if new in (None, view.name) else view.named(str(new)), why)
     return replace(views, table=table)
 
 
-def rename_by_rules(views: Views, rules: Sequence[str]) -> Views:
+def rename_by_rules(views: TensorTable, rules: Sequence[str]) -> TensorTable:
     """--rename OLD=NEW; a rule that matches nothing is an error."""
     for regex, replacement, text in renamer(rules):
         with bounded(f"--rename {text}"):
@@ -205,13 +207,13 @@ def rename_by_rules(views: Views, rules: Sequence[str]) -> Views:
     return views
 
 
-def keep(views: Views, names: Iterable[str]) -> Views:
+def keep(views: TensorTable, names: Iterable[str]) -> TensorTable:
     """The views with these names."""
     wanted = set(names)
     return replace(views, table={n: v for n, v in views.table.items() if n in wanted})
 
 
-def concat(name: str, parts: Sequence[View], axis: int) -> View:
+def concat(name: str, parts: Sequence[DerivedTensor], axis: int) -> DerivedTensor:
     """Join along ``axis``. Raises LayoutError when dtypes or other axes differ."""
     first = parts[0]
     for p in parts[1:]:
@@ -231,7 +233,7 @@ def concat(name: str, parts: Sequence[View], axis: int) -> View:
             out.append(q._replace(first=_add(q.first, axis, at)))
         at += p.shape[axis]
     shape = (*first.shape[:axis], at, *first.shape[axis + 1 :])
-    return View(name, first.dtype, shape, None, tuple(out))
+    return DerivedTensor(name, first.dtype, shape, None, tuple(out))
 
 
 def _add(t: tuple[int, ...], axis: int, by: int) -> tuple[int, ...]:
@@ -242,15 +244,15 @@ def _set(t: tuple[int, ...], axis: int, to: int) -> tuple[int, ...]:
     return (*t[:axis], to, *t[axis + 1 :])
 
 
-def take(name: str, view: View, axis: int, start: int, stop: int) -> View:
+def take(name: str, view: DerivedTensor, axis: int, start: int, stop: int) -> DerivedTensor:
     """The slab ``[start, stop)`` of an axis, as a tensor of its own."""
     box = whole(view.shape)
     box = Box(_set(box.start, axis, start), _set(box.stop, axis, stop))
     parts = [c._replace(first=_add(c.first, axis, -start)) for p in view.parts if (c := p.clip(box)) is not None]
-    return View(name, view.dtype, _set(view.shape, axis, stop - start), None, tuple(parts))
+    return DerivedTensor(name, view.dtype, _set(view.shape, axis, stop - start), None, tuple(parts))
 
 
-def weave(name: str, parts: Sequence[View], axis: int, groups: int) -> View:
+def interleave(name: str, parts: Sequence[DerivedTensor], axis: int, groups: int) -> DerivedTensor:
     """Interleave along ``axis``: ``groups`` times (1/groups of part 1, 1/groups of part 2, ...)."""
     each = [p.shape[axis] // groups for p in parts]
     for p in parts:
@@ -258,7 +260,7 @@ def weave(name: str, parts: Sequence[View], axis: int, groups: int) -> View:
             raise LayoutError(f"`{p.name}` {list(p.shape)} does not divide into {groups} groups on axis {axis}")
     joined = concat(name, parts, axis)
     period = sum(each)
-    out: list[Part] = []
+    out: list[Region] = []
     at = 0
     for p, n in zip(parts, each, strict=True):
         if n == 1:
@@ -274,11 +276,13 @@ def weave(name: str, parts: Sequence[View], axis: int, groups: int) -> View:
                 for q in take("", p, axis, g * n, (g + 1) * n).parts:
                     out.append(q._replace(first=_add(q.first, axis, g * period + at)))
         at += n
-    return View(name, joined.dtype, joined.shape, None, tuple(out))
+    return DerivedTensor(name, joined.dtype, joined.shape, None, tuple(out))
 
 
-def unweave(name: str, view: View, axis: int, groups: int, start: int, length: int, period: int) -> View:
-    """The inverse of ``weave`` for one part: rows ``[start, start + length)`` of every period."""
+def deinterleave(
+    name: str, view: DerivedTensor, axis: int, groups: int, start: int, length: int, period: int
+) -> DerivedTensor:
+    """The inverse of ``interleave`` for one part: rows ``[start, start + length)`` of every period."""
     if length == 1 and all(p.step[axis] == 1 for p in view.parts):
         out = []
         for p in view.parts:
@@ -298,12 +302,12 @@ def unweave(name: str, view: View, axis: int, groups: int, start: int, length: i
                     stride=_set(p.stride, axis, p.stride[axis] * period),
                 )
             )
-        return View(name, view.dtype, _set(view.shape, axis, groups), None, tuple(out))
+        return DerivedTensor(name, view.dtype, _set(view.shape, axis, groups), None, tuple(out))
     slabs = [take("", view, axis, g * period + start, g * period + start + length) for g in range(groups)]
     return concat(name, slabs, axis)
 
 
-def stack(name: str, parts: Sequence[View]) -> View:
+def stack(name: str, parts: Sequence[DerivedTensor]) -> DerivedTensor:
     """Put tensors of one shape on a new first axis."""
     first = parts[0]
     out = []
@@ -315,34 +319,36 @@ def stack(name: str, parts: Sequence[View]) -> View:
             )
         for q in p.parts:
             out.append(
-                Part((1, *q.size), (e, *q.first), (1, *q.step), q.source, q.origin, (NONE, *q.axes), (1, *q.stride))
+                Region((1, *q.size), (e, *q.first), (1, *q.step), q.source, q.origin, (NONE, *q.axes), (1, *q.stride))
             )
-    return View(name, first.dtype, (len(parts), *first.shape), None, tuple(out))
+    return DerivedTensor(name, first.dtype, (len(parts), *first.shape), None, tuple(out))
 
 
-def unstack(name: str, view: View, index: int) -> View:
+def unstack(name: str, view: DerivedTensor, index: int) -> DerivedTensor:
     """One tensor of a stack."""
     slab = take("", view, 0, index, index + 1)
     parts = [
-        Part(p.size[1:], p.first[1:], p.step[1:], p.source, p.origin, p.axes[1:], p.stride[1:]) for p in slab.parts
+        Region(p.size[1:], p.first[1:], p.step[1:], p.source, p.origin, p.axes[1:], p.stride[1:]) for p in slab.parts
     ]
-    return View(name, view.dtype, view.shape[1:], None, tuple(parts))
+    return DerivedTensor(name, view.dtype, view.shape[1:], None, tuple(parts))
 
 
-def permute(name: str, view: View, order: Sequence[int]) -> View:
+def permute(name: str, view: DerivedTensor, order: Sequence[int]) -> DerivedTensor:
     """Axis i of the result is axis ``order[i]`` of the view; metadata only."""
 
     def pick(t: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(t[a] for a in order)
 
     parts = [
-        Part(pick(p.size), pick(p.first), pick(p.step), p.source, p.origin, pick(p.axes), pick(p.stride))
+        Region(pick(p.size), pick(p.first), pick(p.step), p.source, p.origin, pick(p.axes), pick(p.stride))
         for p in view.parts
     ]
-    return View(name, view.dtype, pick(view.shape), None, tuple(parts))
+    return DerivedTensor(name, view.dtype, pick(view.shape), None, tuple(parts))
 
 
-def apply_ops(views: Views, ops: Sequence[Op], family: Family, before: Sequence[Op] = ()) -> Views:
+def apply_transforms(
+    views: TensorTable, ops: Sequence[Transform], family: Family, before: Sequence[Transform] = ()
+) -> TensorTable:
     """Apply the statements of a naming. ``before`` are those that led to the names ``views`` has now."""
     done = list(before)
     renames: list[Rename] = []
@@ -366,20 +372,20 @@ def apply_ops(views: Views, ops: Sequence[Op], family: Family, before: Sequence[
         elif isinstance(op, Drop):
             views = _drop(views, op)
         elif isinstance(op, Fuse):
-            views = (_take_apart if op.apart else _fuse)(views, op, _Axes(views, family, tuple(done), packing))
+            views = (_take_apart if op.inverse else _fuse)(views, op, _Axes(views, family, tuple(done), packing))
         elif isinstance(op, Transpose | Squeeze):
             if packing is not None:
                 _refuse_packed(views, op.patterns, packing, "transposed")
             views = _reshape(views, op)
         elif isinstance(op, Refuse):
             _refuse(views, op, family)
-        elif isinstance(op, Hold):
+        elif isinstance(op, OverrideRules):
             pass  # says how the ranks hold them, and changes nothing about what they are
         else:
             if packing is not None:
                 why = "how engines hold stacked experts depends on their kernel"
                 _refuse_packed(views, (op.part, op.whole), replace(packing, why=packing.why or why), "stacked")
-            views = (_unstack_all if op.apart else _stack_all)(views, op)
+            views = (_unstack_all if op.inverse else _stack_all)(views, op)
         done.append(op)
     return views
 
@@ -399,11 +405,11 @@ def _all_of(renames: Sequence[Rename]) -> Callable[[str], str]:
     return lambda name: cached(name) or name
 
 
-def _tie(views: Views, op: Tie, family: Family) -> Views:
+def _tie(views: TensorTable, op: Tie, family: Family) -> TensorTable:
     owner = views.table.get(op.owner)
     if not family.tied or owner is None:
         return views
-    if op.apart:
+    if op.inverse:
         return _drop_copy(views, op)
     copy = views.table.get(op.name)
     if copy is not None:
@@ -413,7 +419,7 @@ def _tie(views: Views, op: Tie, family: Family) -> Views:
     return replace(views, table={**views.table, op.name: owner.named(op.name)})
 
 
-def _drop_copy(views: Views, op: Tie | DropCopy) -> Views:
+def _drop_copy(views: TensorTable, op: Tie | DropCopy) -> TensorTable:
     copy, owner = views.table.get(op.name), views.table.get(op.owner)
     if copy is None or owner is None:
         return views
@@ -422,7 +428,7 @@ def _drop_copy(views: Views, op: Tie | DropCopy) -> Views:
     return replace(views, table={n: v for n, v in views.table.items() if n != op.name})
 
 
-def _drop_layers(views: Views, op: DropLayers, family: Family) -> Views:
+def _drop_layers(views: TensorTable, op: DropLayers, family: Family) -> TensorTable:
     limit = family.size(op.size)
     if limit is None:
         raise LayoutError(
@@ -444,7 +450,7 @@ def _drop_layers(views: Views, op: DropLayers, family: Family) -> Views:
     return replace(views, table=kept)
 
 
-def _drop(views: Views, op: Drop) -> Views:
+def _drop(views: TensorTable, op: Drop) -> TensorTable:
     kept = {n: v for n, v in views.table.items() if not matches(op.patterns, n)}
     if dropped := [v for n, v in views.table.items() if n not in kept]:
         size = sum(v.nbytes for v in dropped)
@@ -455,15 +461,15 @@ def _drop(views: Views, op: Drop) -> Views:
     return replace(views, table=kept)
 
 
-def _reshape(views: Views, op: Transpose | Squeeze) -> Views:
-    table: dict[str, View] = {}
+def _reshape(views: TensorTable, op: Transpose | Squeeze) -> TensorTable:
+    table: dict[str, DerivedTensor] = {}
     for name, view in views.table.items():
         if not matches(op.patterns, name):
             table[name] = view
         elif isinstance(op, Transpose):
             axes = range(len(view.shape))
             table[name] = permute(name, view, (*axes[:-2], axes[-1], axes[-2]))
-        elif op.apart:
+        elif op.inverse:
             table[name] = stack(name, [view])
         elif view.shape[:1] == (1,):
             table[name] = unstack(name, view, 0)
@@ -472,14 +478,14 @@ def _reshape(views: Views, op: Transpose | Squeeze) -> Views:
     return replace(views, table=table)
 
 
-def _refuse(views: Views, op: Refuse, family: Family) -> None:
+def _refuse(views: TensorTable, op: Refuse, family: Family) -> None:
     for pattern, why in op.pairs:
         for name in views.table:
             if matches((pattern,), name):
                 raise UnsupportedError(why, where=[f"tensor `{name}`", family.origin])
 
 
-def _refuse_packed(views: Views, patterns: Sequence[str], packing: Packing, what: str) -> None:
+def _refuse_packed(views: TensorTable, patterns: Sequence[str], packing: Packing, what: str) -> None:
     """Raises UnsupportedError if a statement would rearrange packed integers."""
     for name in views.table:
         if packing.part(name, views.table) is not None and matches(patterns, name):
@@ -490,9 +496,9 @@ def _refuse_packed(views: Views, patterns: Sequence[str], packing: Packing, what
 class _Axes:
     """What the axes of the tensors are that a fusion joins or takes apart."""
 
-    views: Views
+    views: TensorTable
     family: Family
-    before: tuple[Op, ...]
+    before: tuple[Transform, ...]
     """The statements that led to the names of ``views``."""
     packing: Packing | None
 
@@ -531,10 +537,10 @@ class _Axes:
         return block, self.views.table[_weight(self.views, name)].shape if block else shape
 
 
-def _fuse(views: Views, op: Fuse, axes: _Axes) -> Views:
+def _fuse(views: TensorTable, op: Fuse, axes: _Axes) -> TensorTable:
     first = pattern_regex(op.parts[0])
     others = [pattern_regex(p) for p in op.parts[1:]]
-    table: dict[str, View] = {}
+    table: dict[str, DerivedTensor] = {}
     used: set[str] = set()
     for name, view in views.table.items():
         if name in used:
@@ -581,7 +587,7 @@ def _fuse(views: Views, op: Fuse, axes: _Axes) -> Views:
             size = unit_count(op.groups, axes.family.sizes, _no_rule(op))
             if size is None or (block and block[axis] != 1):
                 raise LayoutError(f"`{name}` cannot be interleaved into `{whole_name}`: one scale is for several rows")
-            fused = weave(whole_name, parts, axis, size.value)
+            fused = interleave(whole_name, parts, axis, size.value)
         else:
             fused = concat(whole_name, parts, axis)
         used.update(names)
@@ -591,7 +597,7 @@ def _fuse(views: Views, op: Fuse, axes: _Axes) -> Views:
     return replace(views, table=table)
 
 
-def _one_for_all(views: Views, parts: Sequence[View], packed: PackedPart, name: str) -> View:
+def _one_for_all(views: TensorTable, parts: Sequence[DerivedTensor], packed: PackedPart, name: str) -> DerivedTensor:
     """What the fused weight has once and each of its parts had: groups of the inputs, which must be equal, or the
     shape of the uncut weight, of which engines keep the last that they meet (and look at none)."""
     if packed.place == GLOBAL:
@@ -610,12 +616,12 @@ def _no_rule(op: Fuse) -> Rule:
     return Rule("fused", text=f"fusion {op.name}")
 
 
-def _weight(views: Views, name: str) -> str:
+def _weight(views: TensorTable, name: str) -> str:
     """The weight that a scale belongs to, or the name itself."""
     return weight_of(name, views.table) or name
 
 
-def _scale_block(views: Views, name: str, family: Family) -> tuple[int, ...]:
+def _scale_block(views: TensorTable, name: str, family: Family) -> tuple[int, ...]:
     """Elements per scale along each axis when ``name`` is a scale grid of its weight's rank, else ()."""
     weight = weight_of(name, views.table)
     if weight is None:
@@ -627,9 +633,9 @@ def _scale_block(views: Views, name: str, family: Family) -> tuple[int, ...]:
     return block if block and len(block) == len(shape) else ()
 
 
-def _take_apart(views: Views, op: Fuse, axes: _Axes) -> Views:
+def _take_apart(views: TensorTable, op: Fuse, axes: _Axes) -> TensorTable:
     regex = pattern_regex(op.whole)
-    table: dict[str, View] = {}
+    table: dict[str, DerivedTensor] = {}
     for name, view in views.table.items():
         m = regex.match(name)
         if not m:
@@ -671,7 +677,7 @@ def _take_apart(views: Views, op: Fuse, axes: _Axes) -> Views:
             each = [x // size.value for x in lengths]
             at = 0
             for part, length in zip(names, each, strict=True):
-                got = unweave(part, view, axis, size.value, at, length, sum(each))
+                got = deinterleave(part, view, axis, size.value, at, length, sum(each))
                 _put(table, got, f"fusion {op.name}")
                 at += length
             continue
@@ -682,10 +688,10 @@ def _take_apart(views: Views, op: Fuse, axes: _Axes) -> Views:
     return replace(views, table=table)
 
 
-def _stack_all(views: Views, op: Stack) -> Views:
+def _stack_all(views: TensorTable, op: Stack) -> TensorTable:
     regex = pattern_regex(op.part)
-    groups: dict[str, dict[int, View]] = {}
-    table: dict[str, View] = {}
+    groups: dict[str, dict[int, DerivedTensor]] = {}
+    table: dict[str, DerivedTensor] = {}
     for name, view in views.table.items():
         if m := regex.match(name):
             captures = m.groupdict()
@@ -704,9 +710,9 @@ def _stack_all(views: Views, op: Stack) -> Views:
     return replace(views, table=table)
 
 
-def _unstack_all(views: Views, op: Stack) -> Views:
+def _unstack_all(views: TensorTable, op: Stack) -> TensorTable:
     regex = pattern_regex(op.whole)
-    table: dict[str, View] = {}
+    table: dict[str, DerivedTensor] = {}
     for name, view in views.table.items():
         if m := regex.match(name):
             for e in range(view.shape[0]):
@@ -720,11 +726,11 @@ def _unstack_all(views: Views, op: Stack) -> Views:
 # -- components
 
 
-def parameters(catalog: Catalog) -> Views:
+def parameters(catalog: Catalog) -> TensorTable:
     """A view for each parameter, whatever components it has: its model weight, else its adapter, master weight, ...
 
-    The other components of a parameter follow what becomes of this view (``follow``). The largest state of an
-    optimizer stands for a parameter that has nothing else.
+    The other components of a parameter follow what becomes of this view (``propagate_to_component``). The largest
+    state of an optimizer stands for a parameter that has nothing else.
     """
     order = {"model": 0, "adapter": 1, "master_weights": 2, "ema": 3, "optimizer": 4}
     best: dict[str, tuple[tuple[int, int], LogicalTensor]] = {}
@@ -733,10 +739,12 @@ def parameters(catalog: Catalog) -> Views:
         known = best.get(t.key.name)
         if known is None or rank < known[0]:
             best[t.key.name] = (rank, t)
-    return Views({name: View(name, t.dtype, t.shape, t) for name, (_, t) in best.items()})
+    return TensorTable({name: DerivedTensor(name, t.dtype, t.shape, t) for name, (_, t) in best.items()})
 
 
-def follow(views: Views, catalog: Catalog, component: str, state: str, equal: list[Equal]) -> dict[str, View]:
+def propagate_to_component(
+    views: TensorTable, catalog: Catalog, component: str, state: str, equal: list[EqualPair]
+) -> dict[str, DerivedTensor]:
     """What becomes of one component (or state of the optimizer) when the parameters become ``views``.
 
     A tensor of its parameter's shape goes where the parameter's elements go. A scalar goes to every tensor that its
@@ -745,7 +753,7 @@ def follow(views: Views, catalog: Catalog, component: str, state: str, equal: li
     IncompleteError when only some of the joined parameters have it.
     """
     weights = component in ("model", "adapter")
-    out: dict[str, View] = {}
+    out: dict[str, DerivedTensor] = {}
     for view in views:
         if component == "model" and view.same is not None and catalog.tensors.get(Key(view.same.key.name)) is view.same:
             out[view.name] = view  # by far the most: a weight that becomes what it is
@@ -766,7 +774,7 @@ def follow(views: Views, catalog: Catalog, component: str, state: str, equal: li
         if all(prod(t.shape) == 1 and prod(s.shape) != 1 for s, t in zip(sources, there, strict=True)):
             first = there[0]
             equal += [(first, t) for t in there[1:]]
-            out[view.name] = View(str(key), first.dtype, first.shape, first)
+            out[view.name] = DerivedTensor(str(key), first.dtype, first.shape, first)
             continue
         for s, t in zip(sources, there, strict=True):
             if s.shape != t.shape:
@@ -775,7 +783,7 @@ def follow(views: Views, catalog: Catalog, component: str, state: str, equal: li
                     where=[catalog.place(p.stored) for p in t.pieces[:1]],
                 )
         if view.same is not None:
-            out[view.name] = View(str(key), view.dtype if weights else there[0].dtype, view.shape, there[0])
+            out[view.name] = DerivedTensor(str(key), view.dtype if weights else there[0].dtype, view.shape, there[0])
         else:
             moved = []
             for p in parts:
@@ -783,5 +791,5 @@ def follow(views: Views, catalog: Catalog, component: str, state: str, equal: li
                 if counterpart is not None:
                     moved.append(p._replace(source=counterpart))
             dtype = view.dtype if weights else there[0].dtype
-            out[view.name] = View(str(key), dtype, view.shape, None, tuple(moved))
+            out[view.name] = DerivedTensor(str(key), dtype, view.shape, None, tuple(moved))
     return out

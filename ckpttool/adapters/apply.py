@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 from ckpttool.adapters.base import Adapter, Change, Changes, Pair, Term
 from ckpttool.catalog import LogicalTensor, whole_tensor
 from ckpttool.errors import ConflictError, UnsupportedError
-from ckpttool.relate import View, permute, take, unstack, unweave
+from ckpttool.relate import DerivedTensor, deinterleave, permute, take, unstack
 from ckpttool.select import nearest_hint
 
 InOut = Callable[[str], bool]
@@ -62,9 +62,9 @@ class Holder(NamedTuple):
 class Factors(NamedTuple):
     """What is added to one layer."""
 
-    up: View
+    up: DerivedTensor
     """[out, rank]"""
-    down: View
+    down: DerivedTensor
     """[rank, in]"""
     factor: float
 
@@ -116,7 +116,7 @@ def combine(changes: Iterable[tuple[Changes, float]]) -> Changes:
     return Changes(table, tuple(dict.fromkeys(notes)))
 
 
-def _t(view: View) -> View:
+def _t(view: DerivedTensor) -> DerivedTensor:
     return permute(view.name, view, (1, 0))
 
 
@@ -261,7 +261,7 @@ class _Match:
         before = self.table.get(name, Change())
         self.table[name] = before._replace(terms=(*before.terms, term))
 
-    def _whole(self, name: str, view: View, *, in_place: bool) -> None:
+    def _whole(self, name: str, view: DerivedTensor, *, in_place: bool) -> None:
         shape = self.base.get(name, ())
         turned = self.said is not None and self.said(name) != self.adapter.in_out
         if turned and len(view.shape) == 2 and name.endswith(".weight") and not name.endswith(_TABLES):
@@ -322,7 +322,7 @@ class _Match:
             return False
         return True
 
-    def _split(self, target: str, up: View, sizes: Sequence[int]) -> list[View]:
+    def _split(self, target: str, up: DerivedTensor, sizes: Sequence[int]) -> list[DerivedTensor]:
         """``up`` [out, rank] of a fused layer, in parts."""
         grouped = len(sizes) == 3 and self.adapter.format == "paddle"
         if not grouped:
@@ -340,7 +340,7 @@ class _Match:
             self._misfit(f"{list(sizes)} outputs of q, k and v do not divide among {heads} key and value heads")
         each = [n // heads for n in sizes]
         starts = [stop - n for n, stop in zip(each, accumulate(each), strict=True)]
-        return [unweave(up.name, up, 0, heads, start, n, sum(each)) for n, start in zip(each, starts, strict=True)]
+        return [deinterleave(up.name, up, 0, heads, start, n, sum(each)) for n, start in zip(each, starts, strict=True)]
 
     def _embedding(self, name: str, pair: Pair) -> None:
         """A is [rank, rows] and B is [columns, rank], whoever wrote the base: nobody stores embeddings transposed."""
@@ -443,7 +443,9 @@ class _Match:
             )
         return [
             Factors(
-                unweave(b.name, b, 1, r, e, 1, n) if n > 1 else b, take(a.name, a, 0, e * r, e * r + r), pair.factor
+                deinterleave(b.name, b, 1, r, e, 1, n) if n > 1 else b,
+                take(a.name, a, 0, e * r, e * r + r),
+                pair.factor,
             )
             for e in range(n)
         ]
@@ -479,7 +481,7 @@ def _starts(name: str) -> list[str]:
     return out
 
 
-def _matrix(t: LogicalTensor) -> View:
+def _matrix(t: LogicalTensor) -> DerivedTensor:
     """A stored tensor [n, ...] as [n, the rest]."""
     flat = whole_tensor(t.pieces[0].stored._replace(shape=(t.shape[0], prod(t.shape[1:]))), t.key)
-    return View(t.key.name, t.dtype, flat.shape, flat)
+    return DerivedTensor(t.key.name, t.dtype, flat.shape, flat)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from ckpttool.catalog import Catalog, DataFile
 from ckpttool.dtypes import CASTABLE
 from ckpttool.errors import ConflictError, UnsupportedError
-from ckpttool.relate import View
+from ckpttool.relate import DerivedTensor
 
 Format = Literal["peft", "paddle"]
 Kind = Literal["linear", "embedding", "stacked"]
@@ -57,10 +57,10 @@ class Adapter:
         """The same with ``by`` added to every file number, for a table of files that others share."""
         return replace(self, catalog=self.catalog.shifted(by))
 
-    def view(self, tensor: str) -> View:
+    def view(self, tensor: str) -> DerivedTensor:
         """One of its tensors."""
         t = self.catalog[tensor]
-        return View(tensor, t.dtype, t.shape, t)
+        return DerivedTensor(tensor, t.dtype, t.shape, t)
 
 
 class Term(NamedTuple):
@@ -70,9 +70,9 @@ class Term(NamedTuple):
     [E * n, m], a convolution [out, in, h, w] as [out, in * h * w].
     """
 
-    up: View
+    up: DerivedTensor
     """[rows, rank]"""
-    down: View
+    down: DerivedTensor
     """[rank, columns]"""
     factor: float
     row: int = 0
@@ -85,7 +85,7 @@ class Change(NamedTuple):
     """What becomes of one base tensor: ``whole`` in its place, if there is one; then the terms, added in order."""
 
     terms: tuple[Term, ...] = ()
-    whole: View | None = None
+    whole: DerivedTensor | None = None
     in_place: bool = False
     """``whole`` holds for all layers that share the base tensor."""
 

@@ -8,9 +8,10 @@ from ckpttool.adapters import paddle, peft
 from ckpttool.adapters.base import Adapter
 from ckpttool.catalog import Catalog, Key, LogicalTensor, whole_tensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats.base import Listing, StoredCheckpoint, list_source, read_files
+from ckpttool.formats.base import StoredCheckpoint, read_files
 from ckpttool.formats.hf import NUMBERED
 from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import Listing, list_source
 
 READERS = {peft.CONFIG: (peft.STEM, peft.adapter), paddle.CONFIG: (paddle.STEM, paddle.adapter)}
 """By the name of the config: what the names of the weight files begin with, and what makes sense of both."""

@@ -23,7 +23,7 @@ from ckpttool.errors import (
 )
 from ckpttool.layout.rules import Size
 from ckpttool.layout.scales import weight_of
-from ckpttool.relate import View, Views, concat, permute, take, unweave, weave
+from ckpttool.relate import DerivedTensor, TensorTable, concat, deinterleave, interleave, permute, take
 from ckpttool.select import nearest_hint
 
 Shards = int | Callable[[str], int]
@@ -38,7 +38,7 @@ _OTHER_TOWERS = re.compile(r"vis(ion|ual)|audio|image", re.IGNORECASE)
 class _Slot:
     """A name of the table."""
 
-    view: View
+    view: DerivedTensor
     place: int
     """Of the first source it is made of, in the order of the source."""
     by: Statement | None = None
@@ -116,13 +116,13 @@ class _Bound:
 
 
 def apply_aoa(
-    views: Views,
+    views: TensorTable,
     statements: Sequence[Statement],
     *,
     source_shards: Shards = 1,
     target_shards: Shards = 1,
     sizes: Mapping[str, Size] | None = None,
-) -> Views:
+) -> TensorTable:
     """The views after ``statements``; tensors that no statement names pass through.
 
     ``source_shards`` and ``target_shards`` say on how many ranks the fused tensors of the source and of the target
@@ -144,7 +144,7 @@ def apply_aoa(
 class _Run:
     """The table while statements are carried out."""
 
-    def __init__(self, views: Views, source: Shards, target: Shards, sizes: Mapping[str, Size]) -> None:
+    def __init__(self, views: TensorTable, source: Shards, target: Shards, sizes: Mapping[str, Size]) -> None:
         self.before = views
         self.source, self.target, self.sizes = source, target, sizes
         self.slots = {v.name: _Slot(v, i) for i, v in enumerate(views)}
@@ -272,7 +272,7 @@ class _Run:
         self.dropped[name] = bound
         self.names.remove(name)
 
-    def _put(self, bound: _Bound, name: str, view: View, place: int) -> None:
+    def _put(self, bound: _Bound, name: str, view: DerivedTensor, place: int) -> None:
         old = self.slots.get(name)
         if old is not None and old.is_output:
             if old.kept is not None:
@@ -292,7 +292,7 @@ class _Run:
         self.slots[name] = _Slot(view.named(name), place, bound.statement)
         self.names.add(name)
 
-    def _make(self, bound: _Bound, sources: Sequence[View]) -> list[View]:
+    def _make(self, bound: _Bound, sources: Sequence[DerivedTensor]) -> list[DerivedTensor]:
         """The views of the right names, in their order."""
         s = bound.statement
         names = [v.name for v in bound.right]
@@ -310,7 +310,7 @@ class _Run:
             return [_cast(bound, sources[0], s.cast)]
         return [sources[0]]
 
-    def _axis(self, bound: _Bound, view: View) -> int:
+    def _axis(self, bound: _Bound, view: DerivedTensor) -> int:
         s = bound.statement
         axis = 1 if s.axis is None else s.axis
         if axis >= len(view.shape):
@@ -324,7 +324,7 @@ class _Run:
 
     # -- fused tensors
 
-    def _fused(self, bound: _Bound, sources: Sequence[View]) -> list[View]:
+    def _fused(self, bound: _Bound, sources: Sequence[DerivedTensor]) -> list[DerivedTensor]:
         """The three macros: blocks of several tensors, interleaved on one axis."""
         s = bound.statement
         axis = self._axis(bound, sources[0])
@@ -355,9 +355,9 @@ class _Run:
         self._groups(bound, bound.right[0].name, sum(p.shape[axis] for p in parts), weights, after)
         if after == 1:
             return [_join(bound, parts, axis)]
-        return [weave(bound.right[0].name, parts, axis, after)]
+        return [interleave(bound.right[0].name, parts, axis, after)]
 
-    def _heads(self, bound: _Bound, sources: Sequence[View], axis: int) -> tuple[int, ...]:
+    def _heads(self, bound: _Bound, sources: Sequence[DerivedTensor], axis: int) -> tuple[int, ...]:
         """Query, key and value heads; the tensors' sizes must be of that proportion."""
         s = bound.statement
         weights = (s.num_heads, s.num_key_value_groups, s.num_key_value_groups)
@@ -404,7 +404,9 @@ class _Run:
                 "fused_qkv_old has no layout for key/value heads that several ranks share",
             )
 
-    def _apart(self, bound: _Bound, view: View, axis: int, weights: Sequence[int], groups: int) -> list[View]:
+    def _apart(
+        self, bound: _Bound, view: DerivedTensor, axis: int, weights: Sequence[int], groups: int
+    ) -> list[DerivedTensor]:
         """The parts of a fused tensor."""
         self._groups(bound, view.name, view.shape[axis], weights, groups)
         period = view.shape[axis] // groups
@@ -417,11 +419,11 @@ class _Run:
             if groups == 1:
                 out.append(take(name, view, axis, at, at + n))
             else:
-                out.append(unweave(name, view, axis, groups, at, n, period))
+                out.append(deinterleave(name, view, axis, groups, at, n, period))
             at += n
         return out
 
-    def _check_cut(self, bound: _Bound, view: View, axis: int, groups: int) -> None:
+    def _check_cut(self, bound: _Bound, view: DerivedTensor, axis: int, groups: int) -> None:
         """A tensor that ranks hold in blocks is cut on the axis of the blocks.
 
         ``ffn^T -> ffn, fused_ffn`` on the way from ranks means the axis after the transposition, which is not the one
@@ -430,7 +432,7 @@ class _Run:
         if groups == 1 or bound.statement.macro == "fused_qkv":
             return
         for part in view.parts:
-            starts = {p.box.start for p in part.source.pieces}
+            starts = {p.logical_box.start for p in part.source.pieces}
             cut = {i for i in range(len(part.source.shape)) if len({b[i] for b in starts}) > 1}
             if cut and part.axes[axis] not in cut:
                 bound.wrong(
@@ -442,7 +444,7 @@ class _Run:
 
     # -- the end
 
-    def result(self) -> Views:
+    def result(self) -> TensorTable:
         """What is left, each where its first source stood."""
         for name, old in self.slots.items():
             weight = weight_of(name, self.before.table)
@@ -481,13 +483,13 @@ def _shards(bound: _Bound, shards: Shards, name: str) -> int:
     return n
 
 
-def _transposed(view: View) -> View:
+def _transposed(view: DerivedTensor) -> DerivedTensor:
     """All axes in reverse, as Paddle's ^T; one axis or none stays as it is."""
     n = len(view.shape)
     return view if n < 2 else permute(view.name, view, tuple(range(n - 1, -1, -1)))
 
 
-def _permuted(bound: _Bound, view: View, order: tuple[int, ...]) -> View:
+def _permuted(bound: _Bound, view: DerivedTensor, order: tuple[int, ...]) -> DerivedTensor:
     if not order:
         return _transposed(view)
     if len(order) != len(view.shape):
@@ -498,7 +500,7 @@ def _permuted(bound: _Bound, view: View, order: tuple[int, ...]) -> View:
     return permute(view.name, view, order)
 
 
-def _same_beside(bound: _Bound, first: View, other: View, axis: int) -> None:
+def _same_beside(bound: _Bound, first: DerivedTensor, other: DerivedTensor, axis: int) -> None:
     """Paddle makes a tensor of the first one's shape and leaves rows of it wrong."""
     if other.dtype != first.dtype:
         bound.wrong(
@@ -516,13 +518,13 @@ def _same_beside(bound: _Bound, first: View, other: View, axis: int) -> None:
         )
 
 
-def _join(bound: _Bound, parts: Sequence[View], axis: int) -> View:
+def _join(bound: _Bound, parts: Sequence[DerivedTensor], axis: int) -> DerivedTensor:
     for p in parts[1:]:
         _same_beside(bound, parts[0], p, axis)
     return concat(bound.right[0].name, parts, axis)
 
 
-def _split(bound: _Bound, view: View, names: Sequence[str], axis: int) -> list[View]:
+def _split(bound: _Bound, view: DerivedTensor, names: Sequence[str], axis: int) -> list[DerivedTensor]:
     n, rest = divmod(view.shape[axis], len(names))
     if rest:
         bound.wrong(
@@ -533,7 +535,7 @@ def _split(bound: _Bound, view: View, names: Sequence[str], axis: int) -> list[V
     return [take(name, view, axis, i * n, (i + 1) * n) for i, name in enumerate(names)]
 
 
-def _cast(bound: _Bound, view: View, cast: Cast) -> View:
+def _cast(bound: _Bound, view: DerivedTensor, cast: Cast) -> DerivedTensor:
     """The view with another dtype; what it is made of keeps its own, and copying converts."""
     to = DTYPES[cast.to]
     if cast.of is not None and DTYPES[cast.of] != view.dtype:
@@ -557,4 +559,4 @@ def _cast(bound: _Bound, view: View, cast: Cast) -> View:
             f"`{view.name}` is already cast to {view.dtype} and cannot be cast again to {to}",
             "cast once, to the last dtype",
         )
-    return View(view.name, to, view.shape, None, view.parts)
+    return DerivedTensor(view.name, to, view.shape, None, view.parts)

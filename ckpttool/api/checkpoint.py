@@ -18,10 +18,10 @@ from ckpttool.api.show import table
 from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.checkpoint import Checkpoint as _Checkpoint
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
+from ckpttool.containers.scratch import DEFAULT
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import read_tensor
-from ckpttool.formats._scratch import DEFAULT
 from ckpttool.formats.base import ReadOptions
 from ckpttool.geometry import Box
 from ckpttool.mesh import Mesh

@@ -23,7 +23,7 @@ from ckpttool.ops.fp8_size.devices import gpu as named_gpu
 from ckpttool.ops.fp8_size.stored import Wanted
 from ckpttool.ops.inspect.check import check as look
 from ckpttool.ops.inspect.diff import DiffResult
-from ckpttool.ops.merge import Choices, prepare, prepare_one
+from ckpttool.ops.merge import MergeOptions, prepare, prepare_one
 from ckpttool.ops.recode import Recoding, high
 from ckpttool.ops.reshard import Selection, Target
 from ckpttool.ops.values import one_of, parse_count
@@ -109,7 +109,7 @@ def merge(
     )
     selection = Selection(several(remove, "remove"), several(keep, "keep"), several(rename, "rename"))
     precision = high(dequant, "dequant") if dequant else ""
-    choices = Choices(
+    choices = MergeOptions(
         one_of(missing, "missing", "base", "skip"),
         one_of(vocab, "vocab", "min", "max", "base"),
         allow_nonfinite,

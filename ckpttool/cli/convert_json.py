@@ -181,7 +181,7 @@ def _check(
     src: Path, params: Path | None, names: Path | None, fix: Path | None, *, force: bool, as_json: bool, quiet: bool
 ) -> None:
     from ckpttool import report
-    from ckpttool.formats.paddle_program import beside, program_of
+    from ckpttool.formats.paddle.program import beside, program_of
     from ckpttool.ops.convert_json.check import check_program, repair
 
     repaired = repair(src, fix, force=force, apart=(params, names)) if fix is not None else None

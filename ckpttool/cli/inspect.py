@@ -125,7 +125,7 @@ def inspect(
 ) -> None:
     """Show what is inside SRC: a tree of its tensors, or what the options ask for."""
     from ckpttool import report
-    from ckpttool.ops.inspect.answer import Question
+    from ckpttool.ops.inspect.answer import InspectRequest
     from ckpttool.ops.inspect.answer import inspect as look
     from ckpttool.ops.inspect.listing import COMPONENTS, Choice
 
@@ -145,7 +145,7 @@ def inspect(
     order = one_of(sort, "--sort", "name", "size", "offset", "file")
     components = tuple(one_of(c, "--only", *COMPONENTS) for c in only or ())
     smallest = parse_size(min_size, "--min-size") if min_size else 0
-    question = Question(
+    question = InspectRequest(
         choice=Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components),
         list=list_,
         files=files,

@@ -170,7 +170,7 @@ def merge(
 ) -> None:
     """Write one checkpoint out of several, or out of the shards of one."""
     from ckpttool import report
-    from ckpttool.ops.merge import Choices, execute, prepare, prepare_one
+    from ckpttool.ops.merge import MergeOptions, execute, prepare, prepare_one
     from ckpttool.ops.reshard import Selection
     from ckpttool.recipe.flags import adapted, recipe_of
     from ckpttool.recipe.read import is_recipe, read_recipe
@@ -203,7 +203,7 @@ def merge(
     )
     run = run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
     selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()), tuple(rename or ()))
-    choices = Choices(
+    choices = MergeOptions(
         one_of(missing, "--missing", "base", "skip"),
         one_of(vocab, "--vocab", "min", "max", "base"),
         allow_nonfinite,

@@ -6,7 +6,7 @@
     Rows    a block of rows: every source is read once and rearranged, every destination is written once
     Tile    read in the order of the source, turned on the way, written in the order of the destination
 
-No byte is written that does not belong to a step. Each worker has one ``Carrier`` and with it one arena: all its
+No byte is written that does not belong to a step. Each worker has one ``Mover`` and with it one arena: all its
 buffers together, reused from block to block.
 """
 
@@ -25,12 +25,12 @@ from ckpttool.execute.moves import (
     TILES,
     ZEROS,
     Batch,
+    ByteRun,
+    FileRows,
     Item,
-    Lane,
-    Linear,
     Move,
-    Rows,
-    Tile,
+    RowBlock,
+    TransposeTile,
     arrange_row,
     by_strips,
     tiles,
@@ -94,7 +94,7 @@ def _phase(offset: int) -> int:
     return 0 if phase % 8 else phase
 
 
-class Carrier:
+class Mover:
     """One worker's hands: moves items between the files of a plan."""
 
     def __init__(
@@ -149,8 +149,8 @@ class Carrier:
     def carry(self, items: Sequence[Item]) -> None:
         """Carry out the items, in order; small ones that follow each other share a block."""
         limit = min(BLOCK, self.arena.room(2 + self.arena.size // UNCACHED_FROM))
-        runs: list[Linear] = []
-        small: list[Rows] = []
+        runs: list[ByteRun] = []
+        small: list[RowBlock] = []
         room = limit
         for item in items:
             if isinstance(item, Batch):
@@ -167,7 +167,7 @@ class Carrier:
             if need is None or need > room:
                 self._block(runs, small)
                 runs, small, room = [], [], limit
-            if isinstance(item, Tile):
+            if isinstance(item, TransposeTile):
                 with self.pool.short_calls:
                     self._tile(item.move)
             elif need is None:
@@ -177,7 +177,7 @@ class Carrier:
                 room -= need
         self._block(runs, small)
 
-    def _block(self, runs: Sequence[Linear], small: Sequence[Rows]) -> None:
+    def _block(self, runs: Sequence[ByteRun], small: Sequence[RowBlock]) -> None:
         """Read everything, rearrange the rows, write everything; each in as few calls as the places allow."""
         self.arena.reset()
         pieces = [*runs, *[_lane_run(lane, item) for item in small for lane in item.writes]]
@@ -245,7 +245,7 @@ class Carrier:
             buffers.append(view[first:last])
             self.read(src, start, buffers, once=not again)
 
-    def _rows(self, item: Rows) -> None:
+    def _rows(self, item: RowBlock) -> None:
         plan = self._row_blocks(item)
         if item.turned:
             how = by_strips(item, self.arena.size - plan[1] if plan else 0)
@@ -260,7 +260,7 @@ class Carrier:
         for a in range(item.start, item.stop, rows):
             self._row_block(item, a, min(a + rows, item.stop), scratch)
 
-    def _row_blocks(self, item: Rows) -> tuple[int, int] | None:
+    def _row_blocks(self, item: RowBlock) -> tuple[int, int] | None:
         """(rows in a block, bytes to read at once), or None when a row is too long for the memory."""
         size = self.arena.room(len(item.writes) + 2)
         longest = max([lane.width for lane in item.reads], default=0)
@@ -274,7 +274,7 @@ class Carrier:
         rows = room // item.row_bytes if room > 0 else 0
         return (rows, scratch) if rows else None
 
-    def _row_block(self, item: Rows, start: int, stop: int, scratch_bytes: int) -> None:
+    def _row_block(self, item: RowBlock, start: int, stop: int, scratch_bytes: int) -> None:
         arena = self.arena
         arena.reset()
         n = stop - start
@@ -309,7 +309,7 @@ class Carrier:
         for lane, memory in zip(item.writes, held, strict=True):
             self._write_rows(item, lane, start, n, memory)
 
-    def _read_rows(self, item: Rows, lane: Lane, start: int, n: int, memory: Bytes) -> None:
+    def _read_rows(self, item: RowBlock, lane: FileRows, start: int, n: int, memory: Bytes) -> None:
         offset = lane.offset + start * lane.stride
         view = memory.data
         if lane.joined:
@@ -329,7 +329,7 @@ class Carrier:
             size = itemsize(move.src_dtype)
             read_strided(read, offset, strides, shape, size, memory[: n * lane.width], memory[:0])
 
-    def _write_rows(self, item: Rows, lane: Lane, start: int, n: int, memory: Bytes) -> None:
+    def _write_rows(self, item: RowBlock, lane: FileRows, start: int, n: int, memory: Bytes) -> None:
         offset = lane.offset + start * lane.stride
         view = memory.data
         if lane.joined:
@@ -378,25 +378,25 @@ class Carrier:
             self._write_strided(part.dst, part.to, part.dst_strides, part.shape, size, memory.data)
 
 
-def _room_for(item: Rows | Tile, most: int) -> int | None:
+def _room_for(item: RowBlock | TransposeTile, most: int) -> int | None:
     """Memory for doing an item in one block with others, None when it is better done by itself."""
-    if isinstance(item, Tile) or item.turned or not all(lane.joined for lane in (*item.writes, *item.reads)):
+    if isinstance(item, TransposeTile) or item.turned or not all(lane.joined for lane in (*item.writes, *item.reads)):
         return None
     rows = item.stop - item.start
     need = item.row_bytes * rows + sum([lane.nbytes(rows) for lane in item.reads])
     return need if need <= most else None
 
 
-def _lane_run(lane: Lane, item: Rows) -> Linear:
-    return Linear(lane.file, lane.offset + item.start * lane.stride, lane.nbytes(item.stop - item.start), _ROWS, 0)
+def _lane_run(lane: FileRows, item: RowBlock) -> ByteRun:
+    return ByteRun(lane.file, lane.offset + item.start * lane.stride, lane.nbytes(item.stop - item.start), _ROWS, 0)
 
 
-def _lane_read(lane: Lane, item: Rows) -> tuple[int, int, int]:
+def _lane_read(lane: FileRows, item: RowBlock) -> tuple[int, int, int]:
     return lane.file, lane.offset + item.start * lane.stride, lane.nbytes(item.stop - item.start)
 
 
 def _rearrange(
-    item: Rows, memory: Bytes, targets: dict[tuple[int, int], int], sources: dict[tuple[int, int], int]
+    item: RowBlock, memory: Bytes, targets: dict[tuple[int, int], int], sources: dict[tuple[int, int], int]
 ) -> None:
     """Move the rows from where they were read to where they are written, all in ``memory``."""
     rows = item.stop - item.start

@@ -10,32 +10,32 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize, lookup, numpy_dtype
 from ckpttool.errors import ConflictError, CorruptError
-from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import FilePool, span
 from ckpttool.execute.reader import Bytes, blocks, read_strided
 from ckpttool.kernels.cast import cast
-from ckpttool.plan import TIED_HINT, Block, Padding, Same
+from ckpttool.plan import TIED_HINT, AssertEqual, AssertPadding, Block
 
 _BLOCK = 2 << 20
 
 
-def check(step: Same | Padding, carrier: Carrier, first: int = 0) -> None:
+def check(step: AssertEqual | AssertPadding, carrier: Mover, first: int = 0) -> None:
     """Raises CorruptError when the sources contradict the step, ConflictError when tied tensors differ.
 
     ``first`` is the number of its first element.
     """
     if 0 in step.shape:
         return
-    if isinstance(step, Same):
+    if isinstance(step, AssertEqual):
         _same(step, carrier, first)
     else:
         _padding(step, carrier)
 
 
-def agree(steps: Iterable[Same], sources: Sequence[str]) -> bool:
+def agree(steps: Iterable[AssertEqual], sources: Sequence[str]) -> bool:
     """Whether all of them find the same bytes."""
     with FilePool() as pool:
-        carrier = Carrier(sources, (), pool, 4 * _BLOCK, threading.Event())
+        carrier = Mover(sources, (), pool, 4 * _BLOCK, threading.Event())
         try:
             for step in steps:
                 check(step, carrier)
@@ -47,7 +47,7 @@ def agree(steps: Iterable[Same], sources: Sequence[str]) -> bool:
 class _Reader:
     """Reads boxes of blocks into the arena of a carrier."""
 
-    def __init__(self, carrier: Carrier, parts: int, size: int) -> None:
+    def __init__(self, carrier: Mover, parts: int, size: int) -> None:
         self.carrier = carrier
         arena = carrier.arena
         arena.reset()
@@ -71,13 +71,13 @@ def _at(block: Block, index: tuple[int, ...]) -> int:
     return block.offset + sum([i * s for i, s in zip(index, block.strides, strict=True)])
 
 
-def _bytewise(step: Same) -> Same:
+def _bytewise(step: AssertEqual) -> AssertEqual:
     """A step over packed elements as one over bytes; such tensors are compared whole."""
     size = prod(step.shape) * lookup(step.dtype).bits // 8
     return step._replace(a=step.a._replace(strides=(1,)), b=step.b._replace(strides=(1,)), shape=(size,), dtype="U8")
 
 
-def _same(step: Same, carrier: Carrier, done: int) -> None:
+def _same(step: AssertEqual, carrier: Mover, done: int) -> None:
     if lookup(step.dtype).bits % 8:
         step = _bytewise(step)
     size, other = itemsize(step.dtype), step.b_dtype or step.dtype
@@ -111,7 +111,7 @@ def _same(step: Same, carrier: Carrier, done: int) -> None:
         done += prod(box.shape)
 
 
-def _padding(step: Padding, carrier: Carrier) -> None:
+def _padding(step: AssertPadding, carrier: Mover) -> None:
     size = itemsize(step.dtype)
     read = _Reader(carrier, 2, size)
     zeros, copies = True, step.like is not None

@@ -21,7 +21,7 @@ from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.reader import blocks, read_block
 from ckpttool.geometry import Box
 from ckpttool.kernels.cast import cast as cast_block
-from ckpttool.relate import NONE, View
+from ckpttool.relate import NONE, DerivedTensor
 
 BLOCK = 4 << 20
 """Bytes compared at a time."""
@@ -35,7 +35,8 @@ def read_piece(catalog: Catalog, piece: Piece, box: Box) -> Array:
     item = itemsize(stored.dtype)
     strides = stored.element_strides
     at = stored.offset + item * sum(
-        (b - p + q) * s for b, p, q, s in zip(box.start, piece.box.start, piece.local.start, strides, strict=True)
+        (b - p + q) * s
+        for b, p, q, s in zip(box.start, piece.logical_box.start, piece.stored_box.start, strides, strict=True)
     )
     return read_block(catalog.files[stored.file].path, at, tuple([s * item for s in strides]), box.shape, stored.dtype)
 
@@ -49,11 +50,11 @@ def read_tensor(catalog: Catalog, tensor: LogicalTensor, box: Box, dtype: str = 
     if lookup(dtype).bits % 8:
         raise UnsupportedError(f"`{tensor.key}` is {dtype}; its elements are smaller than a byte")
     for piece in tensor.pieces:
-        if piece.stored.dtype == dtype and piece.box.contains(box):
+        if piece.stored.dtype == dtype and piece.logical_box.contains(box):
             return read_piece(catalog, piece, box)  # a copy of it would take as much memory again
     out = np.empty(box.shape, numpy_dtype(dtype))
     for piece in tensor.pieces:
-        common = piece.box.intersect(box) if box.start else box
+        common = piece.logical_box.intersect(box) if box.start else box
         if common is not None:
             inside = common.relative_to(box.start)
             where = tuple([slice(a, b) for a, b in zip(inside.start, inside.stop, strict=True)])
@@ -69,7 +70,7 @@ def _store(data: Array, out: Array) -> None:
         cast_block(data, out)
 
 
-def read_view(catalog: Catalog, view: View, box: Box, dtype: str = "") -> Array:
+def read_view(catalog: Catalog, view: DerivedTensor, box: Box, dtype: str = "") -> Array:
     """``box`` of a view, read from the logical tensors that it is made of; ``dtype`` as in ``read_tensor``."""
     dtype = dtype or view.dtype
     if view.same is not None:
@@ -150,7 +151,7 @@ def compare_one(
 
 def compare_views(
     source: Catalog,
-    views: Iterable[View],
+    views: Iterable[DerivedTensor],
     other: Catalog,
     *,
     cast: Callable[[str, str], str] = lambda _, dtype: dtype,
@@ -165,7 +166,7 @@ def compare_views(
     sub-byte elements are compared as bytes.
     """
 
-    def one(view: View) -> list[Difference]:
+    def one(view: DerivedTensor) -> list[Difference]:
         tensor = other[view.name]
         want = cast(view.name, view.dtype)
         if tensor.shape != view.shape or tensor.dtype != want:
@@ -183,7 +184,7 @@ def compare_views(
         ]
         if check_replicas:
             for copy in tensor.replicas:
-                start = copy.box.start
+                start = copy.logical_box.start
 
                 def shifted(box: Box, start: tuple[int, ...] = start) -> Array:
                     return expected(box.shift(start))
@@ -194,7 +195,7 @@ def compare_views(
                     _store(data, out)
                     return out
 
-                found.append(compare_one(view.name, copy.box.shape, want, shifted, written, advance))
+                found.append(compare_one(view.name, copy.logical_box.shape, want, shifted, written, advance))
         return [d for d in found if d is not None]
 
     with ThreadPoolExecutor(workers) as pool:
@@ -202,7 +203,7 @@ def compare_views(
 
 
 def _compare_raw(
-    source: Catalog, view: View, other: Catalog, tensor: LogicalTensor, advance: Advance
+    source: Catalog, view: DerivedTensor, other: Catalog, tensor: LogicalTensor, advance: Advance
 ) -> list[Difference]:
     """Elements smaller than a byte: whole tensors only, compared as bytes."""
     if view.same is None or len(tensor.pieces) != 1:

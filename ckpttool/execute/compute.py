@@ -17,7 +17,7 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import CorruptError, UsageError, VerifyError
-from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.blocks import Mover
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import SECTOR, FilePool
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
@@ -131,7 +131,7 @@ class _Chunk:
 class Computing:
     """Works out tensors with one carrier's hands."""
 
-    carrier: Carrier
+    carrier: Mover
     memory: int
     draws: Callable[[Compute], Draws]
     emit: Emit | None = None
@@ -349,7 +349,7 @@ def verify_computed(plan: Plan, outputs: Path, memory: int, advance: Advance = u
     """
     with FilePool() as pool:
         paths = [str(outputs / o.name) for o in plan.outputs]
-        carrier = Carrier([s.path for s in plan.sources], paths, pool, 1 << 20, threading.Event())
+        carrier = Mover([s.path for s in plan.sources], paths, pool, 1 << 20, threading.Event())
         computing = Computing(carrier, memory, tensor_draws(plan.randomness), compare)
         quantizing = Quantizing(carrier, memory, compare)
         for unit in plan.units:

@@ -115,7 +115,7 @@ class Worker:
         self._answers.close()
 
 
-class Crew:
+class ProcessPool:
     """Workers, and the process that they are children of."""
 
     def __init__(self, workers: list[Worker], parent: _Parent) -> None:
@@ -134,9 +134,9 @@ class Crew:
             worker.close()
 
 
-def hire(
+def spawn(
     count: int, job: dict[str, Any] | None, serve: Callable[[], Serve], entry: str, keep: Sequence[int]
-) -> Crew | None:
+) -> ProcessPool | None:
     """Start workers; None where that is not possible.
 
     ``serve`` is called in each of them and makes what carries out its orders. Where this process cannot be forked,
@@ -161,7 +161,7 @@ def hire(
             os.close(fd)
     if parent is None:
         return None
-    return Crew([Worker(i, parent, write, read) for i, (_, write, read, _) in enumerate(pipes)], parent)
+    return ProcessPool([Worker(i, parent, write, read) for i, (_, write, read, _) in enumerate(pipes)], parent)
 
 
 class _Forked:

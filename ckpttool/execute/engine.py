@@ -28,10 +28,10 @@ from pathlib import Path
 from types import FrameType
 
 from ckpttool.errors import CkptError, CorruptError, OutputError
-from ckpttool.execute.blocks import Carrier, Stopped
+from ckpttool.execute.blocks import Mover, Stopped
 from ckpttool.execute.checks import check
 from ckpttool.execute.commit import MANIFEST, Destination
-from ckpttool.execute.crew import Answer, Crew, Serve, hire
+from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import FilePool, SourceReadError, create, share, write_error
 from ckpttool.execute.hashing import ALGORITHM, Sums
@@ -79,7 +79,7 @@ class _Record:
     sums: dict[str, str] = field(default_factory=dict)
 
 
-class _Ledger:
+class CompletionQueue:
     """Finished parts on their way to the journal. Workers post, the calling thread takes."""
 
     def __init__(self, batch: int, most: int) -> None:
@@ -141,19 +141,19 @@ class _Run:
         self.failures: list[BaseException] = []
         self.tasks: deque[Task] = deque()
         self.computing: deque[Task] = deque()
-        self.crew: Crew | None = None
+        self.crew: ProcessPool | None = None
         self.computed = [0, 0]
         """Bytes that were read and written for computed tensors."""
         self.computed_at: dict[int, int] = {}
         """Bytes that are done of each unit that is computed, while it is computed, too."""
-        self.carriers: list[Carrier] = []
+        self.carriers: list[Mover] = []
         self.threads: list[threading.Thread] = []
         self.sums: dict[str, str] = {}
         self.shared: list[str] = []
         """How each file that may be linked came about: a reflink, a hard link, or "" for a copy."""
         self.notes = list(plan.notes)
         total = plan.bytes_written
-        self.ledger = _Ledger(max(_MIB, min(256 * _MIB, total // 32)), max(4 * _MIB, total // 12))
+        self.ledger = CompletionQueue(max(_MIB, min(256 * _MIB, total // 32)), max(4 * _MIB, total // 12))
         self.pending = [0] * len(plan.outputs)
         self.skipped = 0
         self.recorded = 0
@@ -237,7 +237,7 @@ class _Run:
         self.tasks = deque(schedule(self.plan, chained=self.options.manifest))
         parts = sum([len(t.parts) for t in self.tasks])
         digest = self.plan.digest()
-        own = {Path(o.name).parts[0] for o in self.plan.outputs} | {MANIFEST, *self.options.closing}
+        own = {Path(o.name).parts[0] for o in self.plan.outputs} | {MANIFEST, *self.options.late_files}
         fd, left = self.destination.open(own, force=self.options.force, resume=self.options.resume)
         journal = Journal(fd, str(self.destination.partial))
         try:
@@ -310,7 +310,7 @@ class _Run:
         count = max(1, min(self.options.processes, memory // _COMPUTING_MEMORY, len(jobs)))
         job = self._job(memory // count)
         known = all(is_known(self.plan.units[t.computing]) for t in jobs)
-        self.crew = hire(count, job.to_json() if known else None, server(job), _ENTRY, self.destination.locks)
+        self.crew = spawn(count, job.to_json() if known else None, server(job), _ENTRY, self.destination.locks)
         if self.crew is None and count > 1:
             self.notes.append("one thread computes: no other process can be started here")
 
@@ -341,7 +341,7 @@ class _Run:
         for i, work in enumerate(hands):
             threads.append(threading.Thread(target=self._foreman, args=(work,), name=f"foreman-{i}", daemon=True))
         for i in range(workers):
-            carrier = Carrier(self.sources, self.paths, pool, memory // workers, self.stop)
+            carrier = Mover(self.sources, self.paths, pool, memory // workers, self.stop)
             self.carriers.append(carrier)
             threads.append(threading.Thread(target=self._worker, args=(carrier,), name=f"worker-{i}", daemon=True))
         with signals.later():  # an interrupted `start` leaves a thread that runs and cannot be joined
@@ -396,7 +396,7 @@ class _Run:
                 self.computed[1] += answer["written"]
                 self.ledger.post(_Record([], answer["sums"]), self.stop)
 
-    def _worker(self, carrier: Carrier) -> None:
+    def _worker(self, carrier: Mover) -> None:
         try:
             while not self.stop.is_set():
                 try:
@@ -411,7 +411,7 @@ class _Run:
             self.stop.set()
         self.ledger.wake.set()
 
-    def _task(self, task: Task, carrier: Carrier) -> None:
+    def _task(self, task: Task, carrier: Mover) -> None:
         carrier.sums = sums = Sums(task.targets) if task.targets else None
         whole = [p for p in task.parts if p.unit >= 0]
         if whole:
@@ -435,7 +435,7 @@ class _Run:
         if not task.parts:  # written by an earlier run that made no manifest
             self._close(_Record([]), sums, carrier, last=True)
 
-    def _carry(self, number: int, carrier: Carrier) -> None:
+    def _carry(self, number: int, carrier: Mover) -> None:
         """Copy a companion file, or link it."""
         output, path = self.plan.outputs[number], self.paths[number]
         if output.link:
@@ -447,7 +447,7 @@ class _Run:
             carrier.pool.expect_writes(path)
         carrier.copy_file(output.carried, number, output.size)
 
-    def _close(self, record: _Record, sums: Sums | None, carrier: Carrier, *, last: bool) -> None:
+    def _close(self, record: _Record, sums: Sums | None, carrier: Mover, *, last: bool) -> None:
         """Take the checksums forward to the end of a part, and pass the part on."""
         if sums is not None:
             carrier.arena.reset()
@@ -511,8 +511,8 @@ class _Run:
             for done in [syncing.submit(pool.sync, path, metadata=True) for path in self.paths]:
                 done.result()
         self._check_sources()
-        for name, closing in self.options.closing.items():
-            self._write_small(pool, name, closing(self.sums))
+        for name, late_files in self.options.late_files.items():
+            self._write_small(pool, name, late_files(self.sums))
         if self.options.manifest:
             self._write_manifest(pool)
         self._show(self.plan.bytes_written)
@@ -560,7 +560,7 @@ class _Run:
     def _checksums(self) -> list[Checksum]:
         out = []
         for u, unit in enumerate(self.plan.units):
-            for t, target in enumerate(unit.targets):
+            for t, target in enumerate(unit.stored_tensors):
                 digest = f"{ALGORITHM}:{self.sums[f'{u}.{t}']}"
                 out.append(Checksum(self.plan.outputs[target.file].name, target.name, target.nbytes, digest))
         out.sort(key=lambda c: (c.file, c.tensor))

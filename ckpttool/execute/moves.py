@@ -34,7 +34,7 @@ TURNED_PART = 16 << 20
 """Smallest part of rows that transpose: shorter ones would read their sources in slivers."""
 
 
-class Linear(NamedTuple):
+class ByteRun(NamedTuple):
     """``nbytes`` from ``start`` of file ``src`` to ``to`` of file ``dst``."""
 
     dst: int
@@ -45,7 +45,7 @@ class Linear(NamedTuple):
     again: bool = False
     """Another run reads some of these bytes, too."""
 
-    def split(self, at: int) -> tuple[Linear, Linear]:
+    def split(self, at: int) -> tuple[ByteRun, ByteRun]:
         """The first ``at`` bytes, and the rest."""
         start = self.start if self.src == ZEROS else self.start + at
         return self._replace(nbytes=at), self._replace(to=self.to + at, nbytes=self.nbytes - at, start=start)
@@ -88,7 +88,7 @@ class Move(NamedTuple):
         )
 
 
-class Member(NamedTuple):
+class Slot(NamedTuple):
     """A move's place in the row of a lane."""
 
     move: int
@@ -97,7 +97,7 @@ class Member(NamedTuple):
     """Of the move's axes after the first."""
 
 
-class Lane(NamedTuple):
+class FileRows(NamedTuple):
     """What the rows of one file have in common: row ``i`` is ``width`` bytes at ``offset + i * stride``."""
 
     file: int
@@ -106,7 +106,7 @@ class Lane(NamedTuple):
     width: int
     tail: int
     """Bytes of the last row that are needed; less than ``width`` where the gap behind a row is read along."""
-    members: tuple[Member, ...]
+    members: tuple[Slot, ...]
     solid: bool
     """Every byte of the row belongs to a member (to be written) or may be read along. Otherwise there is one member,
     whose elements stand close together in memory and apart in the file."""
@@ -121,14 +121,14 @@ class Lane(NamedTuple):
         return (rows - 1) * self.width + self.tail
 
 
-class Rows(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows ``[start, stop)`` of copies that are carried out together."""
 
     start: int
     stop: int
     moves: tuple[Move, ...]
-    reads: tuple[Lane, ...]
-    writes: tuple[Lane, ...]
+    reads: tuple[FileRows, ...]
+    writes: tuple[FileRows, ...]
     turned: tuple[int, ...] = ()
     """Moves whose source has its axes in another order; they are in no lane of ``reads``."""
 
@@ -141,23 +141,23 @@ class Rows(NamedTuple):
 class Batch(NamedTuple):
     """Linear runs, in the order of their destinations."""
 
-    runs: tuple[Linear, ...]
+    runs: tuple[ByteRun, ...]
 
 
-class Tile(NamedTuple):
+class TransposeTile(NamedTuple):
     """A copy that changes the order of axes."""
 
     move: Move
 
 
-Item = Batch | Rows | Tile
+Item = Batch | RowBlock | TransposeTile
 
 
 def item_bytes(item: Item) -> int:
     """Bytes that an item writes."""
     if isinstance(item, Batch):
         return sum([r.nbytes for r in item.runs])
-    if isinstance(item, Rows):
+    if isinstance(item, RowBlock):
         return item.row_bytes * (item.stop - item.start)
     return item.move.nbytes
 
@@ -166,7 +166,7 @@ def item_files(item: Item) -> Iterator[tuple[int, int]]:
     """(destination file, bytes written to it); a file may come more than once."""
     if isinstance(item, Batch):
         yield from ((r.dst, r.nbytes) for r in item.runs)
-    elif isinstance(item, Rows):
+    elif isinstance(item, RowBlock):
         yield from ((lane.file, lane.width * (item.stop - item.start)) for lane in item.writes)
     else:
         yield item.move.dst, item.move.nbytes
@@ -175,7 +175,7 @@ def item_files(item: Item) -> Iterator[tuple[int, int]]:
 # -- normal form
 
 
-def normal(step: Copy | Fill) -> Linear | Move | None:
+def normal(step: Copy | Fill) -> ByteRun | Move | None:
     """The step as a run of bytes if it is one, else in normal form; None when it moves nothing."""
     shape = step.shape
     if isinstance(step, Fill):
@@ -188,10 +188,10 @@ def normal(step: Copy | Fill) -> Linear | Move | None:
         if lookup(dst_dtype).bits % 8:
             if len(shape) > 1:
                 raise UnsupportedError(f"a slice of packed {dst_dtype} elements cannot be moved")
-            return Linear(dst.file, dst.offset, nbytes(dst_dtype, prod(shape)), src.file, src.offset)
+            return ByteRun(dst.file, dst.offset, nbytes(dst_dtype, prod(shape)), src.file, src.offset)
         size = itemsize(dst_dtype)
         if not shape or (len(shape) == 1 and (shape[0] == 1 or src.strides[0] == dst.strides[0] == size)):
-            return Linear(dst.file, dst.offset, prod(shape) * size, src.file, src.offset)
+            return ByteRun(dst.file, dst.offset, prod(shape) * size, src.file, src.offset)
     elif src_dtype not in CASTABLE or dst_dtype not in CASTABLE:
         raise UnsupportedError(f"{src_dtype} cannot be cast to {dst_dtype}")
     if any(a < b for a, b in zip(dst.strides, dst.strides[1:], strict=False)):
@@ -204,14 +204,14 @@ def normal(step: Copy | Fill) -> Linear | Move | None:
     return _as_linear(move)
 
 
-def _as_linear(move: Move) -> Linear | Move:
+def _as_linear(move: Move) -> ByteRun | Move:
     if move.src_dtype != move.dst_dtype or len(move.shape) > 1:
         return move
     size = itemsize(move.dst_dtype)
     if not move.shape:
-        return Linear(move.dst, move.to, size, move.src, move.start)
+        return ByteRun(move.dst, move.to, size, move.src, move.start)
     if move.dst_strides[0] == size and move.src_strides[0] == size:
-        return Linear(move.dst, move.to, size * move.shape[0], move.src, move.start)
+        return ByteRun(move.dst, move.to, size * move.shape[0], move.src, move.start)
     return move
 
 
@@ -224,17 +224,17 @@ def arrange(steps: Sequence[Copy | Fill]) -> list[Item]:
     return _arrange([m for m in found if m is not None])
 
 
-def arrange_row(rows: Rows, i: int) -> list[Item]:
+def arrange_row(rows: RowBlock, i: int) -> list[Item]:
     """The same for one row of a group, whose rows are too long to be handled whole."""
     return _arrange([_as_linear(m.row(i)) for m in rows.moves])
 
 
-def _arrange(found: Sequence[Linear | Move]) -> list[Item]:
-    linear: list[Linear] = []
+def _arrange(found: Sequence[ByteRun | Move]) -> list[Item]:
+    linear: list[ByteRun] = []
     moves: list[_Placed] = []
     items: list[Item] = []
     for m in found:
-        if isinstance(m, Linear):
+        if isinstance(m, ByteRun):
             linear.append(m)
             continue
         if m.shape:
@@ -245,7 +245,7 @@ def _arrange(found: Sequence[Linear | Move]) -> list[Item]:
         if placed.dst.nested:
             moves.append(placed)
         else:
-            items.append(Tile(m))
+            items.append(TransposeTile(m))
     linear = _marked(linear)
     items += _grouped(moves)
     if not items:
@@ -256,7 +256,7 @@ def _arrange(found: Sequence[Linear | Move]) -> list[Item]:
     return list(_joined(items))
 
 
-def _marked(runs: list[Linear]) -> list[Linear]:
+def _marked(runs: list[ByteRun]) -> list[ByteRun]:
     """The same, sorted by source, with a mark on those that share bytes (a tensor that goes to several ranks)."""
     runs.sort(key=lambda r: (r.src, r.start))
     shared = set()
@@ -274,14 +274,14 @@ def _place(item: Item) -> tuple[int, int]:
     """The first destination: (file, offset)."""
     if isinstance(item, Batch):
         return item.runs[0].dst, item.runs[0].to
-    if isinstance(item, Rows):
+    if isinstance(item, RowBlock):
         return min((lane.file, lane.offset) for lane in item.writes)
     return item.move.dst, item.move.to
 
 
 def _joined(items: Sequence[Item]) -> Iterator[Item]:
     """The same, with batches that follow each other as one."""
-    runs: list[Linear] = []
+    runs: list[ByteRun] = []
     for item in items:
         if isinstance(item, Batch):
             runs += item.runs
@@ -341,7 +341,7 @@ def _is_turned(move: Move) -> bool:
     return bool(move.shape) and not _Placed.of(move).src.nested
 
 
-def _grouped(moves: Sequence[_Placed]) -> Iterator[Rows | Tile]:
+def _grouped(moves: Sequence[_Placed]) -> Iterator[RowBlock | TransposeTile]:
     for group in _components(moves):
         for rows in _rows(group):
             if rows.turned and by_strips(rows, NOMINAL) == TILES:
@@ -350,21 +350,21 @@ def _grouped(moves: Sequence[_Placed]) -> Iterator[Rows | Tile]:
                 yield rows
 
 
-def untangle(rows: Rows) -> Iterator[Rows | Tile]:
+def untangle(rows: RowBlock) -> Iterator[RowBlock | TransposeTile]:
     """The same work with a Tile for each move that transposes."""
     cut = []
     for m in rows.moves:
         stop = (rows.stop, *m.shape[1:])
         cut.append(m.cut((rows.start, *[0] * len(m.shape[1:])), stop))
     for i in rows.turned:
-        yield Tile(cut[i])
+        yield TransposeTile(cut[i])
     yield from _grouped([_Placed.of(m) for i, m in enumerate(cut) if i not in rows.turned])
 
 
 STRIPS, DESCEND, TILES = "strips", "descend", "tiles"
 
 
-def by_strips(rows: Rows, room: int) -> str:
+def by_strips(rows: RowBlock, room: int) -> str:
     """How rows that transpose are done best in ``room`` bytes of memory.
 
     Whole rows are written in long runs, but the fewer of them fit, the thinner the strips that are read for them;
@@ -450,7 +450,7 @@ def _overlapping(spans: list[tuple[int, int, int, int]]) -> list[list[int]]:
     return out
 
 
-def _rows(group: Sequence[_Placed]) -> Iterator[Rows]:
+def _rows(group: Sequence[_Placed]) -> Iterator[RowBlock]:
     """One group of rows, or one per move when the moves have no number of rows in common."""
     n = gcd(*[m.move.shape[0] for m in group])
     if n == 1 and len(group) > 1 and any(m.move.shape[0] > 1 for m in group):
@@ -461,7 +461,7 @@ def _rows(group: Sequence[_Placed]) -> Iterator[Rows]:
     writes = [lane for cluster in _overlapping(_targets(group)) for lane in _write_lanes(group, cluster)]
     reads = [lane for cluster in _overlapping(_sources(group)) for lane in _read_lanes(group, cluster)]
     turned = tuple([i for i, m in enumerate(group) if not m.src.nested and m.src.file != ZEROS])
-    yield Rows(0, n, tuple([m.move for m in group]), tuple(reads), tuple(writes), turned)
+    yield RowBlock(0, n, tuple([m.move for m in group]), tuple(reads), tuple(writes), turned)
 
 
 def _unmerge(m: Move, n: int) -> _Placed:
@@ -500,39 +500,39 @@ def _row_spans(spans: Sequence[_Span], cluster: Sequence[int], gap: int) -> list
     return out if out[-1].stop - out[0].start <= stride else None
 
 
-def _write_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[Lane]:
+def _write_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[FileRows]:
     """Joined spans of the row that are written whole; a span with holes is written move by move."""
     for span in _row_spans([m.dst for m in group], cluster, 0) or ():
         if span.held == span.stop - span.start:
             first = group[span.members[0]].dst
-            members = [Member(i, group[i].dst.start - span.start, group[i].move.dst_strides[1:]) for i in span.members]
-            yield Lane(first.file, span.start, first.stride, span.held, span.held, tuple(members), solid=True)
+            members = [Slot(i, group[i].dst.start - span.start, group[i].move.dst_strides[1:]) for i in span.members]
+            yield FileRows(first.file, span.start, first.stride, span.held, span.held, tuple(members), solid=True)
             cluster = [i for i in cluster if i not in span.members]
     for i in cluster:
         m = group[i].move
         yield _loose(i, group[i].dst, m.shape[1:], m.dst_strides[1:], itemsize(m.dst_dtype))
 
 
-def _read_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[Lane]:
+def _read_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[FileRows]:
     """Spans of the row that are read together, unneeded bytes in between included when they are few."""
     row = _row_spans([m.src for m in group], cluster, BRIDGE) or ()
     for span in row:
         need = span.stop - span.start
         if need <= span.held + max(BRIDGE, 3 * span.held):
             first = group[span.members[0]].src
-            members = [Member(i, group[i].src.start - span.start, group[i].move.src_strides[1:]) for i in span.members]
+            members = [Slot(i, group[i].src.start - span.start, group[i].move.src_strides[1:]) for i in span.members]
             width = first.stride if len(row) == 1 and first.stride - need <= BRIDGE else need
-            yield Lane(first.file, span.start, first.stride, width, need, tuple(members), solid=True)
+            yield FileRows(first.file, span.start, first.stride, width, need, tuple(members), solid=True)
             cluster = [i for i in cluster if i not in span.members]
     for i in cluster:
         m = group[i].move
         yield _loose(i, group[i].src, m.shape[1:], m.src_strides[1:], itemsize(m.src_dtype))
 
 
-def _loose(i: int, span: _Span, shape: Sequence[int], strides: tuple[int, ...], size: int) -> Lane:
+def _loose(i: int, span: _Span, shape: Sequence[int], strides: tuple[int, ...], size: int) -> FileRows:
     """A lane of one move whose elements stand close together in memory."""
     close = dense(shape, size)
-    return Lane(span.file, span.start, span.stride, span.held, span.held, (Member(i, 0, close),), close == strides)
+    return FileRows(span.file, span.start, span.stride, span.held, span.held, (Slot(i, 0, close),), close == strides)
 
 
 def dense(shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -584,7 +584,7 @@ def _divide(items: Sequence[Item], parts: _Parts) -> None:
             for run in item.runs:
                 for piece in _pieces(run, parts.limit):
                     parts.add(Batch((piece,)), piece.nbytes)
-        elif isinstance(item, Rows):
+        elif isinstance(item, RowBlock):
             limit = max(parts.limit, TURNED_PART) if item.turned else parts.limit
             each = limit // item.row_bytes
             if not each:
@@ -597,10 +597,10 @@ def _divide(items: Sequence[Item], parts: _Parts) -> None:
         else:
             limit = max(parts.limit, TURNED_PART) // itemsize(item.move.dst_dtype)
             for move in tiles(item.move, limit):
-                parts.add(Tile(move), move.nbytes)
+                parts.add(TransposeTile(move), move.nbytes)
 
 
-def _pieces(run: Linear, limit: int) -> Iterator[Linear]:
+def _pieces(run: ByteRun, limit: int) -> Iterator[ByteRun]:
     """Cut at multiples of ``limit`` of the destination file, so that two parts share no page."""
     while (room := limit - run.to % limit) < run.nbytes:
         head, run = run.split(room)

@@ -17,7 +17,7 @@ import xxhash
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import UnsupportedError
-from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.blocks import Mover
 from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes
 from ckpttool.execute.strided import gather, is_turned
@@ -92,14 +92,14 @@ class _Strip:
 class _Strips:
     """The strips of one worker's operands: together as large as the arena that stands idle while it computes."""
 
-    _all: ClassVar[WeakKeyDictionary[Carrier, _Strips]] = WeakKeyDictionary()
+    _all: ClassVar[WeakKeyDictionary[Mover, _Strips]] = WeakKeyDictionary()
 
     def __init__(self, room: int) -> None:
         self._room = room
         self._open: WeakSet[_Strip] = WeakSet()
 
     @classmethod
-    def of(cls, carrier: Carrier) -> _Strips:
+    def of(cls, carrier: Mover) -> _Strips:
         """Those of this worker."""
         return cls._all.setdefault(carrier, cls(max(carrier.arena.size, _STRIPS)))
 
@@ -117,7 +117,7 @@ class _Strips:
 class StoredReader:
     """A tensor as it lies in files; also gives its raw elements, and the hash of all of them once they have passed."""
 
-    def __init__(self, operand: Stored, carrier: Carrier, buffer: Buffer) -> None:
+    def __init__(self, operand: Stored, carrier: Mover, buffer: Buffer) -> None:
         self.label = operand.label
         self.dtype = numpy_dtype(operand.dtype)
         self._item = itemsize(operand.dtype)
@@ -189,7 +189,7 @@ def stretches(lo: int, hi: int, columns: int) -> Iterator[tuple[int, int, int, i
 class ScaledReader:
     """A quantised weight: each code times the scale of its block (and the factor of the weight)."""
 
-    def __init__(self, operand: Scaled, carrier: Carrier, buffer: Buffer) -> None:
+    def __init__(self, operand: Scaled, carrier: Mover, buffer: Buffer) -> None:
         self.label = operand.weight.label
         self._code = operand.code or operand.weight.dtype
         self._each = 2 if self._code == "F4" else 1
@@ -294,7 +294,7 @@ class ScaledReader:
 class _Scales:
     """The scales of a weight, as float32, a stretch of their grid at a time; the factor is in them."""
 
-    def __init__(self, operand: Scaled, carrier: Carrier) -> None:
+    def __init__(self, operand: Scaled, carrier: Mover) -> None:
         self._reader = StoredReader(operand.scale, carrier, Buffer())
         self._size = prod(operand.scale.shape)
         self._dtype = operand.scale.dtype if operand.scale.dtype in ("F8_E8M0", *FORMATS) else ""
@@ -341,7 +341,7 @@ class _Scales:
 class AdaptedReader:
     """A weight with low-rank adapters: the product is worked out for fixed groups of rows."""
 
-    def __init__(self, operand: Adapted, weight: Reader, carrier: Carrier) -> None:
+    def __init__(self, operand: Adapted, weight: Reader, carrier: Mover) -> None:
         self.label = weight.label
         self._weight = weight
         self._columns = operand.columns
@@ -385,7 +385,7 @@ class AdaptedReader:
 class _Term:
     """One adapter's share: the factor [rank, columns] is held, the rows of the other are read as they are needed."""
 
-    def __init__(self, term: LowRank, carrier: Carrier) -> None:
+    def __init__(self, term: LowRank, carrier: Mover) -> None:
         self.row, self.column = term.row, term.column
         self.rows, self._rank = term.up.shape
         self._factor = np.float32(term.factor)
@@ -474,7 +474,7 @@ class GatheredReader:
         return self._held[1]
 
 
-def reader(operand: Operand, carrier: Carrier, buffer: Callable[[], Buffer]) -> Reader:
+def reader(operand: Operand, carrier: Mover, buffer: Callable[[], Buffer]) -> Reader:
     """What reads an operand; ``buffer`` gives the place for raw elements of a tensor that is read forwards."""
     if isinstance(operand, Stored):
         return StoredReader(operand, carrier, buffer())

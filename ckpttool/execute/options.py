@@ -48,7 +48,7 @@ class RunOptions:
     verify: Callable[[Path, Advance], None] | None = None
     """Called, in a thread, with the finished, synced partial directory and with what is to be told how many bytes of it
     have been verified; when it raises, DST does not appear."""
-    closing: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
+    late_files: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
     """Further small files, by name, that cannot be known before. Called when everything is written, with the hashes
     of the operands of computed tensors, by the keys of ``operand_keys``."""
     single: bool = False

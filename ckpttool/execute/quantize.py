@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import CorruptError, UnsupportedError
-from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import SECTOR
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
 from ckpttool.execute.permute import Array
@@ -142,7 +142,7 @@ def kind_of(operand: Operand) -> str:
 class Quantizing:
     """Quantises tensors with one carrier's hands."""
 
-    carrier: Carrier
+    carrier: Mover
     memory: int
     emit: Emit | None = None
     """What becomes of a stretch of a result, by default it is written; see ``scatter``."""

@@ -19,7 +19,7 @@ from ckpttool.execute.compute import part_elements, parts_of
 from ckpttool.execute.moves import Item, arrange, divide, item_bytes, item_files
 from ckpttool.execute.quantize import part_bytes
 from ckpttool.execute.quantize import parts_of as quantized_parts
-from ckpttool.plan import Compute, Copy, Fill, Gathered, Padding, Plan, Quantize, Same, Target, Unit
+from ckpttool.plan import AssertEqual, AssertPadding, Compute, Copy, Fill, Gathered, Plan, Quantize, Target, Unit
 
 _MIB = 1 << 20
 _LARGEST_PART = 64 * _MIB
@@ -32,7 +32,7 @@ _BATCH_UNITS = 256
 class Check:
     """A Same or Padding step, or a slice of one that begins at element ``first``."""
 
-    step: Same | Padding
+    step: AssertEqual | AssertPadding
     first: int = 0
 
 
@@ -128,7 +128,7 @@ def computing_task(unit: Unit, number: int, first: int, limit: int, *, chained: 
 
 
 def _targets(unit: Unit, number: int) -> list[tuple[str, Target]]:
-    return [(f"{number}.{t}", target) for t, target in enumerate(unit.targets)]
+    return [(f"{number}.{t}", target) for t, target in enumerate(unit.stored_tensors)]
 
 
 def _moved_parts(unit: Unit, limit: int) -> list[Part]:
@@ -170,14 +170,14 @@ def _files(items: Sequence[Item]) -> tuple[int, ...]:
     return tuple(sorted({file for item in items for file, _ in item_files(item)}))
 
 
-def separate(unit: Unit) -> tuple[list[Copy | Fill], list[Same | Padding]]:
+def separate(unit: Unit) -> tuple[list[Copy | Fill], list[AssertEqual | AssertPadding]]:
     """What a unit moves, and what it checks."""
     moves: list[Copy | Fill] = []
-    checks: list[Same | Padding] = []
+    checks: list[AssertEqual | AssertPadding] = []
     for step in unit.steps:
         if isinstance(step, Copy | Fill):
             moves.append(step)
-        elif isinstance(step, Same | Padding):
+        elif isinstance(step, AssertEqual | AssertPadding):
             checks.append(step)
     return moves, checks
 
@@ -193,16 +193,16 @@ def _measure(unit: Unit) -> tuple[int, int, tuple[int, ...]]:
         elif isinstance(step, Fill):
             written += prod(step.shape) * lookup(step.dtype).bits // 8
             files.add(step.dst.file)
-        elif isinstance(step, Same | Padding):
+        elif isinstance(step, AssertEqual | AssertPadding):
             checked += prod(step.shape) * lookup(step.dtype).bits // 8
     return written, checked, tuple(files)
 
 
-def _slices(step: Same | Padding, limit: int) -> Iterator[Check]:
+def _slices(step: AssertEqual | AssertPadding, limit: int) -> Iterator[Check]:
     """A large comparison in slices along its first axis. Padding is judged whole: rows must agree in what they are."""
     bits = lookup(step.dtype).bits
     size = prod(step.shape) * bits // 8
-    if isinstance(step, Padding) or size <= limit or bits % 8 or not step.shape:
+    if isinstance(step, AssertPadding) or size <= limit or bits % 8 or not step.shape:
         yield Check(step)
         return
     row = prod(step.shape[1:])

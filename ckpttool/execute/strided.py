@@ -13,7 +13,7 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import VerifyError
-from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import SECTOR, UNCACHED_FROM, span
 from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes, offsets, read_block
@@ -74,7 +74,7 @@ def is_run(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
     return True
 
 
-def gather(carrier: Carrier, copies: Sequence[Copy], lo: int, hi: int, buffer: Bytes, *, once: bool) -> None:
+def gather(carrier: Mover, copies: Sequence[Copy], lo: int, hi: int, buffer: Bytes, *, once: bool) -> None:
     """Read bytes ``[lo, hi)`` of an operand into ``buffer``; elements stored in another dtype are cast to its own."""
     for copy in copies:
         size = itemsize(copy.dst_dtype)
@@ -95,7 +95,7 @@ def gather(carrier: Carrier, copies: Sequence[Copy], lo: int, hi: int, buffer: B
                 _gather_block(carrier, d, lo, buffer, once=once)
 
 
-def _gather_block(carrier: Carrier, c: Copy, lo: int, buffer: Bytes, *, once: bool) -> None:
+def _gather_block(carrier: Mover, c: Copy, lo: int, buffer: Bytes, *, once: bool) -> None:
     """Read a block by way of another one, which takes its bytes as they are stored."""
     kinds = numpy_dtype(c.src_dtype), numpy_dtype(c.dst_dtype)
     if is_run(c.shape, c.src.strides, kinds[0].itemsize):
@@ -141,17 +141,17 @@ def is_turned(copies: Sequence[Copy]) -> bool:
     return False
 
 
-Emit = Callable[[Carrier, Sequence[Copy], int, int, Bytes], None]
+Emit = Callable[[Mover, Sequence[Copy], int, int, Bytes], None]
 """Does something with bytes ``[lo, hi)`` of a result: ``scatter`` or ``compare``."""
 
 
-def scatter(carrier: Carrier, copies: Sequence[Copy], lo: int, hi: int, buffer: Bytes) -> None:
+def scatter(carrier: Mover, copies: Sequence[Copy], lo: int, hi: int, buffer: Bytes) -> None:
     """Write bytes ``[lo, hi)`` of a result, which lie in ``buffer``, to where the copies say."""
     for file, offset, run, scattered in _runs(copies, lo, hi, buffer):
         carrier.write(file, offset, run, scattered=scattered)
 
 
-def compare(carrier: Carrier, copies: Sequence[Copy], lo: int, hi: int, buffer: Bytes) -> None:
+def compare(carrier: Mover, copies: Sequence[Copy], lo: int, hi: int, buffer: Bytes) -> None:
     """Read back what ``scatter`` has written. Raises VerifyError where it is something else."""
     for file, offset, run, _ in _runs(copies, lo, hi, buffer):
         held = np.empty(run.nbytes, np.uint8)
@@ -211,12 +211,12 @@ class Behind:
         self._thread: threading.Thread | None = None
         self._failed: list[BaseException] = []
 
-    def now(self, carrier: Carrier, outputs: Sequence[Copy], lo: int, hi: int, memory: Bytes) -> None:
+    def now(self, carrier: Mover, outputs: Sequence[Copy], lo: int, hi: int, memory: Bytes) -> None:
         """Write ``memory`` before anything else is done."""
         self.wait()
         self._emit(carrier, outputs, lo, hi, memory)
 
-    def start(self, carrier: Carrier, outputs: Sequence[Copy], lo: int, hi: int, memory: Bytes) -> None:
+    def start(self, carrier: Mover, outputs: Sequence[Copy], lo: int, hi: int, memory: Bytes) -> None:
         """Begin to write ``memory``, which is in use until the next call has returned."""
         if memory.nbytes < UNCACHED_FROM:
             self.now(carrier, outputs, lo, hi, memory)

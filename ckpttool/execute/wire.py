@@ -9,19 +9,19 @@ from typing import Any
 
 from ckpttool.plan import (
     Adapted,
+    AssertEqual,
+    AssertPadding,
     Block,
     Compute,
     Copy,
     Fill,
     Gathered,
     LowRank,
-    Padding,
     Quantize,
     Randomness,
     Result,
     Rounding,
     Run,
-    Same,
     Scaled,
     Stored,
     Target,
@@ -31,8 +31,8 @@ from ckpttool.plan import (
 _CLASSES: dict[str, Any] = {
     c.__name__: c
     for c in (
-        *(Adapted, Block, Compute, Copy, Fill, Gathered, LowRank, Padding, Quantize),
-        *(Randomness, Result, Rounding, Run, Same, Scaled, Stored, Target, Unit),
+        *(Adapted, Block, Compute, Copy, Fill, Gathered, LowRank, AssertPadding, Quantize),
+        *(Randomness, Result, Rounding, Run, AssertEqual, Scaled, Stored, Target, Unit),
     )
 }
 

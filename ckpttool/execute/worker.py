@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpttool.execute.blocks import Carrier
+from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.crew import Answer, Order, Serve, help_out
 from ckpttool.execute.draws import tensor_draws
@@ -79,7 +79,7 @@ class ComputeWorker:
 
     def __init__(self, job: Job, draws: Callable[[Compute], Draws], pool: FilePool, stop: threading.Event) -> None:
         self.job = job
-        self.carrier = Carrier(job.sources, job.paths, pool, job.memory // 4, stop)
+        self.carrier = Mover(job.sources, job.paths, pool, job.memory // 4, stop)
         self.computing = Computing(self.carrier, job.memory, draws)
         self.quantizing = Quantizing(self.carrier, job.memory)
         for path in job.paths:

@@ -12,26 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.catalog import RankTensor
+from ckpttool.containers.safetensors import tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
-from ckpttool.formats._json import indented
 from ckpttool.formats.base import (
-    INDEX,
-    Habits,
-    Listing,
+    Capabilities,
+    FileLayout,
     OutFile,
     ReadOptions,
-    Skeleton,
     StoredCheckpoint,
     WriteRequest,
     build_files,
     companions,
     fill_files,
-    is_index,
-    lost,
     read_files,
 )
-from ckpttool.formats.safetensors import tensor_bytes
 from ckpttool.mesh import Mesh
+from ckpttool.storage.json_file import indented
+from ckpttool.storage.listing import INDEX, Listing, is_index, lost
 
 NUMBERED = re.compile(r"(?P<stem>(?!rank-)[^/]+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors\Z")
 """Names of shards: stem, part and total."""
@@ -97,7 +94,7 @@ class HuggingFace:
     name = "hf"
     about = "Hugging Face safetensors, single or sharded with an index"
     sharded = False
-    habits = Habits(shards=True)
+    capabilities = Capabilities(shards=True)
 
     def detect(self, listing: Listing) -> int:
         names = listing.safetensors()
@@ -112,7 +109,7 @@ class HuggingFace:
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         """Raises IncompleteError (a shard is missing), ConflictError (a tensor twice, two checkpoints in one place)."""
-        wrong = {k: v for k, v in options.said().items() if v != 1}
+        wrong = {k: v for k, v in options.from_flags().items() if v != 1}
         if wrong:
             k, v = next(iter(wrong.items()))
             raise ConflictError(
@@ -170,10 +167,10 @@ class HuggingFace:
             )
         return Mesh()
 
-    def write(self, request: WriteRequest) -> Skeleton:
+    def write(self, request: WriteRequest) -> FileLayout:
         named = request.native if isinstance(request.native, FileNames) else FileNames()
-        skeleton = layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"}, named)
-        return skeleton._replace(usage=_usage(request.config, named))
+        file_layout = layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"}, named)
+        return file_layout._replace(usage=_usage(request.config, named))
 
 
 def _usage(config: Mapping[str, Any], named: FileNames) -> str:
@@ -195,20 +192,20 @@ def layout_published(
     max_shard_size: int | None,
     metadata: Callable[[Sequence[RankTensor]], Mapping[str, str]],
     called: FileNames = FileNames(),
-) -> Skeleton:
+) -> FileLayout:
     """``model.safetensors``, or numbered shards and their index; ``metadata`` is what each file's header says."""
     groups = fill_files(tensors, max_shard_size or SHARD_LIMIT)
     if len(groups) == 1:
         return build_files([(called.single, 0, groups[0], metadata(groups[0]))], 1)
     n = len(groups)
     named = [(called.shard(i + 1, n), 0, g, metadata(g)) for i, g in enumerate(groups)]
-    skeleton = build_files(named, 1)
+    file_layout = build_files(named, 1)
     total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
     weight_map = {t.name: name for name, _, group, _ in named for t in group}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     text = indented(index)
-    skeleton.files.append(OutFile(called.index, len(text), ((0, text),)))
-    return skeleton
+    file_layout.files.append(OutFile(called.index, len(text), ((0, text),)))
+    return file_layout
 
 
 def _file_names(names: Sequence[str], found: str) -> FileNames:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import Catalog, DataFile, Key, LogicalTensor, Pad, Piece, RankTensor, StoredTensor, logical_tensor
+from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import (
-    Habits,
-    Listing,
+    Capabilities,
+    FileLayout,
     ReadOptions,
-    Skeleton,
     StoredCheckpoint,
     WriteRequest,
     build_files,
@@ -36,9 +36,9 @@ from ckpttool.formats.base import (
     contiguous_ranks,
     read_files,
 )
-from ckpttool.formats.safetensors import read_header
 from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import Listing
 
 _OURS = r"rank-(?P<rank>\d{5})-of-(?P<world>\d{5})\.safetensors"
 _COMMON = (
@@ -54,7 +54,7 @@ class Ranks:
     name = "ranks"
     about = "rank-local safetensors that record their mesh and boxes; others' with --rank-pattern"
     sharded = True
-    habits = Habits(records_shapes=True, ragged_experts=True)
+    capabilities = Capabilities(records_shapes=True, ragged_experts=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -136,7 +136,7 @@ class Ranks:
         found, said_by_names, shown = _find(listing, options)
         ranks = {tuple(c.items()) for c, _, _ in found}
         mesh, notes = _infer(len(ranks), said_by_names, options, listing.root, shown)
-        if options.said() and {c.get("rank") for c, _, _ in found} == set(range(1, mesh.world + 1)):
+        if options.from_flags() and {c.get("rank") for c, _, _ in found} == set(range(1, mesh.world + 1)):
             notes.append("the ranks are numbered from 1")
             found = [({**c, "rank": c["rank"] - 1}, p, n) for c, p, n in found]
         names: dict[int, dict[int, str]] = {}
@@ -182,7 +182,7 @@ class Ranks:
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return asked
 
-    def write(self, request: WriteRequest) -> Skeleton:
+    def write(self, request: WriteRequest) -> FileLayout:
         return build_files(self._files(request), request.mesh.world)
 
     def _files(self, request: WriteRequest) -> Iterator[tuple[str, int, Sequence[RankTensor], dict[str, str]]]:
@@ -387,7 +387,7 @@ def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, 
             named = [k for k in hits[0][0] if k != "rank"]
             sizes = {k: 1 + max(c.get(k, 0) for c, _, _ in hits) for k in named}
             return hits, sizes, shown if options.rank_pattern else re.sub(r"\d+", "*", hits[0][2])
-    if options.said() and not options.rank_pattern and (numbered := _numbered(listing)):
+    if options.from_flags() and not options.rank_pattern and (numbered := _numbered(listing)):
         return [({"rank": r}, 0, n) for r, n in numbered.items()], {}, "*{rank}*.safetensors"
     files = listing.safetensors()
     like = re.sub(r"\d+(?=\D*\Z)", "{rank}", files[0]) if files else "model_{rank}.safetensors"
@@ -411,7 +411,7 @@ def _numbered(listing: Listing) -> dict[int, str]:
 def _infer(count: int, named: dict[str, int], options: ReadOptions, root: Path, shown: str) -> tuple[Mesh, list[str]]:
     """The source mesh from flags, file names and their number; what was inferred is noted."""
     check_mesh(f"file names {shown}", named, options, root)
-    said = {**named, **options.said()}
+    said = {**named, **options.from_flags()}
     notes = []
     if not said:
         said = {"tp": count}

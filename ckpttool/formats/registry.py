@@ -11,18 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
-from ckpttool.formats._foreign import foreign
-from ckpttool.formats.base import Format, Listing, ReadOptions, StoredCheckpoint, is_index, list_source, lost, natural
-from ckpttool.formats.deepseek import DeepSeek
-from ckpttool.formats.flex import Flex
+from ckpttool.formats.base import Format, ReadOptions, StoredCheckpoint
+from ckpttool.formats.engines.deepseek import DeepSeek
+from ckpttool.formats.engines.trtllm import TensorRTLLM
+from ckpttool.formats.engines.vllm import VLLM
 from ckpttool.formats.hf import NUMBERED, HuggingFace
-from ckpttool.formats.hybrid import Hybrid, ZeroCost
-from ckpttool.formats.paddle_file import PaddleFile
-from ckpttool.formats.paddle_program import PaddleProgram
+from ckpttool.formats.paddle.flex import Flex
+from ckpttool.formats.paddle.hybrid import Hybrid, ZeroCost
+from ckpttool.formats.paddle.pdparams import PaddleFile
+from ckpttool.formats.paddle.program import PaddleProgram
+from ckpttool.formats.paddle.unified import Unified
 from ckpttool.formats.ranks import Ranks
-from ckpttool.formats.trtllm import TensorRTLLM
-from ckpttool.formats.unified import Unified
-from ckpttool.formats.vllm import VLLM
+from ckpttool.storage.identify import foreign
+from ckpttool.storage.listing import Listing, is_index, list_source, lost, natural
 
 FORMATS: dict[str, Format] = {
     f.name: f
@@ -87,7 +88,7 @@ def detect(listing: Listing) -> Format:
         raise UnsupportedError(
             f"this is {stranger.what}, which ckpttool does not read",
             where=str(listing.path(listing.single)),
-            hint=stranger.way_out,
+            hint=stranger.hint,
         )
     shown = ", ".join(listing.names[:6]) + (" ..." if len(listing.names) > 6 else "")
     raise UnsupportedError(
@@ -136,7 +137,7 @@ def choose(listing: Listing, name: str, options: ReadOptions) -> Format:
         return FORMATS["ranks"]
     found = detect(listing)
     published = any(is_index(n) or n == "model.safetensors" for n in listing.names)
-    if found.name == "hf" and not published and any(v > 1 for v in options.said().values()):
+    if found.name == "hf" and not published and any(v > 1 for v in options.from_flags().values()):
         return FORMATS["ranks"]  # the flags say that files are ranks; only the names did not show it
     return found
 

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.catalog import (
-    SHAPE_OF_RANK,
+    SHAPE_FROM_RULES,
     Catalog,
     DataFile,
     Key,
@@ -27,13 +27,22 @@ from ckpttool.catalog import (
 )
 from ckpttool.catalog import whole_tensor as whole_logical
 from ckpttool.errors import CkptError, ConflictError, LayoutError
-from ckpttool.formats._config import quantization
+from ckpttool.formats.config import quantization
 from ckpttool.geometry import Box, uncovered, whole
-from ckpttool.layout.family import Family, Op, Placement, family_names, load_family
+from ckpttool.layout.family import Family, Placement, Transform, family_names, load_family
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.packed import find_packing
-from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, cut_axis, global_shape, local_boxes, part_lengths
-from ckpttool.layout.scales import block_of, config_block, is_lone, single_block, weight_of
+from ckpttool.layout.rules import (
+    IndivisibleError,
+    PartitionContext,
+    RankShare,
+    Rule,
+    cut_axis,
+    global_shape,
+    local_boxes,
+    part_lengths,
+)
+from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, single_block, weight_of
 from ckpttool.mesh import Coords, share
 
 LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d{1,18})(?![^.])")
@@ -55,7 +64,9 @@ def is_bias(name: str) -> bool:
     return name.endswith("bias")
 
 
-def cannot_cut(name: str, shape: Sequence[int], rule_place: str, why: Uneven, ways: str, works: str) -> LayoutError:
+def cannot_cut(
+    name: str, shape: Sequence[int], rule_place: str, why: IndivisibleError, ways: str, works: str
+) -> LayoutError:
     """The one error for every uneven cut."""
     return LayoutError(
         f"tensor `{name}` {list(shape)} cannot be cut for {ways}: {why.why}", where=rule_place, hint=works or None
@@ -103,14 +114,14 @@ class Assembler:
 
     files: list[DataFile]
     family: Family
-    ops: tuple[Op, ...]
-    cutting: Cutting
+    ops: tuple[Transform, ...]
+    cutting: PartitionContext
     config: Mapping[str, Any]
     local_layers: bool = False
     notes: list[str] = field(default_factory=list)
     wholes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of logical tensors that are known already, for stored tensors of ``SHAPE_OF_RANK``."""
-    _locals: dict[Any, Local] = field(default_factory=dict)
+    """Shapes of logical tensors that are known already, for stored tensors of ``SHAPE_FROM_RULES``."""
+    _locals: dict[Any, RankShare] = field(default_factory=dict)
     _coords: list[Coords] = field(default_factory=list)
 
     def run(self, stored: Iterable[StoredTensor]) -> Catalog:
@@ -134,7 +145,7 @@ class Assembler:
                 if packing is not None and self.cutting.mesh.world > 1 and name not in weights.values():
                     packing.check(place.rule, name, first.dtype)
                 # A step count or a power of beta is one number for its parameter, however that is cut.
-                lone = is_lone(name, first.shape) or (first.state and prod(first.shape) == 1)
+                lone = is_per_tensor_scale(name, first.shape) or (first.state and prod(first.shape) == 1)
                 place = _replicated(place) if lone else place
                 tensors[name] = self._one(name, group, place)
         for name, weight in weights.items():
@@ -237,7 +248,7 @@ class Assembler:
         rule, bias, cutting = place.rule, is_bias(name), self.cutting
         mesh = self.cutting.mesh
         try:
-            if group[0].shape == SHAPE_OF_RANK:
+            if group[0].shape == SHAPE_FROM_RULES:
                 group = self._shaped(name, group, rule)
             first = group[0]
             if not base:
@@ -278,9 +289,9 @@ class Assembler:
                 for inner, outer in local.boxes:
                     pieces.append(Piece(t, inner, outer))
                 pads += [Pad(t, box) for box in pad_boxes(local)]
-        except Uneven as e:
+        except IndivisibleError as e:
             raise cannot_cut(name, group[0].shape, rule.place, e, str(mesh), "") from None
-        if len(pieces) == 1 and not pads and pieces[0].box == whole(shape):
+        if len(pieces) == 1 and not pads and pieces[0].logical_box == whole(shape):
             return LogicalTensor(Key(name), first.dtype, shape, tuple(pieces))
         if not pieces:
             return LogicalTensor(Key(name), first.dtype, shape, ())
@@ -316,7 +327,13 @@ class Assembler:
         return self._one(name, group, place, block, weight.shape)
 
     def _wrong_shape(
-        self, name: str, t: StoredTensor, first: StoredTensor, local: Local, shape: tuple[int, ...], place: Placement
+        self,
+        name: str,
+        t: StoredTensor,
+        first: StoredTensor,
+        local: RankShare,
+        shape: tuple[int, ...],
+        place: Placement,
     ) -> ConflictError:
         mesh = self.cutting.mesh
         return ConflictError(
@@ -348,7 +365,7 @@ def overridden(family: Family, name: str, base: Placement | None) -> Placement |
     return base
 
 
-def pad_boxes(local: Local) -> list[Box]:
+def pad_boxes(local: RankShare) -> list[Box]:
     """Boxes of a stored tensor that hold padding."""
     held = [inner for inner, _ in local.boxes]
     out: list[Box] = []
@@ -375,5 +392,5 @@ def whole_catalog(files: list[DataFile], stored: Iterable[StoredTensor], *, copi
                 where=[str(files[first.stored.file].path), str(files[t.file].path)],
                 hint="remove the stale file, or keep an index that says which one counts",
             )
-        tensors[key].replicas = (*tensors[key].replicas, Piece(t, first.local, first.box))
+        tensors[key].replicas = (*tensors[key].replicas, Piece(t, first.stored_box, first.logical_box))
     return Catalog(files, tensors)

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
-from ckpttool.formats._config import config_field, quantization, ties_head, whole_number
+from ckpttool.formats.config import config_field, quantization, ties_head, whole_number
 from ckpttool.layout.names import expand, has_literal_number, pattern_regex, samples, split_numbers
 from ckpttool.layout.rules import Rule, Size, Sizes, fused_rule, parse_rule, part_rule
 from ckpttool.layout.scales import config_block
@@ -187,7 +187,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Fuse:
-    """Parts become one tensor (or, with ``apart``, one tensor becomes its parts)."""
+    """Parts become one tensor (or, with ``inverse``, one tensor becomes its parts)."""
 
     name: str
     whole: str
@@ -195,16 +195,16 @@ class Fuse:
     units: tuple[str, ...]
     """One per part; "" is equal parts."""
     groups: str = ""
-    apart: bool = False
+    inverse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One tensor per expert becomes one tensor with an axis of experts (or back, with ``apart``)."""
+    """One tensor per expert becomes one tensor with an axis of experts (or back, with ``inverse``)."""
 
     whole: str
     part: str
-    apart: bool = False
+    inverse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +216,14 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Squeeze:
-    """A first axis of one element is left out (or, with ``apart``, put in)."""
+    """A first axis of one element is left out (or, with ``inverse``, put in)."""
 
     patterns: tuple[str, ...]
-    apart: bool = False
+    inverse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class OverrideRules:
     """From here on these tensors have rules of their own."""
 
     pairs: tuple[tuple[str, Rule], ...]
@@ -260,14 +260,14 @@ class DropCopy:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A tied tensor is stored as a copy under its own name too (or, with ``apart``, only by its owner)."""
+    """A tied tensor is stored as a copy under its own name too (or, with ``inverse``, only by its owner)."""
 
     name: str
     owner: str
-    apart: bool = False
+    inverse: bool = False
 
 
-Op = Rename | Fuse | Stack | Transpose | Squeeze | Hold | Refuse | DropLayers | Drop | DropCopy | Tie
+Transform = Rename | Fuse | Stack | Transpose | Squeeze | OverrideRules | Refuse | DropLayers | Drop | DropCopy | Tie
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
@@ -282,16 +282,16 @@ def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
     return name
 
 
-def inverse(ops: Sequence[Op]) -> tuple[Op, ...]:
+def inverse(ops: Sequence[Transform]) -> tuple[Transform, ...]:
     """The statements that undo ``ops``. What was dropped stays dropped."""
-    out: list[Op] = []
+    out: list[Transform] = []
     for op in reversed(ops):
         if isinstance(op, Rename):
             out.append(Rename(tuple((b, a) for a, b in op.pairs)))
         elif isinstance(op, Transpose):
             out.append(op)
         elif isinstance(op, Fuse | Stack | Squeeze | Tie):
-            out.append(replace(op, apart=not op.apart))
+            out.append(replace(op, inverse=not op.inverse))
     return tuple(out)
 
 
@@ -316,7 +316,7 @@ class Family:
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
     _by_name: bool = False
     """Some pattern names one number, so that names of one template may have different rules."""
-    _cache: dict[tuple[Op, ...], dict[str, tuple[Placement, int, int] | None]] = field(default_factory=dict)
+    _cache: dict[tuple[Transform, ...], dict[str, tuple[Placement, int, int] | None]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -328,7 +328,7 @@ class Family:
         found = [t for spec in self.spec.namings.values() for op in spec for t in (op.tie, op.tie_as) if t]
         return {copy: owner for pairs in found for copy, owner in pairs.items()} if self.tied else {}
 
-    def ops(self, naming: str, *, staged: bool = False) -> tuple[Op, ...]:
+    def ops(self, naming: str, *, staged: bool = False) -> tuple[Transform, ...]:
         """The statements that lead from the Hugging Face naming to ``naming``; ``staged``: over pipeline stages."""
         if naming == "hf":
             return ()
@@ -339,7 +339,7 @@ class Family:
                 where=self.origin,
                 hint=f"it has: {known}. Add a `namings: {naming}:` section in a file given with --family",
             )
-        out: list[Op] = []
+        out: list[Transform] = []
         for spec in self.spec.namings[naming]:
             if spec.only_for and self.model_type not in spec.only_for:
                 continue
@@ -348,7 +348,7 @@ class Family:
             elif spec.fuse is not None:
                 out.append(self.fusion(spec.fuse))
             elif spec.unfuse is not None:
-                out.append(replace(self.fusion(spec.unfuse), apart=True))
+                out.append(replace(self.fusion(spec.unfuse), inverse=True))
             elif spec.stack is not None:
                 out += [Stack(w, p) for w, p in spec.stack.items()]
             elif spec.transpose is not None:
@@ -357,7 +357,7 @@ class Family:
                 out.append(Squeeze(tuple(spec.squeeze)))
             elif spec.rules is not None:
                 where = f"{self.origin}: namings: {naming}: "
-                out.append(Hold(tuple((p, parse_rule(t, origin=where + p)) for p, t in spec.rules.items())))
+                out.append(OverrideRules(tuple((p, parse_rule(t, origin=where + p)) for p, t in spec.rules.items())))
             elif spec.refuse is not None:
                 out.append(Refuse(tuple(spec.refuse.items())))
             elif spec.drop_layers_from is not None:
@@ -425,11 +425,11 @@ class Family:
         got = self.sizes.get(name)
         return got.value if got else None
 
-    def placement(self, name: str, ops: tuple[Op, ...] = ()) -> Placement | None:
+    def placement(self, name: str, ops: tuple[Transform, ...] = ()) -> Placement | None:
         """Rule and stage of a tensor named as after ``ops``; None when no rule names it."""
         return self.placer(ops)(name)
 
-    def placer(self, ops: tuple[Op, ...]) -> Callable[[str], Placement | None]:
+    def placer(self, ops: tuple[Transform, ...]) -> Callable[[str], Placement | None]:
         """``placement`` for many names of one naming: one lookup for each name template, not for each name."""
         if self._by_name:
             return lambda name: self._resolve(name, ops)
@@ -456,7 +456,9 @@ class Family:
 
         return place
 
-    def _remember(self, name: str, numbers: tuple[str, ...], ops: tuple[Op, ...]) -> tuple[Placement, int, int] | None:
+    def _remember(
+        self, name: str, numbers: tuple[str, ...], ops: tuple[Transform, ...]
+    ) -> tuple[Placement, int, int] | None:
         """The placement of a name, and which of its numbers are the layer and the expert."""
         got = self._resolve(name, ops)
         if got is None:
@@ -467,7 +469,7 @@ class Family:
         expert_at = len(values) - 1 - values[::-1].index(got.expert) if got.expert is not None else -1
         return got, layer_at, expert_at
 
-    def _resolve(self, name: str, ops: tuple[Op, ...]) -> Placement | None:
+    def _resolve(self, name: str, ops: tuple[Transform, ...]) -> Placement | None:
         if not ops:
             return self._base(name)
         *before, op = ops
@@ -475,7 +477,7 @@ class Family:
         if isinstance(op, Rename):
             return self._resolve(op.backward(name), earlier)
         if isinstance(op, Fuse):
-            if op.apart:
+            if op.inverse:
                 for i, part in enumerate(op.parts):
                     if m := pattern_regex(part).match(name):
                         got = self._resolve(expand(op.whole, m.groupdict()), earlier)
@@ -494,7 +496,7 @@ class Family:
                     names = [p.rsplit(".", 2)[-2] if "." in p else p for p in op.parts]
                     return found[0]._replace(rule=fused_rule([(n, p.rule) for n, p in zip(names, found, strict=True)]))
         if isinstance(op, Stack):
-            if op.apart:
+            if op.inverse:
                 if m := pattern_regex(op.part).match(name):
                     captures = m.groupdict()
                     got = self._resolve(expand(op.whole, captures), earlier)
@@ -511,7 +513,7 @@ class Family:
             if got.rule.axis is not None:
                 raise LayoutError("a tensor whose rule names its axis cannot be transposed", where=got.rule.place)
             return got._replace(rule=replace(got.rule, in_out=not got.rule.in_out))
-        if isinstance(op, Hold):
+        if isinstance(op, OverrideRules):
             for pattern, rule in op.pairs:
                 if pattern_regex(pattern).match(name):
                     return got._replace(rule=rule)
@@ -526,7 +528,7 @@ class Family:
                 return Placement(rule, stage, layer, expert, position)
         return None
 
-    def model_order(self, ops: tuple[Op, ...]) -> Callable[[str], tuple[int, int, int, int, str]]:
+    def model_order(self, ops: tuple[Transform, ...]) -> Callable[[str], tuple[int, int, int, int, str]]:
         """Sort key for model order: embedding, layers with their tensors as the file lists them, head."""
         place_of = self.placer(ops)
         stages = {"first": 0, "layers": 1, "last": 2}

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import SHAPE_OF_RANK, RankTensor, StoredTensor
+from ckpttool.catalog import SHAPE_FROM_RULES, RankTensor, StoredTensor
 from ckpttool.errors import CkptError, ConflictError
-from ckpttool.formats._paddle import base_prefix, head_in_out, is_linear
+from ckpttool.formats.paddle.config import base_prefix, head_in_out, is_linear
 from ckpttool.layout.assemble import is_bias
-from ckpttool.layout.family import Family, Fuse, Op, Placement, Rename, Transpose, inverse
+from ckpttool.layout.family import Family, Fuse, Placement, Rename, Transform, Transpose, inverse
 from ckpttool.layout.names import expand, pattern_regex, split_numbers
-from ckpttool.layout.rules import Cutting, Rule, Sizes, Uneven, cut_axis, global_axis
+from ckpttool.layout.rules import IndivisibleError, PartitionContext, Rule, Sizes, cut_axis, global_axis
 from ckpttool.layout.scales import weight_of
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.select import compile_pattern, exactly
@@ -67,12 +67,12 @@ def _modules(names: Shapes) -> set[str]:
     return {n.rsplit(".", 2)[-2] for n in names if n.count(".") > 1}
 
 
-def source_ops(family: Family, shapes: Shapes, config: Mapping[str, Any]) -> tuple[Op, ...]:
+def source_transforms(family: Family, shapes: Shapes, config: Mapping[str, Any]) -> tuple[Transform, ...]:
     """The statements that lead from Hugging Face names to those of a Paddle checkpoint with these tensors."""
     if family.name == "none":
         return ()
     prefix, published = base_prefix(shapes), _hf_prefix(family)
-    ops: list[Op] = list(_fusions(family, _modules(shapes)))
+    ops: list[Transform] = list(_fusions(family, _modules(shapes)))
     renamed = prefix not in ("", published)
 
     def hf(name: str) -> str:
@@ -102,7 +102,9 @@ def _turned(family: Family, shapes: Shapes, config: Mapping[str, Any]) -> set[st
     return out | {n for n, shape in shapes.items() if len(shape) == 2 and weight_of(n, shapes) in out}
 
 
-def target_ops(family: Family, shapes: Shapes, config: Mapping[str, Any], version: str, fused: str) -> tuple[Op, ...]:
+def target_transforms(
+    family: Family, shapes: Shapes, config: Mapping[str, Any], version: str, fused: str
+) -> tuple[Transform, ...]:
     """The statements from Hugging Face tensors with these names and shapes to the names of ``version`` (a --target).
 
     ``fused`` is "fuse", "unfuse" or "" for what that version's models have.
@@ -119,7 +121,7 @@ def target_ops(family: Family, shapes: Shapes, config: Mapping[str, Any], versio
         # In PaddleNLP the config says so.
         flags = {"fuse_attention_qkv": "qkv_proj", "fuse_attention_ffn": gate_up}
         modules = {module for field, module in flags.items() if config.get(field)}
-    ops: list[Op] = list(_fusions(family, modules))
+    ops: list[Transform] = list(_fusions(family, modules))
     old_llama = kind == "llama" and version.startswith("paddleformers-0")
     turned = _turned(family, shapes, config)
     for op in ops:
@@ -140,7 +142,7 @@ def _wholes(op: Fuse, shapes: Shapes) -> set[str]:
     return {expand(op.whole, m.groupdict()) for n in shapes if (m := first.match(n))}
 
 
-def with_fusions(ops: tuple[Op, ...], fused: str, family: Family, shapes: Shapes) -> tuple[Op, ...]:
+def with_fusions(ops: tuple[Transform, ...], fused: str, family: Family, shapes: Shapes) -> tuple[Transform, ...]:
     """A Paddle source's own statements with all fusions (``fuse``) or none (``unfuse``)."""
     if not fused:
         return ops
@@ -157,7 +159,7 @@ def with_fusions(ops: tuple[Op, ...], fused: str, family: Family, shapes: Shapes
     module = "gate_up_fused_proj" if any(isinstance(op, Rename) for op in ops) else "up_gate_proj"
     more = [f for f in _fusions(family, {"qkv_proj", module}) if f.name not in have]
     wholes = {_pattern(n) for f in more for n in _wholes(f, _hf_names(rest, shapes)) if n.endswith(".weight")}
-    out: list[Op] = [*(op for op in ops if isinstance(op, Fuse)), *more]
+    out: list[Transform] = [*(op for op in ops if isinstance(op, Fuse)), *more]
     for op in rest:
         out.append(replace(op, patterns=tuple(sorted({*op.patterns, *wholes}))) if isinstance(op, Transpose) else op)
     return tuple(out)
@@ -169,7 +171,7 @@ def _apart(op: Fuse, patterns: tuple[str, ...]) -> set[str]:
     return {p.replace(word, part.split("{a}")[1].split("{b}")[0]) for p in patterns if word in p for part in op.parts}
 
 
-def _hf_name(ops: Sequence[Op], name: str) -> str:
+def _hf_name(ops: Sequence[Transform], name: str) -> str:
     """The name before the renamings of ``ops``."""
     for op in inverse(ops):
         if isinstance(op, Rename):
@@ -177,7 +179,7 @@ def _hf_name(ops: Sequence[Op], name: str) -> str:
     return name
 
 
-def _hf_names(ops: Sequence[Op], shapes: Shapes) -> Shapes:
+def _hf_names(ops: Sequence[Transform], shapes: Shapes) -> Shapes:
     return {_hf_name(ops, name): shape for name, shape in shapes.items()}
 
 
@@ -192,7 +194,7 @@ def keeps_whole(rule: Rule, sizes: Sizes, tp: int) -> bool:
 
 
 def kept_whole(
-    family: Family, ops: tuple[Op, ...], shapes: Shapes, tp: int, source: Sequence[str] = ()
+    family: Family, ops: tuple[Transform, ...], shapes: Shapes, tp: int, source: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Patterns of the tensors to write whole on every rank: those of ``keeps_whole``, and of the tensors that no rule
     names those that the source held whole (``source`` are its patterns).
@@ -229,7 +231,11 @@ def _check_vocabulary(name: str, shape: tuple[int, ...], rule: Rule, family: Fam
 
 
 def check_head(
-    ranks: Sequence[Sequence[RankTensor]], shapes: Shapes, ops: Sequence[Op], family: Family, config: Mapping[str, Any]
+    ranks: Sequence[Sequence[RankTensor]],
+    shapes: Shapes,
+    ops: Sequence[Transform],
+    family: Family,
+    config: Mapping[str, Any],
 ) -> None:
     """The head must be read the way it is written, with ``config`` as it will lie beside it: its version may be new.
 
@@ -257,8 +263,8 @@ class WholeTensors:
     """
 
     family: Family
-    ops: tuple[Op, ...]
-    cutting: Cutting
+    ops: tuple[Transform, ...]
+    cutting: PartitionContext
     config: Mapping[str, Any]
     known: Shapes = field(default_factory=dict)
     """Whole shapes of the model's weights, once they are known."""
@@ -269,7 +275,7 @@ class WholeTensors:
         place_of = self.family.placer(self.ops)
         chosen: dict[str, bool] = {}
         for t in tensors:
-            if t.name in chosen or (t.state and prod(t.shape) == 1 and t.shape != SHAPE_OF_RANK):
+            if t.name in chosen or (t.state and prod(t.shape) == 1 and t.shape != SHAPE_FROM_RULES):
                 continue
             place = place_of(t.name)
             said = any(regex.search(t.name) for regex, _ in self.family.overrides)
@@ -282,7 +288,7 @@ class WholeTensors:
         if ways == 1:
             return False
         usual = keeps_whole(rule, sizes, ways)
-        if t.shape == SHAPE_OF_RANK:
+        if t.shape == SHAPE_FROM_RULES:
             return usual
         axis = cut_axis(rule, len(t.shape), bias=is_bias(t.name))
         if axis is None:
@@ -290,7 +296,7 @@ class WholeTensors:
         held = t.shape[axis]
         try:
             joined = held * ways if rule.verb == "vocab" else global_axis(rule, held, ways, self.cutting)
-        except Uneven:
+        except IndivisibleError:
             joined = 0  # no share has this length
         length = self._length(t.name, rule, axis, len(t.shape))
         if length in (held, joined):
@@ -346,10 +352,10 @@ class WholeTensors:
         )
 
 
-def differ(ours: tuple[Op, ...], others: tuple[Op, ...]) -> list[str]:
+def differ(ours: tuple[Transform, ...], others: tuple[Transform, ...]) -> list[str]:
     """In which of names, fused projections and the head's orientation two Paddle namings differ."""
 
-    def traits(ops: tuple[Op, ...]) -> dict[str, object]:
+    def traits(ops: tuple[Transform, ...]) -> dict[str, object]:
         return {
             "names": [op.pairs for op in ops if isinstance(op, Rename)],
             "fused projections": {op.whole for op in ops if isinstance(op, Fuse)},

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, Protocol
 
 from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.errors import ConflictError, LayoutError
-from ckpttool.formats._config import quantization
+from ckpttool.formats.config import quantization
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, cannot_cut, is_bias, no_rule, overridden, pad_boxes, shift_layer
-from ckpttool.layout.family import Family, Op, Placement
+from ckpttool.layout.family import Family, Placement, Transform
 from ckpttool.layout.packed import find_packing
-from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, local_boxes
-from ckpttool.layout.scales import block_of, config_block, is_lone, weight_of
+from ckpttool.layout.rules import IndivisibleError, PartitionContext, RankShare, Rule, local_boxes
+from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, weight_of
 from ckpttool.mesh import Coords, share
 from ckpttool.words import either
 
@@ -58,8 +58,8 @@ class Partitioner:
     """Cuts tensors for one target mesh."""
 
     family: Family
-    ops: tuple[Op, ...]
-    cutting: Cutting
+    ops: tuple[Transform, ...]
+    cutting: PartitionContext
     config: Mapping[str, Any]
     dtype_of: Callable[[Whole], str] = lambda t: t.dtype
     """Dtype that a tensor is stored as."""
@@ -70,7 +70,7 @@ class Partitioner:
     """What a tensor is called in the output (--rename) where that is not its name; rules go by the name."""
     flag: str = "out"
     """Which flags a hint names: --tp-out, or --tp."""
-    _locals: dict[Any, tuple[Local, tuple[Box, ...]]] = field(default_factory=dict)
+    _locals: dict[Any, tuple[RankShare, tuple[Box, ...]]] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[Whole], ranks: Iterable[int] | None = None) -> list[RankTensors]:
         """Per rank what it stores, in the order of ``tensors``; other ranks than ``ranks`` stay empty.
@@ -79,7 +79,7 @@ class Partitioner:
         """
         mesh = self.cutting.mesh
         first = RankTensors()
-        out = [first, *[RankTensors(like=first) for _ in range(1, mesh.world)]]
+        out = [first, *[RankTensors(share_index_with=first) for _ in range(1, mesh.world)]]
         if mesh.world == 1 and self.cutting.vocab_multiple == 1:
             for t in tensors:
                 box = whole(t.shape)
@@ -153,7 +153,7 @@ class Partitioner:
                     place = place._replace(rule=replace(place.rule, verb="replicate"))
                 elif block is not None and len(block) == len(shapes[weight]):
                     base, blocks = shapes[weight], block
-            elif place is not None and is_lone(t.name, t.shape):
+            elif place is not None and is_per_tensor_scale(t.name, t.shape):
                 place = place._replace(rule=replace(place.rule, verb="replicate"))
             elif packing is not None and place is not None:
                 packing.check(place.rule, t.name, t.dtype)
@@ -186,20 +186,20 @@ class Partitioner:
             )
         return {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
 
-    def _cut(self, placed: _Placed, at: Coords, among: _Placements) -> tuple[Local, tuple[Box, ...]]:
+    def _cut(self, placed: _Placed, at: Coords, among: _Placements) -> tuple[RankShare, tuple[Box, ...]]:
         """What one rank holds of a tensor, and which boxes of that are padding. Raises LayoutError."""
         t, place, base, blocks = placed
         try:
             local = local_boxes(place.rule, base, self.cutting, at, bias=is_bias(t.name), blocks=blocks)
-        except Uneven as e:
-            works = self._works(among.tensors, expert=place.rule.expert)
+        except IndivisibleError as e:
+            valid_sizes = self._works(among.tensors, expert=place.rule.expert)
             if t.name in among.packed:
                 e.why = e.why.replace("a scale block of", "a packed word or a group of")
             elif e.inside and self.flag == "out":
                 side = self._finer(among.scaled, e.inside)
-                works += f", or reshard with other scales (--requant block:{side}x{side})"
-                works += " or none (--dequant bf16)"
-            raise cannot_cut(t.name, t.shape, place.rule.place, e, str(self.cutting.mesh), works) from None
+                valid_sizes += f", or reshard with other scales (--requant block:{side}x{side})"
+                valid_sizes += " or none (--dequant bf16)"
+            raise cannot_cut(t.name, t.shape, place.rule.place, e, str(self.cutting.mesh), valid_sizes) from None
         return local, tuple(pad_boxes(local))
 
     def _stages(self, names: Iterable[str]) -> dict[int, int]:
@@ -231,7 +231,7 @@ class Partitioner:
             for rank in (0, mesh.world - 1):
                 try:
                     local_boxes(rule, shape, self.cutting, mesh.coords(rank), blocks=(*leading, side, side))
-                except Uneven as e:
+                except IndivisibleError as e:
                     side = gcd(side, e.inside)
         return side
 
@@ -250,7 +250,7 @@ class Partitioner:
                 for rule, base, blocks, bias in distinct.values():
                     local_boxes(rule, base, cutting, mesh.coords(0), bias=bias, blocks=blocks)
                     local_boxes(rule, base, cutting, mesh.coords(mesh.world - 1), bias=bias, blocks=blocks)
-            except Uneven:
+            except IndivisibleError:
                 continue
             good.append(n)
         if not good:

@@ -127,7 +127,7 @@ class AxisShare(NamedTuple):
     segments: tuple[Segment, ...]
 
 
-class Local(NamedTuple):
+class RankShare(NamedTuple):
     """What one rank holds of one tensor."""
 
     shape: tuple[int, ...]
@@ -137,7 +137,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
+class PartitionContext:
     """Everything besides a rule and a shape that decides a cut."""
 
     mesh: Mesh
@@ -187,7 +187,7 @@ def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
     return sizes[units]
 
 
-def _guard(rule: Rule, cutting: Cutting) -> Size | None:
+def _guard(rule: Rule, cutting: PartitionContext) -> Size | None:
     """The size that a plain cut must respect, or None when nothing is known that it could tear."""
     if rule.units in cutting.optional and rule.units not in cutting.sizes:
         return None
@@ -198,14 +198,14 @@ def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisS
     """Equal shares of an axis; ``word`` names what is shared. Raises Uneven with the divisors that would work."""
     count = units.value if units else n
     if n % max(count, 1):
-        raise Uneven(f"an axis of {n} does not divide into {count} {word}", ())
+        raise IndivisibleError(f"an axis of {n} does not divide into {count} {word}", ())
     if units and units.shared and ways > count:
         if ways % count:
-            raise Uneven(f"{ways} ranks cannot share {count} {word} evenly", _divisors(count, shared=True))
+            raise IndivisibleError(f"{ways} ranks cannot share {count} {word} evenly", _divisors(count, shared=True))
         unit = n // count
         return AxisShare(unit, (Segment(0, index * count // ways * unit, unit),))
     if count % ways:
-        raise Uneven(
+        raise IndivisibleError(
             f"{count} {word} cannot be split evenly across {ways} ranks",
             _divisors(count, shared=bool(units and units.shared)),
         )
@@ -213,7 +213,7 @@ def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisS
     return AxisShare(each, (Segment(0, index * each, each),))
 
 
-class Uneven(Exception):  # noqa: N818 - it says what is the matter with a cut; users see LayoutError
+class IndivisibleError(Exception):
     """A share that does not come out even; becomes a LayoutError once the tensor's name is known."""
 
     def __init__(self, why: str, works: tuple[int, ...], inside: int = 0) -> None:
@@ -244,15 +244,15 @@ def part_lengths(rule: Rule, n: int, sizes: Sizes) -> list[int]:
     weights = [w for w, _ in _weights(rule, sizes)]
     unit, rest = divmod(n, sum(weights))
     if rest:
-        raise Uneven(f"{n} does not divide into parts {':'.join(map(str, weights))}", ())
+        raise IndivisibleError(f"{n} does not divide into parts {':'.join(map(str, weights))}", ())
     return [w * unit for w in weights]
 
 
-def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: Cutting) -> AxisShare:
+def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
     """What rank ``index`` of ``ways`` holds of an axis of ``n`` elements. Raises Uneven."""
     if rule.verb == "vocab":
         if not cutting.pad_vocab and n % ways:
-            raise Uneven(f"{n} rows are not a multiple of {ways}, and this format does not pad", _divisors(n))
+            raise IndivisibleError(f"{n} rows are not a multiple of {ways}, and this format does not pad", _divisors(n))
         multiple = lcm(cutting.vocab_multiple, ways)
         each = (cutting.vocab_rows or -(-n // multiple) * multiple) // ways
         start = min(index * each, n)
@@ -288,7 +288,7 @@ def blocked(got: AxisShare, n: int, block: int) -> AxisShare:
     for local, logical, length in got.segments:
         at_end = logical + length == n
         if logical % block or local % block or (length % block and not at_end):
-            raise Uneven(
+            raise IndivisibleError(
                 f"the cut at {logical if logical % block else logical + length} of {n} falls inside a scale block"
                 f" of {block}",
                 (),
@@ -301,12 +301,12 @@ def blocked(got: AxisShare, n: int, block: int) -> AxisShare:
 def local_boxes(
     rule: Rule,
     shape: tuple[int, ...],
-    cutting: Cutting,
+    cutting: PartitionContext,
     at: Coords,
     *,
     bias: bool = False,
     blocks: tuple[int, ...] = (),
-) -> Local:
+) -> RankShare:
     """What the rank at ``at`` stores of a logical tensor of ``shape``, and which boxes of it.
 
     With ``blocks`` the tensor is a weight's scale grid: ``shape`` is the weight's, blocks[i] its elements per scale
@@ -322,19 +322,19 @@ def local_boxes(
             got = axis_share(rule, n, ways, index, cutting)
         elif axis == 0 and rule.grouped:
             if n % mesh.ep and not cutting.ragged_experts:
-                raise Uneven(f"{n} experts cannot be shared evenly by {mesh.ep} ranks", _divisors(n))
+                raise IndivisibleError(f"{n} experts cannot be shared evenly by {mesh.ep} ranks", _divisors(n))
             start, stop = share(n, mesh.ep, at.ep)
             got = AxisShare(stop - start, (Segment(0, start, stop - start),))
         else:
             got = whole_axis(n)
         shares.append(blocked(got, n, blocks[axis]) if blocks else got)
     if rule.once and cut is None and index:
-        return Local(tuple(s.size for s in shares), ())
+        return RankShare(tuple(s.size for s in shares), ())
     if all(len(s.segments) == 1 and s.size == s.segments[0].length for s in shares):
         # By far the most common: one box, no padding.
         segs = [s.segments[0] for s in shares]
         size = tuple([s.length for s in segs])
-        return Local(
+        return RankShare(
             size,
             ((whole(size), Box(tuple([s.logical for s in segs]), tuple([s.logical + s.length for s in segs]))),),
         )
@@ -346,10 +346,10 @@ def local_boxes(
                 Box(tuple(s.logical for s in combo), tuple(s.logical + s.length for s in combo)),
             )
         )
-    return Local(tuple(s.size for s in shares), tuple(boxes))
+    return RankShare(tuple(s.size for s in shares), tuple(boxes))
 
 
-def global_axis(rule: Rule, local: int, ways: int, cutting: Cutting) -> int:
+def global_axis(rule: Rule, local: int, ways: int, cutting: PartitionContext) -> int:
     """Length of the whole cut axis from one rank's share (files that do not record it). Raises Uneven."""
     sizes = cutting.sizes
     if rule.verb == "vocab":
@@ -362,7 +362,7 @@ def global_axis(rule: Rule, local: int, ways: int, cutting: Cutting) -> int:
         held = sum(ways if size and size.shared and ways > w else w for w, size in weights)
         unit, rest = divmod(local * ways, held)
         if rest:
-            raise Uneven(f"{local} does not divide into the parts of {ways} ranks", ())
+            raise IndivisibleError(f"{local} does not divide into the parts of {ways} ranks", ())
         return unit * sum(w for w, _ in weights)
     units = _guard(rule, cutting)
     if units and units.shared and ways > units.value:
@@ -371,7 +371,7 @@ def global_axis(rule: Rule, local: int, ways: int, cutting: Cutting) -> int:
 
 
 def global_shape(
-    rule: Rule, shape: tuple[int, ...], experts: int, cutting: Cutting, *, bias: bool = False
+    rule: Rule, shape: tuple[int, ...], experts: int, cutting: PartitionContext, *, bias: bool = False
 ) -> tuple[int, ...]:
     """Shape of the logical tensor from one rank's stored shape; ``experts`` is the stacked total (0: unknown)."""
     mesh = cutting.mesh

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.errors import LayoutError
-from ckpttool.formats._config import quantization
+from ckpttool.formats.config import quantization
 
 _SUFFIXES = (
     ("_scale_inv", ""),
@@ -54,7 +54,7 @@ def is_beside(name: str) -> bool:
     return name.endswith(_BESIDE)
 
 
-def is_lone(name: str, shape: tuple[int, ...]) -> bool:
+def is_per_tensor_scale(name: str, shape: tuple[int, ...]) -> bool:
     """One number for a whole tensor (``input_scale``, ``k_scale``): every rank holds it."""
     return name.endswith("scale") and prod(shape) == 1
 

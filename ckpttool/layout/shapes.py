@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.dtypes import CASTABLE, DTYPES, parse
 from ckpttool.errors import LayoutError, UnsupportedError
-from ckpttool.formats._config import TIED, config_places
+from ckpttool.formats.config import TIED, config_places
 from ckpttool.layout.family import DefaultSpec, Family, SizeSpec, TensorsSpec
 
 Value = int | str | list[Any]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ckpttool.catalog import IN_SHARDS, Catalog, FlatShard, LogicalTensor, Pad, Piece, StoredTensor
+from ckpttool.catalog import SHARDED, Catalog, FlatShard, LogicalTensor, Pad, Piece, StoredTensor
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ConflictError, IncompleteError
 from ckpttool.geometry import Box, from_flat
@@ -21,7 +21,7 @@ Blocks = list[tuple[StoredTensor, Box]]
 
 
 def join_shards(catalog: Catalog, shards: Sequence[tuple[FlatShard, ...]]) -> Catalog:
-    """The catalog with every piece of an ``IN_SHARDS`` tensor replaced by pieces of what its shards hold.
+    """The catalog with every piece of an ``SHARDED`` tensor replaced by pieces of what its shards hold.
 
     Raises IncompleteError when the shards leave elements out, ConflictError when they overlap.
     """
@@ -37,21 +37,21 @@ def join_shards(catalog: Catalog, shards: Sequence[tuple[FlatShard, ...]]) -> Ca
     def pieces(found: Sequence[Piece]) -> tuple[Piece, ...]:
         out: list[Piece] = []
         for p in found:
-            if p.stored.file == IN_SHARDS:
+            if p.stored.file == SHARDED:
                 out += _inside(p, blocks(p.stored)[0])
             else:
                 out.append(p)
         return tuple(out)
 
     for key, t in catalog.tensors.items():
-        held = {p.stored.offset: p.stored for p in (*t.pieces, *t.replicas) if p.stored.file == IN_SHARDS}
+        held = {p.stored.offset: p.stored for p in (*t.pieces, *t.replicas) if p.stored.file == SHARDED}
         if not held:
             continue
         pads = [pad for stored in held.values() for pad in blocks(stored)[1]]
         for pad in t.pads:
-            if pad.stored.file == IN_SHARDS:
-                found = _inside(Piece(pad.stored, pad.local, pad.local), blocks(pad.stored)[0])
-                pads += [Pad(p.stored, p.local) for p in found]
+            if pad.stored.file == SHARDED:
+                found = _inside(Piece(pad.stored, pad.stored_box, pad.stored_box), blocks(pad.stored)[0])
+                pads += [Pad(p.stored, p.stored_box) for p in found]
             else:
                 pads.append(pad)
         catalog.tensors[key] = LogicalTensor(t.key, t.dtype, t.shape, pieces(t.pieces), pieces(t.replicas), tuple(pads))
@@ -61,9 +61,9 @@ def join_shards(catalog: Catalog, shards: Sequence[tuple[FlatShard, ...]]) -> Ca
 def _inside(piece: Piece, blocks: Blocks) -> list[Piece]:
     """The part of a piece that lies in each block."""
     out = []
-    by = [b - a for a, b in zip(piece.local.start, piece.box.start, strict=True)]
+    by = [b - a for a, b in zip(piece.stored_box.start, piece.logical_box.start, strict=True)]
     for stored, box in blocks:
-        common = box.intersect(piece.local) if box.start else box
+        common = box.intersect(piece.stored_box) if box.start else box
         if common is not None:
             out.append(Piece(stored, common.relative_to(box.start), common.shift(by)))
     return out

@@ -21,15 +21,15 @@ from ckpttool.dtypes import lookup
 from ckpttool.errors import VerifyError
 from ckpttool.execute.checks import agree
 from ckpttool.execute.compare import compare_one, read_tensor, read_view
-from ckpttool.formats._config import quantization
+from ckpttool.formats.config import quantization
 from ckpttool.layout.assemble import LAYER
-from ckpttool.layout.family import Drop, DropCopy, DropLayers, Op, Rename, Tie, inverse, matches
+from ckpttool.layout.family import Drop, DropCopy, DropLayers, Rename, Tie, Transform, inverse, matches
 from ckpttool.layout.packed import GLOBAL, INPUTS, Part, find_packing
 from ckpttool.ops.components import WEIGHTS
 from ckpttool.plan import Adapted, Operand, Scaled, Stored
 from ckpttool.planner import Computed, Ties
 from ckpttool.quant.coded import find_codes
-from ckpttool.relate import View, Views, apply_ops
+from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms
 from ckpttool.select import compile_pattern
 from ckpttool.words import count
 
@@ -39,7 +39,7 @@ class Account:
     """The reasons that a source and a command line give for leaving tensors out."""
 
     source: Checkpoint
-    statements: Sequence[Op]
+    statements: Sequence[Transform]
     """What leads from Hugging Face names to those of the output."""
     remove: Sequence[str] = ()
     keep: Sequence[str] = ()
@@ -47,7 +47,7 @@ class Account:
     computed: Computed | None = None
     """Where tensors of the source are worked out from others."""
 
-    def check(self, output: Collection[View]) -> None:
+    def check(self, output: Collection[DerivedTensor]) -> None:
         """Raises VerifyError naming the first tensor that ``output`` lacks without a reason."""
         self._refuse([k for k in _incomplete(self.source.catalog, output) if not self._is_explained(k, output)])
 
@@ -80,7 +80,7 @@ class Account:
                 hint="nothing was kept. This is a fault of ckpttool: please report it with the command line",
             )
 
-    def _is_explained(self, key: Key, output: Collection[View]) -> bool:
+    def _is_explained(self, key: Key, output: Collection[DerivedTensor]) -> bool:
         return (
             self._is_removed(key.name)
             or self._is_left_out(key.name)
@@ -126,15 +126,15 @@ class Account:
         if owner is None:
             return False
         pair = {
-            k.name: View(k.name, t.dtype, t.shape, t)
+            k.name: DerivedTensor(k.name, t.dtype, t.shape, t)
             for k, t in source.catalog.tensors.items()
             if (k.component, k.state) == (key.component, key.state) and self._published(k.name) in (name, owner)
         }
         shaping = tuple(op for op in source.ops if not isinstance(op, Tie | Drop | DropCopy | DropLayers))
-        views = apply_ops(Views(pair), inverse(shaping), source.family, shaping).table
+        views = apply_transforms(TensorTable(pair), inverse(shaping), source.family, shaping).table
         return {name, owner} <= views.keys() and self._holds_the_same(views[name], views[owner])
 
-    def _holds_the_same(self, one: View, other: View) -> bool:
+    def _holds_the_same(self, one: DerivedTensor, other: DerivedTensor) -> bool:
         catalog = self.source.catalog
         if one.shape != other.shape:
             return False
@@ -145,7 +145,7 @@ class Account:
         left, right = (partial(read_view, catalog, view, dtype=dtype) for view in (one, other))
         return compare_one(one.name, one.shape, dtype, left, right) is None
 
-    def _is_joined(self, key: Key, output: Collection[View]) -> bool:
+    def _is_joined(self, key: Key, output: Collection[DerivedTensor]) -> bool:
         """Whether a fused tensor has once what each of its parts had: a number of the optimizer, the groups of the
         inputs of packed weights. They are the same, but for the shapes of packed weights, which nobody reads."""
         catalog = self.source.catalog
@@ -167,12 +167,12 @@ class Account:
         return packing.parts(dtypes) if packing is not None else {}
 
 
-def _pieces(view: View) -> Iterator[Piece]:
+def _pieces(view: DerivedTensor) -> Iterator[Piece]:
     for part in view.parts:
         yield from part.source.pieces
 
 
-def _incomplete(catalog: Catalog, output: Iterable[View]) -> list[Key]:
+def _incomplete(catalog: Catalog, output: Iterable[DerivedTensor]) -> list[Key]:
     """The tensors of which some elements are in no view."""
     read: dict[int, dict[object, int]] = {}
     whole: set[int] = set()

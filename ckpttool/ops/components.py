@@ -12,9 +12,9 @@ from dataclasses import replace
 from ckpttool.catalog import Catalog, Key, LogicalTensor, RankTensor
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import Habits
+from ckpttool.formats.base import Capabilities
 from ckpttool.geometry import whole
-from ckpttool.relate import Equal, View
+from ckpttool.relate import DerivedTensor, EqualPair
 
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 """All that a checkpoint can hold, in the order in which they are written."""
@@ -25,10 +25,10 @@ WEIGHTS = ("model", "adapter")
 def chosen_components(
     source: Checkpoint,
     wanted: tuple[str, ...],
-    habits: Habits,
+    capabilities: Capabilities,
     fmt: str,
     notes: list[str],
-    equal: list[Equal],
+    equal: list[EqualPair],
     *,
     ema: bool,
 ) -> tuple[Catalog, list[tuple[str, str]]]:
@@ -54,9 +54,9 @@ def chosen_components(
             raise UsageError("--ema writes the average as the model, so only `--only model` goes with it")
         catalog = _ema_as_model(catalog)
         notes[:] = [n for n in notes if not n.startswith("model weights are ")]
-    if "adapter" in have and "adapter" not in habits.components and not wanted:
+    if "adapter" in have and "adapter" not in capabilities.components and not wanted:
         raise UsageError(
-            f"the source is an adapter, and --to {fmt} holds {', '.join(habits.components)}",
+            f"the source is an adapter, and --to {fmt} holds {', '.join(capabilities.components)}",
             where=str(source.path),
             hint="use --to unified; or merge it into its base first: ckpttool merge BASE+ADAPTER",
         )
@@ -65,25 +65,25 @@ def chosen_components(
             raise UsageError(
                 f"--only {c}: the source has no {c}", where=str(source.path), hint="it has " + ", ".join(have)
             )
-        if c not in habits.components:
+        if c not in capabilities.components:
             raise UsageError(
-                f"--only {c}: --to {fmt} holds {', '.join(habits.components)}",
+                f"--only {c}: --to {fmt} holds {', '.join(capabilities.components)}",
                 hint="the average as the model: --ema"
-                if c == "ema" and "model" in habits.components
+                if c == "ema" and "model" in capabilities.components
                 else "use --to unified, hybrid, zcc or flex for the state of an optimizer",
             )
-    keep = wanted or tuple(c for c in have if c in habits.components)
+    keep = wanted or tuple(c for c in have if c in capabilities.components)
     if not keep:
         raise UsageError(
-            f"--to {fmt} holds {', '.join(habits.components)}, the source has only {', '.join(have)}",
+            f"--to {fmt} holds {', '.join(capabilities.components)}, the source has only {', '.join(have)}",
             hint="choose another format with --to",
         )
     if not wanted and (left := [c for c in have if c not in keep]):
-        notes.append(f"{', '.join(left)} left out: --to {fmt} holds {', '.join(habits.components)}")
+        notes.append(f"{', '.join(left)} left out: --to {fmt} holds {', '.join(capabilities.components)}")
     tensors = {k: t for k, t in catalog.tensors.items() if k.component in keep}
-    if habits.fp32_masters == "added" and "master_weights" in keep:
+    if capabilities.fp32_masters == "added" and "master_weights" in keep:
         tensors |= _own_masters(catalog)
-    elif habits.fp32_masters == "dropped" and "model" in keep:
+    elif capabilities.fp32_masters == "dropped" and "model" in keep:
         for key in [k for k in tensors if k.component == "master_weights"]:
             model = catalog.tensors.get(Key(key.name))
             if model is not None and model.dtype == "F32":
@@ -115,7 +115,10 @@ def _ema_as_model(catalog: Catalog) -> Catalog:
 
 
 def share_of(
-    held: Sequence[RankTensor], part: tuple[str, str], table: Mapping[str, View], cast: Callable[[str, str], str]
+    held: Sequence[RankTensor],
+    part: tuple[str, str],
+    table: Mapping[str, DerivedTensor],
+    cast: Callable[[str, str], str],
 ) -> Iterator[RankTensor]:
     """What a rank stores of one component, given what it stores of the parameters."""
     component, state = part

@@ -16,15 +16,14 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalog import Catalog, DataFile, Key, RankTensor, StoredTensor, whole_tensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, refuse_empty
+from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.errors import UsageError
-from ckpttool.formats._config import ties_head
-from ckpttool.formats._json import indented
-from ckpttool.formats._paddle import base_prefix
-from ckpttool.formats.base import build_files, file_now, list_source
+from ckpttool.formats.base import build_files, file_now
+from ckpttool.formats.config import ties_head
 from ckpttool.formats.hf import NUMBERED
+from ckpttool.formats.paddle.config import base_prefix
+from ckpttool.formats.paddle.unified import STEMS
 from ckpttool.formats.registry import by_name
-from ckpttool.formats.safetensors import read_header, tensor_bytes
-from ckpttool.formats.unified import STEMS
 from ckpttool.geometry import whole
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.scales import weight_of
@@ -32,7 +31,9 @@ from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.listing import in_order, is_derived, source_files
 from ckpttool.ops.reshard import Prepared, Selection, Target, carried_below, left_out, plan_target, select
 from ckpttool.planner import build_plan
-from ckpttool.relate import View, Views, identity, parameters
+from ckpttool.relate import DerivedTensor, TensorTable, identity, parameters
+from ckpttool.storage.json_file import indented
+from ckpttool.storage.listing import list_source
 from ckpttool.words import count
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -41,7 +42,7 @@ _PARAMETERS = "total_parameters"
 """Elements of all tensors, in indexes that transformers 5 writes."""
 
 
-class Gone(NamedTuple):
+class DroppedTensor(NamedTuple):
     """One tensor that is left out."""
 
     name: str
@@ -58,7 +59,7 @@ class PreparedDrop:
     """Everything known before a byte is written."""
 
     target: Prepared
-    gone: Sequence[Gone]
+    gone: Sequence[DroppedTensor]
     """What is left out, in the order of the checkpoint."""
     warnings: Sequence[str]
     rewritten: int
@@ -100,7 +101,7 @@ def prepare(
     lost = {n for n in table if n not in views.table}
     # A parameter goes with all that there is of it: its master weight, the optimizer's states, its average.
     gone = [
-        Gone(str(k), t.dtype, t.shape, 0 if is_derived(source.catalog, k) else t.nbytes, k.component)
+        DroppedTensor(str(k), t.dtype, t.shape, 0 if is_derived(source.catalog, k) else t.nbytes, k.component)
         for k, t in source.catalog.tensors.items()
         if k.name in lost
     ]
@@ -118,7 +119,7 @@ def prepare(
         return _in_place(source, selection, gone, warnings, link=link)
     if unified is not None:
         return _in_unified(source, selection, unified, lost, gone, warnings, link=link)
-    if not target.format and not target.said() and by_name(source.format, "").sharded:
+    if not target.format and not target.from_flags() and by_name(source.format, "").sharded:
         target = replace(target, format=source.format)  # one rank stays one rank
     prepared = plan_target(source, target, selection)
     notes = prepared.notes
@@ -127,16 +128,16 @@ def prepare(
         counted = left_out(prepared.removed)
         said = f"{count(len(lost), 'parameter')} left out, {len(gone):,} tensors of all components"
         notes[:] = [said if n == counted else n for n in notes]
-    if prepared.format == source.format and by_name(source.format, "").habits.keeps:
+    if prepared.format == source.format and by_name(source.format, "").capabilities.default_target:
         notes.append("every file is rewritten, also those that lose nothing")
-    written = {t.file for unit in prepared.plan.units for t in unit.targets}
+    written = {t.file for unit in prepared.plan.units for t in unit.stored_tensors}
     return PreparedDrop(prepared, gone, warnings, len(written), 0, 0)
 
 
 def _in_place(
     source: Checkpoint,
     selection: Selection,
-    gone: Sequence[Gone],
+    gone: Sequence[DroppedTensor],
     warnings: Sequence[str],
     *,
     link: bool,
@@ -250,7 +251,7 @@ def _in_unified(
     selection: Selection,
     kept: Sequence[_UnifiedFile],
     lost: Collection[str],
-    gone: Sequence[Gone],
+    gone: Sequence[DroppedTensor],
     warnings: Sequence[str],
     *,
     link: bool,
@@ -294,10 +295,24 @@ def _in_unified(
         linked=linked,
     )
     plan.notes = notes
-    left = {str(k): View(str(k), t.dtype, t.shape, t) for k, t in source.catalog.tensors.items() if k.name not in lost}
+    left = {
+        str(k): DerivedTensor(str(k), t.dtype, t.shape, t)
+        for k, t in source.catalog.tensors.items()
+        if k.name not in lost
+    }
     dtypes = {n: v.dtype for n, v in left.items()}
     prepared = Prepared(
-        source, Target(), "unified", Mesh(), source.family, Views(left), plan, "", dtypes, notes, selection=selection
+        source,
+        Target(),
+        "unified",
+        Mesh(),
+        source.family,
+        TensorTable(left),
+        plan,
+        "",
+        dtypes,
+        notes,
+        selection=selection,
     )
     files = len(source_files(stored.files))
     return PreparedDrop(prepared, gone, warnings, len(rewritten), len(kept) - len(rewritten), files - len(kept))
@@ -362,7 +377,7 @@ def _index(
     return indented(index)
 
 
-def _settle(source: Checkpoint, views: Views, gone: Collection[str]) -> None:
+def _settle(source: Checkpoint, views: TensorTable, gone: Collection[str]) -> None:
     """Bring config.json in line where there is no doubt: multi-token-prediction layers that are all gone."""
     config = source.stored.config
     layers, extra = config.get(LAYERS), config.get(MTP)
@@ -378,7 +393,7 @@ def _settle(source: Checkpoint, views: Views, gone: Collection[str]) -> None:
         source.notes.append(f"config.json: {MTP} is 0 now; it was {extra}")
 
 
-def _warnings(source: Checkpoint, gone: Collection[str], views: Views) -> list[str]:
+def _warnings(source: Checkpoint, gone: Collection[str], views: TensorTable) -> list[str]:
     """What a loader may miss."""
     left = views.table
     tied = source.family.tied or ties_head(source.config)

@@ -19,7 +19,7 @@ from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_te
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
-from ckpttool.formats._config import QUANTIZATION, config_places
+from ckpttool.formats.config import QUANTIZATION, config_places
 from ckpttool.geometry import contiguous_strides
 from ckpttool.layout.family import inverse
 from ckpttool.layout.names import pattern_regex
@@ -38,7 +38,7 @@ from ckpttool.quant.config import (
 )
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, is_conv1d, treat
 from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
-from ckpttool.relate import View, apply_ops, identity, permute
+from ckpttool.relate import DerivedTensor, apply_transforms, identity, permute
 from ckpttool.select import matching
 from ckpttool.words import count
 
@@ -105,7 +105,7 @@ def high_precision(config: Mapping[str, Any]) -> str:
     return "BF16"
 
 
-def scaled(coded: Coded, views: Mapping[str, View], operands: Operands, label: str) -> Operand:
+def scaled(coded: Coded, views: Mapping[str, DerivedTensor], operands: Operands, label: str) -> Operand:
     """What gives a quantised weight's values, in the shape in which its codes lie ([..., out, in] where ``turned``)."""
     codes = operands.stored(views[coded.codes], f"`{coded.codes}` of {label}")
     if coded.turned:
@@ -175,7 +175,7 @@ class _Recoder:
         self.renamed = self.scheme is not None and source.format != "hf" and bool(source.ops)
         views = identity(source.catalog)
         if self.renamed:
-            views = apply_ops(views, inverse(source.ops), source.family, source.ops)
+            views = apply_transforms(views, inverse(source.ops), source.family, source.ops)
         self.views = views
         self.operands = Operands()
         self.operands.tied = views.tied
@@ -271,7 +271,7 @@ class _Recoder:
             return scaled(coded, self.views.table, self.operands, str(self.source.path))
         return self.operands.stored(self.views.table[name], f"`{name}` of {self.source.path}")
 
-    def _one(self, treated: Treated, coded: Coded | None, view: View, out: Recoded) -> None:
+    def _one(self, treated: Treated, coded: Coded | None, view: DerivedTensor, out: Recoded) -> None:
         name = treated.weight.name
         if not treated.forms:
             if self.scheme is not None:
@@ -300,7 +300,7 @@ class _Recoder:
             self.scheme is not None and self.before == _bare(self.scheme)
         )
 
-    def _copy(self, name: str, view: View) -> None:
+    def _copy(self, name: str, view: DerivedTensor) -> None:
         if view.same is not None:
             self._add(name, replace(view.same, key=Key(name)))
             return
@@ -346,7 +346,7 @@ class _Recoder:
         step = self._compute(coded.name, self.dtype, shape, operand)
         self._put(coded.name, self.dtype, coded.shape, step, 0, turned=coded.turned)
 
-    def _quantise(self, treated: Treated, coded: Coded | None, view: View) -> None:
+    def _quantise(self, treated: Treated, coded: Coded | None, view: DerivedTensor) -> None:
         """Plan codes and scales.
 
         They are worked out the way round in which the recipe stores them; of a weight that is coded the other way

@@ -17,15 +17,23 @@ from typing import Any
 
 from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.catalog import Catalog, DataFile, Key, RankTensor, RankTensors, StoredTensor
-from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_ops, open_checkpoint
+from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, naming_transforms, open_checkpoint
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import ConflictError, LayoutError, UsageError, VerifyError
 from ckpttool.execute import Advance, Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
 from ckpttool.execute.compute import verify_computed
-from ckpttool.formats._config import quantization
-from ckpttool.formats._json import indented
-from ckpttool.formats._paddle import (
+from ckpttool.formats.base import (
+    Capabilities,
+    FileLayout,
+    Format,
+    ReadOptions,
+    TransposedOnDisk,
+    WriteRequest,
+    file_now,
+)
+from ckpttool.formats.config import quantization
+from ckpttool.formats.paddle.config import (
     TRAINER_FILES,
     TRANSPOSED,
     base_prefix,
@@ -34,25 +42,36 @@ from ckpttool.formats._paddle import (
     software,
     with_fused_flags,
 )
-from ckpttool.formats.base import Format, Habits, ReadOptions, Skeleton, Turning, WriteRequest, file_now, is_index
-from ckpttool.formats.below import files_below
 from ckpttool.formats.registry import by_name, read_source
 from ckpttool.geometry import Box
 from ckpttool.layout import paddle
 from ckpttool.layout.assemble import EXPERT
-from ckpttool.layout.family import Family, Op, Tie, inverse
+from ckpttool.layout.family import Family, Tie, Transform, inverse
 from ckpttool.layout.packed import NAMINGS, find_packing
 from ckpttool.layout.partition import Partitioner
-from ckpttool.layout.rules import Cutting
+from ckpttool.layout.rules import PartitionContext
 from ckpttool.mesh import Mesh, default_etp
 from ckpttool.ops.account import Account
 from ckpttool.ops.components import WEIGHTS, chosen_components, share_of
 from ckpttool.ops.recode import Recoded, Recoding, recode
 from ckpttool.plan import Plan
-from ckpttool.planner import Computed, build_plan, caster
+from ckpttool.planner import Computed, build_plan, output_dtype
 from ckpttool.quant.config import DTYPE_FIELDS, with_fields
-from ckpttool.relate import Equal, View, Views, apply_ops, follow, keep, parameters, permute, rename_by_rules
+from ckpttool.relate import (
+    DerivedTensor,
+    EqualPair,
+    TensorTable,
+    apply_transforms,
+    keep,
+    parameters,
+    permute,
+    propagate_to_component,
+    rename_by_rules,
+)
 from ckpttool.select import bounded, matching, nearest_hint
+from ckpttool.storage.below import files_below
+from ckpttool.storage.json_file import indented
+from ckpttool.storage.listing import is_index
 from ckpttool.words import count, some
 
 PARALLEL_FIELDS = {
@@ -100,7 +119,7 @@ class Target:
     aoa: Path | None = None
     """A file of AOA statements that says which tensors are written."""
 
-    def said(self) -> dict[str, int]:
+    def from_flags(self) -> dict[str, int]:
         return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}
 
 
@@ -122,7 +141,7 @@ class Prepared:
     format: str
     mesh: Mesh
     family: Family
-    views: Views
+    views: TensorTable
     plan: Plan
     dtype: str
     """What --dtype casts to, or ""."""
@@ -137,12 +156,12 @@ class Prepared:
     computed: Computed | None = None
     """How the tensors come about that are in no file of the source."""
     selection: Selection = field(default_factory=Selection)
-    statements: tuple[Op, ...] = ()
+    statements: tuple[Transform, ...] = ()
     """What leads from Hugging Face names to those of the output."""
     sharding: int = 1
     """Ranks that share the optimizer state of the output, for each of the mesh."""
     usage: str = ""
-    """What reads the output, see ``Skeleton``."""
+    """What reads the output, see ``FileLayout``."""
 
     def next_step(self, dst: str | Path) -> str:
         """A command, or a line of Python, that reads the output at ``dst``; "" where there is none to name."""
@@ -210,12 +229,12 @@ def plan_target(
     fmt, mesh, asked = _target_mesh(source, target, notes)
     dtype = _castable(target.dtype)
     writer = by_name(fmt, "--to")
-    habits = writer.habits
+    capabilities = writer.capabilities
     _check_target(target, fmt, writer, source)
     family = source.family
-    version = _version(source, target, habits)
-    equal: list[Equal] = []
-    catalog, components = chosen_components(source, target.components, habits, fmt, notes, equal, ema=target.ema)
+    version = _version(source, target, capabilities)
+    equal: list[EqualPair] = []
+    catalog, components = chosen_components(source, target.components, capabilities, fmt, notes, equal, ema=target.ema)
     naming, fused = _naming(source, target, writer)
     views, removed = select(parameters(catalog), selection, notes)
     views, after = _named(source, target, views, naming, fused, mesh, version, notes)
@@ -226,41 +245,42 @@ def plan_target(
     views = rename_by_rules(views, selection.rename)
     names = dict(zip((v.name for v in cut), views.table, strict=True))
     notes += views.notes
-    whole = habits.whole
+    whole = capabilities.whole
     if naming == "paddle":
         whole = (
             *whole,
             *paddle.kept_whole(family, after, {v.name: v.shape for v in cut}, mesh.tp, source.stored.whole),
         )
     packing = find_packing(quantization(source.config), {v.name: v.dtype for v in views})
-    cast = caster(names, dtype, packing.parts(names) if packing is not None else ())
+    cast = output_dtype(names, dtype, packing.parts(names) if packing is not None else ())
     family = family.with_whole(whole)
     partitioner = Partitioner(
         family,
         after,
-        _cutting(family, mesh, target, habits),
+        _cutting(family, mesh, target, capabilities),
         source.config,
         lambda t: cast(t.name, t.dtype),
-        local_layers=habits.local_layers,
+        local_layers=capabilities.local_layers,
         tied=family.tied and not any(isinstance(op, Tie) for op in after),
         names=names,
     )
     chosen = _chosen(target, mesh)
     ranks = partitioner.run(cut, chosen)
-    if habits.pad_vocab and writer.sharded and not habits.records_shapes:
+    if capabilities.pad_vocab and writer.sharded and not capabilities.records_shapes:
         _check_vocabulary(ranks, _vocabulary(cut, family, after, names), source)
-    tables = {c: follow(views, catalog, *c, equal) for c in components}
+    tables = {c: propagate_to_component(views, catalog, *c, equal) for c in components}
     like = ranks[0]
     ranks = [
-        RankTensors((r for c in components for r in share_of(held, c, tables[c], cast)), like=like) for held in ranks
+        RankTensors((r for c in components for r in share_of(held, c, tables[c], cast)), share_index_with=like)
+        for held in ranks
     ]
     table = {v.name: v for c in components for v in tables[c].values()}
     source_table = dict(table)
-    if isinstance(writer, Turning):
+    if isinstance(writer, TransposedOnDisk):
         prefix = base_prefix(dict.fromkeys(views.table, None))
         turned = partial(writer.turned, version=version, prefix=prefix, config=source.config)
-        ranks = [RankTensors((_turned(turned, r, table) for r in held), like=like) for held in ranks]
-    sharding = target.sharding or (source.stored.sharding if habits.optimizer_shards else 1)
+        ranks = [RankTensors((_turned(turned, r, table) for r in held), share_index_with=like) for held in ranks]
+    sharding = target.sharding or (source.stored.sharding if capabilities.optimizer_shards else 1)
     if sharding > 1 and target.sharding is None:
         notes.append(f"sharding {sharding}: as the source has it; change it with --sharding-out")
     request = WriteRequest(
@@ -282,20 +302,20 @@ def plan_target(
         source.format,
         tuple(source.stored.root / n for n in source.stored.companions),
     )
-    skeleton = writer.write(request)
+    file_layout = writer.write(request)
     if naming == "paddle":
         paddle.check_head(ranks, _shapes(views), after, family, request.config)
-    if skeleton.ranks is not None:
-        equal += _left_to_masters(catalog, tables, skeleton.ranks)
-    carried, literal = _beside(source, request, skeleton, written, notes)
+    if file_layout.ranks is not None:
+        equal += _left_to_masters(catalog, tables, file_layout.ranks)
+    carried, literal = _beside(source, request, file_layout, written, notes)
     plan = build_plan(
         catalog,
         table,
         ranks,
-        skeleton,
+        file_layout,
         carried=[
             *((p.name, file_now(p)) for p in carried),
-            *carried_below(source, {f.name for f in skeleton.files} | {n for n, _ in literal}, notes),
+            *carried_below(source, {f.name for f in file_layout.files} | {n for n, _ in literal}, notes),
         ],
         literal_files=literal,
         computed=computed,
@@ -309,8 +329,8 @@ def plan_target(
     }
     source = replace(source, catalog=catalog)
     return Prepared(
-        source, target, fmt, mesh, family, Views(source_table), plan, dtype, dtypes, notes, removed,
-        computed=computed, selection=selection, statements=after, sharding=sharding, usage=skeleton.usage,
+        source, target, fmt, mesh, family, TensorTable(source_table), plan, dtype, dtypes, notes, removed,
+        computed=computed, selection=selection, statements=after, sharding=sharding, usage=file_layout.usage,
     )  # fmt: skip
 
 
@@ -341,25 +361,27 @@ def _naming(source: Checkpoint, target: Target, writer: Format) -> tuple[str, st
     return naming, fused
 
 
-def _cutting(family: Family, mesh: Mesh, target: Target, habits: Habits) -> Cutting:
-    return Cutting(
+def _cutting(family: Family, mesh: Mesh, target: Target, capabilities: Capabilities) -> PartitionContext:
+    return PartitionContext(
         mesh,
         family.sizes,
-        vocab_multiple=lcm(target.vocab_multiple, habits.vocab_multiple),
-        pad_vocab=habits.pad_vocab,
-        ragged_experts=habits.ragged_experts,
+        vocab_multiple=lcm(target.vocab_multiple, capabilities.vocab_multiple),
+        pad_vocab=capabilities.pad_vocab,
+        ragged_experts=capabilities.ragged_experts,
     )
 
 
-def _vocabulary(views: Sequence[View], family: Family, after: tuple[Op, ...], names: Mapping[str, str]) -> set[str]:
+def _vocabulary(
+    views: Sequence[DerivedTensor], family: Family, after: tuple[Transform, ...], names: Mapping[str, str]
+) -> set[str]:
     """Names in the output of the tensors with a row for each token."""
     place_of = family.placer(after)
     return {names[v.name] for v in views if (place := place_of(v.name)) is not None and place.rule.verb == "vocab"}
 
 
 def _left_to_masters(
-    catalog: Catalog, tables: Mapping[tuple[str, str], dict[str, View]], ranks: Sequence[Sequence[RankTensor]]
-) -> list[Equal]:
+    catalog: Catalog, tables: Mapping[tuple[str, str], dict[str, DerivedTensor]], ranks: Sequence[Sequence[RankTensor]]
+) -> list[EqualPair]:
     """Model weights that the files hold as master weights only: readers will round those, so they must be that."""
     written = {r.key for held in ranks for r in held}
     out = []
@@ -376,20 +398,20 @@ def _left_to_masters(
 def _beside(
     source: Checkpoint,
     request: WriteRequest,
-    skeleton: Skeleton,
+    file_layout: FileLayout,
     written: Sequence[tuple[str, bytes]],
     notes: list[str],
 ) -> tuple[list[Path], list[tuple[str, bytes]]]:
     """(files that are carried, files that are made) beside the tensors of the output."""
     root = source.stored.root
-    made = [*skeleton.small, *written]
+    made = [*file_layout.generated, *written]
     own = root / "config.json"
     carried = list(request.companions)
     if own.is_file() and request.config == (source.stored.native_config or source.config):
         carried.insert(0, own)
     elif request.config:
         made.insert(0, ("config.json", indented(request.config)))
-    left = [p.name for p in carried if p.name in skeleton.left]
+    left = [p.name for p in carried if p.name in file_layout.dropped]
     if request.naming != "paddle":
         unused = [p.name for p in carried if TRAINER_FILES.fullmatch(p.name)]
         if unused:
@@ -398,8 +420,8 @@ def _beside(
         left = [n for n in left if n not in unused]
     if left:
         notes.append(f"not carried, because they belong to the ranks of the source: {some(left)}")
-    gone = {*skeleton.left, *(name for name, _ in made), *(p.name for p in skeleton.beside)}
-    return [*skeleton.beside, *(p for p in carried if p.name not in gone)], made
+    gone = {*file_layout.dropped, *(name for name, _ in made), *(p.name for p in file_layout.copied)}
+    return [*file_layout.copied, *(p for p in carried if p.name not in gone)], made
 
 
 def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str]) -> list[tuple[str, DataFile]]:
@@ -426,13 +448,13 @@ def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str])
 def _named(
     source: Checkpoint,
     target: Target,
-    views: Views,
+    views: TensorTable,
     naming: str,
     fused: str,
     mesh: Mesh,
     version: str,
     notes: list[str],
-) -> tuple[Views, tuple[Op, ...]]:
+) -> tuple[TensorTable, tuple[Transform, ...]]:
     """The views under the names of the target, and the statements that lead there from Hugging Face names."""
     family, before = source.family, source.ops
     packing = find_packing(quantization(source.config), {n: v.dtype for n, v in views.table.items()})
@@ -446,26 +468,26 @@ def _named(
         views = apply_aoa(views, read_aoa(target.aoa), sizes=family.sizes)
         # The statements decide; what they made is looked at for the rules by which it is cut.
         if naming == "paddle":
-            return views, paddle.source_ops(family, _shapes(views), source.config)
-        return views, naming_ops(family, naming, "", mesh)
+            return views, paddle.source_transforms(family, _shapes(views), source.config)
+        return views, naming_transforms(family, naming, "", mesh)
     _refuse_unknown(source, views, naming)
     canonical = None
     if naming != "paddle":
-        after = naming_ops(family, naming, fused, mesh)
+        after = naming_transforms(family, naming, fused, mesh)
     elif source.stored.naming == "paddle" and not target.native_names:
         after = paddle.with_fusions(before, fused, family, _shapes(views))
         if target.version and not fused:
             _note_other_names(source, views, after, version, notes)
     else:
-        canonical = apply_ops(views, inverse(before), family, before)
-        after = paddle.target_ops(family, _shapes(canonical), source.config, version, fused)
+        canonical = apply_transforms(views, inverse(before), family, before)
+        after = paddle.target_transforms(family, _shapes(canonical), source.config, version, fused)
     if before != after:
-        canonical = canonical or apply_ops(views, inverse(before), family, before)
-        views = apply_ops(canonical, after, family)
+        canonical = canonical or apply_transforms(views, inverse(before), family, before)
+        views = apply_transforms(canonical, after, family)
     return views, after
 
 
-def _refuse_unknown(source: Checkpoint, views: Views, naming: str) -> None:
+def _refuse_unknown(source: Checkpoint, views: TensorTable, naming: str) -> None:
     """Paddle has a decoder's linear weights the other way round; without its family nothing says which these are."""
     if source.family.name != "none" or (naming == "paddle") == (source.stored.naming == "paddle"):
         return
@@ -479,10 +501,12 @@ def _refuse_unknown(source: Checkpoint, views: Views, naming: str) -> None:
         )
 
 
-def _note_other_names(source: Checkpoint, views: Views, after: tuple[Op, ...], version: str, notes: list[str]) -> None:
+def _note_other_names(
+    source: Checkpoint, views: TensorTable, after: tuple[Transform, ...], version: str, notes: list[str]
+) -> None:
     """Say so when the models of --target know the tensors otherwise; trainers skip names that they do not know."""
-    canonical = apply_ops(views, inverse(source.ops), source.family, source.ops)
-    usual = paddle.target_ops(source.family, _shapes(canonical), source.config, version, "")
+    canonical = apply_transforms(views, inverse(source.ops), source.family, source.ops)
+    usual = paddle.target_transforms(source.family, _shapes(canonical), source.config, version, "")
     if found := paddle.differ(after, usual):
         notes.append(
             f"{', '.join(found)}: kept as the source has them; the models of {version} have others, which"
@@ -490,7 +514,7 @@ def _note_other_names(source: Checkpoint, views: Views, after: tuple[Op, ...], v
         )
 
 
-def _shapes(views: Views) -> dict[str, tuple[int, ...]]:
+def _shapes(views: TensorTable) -> dict[str, tuple[int, ...]]:
     return {n: v.shape for n, v in views.table.items()}
 
 
@@ -520,29 +544,31 @@ def _check_vocabulary(ranks: Sequence[Sequence[RankTensor]], tables: Collection[
         )
 
 
-def _version(source: Checkpoint, target: Target, habits: Habits) -> str:
+def _version(source: Checkpoint, target: Target, capabilities: Capabilities) -> str:
     """What --target says; else the version that wrote the source, else the newest. "" where there are no versions."""
     if target.version:
-        if target.version not in habits.targets:
+        if target.version not in capabilities.targets:
             raise UsageError(
                 f"--target `{target.version}` is not known"
-                + ("" if habits.targets else f" for --to {target.format or source.format}, which has no versions"),
-                hint="targets: " + ", ".join(habits.targets)
-                if habits.targets
+                + (
+                    "" if capabilities.targets else f" for --to {target.format or source.format}, which has no versions"
+                ),
+                hint="targets: " + ", ".join(capabilities.targets)
+                if capabilities.targets
                 else "omit it, or choose one of Paddle's formats: --to unified, hybrid, zcc or flex",
             )
         return target.version
-    if not habits.targets:
+    if not capabilities.targets:
         return ""
     wrote = software(source.config)
     if wrote.name == "paddlenlp":
-        return next(t for t in habits.targets if t.startswith("paddlenlp"))
+        return next(t for t in capabilities.targets if t.startswith("paddlenlp"))
     if wrote.name == "paddleformers" and wrote.version < (1,):
-        return next(t for t in habits.targets if t.startswith("paddleformers-0"))
-    return habits.targets[0]
+        return next(t for t in capabilities.targets if t.startswith("paddleformers-0"))
+    return capabilities.targets[0]
 
 
-def _turned(turned: Callable[[str, int], bool], r: RankTensor, table: dict[str, View]) -> RankTensor:
+def _turned(turned: Callable[[str, int], bool], r: RankTensor, table: dict[str, DerivedTensor]) -> RankTensor:
     """The tensor as the format's files hold it: some model weights with their axes exchanged."""
     if r.component != "model" or not turned(r.name, len(r.shape)):
         return r
@@ -570,13 +596,13 @@ def _check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) 
             f"--vocab-multiple {target.vocab_multiple} pads cut embeddings, and --to {fmt} does not pad",
             hint="omit it, or use --to ranks",
         )
-    if target.max_shard_size and not writer.habits.shards:
+    if target.max_shard_size and not writer.capabilities.shards:
         raise UsageError(
             f"--max-shard-size has no effect with --to {fmt}, which has one file for each rank",
             hint="omit it; more ranks make smaller files",
         )
     for flag in ("fuse", "unfuse"):
-        if getattr(target, flag) and flag in writer.habits.refused:
+        if getattr(target, flag) and flag in writer.capabilities.refused:
             raise UsageError(
                 f"--{flag} is not possible with --to {fmt}, whose software reads one form of the model only",
                 hint=f"omit it; --to hf or --to ranks can {flag}",
@@ -587,7 +613,7 @@ def _check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) 
                 f"--{name}-out {getattr(target, name)} has no effect: models of family `{family.name}` have no experts"
             )
     for flag, said in (("--sharding-out", target.sharding), ("--sharding-version", target.sharding_version)):
-        if said and not writer.habits.optimizer_shards:
+        if said and not writer.capabilities.optimizer_shards:
             raise UsageError(
                 f"{flag} {said} has no effect with --to {fmt}, which does not share out optimizer state",
                 hint="omit it, or use --to hybrid, zcc or flex",
@@ -601,7 +627,7 @@ def _check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) 
             + ("with --to flex" if fmt == "flex" else "without --sharding-out 2 or more"),
             hint="omit it",
         )
-    if target.dtype and writer.habits.fp32_masters == "dropped" and sharding > 1:
+    if target.dtype and writer.capabilities.fp32_masters == "dropped" and sharding > 1:
         raise UsageError(
             f"--dtype {target.dtype} is not possible with sharding {sharding}: model weights are stored as master"
             " weights only, and read back in the model's own dtype",
@@ -612,7 +638,7 @@ def _check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) 
             f"--dtype {target.dtype} casts model weights, and --only leaves them out",
             hint="the state of an optimizer keeps its precision",
         )
-    if target.vocab_multiple > 1 and not writer.habits.pad_vocab:
+    if target.vocab_multiple > 1 and not writer.capabilities.pad_vocab:
         raise UsageError(f"--to {fmt} does not pad the vocabulary", hint="drop --vocab-multiple")
     if target.sharding is not None and target.sharding < 1:
         raise UsageError(f"--sharding-out is {target.sharding}", hint="parallel sizes start at 1")
@@ -694,7 +720,7 @@ def _verify_nothing_lost(prepared: Prepared) -> None:
         )
 
 
-def _stored(view: View) -> Iterator[StoredTensor]:
+def _stored(view: DerivedTensor) -> Iterator[StoredTensor]:
     """The stored tensors that a view takes elements from."""
     for part in view.parts:
         for piece in part.source.pieces:
@@ -721,7 +747,7 @@ def _chosen(target: Target, mesh: Mesh) -> tuple[int, ...]:
 
 def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[str, Mesh, Mesh]:
     """Format of DST, its mesh, and the mesh that the flags ask for. What is not said stays as it is in SRC."""
-    said = target.said()
+    said = target.from_flags()
     src = source.mesh
     tp = said.get("tp", src.tp)
     pp = said.get("pp", src.pp)
@@ -738,7 +764,7 @@ def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[
     asked = Mesh(tp, pp, ep, etp, layout)
     name = target.format
     if not name:
-        if by_name(source.format, "").habits.keeps:
+        if by_name(source.format, "").capabilities.default_target:
             name = source.format
         elif asked.world == 1:
             name = "hf"
@@ -751,8 +777,8 @@ def _target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[
 
 
 def select(
-    views: Views, selection: Selection, notes: list[str], *, option: str = "--remove-keys"
-) -> tuple[Views, tuple[int, int]]:
+    views: TensorTable, selection: Selection, notes: list[str], *, option: str = "--remove-keys"
+) -> tuple[TensorTable, tuple[int, int]]:
     """The views that are kept, and (tensors, bytes) of those that are not.
 
     Raises UsageError for a pattern without a match, and when nothing would be left.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpttool.errors import ConflictError, UnsupportedError
-from ckpttool.formats._config import QUANTIZATION, config_places
+from ckpttool.formats.config import QUANTIZATION, config_places
 from ckpttool.quant.scheme import GROUP, Scheme, scheme
 
 HF_QUANT = "hf_quant_config.json"

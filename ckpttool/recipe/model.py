@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckpttool.errors import UnsupportedError, UsageError
-from ckpttool.formats.base import near
+from ckpttool.storage.listing import near
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """What the name of a model on a hub looks like."""

@@ -12,7 +12,7 @@ from ckpttool.report.text import dump, message
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
-    from ckpttool.formats._program import Parameter, Program
+    from ckpttool.formats.paddle.program_parts import Parameter, Program
     from ckpttool.ops.convert_json.check import Repaired
     from ckpttool.ops.convert_json.convert import Conversion, Converted
     from ckpttool.ops.convert_json.header import HeaderResult

@@ -20,7 +20,7 @@ from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.ops.findings import CheckResult, Finding
-    from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown, Totalled
+    from ckpttool.ops.inspect.answer import LayoutView, TensorListing, TensorSlices, TensorStats, Totalled
     from ckpttool.ops.inspect.diff import Changed, DiffResult
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.identity import Identity
@@ -34,19 +34,21 @@ BAR = 50
 
 
 def show_inspect(
-    answer: Listed | Drawn | Measured | Totalled | Shown | CheckResult | DiffResult,
+    answer: TensorListing | LayoutView | TensorStats | Totalled | TensorSlices | CheckResult | DiffResult,
     *,
     as_json: bool,
     quiet: bool = False,
 ) -> None:
     """Print what ``ops.inspect`` answered; ``quiet`` leaves notes out."""
-    from ckpttool.ops.inspect.answer import Drawn, Listed, Measured, Shown, Totalled
+    from ckpttool.ops.inspect.answer import LayoutView, TensorListing, TensorSlices, TensorStats, Totalled
 
     if not as_json and not quiet:
         text.notes(
-            answer.listing.notes if isinstance(answer, Listed | Drawn | Measured | Totalled | Shown) else answer.notes
+            answer.listing.notes
+            if isinstance(answer, TensorListing | LayoutView | TensorStats | Totalled | TensorSlices)
+            else answer.notes
         )
-    if isinstance(answer, Listed):
+    if isinstance(answer, TensorListing):
         listing, question = answer.listing, answer.question
         if question.list:
             show_list(listing, as_json=as_json)
@@ -56,13 +58,13 @@ def show_inspect(
             show_metadata(listing, answer.metadata, as_json=as_json)
         else:
             show_tree(listing, depth=question.depth, as_json=as_json)
-    elif isinstance(answer, Drawn):
+    elif isinstance(answer, LayoutView):
         show_layout(answer.listing, answer.layout, svg=answer.question.svg, as_json=as_json)
-    elif isinstance(answer, Measured):
+    elif isinstance(answer, TensorStats):
         show_values(answer, as_json=as_json)
     elif isinstance(answer, Totalled):
         show_total(answer, as_json=as_json, quiet=quiet)
-    elif isinstance(answer, Shown):
+    elif isinstance(answer, TensorSlices):
         show_slices(answer.listing, answer.slices, as_json=as_json)
     else:
         from ckpttool.ops.findings import CheckResult
@@ -75,7 +77,7 @@ def show_inspect(
 
 def _head(listing: Listing, view: str) -> dict[str, Any]:
     """What every JSON answer begins with."""
-    from ckpttool.formats.paddle_program import Native
+    from ckpttool.formats.paddle.program import Native
     from ckpttool.ops.inspect.listing import sharding_of
 
     return {
@@ -168,7 +170,7 @@ def _identity_json(identity: Identity) -> dict[str, Any]:
 
 def summary(listing: Listing) -> str:
     """A few lines: what it is, how large, and which components or dtypes."""
-    from ckpttool.formats.paddle_program import Native
+    from ckpttool.formats.paddle.program import Native
     from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 
     stored = listing.stored
@@ -397,7 +399,7 @@ def _plain_number(value: float | None) -> float | str | None:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def show_values(answer: Measured, *, as_json: bool) -> None:
+def show_values(answer: TensorStats, *, as_json: bool) -> None:
     """Statistics, histograms and checksums."""
     listing, values, question = answer.listing, answer.values, answer.question
     if as_json:

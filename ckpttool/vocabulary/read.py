@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats._json import MAX_BYTES, parse_json
-from ckpttool.formats.base import leads_away, refuse_away
+from ckpttool.storage.json_file import MAX_BYTES, parse_json
+from ckpttool.storage.listing import leads_away, refuse_away
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -115,7 +115,7 @@ def test_families_are_those_that_are_built_in() -> None:
 def test_choices_are_those_of_the_code() -> None:
     from ckpttool import report
     from ckpttool.dtypes import CASTABLE, DTYPES
-    from ckpttool.formats._paddle import TARGETS
+    from ckpttool.formats.paddle.config import TARGETS
     from ckpttool.formats.registry import FORMATS
     from ckpttool.kernels.merge import METHODS
     from ckpttool.ops.components import COMPONENTS

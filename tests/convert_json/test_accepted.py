@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.formats.paddle_program import examine
+from ckpttool.formats.paddle.program import examine
 from ckpttool.ops.findings import PROGRAM
 from tests.convert_json.accepted import CASES, RIGHTS, recorded
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ckpttool.errors import CkptError, IncompleteError, OutputError, UnsupportedError, UsageError
-from ckpttool.formats._pir import read_pir
+from ckpttool.formats.paddle.pir import read_pir
 from ckpttool.ops.convert_json.check import check_program, repair
 from ckpttool.ops.findings import PROGRAM, CheckResult
 from tests.convert_json.programs import Parameter, dumped, find, ops_of, parameter, program, records, usual, write

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CkptError, ConflictError, CorruptError, OutputError, UsageError, VerifyError
 from ckpttool.execute import Advance, NoProgress, RunOptions
-from ckpttool.formats.safetensors import read_header
 from ckpttool.ops.convert_json.convert import METADATA, Conversion, execute, from_safetensors, to_safetensors
 from tests.convert_json.programs import (
     ELEMENTS,
@@ -274,7 +274,7 @@ def test_two_tensors_for_one_parameter(tmp_path: Path, kind: str) -> None:
 
 def test_a_state_dict_with_tied_weights(tmp_path: Path) -> None:
     """What paddle.save writes as safetensors has every name."""
-    from ckpttool.formats._paddle_names import read_names
+    from ckpttool.formats.paddle.names import read_names
 
     src = PROGRAMS / "tied/model.json"
     names = read_names(PROGRAMS / "tied/model.pdparams")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.formats._pir_patches import PATCHES
+from ckpttool.formats.paddle.pir_patches import PATCHES
 from ckpttool.ops.convert_json.check import check_program
 from ckpttool.ops.findings import CHECKPOINT, PROGRAM
 from tests.convert_json import test_params, test_pdmodel, test_pir

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats._pdiparams import PROBLEMS, record_head
-from ckpttool.formats.paddle_program import Artifact, examine, open_program
+from ckpttool.formats.paddle.pdiparams import PROBLEMS, record_head
+from ckpttool.formats.paddle.program import Artifact, examine, open_program
 from tests.convert_json.programs import ELEMENTS, PARAMETERS, data_of, parameter, record, records, usual, varint, write
 from tests.convert_json.programs import program as program_of
 

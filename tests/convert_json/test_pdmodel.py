@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError, CorruptError, IncompleteError
-from ckpttool.formats import _pdmodel
-from ckpttool.formats._pdmodel import PROBLEMS, VERSION, read_pdmodel
-from ckpttool.formats._program import BY_NUMBER, Parameter, Program
+from ckpttool.formats.paddle import pdmodel as _pdmodel
+from ckpttool.formats.paddle.pdmodel import PROBLEMS, VERSION, read_pdmodel
+from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "paddle_programs" / "legacy" / "model.pdmodel"
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from ckpttool.containers import json_stream as _json_stream
 from ckpttool.errors import CorruptError, IncompleteError
-from ckpttool.formats import _json_stream
-from ckpttool.formats._pir import NEWEST, PROBLEMS, looks_like_pir, read_pir
-from ckpttool.formats._pir_patches import patched
-from ckpttool.formats._program import Parameter, Program
+from ckpttool.formats.paddle.pir import NEWEST, PROBLEMS, looks_like_pir, read_pir
+from ckpttool.formats.paddle.pir_patches import patched
+from ckpttool.formats.paddle.program_parts import Parameter, Program
 from tests.convert_json.programs import (
     attribute,
     block,

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import CorruptError
 from ckpttool.execute import RunOptions, run, schedule
-from ckpttool.plan import Block, Copy, Output, Padding, Plan, Same, Unit
+from ckpttool.plan import AssertEqual, AssertPadding, Block, Copy, Output, Plan, Unit
 from tests.execute.plans import pattern, source
 
 
-def check(directory: Path, step: Same | Padding, *data: bytes, memory: int = 1 << 20) -> None:
+def check(directory: Path, step: AssertEqual | AssertPadding, *data: bytes, memory: int = 1 << 20) -> None:
     found = [source(directory / f"src/{i}", d) for i, d in enumerate(data)]
     copy = Copy(Block(0, 0, (1,)), Block(0, 0, (1,)), (4,), "U8", "U8")
     run(Plan(found, [Output("x", 4)], [Unit("t", (copy, step))]), directory / "dst", RunOptions(memory=memory))
 
 
-def replicas(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], dtype: str = "BF16") -> Same:
-    return Same(Block(0, 0, a), Block(1, 0, b), shape, dtype, "model.norm.weight")
+def replicas(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], dtype: str = "BF16") -> AssertEqual:
+    return AssertEqual(Block(0, 0, a), Block(1, 0, b), shape, dtype, "model.norm.weight")
 
 
 def test_equal_replicas(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_padding(tmp_path_factory: pytest.TempPathFactory, kinds: list[str], lik
     """Zeros throughout, or copies of the stated row throughout."""
     rows = {"row": ROW, "zero": ZERO, "other": np.append(ROW[:-1], [5]).astype("u2")}
     data = np.stack([ROW, *[rows[k] for k in kinds]]).tobytes()
-    step = Padding(
+    step = AssertPadding(
         Block(0, 24, (24, 12, 2)),
         (len(kinds), 2, 6),
         "BF16",

@@ -64,8 +64,8 @@ class Files:
         copy = Copy(Block(number, head, (item,)), Block(0, 0, (item,)), (array.size,), dtype, dtype)
         return Stored(dtype, array.shape, (copy,), f"`{label}` of source {number}")
 
-    def carrier(self) -> blocks.Carrier:
-        return blocks.Carrier([s.path for s in self.sources], [], FilePool(), 1 << 20, threading.Event())
+    def carrier(self) -> blocks.Mover:
+        return blocks.Mover([s.path for s in self.sources], [], FilePool(), 1 << 20, threading.Event())
 
 
 def addresses(copy: Copy, side: str) -> list[int]:
@@ -222,7 +222,7 @@ def test_bytes_do_not_depend_on_how(tmp_path: Path, how: str, *, manifest: bool,
     plan, want = merge_plan(tmp_path / "src")
     found = {}
 
-    def closing(digests: Any) -> bytes:
+    def late_files(digests: Any) -> bytes:
         found.update(digests)
         return b"said at the end"
 
@@ -233,8 +233,10 @@ def test_bytes_do_not_depend_on_how(tmp_path: Path, how: str, *, manifest: bool,
             patched.setattr(compute, "PART", 54)
         patched.setattr(crew, "can_fork", lambda: how == "forks")
         if how == "a thread":
-            patched.setattr(engine, "hire", lambda *_: None)
-        result = run(plan, tmp_path / "dst", RunOptions(manifest=manifest, closing={"note.txt": closing}, processes=2))
+            patched.setattr(engine, "spawn", lambda *_: None)
+        result = run(
+            plan, tmp_path / "dst", RunOptions(manifest=manifest, late_files={"note.txt": late_files}, processes=2)
+        )
     assert written(tmp_path / "dst") == want
     assert (tmp_path / "dst/note.txt").read_bytes() == b"said at the end"
     assert len(result.manifest) == (3 if manifest else 0)
@@ -247,15 +249,15 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
     plan, want = merge_plan(tmp_path / "src")
     hashes: list[dict[str, str]] = []
 
-    def closing(digests: Any) -> bytes:
+    def late_files(digests: Any) -> bytes:
         hashes.append({k: v for k, v in digests.items() if ":" in k})
         return b"said at the end"
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compute, "CHUNK", 18)
         patched.setattr(compute, "PART", 54)
-        patched.setattr(engine, "hire", lambda *_: None)
-        run(plan, tmp_path / "once", RunOptions(closing={"note.txt": closing}))
+        patched.setattr(engine, "spawn", lambda *_: None)
+        run(plan, tmp_path / "once", RunOptions(late_files={"note.txt": late_files}))
         tasks = schedule(plan, chained=False)
         assert [len(t.parts) for t in tasks] == [5, 5]
         real = strided.scatter
@@ -268,10 +270,10 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
 
         patched.setattr(compute, "scatter", scatter)
         with pytest.raises(OutputError, match="the disk is gone"):
-            run(plan, tmp_path / "dst", RunOptions(closing={"note.txt": closing}))
+            run(plan, tmp_path / "dst", RunOptions(late_files={"note.txt": late_files}))
         assert not (tmp_path / "dst").exists()
         patched.setattr(compute, "scatter", real)
-        result = run(plan, tmp_path / "dst", RunOptions(resume=True, closing={"note.txt": closing}))
+        result = run(plan, tmp_path / "dst", RunOptions(resume=True, late_files={"note.txt": late_files}))
     assert 0 < result.bytes_skipped < result.bytes_skipped + result.bytes_written
     assert result.bytes_skipped + result.bytes_written == plan.bytes_written
     assert written(tmp_path / "dst") == want

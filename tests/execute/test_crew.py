@@ -19,10 +19,10 @@ import pytest
 
 from ckpttool.errors import ConflictError, OutputError
 from ckpttool.execute import RunOptions, crew, engine, run, worker
-from ckpttool.execute.crew import Answer, Crew, Order, Serve
+from ckpttool.execute.crew import Answer, Order, ProcessPool, Serve
 from ckpttool.execute.wire import decode, encode
 from ckpttool.plan import Adapted, Compute, Gathered, LowRank, Randomness, Scaled, Stored
-from ckpttool.plan import Run as Rows
+from ckpttool.plan import Run as RowBlock
 from tests.execute.test_compute import merge_plan, written
 
 HERE = "tests.execute.test_crew"
@@ -56,11 +56,11 @@ def main() -> None:
     crew.help_out(lambda _job: lambda: serve)
 
 
-def hired(count: int = 2, keep: tuple[int, ...] = ()) -> Crew:
+def hired(count: int = 2, keep: tuple[int, ...] = ()) -> ProcessPool:
     def no_serve() -> Serve:
         raise AssertionError("forked beside a thread")
 
-    found = crew.hire(count, {}, no_serve, f"{HERE}:main", keep)
+    found = crew.spawn(count, {}, no_serve, f"{HERE}:main", keep)
     assert found is not None
     return found
 
@@ -317,7 +317,7 @@ def test_a_unit_as_json_and_back(tmp_path: Path) -> None:
     operands = (
         Scaled(strange, two, (2, 3), "F4", two, divides=True),
         Adapted(strange, (LowRank(one, two, 0.1, 1, 2),), 6, "BF16"),
-        Gathered((one, two), (40, 6), (Rows(0, 39, 1, 0),), ((39, ((0, 1), (1, 2))),)),
+        Gathered((one, two), (40, 6), (RowBlock(0, 39, 1, 0),), ((39, ((0, 1), (1, 2))),)),
     )
     whole = (("a", float("inf")), ("b", 1e-323), ("c", 3), ("d", True))
     unit = plan.units[0]._replace(steps=(step._replace(models=operands, base=one, whole=whole, base_at=None),))

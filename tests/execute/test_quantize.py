@@ -151,19 +151,19 @@ def test_bytes_do_not_depend_on_how(tmp_path_factory: pytest.TempPathFactory, da
         step = step._replace(results=(codes, one))
     plan = plan_of(files, step)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine, "hire", lambda *_: None)
+        patched.setattr(engine, "spawn", lambda *_: None)
         patched.setattr(quantize, "_LEAST", data.draw(st.sampled_from((1, 16, 64, 1 << 16))))
         patched.setattr(quantize, "_PANEL", data.draw(st.sampled_from((32, 64, 700, 1 << 16))))
         patched.setattr(quantize, "PART", data.draw(st.sampled_from((1, 100, 1 << 20))))
         found: dict[str, str] = {}
 
-        def closing(digests: Any) -> bytes:
+        def late_files(digests: Any) -> bytes:
             found.update(digests)
             return b""
 
         options = RunOptions(
             manifest=data.draw(st.booleans()),
-            closing={"note.txt": closing},
+            late_files={"note.txt": late_files},
             verify=lambda partial, _: compute.verify_computed(plan, partial, 1 << 20),
         )
         result = run(plan, directory / "dst", options)
@@ -194,7 +194,7 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path, name: str, panel: int) -
     plan, want = plain_plan(tmp_path / "src", SCHEMES[name])
     hashes: list[dict[str, str]] = []
 
-    def closing(digests: Any) -> bytes:
+    def late_files(digests: Any) -> bytes:
         hashes.append({k: v for k, v in digests.items() if ":" in k})
         return b""
 
@@ -202,7 +202,7 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path, name: str, panel: int) -
         patched.setattr(quantize, "PART", 256)
         patched.setattr(quantize, "_LEAST", 64)
         patched.setattr(quantize, "_PANEL", panel)
-        patched.setattr(engine, "hire", lambda *_: None)
+        patched.setattr(engine, "spawn", lambda *_: None)
         real = strided.scatter
         calls = itertools.count()
         stop = 1 << 30
@@ -213,15 +213,15 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path, name: str, panel: int) -
             real(*arguments)
 
         patched.setattr(quantize, "scatter", scatter)
-        run(plan, tmp_path / "once", RunOptions(closing={"note.txt": closing}))
+        run(plan, tmp_path / "once", RunOptions(late_files={"note.txt": late_files}))
         parts = [p for t in schedule(plan, chained=False) for p in t.parts]
         assert len(parts) == 10
         assert sum(p.nbytes for p in parts) == plan.bytes_written
         stop, calls = next(calls) // 2, itertools.count()
         with pytest.raises(OutputError, match="the disk is gone"):
-            run(plan, tmp_path / "dst", RunOptions(closing={"note.txt": closing}))
+            run(plan, tmp_path / "dst", RunOptions(late_files={"note.txt": late_files}))
         stop = 1 << 30
-        result = run(plan, tmp_path / "dst", RunOptions(resume=True, closing={"note.txt": closing}))
+        result = run(plan, tmp_path / "dst", RunOptions(resume=True, late_files={"note.txt": late_files}))
     assert result.bytes_skipped > 0
     assert result.bytes_skipped + result.bytes_written == plan.bytes_written
     assert written(tmp_path / "dst") == want == written(tmp_path / "once")

@@ -22,10 +22,11 @@ from safetensors.numpy import save_file
 from ckpttool.catalog import Catalog, Key, Piece, RankTensor
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats.base import ReadOptions, Skeleton, StoredCheckpoint, WriteRequest, list_source
-from ckpttool.formats.flex import Flex, keys_of
+from ckpttool.formats.base import FileLayout, ReadOptions, StoredCheckpoint, WriteRequest
+from ckpttool.formats.paddle.flex import Flex, keys_of
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import list_source
 from tests.helpers.command import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle_flex"
@@ -162,9 +163,9 @@ def value(found: Catalog, key: Key) -> Array:
     t = found.tensors[key]
     out = np.zeros(t.shape, numpy_dtype(t.dtype))
     for p in t.pieces:
-        out[_slices(p.box)] = _elements(found, p)
+        out[_slices(p.logical_box)] = _elements(found, p)
     for p in t.replicas:
-        assert out[_slices(p.box)].tobytes() == _elements(found, p).tobytes()
+        assert out[_slices(p.logical_box)].tobytes() == _elements(found, p).tobytes()
     return out
 
 
@@ -178,7 +179,7 @@ def _elements(found: Catalog, p: Piece) -> Array:
     raw = found.files[s.file].path.read_bytes()
     strides = [n * dtype.itemsize for n in s.element_strides]
     whole_ = np.ndarray(s.shape, dtype, raw, s.offset, strides)
-    return np.array(whole_[_slices(p.local)], order="C")
+    return np.array(whole_[_slices(p.stored_box)], order="C")
 
 
 def values(path: Path, **said: Any) -> dict[Key, Array]:
@@ -674,29 +675,29 @@ def request(tp: int, sharding: int = 1, *, pp: int = 1, config: Mapping[str, Any
     )
 
 
-def written(root: Path, asked: WriteRequest) -> Skeleton:
+def written(root: Path, asked: WriteRequest) -> FileLayout:
     """Write a skeleton and what belongs into it, box by box."""
-    skeleton = Flex().write(asked)
-    data = [bytearray(f.size) for f in skeleton.files]
-    for f, b in zip(skeleton.files, data, strict=True):
+    file_layout = Flex().write(asked)
+    data = [bytearray(f.size) for f in file_layout.files]
+    for f, b in zip(file_layout.files, data, strict=True):
         for at, literal in f.literals:
             b[at : at + len(literal)] = literal
     arrays = {str(k): a for k, a in SOURCE.items()}
-    assert skeleton.ranks is not None
-    for rank, tensors in enumerate(skeleton.ranks):
+    assert file_layout.ranks is not None
+    for rank, tensors in enumerate(file_layout.ranks):
         for t in tensors:
             local = np.zeros(t.shape, arrays[t.key].dtype)
             for inner, outer in t.boxes:
                 local[_slices(inner)] = arrays[t.key][_slices(outer)]
-            file, at = skeleton.places[rank][t.slot]
-            assert file in skeleton.rank_files[rank]
+            file, at = file_layout.places[rank][t.slot]
+            assert file in file_layout.rank_files[rank]
             assert not any(data[file][at : at + local.nbytes])
             data[file][at : at + local.nbytes] = local.tobytes()
-    for f, b in zip(skeleton.files, data, strict=True):
+    for f, b in zip(file_layout.files, data, strict=True):
         path = root / f.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b)
-    return skeleton
+    return file_layout
 
 
 def unpickled(directory: Path) -> tuple[Any, dict[str, Any]]:
@@ -831,7 +832,7 @@ def test_replicas_are_written_once(tmp_path: Path) -> None:
 def test_files_of_the_trainer_stay_behind(tmp_path: Path) -> None:
     asked = request(1)
     asked.companions = (tmp_path / "model_meta.json", tmp_path / "tokenizer.json", tmp_path / "saved_signal_3")
-    assert Flex().write(asked).left == ("model_meta.json", "saved_signal_3")
+    assert Flex().write(asked).dropped == ("model_meta.json", "saved_signal_3")
 
 
 def test_what_cannot_be_written() -> None:

@@ -20,9 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.catalog import IN_SHARDS, Key, StoredTensor
+from ckpttool.catalog import SHARDED, Key, StoredTensor
+from ckpttool.containers.pickle import PaddleFile, read_paddle
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats._hybrid_names import (
+from ckpttool.formats.base import ReadOptions, StoredCheckpoint
+from ckpttool.formats.paddle.hybrid import Hybrid, ZeroCost
+from ckpttool.formats.paddle.hybrid_names import (
     HybridNames,
     Suffix,
     cell_key,
@@ -32,10 +35,8 @@ from ckpttool.formats._hybrid_names import (
     parse_suffix,
     suffix,
 )
-from ckpttool.formats._pickle import PaddleFile, read_paddle
-from ckpttool.formats.base import ReadOptions, StoredCheckpoint, list_source
-from ckpttool.formats.hybrid import Hybrid, ZeroCost
 from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import list_source
 from tests.helpers.tensorfile import Raw
 from tests.helpers.tensorfile import write as write_file
 
@@ -309,7 +310,7 @@ class Save:
 
 
 def bits_of(ck: StoredCheckpoint, t: StoredTensor) -> Bits:
-    if t.file == IN_SHARDS:
+    if t.file == SHARDED:
         flat = []
         at = 0
         for shard in ck.shards[t.offset]:
@@ -599,7 +600,7 @@ def test_pickles_without_paddle_s_own_tuples(tmp_path: Path, monkeypatch: pytest
 
     save = Save(shards=2)
     root = save.write(tmp_path)
-    monkeypatch.setattr("ckpttool.formats.hybrid.read_paddle", pairs)
+    monkeypatch.setattr("ckpttool.formats.paddle.hybrid.read_paddle", pairs)
     assert_same(logical(read(root), save.axes.__getitem__), save.truth)
 
 
@@ -617,7 +618,7 @@ def test_tensors_that_paddle_cut_because_of_their_size(tmp_path: Path, monkeypat
 
     save = Save(shards=3, experts=1)
     root = save.write(tmp_path / "meta")
-    monkeypatch.setattr("ckpttool.formats.hybrid.read_paddle", halves)
+    monkeypatch.setattr("ckpttool.formats.paddle.hybrid.read_paddle", halves)
     assert_same(logical(read(root), save.axes.__getitem__), save.truth)
     refused(UnsupportedError, "in 2 parts, and nothing says its shape", Save(meta=False).write(tmp_path / "classic"))
 

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from ckpttool.catalog import IN_SHARDS, Key, RankTensor, StoredTensor
+from ckpttool.catalog import SHARDED, Key, RankTensor, StoredTensor
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import IncompleteError, LayoutError, UnsupportedError, UsageError
-from ckpttool.formats._hybrid_names import CellNames, HybridNames
-from ckpttool.formats._hybrid_write import write_hybrid
-from ckpttool.formats.base import ReadOptions, Skeleton, WriteRequest, list_source
-from ckpttool.formats.hybrid import Hybrid, ZeroCost
+from ckpttool.formats.base import FileLayout, ReadOptions, WriteRequest
+from ckpttool.formats.paddle.hybrid import Hybrid, ZeroCost
+from ckpttool.formats.paddle.hybrid_names import CellNames, HybridNames
+from ckpttool.formats.paddle.hybrid_write import write_hybrid
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import list_source
 
 Array = np.ndarray[Any, np.dtype[Any]]
 State = dict[Key, Array]
@@ -142,7 +143,7 @@ def request_of(
         "",
         None,
         {},
-        asked=mesh,
+        requested=mesh,
         sharding=shards,
         sharding_version=version,
         version=target,
@@ -154,22 +155,22 @@ def request_of(
 # The files' bytes, and what pickle makes of them.
 
 
-def files_of(skeleton: Skeleton, state: State) -> dict[str, bytes]:
+def files_of(file_layout: FileLayout, state: State) -> dict[str, bytes]:
     """Every byte is written exactly once: by a literal or by a tensor."""
     by_key = {str(k): a for k, a in state.items()}
-    images = [bytearray(f.size) for f in skeleton.files]
-    written = [np.zeros(f.size, np.uint8) for f in skeleton.files]
-    for i, f in enumerate(skeleton.files):
+    images = [bytearray(f.size) for f in file_layout.files]
+    written = [np.zeros(f.size, np.uint8) for f in file_layout.files]
+    for i, f in enumerate(file_layout.files):
         for at, data in f.literals:
             images[i][at : at + len(data)] = data
             written[i][at : at + len(data)] += 1
-    assert skeleton.ranks is not None
-    for rank, tensors in enumerate(skeleton.ranks):
+    assert file_layout.ranks is not None
+    for rank, tensors in enumerate(file_layout.ranks):
         assert len({t.slot for t in tensors}) == len(tensors)
-        assert set(skeleton.places[rank]) == {t.slot for t in tensors}
+        assert set(file_layout.places[rank]) == {t.slot for t in tensors}
         for t in tensors:
-            file, at = skeleton.places[rank][t.slot]
-            assert file in skeleton.rank_files[rank]
+            file, at = file_layout.places[rank][t.slot]
+            assert file in file_layout.rank_files[rank]
             out: Array = np.full(t.shape, 255, NUMPY[t.dtype])
             for local, logical in t.boxes:
                 took = by_key[t.key][index(logical)]
@@ -183,15 +184,15 @@ def files_of(skeleton: Skeleton, state: State) -> dict[str, bytes]:
             images[file][at : at + len(data)] = data
             written[file][at : at + len(data)] += 1
     assert all((w == 1).all() for w in written)
-    return {f.name: bytes(image) for f, image in zip(skeleton.files, images, strict=True)}
+    return {f.name: bytes(image) for f, image in zip(file_layout.files, images, strict=True)}
 
 
 def index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
-def loaded(skeleton: Skeleton, state: State) -> dict[str, Any]:
-    return {name: unpickled(data) for name, data in files_of(skeleton, state).items()}
+def loaded(file_layout: FileLayout, state: State) -> dict[str, Any]:
+    return {name: unpickled(data) for name, data in files_of(file_layout, state).items()}
 
 
 def unpickled(data: bytes) -> Any:
@@ -459,16 +460,16 @@ def test_files_hold_what_paddle_would_have(mesh: Mesh, shards: int, version: str
     assert_same(got, wanted)
 
 
-def meta_of(skeleton: Skeleton) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(dict(skeleton.small)["model_meta.json"])
+def meta_of(file_layout: FileLayout) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(dict(file_layout.generated)["model_meta.json"])
     return data
 
 
 @pytest.mark.parametrize(("mesh", "shards", "version"), [m for m in MESHES if m[1] > 1], ids=str)
 def test_model_meta_describes_every_cell(mesh: Mesh, shards: int, version: str) -> None:
     state = model_state()
-    skeleton = write_hybrid(request_of(state, mesh, shards, version, native=tables_of(mesh)), ema=False)
-    meta = meta_of(skeleton)
+    file_layout = write_hybrid(request_of(state, mesh, shards, version, native=tables_of(mesh)), ema=False)
+    meta = meta_of(file_layout)
     ds = mesh.ep // mesh.tp if mesh.ep > 1 else 1
     assert meta["parallel_config"] == {
         "pp_degree": mesh.pp,
@@ -515,11 +516,11 @@ def test_another_number_of_stages_numbers_parameters_anew() -> None:
         cells[c.pp, 0, 0] = CellNames(numbered, {})
     native = native_of(cells, mesh=Mesh(pp=2))
     state = model_state()
-    skeleton = write_hybrid(request_of(state, Mesh(), 2, native=native), ema=False)
-    names = meta_of(skeleton)["sharding_metas"]["tp00_pp00"]["structure_name_mapping"]
+    file_layout = write_hybrid(request_of(state, Mesh(), 2, native=native), ema=False)
+    names = meta_of(file_layout)["sharding_metas"]["tp00_pp00"]["structure_name_mapping"]
     assert list(names) == ORDER
     assert list(names.values()) == ["embedding_0.w_0", *(f"linear_{i}.w_0" for i in range(19)), "lm_head_pipe_0.w_0"]
-    assert any("remap_parameter_name" in n for n in skeleton.notes)
+    assert any("remap_parameter_name" in n for n in file_layout.notes)
     kept = write_hybrid(request_of(state, Mesh(pp=2), 2, native=native), ema=False)
     assert not any("remap_parameter_name" in n for n in kept.notes)
 
@@ -528,8 +529,8 @@ def test_experts_of_all_ranks_get_names_of_their_own() -> None:
     state = model_state()
     for native in (tables_of(Mesh(ep=2)), tables_of(Mesh())):
         for mesh in (Mesh(), Mesh(ep=2), Mesh(ep=4)):
-            skeleton = write_hybrid(request_of(state, mesh, 4, native=native), ema=False)
-            for cell in meta_of(skeleton)["sharding_metas"].values():
+            file_layout = write_hybrid(request_of(state, mesh, 4, native=native), ema=False)
+            for cell in meta_of(file_layout)["sharding_metas"].values():
                 names = cell["structure_name_mapping"]
                 assert len(set(names.values())) == len(names)
                 assert list(names) == [n for n in ORDER if n in names]
@@ -538,8 +539,8 @@ def test_experts_of_all_ranks_get_names_of_their_own() -> None:
 def test_experts_are_counted_in_each_rank_when_the_source_did_so() -> None:
     native = tables_of(Mesh(ep=2))
     native.local_experts = True
-    skeleton = write_hybrid(request_of(model_state(), Mesh(ep=2), 2, native=native), ema=False)
-    for cell in meta_of(skeleton)["sharding_metas"].values():
+    file_layout = write_hybrid(request_of(model_state(), Mesh(ep=2), 2, native=native), ema=False)
+    for cell in meta_of(file_layout)["sharding_metas"].values():
         assert {expert_of(n) for n in cell["structure_name_mapping"]} == {None, 0, 1}
 
 
@@ -549,8 +550,8 @@ def test_experts_over_data_parallel_ranks_share_names_in_the_source_only() -> No
         if (expert := expert_of(name)) in (2, 3):
             table[name] = table[name.replace(f"experts.{expert}.", f"experts.{expert - 2}.")]
     native = native_of({(0, 0, 0): CellNames(table, {})}, mesh=Mesh())
-    skeleton = write_hybrid(request_of(model_state(), Mesh(), 2, native=native), ema=False)
-    names = meta_of(skeleton)["sharding_metas"]["tp00_pp00"]["structure_name_mapping"]
+    file_layout = write_hybrid(request_of(model_state(), Mesh(), 2, native=native), ema=False)
+    names = meta_of(file_layout)["sharding_metas"]["tp00_pp00"]["structure_name_mapping"]
     assert len(set(names.values())) == len(names) == len(ORDER)
 
 
@@ -568,14 +569,14 @@ def test_experts_in_one_tensor_belong_to_their_ranks() -> None:
         t = ranks[c.rank][1]
         boxes = ((whole((2, 3, 5)), Box((2 * c.ep, 0, 0), (2 * c.ep + 2, 3, 5))),)
         ranks[c.rank][1] = t._replace(shape=(2, 3, 5), boxes=boxes, expert=True)
-    skeleton = write_hybrid(request, ema=False)
-    cells = meta_of(skeleton)["sharding_metas"]
+    file_layout = write_hybrid(request, ema=False)
+    cells = meta_of(file_layout)["sharding_metas"]
     assert {tuple(cell["param_meta"][name][2:]) for cell in cells.values()} == {(False, True)}
     # Shards 0 and 2 hold the first two experts, 1 and 3 the others, each pair padded for two ranks.
-    held = [[prod(t.shape) for t in tensors if t.name == name] for tensors in skeleton.ranks or ()]
+    held = [[prod(t.shape) for t in tensors if t.name == name] for tensors in file_layout.ranks or ()]
     assert [sum(n) for n in held] == [128, 128, 128, 128]
-    assert skeleton.ranks is not None
-    assert [t.boxes[0][1].start[0] for tensors in skeleton.ranks for t in tensors if t.name == name and t.boxes] == [
+    assert file_layout.ranks is not None
+    assert [t.boxes[0][1].start[0] for tensors in file_layout.ranks for t in tensors if t.name == name and t.boxes] == [
         0,
         2,
     ]
@@ -584,8 +585,8 @@ def test_experts_in_one_tensor_belong_to_their_ranks() -> None:
 def test_two_parameters_of_one_layer_keep_one_number() -> None:
     shapes = {"layers.0.q_proj.bias": (4,), "layers.0.q_proj.weight": (4, 4), "layers.0.o_proj.weight": (4, 4)}
     state: State = {Key("model." + n): np.zeros(s, np.uint16) for n, s in shapes.items()}
-    skeleton = write_hybrid(request_of(state, Mesh(), 2), ema=False)
-    assert meta_of(skeleton)["sharding_metas"]["tp00_pp00"]["structure_name_mapping"] == {
+    file_layout = write_hybrid(request_of(state, Mesh(), 2), ema=False)
+    assert meta_of(file_layout)["sharding_metas"]["tp00_pp00"]["structure_name_mapping"] == {
         "model.layers.0.q_proj.weight": "linear_0.w_0",
         "model.layers.0.q_proj.bias": "linear_0.b_0",
         "model.layers.0.o_proj.weight": "linear_1.w_0",
@@ -613,9 +614,9 @@ def test_a_tied_embedding_ends_the_last_stage(*, known: bool) -> None:
 def test_weights_alone_become_master_weights() -> None:
     state = model_state(masters=False, moments=False, ema=False)
     mixed = sorted(state, key=lambda k: k.name)
-    skeleton = write_hybrid(request_of(state, Mesh(tp=2), 2, order=mixed), ema=False)
-    got = loaded(skeleton, state)
-    names = meta_of(skeleton)["sharding_metas"]["tp01_pp00"]["structure_name_mapping"]
+    file_layout = write_hybrid(request_of(state, Mesh(tp=2), 2, order=mixed), ema=False)
+    got = loaded(file_layout, state)
+    names = meta_of(file_layout)["sharding_metas"]["tp01_pp00"]["structure_name_mapping"]
     dense = [n for n in names if "experts" not in n]
     assert dense == [n for n in ORDER if "experts" not in n]
     assert names["model.embed_tokens.weight"] == "embedding_0.w_0"
@@ -636,7 +637,7 @@ def test_weights_alone_become_master_weights() -> None:
     assert (flat[: wanted.size].view(np.uint32) >> 16).astype(np.uint16).tolist() == wanted.ravel().tolist()
     assert not flat[: wanted.size].view(np.uint32).astype(np.uint16).any()
     assert not flat[wanted.size :].any()
-    text = " ".join(skeleton.notes)
+    text = " ".join(file_layout.notes)
     assert "no master weights" in text
     assert "starts afresh" in text
     assert "LR_Scheduler" in text
@@ -682,9 +683,9 @@ def test_powers_of_betas_of_a_single_element_are_not_padded() -> None:
 
 def test_without_averages_there_are_no_files_of_them() -> None:
     state = model_state(ema=False)
-    skeleton = write_hybrid(request_of(state, Mesh(), 2, native=tables_of(Mesh())), ema=True)
-    assert not any(f.name.startswith("ema") for f in skeleton.files)
-    assert any("EMA" in n for n in skeleton.notes)
+    file_layout = write_hybrid(request_of(state, Mesh(), 2, native=tables_of(Mesh())), ema=True)
+    assert not any(f.name.startswith("ema") for f in file_layout.files)
+    assert any("EMA" in n for n in file_layout.notes)
 
 
 # Small files.
@@ -701,32 +702,32 @@ def test_the_learning_rate_is_that_of_the_scheduler(tmp_path: Path) -> None:
         ((), None, None),
     ):
         native.schedule = schedule
-        skeleton = write_hybrid(request_of(state, Mesh(), 2, native=native, companions=companions), ema=False)
-        for name, content in loaded(skeleton, state).items():
+        file_layout = write_hybrid(request_of(state, Mesh(), 2, native=native, companions=companions), ema=False)
+        for name, content in loaded(file_layout, state).items():
             if name.startswith("optimizer"):
                 assert content.get("LR_Scheduler") == wanted
-        assert any("LR_Scheduler" in n for n in skeleton.notes) == (wanted is None)
+        assert any("LR_Scheduler" in n for n in file_layout.notes) == (wanted is None)
     # A Zero-Cost Checkpoint has it in scheduler.pdparams only.
-    skeleton = write_hybrid(request_of(state, Mesh(), 2, native=native, companions=(scheduler,)), ema=True)
-    assert not any("LR_Scheduler" in c for c in loaded(skeleton, state).values())
+    file_layout = write_hybrid(request_of(state, Mesh(), 2, native=native, companions=(scheduler,)), ema=True)
+    assert not any("LR_Scheduler" in c for c in loaded(file_layout, state).values())
 
 
 def test_what_belongs_to_ranks_of_the_old_world_is_left() -> None:
     names = ["rng_state_0.pth", "rng_state.pth", "saved_signal_7", "save_signal_TMP_1", "model_meta.json"]
     kept = ["training_args.bin", "trainer_state.bin", "tokenizer.json"]
     companions = tuple(Path(n) for n in (*names, *kept))
-    skeleton = write_hybrid(request_of(model_state(), Mesh(tp=2), 3, companions=companions), ema=False)
-    assert set(skeleton.left) == set(names)
-    small = dict(skeleton.small)
+    file_layout = write_hybrid(request_of(model_state(), Mesh(tp=2), 3, companions=companions), ema=False)
+    assert set(file_layout.dropped) == set(names)
+    small = dict(file_layout.generated)
     assert {n: b for n, b in small.items() if n != "model_meta.json"} == {f"saved_signal_{r}": b"1" for r in range(6)}
 
 
 def test_only_the_files_of_chosen_ranks_are_written() -> None:
     request = request_of(model_state(), Mesh(tp=2), 2, native=tables_of(Mesh(tp=2)))
     request.chosen = (1,)
-    skeleton = write_hybrid(request, ema=False)
-    assert {f.name.split(".")[1] for f in skeleton.files} == {"tp01_shard00", "tp01_shard01"}
-    assert [len(f) for f in skeleton.rank_files] == [0, 2, 0, 2]
+    file_layout = write_hybrid(request, ema=False)
+    assert {f.name.split(".")[1] for f in file_layout.files} == {"tp01_shard00", "tp01_shard01"}
+    assert [len(f) for f in file_layout.rank_files] == [0, 2, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -773,8 +774,8 @@ def test_the_reader_finds_the_same_elements(
     names = tables_of(native) if native else None
     if names:
         names.local_experts = local_experts
-    skeleton = write_hybrid(request_of(state, mesh, shards, version, native=names), ema=shards > 1)
-    for name, data in (*files_of(skeleton, state).items(), *skeleton.small):
+    file_layout = write_hybrid(request_of(state, mesh, shards, version, native=names), ema=shards > 1)
+    for name, data in (*files_of(file_layout, state).items(), *file_layout.generated):
         (tmp_path / name).write_bytes(data)
     stored = (ZeroCost() if shards > 1 else Hybrid()).read(list_source(tmp_path), ReadOptions())
     assert (stored.mesh.tp, stored.mesh.pp, stored.mesh.ep, stored.sharding) == (mesh.tp, mesh.pp, mesh.ep, shards)
@@ -786,7 +787,7 @@ def test_the_reader_finds_the_same_elements(
     found = set()
     for t in stored.tensors:
         wanted = local(state[t.key], t.name, stored.mesh.coords(t.rank).tp, mesh.tp)
-        if t.file == IN_SHARDS:
+        if t.file == SHARDED:
             runs = [elements(s.stored) for s in sorted(stored.shards[t.offset], key=lambda s: s.start)]
             flat = np.concatenate([r.ravel() for r in runs])
             got = flat[: wanted.size].reshape(t.shape)
@@ -924,7 +925,7 @@ def arrays_of(folder: Path, suf: str, sample: Sample, cell: tuple[int, int, int]
 def compare_with_paddle(folder: Path) -> None:
     sample = sample_of(folder)
     state = whole_state(folder, sample)
-    skeleton = write_hybrid(
+    file_layout = write_hybrid(
         request_of(
             state,
             sample.mesh,
@@ -942,8 +943,8 @@ def compare_with_paddle(folder: Path) -> None:
         for p in folder.iterdir()
         if p.suffix in (".pdparams", ".pdopt") and p.name != "scheduler.pdparams"
     }
-    assert_same(loaded(skeleton, state), real)
-    small = dict(skeleton.small)
+    assert_same(loaded(file_layout, state), real)
+    small = dict(file_layout.generated)
     assert ("model_meta.json" in small) == (folder / "model_meta.json").exists()
     if "model_meta.json" in small:
         assert small["model_meta.json"] == (folder / "model_meta.json").read_bytes()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.formats._paddle import config_dtype, expected_side, head_in_out
+from ckpttool.formats.paddle.config import config_dtype, expected_side, head_in_out
 from ckpttool.layout.family import load_family
 from tests.helpers.command import reshard
 from tests.helpers.families import MODELS, H, V

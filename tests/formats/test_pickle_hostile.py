@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ckpttool.formats._pickle as reader
+import ckpttool.containers.pickle as reader
+from ckpttool.containers.pickle import read_paddle, read_pickle
+from ckpttool.containers.scratch import Scratch
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats._pickle import read_paddle, read_pickle
-from ckpttool.formats._scratch import Scratch
 
 
 def text(value: str) -> bytes:
@@ -403,7 +403,7 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from ckpttool.formats._pickle import Scratch, read_paddle
+from ckpttool.containers.pickle import Scratch, read_paddle
 with Scratch() as scratch:
     a = read_paddle(Path(sys.argv[1]), scratch).tensors["w"]
     assert a.nbytes == a.path.stat().st_size == 300_000_000, a

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.formats._pickle_imports import UNKNOWN, imports, is_dangerous, walk
+from ckpttool.containers.pickle_imports import UNKNOWN, imports, is_dangerous, walk
 
 
 class Calls:

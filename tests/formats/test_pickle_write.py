@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.containers.pickle import Array, Record, read_paddle, read_pickle
+from ckpttool.containers.pickle_write import _CODES, Hole, Instance, Written, layout_pickle, plain_pickle
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import UnsupportedError
-from ckpttool.formats._pickle import Array, Record, read_paddle, read_pickle
-from ckpttool.formats._pickle_write import _CODES, Hole, Instance, Written, layout_pickle, plain_pickle
 
 MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 

@@ -9,9 +9,9 @@ from typing import BinaryIO
 
 import pytest
 
+from ckpttool.containers import scratch as _scratch
+from ckpttool.containers.scratch import Scratch, decoded
 from ckpttool.errors import CorruptError
-from ckpttool.formats import _scratch
-from ckpttool.formats._scratch import Scratch, decoded
 from ckpttool.formats.base import file_now
 
 

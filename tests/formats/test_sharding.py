@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.catalog import RankTensor
-from ckpttool.formats._sharding import ITEMSIZE, Param, buffers, flat_slices, owners, padded
+from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owners, padded
 from ckpttool.geometry import Box, whole
 from tests.helpers.arrays import index
 

@@ -80,8 +80,8 @@ def test_quantised_state_is_within_half_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_state_of_any_shape(bits: int, tmp_path: Path) -> None:
     """O1 and O2 as their quantiser defines them, for a matrix and a vector, in blocks smaller than the tensor."""
-    from ckpttool.formats import _paddle_quant as quant
-    from ckpttool.formats.unified import Unified
+    from ckpttool.formats.paddle import quant
+    from ckpttool.formats.paddle.unified import Unified
 
     rng = np.random.default_rng(3)
     shape = (64, 6)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckpttool.formats.safetensors import layout_file
+from ckpttool.containers.safetensors import layout_file
 from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.stored import Applied, Wanted, apply, on_disk
 from tests.fp8_size.models import CONFIGS, GOLDEN, RECIPES, applied, model, model_of, ranks, write_config

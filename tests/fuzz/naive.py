@@ -94,8 +94,8 @@ class Placement:
                 strides = p.stored.strides or tuple(
                     int(np.prod(p.stored.shape[i + 1 :])) for i in range(len(p.stored.shape))
                 )
-                local = tuple(slice(a, b) for a, b in zip(p.local.start, p.local.stop, strict=True))
-                box = tuple(slice(a, b) for a, b in zip(p.box.start, p.box.stop, strict=True))
+                local = tuple(slice(a, b) for a, b in zip(p.stored_box.start, p.stored_box.stop, strict=True))
+                box = tuple(slice(a, b) for a, b in zip(p.logical_box.start, p.logical_box.stop, strict=True))
                 parts.append(_Part(file, *held[0], p.stored.shape, strides, local, box))
             else:
                 size = p.stored.nbytes // max(1, int(np.prod(p.stored.shape))) if logical.pieces else 0

@@ -24,15 +24,15 @@ from ckpttool.adapters.peft import adapter
 from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.catalog import Catalog, Key
 from ckpttool.checkpoint import OpenOptions
+from ckpttool.containers.json_stream import JsonError, JsonStream
+from ckpttool.containers.safetensors import examine, read_header
 from ckpttool.errors import CkptError
 from ckpttool.execute.journal import Journal, sealed
-from ckpttool.formats._json_stream import JsonError, JsonStream
-from ckpttool.formats._pdiparams import match_records
-from ckpttool.formats._pdmodel import read_pdmodel
-from ckpttool.formats._pir import read_pir
-from ckpttool.formats.safetensors import examine, read_header
+from ckpttool.formats.paddle.pdiparams import match_records
+from ckpttool.formats.paddle.pdmodel import read_pdmodel
+from ckpttool.formats.paddle.pir import read_pir
 from ckpttool.layout.family import load_family
-from ckpttool.ops.inspect.answer import Question
+from ckpttool.ops.inspect.answer import InspectRequest
 from ckpttool.ops.inspect.answer import inspect as look
 from ckpttool.quant.coded import find_codes
 from ckpttool.quant.config import said
@@ -364,7 +364,7 @@ def _manifest() -> Target:
 
     def run(data: bytes) -> None:
         folder(data)
-        look(folder.root, OpenOptions(), Question(check=True), None)
+        look(folder.root, OpenOptions(), InspectRequest(check=True), None)
 
     tensors = dict.fromkeys(library((folder.root / "model.safetensors").read_bytes()), "0" * 16)
     text = {"version": 1, "algorithm": "xxh3_128", "files": {"model.safetensors": 7224}}

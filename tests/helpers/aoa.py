@@ -13,7 +13,7 @@ from ckpttool.aoa import Statement, apply_aoa, parse_aoa
 from ckpttool.aoa.apply import Shards
 from ckpttool.catalog import Key, LogicalTensor, Piece, StoredTensor
 from ckpttool.geometry import Box
-from ckpttool.relate import NONE, View, Views
+from ckpttool.relate import NONE, DerivedTensor, TensorTable
 
 Array = np.ndarray[Any, np.dtype[Any]]
 RULES = Path(__file__).parents[2] / "fixtures" / "aoa_rules_pf12.json"
@@ -37,18 +37,18 @@ def table(
     sources: Mapping[str, Array],
     dtype: str | Mapping[str, str] = "F32",
     cuts: Mapping[str, tuple[int, int]] | None = None,
-) -> Views:
+) -> TensorTable:
     """A view for each array. ``dtype`` is one for all, or by name for some."""
     kinds = {} if isinstance(dtype, str) else dtype
     other = dtype if isinstance(dtype, str) else "F32"
     views = {}
     for name, a in sources.items():
         kind = kinds.get(name, other)
-        views[name] = View(name, kind, a.shape, tensor(name, a.shape, kind, (cuts or {}).get(name)))
-    return Views(views)
+        views[name] = DerivedTensor(name, kind, a.shape, tensor(name, a.shape, kind, (cuts or {}).get(name)))
+    return TensorTable(views)
 
 
-def value(view: View, sources: Mapping[str, Array]) -> Array:
+def value(view: DerivedTensor, sources: Mapping[str, Array]) -> Array:
     """What a view holds, element by element; every element must come from one part."""
     out = np.full(view.shape, np.nan)
     hits = np.zeros(view.shape, int)
@@ -66,7 +66,7 @@ def value(view: View, sources: Mapping[str, Array]) -> Array:
     return out
 
 
-def values(views: Views, sources: Mapping[str, Array]) -> dict[str, Array]:
+def values(views: TensorTable, sources: Mapping[str, Array]) -> dict[str, Array]:
     return {v.name: value(v, sources) for v in views}
 
 

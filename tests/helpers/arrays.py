@@ -1,4 +1,4 @@
-"""Views as numpy arrays: relations say where elements come from, numpy shows what comes out."""
+"""TensorTable as numpy arrays: relations say where elements come from, numpy shows what comes out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.geometry import Box
-from ckpttool.relate import NONE, View
+from ckpttool.relate import NONE, DerivedTensor
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 EMPTY = -1
@@ -52,7 +52,7 @@ def slices(start: tuple[int, ...], count: tuple[int, ...], step: tuple[int, ...]
     return tuple(slice(a, a + s * (n - 1) + 1, s) for a, n, s in zip(start, count, step, strict=True))
 
 
-def materialise(view: View, arrays: Mapping[str, Array]) -> Array:
+def materialise(view: DerivedTensor, arrays: Mapping[str, Array]) -> Array:
     """The elements of a view. Every element must come from exactly one part."""
     out = np.full(view.shape, EMPTY, np.int64)
     for part in view.parts:

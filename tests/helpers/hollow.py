@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.checkpoint import OpenOptions
+from ckpttool.containers.safetensors import layout_file, read_header
 from ckpttool.dtypes import nbytes
-from ckpttool.formats.safetensors import layout_file, read_header
 from ckpttool.layout.family import find_family, load_family
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.ops.fp8_size.model import load
@@ -88,7 +88,7 @@ def trained(root: Path, source: Path, *, files: int) -> int:
     """A unified checkpoint of Paddle's with the weights of ``source`` and, of each, a master weight and two moments."""
     plan = prepare(source, OpenOptions(), Target("unified")).plan
     root.mkdir(parents=True)
-    names = [(t.name, plan.outputs[t.file].name) for u in plan.units for t in u.targets]
+    names = [(t.name, plan.outputs[t.file].name) for u in plan.units for t in u.stored_tensors]
     planned(root, plan)
     held = {t.name: t for name in {file for _, file in names} for t in read_header(root / name).tensors}
     model = [(n, held[n].dtype, held[n].shape) for n, _ in names]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import UsageError
-from ckpttool.formats import _json
 from ckpttool.select import bounded, compile_pattern, matching
+from ckpttool.storage import json_file as _json
 from tests.helpers.command import ckpttool
 from tests.helpers.families import MODELS
 from tests.helpers.tensorfile import save_hf

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.formats import safetensors
-from ckpttool.formats.safetensors import HeaderError, parse
+from ckpttool.containers import safetensors
+from ckpttool.containers.safetensors import HeaderError, parse
 
 WORDS = st.text(st.sampled_from('ab:{}",\\u003aé\n'), min_size=1, max_size=6)
 METADATA = st.none() | st.dictionaries(WORDS, WORDS, max_size=3)

@@ -17,13 +17,13 @@ from ckpttool.layout.family import (
     Drop,
     Family,
     Fuse,
-    Hold,
-    Op,
+    OverrideRules,
     Refuse,
     Rename,
     Squeeze,
     Stack,
     Tie,
+    Transform,
     Transpose,
     family_names,
     find_family,
@@ -32,9 +32,9 @@ from ckpttool.layout.family import (
 )
 from ckpttool.layout.names import pattern_regex
 from ckpttool.layout.partition import Partitioner
-from ckpttool.layout.rules import Cutting
+from ckpttool.layout.rules import PartitionContext
 from ckpttool.mesh import Mesh
-from ckpttool.relate import Views, apply_ops, identity
+from ckpttool.relate import TensorTable, apply_transforms, identity
 from tests.helpers.arrays import Array, catalog_of, index, materialise
 from tests.helpers.tiny_names import Listed, all_lists, family_lists
 
@@ -68,18 +68,18 @@ def loaded(family: str, variant: str) -> tuple[Family, Listed, dict[str, tuple[i
     return load_family(family, listed.config), listed, {n: tuple(s) for n, s in listed.tensors.items()}
 
 
-def canonical(family: Family, shapes: dict[str, tuple[int, ...]]) -> tuple[Views, dict[str, Array]]:
+def canonical(family: Family, shapes: dict[str, tuple[int, ...]]) -> tuple[TensorTable, dict[str, Array]]:
     """The tensors under the names from which namings start, and their arrays."""
     catalog, arrays = catalog_of(shapes)
     ops = family.ops(family.hf_form(shapes)[0])
-    return apply_ops(identity(catalog), inverse(ops), family, ops), arrays
+    return apply_transforms(identity(catalog), inverse(ops), family, ops), arrays
 
 
 def cut(
-    family: Family, ops: tuple[Op, ...], mesh: Mesh, views: Views, config: dict[str, Any]
+    family: Family, ops: tuple[Transform, ...], mesh: Mesh, views: TensorTable, config: dict[str, Any]
 ) -> Sequence[Sequence[RankTensor]]:
     """What every rank of a mesh stores."""
-    return Partitioner(family, ops, Cutting(mesh, family.sizes), config).run(list(views))
+    return Partitioner(family, ops, PartitionContext(mesh, family.sizes), config).run(list(views))
 
 
 def of_rank(tensors: Sequence[RankTensor], arrays: dict[str, Array], total: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -133,10 +133,10 @@ def test_no_rule_is_dead(family: str) -> None:
     assert [rule.origin for _, rule, _, _ in got._rules if rule.origin not in deciding] == []
 
 
-def patterns_of(op: Op) -> list[str]:
+def patterns_of(op: Transform) -> list[str]:
     """What the names that a statement changes look like."""
     match op:
-        case Rename(pairs) | Hold(pairs) | Refuse(pairs):
+        case Rename(pairs) | OverrideRules(pairs) | Refuse(pairs):
             return [pair[0] for pair in pairs]
         case Stack(_, part):
             return [part]
@@ -155,8 +155,8 @@ def test_no_statement_of_a_naming_is_dead(family: str) -> None:
     """Every pattern of every statement, and of renamings the first that matches, meets a tensor of some checkpoint."""
     for naming, specs in load_family(family, {}).spec.namings.items():
         written = {p for spec in specs for p in spec.drop or ()}
-        wanted: set[tuple[Op, str]] = set()
-        live: set[tuple[Op, str]] = set()
+        wanted: set[tuple[Transform, str]] = set()
+        live: set[tuple[Transform, str]] = set()
         for variant in (v for f, v in PUBLISHED if f == family):
             got, _, shapes = loaded(family, variant)
             ops = got.ops(naming)
@@ -169,7 +169,7 @@ def test_no_statement_of_a_naming_is_dead(family: str) -> None:
                     live |= {(op, p) for p in (hits[:1] if isinstance(op, Rename) else hits)}
                 if isinstance(op, Refuse) and (family, variant, naming) in REFUSED:
                     break
-                views = apply_ops(views, (op,), got, ops[:i])
+                views = apply_transforms(views, (op,), got, ops[:i])
         assert {p for _, p in wanted - live} == set(), naming
 
 
@@ -178,8 +178,8 @@ def test_a_naming_can_be_undone(family: str, variant: str, naming: str) -> None:
     got, _, shapes = loaded(family, variant)
     start, arrays = canonical(got, shapes)
     ops = got.ops(naming)
-    there = apply_ops(start, ops, got)
-    back = apply_ops(there, inverse(ops), got, ops)
+    there = apply_transforms(start, ops, got)
+    back = apply_transforms(there, inverse(ops), got, ops)
     kept = {p.source.key.name for v in there for p in v.parts}
     assert set(back.table) == {v.name for v in start for p in v.parts if p.source.key.name in kept}
     for view in back:
@@ -190,7 +190,7 @@ def test_a_naming_can_be_undone(family: str, variant: str, naming: str) -> None:
 def test_what_a_naming_cannot_say_is_refused(family: str, variant: str, naming: str) -> None:
     got, _, shapes = loaded(family, variant)
     with pytest.raises(UnsupportedError, match=r"vLLM|TensorRT"):
-        apply_ops(identity(catalog_of(shapes)[0]), got.ops(naming), got)
+        apply_transforms(identity(catalog_of(shapes)[0]), got.ops(naming), got)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -200,12 +200,12 @@ def test_a_rank_holds_the_same_elements_under_every_naming(family: str, variant:
     got, listed, shapes = loaded(family, variant)
     start, arrays = canonical(got, shapes)
     ops = got.ops(naming)
-    views = apply_ops(start, ops, got)
+    views = apply_transforms(start, ops, got)
     # A copy of tied embeddings says nothing about a cut, and what only the first rank holds is cut in no other naming.
     copies = {op.name for op in ops if isinstance(op, Tie) and got.tied}
-    views = Views({v.name: v for v in views if v.name not in copies and not once(got, v.name, ops)})
+    views = TensorTable({v.name: v for v in views if v.name not in copies and not once(got, v.name, ops)})
     sources = {p.source.key.name for v in views for p in v.parts}
-    plain = Views({v.name: v for v in start if sources & {p.source.key.name for p in v.parts}})
+    plain = TensorTable({v.name: v for v in start if sources & {p.source.key.name for p in v.parts}})
     named_arrays = {v.name: materialise(v, arrays) for v in views}
     plain_arrays = {v.name: materialise(v, arrays) for v in plain}
     there = cut(got, ops, mesh, views, listed.config)
@@ -215,7 +215,7 @@ def test_a_rank_holds_the_same_elements_under_every_naming(family: str, variant:
         assert (of_rank(a, named_arrays, total) == of_rank(b, plain_arrays, total)).all()
 
 
-def once(family: Family, name: str, ops: tuple[Op, ...]) -> bool:
+def once(family: Family, name: str, ops: tuple[Transform, ...]) -> bool:
     place = family.placement(name, ops)
     return place is not None and place.rule.once
 
@@ -229,12 +229,12 @@ def test_a_rank_holds_the_same_elements_fused_and_apart(family: str, variant: st
     mesh = Mesh(tp=4, etp=4)
     here = [of_rank(tensors, arrays, total) for tensors in cut(got, (), mesh, identity(catalog), listed.config)]
     for name in fusions(got):
-        ops = (replace(got.fusion(name), apart=got.publishes_fused(name)),)
-        views = apply_ops(identity(catalog), ops, got)
+        ops = (replace(got.fusion(name), inverse=got.publishes_fused(name)),)
+        views = apply_transforms(identity(catalog), ops, got)
         named = {v.name: materialise(v, arrays) for v in views}
         for a, b in zip(cut(got, ops, mesh, views, listed.config), here, strict=True):
             assert (of_rank(a, named, total) == b).all()
-        back = apply_ops(views, inverse(ops), got, ops)
+        back = apply_transforms(views, inverse(ops), got, ops)
         assert {v.name: v.shape for v in back} == shapes
 
 
@@ -261,7 +261,7 @@ def test_fused_parts_lie_one_after_the_other_on_every_rank(family: str, variant:
         op = got.fusion(name)
         if op.groups:
             continue
-        views = apply_ops(identity(catalog), (op,), got)
+        views = apply_transforms(identity(catalog), (op,), got)
         ranks = cut(got, (op,), mesh, views, listed.config)
         for view in views:
             if view.same is not None:
@@ -349,8 +349,8 @@ def test_mxfp4_is_cut_between_blocks() -> None:
             cut(got, (), Mesh(etp=3), identity_of(name, catalog), listed.config)
 
 
-def identity_of(name: str, catalog: Any) -> Views:
-    return Views({name: identity(catalog).table[name]})
+def identity_of(name: str, catalog: Any) -> TensorTable:
+    return TensorTable({name: identity(catalog).table[name]})
 
 
 def test_scale_grids_are_cut_with_their_weights() -> None:
@@ -381,7 +381,7 @@ def test_scales_of_outputs_follow_their_weights() -> None:
 def test_names_of_deepseek() -> None:
     """inference/convert.py of DeepSeek-V3 and V3.2, by whole names."""
     got, _, shapes = loaded("deepseek", "deepseek_v32_fp8")
-    names = set(apply_ops(identity(catalog_of(shapes)[0]), got.ops("deepseek"), got).table)
+    names = set(apply_transforms(identity(catalog_of(shapes)[0]), got.ops("deepseek"), got).table)
     assert {n for n in names if not n.startswith("layers.")} == {"embed.weight", "head.weight", "norm.weight"}
     layer = {n.removeprefix("layers.1.") for n in names if n.startswith("layers.1.")}
     weights = {"attn.wq_a", "attn.wq_b", "attn.wkv_a", "attn.wkv_b", "attn.wo", "attn.indexer.wq_b", "attn.indexer.wk"}
@@ -403,7 +403,7 @@ def test_the_names_of_transformers(family: str, variant: str) -> None:
     """From the published names to those of the modules: the list that transformers itself writes."""
     published = variant.partition("@")[0]
     got, _, shapes = loaded(family, published)
-    views = apply_ops(identity(catalog_of(shapes)[0]), got.ops("transformers"), got)
+    views = apply_transforms(identity(catalog_of(shapes)[0]), got.ops("transformers"), got)
     assert {v.name: list(v.shape) for v in views} == LISTS[family, variant].tensors
 
 
@@ -414,8 +414,8 @@ def test_the_form_of_a_hugging_face_checkpoint_is_seen_from_its_names(family: st
     assert got.hf_form(listed.tensors) == (want, "")
     for name in fusions(got):
         apart = got.publishes_fused(name)
-        op = replace(got.fusion(name), apart=apart)
-        views = apply_ops(identity(catalog_of(shapes)[0]), (op,), got)
+        op = replace(got.fusion(name), inverse=apart)
+        views = apply_transforms(identity(catalog_of(shapes)[0]), (op,), got)
         changed = set(views.table) != set(shapes)
         assert got.hf_form(views.table) == (want, ("unfuse" if apart else "fuse") if changed else "")
 

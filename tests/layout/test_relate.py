@@ -18,37 +18,37 @@ from ckpttool.layout.family import (
     Family,
     FamilySpec,
     Fuse,
-    Hold,
-    Op,
+    OverrideRules,
     Refuse,
     Rename,
     Squeeze,
     Stack,
+    Transform,
     Transpose,
     _compile,
     inverse,
 )
 from ckpttool.layout.rules import Size, parse_rule
 from ckpttool.relate import (
-    View,
-    Views,
-    apply_ops,
+    DerivedTensor,
+    TensorTable,
+    apply_transforms,
     concat,
+    deinterleave,
     identity,
+    interleave,
     permute,
     rename,
     rename_by_rules,
     stack,
     take,
     unstack,
-    unweave,
-    weave,
 )
 from tests.helpers.arrays import Array, catalog_of, materialise
 
 
-def sources(*shapes: tuple[int, ...]) -> tuple[list[View], dict[str, Array]]:
-    """Views of tensors t0, t1, ..., and their arrays."""
+def sources(*shapes: tuple[int, ...]) -> tuple[list[DerivedTensor], dict[str, Array]]:
+    """TensorTable of tensors t0, t1, ..., and their arrays."""
     catalog, arrays = catalog_of({f"t{i}": s for i, s in enumerate(shapes)})
     return list(identity(catalog)), arrays
 
@@ -80,13 +80,13 @@ def test_weaving_and_unweaving(data: st.DataObject) -> None:
     each = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     axis = data.draw(st.integers(0, 1))
     views, arrays = sources(*[(groups * n, 2) if axis == 0 else (2, groups * n) for n in each])
-    woven = weave("woven", views, axis, groups)
+    woven = interleave("woven", views, axis, groups)
     split = [np.split(arrays[v.name], groups, axis) for v in views]
     want = np.concatenate([s[g] for g in range(groups) for s in split], axis)
     np.testing.assert_array_equal(materialise(woven, arrays), want)
     at = 0
     for view, n in zip(views, each, strict=True):
-        back = unweave("back", woven, axis, groups, at, n, sum(each))
+        back = deinterleave("back", woven, axis, groups, at, n, sum(each))
         np.testing.assert_array_equal(materialise(back, arrays), arrays[view.name])
         at += n
 
@@ -109,7 +109,7 @@ def test_permuting(order: list[int]) -> None:
 # Any chain of operations
 
 
-def chained(data: st.DataObject, views: list[View], arrays: dict[str, Array]) -> tuple[View, Array]:
+def chained(data: st.DataObject, views: list[DerivedTensor], arrays: dict[str, Array]) -> tuple[DerivedTensor, Array]:
     """A view and the array that numpy makes by the same steps."""
     view, want = views[0], arrays[views[0].name]
     for _ in range(data.draw(st.integers(1, 6))):
@@ -124,14 +124,14 @@ def chained(data: st.DataObject, views: list[View], arrays: dict[str, Array]) ->
             view, want = concat("v", [view, view], axis), np.concatenate([want, want], axis)
         elif step == "weave" and want.size < 200:
             groups = data.draw(st.sampled_from([g for g in range(1, n + 1) if n % g == 0]))
-            view = weave("v", [view, view], axis, groups)
+            view = interleave("v", [view, view], axis, groups)
             want = np.concatenate([s for s in np.split(want, groups, axis) for _ in range(2)], axis)
         elif step == "unweave":
             groups = data.draw(st.sampled_from([g for g in range(1, n + 1) if n % g == 0]))
             period = n // groups
             at = data.draw(st.integers(0, period - 1))
             length = data.draw(st.integers(1, period - at))
-            view = unweave("v", view, axis, groups, at, length, period)
+            view = deinterleave("v", view, axis, groups, at, length, period)
             want = np.concatenate([s.take(range(at, at + length), axis) for s in np.split(want, groups, axis)], axis)
         elif step == "stack" and want.ndim < 4 and want.size < 200:
             view, want = stack("v", [view, view]), np.stack([want, want])
@@ -158,7 +158,7 @@ def test_clipping_a_part_keeps_its_elements(data: st.DataObject) -> None:
     views, arrays = sources(tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))))
     view, want = chained(data, views, arrays)
     box = draw_box(data, view.shape)
-    clipped = View("v", "F32", view.shape, None, tuple(c for p in view.parts if (c := p.clip(box))))
+    clipped = DerivedTensor("v", "F32", view.shape, None, tuple(c for p in view.parts if (c := p.clip(box))))
     inside = tuple(slice(a, b) for a, b in zip(*box, strict=True))
     got = np.full(want.shape, -1)
     fill(clipped, arrays, got)
@@ -169,7 +169,7 @@ def test_clipping_a_part_keeps_its_elements(data: st.DataObject) -> None:
     source = arrays["t0"]
     box = draw_box(data, source.shape)
     chosen = source[tuple(slice(a, b) for a, b in zip(*box, strict=True))]
-    clipped = View("v", "F32", view.shape, None, tuple(c for p in view.parts if (c := p.clip_source(box))))
+    clipped = DerivedTensor("v", "F32", view.shape, None, tuple(c for p in view.parts if (c := p.clip_source(box))))
     got = np.full(want.shape, -1)
     fill(clipped, arrays, got)
     np.testing.assert_array_equal(got, np.where(np.isin(want, chosen), want, -1))
@@ -180,10 +180,10 @@ def draw_box(data: st.DataObject, shape: tuple[int, ...]) -> Box:
     return Box(tuple(starts), tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(starts, shape, strict=True)))
 
 
-def fill(view: View, arrays: dict[str, Array], out: Array) -> None:
+def fill(view: DerivedTensor, arrays: dict[str, Array], out: Array) -> None:
     """As materialise, for a view with holes."""
     for part in view.parts:
-        lone = View(
+        lone = DerivedTensor(
             "part", "F32", part.size, None, (part._replace(first=(0,) * len(part.size), step=(1,) * len(part.size)),)
         )
         into = tuple(slice(a, a + s * (n - 1) + 1, s) for a, n, s in zip(part.first, part.size, part.step, strict=True))
@@ -201,7 +201,7 @@ def test_tensors_that_do_not_fit_are_not_joined() -> None:
         concat("c", [views[0], views[2]], 0)
     with pytest.raises(LayoutError, match="cannot be stacked"):
         stack("s", views[:2])
-    half = View("h", "F16", (2, 3), LogicalTensor(Key("h"), "F16", (2, 3), ()))
+    half = DerivedTensor("h", "F16", (2, 3), LogicalTensor(Key("h"), "F16", (2, 3), ()))
     with pytest.raises(LayoutError, match="cannot be fused"):
         concat("c", [views[0], half], 0)
 
@@ -224,7 +224,7 @@ def compiled(spec: FamilySpec, **sizes: int) -> Family:
 QKV = Fuse("qkv", "{a}.qkv.{b}", ("{a}.q.{b}", "{a}.k.{b}", "{a}.v.{b}"), ("heads", "kv", "kv"))
 WOVEN = Fuse("qkv", "{a}.qkv.{b}", ("{a}.q.{b}", "{a}.k.{b}", "{a}.v.{b}"), ("heads", "kv", "kv"), "kv")
 EXPERTS = Stack("{a}.experts.w", "{a}.experts.{expert}.w")
-CHAINS: list[tuple[Op, ...]] = [
+CHAINS: list[tuple[Transform, ...]] = [
     (QKV,),
     (WOVEN,),
     (EXPERTS,),
@@ -239,7 +239,7 @@ CHAINS: list[tuple[Op, ...]] = [
 
 
 @pytest.mark.parametrize("ops", CHAINS)
-def test_undoing_the_statements_of_a_naming_gives_the_same_tensors(ops: tuple[Op, ...]) -> None:
+def test_undoing_the_statements_of_a_naming_gives_the_same_tensors(ops: tuple[Transform, ...]) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in (0, 1):
         for part, heads in (("q", 4), ("k", 2), ("v", 2)):
@@ -248,9 +248,9 @@ def test_undoing_the_statements_of_a_naming_gives_the_same_tensors(ops: tuple[Op
         for e in range(3):
             shapes[f"layers.{layer}.experts.{e}.w"] = (2, 5)
     catalog, arrays = catalog_of(shapes)
-    there = apply_ops(identity(catalog), ops, family(heads=4, kv=2))
+    there = apply_transforms(identity(catalog), ops, family(heads=4, kv=2))
     assert set(there.table) != set(shapes)
-    back = apply_ops(there, inverse(ops), family(heads=4, kv=2), ops)
+    back = apply_transforms(there, inverse(ops), family(heads=4, kv=2), ops)
     assert {v.name: v.shape for v in back} == shapes
     for view in back:
         np.testing.assert_array_equal(materialise(view, arrays), arrays[view.name])
@@ -258,14 +258,14 @@ def test_undoing_the_statements_of_a_naming_gives_the_same_tensors(ops: tuple[Op
 
 def test_fused_parts_lie_one_after_the_other() -> None:
     catalog, arrays = catalog_of({"layers.0.q.w": (4, 1), "layers.0.k.w": (2, 1), "layers.0.v.w": (2, 1)})
-    views = apply_ops(identity(catalog), (QKV,), family(heads=4, kv=2))
+    views = apply_transforms(identity(catalog), (QKV,), family(heads=4, kv=2))
     assert materialise(views.table["layers.0.qkv.w"], arrays).ravel().tolist() == list(range(8))
 
 
 def test_woven_parts_go_by_groups() -> None:
     """For each key/value head: its query heads, its key, its value, as Megatron stores them."""
     catalog, arrays = catalog_of({"layers.0.q.w": (4, 1), "layers.0.k.w": (2, 1), "layers.0.v.w": (2, 1)})
-    views = apply_ops(identity(catalog), (WOVEN,), family(heads=4, kv=2))
+    views = apply_transforms(identity(catalog), (WOVEN,), family(heads=4, kv=2))
     assert materialise(views.table["layers.0.qkv.w"], arrays).ravel().tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
 
 
@@ -273,10 +273,10 @@ def test_woven_parts_go_by_groups() -> None:
 def test_transposing_exchanges_the_last_two_axes(shape: tuple[int, ...]) -> None:
     catalog, arrays = catalog_of({"layers.0.w": shape, "layers.0.x": shape})
     ops = (Transpose(("{a}.w",)),)
-    there = apply_ops(identity(catalog), ops, family())
+    there = apply_transforms(identity(catalog), ops, family())
     np.testing.assert_array_equal(materialise(there.table["layers.0.w"], arrays), arrays["layers.0.w"].swapaxes(-1, -2))
     assert there.table["layers.0.x"].shape == shape
-    back = apply_ops(there, inverse(ops), family(), ops)
+    back = apply_transforms(there, inverse(ops), family(), ops)
     np.testing.assert_array_equal(materialise(back.table["layers.0.w"], arrays), arrays["layers.0.w"])
 
 
@@ -295,15 +295,15 @@ def test_a_transposed_tensor_is_cut_on_the_same_elements() -> None:
 def test_squeezing_leaves_out_an_axis_of_one() -> None:
     catalog, arrays = catalog_of({"layers.0.w": (1, 5), "layers.0.x": (2, 5)})
     ops = (Squeeze(("{a}.w",)),)
-    there = apply_ops(identity(catalog), ops, family())
+    there = apply_transforms(identity(catalog), ops, family())
     np.testing.assert_array_equal(materialise(there.table["layers.0.w"], arrays), arrays["layers.0.w"][0])
-    assert apply_ops(there, inverse(ops), family(), ops).table["layers.0.w"].shape == (1, 5)
+    assert apply_transforms(there, inverse(ops), family(), ops).table["layers.0.w"].shape == (1, 5)
     with pytest.raises(LayoutError, match=r"the first axis of `layers\.0\.x` \[2, 5\] has not one element"):
-        apply_ops(identity(catalog), (Squeeze(("{a}.x",)),), family())
+        apply_transforms(identity(catalog), (Squeeze(("{a}.x",)),), family())
 
 
 def test_a_naming_may_hold_a_tensor_in_its_own_way() -> None:
-    ops = (Rename((("layers.{layer}.w", "h.{layer}.w"),)), Hold((("h.{layer}.w", parse_rule("row once")),)))
+    ops = (Rename((("layers.{layer}.w", "h.{layer}.w"),)), OverrideRules((("h.{layer}.w", parse_rule("row once")),)))
     place = family().placement("h.3.w", ops)
     assert place is not None
     assert (place.rule.text, place.layer) == ("row once", 3)
@@ -313,42 +313,42 @@ def test_a_naming_may_hold_a_tensor_in_its_own_way() -> None:
 
 def test_what_a_naming_does_not_have_is_dropped_or_refused() -> None:
     catalog, _ = catalog_of({"layers.0.w": (2, 2), "layers.0.mask": (2, 2), "layers.1.mask": (2, 2)})
-    views = apply_ops(identity(catalog), (Drop(("{a}.mask",)),), family())
+    views = apply_transforms(identity(catalog), (Drop(("{a}.mask",)),), family())
     assert list(views.table) == ["layers.0.w"]
     assert views.notes == ["2 tensors (32 bytes) are left out, which the target does not store: layers.0.mask, ..."]
     with pytest.raises(UnsupportedError) as caught:
-        apply_ops(identity(catalog), (Refuse((("{a}.mask", "nobody wants masks"),)),), family())
+        apply_transforms(identity(catalog), (Refuse((("{a}.mask", "nobody wants masks"),)),), family())
     assert caught.value.what == "nobody wants masks"
     assert caught.value.where == ("tensor `layers.0.mask`", "test.yaml")
 
 
 def test_the_fused_tensor_stands_where_its_first_part_stood() -> None:
     catalog, _ = catalog_of(dict.fromkeys(("layers.0.v.w", "layers.0.q.w", "layers.0.o.w", "layers.0.k.w"), (2, 2)))
-    views = apply_ops(identity(catalog), (QKV,), family(heads=1, kv=1))
+    views = apply_transforms(identity(catalog), (QKV,), family(heads=1, kv=1))
     assert list(views.table) == ["layers.0.qkv.w", "layers.0.o.w"]
 
 
 def test_a_missing_part_is_named() -> None:
     catalog, _ = catalog_of({"layers.0.q.w": (4, 1), "layers.0.k.w": (2, 1)})
     with pytest.raises(IncompleteError, match=r"`layers\.0\.v\.w` is not in the checkpoint"):
-        apply_ops(identity(catalog), (QKV,), family(heads=4, kv=2))
+        apply_transforms(identity(catalog), (QKV,), family(heads=4, kv=2))
 
 
 def test_a_missing_expert_is_named() -> None:
     catalog, _ = catalog_of({"layers.0.experts.0.w": (4, 1), "layers.0.experts.2.w": (4, 1)})
     with pytest.raises(IncompleteError, match="expert 1 is not in the checkpoint"):
-        apply_ops(identity(catalog), (EXPERTS,), family())
+        apply_transforms(identity(catalog), (EXPERTS,), family())
 
 
 def test_one_scale_for_a_tensor_is_not_fused() -> None:
     catalog, _ = catalog_of({f"layers.0.{p}.scale": (1,) for p in "qkv"})
     with pytest.raises(LayoutError, match="has only one for all parts"):
-        apply_ops(identity(catalog), (QKV,), family(heads=4, kv=2))
+        apply_transforms(identity(catalog), (QKV,), family(heads=4, kv=2))
 
 
 def test_layers_after_the_last_are_left_out_and_said() -> None:
     catalog, _ = catalog_of({f"layers.{i}.w": (2, 2) for i in range(3)})
-    views = apply_ops(identity(catalog), (DropLayers("layers"),), family(layers=2))
+    views = apply_transforms(identity(catalog), (DropLayers("layers"),), family(layers=2))
     assert list(views.table) == ["layers.0.w", "layers.1.w"]
     assert views.notes == [
         "1 tensors (16 bytes) of layers from 2 on are left out: the target has no multi-token-prediction layer"
@@ -384,6 +384,6 @@ def test_a_rename_that_matches_nothing_names_the_nearest() -> None:
 
 
 def test_views_know_their_size() -> None:
-    views: Any = Views({"a": View("a", "BF16", (3, 4))})
+    views: Any = TensorTable({"a": DerivedTensor("a", "BF16", (3, 4))})
     assert len(views) == 1
     assert next(iter(views)).nbytes == 24

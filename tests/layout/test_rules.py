@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import LayoutError
 from ckpttool.layout.rules import (
-    Cutting,
-    Local,
+    IndivisibleError,
+    PartitionContext,
+    RankShare,
     Rule,
     Size,
-    Uneven,
     cut_axis,
     fused_rule,
     global_shape,
@@ -35,7 +35,7 @@ def counted(shape: tuple[int, ...]) -> Array:
     return np.arange(np.prod(shape, dtype=np.int64), dtype=np.int64).reshape(shape)
 
 
-def held(whole: Array, local: Local) -> Array:
+def held(whole: Array, local: RankShare) -> Array:
     """What a rank stores, by the boxes that local_boxes gave."""
     out = np.full(local.shape, PAD, np.int64)
     for inner, outer in local.boxes:
@@ -54,7 +54,7 @@ def cut(
 ) -> list[Array]:
     """What every rank of a mesh stores of a counted tensor."""
     bias = more.pop("bias", False)
-    cutting = Cutting(mesh, sizes or {}, **more)
+    cutting = PartitionContext(mesh, sizes or {}, **more)
     rule = parse_rule(text)
     return [held(counted(shape), local_boxes(rule, shape, cutting, at, bias=bias)) for at in ranks(mesh)]
 
@@ -183,7 +183,7 @@ def test_the_whole_shape_follows_from_any_rank(case: Case) -> None:
     if "vocab" in case.text:
         sizes["vocab"] = Size(max(case.shape))
         assume(case.bias or max(case.shape) == case.shape[cut_axis(rule, len(case.shape), bias=case.bias) or 0])
-    cutting = Cutting(case.mesh, sizes)
+    cutting = PartitionContext(case.mesh, sizes)
     for part in case.expected:
         experts = case.shape[0] if rule.grouped else 0
         assert global_shape(rule, part.shape, experts, cutting, bias=case.bias) == case.shape
@@ -245,7 +245,7 @@ def test_experts_that_do_not_divide_go_to_the_first_ranks() -> None:
 
 
 def test_experts_that_do_not_divide_are_refused_where_shares_must_be_equal() -> None:
-    with pytest.raises(Uneven, match="5 experts cannot be shared evenly by 3 ranks"):
+    with pytest.raises(IndivisibleError, match="5 experts cannot be shared evenly by 3 ranks"):
         cut("grouped column", (5, 2, 1), Mesh(ep=3), ragged_experts=False)
 
 
@@ -282,7 +282,7 @@ def test_empty_and_scalar_tensors_are_held_whole() -> None:
 def test_what_does_not_come_out_even_is_refused(
     text: str, shape: tuple[int, ...], tp: int, sizes: dict[str, Size], why: str, works: tuple[int, ...]
 ) -> None:
-    with pytest.raises(Uneven, match=why) as caught:
+    with pytest.raises(IndivisibleError, match=why) as caught:
         cut(text, shape, Mesh(tp=tp), sizes)
     assert caught.value.works == works
 
@@ -310,23 +310,23 @@ def test_scales_follow_their_weight_or_are_refused(
 ) -> None:
     """Every element of every rank keeps its scale; a refusal is right only when a cut falls inside a block."""
     rule = parse_rule(text)
-    cutting = Cutting(Mesh(tp=tp), {"heads": Size(heads)})
+    cutting = PartitionContext(Mesh(tp=tp), {"heads": Size(heads)})
     grid = counted((-(-shape[0] // blocks[0]) if blocks[0] else 1, -(-shape[1] // blocks[1]) if blocks[1] else 1))
     each = expanded(grid, shape, blocks)
     try:
         weights = [local_boxes(rule, shape, cutting, at) for at in ranks(cutting.mesh)]
-    except Uneven:
+    except IndivisibleError:
         return  # the weight itself cannot be cut
     try:
         scales = [local_boxes(rule, shape, cutting, at, blocks=blocks) for at in ranks(cutting.mesh)]
-    except Uneven:
+    except IndivisibleError:
         assert any(not on_blocks(w, shape, blocks) for w in weights)
         return
     for weight, scale in zip(weights, scales, strict=True):
         np.testing.assert_array_equal(held(each, weight), expanded(held(grid, scale), weight.shape, blocks))
 
 
-def on_blocks(local: Local, shape: tuple[int, ...], blocks: tuple[int, ...]) -> bool:
+def on_blocks(local: RankShare, shape: tuple[int, ...], blocks: tuple[int, ...]) -> bool:
     """Whether all boxes of a rank lie on block boundaries."""
     for inner, outer in local.boxes:
         for axis, block in enumerate(blocks):
@@ -342,12 +342,14 @@ def on_blocks(local: Local, shape: tuple[int, ...], blocks: tuple[int, ...]) -> 
 
 def test_a_cut_inside_a_block_is_refused() -> None:
     """192 rows in blocks of 128 on two ranks: rows 96 to 127 would take the wrong scale."""
-    with pytest.raises(Uneven, match="the cut at 96 of 192 falls inside a scale block of 128"):
-        local_boxes(parse_rule("column"), (192, 128), Cutting(Mesh(tp=2), {}), Coords(0, 0, 0, 0, 0), blocks=(128, 128))
+    with pytest.raises(IndivisibleError, match="the cut at 96 of 192 falls inside a scale block of 128"):
+        local_boxes(
+            parse_rule("column"), (192, 128), PartitionContext(Mesh(tp=2), {}), Coords(0, 0, 0, 0, 0), blocks=(128, 128)
+        )
 
 
 def test_one_scale_for_each_output_is_copied_along_the_input() -> None:
-    cutting = Cutting(Mesh(tp=2), {})
+    cutting = PartitionContext(Mesh(tp=2), {})
     row = local_boxes(parse_rule("row"), (4, 300), cutting, Coords(1, 0, 1, 0, 0), blocks=(1, 0))
     column = local_boxes(parse_rule("column"), (4, 300), cutting, Coords(1, 0, 1, 0, 0), blocks=(1, 0))
     assert row.shape == (4, 1)

@@ -14,9 +14,9 @@ import pytest
 
 from ckpttool.layout.family import find_family, load_family
 from ckpttool.layout.partition import Partitioner
-from ckpttool.layout.rules import Cutting
+from ckpttool.layout.rules import PartitionContext
 from ckpttool.mesh import Mesh
-from ckpttool.relate import apply_ops, identity
+from ckpttool.relate import apply_transforms, identity
 from tests.helpers.arrays import catalog_of
 
 GOLDEN: dict[str, dict[str, Any]] = json.loads(
@@ -34,7 +34,7 @@ def test_the_last_rank_holds_what_vllm_gives_it(case: str) -> None:
     mesh = Mesh(**{**sizes, "etp": 1 if "ep" in sizes else sizes["tp"]})
     catalog, _ = catalog_of({n: tuple(s) for n, s in golden["source"].items()})
     ops = family.ops("vllm", staged=mesh.pp > 1)
-    views = apply_ops(identity(catalog), ops, family)
-    cutting = Cutting(mesh, family.sizes, vocab_multiple=64)
+    views = apply_transforms(identity(catalog), ops, family)
+    cutting = PartitionContext(mesh, family.sizes, vocab_multiple=64)
     ranks = Partitioner(family, ops, cutting, golden["config"], tied=family.tied).run(list(views))
     assert {t.name: list(t.shape) for t in ranks[-1]} == golden["last_rank"]

@@ -12,7 +12,7 @@ import pytest
 
 from ckpttool.adapters import Adapter, Changes, adapt, combine, read_adapter
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.relate import View
+from ckpttool.relate import DerivedTensor
 from tests.helpers import tensorfile
 from tests.helpers.arrays import materialise
 from tests.helpers.tensorfile import Raw
@@ -50,7 +50,7 @@ def paddle(folder: Path, values: Mapping[str, Array], **config: Any) -> Adapter:
     return read_adapter(folder)
 
 
-def values_of(view: View, values: Mapping[str, Array]) -> Array:
+def values_of(view: DerivedTensor, values: Mapping[str, Array]) -> Array:
     """The elements of a view of an adapter's tensors."""
     sources = {p.source.key.name: p.source.shape for p in view.parts}
     places = materialise(view, {n: np.arange(np.prod(s)).reshape(s) for n, s in sources.items()})

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckpttool.formats._pdmodel import VERSION, read_pdmodel
-from ckpttool.formats._program import BY_DTYPE, BY_NUMBER, Parameter
+from ckpttool.formats.paddle.pdmodel import VERSION, read_pdmodel
+from ckpttool.formats.paddle.program_parts import BY_DTYPE, BY_NUMBER, Parameter
 from tests.peers import paddle_side
 
 NAMES = ("convolution", "dtypes", "loop", "static")

@@ -15,7 +15,7 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file, save_file
 
-from ckpttool.formats.paddle_program import examine
+from ckpttool.formats.paddle.program import examine
 from tests.convert_json.accepted import CASES, recorded
 from tests.helpers.command import ckpttool
 from tests.peers import paddle_side, programs_side

@@ -566,13 +566,13 @@ def test_verify_catches_a_broken_planner(which: str, src: Path, dst: Path, monke
 def test_verify_catches_a_swapped_replica(src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies count too: the wrong head on the last rank, whose first copy is right."""
 
-    def swapped(catalog: Any, views: Any, ranks: Any, skeleton: Any, **more: Any) -> Any:
+    def swapped(catalog: Any, views: Any, ranks: Any, file_layout: Any, **more: Any) -> Any:
         name = "model.layers.0.self_attn.k_proj.weight"
         bad = [
             [ranks[0][i] if t.name == name and r == len(ranks) - 1 else t for i, t in enumerate(tensors)]
             for r, tensors in enumerate(ranks)
         ]
-        return build_plan(catalog, views, bad, skeleton, **more)
+        return build_plan(catalog, views, bad, file_layout, **more)
 
     monkeypatch.setattr("ckpttool.ops.reshard.build_plan", swapped)
     assert "k_proj" in refused(src, dst, "-q", "--tp-out", 8, "--verify", code=3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpttool.execute import engine
-from ckpttool.formats.below import MOST, files_below
+from ckpttool.storage.below import MOST, files_below
 from tests.helpers.command import Done, ckpttool
 from tests.helpers.families import MODELS
 from tests.helpers.tensorfile import Raw, save_hf, write

@@ -15,7 +15,7 @@ from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import VerifyError
 from ckpttool.execute import NoProgress, RunOptions
 from ckpttool.ops.reshard import Target, execute, prepare
-from ckpttool.relate import Views
+from ckpttool.relate import TensorTable
 from tests.helpers.command import ckpttool, refused, reshard
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -166,7 +166,7 @@ def test_verify_finds_what_a_plan_leaves_out(tmp_path: Path, lost: str) -> None:
     source = model(tmp_path / "src", same=False)
     prepared = prepare(source, OpenOptions(), Target("hf"))
     table = {n: v for n, v in prepared.views.table.items() if n != lost}
-    prepared.views = Views(table)
+    prepared.views = TensorTable(table)
     reshard(source, tmp_path / "less", "--remove-keys", lost)
     wrong = prepare(tmp_path / "less", OpenOptions(), Target("hf"))
     prepared.plan = wrong.plan

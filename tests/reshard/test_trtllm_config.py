@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.formats.trtllm import from_hugging_face, to_hugging_face
+from ckpttool.formats.engines.trtllm import from_hugging_face, to_hugging_face
 from tests.helpers.command import reshard
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/llama_tp8"

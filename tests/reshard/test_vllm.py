@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import ckpttool
+from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import ConflictError
-from ckpttool.formats.safetensors import read_header
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "vllm"
 GOLDEN: dict[str, dict[str, Any]] = json.loads((FIXTURES / "written_by_vllm.json").read_text())

@@ -22,7 +22,7 @@ from ckpttool.checkpoint import OpenOptions
 from ckpttool.execute import NoProgress
 from ckpttool.ops import drop_keys, fp8_cast
 from ckpttool.ops.convert_json.convert import to_safetensors
-from ckpttool.ops.inspect.answer import Question, inspect
+from ckpttool.ops.inspect.answer import InspectRequest, inspect
 from ckpttool.ops.inspect.tree import by_component, collapse
 from ckpttool.ops.recode import Recoding
 from ckpttool.ops.reshard import Selection, Target, prepare
@@ -78,7 +78,7 @@ def slope(cost: Sequence[float], factor: float) -> float:
 
 
 def listed(path: Path) -> None:
-    answer = inspect(path, OpenOptions(), Question())
+    answer = inspect(path, OpenOptions(), InspectRequest())
     for _, rows in by_component(answer.listing.rows).values():  # type: ignore[union-attr]
         collapse(rows)
 
@@ -203,7 +203,7 @@ def test_a_check_of_many_tensors_grows_as_they_do(
     cost = []
     for path, _ in models["fp8"]:
         with counted() as count:
-            inspect(path, OpenOptions(), Question(check=True), NoProgress())
+            inspect(path, OpenOptions(), InspectRequest(check=True), NoProgress())
         cost.append(count[0])
     (_, small), (_, large) = models["fp8"]
     assert slope(cost, large / small) <= STEEPEST, cost

@@ -178,7 +178,7 @@ def small_steps(*, serial: bool = True) -> None:
         setattr(module, name, value)
 
 
-class _SerialLedger(engine._Ledger):
+class _SerialLedger(engine.CompletionQueue):
     def __init__(self, _batch: int, _most: int) -> None:
         super().__init__(1, 0)
 

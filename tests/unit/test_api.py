@@ -214,10 +214,10 @@ def test_reading_takes_what_numpy_takes() -> None:
     for theirs, ours in PARTS:
         assert np.array_equal(source.read(name, ours), held[theirs]), ours
     for piece in source[name].pieces:
-        (a, b), (c, d) = piece.box
-        assert np.array_equal(source.read(name, piece.box), held[a:c, b:d])
+        (a, b), (c, d) = piece.logical_box
+        assert np.array_equal(source.read(name, piece.logical_box), held[a:c, b:d])
     with pytest.raises(UsageError, match="is outside"):
-        source.read("model.norm.weight", source[name].pieces[0].box)
+        source.read("model.norm.weight", source[name].pieces[0].logical_box)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_a_conversion_is_written_where_it_was_planned(tmp_path: Path) -> None:
 
 
 def test_closing_gives_back_scratch_files() -> None:
-    from ckpttool.formats._scratch import DEFAULT
+    from ckpttool.containers.scratch import DEFAULT
 
     before = set(DEFAULT.files)
     with ckpttool.open(FIXTURES / "paddle_pickles" / "model_proto2.pdparams") as source:

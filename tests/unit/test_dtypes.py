@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from ckpttool.containers.safetensors import layout_file
 from ckpttool.dtypes import DTYPES, ORDER, itemsize, lookup, nbytes, numpy_dtype, parse
 from ckpttool.errors import CorruptError, UnsupportedError
-from ckpttool.formats.safetensors import layout_file
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.ops.reshard import Selection, Target, prepare
-from ckpttool.plan import Copy, Fill, Plan, Same, merged_axes
+from ckpttool.plan import AssertEqual, Copy, Fill, Plan, merged_axes
 from tests.helpers.families import MODELS
 from tests.helpers.tensorfile import BYTES, save_hf
 
@@ -82,7 +82,7 @@ def test_every_byte_is_written_once(name: str, target: Target, tmp_path: Path) -
         assert (count == 1).all(), output.name
     # A unit writes its own targets and nothing else; all of them together are the tensors of the outputs.
     for unit in plan.units:
-        assert unit.written == sum(t.nbytes for t in unit.targets)
+        assert unit.written == sum(t.nbytes for t in unit.stored_tensors)
     assert (
         sum(u.written for u in plan.units)
         + sum(len(d) for o in plan.outputs for _, d in o.literals)
@@ -111,7 +111,7 @@ def test_replicas_are_compared(tmp_path: Path) -> None:
 
     src = write_ranks(tmp_path / "src", MODELS["llama"], Grid(tp=8), "tp{tp}.safetensors")
     plan = prepare(src, OpenOptions(mesh=ReadOptions(tp=8)), Target(tp=1, format="hf")).plan
-    same = [s for u in plan.units for s in u.steps if isinstance(s, Same)]
+    same = [s for u in plan.units for s in u.steps if isinstance(s, AssertEqual)]
     # Seven copies of each norm, row bias and buffer; of k and v and their biases three of four for each of two heads.
     layers, whole, heads = 3, 5, 4
     assert len(same) == (layers * whole + 1) * 7 + layers * heads * 6

@@ -16,10 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ckpttool.catalog import RankTensor
+from ckpttool.containers.safetensors import Header, layout_file, problems, read_header
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, IncompleteError
-from ckpttool.formats.base import build_files, fill_files, natural
-from ckpttool.formats.safetensors import Header, layout_file, problems, read_header
+from ckpttool.formats.base import build_files, fill_files
+from ckpttool.storage.listing import natural
 
 KINDS = {
     "BOOL": "bool",

@@ -5,8 +5,21 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.formats.base import Deflated
-from ckpttool.plan import Block, Compute, Copy, Fill, Output, Padding, Plan, Same, Stored, Target, Unit, Units
+from ckpttool.formats.base import CompressedHeader
+from ckpttool.plan import (
+    AssertEqual,
+    AssertPadding,
+    Block,
+    Compute,
+    Copy,
+    Fill,
+    Output,
+    Plan,
+    Stored,
+    Target,
+    Unit,
+    Units,
+)
 
 numbers = st.integers(0, 2**62)
 sizes = st.lists(st.integers(1, 4), max_size=2).map(tuple)
@@ -17,8 +30,8 @@ OPERAND = Stored("F32", (2,), (), "`w` of x")
 steps = st.one_of(
     st.builds(Copy, blocks, blocks, sizes, dtypes, dtypes),
     st.builds(Fill, blocks, sizes, dtypes),
-    st.builds(Same, blocks, blocks, sizes, dtypes, names, st.sampled_from(["", "F32"])),
-    st.builds(Padding, blocks, sizes, dtypes, st.none() | blocks, names),
+    st.builds(AssertEqual, blocks, blocks, sizes, dtypes, names, st.sampled_from(["", "F32"])),
+    st.builds(AssertPadding, blocks, sizes, dtypes, st.none() | blocks, names),
     st.builds(lambda n: Compute(n, (2,), "F32", "linear", (OPERAND,), None, ((),), (), None), names),
 )
 targets = st.builds(Target, names, st.integers(0, 3), numbers, numbers)
@@ -57,7 +70,7 @@ def test_places_and_names_are_in_the_digest() -> None:
 
 def test_deflated_literals_are_hashed_as_they_are() -> None:
     data = b'{"a":1}' * 20_000
-    deflated = Deflated()
+    deflated = CompressedHeader()
     deflated.put(data[9:1000])
     deflated.put(data[1000:])
     deflated.close(data[:9])

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ckpttool.errors import CkptError, CorruptError, OutputError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute.files import write_error
-from ckpttool.formats._paddle_names import match_names, read_names
-from ckpttool.formats._pir import VOID_WRITTEN, read_pir
-from ckpttool.formats._pir_patches import patched
-from ckpttool.formats._program import FLOAT8, Program
-from ckpttool.formats.paddle_program import Artifact, beside, examine, program_of
+from ckpttool.formats.paddle.names import match_names, read_names
+from ckpttool.formats.paddle.pir import VOID_WRITTEN, read_pir
+from ckpttool.formats.paddle.pir_patches import patched
+from ckpttool.formats.paddle.program import Artifact, beside, examine, program_of
+from ckpttool.formats.paddle.program_parts import FLOAT8, Program
 from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
 from ckpttool.ops.findings import CheckResult
 

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tensor
+from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute import Advance, Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
-from ckpttool.formats._paddle_names import match_names, read_names
-from ckpttool.formats._pdiparams import head_fits
-from ckpttool.formats._program import Program
-from ckpttool.formats.base import ReadOptions, Skeleton, build_files, file_now
+from ckpttool.formats.base import FileLayout, ReadOptions, build_files, file_now
 from ckpttool.formats.hf import layout_published
-from ckpttool.formats.paddle_program import (
+from ckpttool.formats.paddle.names import match_names, read_names
+from ckpttool.formats.paddle.pdiparams import head_fits
+from ckpttool.formats.paddle.program import (
     INFO,
     LEGACY,
     Native,
@@ -40,13 +40,13 @@ from ckpttool.formats.paddle_program import (
     refuse_others,
     stored_tensor,
 )
+from ckpttool.formats.paddle.program_parts import Program
 from ckpttool.formats.registry import read_source
-from ckpttool.formats.safetensors import read_header
 from ckpttool.geometry import whole
 from ckpttool.ops.findings import ERROR, PROGRAM
 from ckpttool.plan import Plan
 from ckpttool.planner import build_plan
-from ckpttool.relate import Equal, identity
+from ckpttool.relate import EqualPair, identity
 
 METADATA = "ckpttool.program"
 """Key of the safetensors metadata that keeps the way back, as JSON."""
@@ -122,12 +122,12 @@ def to_safetensors(
     def metadata(group: Sequence[RankTensor]) -> Mapping[str, str]:
         return {"format": "pt", METADATA: _way_back(native, digest, [t.name for t in group], parameter_of)}
 
-    skeleton = (
+    file_layout = (
         build_files([(dst.name, 0, tensors, metadata(tensors))], 1)
         if single
         else layout_published(tensors, max_shard_size, metadata)
     )
-    plan = _plan(catalog, tensors, skeleton, notes)
+    plan = _plan(catalog, tensors, file_layout, notes)
     roots = _roots(src, params, names, *(f.path for f in catalog.files))
     return Conversion(program, src, plan, catalog, given, native, roots, single=single)
 
@@ -159,7 +159,7 @@ def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None 
         notes.append(f"{program.name} is not the program that the tensors came from, or it has been edited")
     catalog = Catalog(list(stored.files), {})
     given: dict[str, str] = {}
-    equal: list[Equal] = []
+    equal: list[EqualPair] = []
     for t in stored.tensors:
         parameter = parameter_of.get(t.name, t.name)
         first = catalog.tensors.get(Key(parameter))
@@ -182,9 +182,9 @@ def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None 
         _explain(e, found, given, told=bool(digests or parameter_of))
         raise
     native = _as_told(native_of(artifact), told, heads)
-    skeleton = layout_program(native, tensors)
+    file_layout = layout_program(native, tensors)
     renamed = {p: n for p, n in given.items() if p != n}
-    plan = _plan(catalog, tensors, skeleton, notes, native.beside, equal)
+    plan = _plan(catalog, tensors, file_layout, notes, native.beside, equal)
     roots = _roots(src, program, names, *(f.path for f in catalog.files))
     return Conversion(found, src, plan, catalog, renamed, native, roots, back=True)
 
@@ -238,13 +238,13 @@ def _whole(name: str, dtype: str, shape: tuple[int, ...]) -> RankTensor:
 def _plan(
     catalog: Catalog,
     tensors: Sequence[RankTensor],
-    skeleton: Skeleton,
+    file_layout: FileLayout,
     notes: list[str],
     beside: Sequence[Path] = (),
-    equal: Sequence[Equal] = (),
+    equal: Sequence[EqualPair] = (),
 ) -> Plan:
     carried = [(p.name, file_now(p)) for p in beside]
-    plan = build_plan(catalog, identity(catalog).table, [tensors], skeleton, carried=carried, equal=equal)
+    plan = build_plan(catalog, identity(catalog).table, [tensors], file_layout, carried=carried, equal=equal)
     plan.notes = [*notes, *plan.notes]
     return plan
 

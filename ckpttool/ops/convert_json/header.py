@@ -21,10 +21,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckpttool.containers.safetensors import MAX_HEADER, HeaderError, Problem, parse, problems, read_raw
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError, plain
 from ckpttool.execute.commit import SLACK
 from ckpttool.execute.files import PIECE, create, span, write_error
-from ckpttool.formats.safetensors import MAX_HEADER, HeaderError, Problem, parse, problems, read_raw
 from ckpttool.ops.convert_json.durable import Replacement, lock, resolved, sync_names, write_all
 
 UNCHANGED, IN_PLACE, COPIED, RESTORED = "unchanged", "in place", "copied", "restored"

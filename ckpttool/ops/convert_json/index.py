@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import StoredTensor
+from ckpttool.containers.safetensors import Header, examine, read_header
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError
-from ckpttool.formats._paddle import config_dtype
-from ckpttool.formats.base import INDEX, Listing, OpenOptions, list_source, natural
+from ckpttool.formats.base import OpenOptions
 from ckpttool.formats.hf import LOADED, NUMBERED, index_name, misplaced
-from ckpttool.formats.safetensors import Header, examine, read_header
-from ckpttool.formats.unified import STEMS
+from ckpttool.formats.paddle.config import config_dtype
+from ckpttool.formats.paddle.unified import STEMS
 from ckpttool.ops.convert_json.durable import replace_all, resolved
 from ckpttool.ops.findings import CheckResult
 from ckpttool.ops.inspect.check import (
@@ -35,6 +35,7 @@ from ckpttool.ops.inspect.check import (
     is_member,
     parse_index,
 )
+from ckpttool.storage.listing import INDEX, Listing, list_source, natural
 
 WRITTEN, RIGHT, NONE_NEEDED = "written", "right", "none needed"
 

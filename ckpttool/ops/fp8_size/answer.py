@@ -10,7 +10,6 @@ from typing import Any
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.formats.base import list_source
 from ckpttool.layout.shapes import check_sizes
 from ckpttool.mesh import Mesh, default_etp
 from ckpttool.ops.fp8_size.cache import Cache, cache_of
@@ -20,6 +19,7 @@ from ckpttool.ops.fp8_size.resident import Ranks, partition
 from ckpttool.ops.fp8_size.stored import Applied, Disk, Wanted, apply, on_disk
 from ckpttool.ops.fp8_size.training import Training, training_of
 from ckpttool.ops.inspect.check import explain_total
+from ckpttool.storage.listing import list_source
 
 BY = ("class", "dtype", "module", "tensor")
 """What --by may say."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
-from ckpttool.formats._config import config_places
+from ckpttool.formats.config import config_places
 from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.model import Model
 

@@ -10,19 +10,20 @@ from typing import Any, NamedTuple
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, pick_family, refuse_empty
 from ckpttool.dtypes import lookup
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats._config import quantization
-from ckpttool.formats._json import load_json
-from ckpttool.formats.base import Listing, StoredCheckpoint, list_source
+from ckpttool.formats.base import StoredCheckpoint
+from ckpttool.formats.config import quantization
 from ckpttool.formats.hf import indexes_of
 from ckpttool.formats.registry import detect, read_source
-from ckpttool.layout.family import Family, Op, inverse
+from ckpttool.layout.family import Family, Transform, inverse
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.packed import Packing, Part, find_packing
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.ops.recode import high_precision
 from ckpttool.quant.coded import Codes, find_codes
 from ckpttool.quant.keep import Weight, is_conv1d
-from ckpttool.relate import apply_ops, identity
+from ckpttool.relate import apply_transforms, identity
+from ckpttool.storage.json_file import load_json
+from ckpttool.storage.listing import Listing, list_source
 
 CONFIG = "config.json"
 CONFIG_ALONE = "config"
@@ -58,7 +59,7 @@ class Model:
     format: str
     config: Mapping[str, Any]
     family: Family
-    ops: tuple[Op, ...]
+    ops: tuple[Transform, ...]
     """Statements that lead from Hugging Face names to those of ``weights``."""
     weights: list[Weight]
     """In high precision. Of a quantised checkpoint they are those that it was made of."""
@@ -129,7 +130,7 @@ def _from_config(
 ) -> Model:
     if other is not None:
         raise UsageError("--config has no effect: SRC is a config", hint="give one of the two")
-    said = [*options.mesh.said()]
+    said = [*options.mesh.from_flags()]
     said += [o for o, value in (("rank-pattern", options.mesh.rank_pattern), ("from", options.format)) if value]
     if said:
         raise UsageError(f"--{said[0]} has no effect: SRC is a config, without ranks", where=str(path))
@@ -152,7 +153,7 @@ def _from_config(
     return Model(path, CONFIG_ALONE, config, family, (), weights, kinds, without_mtp=without)
 
 
-def _kinds(family: Family, ops: tuple[Op, ...]) -> Callable[[str], Kind]:
+def _kinds(family: Family, ops: tuple[Transform, ...]) -> Callable[[str], Kind]:
     """A function that says the kind of a weight, which asks the family once for each template."""
     place = family.placer(ops)
     layers = family.size("layers")
@@ -214,7 +215,7 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
     views = identity(source.catalog)
     if source.format != "hf" and ops:
         # Scales are known by the names that Hugging Face's files have; a Hugging Face checkpoint keeps its form.
-        views = apply_ops(views, inverse(ops), family, ops)
+        views = apply_transforms(views, inverse(ops), family, ops)
         notes += views.notes
         ops = ()
     refuse_empty(source)

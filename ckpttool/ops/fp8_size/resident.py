@@ -18,7 +18,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.layout.assemble import is_bias, no_rule
 from ckpttool.layout.family import Family, matches
 from ckpttool.layout.names import split_numbers
-from ckpttool.layout.rules import Cutting, Local, Rule, Uneven, local_boxes, parse_rule
+from ckpttool.layout.rules import IndivisibleError, PartitionContext, RankShare, Rule, local_boxes, parse_rule
 from ckpttool.mesh import Coords, Mesh, share
 from ckpttool.ops.fp8_size.coding import Coding
 from ckpttool.ops.fp8_size.model import Model
@@ -122,12 +122,12 @@ def partition(model: Model, applied: Applied, mesh: Mesh, vocab_multiple: int, *
         )
         return Ranks(mesh, (0, 0), [], [refused], (1,))
     kinds = _kinds(model, applied, mesh)
-    cutting = Cutting(mesh, model.family.sizes, vocab_multiple=vocab_multiple)
+    cutting = PartitionContext(mesh, model.family.sizes, vocab_multiple=vocab_multiple)
     out = Ranks(mesh, _vocabulary(kinds, cutting), [], _misfits(kinds, cutting, blocks=blocks))
     out.checked = blocks and any(k.coding is not None and k.coding.sides[0] for k, _ in kinds)
     if out.misfits:
         out.works = tuple(_works(kinds, cutting, blocks=blocks, follows=follows))
-    with suppress(Uneven):  # a misfit says so
+    with suppress(IndivisibleError):  # a misfit says so
         out.held = _held(kinds, cutting)
     return out
 
@@ -220,11 +220,11 @@ def _merged(merging: Iterable[tuple[str, ...]], name: str) -> str:
     return ""
 
 
-def _local(kind: _Kind, cutting: Cutting, at: Coords) -> Local:
+def _local(kind: _Kind, cutting: PartitionContext, at: Coords) -> RankShare:
     return local_boxes(kind.rule, kind.shape, cutting, at, bias=kind.bias, blocks=kind.blocks)
 
 
-def _held(kinds: _Counted, cutting: Cutting) -> list[Weights]:
+def _held(kinds: _Counted, cutting: PartitionContext) -> list[Weights]:
     """What each rank holds. Raises Uneven."""
     mesh = cutting.mesh
     known: dict[tuple[int, int, int, int], Weights] = {}
@@ -240,7 +240,7 @@ def _held(kinds: _Counted, cutting: Cutting) -> list[Weights]:
 
 def _of_rank(
     kinds: _Counted,
-    cutting: Cutting,
+    cutting: PartitionContext,
     at: Coords,
     sizes: _Sizes,
 ) -> Weights:
@@ -267,7 +267,7 @@ def _of_rank(
     return Weights(dense, experts, codes, expert_codes, parameters, expert_parameters)
 
 
-def _vocabulary(kinds: _Counted, cutting: Cutting) -> tuple[int, int]:
+def _vocabulary(kinds: _Counted, cutting: PartitionContext) -> tuple[int, int]:
     """Rows of the vocabulary, and rows of all ranks together."""
     for kind, _ in kinds:
         if kind.rule.verb == "vocab":
@@ -275,7 +275,7 @@ def _vocabulary(kinds: _Counted, cutting: Cutting) -> tuple[int, int]:
     return 0, 0
 
 
-def _misfits(kinds: _Counted, cutting: Cutting, *, blocks: bool) -> list[Misfit]:
+def _misfits(kinds: _Counted, cutting: PartitionContext, *, blocks: bool) -> list[Misfit]:
     """Weights that cannot be cut, each kind once."""
     out: dict[tuple[str, str], Misfit] = {}
     for kind, _ in kinds:
@@ -284,7 +284,7 @@ def _misfits(kinds: _Counted, cutting: Cutting, *, blocks: bool) -> list[Misfit]
     return list(out.values())
 
 
-def _misfit(kind: _Kind, cutting: Cutting, *, blocks: bool) -> str:
+def _misfit(kind: _Kind, cutting: PartitionContext, *, blocks: bool) -> str:
     """Why a weight cannot be cut; "" if it can.
 
     The rule for blocks is that of vLLM's ``validate_fp8_block_shape`` and ``validate_fp8_block_shape_moe``: what is cut
@@ -293,7 +293,7 @@ def _misfit(kind: _Kind, cutting: Cutting, *, blocks: bool) -> str:
     """
     try:
         local = _local(kind, cutting, cutting.mesh.coords(0)).shape
-    except Uneven as e:
+    except IndivisibleError as e:
         return e.why
     if not blocks or kind.coding is None or not kind.coding.sides[0]:
         return ""
@@ -310,7 +310,7 @@ def _misfit(kind: _Kind, cutting: Cutting, *, blocks: bool) -> str:
     return ""
 
 
-def _works(kinds: _Counted, cutting: Cutting, *, blocks: bool, follows: bool) -> Iterable[int]:
+def _works(kinds: _Counted, cutting: PartitionContext, *, blocks: bool, follows: bool) -> Iterable[int]:
     """Tensor-parallel sizes with which everything can be cut."""
     for n in SIZES:
         mesh = replace(cutting.mesh, tp=n, etp=n if follows else cutting.mesh.etp)

@@ -355,11 +355,13 @@ def on_disk(model: Model, applied: Applied, max_shard_size: int | None) -> Disk:
     stored.sort(key=lambda t: key(t[0]))
     tensors = [RankTensor(name, h.dtype, h.shape, name, h.shape, ()) for name, h in stored]
     request = WriteRequest([tensors], (0,), Mesh(), model.family.name, "hf", "", {}, "", max_shard_size, {})
-    skeleton = by_name("hf", "--to").write(request)
+    file_layout = by_name("hf", "--to").write(request)
     # Weights first, an index last.
-    sizes = [f.size for f in skeleton.files if f.name.endswith(".safetensors")]
+    sizes = [f.size for f in file_layout.files if f.name.endswith(".safetensors")]
     payload = applied.total.nbytes
-    return Disk(payload, sum(sizes) - payload, len(sizes), sum(f.size for f in skeleton.files) - sum(sizes), real=False)
+    return Disk(
+        payload, sum(sizes) - payload, len(sizes), sum(f.size for f in file_layout.files) - sum(sizes), real=False
+    )
 
 
 def _own_files(source: StoredCheckpoint) -> Disk | None:

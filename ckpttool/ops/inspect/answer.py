@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.formats.base import OpenOptions, list_source
-from ckpttool.formats.safetensors import read_header
+from ckpttool.formats.base import OpenOptions
 from ckpttool.ops.inspect.listing import (
     Choice,
     FileRow,
@@ -22,6 +22,7 @@ from ckpttool.ops.inspect.listing import (
     relative,
     source_files,
 )
+from ckpttool.storage.listing import list_source
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class InspectRequest:
     """What to show; exactly one of the views, or none for the tree."""
 
     choice: Choice = field(default_factory=Choice)
@@ -68,10 +69,10 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class TensorListing:
     """Headers only: the tree, the list, the files or their metadata."""
 
-    question: Question
+    question: InspectRequest
     listing: Listing
     files: tuple[FileRow, ...] = ()
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -79,20 +80,20 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class LayoutView:
     """Who holds what."""
 
-    question: Question
+    question: InspectRequest
     listing: Listing
     layout: Layout
     ok: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TensorStats:
     """Statistics, histograms, checksums."""
 
-    question: Question
+    question: InspectRequest
     listing: Listing
     values: tuple[Values, ...]
     ok: bool = True
@@ -102,25 +103,25 @@ class Measured:
 class Totalled:
     """One digest of everything."""
 
-    question: Question
+    question: InspectRequest
     listing: Listing
     total: Total
     ok: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class TensorSlices:
     """Elements."""
 
-    question: Question
+    question: InspectRequest
     listing: Listing
     slices: tuple[Slice, ...]
     ok: bool = True
 
 
 def inspect(
-    src: str | Path, options: OpenOptions, question: Question, progress: Progress | None = None
-) -> Listed | Drawn | Measured | Totalled | Shown | CheckResult | DiffResult:
+    src: str | Path, options: OpenOptions, question: InspectRequest, progress: Progress | None = None
+) -> TensorListing | LayoutView | TensorStats | Totalled | TensorSlices | CheckResult | DiffResult:
     """Look into ``src``. ``ok`` of the answer is False when a check found an error or two checkpoints differ.
 
     Raises UsageError for a question that makes no sense, CorruptError when what is looked at changes meanwhile, and
@@ -130,7 +131,11 @@ def inspect(
     roots = [Path(p) for p in (src, question.diff) if p is not None]
     before = [_identity(p) for p in roots]
     answer = _answer(src, options, question, progress)
-    files = list(answer.listing.files) if isinstance(answer, Listed | Drawn | Measured | Totalled | Shown) else []
+    files = (
+        list(answer.listing.files)
+        if isinstance(answer, TensorListing | LayoutView | TensorStats | Totalled | TensorSlices)
+        else []
+    )
     for side in ("left", "right"):  # of a DiffResult, whose module is loaded only where it is needed
         checkpoint = getattr(answer, side, None)
         files += source_files(checkpoint.stored.files) if checkpoint is not None else []
@@ -159,8 +164,8 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _answer(
-    src: str | Path, options: OpenOptions, question: Question, progress: Progress | None
-) -> Listed | Drawn | Measured | Totalled | Shown | CheckResult | DiffResult:
+    src: str | Path, options: OpenOptions, question: InspectRequest, progress: Progress | None
+) -> TensorListing | LayoutView | TensorStats | Totalled | TensorSlices | CheckResult | DiffResult:
     if question.check:
         from ckpttool.execute import NoProgress
         from ckpttool.ops.inspect.check import check
@@ -189,7 +194,7 @@ def _answer(
         from ckpttool.ops.inspect.values import show
 
         listing = list_tensors(src, options)
-        return Shown(question, listing, tuple(show(listing, question.show)))
+        return TensorSlices(question, listing, tuple(show(listing, question.show)))
     if question.total:
         from ckpttool.execute import NoProgress
         from ckpttool.ops.inspect.total import total
@@ -202,12 +207,12 @@ def _answer(
 
         listing = list_tensors(src, options, question.choice, stored_too=False)
         wanted = Wanted(question.stats, question.histogram, question.digest)
-        return Measured(question, listing, tuple(measure(listing, wanted, progress or NoProgress())))
+        return TensorStats(question, listing, tuple(measure(listing, wanted, progress or NoProgress())))
     if question.ranks:
         from ckpttool.ops.inspect.holdings import layout_of
 
         listing = list_tensors(src, options, question.choice, stored_too=False)
-        return Drawn(question, listing, layout_of(listing))
+        return LayoutView(question, listing, layout_of(listing))
     choice = question.choice if question.list else replace(question.choice, sort="")  # the tree has an order of its own
     listing = list_tensors(src, options, choice)
     if not (question.list or question.files or question.metadata):
@@ -216,10 +221,10 @@ def _answer(
         note = code_note(list_source(Path(src)), {f.path for f in listing.files})
         listing.notes = [*listing.notes, note] if note else listing.notes
     files = tuple(file_rows(listing)) if question.files else ()
-    return Listed(question, listing, files, _metadata(listing) if question.metadata else {})
+    return TensorListing(question, listing, files, _metadata(listing) if question.metadata else {})
 
 
-def _sensible(question: Question) -> None:
+def _sensible(question: InspectRequest) -> None:
     """Options that contradict each other, or do nothing."""
     views = {
         "--list": question.list,

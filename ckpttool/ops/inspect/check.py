@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalog import DataFile, StoredTensor
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.containers.safetensors import examine
 from ckpttool.errors import (
     CkptError,
     ConflictError,
@@ -35,13 +36,12 @@ from ckpttool.errors import (
 )
 from ckpttool.execute import Progress
 from ckpttool.execute.hashing import ALGORITHM, hash_range
-from ckpttool.formats._paddle import base_prefix, head_in_out
-from ckpttool.formats.base import Listing, OpenOptions, StoredCheckpoint, list_source
+from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.hf import NOT_WEIGHTS, NUMBERED, indexes_of, misplaced
-from ckpttool.formats.paddle_program import find_program
+from ckpttool.formats.paddle.config import base_prefix, head_in_out
+from ckpttool.formats.paddle.program import find_program
+from ckpttool.formats.paddle.unified import STEMS
 from ckpttool.formats.registry import choose
-from ckpttool.formats.safetensors import examine
-from ckpttool.formats.unified import STEMS
 from ckpttool.ops.convert_json.check import check_program
 from ckpttool.ops.findings import ERROR, CheckResult, Finding
 from ckpttool.ops.inspect.code import code_findings
@@ -49,6 +49,7 @@ from ckpttool.ops.inspect.listing import check_components, is_safetensors, relat
 from ckpttool.ops.inspect.names import ranges
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
+from ckpttool.storage.listing import Listing, list_source
 
 MANIFEST = "ckpttool.manifest.json"
 _PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")
@@ -194,7 +195,7 @@ def _examine(listing: Listing, name: str, index: int, result: CheckResult) -> Ex
 
 def _read_pickle(name: str, path: Path, result: CheckResult) -> ExaminedFile:
     """A pickle of Paddle's. Whether one is sound shows only when it is read: no header says what is in it."""
-    from ckpttool.formats._pickle import read_pickle
+    from ckpttool.containers.pickle import read_pickle
 
     try:
         read_pickle(path)

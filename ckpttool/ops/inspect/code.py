@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.base import PICKLES, Listing
 from ckpttool.ops.findings import Finding
+from ckpttool.storage.listing import PICKLES, Listing
 from ckpttool.words import count, some
 
 CONFIGS = (
@@ -33,7 +33,7 @@ def code_findings(listing: Listing, proven: Collection[Path] = ()) -> Iterator[F
     if listing.single:
         return
     yield from _python(listing)
-    from ckpttool.formats._pickle_imports import imports, is_dangerous
+    from ckpttool.containers.pickle_imports import imports, is_dangerous
 
     for name in listing.names:
         path = listing.path(name)
@@ -59,14 +59,14 @@ def code_note(listing: Listing, proven: Collection[Path] = ()) -> str:
 
 
 def _named(names: Collection[str]) -> str:
-    from ckpttool.formats._pickle_imports import UNKNOWN
+    from ckpttool.containers.pickle_imports import UNKNOWN
 
     return some(["a function whose name it works out" if n == UNKNOWN else f"`{n}`" for n in names], 2)
 
 
 def _is_proven(path: Path) -> bool:
     """Whether it is a pickle of Paddle's, which spell an array with ``eval``: our reader takes that form only."""
-    from ckpttool.formats._pickle import read_pickle
+    from ckpttool.containers.pickle import read_pickle
 
     try:
         read_pickle(path)

@@ -21,14 +21,14 @@ from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, read_view
 from ckpttool.execute.reader import blocks
-from ckpttool.formats._config import ties_head
 from ckpttool.formats.base import OpenOptions
+from ckpttool.formats.config import ties_head
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Array, Distance, differs, differs_in_bits, first_index
 from ckpttool.layout.family import inverse
 from ckpttool.ops.inspect.listing import check_components, in_order, wanted_names
 from ckpttool.ops.inspect.source import join, read
-from ckpttool.relate import View, Views, apply_ops, follow, identity, parameters
+from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms, identity, parameters, propagate_to_component
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def _open(
 class Found:
     """A tensor of one side under the name by which it is compared."""
 
-    view: View
+    view: DerivedTensor
     parameter: str
     component: str
     lone: bool = False
@@ -232,7 +232,7 @@ def side(checkpoint: Checkpoint, components: list[str], notes: list[str], *, ren
         for key, t in catalog.tensors.items():
             if key.component in components:
                 name = str(key)
-                found = Found(View(name, t.dtype, t.shape, t), key.name, key.component)
+                found = Found(DerivedTensor(name, t.dtype, t.shape, t), key.name, key.component)
                 out.tables.setdefault(key.component, {})[name] = found
     else:
         _publish(checkpoint, components, out, notes)
@@ -268,18 +268,18 @@ def _publish(checkpoint: Checkpoint, components: list[str], out: Side, notes: li
         held: dict[str, Found] = {}
         try:
             for state in states:
-                for name, view in follow(names, catalog, component, state, []).items():
+                for name, view in propagate_to_component(names, catalog, component, state, []).items():
                     held[view.name] = Found(view, name, component)
         except CkptError as e:
             out.failed[component] = e.what
         out.tables[component] = held
 
 
-def _published(checkpoint: Checkpoint, views: Views, notes: list[str]) -> Views:
+def _published(checkpoint: Checkpoint, views: TensorTable, notes: list[str]) -> TensorTable:
     """The views under Hugging Face names."""
     family = checkpoint.family
     try:
-        out = apply_ops(views, inverse(checkpoint.ops), family, checkpoint.ops)
+        out = apply_transforms(views, inverse(checkpoint.ops), family, checkpoint.ops)
     except LayoutError as e:
         e.where = (*e.where, f"while bringing {checkpoint.path} to Hugging Face names")
         raise
@@ -311,7 +311,9 @@ def _own_masters(one: dict[str, Found], two: dict[str, Found]) -> None:
                 del other[name]
 
 
-def _compare(result: DiffResult, pairs: list[tuple[View, View]], progress: Progress, workers: int) -> None:
+def _compare(
+    result: DiffResult, pairs: list[tuple[DerivedTensor, DerivedTensor]], progress: Progress, workers: int
+) -> None:
     progress.start(sum(x.nbytes for x, _ in pairs), 0)
     with ThreadPoolExecutor(workers) as pool:
         for (x, _), found in zip(pairs, pool.map(lambda pair: _compare_one(result, *pair), pairs), strict=True):
@@ -327,7 +329,7 @@ def _size(changed: Changed) -> float:
     return float("inf") if changed.relative is None or isnan(changed.relative) else changed.relative
 
 
-def _compare_one(result: DiffResult, x: View, y: View) -> Changed | None:
+def _compare_one(result: DiffResult, x: DerivedTensor, y: DerivedTensor) -> Changed | None:
     """Compare block by block. Blocks before the first difference are read again for the norms, when there is one."""
     if not prod(x.shape):
         return None
@@ -360,7 +362,7 @@ def _compare_one(result: DiffResult, x: View, y: View) -> Changed | None:
     return Changed(x.name, wrong, prod(x.shape), first, largest, distance.relative, distance.cosine)
 
 
-def _compare_packed(result: DiffResult, x: View, y: View) -> Changed | None:
+def _compare_packed(result: DiffResult, x: DerivedTensor, y: DerivedTensor) -> Changed | None:
     """Elements that share bytes are compared as the bytes that they are, which are in one piece."""
     from ckpttool.ops.inspect.values import digest
 

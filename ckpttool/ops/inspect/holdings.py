@@ -108,19 +108,19 @@ def layout_of(listing: Listing) -> Layout:
 
 def _raw_pattern(tensor: LogicalTensor, holders: Holders) -> tuple[object, ...]:
     """Equal for tensors that are held alike; cheap."""
-    pieces = tuple([(p.box, holders.rank(p.stored)) for p in tensor.pieces])
-    copies = [(p.box, holders.rank(p.stored)) for p in tensor.replicas]
-    return (tensor.dtype, tensor.shape, pieces, *copies, *[p.local for p in tensor.pads])
+    pieces = tuple([(p.logical_box, holders.rank(p.stored)) for p in tensor.pieces])
+    copies = [(p.logical_box, holders.rank(p.stored)) for p in tensor.replicas]
+    return (tensor.dtype, tensor.shape, pieces, *copies, *[p.stored_box for p in tensor.pads])
 
 
 def _pattern(tensor: LogicalTensor, holders: Holders) -> _Pattern:
     owners: dict[Box, set[int]] = {}
     for p in (*tensor.pieces, *tensor.replicas):
-        if not p.box.volume:
+        if not p.logical_box.volume:
             continue  # of an empty tensor
-        owners.setdefault(p.box, set()).add(holders.rank(p.stored))
+        owners.setdefault(p.logical_box, set()).add(holders.rank(p.stored))
     held = merge([Held(box, tuple(sorted(ranks))) for box, ranks in owners.items()])
-    return (tensor.dtype, tensor.shape, tuple(held), sum(p.local.volume for p in tensor.pads))
+    return (tensor.dtype, tensor.shape, tuple(held), sum(p.stored_box.volume for p in tensor.pads))
 
 
 def merge(held: Iterable[Held]) -> list[Held]:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import lookup
 from ckpttool.errors import CkptError
-from ckpttool.formats._config import EXPERTS, LAYERS, quantization, ties_head, whole_number
-from ckpttool.formats.base import StoredCheckpoint, list_source
+from ckpttool.formats.base import StoredCheckpoint
+from ckpttool.formats.config import EXPERTS, LAYERS, quantization, ties_head, whole_number
+from ckpttool.storage.listing import list_source
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.listing import Row

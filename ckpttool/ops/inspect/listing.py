@@ -12,12 +12,12 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool.catalog import IN_SHARDS, Catalog, DataFile, Key, StoredTensor
+from ckpttool.catalog import SHARDED, Catalog, DataFile, Key, StoredTensor
+from ckpttool.containers.safetensors import read_header
 from ckpttool.dtypes import nbytes, parse
 from ckpttool.errors import LayoutError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
-from ckpttool.formats.paddle_program import PARAMS
-from ckpttool.formats.safetensors import read_header
+from ckpttool.formats.paddle.program import PARAMS
 from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.identity import Identity, identify
 from ckpttool.ops.inspect.names import natural_order
@@ -395,7 +395,7 @@ def runs(stored: StoredCheckpoint) -> list[StoredTensor]:
     out: dict[tuple[int, int, int], StoredTensor] = {}
     # Master weights come before the model weights that are derived from them, so that the run has the stored dtype.
     for t in sorted(stored.tensors, key=lambda t: t.component == "model"):
-        for run in [s.stored for s in stored.shards[t.offset]] if t.file == IN_SHARDS else (t,):
+        for run in [s.stored for s in stored.shards[t.offset]] if t.file == SHARDED else (t,):
             out.setdefault((run.file, run.offset, run.nbytes), run)
     return list(out.values())
 
@@ -471,7 +471,7 @@ def is_safetensors(path: Path) -> bool:
         return True
     if path.name.endswith(PARAMS):
         return False
-    from ckpttool.formats._pickle import sniff
+    from ckpttool.storage.identify import sniff
 
     return sniff(path) != "pickle"
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ckpttool.formats.base import natural
+from ckpttool.storage.listing import natural
 
 _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,17})(?=[.\n])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")

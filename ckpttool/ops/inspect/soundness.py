@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ckpttool.errors import LayoutError
-from ckpttool.formats._config import LAYERS, quantization, ties_head, whole_number
+from ckpttool.formats.config import LAYERS, quantization, ties_head, whole_number
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import find_family
 from ckpttool.layout.packed import Part, find_packing

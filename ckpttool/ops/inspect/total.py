@@ -24,7 +24,7 @@ from ckpttool.ops.inspect.diff import Found, side
 from ckpttool.ops.inspect.listing import Listing
 from ckpttool.ops.inspect.soundness import Named, heads
 from ckpttool.ops.inspect.values import Array, digest
-from ckpttool.relate import View
+from ckpttool.relate import DerivedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _repeats_model(catalog: Catalog, found: Found, model: dict[str, Found]) -> b
     return found.lone or "F32" in (weight.view.dtype if weight else "", stored.dtype if stored else "")
 
 
-def _digest(catalog: Catalog, view: View) -> str:
+def _digest(catalog: Catalog, view: DerivedTensor) -> str:
     """Of the elements in row-major order, as they are stored; 32 hexadecimal digits."""
     if view.same is not None:
         known = digest(catalog, view.same)

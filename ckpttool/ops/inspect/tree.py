@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.formats.base import natural
 from ckpttool.ops.inspect.listing import Row, in_order
 from ckpttool.ops.inspect.names import SLOT, printable, ranges, templates
+from ckpttool.storage.listing import natural
 
 LEVELS = 100
 """Levels of the tree. What a name has beyond them stands on one line; names that are published have ten."""

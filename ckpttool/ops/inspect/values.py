@@ -127,7 +127,7 @@ def digest(catalog: Catalog, tensor: LogicalTensor) -> str | None:
     """The checksum of a tensor's elements in row-major order, or None for a cut tensor of elements below a byte."""
     first = tensor.pieces[0] if tensor.pieces else None
     plain = first is not None and first.stored.strides is None and first.stored.dtype == tensor.dtype
-    if first is not None and plain and first.stored.shape == first.local.shape == tensor.shape:
+    if first is not None and plain and first.stored.shape == first.stored_box.shape == tensor.shape:
         return hash_range(catalog.files[first.stored.file].path, first.stored.offset, tensor.nbytes)
     if lookup(tensor.dtype).bits % 8 and prod(tensor.shape):
         return None

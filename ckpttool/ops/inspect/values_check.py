@@ -15,13 +15,13 @@ from ckpttool.dtypes import itemsize, lookup
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_piece, read_tensor, read_view
 from ckpttool.execute.reader import blocks
-from ckpttool.formats._config import ties_head
+from ckpttool.formats.config import ties_head
 from ckpttool.geometry import Box, whole
 from ckpttool.kernels.stats import Health
 from ckpttool.ops.inspect.listing import is_derived
 from ckpttool.ops.inspect.soundness import Named, heads, scale_pairs
 from ckpttool.ops.inspect.values import digest, read_blocks
-from ckpttool.relate import View, permute
+from ckpttool.relate import DerivedTensor, permute
 
 _Found = Iterator[tuple[str, str, str, str]]
 
@@ -98,7 +98,7 @@ def _unhealthy(tensor: LogicalTensor, health: Health) -> _Found:
 def _differ(catalog: Catalog, embedding: LogicalTensor, head: LogicalTensor) -> bool:
     """Whether two tied tensors are different; one may be the other turned round."""
     if embedding.shape == head.shape[::-1] != head.shape:
-        turned = permute(str(head.key), View(str(head.key), head.dtype, head.shape, head), (1, 0))
+        turned = permute(str(head.key), DerivedTensor(str(head.key), head.dtype, head.shape, head), (1, 0))
         read = partial(read_tensor, catalog, embedding)
         return (
             embedding.dtype != head.dtype
@@ -109,7 +109,11 @@ def _differ(catalog: Catalog, embedding: LogicalTensor, head: LogicalTensor) -> 
 
 def _replicas(catalog: Catalog, tensor: LogicalTensor) -> _Found:
     for copy in tensor.replicas:
-        mine = [p for p in tensor.pieces if p.box == copy.box or not p.box.start or p.box.intersect(copy.box)]
+        mine = [
+            p
+            for p in tensor.pieces
+            if p.logical_box == copy.logical_box or not p.logical_box.start or p.logical_box.intersect(copy.logical_box)
+        ]
         found = _compare(catalog, tensor, copy)
         if found is not None:
             yield (
@@ -122,10 +126,10 @@ def _replicas(catalog: Catalog, tensor: LogicalTensor) -> _Found:
 
 def _compare(catalog: Catalog, tensor: LogicalTensor, copy: Piece) -> Difference | None:
     """A copy with what the pieces hold there: shards of two ranks may be cut at other places. As stored, not cast."""
-    at, dtype = copy.box.start, copy.stored.dtype
+    at, dtype = copy.logical_box.start, copy.stored.dtype
     return compare_one(
         str(tensor.key),
-        copy.box.shape,
+        copy.logical_box.shape,
         dtype,
         lambda box: read_tensor(catalog, tensor, box.shift(at), dtype),
         lambda box: read_piece(catalog, copy, box.shift(at)),
@@ -134,7 +138,7 @@ def _compare(catalog: Catalog, tensor: LogicalTensor, copy: Piece) -> Difference
 
 def _padding(catalog: Catalog, tensor: LogicalTensor) -> _Found:
     for pad in tensor.pads:
-        if pad.local.volume and not _is_padding(catalog, tensor, pad):
+        if pad.stored_box.volume and not _is_padding(catalog, tensor, pad):
             if len(pad.stored.shape) == len(tensor.shape) > 1:
                 text = f"the padding of `{tensor.key}` holds something else than zeros or copies of the last row"
                 hint = "the sizes given for the source may be wrong"
@@ -148,10 +152,10 @@ def _is_padding(catalog: Catalog, tensor: LogicalTensor, pad: Pad) -> bool:
     """Zeros, or the last true row again and again."""
     every = whole(pad.stored.shape)
     stored = Piece(pad.stored, every, every)
-    shape = pad.local.shape
+    shape = pad.stored_box.shape
     zeros, copies = True, bool(tensor.shape) and tensor.shape[0] > 0 and tensor.shape[1:] == shape[1:] != ()
     for box in blocks(shape, itemsize(pad.stored.dtype), BLOCK):
-        found = read_piece(catalog, stored, box.shift(pad.local.start))
+        found = read_piece(catalog, stored, box.shift(pad.stored_box.start))
         zeros = zeros and not found.view(np.uint8).any()
         if copies:
             last = tensor.shape[0] - 1

@@ -12,6 +12,6 @@ provenance.py  the record of where it comes from
 prepare.py     all of it in order; the result is executed like any plan
 """
 
-from ckpttool.ops.merge.prepare import Choices, MergeResult, PreparedMerge, execute, prepare, prepare_one
+from ckpttool.ops.merge.prepare import MergeOptions, MergeResult, PreparedMerge, execute, prepare, prepare_one
 
-__all__ = ["Choices", "MergeResult", "PreparedMerge", "execute", "prepare", "prepare_one"]
+__all__ = ["MergeOptions", "MergeResult", "PreparedMerge", "execute", "prepare", "prepare_one"]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpttool.formats._config import LAYERS, TIED
+from ckpttool.formats.config import LAYERS, TIED
 from ckpttool.ops.merge.layer_kinds import renumbered
 from ckpttool.quant.config import without
 

@@ -1,7 +1,8 @@
 """The merged tensors under the names, fusions and orientation that Paddle's models have.
 
 A merge is worked out under Hugging Face's names, so that its values do not depend on how the sources are stored: the
-statistics of a method are those of one tensor, and draws follow its elements. A ``Form`` brings the result back.
+statistics of a method are those of one tensor, and draws follow its elements. An ``OutputNaming`` brings the result
+back.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import itemsize
 from ckpttool.formats.registry import by_name
 from ckpttool.geometry import Box, whole
-from ckpttool.layout.family import Family, Fuse, Op, Rename, inverse
+from ckpttool.layout.family import Family, Fuse, Rename, Transform, inverse
 from ckpttool.layout.names import expand, pattern_regex, split_numbers
-from ckpttool.relate import NONE, Part, View, Views, apply_ops
+from ckpttool.relate import NONE, DerivedTensor, Region, TensorTable, apply_transforms
 
 PADDLE = "unified"
 """The format that a merge of Paddle's checkpoints has unless --to says another: whole tensors under Paddle's names."""
@@ -26,12 +27,12 @@ PROGRAM = "program"
 """The parameters of one inference program in several versions stay those of the program."""
 
 
-class Form(NamedTuple):
+class OutputNaming(NamedTuple):
     """How a Paddle checkpoint holds its tensors."""
 
-    ops: tuple[Op, ...]
+    ops: tuple[Transform, ...]
     """Statements that lead from Hugging Face's names to those of the checkpoint, as its reader found them."""
-    exact: tuple[Op, ...]
+    exact: tuple[Transform, ...]
     """The same for tensors that are not its own: they fuse only the modules that are fused there. (Experts may be
     fused where the dense layers beside them are not; taking apart what is there needs no such distinction.)"""
 
@@ -39,10 +40,10 @@ class Form(NamedTuple):
         """The tensors in this form. Raises IncompleteError when a part of a fused tensor is missing."""
         if not self.ops:
             return dict(tensors)
-        views = Views({k.name: View(k.name, t.dtype, t.shape, t) for k, t in tensors.items()})
+        views = TensorTable({k.name: DerivedTensor(k.name, t.dtype, t.shape, t) for k, t in tensors.items()})
         component = next((k.component for k in tensors), "model")
         out = {}
-        for view in apply_ops(views, self.exact, family):
+        for view in apply_transforms(views, self.exact, family):
             t = _tensor(view, component)
             out[t.key] = t
         return out
@@ -53,7 +54,7 @@ def is_paddle(checkpoint: Checkpoint) -> bool:
     return checkpoint.stored.naming == "paddle"
 
 
-def form_of(donor: Checkpoint, others: Iterable[Checkpoint], fmt: str) -> Form | None:
+def form_of(donor: Checkpoint, others: Iterable[Checkpoint], fmt: str) -> OutputNaming | None:
     """The donor's form when all models are Paddle's, or the output's format (``--to``) has Paddle's names; else None.
 
     Where it is None the merged tensors have Hugging Face's names.
@@ -61,10 +62,10 @@ def form_of(donor: Checkpoint, others: Iterable[Checkpoint], fmt: str) -> Form |
     wanted = bool(fmt) and by_name(fmt, "--to").naming() == "paddle"
     if not is_paddle(donor) or not (wanted or all(map(is_paddle, others))):
         return None
-    return Form(donor.ops, tuple(_exact(donor.ops, {k.name for k in donor.catalog.tensors})))
+    return OutputNaming(donor.ops, tuple(_exact(donor.ops, {k.name for k in donor.catalog.tensors})))
 
 
-def _exact(ops: Sequence[Op], names: Iterable[str]) -> Iterator[Op]:
+def _exact(ops: Sequence[Transform], names: Iterable[str]) -> Iterator[Transform]:
     """The statements, each fusion for the fused tensors among ``names`` alone."""
     back = [op for op in inverse(ops) if isinstance(op, Rename)]
     plain = set(names)
@@ -90,7 +91,7 @@ def _pattern(name: str) -> str:
     return first + "".join([f"{{{w}}}{text}" for w, text in zip(words, rest, strict=False)])
 
 
-def _tensor(view: View, component: str) -> LogicalTensor:
+def _tensor(view: DerivedTensor, component: str) -> LogicalTensor:
     """A view of tensors that each are one stored tensor, as a tensor that is stored in pieces of them."""
     key = Key(view.name, component)
     if view.same is not None:
@@ -99,7 +100,7 @@ def _tensor(view: View, component: str) -> LogicalTensor:
     return LogicalTensor(key, view.dtype, view.shape, tuple(pieces))
 
 
-def _pieces(part: Part) -> Iterator[Piece]:
+def _pieces(part: Region) -> Iterator[Piece]:
     """The boxes of a loop nest; an axis whose steps leave gaps in the view gives one box for each step."""
     (piece,) = part.source.pieces
     stored = piece.stored

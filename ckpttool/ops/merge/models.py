@@ -18,7 +18,15 @@ from ckpttool.plan import Operand
 from ckpttool.planner import Operands
 from ckpttool.quant.coded import Coded, find_codes
 from ckpttool.recipe.model import ModelRef
-from ckpttool.relate import Tied, View, Views, apply_ops, follow, identity, parameters
+from ckpttool.relate import (
+    DerivedTensor,
+    TensorTable,
+    Tied,
+    apply_transforms,
+    identity,
+    parameters,
+    propagate_to_component,
+)
 
 
 @dataclass(slots=True)
@@ -27,9 +35,9 @@ class Model:
 
     label: str
     checkpoint: Checkpoint
-    views: dict[str, View]
+    views: dict[str, DerivedTensor]
     """By name, in high precision: without the scales of quantised weights."""
-    stored: Mapping[str, View] = field(default_factory=dict)
+    stored: Mapping[str, DerivedTensor] = field(default_factory=dict)
     """By name, codes and scales as they lie in the files."""
     codes: dict[str, Coded] = field(default_factory=dict)
     """The quantised weights, by name."""
@@ -82,7 +90,7 @@ class Models:
         self.files: list[DataFile] = []
         self.notes: list[str] = []
         self.tied: list[Tied] = []
-        """Views of the sources of which one was left out because it is tied to the other."""
+        """TensorTable of the sources of which one was left out because it is tied to the other."""
         self._by_path: dict[str, Model] = {}
 
     def open(self, refs: Iterable[ModelRef]) -> None:
@@ -141,7 +149,7 @@ def _check_names(checkpoints: Mapping[str, Checkpoint]) -> None:
     )
 
 
-def _weights(path: str, checkpoint: Checkpoint, component: str, *, canonical: bool) -> Views:
+def _weights(path: str, checkpoint: Checkpoint, component: str, *, canonical: bool) -> TensorTable:
     """The tensors of a component by name; under Hugging Face's names if ``canonical``.
 
     Raises IncompleteError when there are none.
@@ -151,7 +159,7 @@ def _weights(path: str, checkpoint: Checkpoint, component: str, *, canonical: bo
     catalog = checkpoint.catalog
     views = identity(catalog) if component == "model" else parameters(catalog)
     if canonical and checkpoint.ops:
-        views = apply_ops(views, inverse(checkpoint.ops), checkpoint.family, checkpoint.ops)
+        views = apply_transforms(views, inverse(checkpoint.ops), checkpoint.family, checkpoint.ops)
     if component == "model":
         return views
     # A parameter that is float32 itself has no master weight beside it: it is its own.
@@ -161,7 +169,7 @@ def _weights(path: str, checkpoint: Checkpoint, component: str, *, canonical: bo
         if k.component == "model" and t.dtype == "F32" and Key(k.name, component) not in catalog.tensors
     }
     full = Catalog(catalog.files, {**catalog.tensors, **own})
-    return replace(views, table=follow(views, full, component, "", []))
+    return replace(views, table=propagate_to_component(views, full, component, "", []))
 
 
 def _refuse(path: str, checkpoint: Checkpoint, component: str) -> NoReturn:
@@ -194,7 +202,9 @@ def _derived(checkpoint: Checkpoint, component: str) -> tuple[int, str]:
     return len(found), found[0] if found else ""
 
 
-def _model(path: str, checkpoint: Checkpoint, table: Mapping[str, View], dequant: str, notes: list[str]) -> Model:
+def _model(
+    path: str, checkpoint: Checkpoint, table: Mapping[str, DerivedTensor], dequant: str, notes: list[str]
+) -> Model:
     """Set codes and scales apart. Raises for weights that cannot be dequantised."""
     config = checkpoint.config
     codes = find_codes({n: (v.dtype, v.shape) for n, v in table.items()}, config, where=path)
@@ -206,7 +216,7 @@ def _model(path: str, checkpoint: Checkpoint, table: Mapping[str, View], dequant
         )
     parts, beside = codes.parts, set(codes.beside)
     dtype = dequant or high_precision(config)
-    views: dict[str, View] = {}
+    views: dict[str, DerivedTensor] = {}
     for name, view in table.items():
         if name in beside:
             continue
@@ -214,7 +224,7 @@ def _model(path: str, checkpoint: Checkpoint, table: Mapping[str, View], dequant
         if weight is None:
             views[name] = view
         elif weight.name not in views:
-            views[weight.name] = View(weight.name, dtype, weight.shape)
+            views[weight.name] = DerivedTensor(weight.name, dtype, weight.shape)
     if codes.weights:
         notes.append(f"{path}: {len(codes.weights)} quantised weights are dequantised")
     if beside:

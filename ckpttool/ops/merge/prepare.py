@@ -15,25 +15,26 @@ from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, pick_f
 from ckpttool.dtypes import parse
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
-from ckpttool.formats._paddle import published_config
-from ckpttool.formats.base import COMPANION_LIMIT, StoredCheckpoint, leads_away
+from ckpttool.formats.base import StoredCheckpoint
+from ckpttool.formats.paddle.config import published_config
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.sparse import drawing
 from ckpttool.layout.assemble import LAYER
 from ckpttool.mesh import Mesh
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
-from ckpttool.ops.merge.form import PADDLE, PROGRAM, Form, form_of, is_paddle
+from ckpttool.ops.merge.form import PADDLE, PROGRAM, OutputNaming, form_of, is_paddle
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import CARD, ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
-from ckpttool.ops.merge.words import Words
+from ckpttool.ops.merge.words import VocabularyPlan
 from ckpttool.ops.recode import Recoding
 from ckpttool.ops.reshard import Prepared, Selection, Target, plan_recoded, plan_target, verify_output
 from ckpttool.plan import Plan, Randomness
 from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved, resolve
+from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
 from ckpttool.vocabulary import TOKENIZER_FILES
 from ckpttool.words import some
 
@@ -42,7 +43,7 @@ FACTOR = re.compile(r"(?:\A|\.)(?:lora|hada|lokr|vera)_")
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class MergeOptions:
     """What flags say beside the recipe."""
 
     missing: Missing = ""
@@ -92,7 +93,7 @@ class MergeResult:
 
 
 def prepare(
-    recipe: Recipe, options: OpenOptions, target: Target, selection: Selection, choices: Choices
+    recipe: Recipe, options: OpenOptions, target: Target, selection: Selection, choices: MergeOptions
 ) -> PreparedMerge:
     """Plan a merge. Raises a CkptError subclass; nothing is written."""
     selection = replace(selection, remove=(*selection.remove, *recipe.remove_keys))
@@ -111,7 +112,7 @@ def prepare(
     adaptations = Adaptations(models, refs, rounded=recipe.method != "passthrough")
     donor_ref = recipe.base or refs[0]
     donor = models[donor_ref]
-    words = Words.of(recipe, models, donor_ref)
+    words = VocabularyPlan.of(recipe, models, donor_ref)
     form = form_of(donor.checkpoint, [m.checkpoint for m in models], target.format)
     resolved = resolve(
         recipe, {r: adaptations.names(r) for r in refs}, {r: models[r].layers for r in refs}, layer=LAYER
@@ -220,7 +221,7 @@ def execute(
     options = replace(
         options,
         source_roots=prepared.roots,
-        closing={record: lambda digests: prepared.provenance.record(plan, digests)},
+        late_files={record: lambda digests: prepared.provenance.record(plan, digests)},
         verify=partial(verify_output, target, memory=options.memory) if verify else None,
     )
     return MergeResult(prepared, path, run(plan, path, options, progress), verify)
@@ -228,14 +229,14 @@ def execute(
 
 def _is_cut(target: Target) -> bool:
     """Whether the target is to have more than one rank."""
-    return any(n > 1 for n in target.said().values()) or bool(target.pp_layout)
+    return any(n > 1 for n in target.from_flags().values()) or bool(target.pp_layout)
 
 
 def _files(checkpoint: Checkpoint) -> list[tuple[str, int]]:
     return [(f.path.name, f.size) for f in checkpoint.catalog.files]
 
 
-def _usual(target: Target, form: Form | None, donor: str) -> str:
+def _usual(target: Target, form: OutputNaming | None, donor: str) -> str:
     """The format when --to does not say one; "" leaves it to the ranks that are asked for."""
     if donor == PROGRAM:
         return PROGRAM
@@ -276,7 +277,7 @@ def _origin(ref: ModelRef, model: Model, adaptations: Adaptations) -> Origin:
     return Origin(str(ref), model.label, checkpoint.format, held, len(model.views), adapters, model.derived)
 
 
-def _randomness(choices: Choices, builder: Builder, recipe: Recipe) -> Randomness:
+def _randomness(choices: MergeOptions, builder: Builder, recipe: Recipe) -> Randomness:
     """Where the draws come from. All tensors of the merge count, also those that are not written."""
     order = []
     for c in builder.computed:
@@ -299,8 +300,8 @@ def _as_checkpoint(
     builder: Builder,
     config: dict[str, Any],
     options: OpenOptions,
-    words: Words | None,
-    form: Form | None,
+    words: VocabularyPlan | None,
+    form: OutputNaming | None,
 ) -> Checkpoint:
     """The merged model as if it were a checkpoint: what reshard can write, merge can write."""
     old = donor.checkpoint.stored

@@ -16,7 +16,7 @@ from ckpttool.kernels.merge.base import Tensor
 from ckpttool.kernels.merge.draws import CounterDraws
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.models import Models
-from ckpttool.ops.merge.words import Words, has_vocabulary
+from ckpttool.ops.merge.words import VocabularyPlan, has_vocabulary
 from ckpttool.plan import Compute, Gathered, Operand, Run, shape_of
 from ckpttool.planner import Operands
 from ckpttool.recipe.model import ModelRef
@@ -41,7 +41,7 @@ class Builder:
         dtype: str,
         vocab: Vocab,
         finite: bool,
-        words: Words | None,
+        words: VocabularyPlan | None,
         removed: Sequence[str] = (),
     ) -> None:
         """``removed``: patterns of tensors that will be left out, which may differ where all models must agree."""

@@ -34,7 +34,7 @@ def has_vocabulary(name: str) -> bool:
 
 
 @dataclass(slots=True)
-class Words:
+class VocabularyPlan:
     """What a recipe's ``tokenizer`` and ``chat_template`` come to."""
 
     files: dict[str, bytes]
@@ -60,7 +60,7 @@ class Words:
         return self.merged.gathered(which, operands, [shape_of(o) for o in operands])
 
     @classmethod
-    def of(cls, recipe: Recipe, models: Models, donor: ModelRef) -> Words | None:
+    def of(cls, recipe: Recipe, models: Models, donor: ModelRef) -> VocabularyPlan | None:
         """None when the recipe says nothing about words. Raises a CkptError subclass."""
         asked = recipe.tokenizer
         if asked is None and not recipe.chat_template:

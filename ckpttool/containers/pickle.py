@@ -41,9 +41,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.catalog import DataFile
+from ckpttool.containers.safetensors import MAX_NAME
+from ckpttool.containers.scratch import DEFAULT, Scratch, no_scratch
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats._scratch import DEFAULT, Scratch, no_scratch
-from ckpttool.formats.safetensors import MAX_NAME
 
 MAX_VALUES = 1 << 26
 """Values in containers, remembered values and stack entries, each: metadata of a million shards has 45 million."""
@@ -1098,28 +1098,3 @@ def _join(tensors: dict[str, Array], parts: Any, path: Path) -> dict[str, tuple[
             held[0].dtype, tuple(parts[name]["OriginShape"]), -1, sum(a.nbytes for a in held), held[0].path
         )
     return chunks
-
-
-def sniff(path: Path) -> str:
-    """What a file is by its first bytes: "pickle", "safetensors", "dense" (a stream of Paddle's DenseTensor) or "".
-
-    Raises IncompleteError or CorruptError for a file that cannot be read.
-    """
-    try:
-        with path.open("rb", buffering=0) as f:
-            size = os.fstat(f.fileno()).st_size
-            head = f.read(32)
-    except FileNotFoundError:
-        raise IncompleteError("the file does not exist", where=str(path)) from None
-    except OSError as e:
-        raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
-    # A header of 640 bytes begins as a pickle of protocol 2 does, but no pickle has zeros and a brace there.
-    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
-        return "safetensors"
-    if len(head) >= 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
-        return "pickle"
-    # u32 version 0, u64 levels, u32 version 0, i32 length of the description, which begins with field 1
-    # (phi/core/framework/dense_tensor_serialize.cc); levels of ragged tensors are zero in every checkpoint.
-    if len(head) >= 22 and not any(head[:16]) and 2 <= int.from_bytes(head[16:20], "little") < 4096 and head[20] == 8:
-        return "dense"
-    return ""

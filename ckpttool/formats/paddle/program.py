@@ -14,22 +14,13 @@ from typing import NamedTuple
 
 from ckpttool.catalog import DataFile, RankTensor, StoredTensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats._pdiparams import Record, match_records, record_head
-from ckpttool.formats._pdmodel import read_pdmodel
-from ckpttool.formats._pir import looks_like_pir, read_pir
-from ckpttool.formats._program import Parameter, Program
-from ckpttool.formats.base import (
-    Habits,
-    Listing,
-    OutFile,
-    ReadOptions,
-    Skeleton,
-    StoredCheckpoint,
-    WriteRequest,
-    leads_away,
-    list_source,
-)
+from ckpttool.formats.base import Capabilities, FileLayout, OutFile, ReadOptions, StoredCheckpoint, WriteRequest
+from ckpttool.formats.paddle.pdiparams import Record, match_records, record_head
+from ckpttool.formats.paddle.pdmodel import read_pdmodel
+from ckpttool.formats.paddle.pir import looks_like_pir, read_pir
+from ckpttool.formats.paddle.program_parts import Parameter, Program
 from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import Listing, leads_away, list_source
 
 PARAMS = ".pdiparams"
 INFO = ".pdiparams.info"
@@ -161,7 +152,7 @@ class PaddleProgram:
     name = "program"
     about = "a Paddle inference program (.json, .pdmodel) and its parameters (.pdiparams)"
     sharded = False
-    habits = Habits(keeps=True)
+    capabilities = Capabilities(default_target=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -174,7 +165,7 @@ class PaddleProgram:
 
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         """Raises what ``open_program`` raises, and ConflictError when it is not clear which program is meant."""
-        said = options.said()
+        said = options.from_flags()
         if any(n > 1 for n in said.values()):
             raise UsageError("a Paddle program holds whole tensors: --tp, --pp and --ep cannot be used with it")
         artifact = open_program(find_program(listing))
@@ -196,7 +187,7 @@ class PaddleProgram:
             raise UsageError(f"{' '.join(wrong)} cannot be used with --to program: a program holds whole tensors")
         return Mesh()
 
-    def write(self, request: WriteRequest) -> Skeleton:
+    def write(self, request: WriteRequest) -> FileLayout:
         """Raises UnsupportedError without a program in the source, ConflictError for tensors that are not its own."""
         native = request.native
         if not isinstance(native, Native):
@@ -307,7 +298,7 @@ def refuse_others(program: Program, tensors: Sequence[RankTensor], label: str = 
         )
 
 
-def layout_program(native: Native, tensors: Sequence[RankTensor]) -> Skeleton:
+def layout_program(native: Native, tensors: Sequence[RankTensor]) -> FileLayout:
     """The parameter file, and the program's own files beside it."""
     slots = {t.name: t.slot for t in tensors}
     literals: list[tuple[int, bytes]] = []
@@ -319,4 +310,4 @@ def layout_program(native: Native, tensors: Sequence[RankTensor]) -> Skeleton:
         places[slots[p.name]] = (0, at + len(head))
         at += len(head) + p.nbytes
     files = [OutFile(native.params, at, tuple(literals))]
-    return Skeleton(files, [places], [], [[0]], beside=native.beside)
+    return FileLayout(files, [places], [], [[0]], copied=native.beside)

@@ -27,9 +27,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import RankTensor
+from ckpttool.containers.pickle import read_pickle
+from ckpttool.containers.pickle_write import Hole, layout_pickle
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import IncompleteError, LayoutError, UnsupportedError, UsageError
-from ckpttool.formats._hybrid_names import (
+from ckpttool.formats.base import FileLayout, OutFile, WriteRequest
+from ckpttool.formats.paddle.config import base_prefix, resume_flags, target_config
+from ckpttool.formats.paddle.hybrid_names import (
     DTYPE_INTS,
     META,
     STRUCTURED,
@@ -41,11 +45,7 @@ from ckpttool.formats._hybrid_names import (
     cell_key,
     file_name,
 )
-from ckpttool.formats._paddle import base_prefix, resume_flags, target_config
-from ckpttool.formats._pickle import read_pickle
-from ckpttool.formats._pickle_write import Hole, layout_pickle
-from ckpttool.formats._sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
-from ckpttool.formats.base import OutFile, Skeleton, WriteRequest
+from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
 from ckpttool.mesh import Coords, Mesh
 
 MASTER = "_fp32_master_0"
@@ -175,7 +175,7 @@ class _Content:
             self.put(path, flat_slices(t, held.start, held.stop), (held.stop - held.start,), name)
 
 
-def write_hybrid(request: WriteRequest, *, ema: bool) -> Skeleton:
+def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
     """Files, sizes and literals of a hybrid-parallel checkpoint; with ``ema`` of a Zero-Cost Checkpoint.
 
     Raises LayoutError for sizes that Paddle's groups do not allow, UsageError for a sharding that makes no sense,
@@ -235,7 +235,7 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> Skeleton:
         small.append((META, _meta(cells, shares, request, source, nlp=nlp)))
     left = tuple([p.name for p in request.companions if _LEFT.fullmatch(p.name)])
     usage = resume_flags(request, "sharding_io")
-    return Skeleton(build.files, build.places, notes, build.rank_files, build.ranks, tuple(small), left, usage=usage)
+    return FileLayout(build.files, build.places, notes, build.rank_files, build.ranks, tuple(small), left, usage=usage)
 
 
 def _check_sizes(request: WriteRequest, version: str, *, nlp: bool, ema: bool) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.catalog import DataFile
+from ckpttool.containers.safetensors import refuse_special
 from ckpttool.errors import CorruptError, IncompleteError
-from ckpttool.formats._program import BY_DTYPE, BY_NUMBER, Parameter, Program
-from ckpttool.formats.safetensors import refuse_special
+from ckpttool.formats.paddle.program_parts import BY_DTYPE, BY_NUMBER, Parameter, Program
 
 PROBLEMS = {
     "params-missing": "the program has parameters, and there is no parameter file",

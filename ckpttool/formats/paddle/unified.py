@@ -24,10 +24,19 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import IN_SHARDS, SHAPE_OF_RANK, DataFile, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.catalog import SHAPE_FROM_RULES, SHARDED, DataFile, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
-from ckpttool.formats._nodes import check_copies, shared_config
-from ckpttool.formats._paddle import (
+from ckpttool.formats.base import (
+    Capabilities,
+    FileLayout,
+    OutFile,
+    ReadOptions,
+    StoredCheckpoint,
+    WriteRequest,
+    build_files,
+)
+from ckpttool.formats.paddle.config import (
     STATES,
     TARGETS,
     Software,
@@ -41,19 +50,9 @@ from ckpttool.formats._paddle import (
     target_software,
     transposed_on_disk,
 )
-from ckpttool.formats.base import (
-    Habits,
-    Listing,
-    OutFile,
-    ReadOptions,
-    Skeleton,
-    StoredCheckpoint,
-    WriteRequest,
-    build_files,
-    list_source,
-)
-from ckpttool.formats.safetensors import read_header, tensor_bytes
 from ckpttool.mesh import MAX_WORLD, Mesh
+from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.nodes import check_copies, shared_config
 
 STEMS = {"model": "model", "peft_model": "adapter", "master_weights": "master_weights", "optimizer": "optimizer"}
 """Stem of the files -> component."""
@@ -98,13 +97,13 @@ class Unified:
     name = "unified"
     about = "Paddle unified checkpoint: model, optimizer and master_weights safetensors with an index each"
     sharded = False
-    habits = Habits(
+    capabilities = Capabilities(
         shards=True,
         components=("model", "adapter", "master_weights", "optimizer"),
         targets=TARGETS,
-        keeps=True,
+        default_target=True,
         fp32_masters="added",
-        spread=True,
+        multi_directory=True,
     )
 
     def detect(self, listing: Listing) -> int:
@@ -138,7 +137,7 @@ class Unified:
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return Mesh()
 
-    def write(self, request: WriteRequest) -> Skeleton:
+    def write(self, request: WriteRequest) -> FileLayout:
         return _write(request)
 
     def turned(self, name: str, ndim: int, version: str, prefix: str, config: Mapping[str, Any]) -> bool:
@@ -462,14 +461,14 @@ class _Reader:
         for t in runs:
             shards.append(FlatShard(at, t))
             at += t.shape[0]
-        if shape != SHAPE_OF_RANK and at < prod(shape):
+        if shape != SHAPE_FROM_RULES and at < prod(shape):
             raise IncompleteError(
                 f"the pieces of `{key}` hold {at:,} elements, {list(shape)} has {prod(shape):,}",
                 where=[str(self.files[t.file].path) for t in runs],
                 hint="the file of a sharding rank is missing",
             )
         self.shards.append(tuple(shards))
-        return runs[0]._replace(shape=shape, file=IN_SHARDS, offset=len(self.shards) - 1, rank=rank)
+        return runs[0]._replace(shape=shape, file=SHARDED, offset=len(self.shards) - 1, rank=rank)
 
     def _ranked(self, key: Key, entry: _Held, shape: tuple[int, ...] | None, cut: Mesh) -> list[StoredTensor]:
         """Tensors of rank files: sharding ranks hold other parameters (or runs of them), tp ranks other boxes."""
@@ -491,7 +490,7 @@ class _Reader:
             if flat and not (key.state and prod(group[0].shape) == 1) and shape is not None:
                 # What a tensor-parallel rank holds of it follows from the rules, and is filled in with them.
                 if cut.tp > 1 or cut.ep > 1:
-                    out.append(self._flat(key, SHAPE_OF_RANK, group, rank))
+                    out.append(self._flat(key, SHAPE_FROM_RULES, group, rank))
                     continue
                 out.append(self._flat(key, shape, group, rank))
             else:
@@ -533,7 +532,7 @@ class _Reader:
         """Takes quantised optimizer state out of ``held`` and returns what it stands for."""
         if not any(_QUANTISED.search(k.state) for k in held):
             return {}
-        from ckpttool.formats._paddle_quant import dequantise
+        from ckpttool.formats.paddle.quant import dequantise
 
         stored = {k: [t for t, _ in e.found] for k, e in held.items() if k.component == "optimizer"}
         file_of = {t.file: f for k in stored for t, f in held[k].found}
@@ -600,7 +599,7 @@ def _companions(listing: Listing, found: Sequence[_File]) -> tuple[str, ...]:
 # -- writing
 
 
-def _write(request: WriteRequest) -> Skeleton:
+def _write(request: WriteRequest) -> FileLayout:
     """Whole tensors, shared out to files in model order; every component has a file for each rank asked for."""
     version = request.version
     tensors = request.ranks[0]
@@ -631,14 +630,14 @@ def _write(request: WriteRequest) -> Skeleton:
             index["quant_ckpt_resume_times"] = 0
             index["master_weights"] = has_master
         indexes.append((f"{stem}.safetensors.index.json", json.dumps(index, indent=4).encode()))
-    skeleton = build_files(groups, 1)
+    file_layout = build_files(groups, 1)
     flat = (t for _, _, part, _ in groups for t in part)
-    placed = {t.slot: skeleton.places[0][held.slot] for held, t in zip(flat, named, strict=True)}
+    placed = {t.slot: file_layout.places[0][held.slot] for held, t in zip(flat, named, strict=True)}
     for name, data in indexes:
-        skeleton.files.append(OutFile(name, len(data), ((0, data),)))
+        file_layout.files.append(OutFile(name, len(data), ((0, data),)))
     request.config = target_config(request.config, version, request.dtype)
     left = [p.name for p in request.companions if _WORLD_BOUND.match(p.name)]
-    return skeleton._replace(places=[placed], left=tuple(left), usage=resume_flags(request, "unified_checkpoint"))
+    return file_layout._replace(places=[placed], dropped=tuple(left), usage=resume_flags(request, "unified_checkpoint"))
 
 
 def _share(tensors: Sequence[RankTensor], request: WriteRequest) -> list[list[RankTensor]]:
@@ -647,7 +646,7 @@ def _share(tensors: Sequence[RankTensor], request: WriteRequest) -> list[list[Ra
         from ckpttool.formats.base import fill_files
 
         return fill_files(tensors, request.max_shard_size)
-    files = min(request.asked.world, max(1, len(tensors)))
+    files = min(request.requested.world, max(1, len(tensors)))
     total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
     out: list[list[RankTensor]] = [[]]
     size = 0

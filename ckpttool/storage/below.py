@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpttool.formats.base import COMPANION_LIMIT, WEIGHTS, content, homes_of, is_index, natural
+from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, content, homes_of, is_index, natural
 
 DEPTH = 4
 """Directories below each other, at most."""

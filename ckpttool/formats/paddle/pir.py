@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ckpttool.containers.json_stream import JsonError, JsonStream
 from ckpttool.errors import CorruptError, IncompleteError
-from ckpttool.formats._json_stream import JsonError, JsonStream
-from ckpttool.formats._program import BY_PIR, Parameter, Program
+from ckpttool.formats.paddle.program_parts import BY_PIR, Parameter, Program
 
 MAGIC = "pir"
 NEWEST = 4

@@ -39,10 +39,31 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import IN_SHARDS, DataFile, FlatShard, Key, StoredTensor
+from ckpttool.catalog import SHARDED, DataFile, FlatShard, Key, StoredTensor
+from ckpttool.containers.pickle import Array, PaddleFile, read_paddle
+from ckpttool.containers.safetensors import read_header
+from ckpttool.containers.scratch import scratch_file
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats._config import whole_number
-from ckpttool.formats._hybrid_names import (
+from ckpttool.formats.base import (
+    Capabilities,
+    FileLayout,
+    ReadOptions,
+    StoredCheckpoint,
+    WriteRequest,
+    check_mesh,
+    companions,
+)
+from ckpttool.formats.config import whole_number
+from ckpttool.formats.paddle.config import (
+    STATES,
+    TARGETS,
+    base_prefix,
+    config_dtype,
+    fp8_dtype,
+    software,
+    transposed_on_disk,
+)
+from ckpttool.formats.paddle.hybrid_names import (
     META,
     CellNames,
     HybridNames,
@@ -54,35 +75,12 @@ from ckpttool.formats._hybrid_names import (
     parse_file_name,
     parse_meta,
 )
-from ckpttool.formats._nodes import check_copies, shared_config
-from ckpttool.formats._paddle import (
-    STATES,
-    TARGETS,
-    base_prefix,
-    config_dtype,
-    fp8_dtype,
-    software,
-    transposed_on_disk,
-)
-from ckpttool.formats._pickle import Array, PaddleFile, read_paddle
-from ckpttool.formats._scratch import scratch_file
-from ckpttool.formats._sharding import ALIGNMENT, ITEMSIZE, Param, buffers
-from ckpttool.formats.base import (
-    COMPANION_LIMIT,
-    Habits,
-    Listing,
-    ReadOptions,
-    Skeleton,
-    StoredCheckpoint,
-    WriteRequest,
-    check_mesh,
-    companions,
-    list_source,
-)
-from ckpttool.formats.safetensors import read_header
+from ckpttool.formats.paddle.sharding import ALIGNMENT, ITEMSIZE, Param, buffers
 from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.select import exactly
+from ckpttool.storage.listing import COMPANION_LIMIT, Listing, list_source
+from ckpttool.storage.nodes import check_copies, shared_config
 
 MASTER = "_fp32_master_0"
 """Between a parameter's name and its state when the state belongs to the master weight."""
@@ -178,13 +176,13 @@ class Hybrid:
     name = "hybrid"
     about = "Paddle hybrid-parallel: model_state.*.pdparams and optimizer.*.pdopt per rank, with or without model_meta"
     sharded = True
-    habits = Habits(
+    capabilities = Capabilities(
         pad_vocab=False,
         components=COMPONENTS[:3],
         targets=TARGETS,
         optimizer_shards=True,
-        keeps=True,
-        spread=True,
+        default_target=True,
+        multi_directory=True,
         fp32_masters="dropped",
     )
     ema = False
@@ -224,8 +222,8 @@ class Hybrid:
             )
         return Mesh(asked.tp, asked.pp, asked.ep, 1, asked.layout)
 
-    def write(self, request: WriteRequest) -> Skeleton:
-        from ckpttool.formats._hybrid_write import write_hybrid
+    def write(self, request: WriteRequest) -> FileLayout:
+        from ckpttool.formats.paddle.hybrid_write import write_hybrid
 
         return write_hybrid(request, ema=self.name == "zcc")
 
@@ -235,13 +233,13 @@ class ZeroCost(Hybrid):
 
     name = "zcc"
     about = "Paddle Zero-Cost Checkpoint: hybrid with ema.*.pdopt"
-    habits = Habits(
+    capabilities = Capabilities(
         pad_vocab=False,
         components=COMPONENTS,
         targets=TARGETS,
         optimizer_shards=True,
-        keeps=True,
-        spread=True,
+        default_target=True,
+        multi_directory=True,
         fp32_masters="dropped",
     )
     ema = True
@@ -901,7 +899,7 @@ class _Reader:
             start += h.shape[0]
         self.shards.append(tuple(runs))
         at = len(self.shards) - 1
-        return StoredTensor(slot.name, held[0].dtype, shape, IN_SHARDS, at, slot.rank, None, slot.component, slot.state)
+        return StoredTensor(slot.name, held[0].dtype, shape, SHARDED, at, slot.rank, None, slot.component, slot.state)
 
     def _lengths(self, held: Sequence[_Held]) -> list[str]:
         return [f"{self.files[h.file].path} [{h.shape[0]:,} elements]" for h in held]

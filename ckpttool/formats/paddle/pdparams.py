@@ -14,15 +14,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpttool.catalog import IN_SHARDS, DataFile, FlatShard, StoredTensor
+from ckpttool.catalog import SHARDED, DataFile, FlatShard, StoredTensor
+from ckpttool.containers.pickle import CHUNKED, STRUCTURED, Array, read_paddle, read_pickle
+from ckpttool.containers.safetensors import read_header
+from ckpttool.containers.scratch import scratch_file
 from ckpttool.errors import IncompleteError, UnsupportedError
-from ckpttool.formats._paddle import fp8_dtype
-from ckpttool.formats._pickle import CHUNKED, STRUCTURED, Array, read_paddle, read_pickle, sniff
-from ckpttool.formats._scratch import scratch_file
-from ckpttool.formats.base import Habits, Listing, ReadOptions, Skeleton, StoredCheckpoint, WriteRequest, companions
-from ckpttool.formats.safetensors import read_header
+from ckpttool.formats.base import Capabilities, FileLayout, ReadOptions, StoredCheckpoint, WriteRequest, companions
+from ckpttool.formats.paddle.config import fp8_dtype
 from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import Mesh
+from ckpttool.storage.identify import sniff
+from ckpttool.storage.listing import Listing
 from ckpttool.words import some
 
 SUFFIXES = (".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".distcp", ".pd")
@@ -34,7 +36,7 @@ class PaddleFile:
     name = "pdparams"
     about = "one file of paddle.save (.pdparams, .pdopt, .pdckpt), read only"
     sharded = False
-    habits = Habits()
+    capabilities = Capabilities()
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -86,7 +88,7 @@ class PaddleFile:
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         raise _read_only()
 
-    def write(self, request: WriteRequest) -> Skeleton:
+    def write(self, request: WriteRequest) -> FileLayout:
         raise _read_only()
 
 
@@ -153,7 +155,7 @@ class _Reader:
             at += run.shape[0]
         self.stored.shards.append(tuple(shards))
         index = len(self.stored.shards) - 1
-        self.stored.tensors.append(StoredTensor(name, shards[0].stored.dtype, shape, IN_SHARDS, index))
+        self.stored.tensors.append(StoredTensor(name, shards[0].stored.dtype, shape, SHARDED, index))
 
 
 def _leaves(value: Any, at: str) -> Iterator[tuple[str, Any]]:

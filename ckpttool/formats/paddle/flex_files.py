@@ -30,14 +30,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import DataFile, StoredTensor
+from ckpttool.containers.pickle import Record, read_paddle, read_pickle
+from ckpttool.containers.pickle_write import Instance, plain_pickle
+from ckpttool.containers.safetensors import read_header
+from ckpttool.containers.scratch import scratch_file
 from ckpttool.dtypes import parse
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats._pickle import Record, read_paddle, read_pickle
-from ckpttool.formats._pickle_write import Instance, plain_pickle
-from ckpttool.formats._scratch import scratch_file
-from ckpttool.formats.base import natural
-from ckpttool.formats.safetensors import read_header
 from ckpttool.geometry import Box, from_flat
+from ckpttool.storage.listing import natural
 
 METADATA = re.compile(r"\d+\.metadata")
 DATA = re.compile(r"(\d+)_\d+\.(?:distcp|safetensors)")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalog import DataFile, StoredTensor
 from ckpttool.dtypes import DTYPES, ORDER, nbytes
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats._foreign import disguise
+from ckpttool.storage.identify import identify
 
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
@@ -86,14 +86,14 @@ def read_raw(path: Path) -> tuple[DataFile, bytes]:
             (size,) = struct.unpack("<Q", first[:8])
             if size > MAX_HEADER or size > stat.st_size - 8:
                 # A header of 640 bytes begins as a pickle does, but no pickle goes on with a brace there.
-                stranger = None if first[8:9] == b"{" else disguise(first)
+                stranger = None if first[8:9] == b"{" else identify(first)
                 raise HeaderError(
                     "header-length",
                     f"this is {stranger.what}"
                     if stranger
                     else f"the header claims {size:,} bytes, the file has {stat.st_size:,}",
                     where=f"{path} [bytes 0..8)",
-                    hint=stranger.way_out if stranger else "the file is cut off or is not safetensors; fetch it again",
+                    hint=stranger.hint if stranger else "the file is cut off or is not safetensors; fetch it again",
                 )
             raw = first[8 : 8 + size]
             while len(raw) < size:

@@ -1,6 +1,6 @@
 """What is no checkpoint that ckpttool reads, but is often given: recognised, so that the error can say the way out.
 
-``disguise`` looks at the first bytes of a file whose name promises something else: what a download left when it failed,
+``identify`` looks at the first bytes of a file whose name promises something else: what a download left when it failed,
 or another format under a wrong name. ``foreign`` looks at the names in a directory. Neither opens anything.
 
 The commands in the hints are what transformers, torch, DeepSpeed and accelerate themselves offer to make safetensors.
@@ -8,19 +8,22 @@ The commands in the hints are what transformers, torch, DeepSpeed and accelerate
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpttool.errors import CorruptError, IncompleteError
 
-class Stranger(NamedTuple):
+
+class KnownUnsupported(NamedTuple):
     """Something that is not read."""
 
     what: str
     """Completes "this is ..."."""
-    way_out: str
+    hint: str
     """A hint."""
 
 
@@ -38,29 +41,32 @@ _TRANSFORMERS = (
 )
 
 _STARTS = (
-    (rb"version https://git-lfs", Stranger("a git-lfs pointer, not the file", "run `git lfs pull` in the clone")),
-    (rb"\s*<(!doctype|html|\?xml|head|body)", Stranger("a web page, not the file", _AGAIN)),
+    (
+        rb"version https://git-lfs",
+        KnownUnsupported("a git-lfs pointer, not the file", "run `git lfs pull` in the clone"),
+    ),
+    (rb"\s*<(!doctype|html|\?xml|head|body)", KnownUnsupported("a web page, not the file", _AGAIN)),
     (
         rb'\s*\{\s*"(error|message|detail)"|(entry |repository )?not found|unauthorized|forbidden|access to',
-        Stranger("a server's error message, not the file", _AGAIN),
+        KnownUnsupported("a server's error message, not the file", _AGAIN),
     ),
-    (rb"GGUF", Stranger("a GGUF file (llama.cpp)", "give the safetensors that it was made of")),
-    (rb"PK\x03\x04", Stranger("a zip archive, such as torch.save writes", "give its safetensors instead")),
-    (rb"\x80[\x02-\x05]", Stranger("a pickle, such as torch.save writes", "give its safetensors instead")),
-    (rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf", Stranger("a compressed file", "unpack it first")),
-    (rb"\x89HDF|\x93NUMPY", Stranger("a file of HDF5 or numpy", _REPACK)),
+    (rb"GGUF", KnownUnsupported("a GGUF file (llama.cpp)", "give the safetensors that it was made of")),
+    (rb"PK\x03\x04", KnownUnsupported("a zip archive, such as torch.save writes", "give its safetensors instead")),
+    (rb"\x80[\x02-\x05]", KnownUnsupported("a pickle, such as torch.save writes", "give its safetensors instead")),
+    (rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf", KnownUnsupported("a compressed file", "unpack it first")),
+    (rb"\x89HDF|\x93NUMPY", KnownUnsupported("a file of HDF5 or numpy", _REPACK)),
 )
 
 _NAMES = (
     (
         r"pytorch_model_fsdp_\d+",
-        Stranger(
+        KnownUnsupported(
             "a checkpoint of torch FSDP", "accelerate merges it to safetensors: accelerate merge-weights {found} {out}"
         ),
     ),
     (
         r"zero_to_fp32\.py|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt|mp_rank_\d+_model_states\.pt",
-        Stranger(
+        KnownUnsupported(
             "a checkpoint of DeepSpeed",
             "DeepSpeed puts a script beside it that makes safetensors of it (zero_to_fp32.py, one directory above the"
             " .pt files): python zero_to_fp32.py . {out} --safe_serialization",
@@ -68,14 +74,14 @@ _NAMES = (
     ),
     (
         r"latest_checkpointed_iteration\.txt|iter_\d{7}|mp_rank_\d+(_\d+)*|model_optim_rng\.pt",
-        Stranger(
+        KnownUnsupported(
             "a checkpoint of Megatron-LM",
             "export it to Hugging Face's format first (AutoBridge.export_ckpt of Megatron Bridge), and give that",
         ),
     ),
     (
         r"__\d+_\d+\.distcp|\.metadata",
-        Stranger(
+        KnownUnsupported(
             "a checkpoint of torch.distributed.checkpoint",
             "torch gathers it into one file, from which safetensors can be written: "
             "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {root} all.pt; "
@@ -85,41 +91,41 @@ _NAMES = (
     ),
     (
         r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?",
-        Stranger("a model in PyTorch's own files (.bin)", _TRANSFORMERS),
+        KnownUnsupported("a model in PyTorch's own files (.bin)", _TRANSFORMERS),
     ),
     (
         r"adapter_model\.bin",
-        Stranger("an adapter in PyTorch's own file (.bin)", "save it with PEFT's save_pretrained: safetensors"),
+        KnownUnsupported("an adapter in PyTorch's own file (.bin)", "save it with PEFT's save_pretrained: safetensors"),
     ),
     (
         r"consolidated\.\d+\.pth|params\.json",
-        Stranger("a model in Meta's own files", "give its Hugging Face form: the same model's safetensors"),
+        KnownUnsupported("a model in Meta's own files", "give its Hugging Face form: the same model's safetensors"),
     ),
     (
         r".*\.gguf",
-        Stranger("a model in GGUF (llama.cpp)", "give the safetensors that it was made of"),
+        KnownUnsupported("a model in GGUF (llama.cpp)", "give the safetensors that it was made of"),
     ),
     (
         r".*\.(pt|pth|ckpt|bin)",
-        Stranger("a file of torch.save", _TORCH_FILE),
+        KnownUnsupported("a file of torch.save", _TORCH_FILE),
     ),
     (
         r"_CHECKPOINT_METADATA|manifest\.ocdbt|.*\.(npz|npy|msgpack|h5|onnx|tflite|pb|keras)",
-        Stranger("a model of another framework", _REPACK),
+        KnownUnsupported("a model of another framework", _REPACK),
     ),
     (
         r".*\.(tar|tgz|zip|tar\.\w+|gz|zst|7z)",
-        Stranger("an archive", "unpack it, and give the directory with the weights"),
+        KnownUnsupported("an archive", "unpack it, and give the directory with the weights"),
     ),
 )
 
 
-def disguise(first: bytes) -> Stranger | None:
+def identify(first: bytes) -> KnownUnsupported | None:
     """What a file is that begins so; None when that is not known."""
     return next((s for pattern, s in _STARTS if re.match(pattern, first, re.IGNORECASE)), None)
 
 
-def foreign(root: Path, names: Iterable[str], folders: Collection[str]) -> Stranger | None:
+def foreign(root: Path, names: Iterable[str], folders: Collection[str]) -> KnownUnsupported | None:
     """What a directory with these files and folders holds; None when that is not known."""
     here = [*names, *folders]
     for pattern, stranger in _NAMES:
@@ -129,8 +135,33 @@ def foreign(root: Path, names: Iterable[str], folders: Collection[str]) -> Stran
             fields = {
                 "root": shlex.quote(str(root)),
                 "found": shlex.quote(str(root / found)) if found in folders else found,
-                "path": str(root if stranger.way_out is _TRANSFORMERS else root / found),
+                "path": str(root if stranger.hint is _TRANSFORMERS else root / found),
                 "out": re.sub(r"[^\w.-]", "-", root.name) + "-safetensors",
             }
-            return Stranger(stranger.what.format(**fields), stranger.way_out.format(**fields))
+            return KnownUnsupported(stranger.what.format(**fields), stranger.hint.format(**fields))
     return None
+
+
+def sniff(path: Path) -> str:
+    """What a file is by its first bytes: "pickle", "safetensors", "dense" (a stream of Paddle's DenseTensor) or "".
+
+    Raises IncompleteError or CorruptError for a file that cannot be read.
+    """
+    try:
+        with path.open("rb", buffering=0) as f:
+            size = os.fstat(f.fileno()).st_size
+            head = f.read(32)
+    except FileNotFoundError:
+        raise IncompleteError("the file does not exist", where=str(path)) from None
+    except OSError as e:
+        raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
+    # A header of 640 bytes begins as a pickle of protocol 2 does, but no pickle has zeros and a brace there.
+    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
+        return "safetensors"
+    if len(head) >= 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
+        return "pickle"
+    # u32 version 0, u64 levels, u32 version 0, i32 length of the description, which begins with field 1
+    # (phi/core/framework/dense_tensor_serialize.cc); levels of ragged tensors are zero in every checkpoint.
+    if len(head) >= 22 and not any(head[:16]) and 2 <= int.from_bytes(head[16:20], "little") < 4096 and head[20] == 8:
+        return "dense"
+    return ""

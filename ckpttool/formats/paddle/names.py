@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckpttool.containers.pickle import STRUCTURED, Array, read_paddle, read_pickle
+from ckpttool.containers.safetensors import refuse_special
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats._pickle import STRUCTURED, Array, read_paddle, read_pickle
-from ckpttool.formats._program import Parameter, Problem
-from ckpttool.formats.safetensors import refuse_special
+from ckpttool.formats.paddle.program_parts import Parameter, Problem
 
 
 @dataclass(slots=True)

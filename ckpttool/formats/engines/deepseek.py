@@ -12,10 +12,9 @@ from collections.abc import Mapping
 
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import (
-    Habits,
-    Listing,
+    Capabilities,
+    FileLayout,
     ReadOptions,
-    Skeleton,
     StoredCheckpoint,
     WriteRequest,
     all_ranks,
@@ -26,6 +25,7 @@ from ckpttool.formats.base import (
     read_files,
 )
 from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import Listing
 
 _NAME = r"model(?P<rank>\d+)-mp(?P<world>\d+)\.safetensors"
 
@@ -36,7 +36,7 @@ class DeepSeek:
     name = "deepseek"
     about = "DeepSeek inference files model{r}-mp{n}.safetensors with native names"
     sharded = True
-    habits = Habits(pad_vocab=False, refused=("fuse", "unfuse"))
+    capabilities = Capabilities(pad_vocab=False, refused=("fuse", "unfuse"))
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and listing.match(_NAME) else 0
@@ -89,12 +89,12 @@ class DeepSeek:
                 )
         return Mesh(tp=asked.tp, ep=asked.tp)
 
-    def write(self, request: WriteRequest) -> Skeleton:
+    def write(self, request: WriteRequest) -> FileLayout:
         n = request.mesh.tp
         groups = [(f"model{r}-mp{n}.safetensors", r, request.ranks[r], None) for r in request.chosen]
-        skeleton = build_files(groups, n)
+        file_layout = build_files(groups, n)
         if not all_ranks(request):
-            return skeleton
-        return skeleton._replace(
+            return file_layout
+        return file_layout._replace(
             usage=f"torchrun --nproc-per-node {n} generate.py --ckpt-path {{dst}} --config CONFIG --interactive"
         )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import ConflictError, CorruptError
-from ckpttool.formats._json import load_json
-from ckpttool.formats.base import Listing
+from ckpttool.storage.json_file import load_json
+from ckpttool.storage.listing import Listing
 
 _CHUNK = 1 << 20
 """Bytes that are compared at a time."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ckpttool.formats._pir import NEWEST
-from ckpttool.formats._program import Program
+from ckpttool.formats.paddle.pir import NEWEST
+from ckpttool.formats.paddle.program_parts import Program
 
 # "attribute type" is converted, "new attribute type = value" is added.
 PATCHES: dict[int, dict[str, tuple[str, ...]]] = {

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from ckpttool.errors import CorruptError, IncompleteError
-from ckpttool.formats._program import BY_NUMBER, Parameter, Program
+from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
 
 KIND = "pdmodel"
 VERSION = 3_003_001

@@ -12,8 +12,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from ckpttool.formats._config import config_field, quantization, whole_number
 from ckpttool.formats.base import WriteRequest, all_ranks
+from ckpttool.formats.config import config_field, quantization, whole_number
 
 STATES = frozenset({"moment1_0", "moment2_0", "velocity_0", "beta1_pow_acc_0", "beta2_pow_acc_0", "moment2_max_0"})
 """Accumulators of the optimizers, as their names end."""

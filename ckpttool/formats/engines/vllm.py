@@ -16,14 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpttool.catalog import RankTensor, StoredTensor
+from ckpttool.containers.safetensors import layout_file
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
-from ckpttool.formats._config import EXPERTS, whole_number
 from ckpttool.formats.base import (
-    Habits,
-    Listing,
+    Capabilities,
+    FileLayout,
     OutFile,
     ReadOptions,
-    Skeleton,
     StoredCheckpoint,
     WriteRequest,
     all_ranks,
@@ -34,8 +33,9 @@ from ckpttool.formats.base import (
     fill_files,
     read_files,
 )
-from ckpttool.formats.safetensors import layout_file
+from ckpttool.formats.config import EXPERTS, whole_number
 from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import Listing
 
 _PLAIN = r"model-rank-(?P<rank>\d+)-part-(?P<part>\d+)\.safetensors"
 _STAGED = r"model-pp-?(?P<pp>\d+)-tp-?(?P<tp>\d+)-part-(?P<part>\d+)\.safetensors"
@@ -58,7 +58,7 @@ class VLLM:
     name = "vllm"
     about = "vLLM sharded state model-rank-{r}-part-{p}.safetensors with fused layers"
     sharded = True
-    habits = Habits(vocab_multiple=VOCAB_MULTIPLE, shards=True, refused=("unfuse",))
+    capabilities = Capabilities(vocab_multiple=VOCAB_MULTIPLE, shards=True, refused=("unfuse",))
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and (listing.match(_PLAIN) or listing.match(_STAGED)) else 0
@@ -67,7 +67,7 @@ class VLLM:
         found = [(n, {k: int(v) for k, v in m.groupdict().items()}) for n, m in listing.match(_PLAIN)]
         if found:
             world = 1 + max(c["rank"] for _, c in found)
-            said = options.said()
+            said = options.from_flags()
             pp = said.get("pp", 1)
             if world % pp:
                 raise ConflictError(f"{world} ranks cannot be {pp} pipeline stages", where=str(listing.root))
@@ -134,7 +134,7 @@ class VLLM:
             )
         return Mesh(asked.tp, asked.pp, asked.ep, etp, asked.layout)
 
-    def write(self, request: WriteRequest) -> Skeleton:
+    def write(self, request: WriteRequest) -> FileLayout:
         limit = request.max_shard_size or PART_LIMIT
         groups = []
         scales = []
@@ -144,17 +144,17 @@ class VLLM:
             parts = fill_files(request.ranks[r], limit)
             groups += [(f"{stem}-part-{p}.safetensors", r, part, None) for p, part in enumerate(parts)]
             scales.append((f"{stem}-part-{len(parts)}.safetensors", _cache_scales(request.ranks[r])))
-        skeleton = build_files(groups, request.mesh.world)
+        file_layout = build_files(groups, request.mesh.world)
         for r, (name, data) in zip(request.chosen, scales, strict=True):
             if data:
-                skeleton.rank_files[r].append(len(skeleton.files))
-                skeleton.files.append(OutFile(name, len(data), ((0, data),)))
+                file_layout.rank_files[r].append(len(file_layout.files))
+                file_layout.files.append(OutFile(name, len(data), ((0, data),)))
         if not all_ranks(request):
-            return skeleton
+            return file_layout
         mesh = request.mesh
         stages = f" -pp {mesh.pp}" if mesh.pp > 1 else ""
         experts = " --enable-expert-parallel" if mesh.ep > 1 else ""
-        return skeleton._replace(
+        return file_layout._replace(
             usage=f"vllm serve {{dst}} --load-format sharded_state -tp {mesh.width}{stages}{experts}"
         )
 

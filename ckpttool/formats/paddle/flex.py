@@ -26,9 +26,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import Catalog, DataFile, Key, LogicalTensor, Piece, RankTensor, StoredTensor, logical_tensor
+from ckpttool.containers.pickle_write import Hole, layout_pickle
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats._flex import (
+from ckpttool.formats.base import (
+    Capabilities,
+    FileLayout,
+    OutFile,
+    ReadOptions,
+    StoredCheckpoint,
+    WriteRequest,
+    companions,
+)
+from ckpttool.formats.paddle.config import CONFIG_DTYPES, STATES, TARGETS, resume_flags, target_config
+from ckpttool.formats.paddle.flex_files import (
     DATA,
     METADATA,
     PADDLE_DTYPES,
@@ -39,23 +50,11 @@ from ckpttool.formats._flex import (
     metadata_pickle,
     read_save,
 )
-from ckpttool.formats._nodes import shared_config
-from ckpttool.formats._paddle import CONFIG_DTYPES, STATES, TARGETS, resume_flags, target_config
-from ckpttool.formats._pickle_write import Hole, layout_pickle
-from ckpttool.formats._sharding import flat_slices
-from ckpttool.formats.base import (
-    Habits,
-    Listing,
-    OutFile,
-    ReadOptions,
-    Skeleton,
-    StoredCheckpoint,
-    WriteRequest,
-    companions,
-    list_source,
-)
+from ckpttool.formats.paddle.sharding import flat_slices
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh, share
+from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.nodes import shared_config
 
 MASTER = "w_0"
 """Suffix of a master weight's key."""
@@ -90,8 +89,13 @@ class Flex:
     name = "flex"
     about = "Paddle flex_checkpoint: N.metadata and R_N.distcp, plain or as a PaddleFormers trainer saves it"
     sharded = True
-    habits = Habits(
-        records_shapes=True, pad_vocab=False, components=tuple(PARTS), optimizer_shards=True, keeps=True, spread=True
+    capabilities = Capabilities(
+        records_shapes=True,
+        pad_vocab=False,
+        components=tuple(PARTS),
+        optimizer_shards=True,
+        default_target=True,
+        multi_directory=True,
     )
 
     def detect(self, listing: Listing) -> int:
@@ -138,7 +142,7 @@ class Flex:
         # Paddle's experts are whole unless someone wants otherwise; the format itself holds any box.
         return asked if "etp" in said else replace(asked, etp=1 if asked.ep > 1 else asked.tp)
 
-    def write(self, request: WriteRequest) -> Skeleton:
+    def write(self, request: WriteRequest) -> FileLayout:
         if len(request.chosen) != request.mesh.world:
             raise UsageError(
                 "--to flex has one record of all ranks, so --ranks-out cannot write some of them",
@@ -146,7 +150,7 @@ class Flex:
             )
         if request.config:
             request.config = target_config(request.config, TARGETS[0], request.dtype)
-        return _Writer(request).skeleton()
+        return _Writer(request).file_layout()
 
 
 def _sources(roots: Sequence[Path], files: list[DataFile]) -> list[_Source]:
@@ -463,7 +467,7 @@ class _Writer:
     def _add(self, rank: int, entry: _Entry) -> None:
         self.entries.setdefault(entry.tensor.component, [[] for _ in range(self.world)])[rank].append(entry)
 
-    def skeleton(self) -> Skeleton:
+    def file_layout(self) -> FileLayout:
         files: list[OutFile] = []
         ranks: list[list[RankTensor]] = [[] for _ in range(self.world)]
         places: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.world)]
@@ -489,7 +493,7 @@ class _Writer:
                 data = metadata_pickle(shards, self.boxes.get(component, {}))
                 files.append(OutFile(f"{directory}/0.metadata", len(data), ((0, data),)))
         usage = resume_flags(self.request, "flex_checkpoint")
-        return Skeleton(files, places, self._notes(), rank_files, ranks, left=self._left(), usage=usage)
+        return FileLayout(files, places, self._notes(), rank_files, ranks, dropped=self._left(), usage=usage)
 
     def _notes(self) -> list[str]:
         dtypes = {e.tensor.dtype for by_rank in self.entries.values() for entries in by_rank for e in entries}

@@ -18,8 +18,8 @@ from math import prod
 from typing import Any, BinaryIO
 
 from ckpttool.catalog import DataFile, Key, StoredTensor
+from ckpttool.containers.scratch import decoded
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
-from ckpttool.formats._scratch import decoded
 
 BLOCK = 1 << 20
 """Elements that are decoded at once."""

@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats._config import config_fields
 from ckpttool.formats.base import (
-    Habits,
-    Listing,
+    Capabilities,
+    FileLayout,
     ReadOptions,
-    Skeleton,
     StoredCheckpoint,
     WriteRequest,
     all_ranks,
@@ -27,7 +25,9 @@ from ckpttool.formats.base import (
     contiguous_ranks,
     read_files,
 )
+from ckpttool.formats.config import config_fields
 from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import Listing
 
 _NAME = r"rank(?P<rank>\d+)\.safetensors"
 _EMBEDDING = "transformer.vocab_embedding.*"
@@ -66,7 +66,7 @@ class TensorRTLLM:
     name = "trtllm"
     about = "TensorRT-LLM checkpoints rank{N}.safetensors with config.json"
     sharded = True
-    habits = Habits(local_layers=True, whole=(_EMBEDDING,), refused=("fuse", "unfuse"))
+    capabilities = Capabilities(local_layers=True, whole=(_EMBEDDING,), refused=("fuse", "unfuse"))
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and listing.match(_NAME) and "mapping" in listing.json("config.json") else 0
@@ -132,7 +132,7 @@ class TensorRTLLM:
             )
         return Mesh(asked.tp, asked.pp, asked.ep, etp, asked.layout, experts="ep-etp")
 
-    def write(self, request: WriteRequest) -> Skeleton:
+    def write(self, request: WriteRequest) -> FileLayout:
         mesh = request.mesh
         config = request.native_config or from_hugging_face(request.config)
         request.config = {
@@ -151,10 +151,10 @@ class TensorRTLLM:
                 request.dtype, "float32"
             )
         groups = [(f"rank{r}.safetensors", r, request.ranks[r], None) for r in request.chosen]
-        skeleton = build_files(groups, mesh.world)
+        file_layout = build_files(groups, mesh.world)
         if not all_ranks(request):
-            return skeleton
-        return skeleton._replace(usage="trtllm-build --checkpoint_dir {dst} --output_dir ENGINE")
+            return file_layout
+        return file_layout._replace(usage="trtllm-build --checkpoint_dir {dst} --output_dir ENGINE")
 
 
 def to_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Bytes of one file, whoever wrote it: safetensors, pickles, JSON."""

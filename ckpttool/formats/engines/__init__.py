@@ -1,0 +1,1 @@
+"""Formats of inference engines: one file for each rank."""

@@ -1,0 +1,1 @@
+"""Where bytes come from: directories, their files, links and nodes."""
