@@ -315,7 +315,7 @@ GOOD = {
     "storage/listing.py": "from ckpttool.errors import Error",
     "containers/safetensors.py": "from ckpttool.storage.listing import Listing",
     "formats/config.py": "from re import compile",
-    "formats/hf.py": "from ckpttool.containers.safetensors import read\nfrom .config import field\nfrom .base import File",
+    "formats/hf.py": "from ckpttool.containers.safetensors import read\nfrom .config import field",
     "formats/paddle/__init__.py": "from . import names",
     "formats/paddle/names.py": "from .. import base\nfrom . import pir",
     "layout/rules.py": "from ..formats.base import File",
