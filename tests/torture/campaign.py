@@ -172,7 +172,7 @@ def small_steps(*, serial: bool = True) -> None:
         (header, "SLACK", 0),
     ]
     if serial:
-        steps.append((engine, "_Ledger", _SerialLedger))
+        steps.append((engine, "CompletionQueue", _SerialLedger))
     for module, name, value in steps:
         assert hasattr(module, name)
         setattr(module, name, value)
