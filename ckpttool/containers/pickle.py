@@ -1,10 +1,10 @@
-"""Reading Paddle's pickles without unpickling: an interpreter of opcodes that builds inert values.
+"""Reading pickles without unpickling: an interpreter of opcodes that builds inert values.
 
 A pickle is a program for a stack machine, and a loader that runs it runs whatever its author wanted (``paddle.load``
 is such a loader: measured with paddlepaddle 3.3.1). Nothing is ever unpickled here. Opcodes that make plain values do
-so; the few classes and functions that Paddle's writer names (``_GLOBALS``) are stand-ins which only note what they were
-given; everything else is refused by name. The bytes of arrays are passed over, so that a file of any size is indexed by
-its structure alone:
+so; the few classes and functions that a writer names are stand-ins which only note what they were given; everything
+else is refused by name. What a writer names is its ``Vocabulary``: Paddle's is in ``paddle_pickle``, torch's in
+``torch_pickle``. The bytes of arrays are passed over, so that a file of any size is indexed by its structure alone:
 
     file.pdparams                              what read_pickle gives
     80 04 95 <frame>                           {
@@ -19,10 +19,8 @@ runs of 64 KiB and more between frames, smaller ones inside). Protocol 2 has no 
 code points are the bytes (``_codecs.encode(text, 'latin1')``), which has to be decoded into a scratch file.
 
 Where the facts come from: opcodes from CPython's Lib/pickletools.py; what an array is, from ``ndarray.__reduce__``,
-``ndarray.__setstate__`` and ``dtype.__reduce__`` of numpy; ``tuple((name, array))``, ``eval('data', {'data': array})``,
-the keys with ``@@`` and the protocols (2 to 4) from python/paddle/framework/io.py and io_utils.py; the three classes
-from python/paddle/distributed/flex_checkpoint/dcp/metadata.py. All were compared with files written by paddlepaddle
-3.3.1 under numpy 1 and 2.
+``ndarray.__setstate__`` and ``dtype.__reduce__`` of numpy. All were compared with files written by paddlepaddle 3.3.1
+under numpy 1 and 2.
 
 Memory is bounded by the bytes of structure that a file really has: containers, remembered values, texts and nesting
 have limits, nothing is copied more than once, and values that hold themselves, or that are small only because parts are
@@ -35,13 +33,13 @@ import codecs
 import gc
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.catalog import DataFile
-from ckpttool.containers.safetensors import MAX_NAME
 from ckpttool.containers.scratch import DEFAULT, Scratch, no_scratch
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 
@@ -71,11 +69,6 @@ _LAZY = 1 << 10
 """Texts of more bytes than this are passed over until somebody wants them: in protocol 2 they are tensors."""
 _CHUNK = 1 << 20
 _WINDOW = 1 << 16
-
-STRUCTURED = "StructuredToParameterName@@"
-CHUNKED = "UnpackBigParamInfor@@"
-
-_NOT_RUN = "nothing in the file was executed; Paddle itself would run it, so do not load a file that you do not trust"
 
 
 class Array(NamedTuple):
@@ -116,14 +109,14 @@ class Record(NamedTuple):
 # -- values on the machine's stack that are no plain values yet
 
 
-class _Global(NamedTuple):
+class Global(NamedTuple):
     """A class or function that the pickle names: only ever compared, never looked up."""
 
     module: str
     name: str
 
     def __str__(self) -> str:
-        return _printable(f"{self.module}.{self.name}")
+        return printable(f"{self.module}.{self.name}")
 
 
 class _Text:
@@ -193,27 +186,9 @@ _STRUCT = {code: letters for code, _, letters in (c.split(":") for c in _CODES.s
 _DTYPE_VERSIONS = (0, 1, 2, 3, 4)
 """Versions of a dtype's state that numpy reads; an array's state has the version 1."""
 
-_METADATA = frozenset({"Metadata", "LocalTensorMetadata", "LocalTensorIndex"})
-_METADATA_MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
-"""Since August 2025, and before; Paddle 3.3.1 cannot load files with the old one."""
-
-_RECORDS = {(m, c): c for m in _METADATA_MODULES for c in _METADATA}
-
-# What each global means. numpy renamed its private modules in 2.0, and protocol 2 uses Python 2's name of builtins.
-# bytes: only as bytes(), which is how protocol 2 says b"", the elements of an empty array.
-_GLOBALS: dict[tuple[str, str], str] = {
-    ("numpy", "ndarray"): "ndarray",
-    ("numpy", "dtype"): "dtype",
-    ("_codecs", "encode"): "encode",
-    ("collections", "OrderedDict"): "OrderedDict",
-    **{(f"numpy.{core}.multiarray", f): f for core in ("core", "_core") for f in ("_reconstruct", "scalar")},
-    **{(b, n): n for b in ("builtins", "__builtin__") for n in ("tuple", "eval", "bytes", "slice")},
-    **dict.fromkeys(_RECORDS, "record"),
-}
-
 _PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple, bytes, complex, slice, Array, Record})
 _CONTAINERS = frozenset({dict, list, tuple, Record})
-_KEYS = frozenset({str, int, bool, type(None), bytes})
+_KEYS = frozenset({str, int, bool, type(None), bytes, Global})
 
 _REFUSED = {
     b"i": "INST",
@@ -248,23 +223,50 @@ _REFUSED = {
 """Opcodes that are refused, by the names of pickletools."""
 
 
-def _printable(text: str, most: int = 120) -> str:
+def printable(text: str, most: int = 120) -> str:
     """Text of a file that may hold anything, for a message on a terminal."""
     short = text if len(text) <= most else text[:most] + "..."
     return short.encode("unicode_escape").decode("ascii")
 
 
-def _quoted(value: Any) -> str:
+def quoted(value: Any) -> str:
     """A value of a file, for a message: only texts, because others may be long to print."""
-    return f"`{_printable(value)}`" if isinstance(value, str) else f"of type {type(value).__name__}"
+    return f"`{printable(value)}`" if isinstance(value, str) else f"of type {type(value).__name__}"
 
 
-class _Machine:
-    """One file being read."""
+Call = Callable[["Machine", Global, tuple[Any, ...]], Any]
+"""Makes a value of a function or class that a pickle calls, and of what it calls it with."""
 
-    def __init__(self, fd: int, info: DataFile, scratch: Scratch) -> None:
+
+class Vocabulary(NamedTuple):
+    """What the pickles of one writer name, and what becomes of it."""
+
+    writer: str
+    """Completes "which ... does not"."""
+    danger: str
+    """Who would run what is refused: a hint."""
+    calls: Mapping[tuple[str, str], Call]
+    """Functions and classes by module and name."""
+    records: Mapping[tuple[str, str], str] = {}
+    """Classes whose instances are made without arguments and then filled, and what their Records are called."""
+    refuses: Callable[[Global], bool] = lambda _: True
+    """Of all other names: whether the pickle is refused. What is not becomes an inert Record wherever it is used."""
+    builds: Mapping[type, Callable[[Machine, Any, Any], None]] = {}
+    """How values of a type take the state that BUILD gives them, besides numpy's and ``records``."""
+    opcodes: Mapping[int, Callable[[Machine], None]] = {}
+    """Besides the machine's own."""
+    plain: frozenset[type] = frozenset()
+    """Types of values that stay as they are."""
+
+
+class Machine:
+    """One pickle being read: bytes ``begin`` to ``end`` of a file."""
+
+    def __init__(self, fd: int, info: DataFile, vocabulary: Vocabulary, scratch: Scratch, begin: int, end: int) -> None:
         self.fd = fd
-        self.path, self.size, self.info = info.path, info.size, info
+        self.path, self.begin, self.size, self.info = info.path, begin, end, info
+        self.vocabulary = vocabulary
+        self.plain_types = _PLAIN | vocabulary.plain
         self.scratch = scratch
         self.out: Path | None = None
         # The window of the file that is in memory.
@@ -293,7 +295,8 @@ class _Machine:
     def corrupt(self, what: str) -> NoReturn:
         raise CorruptError(what, where=self.where(), hint="fetch or write the file again")
 
-    def refuse(self, what: str, hint: str = _NOT_RUN) -> NoReturn:
+    def refuse(self, what: str, hint: str = "") -> NoReturn:
+        hint = hint or f"nothing in the file was executed; {self.vocabulary.danger}"
         raise UnsupportedError(what, where=self.where(), hint=hint)
 
     def short(self, needed: int) -> NoReturn:
@@ -322,7 +325,7 @@ class _Machine:
             self.short(at + n)
         # Each opcode has a byte at least, so limits that are looked at here cannot be missed by more than a window.
         self.make(0)
-        if at - self.skipped > MAX_STRUCTURE:
+        if at - self.begin - self.skipped > MAX_STRUCTURE:
             self.refuse(
                 f"the pickle has more than {MAX_STRUCTURE:,} bytes besides its arrays",
                 "no checkpoint known has so many",
@@ -394,16 +397,18 @@ class _Machine:
 
     # Run.
 
-    def run(self) -> Any:
-        if self.size < 2:
-            self.short(2)
-        head = self.pread(0, 2)
+    def run(self, *, whole: bool) -> Any:
+        """The value; nothing may lie behind a ``whole`` pickle."""
+        if self.size - self.begin < 2:
+            self.short(self.begin + 2)
+        head = self.pread(self.begin, 2)
         if head[:1] != b"\x80":
-            self.corrupt("this is not a pickle of protocol 2 to 4: it does not begin with 0x80")
+            self.corrupt("this is not a pickle of protocol 2 to 5: it does not begin with 0x80")
         if head[1] not in (2, 3, 4, 5):
-            self.refuse(f"the pickle has protocol {head[1]}, ckpttool reads 2 to 4", "save it with protocol 4")
-        self.base = 2
-        table = _BY_CODE
+            self.refuse(f"the pickle has protocol {head[1]}, ckpttool reads 2 to 5", "save it with protocol 4")
+        self.base = self.begin + 2
+        own = self.vocabulary.opcodes
+        table = [own.get(code, act) for code, act in enumerate(_BY_CODE)] if own else _BY_CODE
         try:
             while True:
                 pos = self.pos
@@ -425,7 +430,7 @@ class _Machine:
         except IndexError:
             self.corrupt("the pickle takes a value from an empty stack")
         value = self.plain(self.stack.pop())
-        if self.tell() != self.size:
+        if whole and self.tell() != self.size:
             self.start = self.tell()
             self.corrupt(f"{self.size - self.tell():,} bytes lie after the end of the pickle")
         self.memo.clear()
@@ -438,7 +443,7 @@ class _Machine:
         name = _REFUSED.get(code)
         if name is None:
             self.corrupt(f"0x{code.hex()} is not a pickle opcode")
-        self.refuse(f"the pickle uses the opcode {name}, which Paddle's writer does not")
+        self.refuse(f"the pickle uses the opcode {name}, which {self.vocabulary.writer} does not")
 
     def walk(self, value: Any) -> None:
         """Refuse what a caller could not walk: values that hold themselves, and a few values shared very often."""
@@ -471,7 +476,7 @@ class _Machine:
     # From the stack to plain values.
 
     def plain(self, v: Any) -> Any:
-        if type(v) in _PLAIN:
+        if type(v) in self.plain_types:
             return v
         kind = type(v)
         if kind is _Empty:
@@ -637,7 +642,7 @@ class _Machine:
         self.made += 1 + len(items)
         value = tuple(items)
         for i in items:
-            if type(i) not in _PLAIN:
+            if type(i) not in self.plain_types:
                 self.stack.append(_Args(value))
                 return
         self.stack.append(value)
@@ -682,7 +687,7 @@ class _Machine:
                 key = self.key(key)
             if key in target:
                 raise ConflictError(
-                    f"a dict has the key {_quoted(key)} twice", where=self.where(), hint="write the file again"
+                    f"a dict has the key {quoted(key)} twice", where=self.where(), hint="write the file again"
                 )
             target[key] = self.plain(items[i + 1])
 
@@ -751,15 +756,16 @@ class _Machine:
         self.resolve(module, name)
 
     def resolve(self, module: str, name: str) -> None:
-        found = _Global(module, name)
-        if (module, name) not in _GLOBALS:
+        found = Global(module, name)
+        words = self.vocabulary
+        if found not in words.calls and found not in words.records and words.refuses(found):
             self.refuse(f"the pickle asks for `{found}`, which is not part of a checkpoint of tensors")
         self.stack.append(found)
 
     def reduce(self) -> None:
         args = self.stack.pop()
         function = self.stack.pop()
-        if type(function) is not _Global:
+        if type(function) is not Global:
             self.corrupt(f"the pickle calls a {type(function).__name__.strip('_')}")
         items: tuple[Any, ...]
         if type(args) is _Args:
@@ -768,17 +774,28 @@ class _Machine:
             items = args
         else:
             self.corrupt(f"the pickle calls `{function}` with something that is not a tuple")
-        self.stack.append(_CALLS[_GLOBALS[function]](self, function, items))
+        call = self.vocabulary.calls.get(function, Machine.call_inert)
+        self.stack.append(call(self, function, items))
 
-    def not_so(self, function: _Global) -> NoReturn:
-        self.refuse(f"the pickle calls `{function}` in a way that Paddle's writer does not")
+    def not_so(self, function: Global) -> NoReturn:
+        self.refuse(f"the pickle calls `{function}` in a way that {self.vocabulary.writer} does not")
 
-    def call_reconstruct(self, function: _Global, args: tuple[Any, ...]) -> Any:
-        if len(args) != 3 or args[0] != _Global("numpy", "ndarray") or type(args[0]) is not _Global:
+    def not_called(self, function: Global, _args: tuple[Any, ...]) -> Any:
+        self.not_so(function)
+
+    def call_inert(self, function: Global, args: tuple[Any, ...]) -> Any:
+        """What is not known is neither imported nor called: it becomes a Record of what it was given."""
+        if function in self.vocabulary.records:
+            self.not_so(function)
+        self.made += 2 + len(args)
+        return Record(str(function), {"args": tuple([self.plain(a) for a in args])})
+
+    def call_reconstruct(self, function: Global, args: tuple[Any, ...]) -> Any:
+        if len(args) != 3 or args[0] != Global("numpy", "ndarray") or type(args[0]) is not Global:
             self.not_so(function)
         return _Empty()
 
-    def call_scalar(self, function: _Global, args: tuple[Any, ...]) -> Any:
+    def call_scalar(self, function: Global, args: tuple[Any, ...]) -> Any:
         if len(args) != 2 or type(args[0]) is not _Dtype or type(args[1]) is not _Blob:
             self.not_so(function)
         data = self.bytes_of(args[1])
@@ -787,7 +804,7 @@ class _Machine:
         parts = struct.unpack("<" + _STRUCT[args[0].code], data)
         return parts[0] if len(parts) == 1 else complex(*parts)
 
-    def call_dtype(self, function: _Global, args: tuple[Any, ...]) -> Any:
+    def call_dtype(self, function: Global, args: tuple[Any, ...]) -> Any:
         # numpy writes (code, False, True): align and copy.
         if not 1 <= len(args) <= 3 or type(args[0]) is not str or any(type(a) not in (bool, int) for a in args[1:]):
             self.not_so(function)
@@ -797,11 +814,11 @@ class _Machine:
             self.refuse("an array holds Python objects (dtype object), not numbers")
         if bare not in _KINDS:
             self.refuse(
-                f"an array has the numpy dtype `{_printable(code)}`", "known dtypes: " + ", ".join(sorted(_KINDS))
+                f"an array has the numpy dtype `{printable(code)}`", "known dtypes: " + ", ".join(sorted(_KINDS))
             )
         return _Dtype(bare, *_KINDS[bare])
 
-    def call_encode(self, function: _Global, args: tuple[Any, ...]) -> Any:
+    def call_encode(self, function: Global, args: tuple[Any, ...]) -> Any:
         if len(args) != 2 or type(args[0]) not in (str, _Text) or args[1] not in ("latin1", "latin-1"):
             self.not_so(function)
         text = args[0]
@@ -812,7 +829,7 @@ class _Machine:
         self.made += 1
         return _Blob(-1, len(text), text)
 
-    def call_ordered_dict(self, function: _Global, args: tuple[Any, ...]) -> Any:
+    def call_ordered_dict(self, function: Global, args: tuple[Any, ...]) -> Any:
         self.made += 1
         if not args:
             return {}
@@ -827,45 +844,34 @@ class _Machine:
             self.store(list(pair))
         return self.stack.pop()
 
-    def call_tuple(self, function: _Global, args: tuple[Any, ...]) -> Any:
+    def call_tuple(self, function: Global, args: tuple[Any, ...]) -> Any:
         if len(args) != 1 or type(args[0]) not in (tuple, _Args):
             self.not_so(function)
         return args[0]
 
-    def call_eval(self, function: _Global, args: tuple[Any, ...]) -> Any:
-        if (
-            len(args) != 2
-            or type(args[0]) is not str
-            or args[0] != "data"
-            or type(args[1]) is not dict
-            or list(args[1]) != ["data"]
-        ):
-            said = f" with {_printable(args[0])!r}" if args and type(args[0]) is str else ""
-            self.refuse(f"the pickle calls `{function}`{said}, which would run code")
-        return args[1]["data"]
-
-    def call_bytes(self, function: _Global, args: tuple[Any, ...]) -> Any:
+    def call_bytes(self, function: Global, args: tuple[Any, ...]) -> Any:
         if args:
             self.not_so(function)
         return _Blob(0, 0)
 
-    def call_slice(self, function: _Global, args: tuple[Any, ...]) -> Any:
+    def call_slice(self, function: Global, args: tuple[Any, ...]) -> Any:
         if len(args) != 3 or any(a is not None and type(a) is not int for a in args):
             self.not_so(function)
         return slice(*args)
 
-    def call_none(self, function: _Global, args: tuple[Any, ...]) -> Any:
-        self.not_so(function)
-
     def new(self) -> None:
         args = self.stack.pop()
         cls = self.stack.pop()
-        if type(cls) is not _Global:
+        if type(cls) is not Global:
             self.corrupt("the pickle makes an instance of something that is not a class")
-        if cls not in _RECORDS or args != ():
+        words = self.vocabulary
+        if cls not in words.records and cls not in words.calls and type(args) in (tuple, _Args):
+            self.stack.append(self.call_inert(cls, args if type(args) is tuple else args.items))
+            return
+        if cls not in words.records or args != ():
             self.not_so(cls)
         self.made += 1
-        self.stack.append(Record(cls.name, {}))
+        self.stack.append(Record(words.records[cls], {}))
 
     def build(self) -> None:
         state = self.stack.pop()
@@ -875,6 +881,8 @@ class _Machine:
             self.build_array(v, state)
         elif kind is _Dtype:
             self.build_dtype(v, state)
+        elif (build := self.vocabulary.builds.get(kind)) is not None:
+            build(self, v, state)
         elif kind is Record:
             if type(state) is not dict or len(state) > MAX_FIELDS or any(type(k) is not str for k in state) or v.fields:
                 self.corrupt(f"the state of a {v.cls} is not a dict of fields")
@@ -890,7 +898,7 @@ class _Machine:
         if type(state[0]) is not int or state[0] not in _DTYPE_VERSIONS:
             self.corrupt("the state of a numpy dtype has a version that numpy does not read")
         if state[1] not in ("<", "|", "="):
-            self.refuse(f"an array of {v.code} has a byte order {_quoted(state[1])}", "little-endian arrays are read")
+            self.refuse(f"an array of {v.code} has a byte order {quoted(state[1])}", "little-endian arrays are read")
         if any(s is not None for s in state[2:5]):
             self.refuse("an array has elements with fields", "ckpttool reads arrays of numbers")
 
@@ -918,183 +926,111 @@ class _Machine:
         v.array = Array(dtype.name, shape, offset, size, path, bool(fortran) and len(shape) > 1)
 
 
-_TABLE: dict[bytes, Callable[[_Machine], None]] = {
-    b"N": _Machine.push_none,
-    b"\x88": _Machine.push_true,
-    b"\x89": _Machine.push_false,
-    b"K": _Machine.int1,
-    b"M": _Machine.int2,
-    b"J": _Machine.int4,
-    b"\x8a": _Machine.long1,
-    b"\x8b": _Machine.long4,
-    b"G": _Machine.real,
+_TABLE: dict[bytes, Callable[[Machine], None]] = {
+    b"N": Machine.push_none,
+    b"\x88": Machine.push_true,
+    b"\x89": Machine.push_false,
+    b"K": Machine.int1,
+    b"M": Machine.int2,
+    b"J": Machine.int4,
+    b"\x8a": Machine.long1,
+    b"\x8b": Machine.long4,
+    b"G": Machine.real,
     b"\x8c": lambda m: m.text(1),
     b"X": lambda m: m.text(4),
     b"\x8d": lambda m: m.text(8),
     b"C": lambda m: m.blob(1),
     b"B": lambda m: m.blob(4),
     b"\x8e": lambda m: m.blob(8),
-    b"}": _Machine.empty_dict,
-    b"]": _Machine.empty_list,
-    b")": _Machine.empty_tuple,
-    b"(": _Machine.mark,
-    b"t": _Machine.tuple_marked,
+    b"}": Machine.empty_dict,
+    b"]": Machine.empty_list,
+    b")": Machine.empty_tuple,
+    b"(": Machine.mark,
+    b"t": Machine.tuple_marked,
     b"\x85": lambda m: m.tuple_n(1),
     b"\x86": lambda m: m.tuple_n(2),
     b"\x87": lambda m: m.tuple_n(3),
-    b"a": _Machine.append,
-    b"e": _Machine.appends,
-    b"s": _Machine.setitem,
-    b"u": _Machine.setitems,
-    b"\x94": _Machine.memoize,
+    b"a": Machine.append,
+    b"e": Machine.appends,
+    b"s": Machine.setitem,
+    b"u": Machine.setitems,
+    b"\x94": Machine.memoize,
     b"q": lambda m: m.put(1),
     b"r": lambda m: m.put(4),
-    b"h": _Machine.get1,
+    b"h": Machine.get1,
     b"j": lambda m: m.get(4),
-    b"\x95": _Machine.frame,
-    b"c": _Machine.global_lines,
-    b"\x93": _Machine.global_stack,
-    b"R": _Machine.reduce,
-    b"\x81": _Machine.new,
-    b"b": _Machine.build,
+    b"\x95": Machine.frame,
+    b"c": Machine.global_lines,
+    b"\x93": Machine.global_stack,
+    b"R": Machine.reduce,
+    b"\x81": Machine.new,
+    b"b": Machine.build,
 }
 
 _BY_CODE = [_TABLE.get(bytes([code])) for code in range(256)]
 
-_CALLS: dict[str, Callable[[_Machine, _Global, tuple[Any, ...]], Any]] = {
-    "_reconstruct": _Machine.call_reconstruct,
-    "scalar": _Machine.call_scalar,
-    "dtype": _Machine.call_dtype,
-    "encode": _Machine.call_encode,
-    "OrderedDict": _Machine.call_ordered_dict,
-    "tuple": _Machine.call_tuple,
-    "eval": _Machine.call_eval,
-    "bytes": _Machine.call_bytes,
-    "slice": _Machine.call_slice,
-    "ndarray": _Machine.call_none,
-    "record": _Machine.call_none,
+NUMPY: dict[tuple[str, str], Call] = {
+    ("numpy", "ndarray"): Machine.not_called,
+    ("numpy", "dtype"): Machine.call_dtype,
+    ("_codecs", "encode"): Machine.call_encode,
+    ("collections", "OrderedDict"): Machine.call_ordered_dict,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): Machine.call_reconstruct for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): Machine.call_scalar for core in ("core", "_core")},
+    **{(b, "tuple"): Machine.call_tuple for b in ("builtins", "__builtin__")},
+    **{(b, "bytes"): Machine.call_bytes for b in ("builtins", "__builtin__")},
+    **{(b, "slice"): Machine.call_slice for b in ("builtins", "__builtin__")},
 }
+"""Arrays, numbers and plain values. numpy renamed its private modules in 2.0, and protocol 2 uses Python 2's name of
+builtins. bytes: only as bytes(), which is how protocol 2 says b"", the elements of an empty array."""
 
 
-def read_pickle(path: Path, scratch: Scratch | None = None) -> Any:
-    """The plain values of a pickle, with an Array for every numpy array.
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, DataFile]]:
+    """The descriptor of a file that is read, and what it is now.
 
-    Raises CorruptError for what is no pickle or contradicts itself, IncompleteError for a file that is cut off or not
-    there, UnsupportedError for anything that Paddle's writer does not write (above all, code), and OutputError when
-    there is no room to decode a file of protocol 2.
+    Raises IncompleteError when it is not there, CorruptError when it cannot be read.
     """
-    return _read(path, scratch)[0]
-
-
-def _read(path: Path, scratch: Scratch | None) -> tuple[Any, DataFile]:
     try:
         with path.open("rb", buffering=0) as f:
             stat = os.fstat(f.fileno())
-            info = DataFile(path, stat.st_size, stat.st_mtime_ns)
-            machine = _Machine(f.fileno(), info, scratch or DEFAULT)
-            # Nothing that is made before the end of the pickle is garbage; looking for some takes a third of the time.
-            collects = gc.isenabled()
-            gc.disable()
-            try:
-                value = machine.run()
-            except BaseException:
-                if machine.out is not None:
-                    machine.out.unlink(missing_ok=True)
-                raise
-            finally:
-                if collects:
-                    gc.enable()
+            yield f.fileno(), DataFile(path, stat.st_size, stat.st_mtime_ns)
     except FileNotFoundError:
         raise IncompleteError("the file does not exist", where=str(path)) from None
     except IsADirectoryError:
         raise CorruptError("this is a directory, not a pickle", where=str(path)) from None
     except OSError as e:
         raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
+
+
+def interpret(
+    fd: int,
+    info: DataFile,
+    vocabulary: Vocabulary,
+    scratch: Scratch | None = None,
+    *,
+    begin: int = 0,
+    end: int | None = None,
+    whole: bool = True,
+) -> tuple[Any, int]:
+    """The plain values of the pickle at ``begin``, with an Array for every numpy array, and the byte where it ends.
+
+    Raises CorruptError for what is no pickle, contradicts itself or, when ``whole``, ends before ``end``;
+    IncompleteError for one that is cut off; UnsupportedError for anything that is not in the vocabulary (above all,
+    code); and OutputError when there is no room to decode a file of protocol 2.
+    """
+    machine = Machine(fd, info, vocabulary, scratch or DEFAULT, begin, info.size if end is None else end)
+    # Nothing that is made before the end of the pickle is garbage; looking for some takes a third of the time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        value = machine.run(whole=whole)
+    except BaseException:
+        if machine.out is not None:
+            machine.out.unlink(missing_ok=True)
+        raise
+    finally:
+        if collects:
+            gc.enable()
     if machine.out is not None:
         machine.scratch.finish(machine.out, info)
-    return value, info
-
-
-class PaddleFile(NamedTuple):
-    """A dict that ``paddle.save`` wrote."""
-
-    tensors: dict[str, Array]
-    """Of the dict itself, not of dicts in it. A tensor in ``chunks`` is here too, whole, with offset -1."""
-    chunks: dict[str, tuple[Array, ...]]
-    """Tensors that protocols 2 and 3 cut at 1 GiB: flat parts in row-major order, none of which is in ``tensors``."""
-    structured: dict[str, str]
-    """Name in the model -> name of the parameter."""
-    other: dict[str, Any]
-    """LR_Scheduler, master_weights (a dict of Arrays) and whatever else is no array."""
-    info: DataFile
-
-
-def read_paddle(path: Path, scratch: Scratch | None = None) -> PaddleFile:
-    """A .pdparams, .pdopt or .distcp file. Raises what ``read_pickle`` does, and UnsupportedError for no dict."""
-    value, info = _read(path, scratch)
-    if not isinstance(value, dict):
-        kind = "a single tensor" if isinstance(value, Array) else f"a {type(value).__name__}"
-        raise UnsupportedError(
-            f"the file holds {kind}, not a dict of tensors", where=str(path), hint="save a state dict with paddle.save"
-        )
-    structured = value.pop(STRUCTURED, {})
-    if not isinstance(structured, dict) or not all(
-        isinstance(k, str) and isinstance(v, str) for k, v in structured.items()
-    ):
-        raise CorruptError(f"{STRUCTURED} is not a dict of names", where=str(path))
-    tensors: dict[str, Array] = {}
-    other: dict[str, Any] = {}
-    parts = value.pop(CHUNKED, {})
-    for key, v in value.items():
-        if not isinstance(key, str):
-            raise CorruptError(f"the dict has a key {_quoted(key)}, which is not a name", where=str(path))
-        if len(key) > MAX_NAME:
-            raise UnsupportedError(f"the name {_quoted(key)} is longer than {MAX_NAME} characters", where=str(path))
-        if isinstance(v, Array):
-            tensors[key] = v
-        else:
-            other[key] = v
-    chunks = _join(tensors, parts, path)
-    return PaddleFile(tensors, chunks, structured, other, info)
-
-
-def _join(tensors: dict[str, Array], parts: Any, path: Path) -> dict[str, tuple[Array, ...]]:
-    """Put tensors that were cut into the place of their parts (io_utils._pack_loaded_dict). Raises CorruptError."""
-    where = str(path)
-    if not isinstance(parts, dict):
-        raise CorruptError(f"{CHUNKED} is not a dict", where=where)
-    chunks: dict[str, tuple[Array, ...]] = {}
-    for name, entry in parts.items():
-        shape = entry.get("OriginShape") if isinstance(entry, dict) else None
-        names = entry.get("slices") if isinstance(entry, dict) else None
-        if (
-            not isinstance(name, str)
-            or not isinstance(shape, tuple | list)
-            or not isinstance(names, tuple | list)
-            or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
-            or not all(isinstance(n, str) for n in names)
-            or not names
-            or len(shape) > MAX_AXES
-        ):
-            raise CorruptError(f"{CHUNKED} does not say how the tensor {_quoted(name)} was cut", where=where)
-        lost = next((n for n in names if n not in tensors), None)
-        if lost is not None:
-            raise IncompleteError(f"part `{_printable(lost)}` of `{_printable(name)}` is not in the file", where=where)
-        held = tuple([tensors.pop(n) for n in dict.fromkeys(names)])
-        if len(held) != len(names) or name in tensors:
-            raise CorruptError(f"{CHUNKED} names a tensor twice in `{_printable(name)}`", where=where)
-        first = held[0]
-        count = sum(prod(a.shape) for a in held)
-        if any(a.dtype != first.dtype or a.fortran for a in held) or count != prod(shape):
-            raise CorruptError(
-                f"the {len(held)} parts of `{_printable(name)}` hold {count:,} elements, its shape {list(shape)}"
-                f" needs {prod(shape):,} of one dtype",
-                where=where,
-            )
-        chunks[name] = held
-    # Only now, so that no tensor put together is taken for a part of another.
-    for name, held in chunks.items():
-        tensors[name] = Array(
-            held[0].dtype, tuple(parts[name]["OriginShape"]), -1, sum(a.nbytes for a in held), held[0].path
-        )
-    return chunks
+    return value, machine.tell()

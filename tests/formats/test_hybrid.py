@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from ckpttool.catalog import SHARDED, Key, StoredTensor
-from ckpttool.containers.pickle import PaddleFile, read_paddle
+from ckpttool.containers.paddle_pickle import PaddleFile, read_paddle
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.base import ReadOptions, StoredCheckpoint
 from ckpttool.formats.paddle.hybrid import Hybrid, ZeroCost

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.containers.pickle import Array, Record, read_paddle, read_pickle
+from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
+from ckpttool.containers.pickle import Array, Record
 from ckpttool.containers.scratch import Scratch, scratch_file
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, OutputError, UnsupportedError
@@ -424,7 +425,7 @@ def test_values_that_no_checkpoint_has(tmp_path: Path, value: Any, words: str) -
 
 def test_protocols_that_are_not_read(tmp_path: Path) -> None:
     path = dump(tmp_path / "x", {"a": 1}, 0)
-    with pytest.raises(CorruptError, match="protocol 2 to 4"):
+    with pytest.raises(CorruptError, match="protocol 2 to 5"):
         read_pickle(path)
     path.write_bytes(b"\x80\x06N.")
     with pytest.raises(UnsupportedError, match="protocol 6"):
@@ -487,7 +488,7 @@ def test_a_file_that_fails_leaves_nothing_in_scratch(tmp_path: Path) -> None:
 
 def test_default_scratch_goes_with_the_process(tmp_path: Path) -> None:
     path = dump(tmp_path / "x", {"a": np.zeros(5000, "u1")}, 2)
-    code = "import sys; from pathlib import Path; from ckpttool.containers.pickle import read_pickle\n"
+    code = "import sys; from pathlib import Path; from ckpttool.containers.paddle_pickle import read_pickle\n"
     code += "p = read_pickle(Path(sys.argv[1]))['a'].path; assert p.exists(); print(p)"
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert not Path(done.stdout.strip()).exists()
@@ -512,7 +513,7 @@ def test_a_tensor_of_5_gib_costs_nothing(tmp_path: Path) -> None:
     code = """
 import resource, sys, time
 from pathlib import Path
-from ckpttool.containers.pickle import read_paddle
+from ckpttool.containers.paddle_pickle import read_paddle
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
 start = time.perf_counter()
 a = read_paddle(Path(sys.argv[1])).tensors["w"]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ckpttool.containers.pickle as reader
-from ckpttool.containers.pickle import read_paddle, read_pickle
+from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
 from ckpttool.containers.scratch import Scratch
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 
@@ -403,7 +403,8 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from ckpttool.containers.pickle import Scratch, read_paddle
+from ckpttool.containers.paddle_pickle import read_paddle
+from ckpttool.containers.pickle import Scratch
 with Scratch() as scratch:
     a = read_paddle(Path(sys.argv[1]), scratch).tensors["w"]
     assert a.nbytes == a.path.stat().st_size == 300_000_000, a

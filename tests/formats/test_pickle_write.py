@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.containers.pickle import Array, Record, read_paddle, read_pickle
+from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
+from ckpttool.containers.pickle import Array, Record
 from ckpttool.containers.pickle_write import _CODES, Hole, Instance, Written, layout_pickle, plain_pickle
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import UnsupportedError

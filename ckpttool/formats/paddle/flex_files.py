@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import DataFile, StoredTensor
-from ckpttool.containers.pickle import Record, read_paddle, read_pickle
+from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
+from ckpttool.containers.pickle import Record
 from ckpttool.containers.pickle_write import Instance, plain_pickle
 from ckpttool.containers.safetensors import read_header
 from ckpttool.containers.scratch import scratch_file

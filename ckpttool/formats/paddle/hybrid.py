@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import SHARDED, DataFile, FlatShard, Key, StoredTensor
-from ckpttool.containers.pickle import Array, PaddleFile, read_paddle
+from ckpttool.containers.paddle_pickle import PaddleFile, read_paddle
+from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
 from ckpttool.containers.scratch import scratch_file
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError

@@ -27,7 +27,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import RankTensor
-from ckpttool.containers.pickle import read_pickle
+from ckpttool.containers.paddle_pickle import read_pickle
 from ckpttool.containers.pickle_write import Hole, layout_pickle
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import IncompleteError, LayoutError, UnsupportedError, UsageError

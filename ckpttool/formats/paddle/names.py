@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpttool.containers.pickle import STRUCTURED, Array, read_paddle, read_pickle
+from ckpttool.containers.paddle_pickle import STRUCTURED, read_paddle, read_pickle
+from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import refuse_special
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.paddle.program_parts import Parameter, Problem

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import SHARDED, DataFile, FlatShard, StoredTensor
-from ckpttool.containers.pickle import CHUNKED, STRUCTURED, Array, read_paddle, read_pickle
+from ckpttool.containers.paddle_pickle import CHUNKED, STRUCTURED, read_paddle, read_pickle
+from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
 from ckpttool.containers.scratch import scratch_file
 from ckpttool.errors import IncompleteError, UnsupportedError

@@ -195,7 +195,7 @@ def _examine(listing: Listing, name: str, index: int, result: CheckResult) -> Ex
 
 def _read_pickle(name: str, path: Path, result: CheckResult) -> ExaminedFile:
     """A pickle of Paddle's. Whether one is sound shows only when it is read: no header says what is in it."""
-    from ckpttool.containers.pickle import read_pickle
+    from ckpttool.containers.paddle_pickle import read_pickle
 
     try:
         read_pickle(path)

@@ -66,7 +66,7 @@ def _named(names: Collection[str]) -> str:
 
 def _is_proven(path: Path) -> bool:
     """Whether it is a pickle of Paddle's, which spell an array with ``eval``: our reader takes that form only."""
-    from ckpttool.containers.pickle import read_pickle
+    from ckpttool.containers.paddle_pickle import read_pickle
 
     try:
         read_pickle(path)
