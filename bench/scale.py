@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ckpttool.checkpoint import OpenOptions
-from ckpttool.ops.reshard import Target, prepare
+from ckpttool.ops.reshard import prepare
+from ckpttool.targeting.target import Target
 from tests.helpers.hollow import CONFIGS, planned, program, published, trained
 
 V3, LLAMA, KIMI = CONFIGS["DeepSeek-V3"], CONFIGS["Llama-3.1-405B"], CONFIGS["Kimi-K2"]

@@ -46,6 +46,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("recipe",),
     ("execute",),
+    ("targeting",),
     ("ops",),
     ("report",),
     ("api", "__init__"),

@@ -32,12 +32,14 @@ from ckpttool.ops.inspect.diff import DiffResult, Tolerance
 from ckpttool.ops.inspect.diff import diff as _diff
 from ckpttool.ops.inspect.identity import Identity
 from ckpttool.ops.inspect.listing import list_tensors
-from ckpttool.ops.recode import Recoding, high
-from ckpttool.ops.reshard import Selection, Target, plan_recoded, plan_target
 from ckpttool.ops.values import one_of
 from ckpttool.quant.keep import Keep
 from ckpttool.quant.scheme import scheme
 from ckpttool.select import matching, nearest_hint
+from ckpttool.targeting.build import plan_recoded, plan_target
+from ckpttool.targeting.recode import Recoding, high
+from ckpttool.targeting.select import Selection
+from ckpttool.targeting.target import Target
 from ckpttool.words import short
 
 if TYPE_CHECKING:

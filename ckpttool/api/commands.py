@@ -24,11 +24,12 @@ from ckpttool.ops.fp8_size.stored import Wanted
 from ckpttool.ops.inspect.check import check as look
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.merge import MergeOptions, prepare, prepare_one
-from ckpttool.ops.recode import Recoding, high
-from ckpttool.ops.reshard import Selection, Target
 from ckpttool.ops.values import one_of, parse_count
 from ckpttool.recipe.flags import adapted, recipe_of
 from ckpttool.recipe.read import is_recipe, read_recipe
+from ckpttool.targeting.recode import Recoding, high
+from ckpttool.targeting.select import Selection
+from ckpttool.targeting.target import Target
 
 Source = str | PathLike[str] | Checkpoint
 """Where a checkpoint lies, what ``run`` has written, or one that is open."""

@@ -20,8 +20,8 @@ from ckpttool.ops.convert_json import convert as _convert
 from ckpttool.ops.drop_keys import PreparedDrop
 from ckpttool.ops.merge import PreparedMerge
 from ckpttool.ops.merge import execute as _merge
-from ckpttool.ops.reshard import Prepared
 from ckpttool.plan import Plan as Steps
+from ckpttool.targeting.build import Prepared
 from ckpttool.words import count, short
 
 LEAST_MEMORY = 4 << 20

@@ -58,7 +58,8 @@ def drop_keys(
     """Write SRC without some of its tensors; files that lose none stay as they are."""
     from ckpttool import report
     from ckpttool.ops.drop_keys import prepare
-    from ckpttool.ops.reshard import Selection, execute
+    from ckpttool.ops.reshard import execute
+    from ckpttool.targeting.select import Selection
 
     opened = open_options(
         fmt=from_,

@@ -95,10 +95,11 @@ def fp8_cast(
     """Write SRC with its weights quantised (FP8, MXFP4, NVFP4), or dequantised with --to."""
     from ckpttool import report
     from ckpttool.ops.fp8_cast import prepare
-    from ckpttool.ops.recode import Recoding
-    from ckpttool.ops.reshard import Selection, execute
+    from ckpttool.ops.reshard import execute
     from ckpttool.quant.keep import Keep
     from ckpttool.quant.scheme import scheme
+    from ckpttool.targeting.recode import Recoding
+    from ckpttool.targeting.select import Selection
 
     opened = open_options(
         fmt=from_,

@@ -171,9 +171,9 @@ def merge(
     """Write one checkpoint out of several, or out of the shards of one."""
     from ckpttool import report
     from ckpttool.ops.merge import MergeOptions, execute, prepare, prepare_one
-    from ckpttool.ops.reshard import Selection
     from ckpttool.recipe.flags import adapted, recipe_of
     from ckpttool.recipe.read import is_recipe, read_recipe
+    from ckpttool.targeting.select import Selection
 
     opened = open_options(
         fmt=from_,

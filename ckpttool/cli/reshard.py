@@ -97,7 +97,8 @@ def reshard(
 ) -> None:
     """Write SRC for another number of ranks, in another format or under other names."""
     from ckpttool import report
-    from ckpttool.ops.reshard import Selection, execute, prepare
+    from ckpttool.ops.reshard import execute, prepare
+    from ckpttool.targeting.select import Selection
 
     opened = open_options(
         fmt=from_,

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from ckpttool.checkpoint import OpenOptions
     from ckpttool.execute import RunOptions
-    from ckpttool.ops.recode import Recoding
-    from ckpttool.ops.reshard import Target
+    from ckpttool.targeting.recode import Recoding
+    from ckpttool.targeting.target import Target
 
 
 def numbers(text: str, option: str, *, runs: bool = False) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def sides(text: str, option: str) -> tuple[int, int] | None:
 
 def precision(dtype: str, option: str) -> str:
     """A dtype for dequantised weights, as the table has it."""
-    from ckpttool.ops.recode import high
+    from ckpttool.targeting.recode import high
 
     return high(dtype, option) if dtype else ""
 
@@ -96,8 +96,8 @@ def target_of(
     aoa: Path | None = None,
 ) -> Target:
     """How DST is to be written."""
-    from ckpttool.ops.components import COMPONENTS
-    from ckpttool.ops.reshard import Target
+    from ckpttool.targeting.components import COMPONENTS
+    from ckpttool.targeting.target import Target
 
     return Target(
         format=to,
@@ -124,8 +124,8 @@ def target_of(
 
 def recoding(dequant: str, requant: str) -> Recoding | None:
     """What becomes of quantised weights, None where they stay."""
-    from ckpttool.ops.recode import Recoding
     from ckpttool.quant.scheme import scheme
+    from ckpttool.targeting.recode import Recoding
 
     if dequant and requant:
         raise UsageError("--dequant and --requant exclude each other")

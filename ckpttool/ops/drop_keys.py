@@ -29,11 +29,14 @@ from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.scales import weight_of
 from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.listing import in_order, is_derived, source_files
-from ckpttool.ops.reshard import Prepared, Selection, Target, carried_below, left_out, plan_target, select
 from ckpttool.planner import build_plan
 from ckpttool.relate import DerivedTensor, TensorTable, identity, parameters
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import list_source
+from ckpttool.targeting.build import Prepared, plan_target
+from ckpttool.targeting.select import Selection, left_out, select
+from ckpttool.targeting.sidecars import carried_below
+from ckpttool.targeting.target import Target
 from ckpttool.words import count
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

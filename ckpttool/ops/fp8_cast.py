@@ -8,8 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
-from ckpttool.ops.recode import Recoding
-from ckpttool.ops.reshard import Prepared, Selection, Target, plan_recoded
+from ckpttool.targeting.build import Prepared, plan_recoded
+from ckpttool.targeting.recode import Recoding
+from ckpttool.targeting.select import Selection
+from ckpttool.targeting.target import Target
 
 
 def prepare(

@@ -13,7 +13,8 @@ from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
-    from ckpttool.ops.reshard import Prepared, ReshardResult
+    from ckpttool.ops.reshard import ReshardResult
+    from ckpttool.targeting.build import Prepared
 
 PLAN_SCHEMA = "ckpttool.fp8-cast-plan/1"
 CAST_SCHEMA = "ckpttool.fp8-cast/1"

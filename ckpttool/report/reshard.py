@@ -16,8 +16,9 @@ from ckpttool.words import count, short
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
     from ckpttool.mesh import Mesh
-    from ckpttool.ops.reshard import Prepared, ReshardResult
+    from ckpttool.ops.reshard import ReshardResult
     from ckpttool.plan import Output, Plan
+    from ckpttool.targeting.build import Prepared
 
 PLAN_SCHEMA = "ckpttool.plan/1"
 RESHARD_SCHEMA = "ckpttool.reshard/1"

@@ -118,12 +118,12 @@ def test_choices_are_those_of_the_code() -> None:
     from ckpttool.formats.paddle.config import TARGETS
     from ckpttool.formats.registry import FORMATS
     from ckpttool.kernels.merge import METHODS
-    from ckpttool.ops.components import COMPONENTS
     from ckpttool.ops.fp8_size import cache, stored
     from ckpttool.ops.fp8_size.answer import BY
     from ckpttool.ops.fp8_size.devices import GPUS
-    from ckpttool.ops.recode import HIGH
     from ckpttool.quant import keep, scheme
+    from ckpttool.targeting.components import COMPONENTS
+    from ckpttool.targeting.recode import HIGH
 
     assert {*choices.FORMATS, "pdparams"} == set(FORMATS)
     assert set(choices.TARGETS) == set(TARGETS)

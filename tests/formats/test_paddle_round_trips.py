@@ -149,7 +149,9 @@ def test_resume_gives_the_same_files(tmp_path: Path) -> None:
     src = UNIFIED / "nlp_llama_bf16_tp2_quantO1"
     reshard(src, tmp_path / "one", "--to", "flex", "--tp-out", 2)
     from ckpttool.checkpoint import open_checkpoint
-    from ckpttool.ops.reshard import Selection, Target, plan_target
+    from ckpttool.targeting.build import plan_target
+    from ckpttool.targeting.select import Selection
+    from ckpttool.targeting.target import Target
 
     digests = {
         plan_target(open_checkpoint(src), Target(format="flex", tp=2), Selection()).plan.digest() for _ in range(2)

@@ -66,7 +66,7 @@ import resource, sys
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.execute import NoProgress, RunOptions
 from ckpttool.ops import fp8_cast, reshard
-from ckpttool.ops.recode import Recoding
+from ckpttool.targeting.recode import Recoding
 from ckpttool.quant.scheme import scheme
 src, dst, recipe = sys.argv[1:]
 prepared = fp8_cast.prepare(src, OpenOptions(), Recoding(scheme(recipe)), reshard.Selection())

@@ -15,8 +15,9 @@ from ckpttool.layout.family import find_family, load_family
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.ops.fp8_size.model import load
 from ckpttool.ops.fp8_size.stored import Wanted, apply
-from ckpttool.ops.reshard import Target, prepare
+from ckpttool.ops.reshard import prepare
 from ckpttool.plan import Plan
+from ckpttool.targeting.target import Target
 from tests.convert_json import programs
 from tests.convert_json.programs import dumped, operator, parameter, record
 

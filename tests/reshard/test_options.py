@@ -574,7 +574,7 @@ def test_verify_catches_a_swapped_replica(src: Path, dst: Path, monkeypatch: pyt
         ]
         return build_plan(catalog, views, bad, file_layout, **more)
 
-    monkeypatch.setattr("ckpttool.ops.reshard.build_plan", swapped)
+    monkeypatch.setattr("ckpttool.targeting.build.build_plan", swapped)
     assert "k_proj" in refused(src, dst, "-q", "--tp-out", 8, "--verify", code=3)
 
 

@@ -687,7 +687,8 @@ def test_source_that_changes_is_noticed(tmp_path: Path) -> None:
     from ckpttool.checkpoint import OpenOptions
     from ckpttool.errors import CkptError
     from ckpttool.execute import NoProgress, RunOptions
-    from ckpttool.ops.reshard import Target, execute, prepare
+    from ckpttool.ops.reshard import execute, prepare
+    from ckpttool.targeting.target import Target
 
     src = hf(tmp_path)
     prepared = prepare(src, OpenOptions(), Target(tp=2))

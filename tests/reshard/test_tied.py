@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import VerifyError
 from ckpttool.execute import NoProgress, RunOptions
-from ckpttool.ops.reshard import Target, execute, prepare
+from ckpttool.ops.reshard import execute, prepare
 from ckpttool.relate import TensorTable
+from ckpttool.targeting.target import Target
 from tests.helpers.command import ckpttool, refused, reshard
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -179,7 +180,7 @@ def test_fp8_cast_leaves_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
     source = model(tmp_path / "src", same=True)
     done = ckpttool("fp8-cast", source, tmp_path / "dst", "--recipe", "channel", "--verify")
     assert done.code == 0, done.err
-    from ckpttool.ops import recode
+    from ckpttool.targeting import recode
 
     told = recode._Recoder._copy
     monkeypatch.setattr(

@@ -24,10 +24,12 @@ from ckpttool.ops import drop_keys, fp8_cast
 from ckpttool.ops.convert_json.convert import to_safetensors
 from ckpttool.ops.inspect.answer import InspectRequest, inspect
 from ckpttool.ops.inspect.tree import by_component, collapse
-from ckpttool.ops.recode import Recoding
-from ckpttool.ops.reshard import Selection, Target, prepare
+from ckpttool.ops.reshard import prepare
 from ckpttool.plan import Copy
 from ckpttool.quant.scheme import scheme
+from ckpttool.targeting.recode import Recoding
+from ckpttool.targeting.select import Selection
+from ckpttool.targeting.target import Target
 from tests.helpers.command import ckpttool
 from tests.helpers.hollow import CONFIGS, program, published, shards
 

@@ -18,12 +18,12 @@ from ckpttool.layout.family import Family, Transform, inverse
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.packed import Packing, Part, find_packing
 from ckpttool.layout.shapes import declared_tensors
-from ckpttool.ops.recode import high_precision
 from ckpttool.quant.coded import Codes, find_codes
 from ckpttool.quant.keep import Weight, is_conv1d
 from ckpttool.relate import apply_transforms, identity
 from ckpttool.storage.json_file import load_json
 from ckpttool.storage.listing import Listing, list_source
+from ckpttool.targeting.recode import high_precision
 
 CONFIG = "config.json"
 CONFIG_ALONE = "config"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SORTS = ("name", "size", "offset", "file")
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
-"""The order in which ``ops.components`` writes them; that module loads what a listing does not need."""
+"""The order in which ``targeting.components`` writes them; that module loads what a listing does not need."""
 
 
 class Row(NamedTuple):

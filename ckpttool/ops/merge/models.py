@@ -13,7 +13,6 @@ from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import inverse
 from ckpttool.ops.merge.form import is_paddle
-from ckpttool.ops.recode import high_precision, scaled
 from ckpttool.plan import Operand
 from ckpttool.planner import Operands
 from ckpttool.quant.coded import Coded, find_codes
@@ -27,6 +26,7 @@ from ckpttool.relate import (
     parameters,
     propagate_to_component,
 )
+from ckpttool.targeting.recode import high_precision, scaled
 
 
 @dataclass(slots=True)

@@ -28,13 +28,16 @@ from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import CARD, ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
 from ckpttool.ops.merge.words import VocabularyPlan
-from ckpttool.ops.recode import Recoding
-from ckpttool.ops.reshard import Prepared, Selection, Target, plan_recoded, plan_target, verify_output
 from ckpttool.plan import Plan, Randomness
 from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved, resolve
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
+from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
+from ckpttool.targeting.recode import Recoding
+from ckpttool.targeting.select import Selection
+from ckpttool.targeting.target import Target
+from ckpttool.targeting.verify import verify_output
 from ckpttool.vocabulary import TOKENIZER_FILES
 from ckpttool.words import some
 

@@ -25,12 +25,12 @@ from ckpttool.formats.config import quantization
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import Drop, DropCopy, DropLayers, Rename, Tie, Transform, inverse, matches
 from ckpttool.layout.packed import GLOBAL, INPUTS, Part, find_packing
-from ckpttool.ops.components import WEIGHTS
 from ckpttool.plan import Adapted, Operand, Scaled, Stored
 from ckpttool.planner import Computed, Ties
 from ckpttool.quant.coded import find_codes
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms
 from ckpttool.select import compile_pattern
+from ckpttool.targeting.components import WEIGHTS
 from ckpttool.words import count
 
 

@@ -1,0 +1,96 @@
+"""Small files beside the tensors: config.json, and what is generated, copied or left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ckpttool.catalog import DataFile
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.formats.base import FileLayout, WriteRequest, file_now
+from ckpttool.formats.paddle.config import TRAINER_FILES, published_config, with_fused_flags
+from ckpttool.mesh import Mesh
+from ckpttool.quant.config import DTYPE_FIELDS, with_fields
+from ckpttool.storage.below import files_below
+from ckpttool.storage.json_file import indented
+from ckpttool.storage.listing import is_index
+from ckpttool.words import some
+
+PARALLEL_FIELDS = {
+    "tp": (
+        "tensor_parallel_degree",
+        "tensor_model_parallel_size",
+        "tensor_parallel_size",
+        "tp_size",
+        "model_parallel_size",
+    ),
+    "pp": ("pipeline_parallel_degree", "pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size"),
+    "ep": ("expert_parallel_degree", "expert_model_parallel_size", "expert_parallel_size", "ep_size"),
+}
+"""Fields of a config that name a parallel size, in Paddle's, Megatron's and vLLM's words."""
+
+
+def beside(
+    source: Checkpoint,
+    request: WriteRequest,
+    file_layout: FileLayout,
+    written: Sequence[tuple[str, bytes]],
+    notes: list[str],
+) -> tuple[list[Path], list[tuple[str, bytes]]]:
+    """(files that are carried, files that are made) beside the tensors of the output."""
+    root = source.stored.root
+    made = [*file_layout.generated, *written]
+    own = root / "config.json"
+    carried = list(request.companions)
+    if own.is_file() and request.config == (source.stored.native_config or source.config):
+        carried.insert(0, own)
+    elif request.config:
+        made.insert(0, ("config.json", indented(request.config)))
+    left = [p.name for p in carried if p.name in file_layout.dropped]
+    if request.naming != "paddle":
+        unused = [p.name for p in carried if TRAINER_FILES.fullmatch(p.name)]
+        if unused:
+            notes.append(f"not carried, because only a trainer uses them: {some(unused)}")
+            carried = [p for p in carried if p.name not in unused]
+        left = [n for n in left if n not in unused]
+    if left:
+        notes.append(f"not carried, because they belong to the ranks of the source: {some(left)}")
+    gone = {*file_layout.dropped, *(name for name, _ in made), *(p.name for p in file_layout.copied)}
+    return [*file_layout.copied, *(p for p in carried if p.name not in gone)], made
+
+
+def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str]) -> list[tuple[str, DataFile]]:
+    """(name in DST, file) of what is carried from the subdirectories of SRC; a note says what is not.
+
+    ``taken`` are names of DST that are no directories.
+    """
+    if not (source.path.is_dir() or is_index(source.path.name)):
+        return []  # one file of a directory that may hold anything
+    root = source.stored.root
+    below = files_below(root, [f.path for f in source.stored.files])
+    left = list(map(str, below.left))
+    carried = []
+    for name in below.carried:
+        if taken.isdisjoint([name, *map(str, PurePosixPath(name).parents)]):
+            carried.append((name, file_now(root / name)))
+        else:
+            left.append(f"{name} (the output has a file of that name)")
+    if left:
+        notes.append(f"not carried from subdirectories: {some(left, 8)}")
+    return carried
+
+
+def target_config(source: Checkpoint, naming: str, names: Iterable[str], mesh: Mesh, dtype: str) -> dict[str, Any]:
+    """config.json for the target, whose tensors are called ``names``: fields that name parallel sizes, the dtype or the
+    form of the model are updated, the rest is kept."""
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep}
+    values: dict[str, Any] = {f: sizes[d] for d, fields in PARALLEL_FIELDS.items() for f in fields}
+    if dtype:
+        name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}[dtype]
+        values |= dict.fromkeys(DTYPE_FIELDS, name)
+    config = with_fields(source.config, values)
+    if naming == "paddle":
+        return with_fused_flags(config, {n.rsplit(".", 2)[-2] for n in names if n.count(".") > 1})
+    return published_config(config) if source.stored.naming == "paddle" and config else config

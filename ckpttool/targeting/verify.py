@@ -1,0 +1,85 @@
+"""``--verify``: the output is read back and compared with the source, without the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from ckpttool.catalog import Catalog, Key, StoredTensor
+from ckpttool.checkpoint import OpenOptions, assemble
+from ckpttool.errors import VerifyError
+from ckpttool.execute import Advance
+from ckpttool.execute.compare import compare_views
+from ckpttool.execute.compute import verify_computed
+from ckpttool.formats.base import ReadOptions
+from ckpttool.formats.registry import read_source
+from ckpttool.relate import DerivedTensor
+from ckpttool.targeting.account import Account
+from ckpttool.targeting.build import Prepared
+
+
+def verify_output(prepared: Prepared, written: Path, advance: Advance, *, memory: int) -> None:
+    """Read ``written`` back through its format's reader and compare every element with the source.
+
+    Knows nothing of the plan: the source side goes through pieces and views, the written side through its own headers.
+    What is dequantised or quantised is worked out once more, with ``memory`` bytes, and compared where it was written.
+    ``advance`` is told the bytes of ``written`` that are verified.
+    Raises VerifyError naming the first tensors that differ.
+    """
+    mesh = prepared.mesh
+    said = ReadOptions(mesh.tp, mesh.pp, mesh.ep, mesh.etp, mesh.layout)
+    stored = read_source(written, prepared.format, said)
+    out = assemble(stored, written, OpenOptions(prepared.format, said), prepared.family)
+    expected = prepared.views.table
+    # By the names that views have, which say the component too; a reader derives components that were not written.
+    components = {k.component for k in prepared.source.catalog.tensors}
+    tensors = {Key(str(k)): t for k, t in out.catalog.tensors.items() if k.component in components}
+    found = Catalog(out.catalog.files, tensors)
+    have = {k.name for k in found.tensors}
+    missing, extra = sorted(set(expected) - have), sorted(have - set(expected))
+    if missing or extra:
+        raise VerifyError(
+            f"the output has {len(extra)} unexpected tensors and lacks {len(missing)}: {(missing + extra)[0]}",
+            where=str(written),
+        )
+    _verify_nothing_lost(prepared)
+    real = len(prepared.source.catalog.files)
+    if prepared.computed is not None:
+        verify_computed(prepared.plan, written, memory, advance)
+    wrong = compare_views(
+        prepared.source.catalog,
+        [v for v in expected.values() if all(s.file < real for s in _stored(v))],
+        found,
+        cast=lambda name, _: prepared.dtypes[name],
+        check_replicas=True,
+        advance=advance,
+    )
+    if wrong:
+        raise VerifyError(
+            f"{len(wrong)} of {len(expected)} tensors differ from the source",
+            where=[str(w) for w in wrong[:5]],
+            hint="nothing was kept. This is a fault of ckpttool or of the disk: please report it with the command line",
+        )
+
+
+def _verify_nothing_lost(prepared: Prepared) -> None:
+    """Raises VerifyError for a tensor of the source that is left out for no reason."""
+    if prepared.target.aoa is not None:
+        return  # the statements say what is written
+    chosen, recoded = prepared.selection, prepared.recoded
+    account = partial(Account, statements=prepared.statements)
+    account(prepared.source, remove=chosen.remove, keep=chosen.keep, computed=prepared.computed).check(
+        prepared.views.table.values()
+    )
+    if recoded is not None:
+        account(recoded.source, remove=recoded.remove, keep=recoded.keep).check_recoded(
+            recoded.checkpoint.catalog, recoded.computed
+        )
+
+
+def _stored(view: DerivedTensor) -> Iterator[StoredTensor]:
+    """The stored tensors that a view takes elements from."""
+    for part in view.parts:
+        for piece in part.source.pieces:
+            yield piece.stored
