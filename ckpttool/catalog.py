@@ -1,7 +1,7 @@
 """The catalog: what a checkpoint holds, as logical tensors and the byte ranges that make them up.
 
     Catalog
-      files       DataFile: path, size, mtime of every file that holds tensor bytes
+      files       DataFile: place, size, tag of every file that holds tensor bytes
       tensors     LogicalTensor by key: the whole tensor as a one-rank model would hold it (dtype, global shape)
         pieces    Piece: "this box of that stored tensor is that box of this logical tensor"
           stored  StoredTensor: what one file holds: name, dtype, shape, (file, byte offset), strides, rank
@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, IncompleteError
 from ckpttool.geometry import Box, contiguous_strides, first_overlap, uncovered, whole
+from ckpttool.storage.place import DataFile
 from ckpttool.words import count
 
 
@@ -36,16 +36,6 @@ class Key(NamedTuple):
         if self.component == "model":
             return self.name
         return f"{self.component}/{self.name}" + (f"/{self.state}" if self.state else "")
-
-
-class DataFile(NamedTuple):
-    """A file with tensor bytes, as it was when its header was read."""
-
-    path: Path
-    size: int
-    mtime_ns: int
-    label: str = ""
-    """What plans call a file whose path is another in every run (decoded scratch files); "" is the path."""
 
 
 class StoredTensor(NamedTuple):
@@ -296,7 +286,7 @@ def _tiling(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> _Tiling:
 
 def _place(stored: StoredTensor, files: list[DataFile]) -> str:
     end = stored.offset + stored.nbytes
-    return f"{files[stored.file].path} [bytes {stored.offset:,}..{end:,}) `{stored.name}` {list(stored.shape)}"
+    return f"{files[stored.file].place} [bytes {stored.offset:,}..{end:,}) `{stored.name}` {list(stored.shape)}"
 
 
 @dataclass(slots=True)

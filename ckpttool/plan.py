@@ -266,7 +266,7 @@ class Source:
 
     path: str
     size: int
-    mtime_ns: int
+    tag: str
     label: str = ""
     """Stands for the path in the digest, where that is another in every run."""
 
@@ -284,7 +284,7 @@ class Output:
     """Path of a companion file whose bytes become this file (no units then); "" otherwise."""
     link: bool = False
     """Whether a carried file may share its bytes with the other one (a reflink or a hard link)."""
-    mtime_ns: int = 0
+    tag: str = "0"
     """Of the companion file when this plan was made."""
 
     def __post_init__(self) -> None:
@@ -492,9 +492,9 @@ class Plan:
     def _lines(self) -> Iterator[bytes]:
         # File names need not be UTF-8, and tensor names come from other people's headers.
         for s in self.sources:
-            yield os.fsencode(f"source {s.label or s.path} {s.size} {s.mtime_ns}\n")
+            yield os.fsencode(f"source {s.label or s.path} {s.size} {s.tag}\n")
         for o in self.outputs:
-            yield os.fsencode(f"output {o.name} {o.size} {o.carried} {o.mtime_ns}{' link' if o.link else ''}\n")
+            yield os.fsencode(f"output {o.name} {o.size} {o.carried} {o.tag}{' link' if o.link else ''}\n")
             for offset, data in o.literals:
                 yield f"{offset} ".encode() + data
         if self.randomness is not None:

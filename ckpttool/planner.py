@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import Catalog, DataFile, LogicalTensor, Pad, Piece, RankTensor
+from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, RankTensor
 from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError
 from ckpttool.formats.base import FileLayout
@@ -39,6 +39,7 @@ from ckpttool.plan import (
     merged_axes,
 )
 from ckpttool.relate import NONE, DerivedTensor, EqualPair, Region, Tied
+from ckpttool.storage.place import DataFile
 
 
 def output_dtype(names: Collection[str], wanted: str, packed: Collection[str] = ()) -> Callable[[str, str], str]:
@@ -112,9 +113,9 @@ def build_plan(
     while work:  # each goes when it is packed
         job = work.pop()
         units.add(job.name, job.steps, job.labels, job.targets)
-    sources = [Source(str(f.path), f.size, f.mtime_ns, f.label) for f in catalog.files]
+    sources = [Source(str(f.place), f.size, f.tag, f.label) for f in catalog.files]
     for name, given in carried:
-        outputs.append(Output(name, given.size, (), str(given.path), name in linked, given.mtime_ns))
+        outputs.append(Output(name, given.size, (), str(given.place), name in linked, given.tag))
     for name, data in literal_files:
         outputs.append(Output(name, len(data), ((0, data),)))
     randomness = computed.randomness if computed is not None else None

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from ckpttool.catalog import Catalog, DataFile
+from ckpttool.catalog import Catalog
 from ckpttool.dtypes import CASTABLE
 from ckpttool.errors import ConflictError, UnsupportedError
 from ckpttool.relate import DerivedTensor
+from ckpttool.storage.place import DataFile
 
 Format = Literal["peft", "paddle"]
 Kind = Literal["linear", "embedding", "stacked"]

@@ -78,7 +78,7 @@ def _catalog(listing: Listing, stem: str, component: str = "model") -> Catalog:
             first = tensors[key].pieces[0].stored.file
             raise ConflictError(
                 f"tensor `{t.name}` is in two files of the adapter",
-                where=[str(files[first].path), str(files[t.file].path)],
+                where=[str(files[first].place), str(files[t.file].place)],
                 hint="these may be the files of tensor-parallel ranks: save the adapter merged",
             )
         tensors[key] = whole_tensor(t, key)

@@ -76,7 +76,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def close(self) -> None:
         """Give back what opening took: temporary files of what had to be decoded. Nothing can be read afterwards."""
         self._closed = True
-        DEFAULT.release(f.path for f in self.opened.catalog.files)
+        DEFAULT.release(f.place for f in self.opened.catalog.files)
 
     @property
     def path(self) -> Path:

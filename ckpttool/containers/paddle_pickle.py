@@ -11,7 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import DataFile
 from ckpttool.containers.pickle import (
     MAX_AXES,
     NUMPY,
@@ -27,6 +26,7 @@ from ckpttool.containers.pickle import (
 from ckpttool.containers.safetensors import MAX_NAME
 from ckpttool.containers.scratch import Scratch
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpttool.storage.place import DataFile
 
 STRUCTURED = "StructuredToParameterName@@"
 CHUNKED = "UnpackBigParamInfor@@"

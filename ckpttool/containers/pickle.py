@@ -39,9 +39,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ckpttool.catalog import DataFile
 from ckpttool.containers.scratch import DEFAULT, Scratch, no_scratch
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.storage.place import DataFile
 
 MAX_VALUES = 1 << 26
 """Values in containers, remembered values and stack entries, each: metadata of a million shards has 45 million."""
@@ -264,7 +264,7 @@ class Machine:
 
     def __init__(self, fd: int, info: DataFile, vocabulary: Vocabulary, scratch: Scratch, begin: int, end: int) -> None:
         self.fd = fd
-        self.path, self.begin, self.size, self.info = info.path, begin, end, info
+        self.path, self.begin, self.size, self.info = info.place, begin, end, info
         self.vocabulary = vocabulary
         self.plain_types = _PLAIN | vocabulary.plain
         self.scratch = scratch
@@ -992,8 +992,7 @@ def opened(path: Path) -> Iterator[tuple[int, DataFile]]:
     """
     try:
         with path.open("rb", buffering=0) as f:
-            stat = os.fstat(f.fileno())
-            yield f.fileno(), DataFile(path, stat.st_size, stat.st_mtime_ns)
+            yield f.fileno(), DataFile.at(path, os.fstat(f.fileno()))
     except FileNotFoundError:
         raise IncompleteError("the file does not exist", where=str(path)) from None
     except IsADirectoryError:

@@ -21,10 +21,11 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import DataFile, StoredTensor
+from ckpttool.catalog import StoredTensor
 from ckpttool.dtypes import DTYPES, ORDER, nbytes
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.identify import identify
+from ckpttool.storage.place import DataFile
 
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
@@ -73,7 +74,7 @@ def read_raw(path: Path) -> tuple[DataFile, bytes]:
         refuse_special(path)
         with path.open("rb", buffering=0) as f:
             stat = os.fstat(f.fileno())
-            info = DataFile(path, stat.st_size, stat.st_mtime_ns)
+            info = DataFile.at(path, stat)
             # One read is enough for nearly every header.
             first = f.read(65536)
             if len(first) < 8:

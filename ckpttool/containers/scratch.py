@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from ckpttool.catalog import DataFile
 from ckpttool.errors import CorruptError, OutputError
+from ckpttool.storage.place import DataFile
 
 
 @dataclass(eq=False)
@@ -64,21 +64,16 @@ class Scratch:
         Raises CorruptError when the source changed while it was decoded: nobody looks at it again later. OutputError
         when the file cannot be given its time.
         """
-        try:
-            now = source.path.stat()
-            same = (now.st_size, now.st_mtime_ns) == (source.size, source.mtime_ns)
-        except OSError:
-            same = False
-        if not same:
+        if not source.is_unchanged():
             raise CorruptError(
-                "a source has changed while it was read", where=str(source.path), hint="repeat the command"
+                "a source has changed while it was read", where=str(source.place), hint="repeat the command"
             )
         try:
-            os.utime(path, ns=(source.mtime_ns, source.mtime_ns))
+            os.utime(path, ns=(int(source.tag),) * 2)
         except OSError as e:
             raise no_scratch(e, str(path)) from None
-        label = f"{source.path} decoded" + (f": {what}" if what else "")
-        self.files[path] = DataFile(path, path.stat().st_size, source.mtime_ns, label)
+        label = f"{source.place} decoded" + (f": {what}" if what else "")
+        self.files[path] = DataFile(path, path.stat().st_size, source.tag, label)
         return self.files[path]
 
     def release(self, paths: Iterable[Path]) -> None:

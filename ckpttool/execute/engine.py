@@ -41,6 +41,7 @@ from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgre
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate
 from ckpttool.execute.worker import ComputeWorker, Job, is_known, order, server
 from ckpttool.plan import Plan
+from ckpttool.storage.place import DataFile
 
 _MIB = 1 << 20
 _SMALLEST_ARENA = 64 << 10
@@ -213,22 +214,10 @@ class _Run:
     def _check_sources(self) -> None:
         """Raises CorruptError when a source is not the file that was planned."""
         for s in self.plan.sources:
-            try:
-                st = Path(s.path).stat()
-            except OSError as e:
-                raise CorruptError(f"a source cannot be read: {e.strerror}", where=s.path) from e
-            if st.st_size != s.size or st.st_mtime_ns != s.mtime_ns:
-                raise CorruptError("a source has changed since it was planned", where=s.path, hint="repeat the command")
+            _check_source(s.path, s.size, s.tag)
         for o in self.plan.outputs:
             if o.carried:
-                try:
-                    st = Path(o.carried).stat()
-                except OSError as e:
-                    raise CorruptError(f"a source cannot be read: {e.strerror}", where=o.carried) from e
-                if st.st_size != o.size or st.st_mtime_ns != o.mtime_ns:
-                    raise CorruptError(
-                        "a source has changed since it was planned", where=o.carried, hint="repeat the command"
-                    )
+                _check_source(o.carried, o.size, o.tag)
 
     # -- prepare
 
@@ -614,6 +603,15 @@ class _Run:
             return error
         self.destination.close()
         return _resumable(error)
+
+
+def _check_source(path: str, size: int, tag: str) -> None:
+    try:
+        now = DataFile.at(Path(path))
+    except OSError as e:
+        raise CorruptError(f"a source cannot be read: {e.strerror}", where=path) from e
+    if (now.size, now.tag) != (size, tag):
+        raise CorruptError("a source has changed since it was planned", where=path, hint="repeat the command")
 
 
 def _resumable(error: BaseException) -> BaseException:

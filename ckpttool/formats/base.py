@@ -10,11 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
-from ckpttool.catalog import Catalog, DataFile, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.containers.safetensors import lay_out, read_header, tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, Listing, is_index
+from ckpttool.storage.place import DataFile
 
 _LARGE = 1 << 16
 """Bytes of a header that is deflated until it is written."""
@@ -246,10 +247,9 @@ def file_now(path: Path) -> DataFile:
     Raises CorruptError when it has gone since it was listed.
     """
     try:
-        stat = path.stat()
+        return DataFile.at(path)
     except OSError as e:
         raise CorruptError(f"a source cannot be read: {e.strerror}", where=str(path)) from e
-    return DataFile(path, stat.st_size, stat.st_mtime_ns)
 
 
 def companions(listing: Listing, weights: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:

@@ -120,7 +120,7 @@ class HuggingFace:
         names, found, index, notes = _shards(listing)
         files, tensors, metadata = read_files(listing, [(n, 0) for n in names])
         mapped: Mapping[str, str] = index or {}
-        shards = [f.path.name for f in files]
+        shards = [f.place.name for f in files]
         seen: dict[str, int] = {}
         keep = []
         for t in tensors:
@@ -133,7 +133,7 @@ class HuggingFace:
             if mapped.get(t.name) not in (a, b):
                 raise ConflictError(
                     f"tensor `{t.name}` is in two shards",
-                    where=[str(files[other].path), str(files[t.file].path)],
+                    where=[str(files[other].place), str(files[t.file].place)],
                     hint="remove the stale shard; or drop --from and pass the number of ranks: --tp N",
                 )
             notes.append(f"`{t.name}` is in {a} and {b}; the index says {mapped[t.name]}")

@@ -21,7 +21,7 @@ from math import lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import Catalog, DataFile, Key, LogicalTensor, Pad, Piece, RankTensor, StoredTensor, logical_tensor
+from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, RankTensor, StoredTensor, logical_tensor
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import (
@@ -39,6 +39,7 @@ from ckpttool.formats.base import (
 from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import DataFile
 
 _OURS = r"rank-(?P<rank>\d{5})-of-(?P<world>\d{5})\.safetensors"
 _COMMON = (
@@ -87,7 +88,7 @@ class Ranks:
         mesh = Mesh()
         for r in range(world):
             head = read_header(listing.path(names[r]), r, r)
-            mine = _record(head.metadata, head.file.path, r)
+            mine = _record(head.metadata, head.file.place, r)
             recorded = mine.pop("tensors")  # not kept: it is larger than what becomes of it
             if not r:
                 rec, mesh = mine, Mesh.from_json(mine["mesh"])
@@ -100,13 +101,13 @@ class Ranks:
             if mine["mesh"] != rec["mesh"] or mine.get("family") != rec.get("family"):
                 raise ConflictError(
                     f"rank {r} was written for another mesh than rank 0",
-                    where=[str(files[0].path), str(head.file.path)],
+                    where=[str(files[0].place), str(head.file.place)],
                     hint="the files belong to different checkpoints",
                 )
             files.append(head.file)
             tensors += head.tensors
             for t in head.tensors:
-                _add(groups, t, recorded.get(t.name), head.file.path, cuts)
+                _add(groups, t, recorded.get(t.name), head.file.place, cuts)
         logical: dict[Key, LogicalTensor] = {}
         for name, (shape, pieces, pads) in groups.items():
             key = Key(name)

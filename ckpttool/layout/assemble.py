@@ -17,7 +17,6 @@ from typing import Any
 from ckpttool.catalog import (
     SHAPE_FROM_RULES,
     Catalog,
-    DataFile,
     Key,
     LogicalTensor,
     Pad,
@@ -44,6 +43,7 @@ from ckpttool.layout.rules import (
 )
 from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, single_block, weight_of
 from ckpttool.mesh import Coords, share
+from ckpttool.storage.place import DataFile
 
 LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d{1,18})(?![^.])")
 """The layer number of a name in any naming."""
@@ -187,7 +187,10 @@ class Assembler:
                     raise ConflictError(
                         f"{length} of the {tensor.shape[axis]} rows of `{name}` would be those of the query, by the"
                         f" numbers of heads in config.json, but `{output}` takes {columns}",
-                        where=[place.rule.place, *sorted({str(self.files[p.stored.file].path) for p in tensor.pieces})],
+                        where=[
+                            place.rule.place,
+                            *sorted({str(self.files[p.stored.file].place) for p in tensor.pieces}),
+                        ],
                         hint="check num_attention_heads and num_key_value_heads in config.json",
                     )
 
@@ -262,7 +265,7 @@ class Assembler:
                 if rule.grouped and expected and base and base[0] != expected:
                     raise ConflictError(
                         f"tensor `{name}` holds {base[0]} experts in all, config.json says {expected}",
-                        where=[str(self.files[first.file].path), rule.place],
+                        where=[str(self.files[first.file].place), rule.place],
                         hint="check --ep of the source: the ranks may each hold a share of the experts",
                     )
                 if rule.verb == "vocab" and cutting.pad_vocab and base:
@@ -273,7 +276,7 @@ class Assembler:
                     if rows < vocab:
                         raise ConflictError(
                             f"tensor `{name}` has {rows} rows on {mesh.tp} ranks, config.json says {vocab}",
-                            where=[str(self.files[first.file].path), rule.place],
+                            where=[str(self.files[first.file].place), rule.place],
                             hint="check --tp of the source and vocab_size in config.json",
                         )
             shape = tuple(-(-n // b) if b else 1 for n, b in zip(base, unit, strict=True)) if unit else base
@@ -302,7 +305,7 @@ class Assembler:
         if name not in self.wholes:
             raise LayoutError(
                 f"the shape of `{name}` is not known: its files hold runs of elements, and there is no such weight",
-                where=str(self.files[0].path.parent),
+                where=str(self.files[0].place.parent),
             )
         base, bias = self.wholes[name], is_bias(name)
         return [
@@ -340,7 +343,7 @@ class Assembler:
             f"tensor `{name}` of rank {t.rank} is {list(t.shape)}, but {mesh} of a {list(shape)} tensor is"
             f" {list(local.shape)}",
             where=[
-                str(self.files[t.file].path),
+                str(self.files[t.file].place),
                 place.rule.place,
                 f"(the whole shape follows from rank {first.rank}'s {list(first.shape)})",
             ],
@@ -389,7 +392,7 @@ def whole_catalog(files: list[DataFile], stored: Iterable[StoredTensor], *, copi
         if not copies or first.stored.shape != t.shape:
             raise ConflictError(
                 f"tensor `{t.name}` is in two files",
-                where=[str(files[first.stored.file].path), str(files[t.file].path)],
+                where=[str(files[first.stored.file].place), str(files[t.file].place)],
                 hint="remove the stale file, or keep an index that says which one counts",
             )
         tensors[key].replicas = (*tensors[key].replicas, Piece(t, first.stored_box, first.logical_box))

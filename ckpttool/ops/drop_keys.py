@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import Catalog, DataFile, Key, RankTensor, StoredTensor, whole_tensor
+from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, refuse_empty
 from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.errors import UsageError
@@ -33,6 +33,7 @@ from ckpttool.planner import build_plan
 from ckpttool.relate import DerivedTensor, TensorTable, identity, parameters
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import list_source
+from ckpttool.storage.place import DataFile
 from ckpttool.targeting.build import Prepared, plan_target
 from ckpttool.targeting.select import Selection, left_out, select
 from ckpttool.targeting.sidecars import carried_below
@@ -158,7 +159,7 @@ def _in_place(
         else:
             lost[t.file] = True
     kept = [i for i, tensors in enumerate(held) if tensors]
-    names = _names([files[i].path.name for i in kept], [f.path.name for f in files])
+    names = _names([files[i].place.name for i in kept], [f.place.name for f in files])
     rewritten = [(i, name) for i, name in zip(kept, names, strict=True) if lost[i]]
     stay = [(i, name) for i, name in zip(kept, names, strict=True) if not lost[i]]
     tensors = [
@@ -166,7 +167,7 @@ def _in_place(
         for i, _ in rewritten
     ]
     groups = [
-        (name, 0, group, read_header(files[i].path).metadata or None)
+        (name, 0, group, read_header(files[i].place).metadata or None)
         for (i, name), group in zip(rewritten, tensors, strict=True)
     ]
     index = source.stored.native.found or source.stored.native.index
@@ -228,16 +229,16 @@ def _keep_unified(source: Checkpoint, lost: Collection[str]) -> list[_UnifiedFil
     out: list[_UnifiedFile] = []
     stems: dict[str, list[int]] = {}
     for f in source_files(source.stored.files):
-        stem = f.path.name.split(".")[0].split("-")[0]
-        if f.path.parent != root or stem not in STEMS:
+        stem = f.place.name.split(".")[0].split("-")[0]
+        if f.place.parent != root or stem not in STEMS:
             return None
-        tensors = read_header(f.path).tensors
+        tensors = read_header(f.place).tensors
         held = [t for t in tensors if _parameter(t.name, STEMS[stem]) not in lost]
-        numbered = NUMBERED.match(f.path.name)
+        numbered = NUMBERED.match(f.place.name)
         # What a rank wrote stays even when nothing is left in it: the files of all ranks must be there.
         if held or not numbered:
             stems.setdefault(stem, []).append(len(out))
-            out.append(_UnifiedFile(f, f.path.name, STEMS[stem], held, len(held) < len(tensors)))
+            out.append(_UnifiedFile(f, f.place.name, STEMS[stem], held, len(held) < len(tensors)))
         else:
             stems.setdefault(stem, [])
     for stem, found in stems.items():
@@ -275,7 +276,7 @@ def _in_unified(
             box = whole(t.shape)
             tensors.append(RankTensor(t.name, t.dtype, t.shape, key.name, t.shape, ((box, box),)))
         ranks.append(tensors)
-        groups.append((k.name, i, tensors, read_header(k.file.path).metadata or None))
+        groups.append((k.name, i, tensors, read_header(k.file.place).metadata or None))
     literal = [
         (f"{stem}.safetensors.index.json", data) for stem in STEMS if (data := _unified_index(source, stem, kept, lost))
     ]
@@ -330,7 +331,7 @@ def _unified_index(source: Checkpoint, stem: str, kept: Sequence[_UnifiedFile], 
     component = STEMS[stem]
     old = data.get("weight_map")
     if isinstance(old, dict):
-        renamed = {k.file.path.name: k.name for k in kept}
+        renamed = {k.file.place.name: k.name for k in kept}
         data["weight_map"] = {
             n: renamed.get(file, file) for n, file in old.items() if _parameter(n, component) not in lost
         }

@@ -305,7 +305,7 @@ def show_list(listing: Listing, *, as_json: bool) -> None:
 def _file_names(listing: Listing) -> list[str]:
     from ckpttool.ops.inspect.listing import relative
 
-    return [relative(f.path, listing.stored.root) for f in listing.files]
+    return [relative(f.place, listing.stored.root) for f in listing.files]
 
 
 def show_files(listing: Listing, files: Sequence[FileRow], *, as_json: bool) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ckpttool.catalog import DataFile
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.formats.base import FileLayout, WriteRequest, file_now
 from ckpttool.formats.paddle.config import TRAINER_FILES, published_config, with_fused_flags
@@ -16,6 +15,7 @@ from ckpttool.quant.config import DTYPE_FIELDS, with_fields
 from ckpttool.storage.below import files_below
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import is_index
+from ckpttool.storage.place import DataFile
 from ckpttool.words import some
 
 PARALLEL_FIELDS = {
@@ -69,7 +69,7 @@ def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str])
     if not (source.path.is_dir() or is_index(source.path.name)):
         return []  # one file of a directory that may hold anything
     root = source.stored.root
-    below = files_below(root, [f.path for f in source.stored.files])
+    below = files_below(root, [f.place for f in source.stored.files])
     left = list(map(str, below.left))
     carried = []
     for name in below.carried:

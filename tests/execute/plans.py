@@ -30,7 +30,7 @@ def source(path: Path, data: bytes) -> Source:
     if not path.exists() or path.read_bytes() != data:
         path.write_bytes(data)
     st_ = path.stat()
-    return Source(str(path), st_.st_size, st_.st_mtime_ns)
+    return Source(str(path), st_.st_size, str(st_.st_mtime_ns))
 
 
 def pattern(nbytes: int, seed: int = 0) -> bytes:

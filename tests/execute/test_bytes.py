@@ -98,7 +98,7 @@ def test_steps_of_other_kinds(tmp_path: Path) -> None:
     outputs = [
         Output("x.bin", 71, ((0, b"header"),)),
         *[
-            Output(name, path.stat().st_size, carried=str(path), mtime_ns=path.stat().st_mtime_ns)
+            Output(name, path.stat().st_size, carried=str(path), tag=str(path.stat().st_mtime_ns))
             for name, path in (("deep/er/config.json", tmp_path / "config.json"), ("empty", tmp_path / "empty"))
         ],
         Output("index.json", 4, ((0, b"null"),)),

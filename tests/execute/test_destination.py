@@ -280,7 +280,7 @@ def test_a_sync_that_fails_once(tmp_path: Path, plan: Plan, monkeypatch: pytest.
 def test_a_companion_that_changes(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "src/config.json"
     config.write_text("{1}")
-    outputs = [*plan.outputs, Output("config.json", 3, carried=str(config), mtime_ns=config.stat().st_mtime_ns)]
+    outputs = [*plan.outputs, Output("config.json", 3, carried=str(config), tag=str(config.stat().st_mtime_ns))]
     changing = replace(plan, outputs=outputs)
     sync = files.FilePool.sync
 

@@ -235,7 +235,7 @@ def test_what_is_not_finite_is_named(tmp_path: Path, name: str) -> None:
     data = np.fromfile(path, np.uint8)
     data[8:].view(BF16).reshape(2, 40, 64)[1, 31, 5] = -np.inf
     path.write_bytes(data.tobytes())
-    os.utime(path, ns=(plan.sources[0].mtime_ns, plan.sources[0].mtime_ns))
+    os.utime(path, ns=(int(plan.sources[0].tag),) * 2)
     with pytest.raises(CorruptError) as caught:
         run(plan, tmp_path / "dst", RunOptions())
     assert "`w` is -inf at [1, 31, 5]" in caught.value.what

@@ -176,7 +176,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 def _elements(found: Catalog, p: Piece) -> Array:
     s = p.stored
     dtype = numpy_dtype(s.dtype)
-    raw = found.files[s.file].path.read_bytes()
+    raw = found.files[s.file].place.read_bytes()
     strides = [n * dtype.itemsize for n in s.element_strides]
     whole_ = np.ndarray(s.shape, dtype, raw, s.offset, strides)
     return np.array(whole_[_slices(p.stored_box)], order="C")

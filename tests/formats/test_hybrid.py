@@ -323,7 +323,7 @@ def bits_of(ck: StoredCheckpoint, t: StoredTensor) -> Bits:
         assert not whole[size:].any(), "padding is zero"
         return whole[:size].reshape(t.shape)
     width = WIDTH[t.dtype]
-    run = np.fromfile(ck.files[t.file].path, width, int(np.prod(t.shape)), offset=t.offset)
+    run = np.fromfile(ck.files[t.file].place, width, int(np.prod(t.shape)), offset=t.offset)
     if t.strides is None:
         return run.reshape(t.shape)
     return np.lib.stride_tricks.as_strided(run, t.shape, [s * width.itemsize for s in t.strides])

@@ -781,7 +781,7 @@ def test_the_reader_finds_the_same_elements(
     assert (stored.mesh.tp, stored.mesh.pp, stored.mesh.ep, stored.sharding) == (mesh.tp, mesh.pp, mesh.ep, shards)
 
     def elements(t: StoredTensor) -> Array:
-        path = stored.files[t.file].path
+        path = stored.files[t.file].place
         return np.fromfile(path, NUMPY[t.dtype], prod(t.shape), offset=t.offset).reshape(t.shape)
 
     found = set()

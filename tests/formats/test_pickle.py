@@ -133,7 +133,7 @@ def test_state_dict_equals_the_tensors_it_was_saved_from(name: str) -> None:
         assert np.array_equal(load(array), wanted[key])
     assert file.structured.keys() == file.tensors.keys()
     assert file.structured["fc.weight"] == "linear_0.w_0"
-    assert file.info.path == FIXTURES / name
+    assert file.info.place == FIXTURES / name
     assert file.info.size == (FIXTURES / name).stat().st_size
     assert (file.chunks, file.other) == ({}, {})
 
@@ -449,7 +449,7 @@ def test_scratch(tmp_path: Path) -> None:
     place = read["a"].path
     info = scratch_file(place, scratch)
     assert info is not None
-    assert (info.size, info.mtime_ns) == (3_002_004, path.stat().st_mtime_ns)
+    assert (info.size, info.tag) == (3_002_004, str(path.stat().st_mtime_ns))
     assert str(path) in info.label
     assert scratch_file(path, scratch) is None
     scratch.close()

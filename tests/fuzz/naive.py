@@ -80,8 +80,8 @@ class Placement:
     def __init__(self, checkpoint: Checkpoint) -> None:
         root = checkpoint.path
         files = checkpoint.catalog.files
-        self.known = {f.path.name: self._entries(f.path) for f in files}
-        spans = {f.path.name: self._spans(f.path) for f in files}
+        self.known = {f.place.name: self._entries(f.place) for f in files}
+        spans = {f.place.name: self._spans(f.place) for f in files}
         self.tensors: dict[str, tuple[tuple[int, ...], int, list[_Part]]] = {}
         self.root = root
         for key, logical in checkpoint.catalog.tensors.items():
@@ -89,7 +89,7 @@ class Placement:
             for p in logical.pieces:
                 if p.stored.dtype != logical.dtype and {p.stored.dtype, logical.dtype} != {"U16", "BF16"}:
                     break  # rounded on reading: only compared with the undamaged checkpoint
-                file = files[p.stored.file].path.name
+                file = files[p.stored.file].place.name
                 held = [(n, p.stored.offset - a) for n, (a, b) in spans[file].items() if a <= p.stored.offset < b]
                 strides = p.stored.strides or tuple(
                     int(np.prod(p.stored.shape[i + 1 :])) for i in range(len(p.stored.shape))

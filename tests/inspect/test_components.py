@@ -387,7 +387,7 @@ def test_copies_of_a_state_that_shards_share(tmp_path: Path) -> None:
     catalog = open_checkpoint(folder).catalog
     tensor = next(t for t in catalog if t.key.state == "beta1_pow_acc_0" and t.replicas)
     held = tensor.replicas[0].stored
-    overwrite(catalog.files[held.file].path, held.offset, b"\0\0\0\x3f")
+    overwrite(catalog.files[held.file].place, held.offset, b"\0\0\0\x3f")
     assert [i for i, _ in findings(folder, "--values")] == ["replica"]
     assert findings(folder, "--values", "--only", "model", "--only", "ema") == []
 

@@ -25,7 +25,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import Catalog, DataFile, Key, LogicalTensor, Piece, RankTensor, StoredTensor, logical_tensor
+from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, RankTensor, StoredTensor, logical_tensor
 from ckpttool.containers.pickle_write import Hole, layout_pickle
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, UsageError
@@ -55,6 +55,7 @@ from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh, share
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import shared_config
+from ckpttool.storage.place import DataFile
 
 MASTER = "w_0"
 """Suffix of a master weight's key."""

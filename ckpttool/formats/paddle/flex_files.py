@@ -29,7 +29,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import DataFile, StoredTensor
+from ckpttool.catalog import StoredTensor
 from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
 from ckpttool.containers.pickle import Record
 from ckpttool.containers.pickle_write import Instance, plain_pickle
@@ -39,6 +39,7 @@ from ckpttool.dtypes import parse
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import Box, from_flat
 from ckpttool.storage.listing import natural
+from ckpttool.storage.place import DataFile
 
 METADATA = re.compile(r"\d+\.metadata")
 DATA = re.compile(r"(\d+)_\d+\.(?:distcp|safetensors)")
@@ -409,7 +410,7 @@ def _read_data(path: Path, file: int) -> tuple[dict[str, _Array], DataFile]:
 
 def _held(shard: Shard, array: _Array, info: DataFile, file: int, metadata: Path) -> Held:
     """The bytes of a shard. Raises ConflictError when its file has another shape or dtype than the metadata."""
-    where = [str(info.path), str(metadata)]
+    where = [str(info.place), str(metadata)]
     want = shard.shape if shard.run is None else (shard.run[1] - shard.run[0],)
     if array.shape != want:
         raise ConflictError(
@@ -475,7 +476,7 @@ def _check_parts(key: str, held: Sequence[Held], files: Sequence[DataFile]) -> N
             elif first[0] != stored.dtype:
                 raise ConflictError(
                     f"tensor `{key}` is {first[0]} in one file and {stored.dtype} in another",
-                    where=[str(files[first[1]].path), str(files[stored.file].path)],
+                    where=[str(files[first[1]].place), str(files[stored.file].place)],
                     hint="files of different saves were put together",
                 )
     for same in runs.values():
@@ -484,7 +485,7 @@ def _check_parts(key: str, held: Sequence[Held], files: Sequence[DataFile]) -> N
                 raise ConflictError(
                     f"two shards of `{key}` overlap without being equal: {a.shard} in {a.shard.file}"
                     f" and {b.shard} in {b.shard.file}",
-                    where=[str(files[h.blocks[0][0].file].path) for h in (a, b) if h.blocks],
+                    where=[str(files[h.blocks[0][0].file].place) for h in (a, b) if h.blocks],
                     hint="replicas of flattened tensors must be cut at the same elements",
                 )
 

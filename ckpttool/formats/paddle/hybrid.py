@@ -39,7 +39,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import SHARDED, DataFile, FlatShard, Key, StoredTensor
+from ckpttool.catalog import SHARDED, FlatShard, Key, StoredTensor
 from ckpttool.containers.paddle_pickle import PaddleFile, read_paddle
 from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
@@ -82,6 +82,7 @@ from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.select import exactly
 from ckpttool.storage.listing import COMPANION_LIMIT, Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
+from ckpttool.storage.place import DataFile
 
 MASTER = "_fp32_master_0"
 """Between a parameter's name and its state when the state belongs to the master weight."""
@@ -604,11 +605,8 @@ class _Reader:
 
     def _file(self, path: Path, info: DataFile | None = None) -> int:
         if path not in self._index:
-            if info is None or info.path != path:
-                info = scratch_file(path)
-            if info is None:
-                stat = path.stat()
-                info = DataFile(path, stat.st_size, stat.st_mtime_ns)
+            if info is None or info.place != path:
+                info = scratch_file(path) or DataFile.at(path)
             self._index[path] = len(self.files)
             self.files.append(info)
         return self._index[path]
@@ -630,16 +628,16 @@ class _Reader:
     def _add_weights(self, ranks: Suffix, file: PaddleFile) -> None:
         at = self._at(ranks)
         for written, arrays in _all_arrays(file):
-            name = self._structured(written, at, file.info.path)
+            name = self._structured(written, at, file.info.place)
             if name is None:
                 continue
             param = self.cells[at].names.params.get(name)
-            dtype = _weight_dtype(name, arrays[0], param, file.info.path, fp8_dtype(self.config))
+            dtype = _weight_dtype(name, arrays[0], param, file.info.place, fp8_dtype(self.config))
             parts = [self._held(a, file.info, dtype) for a in arrays]
             if param is None and len(parts) > 1:
                 raise UnsupportedError(
                     f"`{written}` is saved in {len(parts)} parts, and nothing says its shape",
-                    where=str(file.info.path),
+                    where=str(file.info.place),
                     hint="paddle.save cuts large tensors for pickle protocols 2 and 3; save it with protocol 4",
                 )
             if param is None:
@@ -687,7 +685,7 @@ class _Reader:
 
     def _add_optimizer(self, ranks: Suffix, file: PaddleFile) -> None:
         at = self._at(ranks)
-        where = file.info.path
+        where = file.info.place
         for key, arrays in _all_arrays(file):
             tname, state = _split_state(key, where)
             name = self._parameter(tname, at, where)
@@ -700,7 +698,7 @@ class _Reader:
     def _add_ema(self, ranks: Suffix, file: PaddleFile) -> None:
         at = self._at(ranks)
         for written, arrays in _all_arrays(file):
-            name = self._structured(written, at, file.info.path)
+            name = self._structured(written, at, file.info.place)
             if name is not None:
                 self._add("ema", "", at, name, [self._held(a, file.info) for a in arrays])
         self._add_masters("ema", at, file)
@@ -708,12 +706,12 @@ class _Reader:
     def _add_masters(self, component: str, at: tuple[int, int, int], file: PaddleFile) -> None:
         masters = file.other.get("master_weights", {})
         if not isinstance(masters, dict):
-            raise CorruptError("master_weights is not a dict of tensors", where=str(file.info.path))
+            raise CorruptError("master_weights is not a dict of tensors", where=str(file.info.place))
         for tname, value in masters.items():
             array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
             if not isinstance(tname, str) or not isinstance(array, Array):
-                raise CorruptError(f"master_weights: `{tname}` is not a tensor", where=str(file.info.path))
-            name = self._parameter(tname.removesuffix(MASTER), at, file.info.path)
+                raise CorruptError(f"master_weights: `{tname}` is not a tensor", where=str(file.info.place))
+            name = self._parameter(tname.removesuffix(MASTER), at, file.info.place)
             self._add(component, "", at, name, [self._held(array, file.info)])
 
     def _parameter(self, tname: str, at: tuple[int, int, int], path: Path) -> str:
@@ -792,7 +790,7 @@ class _Reader:
         for slot, parts in self.held.items():
             if slot.component == "master_weights":
                 for h in parts:
-                    lengths.setdefault(self.files[h.file].path, {})[slot.name] = prod(h.shape)
+                    lengths.setdefault(self.files[h.file].place, {})[slot.name] = prod(h.shape)
         for (pp, tp, _), cell in self.cells.items():
             files = {
                 r.shard: path
@@ -857,7 +855,7 @@ class _Reader:
             if len(shape) < 2 and self.sizes.shards > 1:
                 raise IncompleteError(
                     f"the shape of `{name}` is not known: there are only slices of it",
-                    where=[str(self.files[h.file].path) for h in held[:4]],
+                    where=[str(self.files[h.file].place) for h in held[:4]],
                     hint=f"shapes are in {META}, or in the model_state files",
                 )
         strategy = self._strategy()
@@ -903,13 +901,13 @@ class _Reader:
         return StoredTensor(slot.name, held[0].dtype, shape, SHARDED, at, slot.rank, None, slot.component, slot.state)
 
     def _lengths(self, held: Sequence[_Held]) -> list[str]:
-        return [f"{self.files[h.file].path} [{h.shape[0]:,} elements]" for h in held]
+        return [f"{self.files[h.file].place} [{h.shape[0]:,} elements]" for h in held]
 
     def _wrong_shape(self, slot: _Slot, held: _Held, shape: tuple[int, ...]) -> ConflictError:
         source = META if self.meta else "the weight in model_state"
         return ConflictError(
             f"`{Key(slot.name, slot.component, slot.state)}` is {list(held.shape)} in a file, not {list(shape)}",
-            where=str(self.files[held.file].path),
+            where=str(self.files[held.file].place),
             hint=f"the shape is that of {source}; are the files of one save?",
         )
 
@@ -992,7 +990,7 @@ def _all_arrays(file: PaddleFile) -> Iterator[tuple[str, Sequence[Array]]]:
         elif name != "master_weights" and _has_arrays(value):
             raise UnsupportedError(
                 f"there are tensors inside `{name}`, where none are expected",
-                where=str(file.info.path),
+                where=str(file.info.place),
                 hint="this kind of save is not known",
             )
 

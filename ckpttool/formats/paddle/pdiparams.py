@@ -16,10 +16,10 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpttool.catalog import DataFile
 from ckpttool.containers.safetensors import refuse_special
 from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats.paddle.program_parts import BY_DTYPE, BY_NUMBER, Parameter, Program
+from ckpttool.storage.place import DataFile
 
 PROBLEMS = {
     "params-missing": "the program has parameters, and there is no parameter file",
@@ -92,9 +92,8 @@ def match_records(program: Program, path: Path) -> tuple[DataFile, list[Record]]
     try:
         refuse_special(path)
         with path.open("rb", buffering=0) as f:
-            st = os.fstat(f.fileno())
-            info = DataFile(path, st.st_size, st.st_mtime_ns)
-            return info, _Matcher(program, f.fileno(), st.st_size).run()
+            info = DataFile.at(path, os.fstat(f.fileno()))
+            return info, _Matcher(program, f.fileno(), info.size).run()
     except FileNotFoundError:
         raise IncompleteError("the parameter file does not exist", where=str(path)) from None
     except OSError as e:

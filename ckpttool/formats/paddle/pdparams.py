@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpttool.catalog import SHARDED, DataFile, FlatShard, StoredTensor
+from ckpttool.catalog import SHARDED, FlatShard, StoredTensor
 from ckpttool.containers.paddle_pickle import CHUNKED, STRUCTURED, read_paddle, read_pickle
 from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
@@ -26,6 +26,7 @@ from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import Mesh
 from ckpttool.storage.identify import sniff
 from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import DataFile
 from ckpttool.words import some
 
 SUFFIXES = (".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".distcp", ".pd")
@@ -133,12 +134,8 @@ class _Reader:
 
     def _file(self, path: Path) -> int:
         if path not in self.index:
-            info = scratch_file(path)
-            if info is None:
-                st = path.stat()
-                info = DataFile(path, st.st_size, st.st_mtime_ns)
             self.index[path] = len(self.stored.files)
-            self.stored.files.append(info)
+            self.stored.files.append(scratch_file(path) or DataFile.at(path))
         return self.index[path]
 
     def _tensor(self, name: str, a: Array) -> StoredTensor:

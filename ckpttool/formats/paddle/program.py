@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpttool.catalog import DataFile, RankTensor, StoredTensor
+from ckpttool.catalog import RankTensor, StoredTensor
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import Capabilities, FileLayout, OutFile, ReadOptions, StoredCheckpoint, WriteRequest
 from ckpttool.formats.paddle.pdiparams import Record, match_records, record_head
@@ -21,6 +21,7 @@ from ckpttool.formats.paddle.pir import looks_like_pir, read_pir
 from ckpttool.formats.paddle.program_parts import Parameter, Program
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, leads_away, list_source
+from ckpttool.storage.place import DataFile
 
 PARAMS = ".pdiparams"
 INFO = ".pdiparams.info"

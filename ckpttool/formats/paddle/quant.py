@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, BinaryIO
 
-from ckpttool.catalog import DataFile, Key, StoredTensor
+from ckpttool.catalog import Key, StoredTensor
 from ckpttool.containers.scratch import decoded
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
+from ckpttool.storage.place import DataFile
 
 BLOCK = 1 << 20
 """Elements that are decoded at once."""
@@ -71,7 +72,7 @@ def dequantise(
 def _one(stored: Mapping[Key, Sequence[StoredTensor]], key: Key, files: Sequence[DataFile]) -> StoredTensor:
     found = stored.get(key)
     if not found:
-        raise IncompleteError(f"`{key}` is missing, but its scales are there", where=str(files[0].path.parent))
+        raise IncompleteError(f"`{key}` is missing, but its scales are there", where=str(files[0].place.parent))
     return found[0]
 
 
@@ -83,8 +84,8 @@ def _numbers(
 
     found = next((stored[k][0] for s in states if (k := Key(name, "optimizer", s)) in stored), None)
     if found is None:
-        raise IncompleteError(f"`{name}/{states[0]}` is missing", where=str(files[0].path.parent))
-    with files[found.file].path.open("rb") as f:
+        raise IncompleteError(f"`{name}/{states[0]}` is missing", where=str(files[0].place.parent))
+    with files[found.file].place.open("rb") as f:
         return np.frombuffer(_read(f, found.offset, found.nbytes, files[found.file]), "<f4").reshape(found.shape)
 
 
@@ -93,7 +94,7 @@ def _read(f: BinaryIO, offset: int, nbytes: int, file: DataFile) -> bytes:
     f.seek(offset)
     data = f.read(nbytes)
     if len(data) != nbytes:
-        raise CorruptError("a source has changed while it was read", where=str(file.path), hint="repeat the command")
+        raise CorruptError("a source has changed while it was read", where=str(file.place), hint="repeat the command")
     return data
 
 
@@ -117,12 +118,12 @@ def _decode(
         if s.size != prod(need):
             raise ConflictError(
                 f"the {which} scales of `{t.key}` are {list(s.shape)}, its shape is {list(t.shape)}",
-                where=str(files[t.file].path),
+                where=str(files[t.file].place),
             )
     step = max(1, BLOCK // max(1, width))
     step = -(-step // group) * group if group else step
     kind = np.int8 if (first or packed) else np.uint8
-    with files[t.file].path.open("rb") as f:
+    with files[t.file].place.open("rb") as f:
         for row in range(0, rows, step):
             n = min(step, rows - row)
             data = _read(f, t.offset + row * width, n * width, files[t.file])

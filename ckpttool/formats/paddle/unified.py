@@ -24,7 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import SHAPE_FROM_RULES, SHARDED, DataFile, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.catalog import SHAPE_FROM_RULES, SHARDED, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.formats.base import (
@@ -53,6 +53,7 @@ from ckpttool.formats.paddle.config import (
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
+from ckpttool.storage.place import DataFile
 
 STEMS = {"model": "model", "peft_model": "adapter", "master_weights": "master_weights", "optimizer": "optimizer"}
 """Stem of the files -> component."""
@@ -464,7 +465,7 @@ class _Reader:
         if shape != SHAPE_FROM_RULES and at < prod(shape):
             raise IncompleteError(
                 f"the pieces of `{key}` hold {at:,} elements, {list(shape)} has {prod(shape):,}",
-                where=[str(self.files[t.file].path) for t in runs],
+                where=[str(self.files[t.file].place) for t in runs],
                 hint="the file of a sharding rank is missing",
             )
         self.shards.append(tuple(shards))

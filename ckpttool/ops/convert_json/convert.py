@@ -128,7 +128,7 @@ def to_safetensors(
         else layout_published(tensors, max_shard_size, metadata)
     )
     plan = _plan(catalog, tensors, file_layout, notes)
-    roots = _roots(src, params, names, *(f.path for f in catalog.files))
+    roots = _roots(src, params, names, *(f.place for f in catalog.files))
     return Conversion(program, src, plan, catalog, given, native, roots, single=single)
 
 
@@ -143,7 +143,7 @@ def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None 
     found = artifact.program
     _refuse_empty(found)
     stored = read_source(src, "hf", ReadOptions())
-    told = [_read_way_back(f.path) for f in stored.files]
+    told = [_read_way_back(f.place) for f in stored.files]
     parameter_of: dict[str, str] = {}
     heads: dict[str, bytes] = {}
     for way in told:
@@ -185,7 +185,7 @@ def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None 
     file_layout = layout_program(native, tensors)
     renamed = {p: n for p, n in given.items() if p != n}
     plan = _plan(catalog, tensors, file_layout, notes, native.beside, equal)
-    roots = _roots(src, program, names, *(f.path for f in catalog.files))
+    roots = _roots(src, program, names, *(f.place for f in catalog.files))
     return Conversion(found, src, plan, catalog, renamed, native, roots, back=True)
 
 

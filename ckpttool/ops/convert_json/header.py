@@ -26,6 +26,7 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteEr
 from ckpttool.execute.commit import SLACK
 from ckpttool.execute.files import PIECE, create, span, write_error
 from ckpttool.ops.convert_json.durable import Replacement, lock, resolved, sync_names, write_all
+from ckpttool.storage.place import DataFile
 
 UNCHANGED, IN_PLACE, COPIED, RESTORED = "unchanged", "in place", "copied", "restored"
 
@@ -320,7 +321,7 @@ def _target(file: Path) -> _Target:
     path = resolved(file)
     info, raw = read_raw(path)
     stat = path.stat()
-    if (stat.st_size, stat.st_mtime_ns) != (info.size, info.mtime_ns):
+    if DataFile.at(path, stat) != info:
         raise ConflictError("the file changed while it was read", where=str(file), hint="try again")
     target = _Target(file, path, stat, raw)
     try:

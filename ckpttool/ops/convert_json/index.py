@@ -429,7 +429,7 @@ def _plan_ranked(g: _Group, heads: Mapping[str, Header], notes: list[str]) -> tu
     if "weight_map" in g.data:
         raise ConflictError(
             f"{g.index} has a weight_map, and the files are those of ranks: {g.ranked[0]}",
-            where=str(heads[g.ranked[0]].file.path.parent / g.index),
+            where=str(heads[g.ranked[0]].file.place.parent / g.index),
             hint="the index is of another save: move it away",
         )
     new: dict[str, Any] = dict(g.data)
@@ -614,13 +614,8 @@ def _inside(listing: Listing, name: str) -> Path:
 def _unchanged(listing: Listing, heads: Mapping[str, Header], groups: Iterable[_Group]) -> None:
     """Raises ConflictError when a file is no longer the one that was read."""
     for head in heads.values():
-        try:
-            stat = head.file.path.stat()
-            same = (stat.st_size, stat.st_mtime_ns) == (head.file.size, head.file.mtime_ns)
-        except OSError:
-            same = False
-        if not same:
-            raise ConflictError("a shard changed while it was read", where=str(head.file.path), hint="try again")
+        if not head.file.is_unchanged():
+            raise ConflictError("a shard changed while it was read", where=str(head.file.place), hint="try again")
     for g in groups:
         where = listing.path(g.index)
         try:

@@ -140,7 +140,7 @@ def inspect(
         checkpoint = getattr(answer, side, None)
         files += source_files(checkpoint.stored.files) if checkpoint is not None else []
     changed = [p for p, was in zip(roots, before, strict=True) if _identity(p) != was]
-    changed += [f.path for f in files if _stamp(f.path) != (f.size, f.mtime_ns)]
+    changed += [f.place for f in files if not f.is_unchanged()]
     if changed:
         raise CorruptError("a source has changed while it was read", where=str(changed[0]), hint="repeat the command")
     return answer
@@ -153,14 +153,6 @@ def _identity(path: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return stat.st_dev, stat.st_ino
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except OSError:
-        return -1, 0
-    return stat.st_size, stat.st_mtime_ns
 
 
 def _answer(
@@ -218,7 +210,7 @@ def _answer(
     if not (question.list or question.files or question.metadata):
         from ckpttool.ops.inspect.code import code_note
 
-        note = code_note(list_source(Path(src)), {f.path for f in listing.files})
+        note = code_note(list_source(Path(src)), {f.place for f in listing.files})
         listing.notes = [*listing.notes, note] if note else listing.notes
     files = tuple(file_rows(listing)) if question.files else ()
     return TensorListing(question, listing, files, _metadata(listing) if question.metadata else {})
@@ -269,6 +261,6 @@ def _sensible(question: InspectRequest) -> None:
 def _metadata(listing: Listing) -> dict[str, dict[str, str]]:
     """``__metadata__`` of each file; a pickle has none."""
     return {
-        relative(f.path, listing.stored.root): read_header(f.path).metadata if is_safetensors(f.path) else {}
+        relative(f.place, listing.stored.root): read_header(f.place).metadata if is_safetensors(f.place) else {}
         for f in listing.files
     }

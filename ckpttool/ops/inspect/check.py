@@ -23,7 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import DataFile, StoredTensor
+from ckpttool.catalog import StoredTensor
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.containers.safetensors import examine
 from ckpttool.errors import (
@@ -50,6 +50,7 @@ from ckpttool.ops.inspect.names import ranges
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
 from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.place import DataFile
 
 MANIFEST = "ckpttool.manifest.json"
 _PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")
@@ -164,7 +165,7 @@ def _names(listing: Listing, stored: StoredCheckpoint | CkptError, options: Open
     """Files to examine: those that make up the checkpoint, and others beside them that look like a part of it."""
     out: dict[str, None] = {}
     if isinstance(stored, StoredCheckpoint):
-        out = dict.fromkeys(relative(f.path, listing.root) for f in source_files(stored.files))
+        out = dict.fromkeys(relative(f.place, listing.root) for f in source_files(stored.files))
     elif not listing.single:
         out = dict.fromkeys(n for n in listing.names if _PICKLES.search(n) and not _SMALL.fullmatch(n))
         if format_by_names(listing, options) == "unified":
@@ -203,30 +204,29 @@ def _read_pickle(name: str, path: Path, result: CheckResult) -> ExaminedFile:
         id_ = next((i for c, i in _CLASSES if isinstance(e, c)), "corrupt")
         result.add(id_, e.what, path, e.hint)
         return ExaminedFile(name, None, [], sound=False)
-    stat = path.stat()
-    return ExaminedFile(name, DataFile(path, stat.st_size, stat.st_mtime_ns), [], sound=True)
+    return ExaminedFile(name, DataFile.at(path), [], sound=True)
 
 
 def _check_pickles(stored: StoredCheckpoint, files: Iterable[ExaminedFile], result: CheckResult) -> None:
     """Tensors of pickles lie inside their files and not on each other; those of scratch files are sound by making."""
-    sound = {f.info.path: f for f in files if f.info is not None and not f.tensors}
+    sound = {f.info.place: f for f in files if f.info is not None and not f.tensors}
     held: dict[int, list[StoredTensor]] = {}
     for t in runs(stored):
-        if not stored.files[t.file].label and stored.files[t.file].path in sound:
+        if not stored.files[t.file].label and stored.files[t.file].place in sound:
             held.setdefault(t.file, []).append(t)
     for number, tensors in held.items():
         info = stored.files[number]
-        sound[info.path].tensors = tensors
+        sound[info.place].tensors = tensors
         at, last = 0, tensors[0]
         for t in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
             if not t.nbytes:
                 continue
             if t.offset + t.nbytes > info.size:
                 text = f"tensor `{t.key}` ends at byte {t.offset + t.nbytes:,}, the file has {info.size:,}"
-                result.add("truncated", text, info.path)
+                result.add("truncated", text, info.place)
             if t.offset < at:
                 text = f"tensors `{last.key}` and `{t.key}` overlap at byte {t.offset:,}"
-                result.add("overlap", text, info.path)
+                result.add("overlap", text, info.place)
             if t.offset + t.nbytes > at:
                 at, last = t.offset + t.nbytes, t
 
@@ -252,7 +252,7 @@ def _check_set(
     if not listing.single.endswith(".safetensors"):
         check_numbers(listing, sets, wanted, result)
     if isinstance(stored, StoredCheckpoint):
-        mine = {f.path for f in stored.files}
+        mine = {f.place for f in stored.files}
         members = [f for f in files if listing.path(f.name) in mine]
     else:
         members = [f for f in files if is_member(f.name, wanted)]
@@ -277,7 +277,7 @@ def _check_stems(
     listing: Listing, files: list[ExaminedFile], stored: StoredCheckpoint | CkptError, result: CheckResult
 ) -> None:
     """Index and files of each component of a unified checkpoint (model, peft_model, master_weights, optimizer)."""
-    mine = {f.path for f in stored.files} if isinstance(stored, StoredCheckpoint) else None
+    mine = {f.place for f in stored.files} if isinstance(stored, StoredCheckpoint) else None
     for stem in STEMS:
         own = [f for f in files if Path(f.name).name.startswith((f"{stem}-", f"{stem}."))]
         members = [f for f in own if mine is None or listing.path(f.name) in mine]
@@ -645,7 +645,7 @@ def _padded(checkpoint: Checkpoint) -> set[tuple[Path, int]]:
     """(file, offset) of flat shards with padding, which a manifest knows as several blocks under one name."""
     files = checkpoint.catalog.files
     pads = (pad.stored for t in checkpoint.catalog for pad in t.pads if t.key.component != "model")
-    return {(files[stored.file].path, stored.offset) for stored in pads}
+    return {(files[stored.file].place, stored.offset) for stored in pads}
 
 
 def _manifest_names(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:

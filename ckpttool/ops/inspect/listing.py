@@ -12,7 +12,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool.catalog import SHARDED, Catalog, DataFile, Key, StoredTensor
+from ckpttool.catalog import SHARDED, Catalog, Key, StoredTensor
 from ckpttool.containers.safetensors import read_header
 from ckpttool.dtypes import nbytes, parse
 from ckpttool.errors import LayoutError, UsageError
@@ -23,6 +23,7 @@ from ckpttool.ops.inspect.identity import Identity, identify
 from ckpttool.ops.inspect.names import natural_order
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.select import matching
+from ckpttool.storage.place import DataFile
 
 if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint
@@ -229,7 +230,7 @@ def logical_rows(catalog: Catalog) -> list[Row]:
     """A row for each logical tensor."""
     out = []
     # A scratch file is no file of the source: rows name the one that it was decoded from.
-    known = {str(f.path): i for i, f in enumerate(source_files(catalog.files))}
+    known = {str(f.place): i for i, f in enumerate(source_files(catalog.files))}
     places = [known[str(source_of(f))] for f in catalog.files]
     for key, t in catalog.tensors.items():
         file, offset = (t.pieces[0].stored.file, t.pieces[0].stored.offset) if t.pieces else (-1, 0)
@@ -269,7 +270,7 @@ def in_order(components: Iterable[str]) -> list[str]:
 
 def source_of(file: DataFile) -> Path:
     """The file of the source that a data file is, or was decoded from (its label says so)."""
-    return Path(file.label.rpartition(" decoded")[0]) if file.label else file.path
+    return Path(file.label.rpartition(" decoded")[0]) if file.label else file.place
 
 
 def source_files(files: Sequence[DataFile]) -> list[DataFile]:
@@ -280,8 +281,7 @@ def source_files(files: Sequence[DataFile]) -> list[DataFile]:
     for f in files:
         path = source_of(f)
         if path not in out:
-            stat = path.stat()
-            out[path] = DataFile(path, stat.st_size, stat.st_mtime_ns)
+            out[path] = DataFile.at(path)
     return list(out.values())
 
 
@@ -365,8 +365,8 @@ def file_rows(listing: Listing) -> list[FileRow]:
     stored = listing.stored
     root = stored.root
     files = listing.files
-    out = [FileRow(relative(f.path, root), f.size) for f in files]
-    place = {f.path: i for i, f in enumerate(files)}
+    out = [FileRow(relative(f.place, root), f.size) for f in files]
+    place = {f.place: i for i, f in enumerate(files)}
     ranks: list[set[int]] = [set() for _ in out]
     holders = holders_of(stored)
     decoded = {source_of(f) for f in stored.files if f.label}
@@ -378,7 +378,7 @@ def file_rows(listing: Listing) -> list[FileRow]:
     if any(".safetensors" in path.name for path in decoded):
         # Codes and scales are in the files, and not the moments that they were decoded to.
         for f, row in zip(files, out, strict=True):
-            held = read_header(f.path).tensors
+            held = read_header(f.place).tensors
             row.tensors, row.data = len(held), sum(t.nbytes for t in held)
     for row, found in zip(out, ranks, strict=True):
         row.ranks = sorted(found)

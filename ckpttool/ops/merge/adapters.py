@@ -50,7 +50,7 @@ class Adaptations:
             found.append((changes, weight))
             self._models.notes += [f"{path}: {n}" for n in changes.notes]
             for f in adapter.files:
-                self._hashes.setdefault(ref, []).append((str(f.path), hash_range(f.path, 0, f.size)))
+                self._hashes.setdefault(ref, []).append((str(f.place), hash_range(f.place, 0, f.size)))
         self._changes[ref] = self._tied(ref, combine(found))
 
     def _tied(self, ref: ModelRef, changes: Changes) -> Changes:

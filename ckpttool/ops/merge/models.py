@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from ckpttool.catalog import Catalog, DataFile, Key
+from ckpttool.catalog import Catalog, Key
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.layout.assemble import LAYER
@@ -26,6 +26,7 @@ from ckpttool.relate import (
     parameters,
     propagate_to_component,
 )
+from ckpttool.storage.place import DataFile
 from ckpttool.targeting.recode import high_precision, scaled
 
 

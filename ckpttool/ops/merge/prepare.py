@@ -236,7 +236,7 @@ def _is_cut(target: Target) -> bool:
 
 
 def _files(checkpoint: Checkpoint) -> list[tuple[str, int]]:
-    return [(f.path.name, f.size) for f in checkpoint.catalog.files]
+    return [(f.place.name, f.size) for f in checkpoint.catalog.files]
 
 
 def _usual(target: Target, form: OutputNaming | None, donor: str) -> str:
