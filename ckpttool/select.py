@@ -96,7 +96,8 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         raise UsageError("an empty pattern matches nothing", hint="quote the pattern so that the shell leaves it alone")
     if pattern.startswith("re:"):
         return _regex(pattern[3:], f"pattern `{pattern[:200]}`")
-    return _regex(rf"\A(?:{glob_regex(pattern)})\Z", f"pattern `{pattern[:200]}`", re.DOTALL)
+    glob = glob_regex(re.sub(r"\*+", "*", pattern))  # each further star would multiply the time of a search
+    return _regex(rf"\A(?:{glob})\Z", f"pattern `{pattern[:200]}`", re.DOTALL)
 
 
 def _regex(source: str, shown: str, flags: int = 0) -> re.Pattern[str]:

@@ -8,6 +8,7 @@ W + factor * (B @ A)^T with A [r, rows] and B [dim, r]. The names of tensors beg
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -186,9 +187,11 @@ def _pattern(config: Mapping[str, Any], field: str, module: str, path: str) -> f
         raise CorruptError(f"`{field}` is not a table", where=path)
     for pattern, value in patterns.items():
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            with warnings.catch_warnings(action="ignore"):  # of sets that a later Python may read otherwise
+                regex = re.compile(rf"(.*\.)?({pattern})$")
+            if regex.match(module):
                 return positive(value, f"{field}: {pattern}", path)
-        except re.error as e:
+        except (re.error, RecursionError, OverflowError) as e:
             raise CorruptError(
                 f"`{field}` has `{pattern}`, which is not a regular expression: {e}", where=path
             ) from None

@@ -140,7 +140,7 @@ def test_patterns_take_the_first_that_matches_the_end(tmp_path: Path) -> None:
     adapter = peft(
         tmp_path,
         values,
-        rank_pattern={r"h\.1\.q": 2, "^h.2.k": 8, "k": 3, r"h\.1": 99},
+        rank_pattern={r"h\.1\.q": 2, "^h.2.k": 8, "k": 3, r"h\.1": 99, "[[q]z": 7},
         alpha_pattern={"q": 10, "h.2.k": 1.0},
     )
     wanted = {f"{n}.weight": of(values, n, alphas[n] / ranks[n]) for n in names}

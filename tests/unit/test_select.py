@@ -28,6 +28,7 @@ NAMES = [
         ("model.layers.[!0].*", 2),
         ("*.{q_proj,up_proj}.weight", 6),
         ("{lm_head,model.embed_tokens}.weight", 2),
+        ("********.*****.*****weight", 7),
         ("re:layers\\.1\\.", 2),
         ("re:^lm", 1),
         ("re:proj", 6),
@@ -38,6 +39,10 @@ NAMES = [
 def test_patterns(pattern: str, count: int) -> None:
     regex = compile_pattern(pattern)
     assert sum(bool(regex.search(n)) for n in NAMES) == count
+
+
+def test_stars_in_a_row_are_one() -> None:
+    assert not compile_pattern("*" * 40 + ".").search("a." * 30 + "a")
 
 
 @pytest.mark.parametrize("text", ["a.b", "a+b", "a(b)", "a|b", "a^b$", "a\\b", "a b", "a]b", "é.\U0001f600"])
