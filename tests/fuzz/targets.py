@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpttool import select
 from ckpttool.adapters.peft import adapter
 from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.catalog import Catalog, Key
@@ -397,6 +398,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
 def guarded(target: Target) -> Callable[[bytes], None]:
     """The target with refusals taken for answers; warnings are findings."""
     warnings.simplefilter("error")
+    select.PATIENCE = 2.0  # libFuzzer's own patience is to be the longer one on a busy machine, too
 
     def run(data: bytes) -> None:
         with suppress(CkptError):
