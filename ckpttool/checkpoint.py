@@ -15,7 +15,7 @@ from ckpttool.catalog import Catalog, Key, StoredTensor
 from ckpttool.containers.safetensors import MAX_NAME
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
-from ckpttool.formats.registry import by_name, read_source, refuse_part
+from ckpttool.formats.registry import read_source, reader, refuse_part
 from ckpttool.layout.assemble import EXPERT, LAYER, Assembler, whole_catalog
 from ckpttool.layout.family import Family, Fuse, Transform, family_names, find_family, load_family, no_family
 from ckpttool.layout.paddle import WholeTensors, source_transforms
@@ -105,7 +105,7 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
     _check_numbers(stored, family, str(root))
     if options.replicate or options.split:
         family = family.with_overrides(options.replicate, options.split)
-    capabilities = by_name(stored.format, "--from").capabilities
+    capabilities = reader(stored.format).capabilities
     if options.mesh.more and not capabilities.multi_directory:
         raise UsageError(
             f"--also names a further directory, and a {stored.format} checkpoint lies in one",

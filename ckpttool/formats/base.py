@@ -90,61 +90,76 @@ class StoredCheckpoint:
     """What the format's own writer wants to know again (names of parameters in the optimizer's files, ...)."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WriteRequest:
     """Everything a format needs to say what it will write."""
 
     ranks: Sequence[Sequence[RankTensor]]
-    chosen: tuple[int, ...]
+    chosen: tuple[int, ...] = (0,)
     """Ranks to write."""
-    mesh: Mesh
-    family: str
-    naming: str
-    fused: str
-    config: dict[str, Any]
-    dtype: str
-    """Cast target (safetensors name) or ""."""
-    max_shard_size: int | None
-    native_config: dict[str, Any]
-    """The source's own config when it has this format and fields of its own, else {}."""
+    mesh: Mesh = field(default_factory=Mesh)
     requested: Mesh = field(default_factory=Mesh)
     """What the flags asked for; a format of whole tensors has ``mesh`` 1 and makes so many files of it."""
+    family: str = ""
+    naming: str = ""
+    fused: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json in Hugging Face's fields."""
+    dtype: str = ""
+    """Cast target (safetensors name) or ""."""
+    max_shard_size: int | None = None
     sharding: int = 1
     """Ranks that share the optimizer state of one model-parallel rank (--sharding-out)."""
     sharding_version: str = ""
     """``v1``, ``v2`` or "" (not said)."""
     version: str = ""
     """Of the software that shall read it (--target), or ""."""
-    native: Any = None
-    """``native`` of the source, where its format is of the same kin."""
-    source_format: str = ""
-    companions: tuple[Path, ...] = ()
-    """Small files of the source that may be carried."""
+    source: StoredCheckpoint | None = None
+    """Where the tensors come from: its ``native``, its own config and its sidecar files may be of use."""
+
+    @property
+    def native(self) -> Any:
+        """``native`` of the source; of any type, for any format may have read it."""
+        return self.source.native if self.source else None
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """Names of the small files in the source's directory that may be carried."""
+        return self.source.companions if self.source else ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank is written, with the config that a reader needs."""
+        return len(self.chosen) == self.mesh.world and bool(self.config)
 
 
 class Capabilities(NamedTuple):
-    """How a format cuts, where formats differ."""
+    """What a format can hold, and how it cuts, where formats differ."""
 
-    vocab_multiple: int = 1
-    """The padded vocabulary is a multiple of this."""
-    pad_vocab: bool = True
-    """False: a vocabulary that does not divide is refused."""
-    ragged_experts: bool = False
-    """True: ranks may hold different numbers of experts."""
-    shards: bool = False
-    """True: the tensors of a rank may be shared out to several files."""
-    local_layers: bool = False
-    """Layers are numbered from 0 in every pipeline stage."""
-    whole: tuple[str, ...] = ()
-    """Patterns of tensors that are not cut, whatever the family's rules say."""
     components: tuple[str, ...] = ("model",)
-    """What the format can hold; other components of a source are left out and said so."""
+    """Other components of a source are left out, and a note says so."""
+    meshes: str = ""
+    """Those that it can hold, in words; "" holds whole tensors only."""
     targets: tuple[str, ...] = ()
     """What --target may say, the default first."""
-    optimizer_shards: bool = False
-    """Optimizer state may be shared out over --sharding-out ranks."""
+    pad_vocab: bool = True
+    """False: a vocabulary that tp does not divide is whole on every rank, or refused."""
+    vocab_multiple: int = 1
+    """The padded vocabulary is a multiple of this."""
+    whole: tuple[str, ...] = ()
+    """Patterns of tensors that are not cut, whatever the family's rules say."""
+    ragged_experts: bool = False
+    """True: ranks may hold different numbers of experts."""
+    local_layers: bool = False
+    """Layers are numbered from 0 in every pipeline stage."""
+    shards: bool = False
+    """True: the tensors of a rank may be shared out to several files."""
     multi_directory: bool = False
     """A save may lie in several directories (--also), each written by another node."""
+    optimizer_shards: bool = False
+    """Optimizer state may be shared out over --sharding-out ranks."""
+    sharding_versions: tuple[str, ...] = ()
+    """What --sharding-version may say."""
     fp32_masters: str = "kept"
     """Of parameters that are float32 themselves, a master weight is ``added``, ``dropped``, or ``kept`` as it is."""
     records_shapes: bool = False
@@ -153,11 +168,13 @@ class Capabilities(NamedTuple):
     """Which of ``fuse`` and ``unfuse`` would make what the format's own software cannot read."""
     default_target: bool = False
     """What comes in this format stays in it unless --to says otherwise."""
+    instead: str = ""
+    """What may be written in place of a format that is only read."""
 
-
-def all_ranks(request: WriteRequest) -> bool:
-    """Whether every rank is written, with the config that a reader needs."""
-    return len(request.chosen) == request.mesh.world and bool(request.config)
+    @property
+    def sharded(self) -> bool:
+        """Holds one set of tensors for each rank."""
+        return bool(self.meshes)
 
 
 class OutFile(NamedTuple):
@@ -183,6 +200,8 @@ class FileLayout(NamedTuple):
     """Small files of the format's own beside them; they replace companions of the same name."""
     dropped: tuple[str, ...] = ()
     """Companions (file names) that are not valid in the target and are left out."""
+    config: Mapping[str, Any] | None = None
+    """config.json, where the format changes that of the request."""
     copied: tuple[Path, ...] = ()
     """Files that the format carries over as they are, of any size."""
     usage: str = ""
@@ -190,13 +209,10 @@ class FileLayout(NamedTuple):
     "" where there is none."""
 
 
-class Format(Protocol):
-    """One checkpoint format."""
+class Reader(Protocol):
+    """How one piece of software's files are read."""
 
     name: str
-    about: str
-    sharded: bool
-    """Holds one set of tensors per rank; otherwise only whole tensors."""
     capabilities: Capabilities
 
     def detect(self, listing: Listing) -> int:
@@ -208,14 +224,21 @@ class Format(Protocol):
     def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
         """Index the headers."""
 
-    def naming(self) -> str:
-        """The family naming that a target in this format uses."""
+
+@runtime_checkable
+class Writer(Protocol):
+    """How they are written. A reader without a writer is of a format that is only read."""
+
+    name: str
+    capabilities: Capabilities
+    dialect: str
+    """Whose names the files have; "" keeps those of the source."""
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         """The mesh that this target will have when ``asked`` for; ``said`` are the sizes that a flag named."""
 
     def write(self, request: WriteRequest) -> FileLayout:
-        """Name the files, their exact sizes and headers; ``request.config`` may be replaced by the format's own."""
+        """Name the files, their exact sizes and headers, and what lies beside them."""
 
 
 @runtime_checkable

@@ -92,8 +92,7 @@ class HuggingFace:
     """One set of whole tensors."""
 
     name = "hf"
-    about = "Hugging Face safetensors, single or sharded with an index"
-    sharded = False
+    dialect = "hf"
     capabilities = Capabilities(shards=True)
 
     def detect(self, listing: Listing) -> int:
@@ -154,9 +153,6 @@ class HuggingFace:
             metadata=metadata[0] if metadata else {},
             native=_file_names(names, found),
         )
-
-    def naming(self) -> str:
-        return "hf"
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         wrong = [f"--{k}-out {v}" for k, v in said.items() if v != 1]

@@ -53,9 +53,8 @@ class Ranks:
     """One file per rank."""
 
     name = "ranks"
-    about = "rank-local safetensors that record their mesh and boxes; others' with --rank-pattern"
-    sharded = True
-    capabilities = Capabilities(records_shapes=True, ragged_experts=True)
+    dialect = ""
+    capabilities = Capabilities(meshes="any", records_shapes=True, ragged_experts=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -176,9 +175,6 @@ class Ranks:
             notes=notes + more,
             metadata=metadata[0] if metadata else {},
         )
-
-    def naming(self) -> str:
-        return ""
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return asked

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
-from ckpttool.formats.base import Format, ReadOptions, StoredCheckpoint
+from ckpttool.formats.base import Reader, ReadOptions, StoredCheckpoint, Writer
 from ckpttool.formats.engines.deepseek import DeepSeek
 from ckpttool.formats.engines.trtllm import TensorRTLLM
 from ckpttool.formats.engines.vllm import VLLM
@@ -25,7 +26,9 @@ from ckpttool.formats.ranks import Ranks
 from ckpttool.storage.identify import foreign
 from ckpttool.storage.listing import Listing, is_index, list_source, lost, natural
 
-FORMATS: dict[str, Format] = {
+_T = TypeVar("_T")
+
+READERS: dict[str, Reader] = {
     f.name: f
     for f in (
         HuggingFace(),
@@ -41,8 +44,7 @@ FORMATS: dict[str, Format] = {
         PaddleProgram(),
     )
 }
-
-
+WRITERS: dict[str, Writer] = {name: f for name, f in READERS.items() if isinstance(f, Writer)}
 ALSO_CALLED = {
     **dict.fromkeys(("huggingface", "hugging-face", "transformers", "safetensors"), "hf"),
     **dict.fromkeys(("tensorrt-llm", "tensorrt_llm", "tensorrt", "trt-llm", "trt"), "trtllm"),
@@ -52,25 +54,37 @@ ALSO_CALLED = {
 """What people say for a format; only for hints."""
 
 
-def by_name(name: str, option: str) -> Format:
-    """The format that --from or --to names. Raises UsageError for an unknown one."""
-    if name not in FORMATS:
+def reader(name: str) -> Reader:
+    """What reads the format that --from names. Raises UsageError for an unknown one."""
+    return _named(READERS, name, "--from")
+
+
+def writer(name: str) -> Writer:
+    """What writes the format that --to names. Raises UsageError for an unknown one, UnsupportedError for one that is
+    only read.
+    """
+    if name in READERS and name not in WRITERS:
+        raise UnsupportedError(f"--to {name} is not written", hint=READERS[name].capabilities.instead)
+    return _named(WRITERS, name, "--to")
+
+
+def _named(known: Mapping[str, _T], name: str, option: str) -> _T:
+    if name not in known:
         import difflib
 
         said = name.lower()
-        close = [ALSO_CALLED.get(said, "")] if said in ALSO_CALLED else difflib.get_close_matches(said, FORMATS, n=1)
-        known = [f for f in FORMATS if option != "--to" or f != "pdparams"]  # pdparams is only read
+        close = [ALSO_CALLED.get(said, "")] if said in ALSO_CALLED else difflib.get_close_matches(said, READERS, n=1)
         raise UsageError(
             f"{option} `{name}` is not a format",
             hint=(f"did you mean `{close[0]}`? " if close else "") + "formats: " + ", ".join(known),
         )
-    return FORMATS[name]
+    return known[name]
 
 
-def detect(listing: Listing) -> Format:
+def detect(listing: Listing) -> Reader:
     """The format that a source looks most like. Raises ConflictError with the candidates when several are equal."""
-    sure = {f.name: f.detect(listing) for f in FORMATS.values()}
-    found = [f for f in FORMATS.values() if sure[f.name] and sure[f.name] == max(sure.values())]
+    sure = {f.name: f.detect(listing) for f in READERS.values()}
+    found = [f for f in READERS.values() if sure[f.name] and sure[f.name] == max(sure.values())]
     if len(found) == 1:
         return found[0]
     if found:
@@ -80,7 +94,7 @@ def detect(listing: Listing) -> Format:
             hint=f"choose one: {' or '.join('--from ' + f.name for f in found)}",
         )
     if listing.safetensors():
-        return FORMATS["hf"]
+        return READERS["hf"]
     folders = _folders(listing)
     below = lost(listing) or _below(listing.root, folders)
     stranger = None if below else foreign(listing.root, [listing.single] if listing.single else listing.names, folders)
@@ -94,7 +108,7 @@ def detect(listing: Listing) -> Format:
     raise UnsupportedError(
         "no checkpoint format is recognised here",
         where=[str(listing.root), f"files: {shown or 'none'}"],
-        hint=below or "give the directory that holds the weight files; formats: " + ", ".join(FORMATS),
+        hint=below or "give the directory that holds the weight files; formats: " + ", ".join(READERS),
     )
 
 
@@ -129,16 +143,16 @@ def _below(root: Path, folders: Sequence[str]) -> str:
     return here
 
 
-def choose(listing: Listing, name: str, options: ReadOptions) -> Format:
+def choose(listing: Listing, name: str, options: ReadOptions) -> Reader:
     """The format named by --from, else the one that the files and the other flags show."""
     if name:
-        return by_name(name, "--from")
+        return reader(name)
     if options.rank_pattern:
-        return FORMATS["ranks"]
+        return READERS["ranks"]
     found = detect(listing)
     published = any(is_index(n) or n == "model.safetensors" for n in listing.names)
     if found.name == "hf" and not published and any(v > 1 for v in options.from_flags().values()):
-        return FORMATS["ranks"]  # the flags say that files are ranks; only the names did not show it
+        return READERS["ranks"]  # the flags say that files are ranks; only the names did not show it
     return found
 
 
@@ -156,7 +170,7 @@ def refuse_part(path: Path) -> None:
             listing = list_source(path.parent)
         except UsageError:
             return  # one may read a file in a directory that one may not list
-        if any(f.sharded and f.detect(listing) for f in FORMATS.values()):
+        if any(f.capabilities.sharded and f.detect(listing) for f in READERS.values()):
             form = re.sub(r"\d+", "0", path.name)
             files = sum(re.sub(r"\d+", "0", n) == form for n in listing.names)
     if files > 1:

@@ -23,7 +23,7 @@ from ckpttool.formats.config import ties_head
 from ckpttool.formats.hf import NUMBERED
 from ckpttool.formats.paddle.config import base_prefix
 from ckpttool.formats.paddle.unified import STEMS
-from ckpttool.formats.registry import by_name
+from ckpttool.formats.registry import reader
 from ckpttool.geometry import whole
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.scales import weight_of
@@ -123,7 +123,7 @@ def prepare(
         return _in_place(source, selection, gone, warnings, link=link)
     if unified is not None:
         return _in_unified(source, selection, unified, lost, gone, warnings, link=link)
-    if not target.format and not target.from_flags() and by_name(source.format, "").sharded:
+    if not target.format and not target.from_flags() and reader(source.format).capabilities.sharded:
         target = replace(target, format=source.format)  # one rank stays one rank
     prepared = plan_target(source, target, selection)
     notes = prepared.notes
@@ -132,7 +132,7 @@ def prepare(
         counted = left_out(prepared.removed)
         said = f"{count(len(lost), 'parameter')} left out, {len(gone):,} tensors of all components"
         notes[:] = [said if n == counted else n for n in notes]
-    if prepared.format == source.format and by_name(source.format, "").capabilities.default_target:
+    if prepared.format == source.format and reader(source.format).capabilities.default_target:
         notes.append("every file is rewritten, also those that lose nothing")
     written = {t.file for unit in prepared.plan.units for t in unit.stored_tensors}
     return PreparedDrop(prepared, gone, warnings, len(written), 0, 0)

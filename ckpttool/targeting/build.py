@@ -16,10 +16,10 @@ from pathlib import Path
 from ckpttool.catalog import Catalog, Key, RankTensor, RankTensors
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import ConflictError, UsageError
+from ckpttool.formats import registry
 from ckpttool.formats.base import Capabilities, TransposedOnDisk, WriteRequest, file_now
 from ckpttool.formats.config import quantization
 from ckpttool.formats.paddle.config import base_prefix
-from ckpttool.formats.registry import by_name
 from ckpttool.geometry import Box
 from ckpttool.layout import paddle
 from ckpttool.layout.family import Family, Tie, Transform
@@ -116,9 +116,9 @@ def plan_target(
     notes = list(source.notes)
     fmt, mesh, asked = target_mesh(source, target, notes)
     dtype = castable(target.dtype)
-    writer = by_name(fmt, "--to")
+    writer = registry.writer(fmt)
     capabilities = writer.capabilities
-    check_target(target, fmt, writer, source)
+    check_target(target, writer, source)
     family = source.family
     version = choose_version(source, target, capabilities)
     equal: list[EqualPair] = []
@@ -154,7 +154,7 @@ def plan_target(
     )
     chosen = chosen_ranks(target, mesh)
     ranks = partitioner.run(cut, chosen)
-    if capabilities.pad_vocab and writer.sharded and not capabilities.records_shapes:
+    if capabilities.pad_vocab and capabilities.sharded and not capabilities.records_shapes:
         _check_vocabulary(ranks, _vocabulary(cut, family, after, names), source)
     tables = {c: propagate_to_component(views, catalog, *c, equal) for c in components}
     like = ranks[0]
@@ -172,30 +172,28 @@ def plan_target(
     if sharding > 1 and target.sharding is None:
         notes.append(f"sharding {sharding}: as the source has it; change it with --sharding-out")
     request = WriteRequest(
-        ranks,
-        chosen,
-        mesh,
-        family.name,
-        naming,
-        fused,
-        target_config(source, naming, views.table, mesh, dtype),
-        dtype,
-        target.max_shard_size,
-        source.stored.native_config if source.format == fmt else {},
-        asked,
-        sharding,
-        target.sharding_version,
-        version,
-        source.stored.native,
-        source.format,
-        tuple(source.stored.root / n for n in source.stored.companions),
+        ranks=ranks,
+        chosen=chosen,
+        mesh=mesh,
+        requested=asked,
+        family=family.name,
+        naming=naming,
+        fused=fused,
+        config=target_config(source, naming, views.table, mesh, dtype),
+        dtype=dtype,
+        max_shard_size=target.max_shard_size,
+        sharding=sharding,
+        sharding_version=target.sharding_version,
+        version=version,
+        source=source.stored,
     )
     file_layout = writer.write(request)
+    config = request.config if file_layout.config is None else file_layout.config
     if naming == "paddle":
-        paddle.check_head(ranks, shapes_of(views), after, family, request.config)
+        paddle.check_head(ranks, shapes_of(views), after, family, config)
     if file_layout.ranks is not None:
         equal += _left_to_masters(catalog, tables, file_layout.ranks)
-    carried, literal = beside(source, request, file_layout, written, notes)
+    carried, literal = beside(source, naming, config, file_layout, written, notes)
     plan = build_plan(
         catalog,
         table,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import UsageError
-from ckpttool.formats.registry import by_name
+from ckpttool.formats import registry
 from ckpttool.mesh import Mesh, default_etp
 from ckpttool.targeting.target import Target
 
@@ -28,15 +28,16 @@ def target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[s
     asked = Mesh(tp, pp, ep, etp, layout)
     name = target.format
     if not name:
-        if by_name(source.format, "").capabilities.default_target:
+        was = registry.reader(source.format).capabilities
+        if was.default_target:
             name = source.format
         elif asked.world == 1:
             name = "hf"
         else:
-            name = source.format if source.stored.mesh.world > 1 or by_name(source.format, "").sharded else "ranks"
+            name = source.format if source.stored.mesh.world > 1 or was.sharded else "ranks"
         notes.append(f"written as {name}" + ("" if name == source.format else " (--to chooses another format)"))
-    writer = by_name(name, "--to")
-    mesh = writer.target_mesh(asked if writer.sharded else Mesh(), said)
+    writer = registry.writer(name)
+    mesh = writer.target_mesh(asked if writer.capabilities.sharded else Mesh(), said)
     return name, mesh, asked
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.checkpoint import Checkpoint, naming_transforms
 from ckpttool.errors import LayoutError, UsageError
-from ckpttool.formats.base import Capabilities, Format
+from ckpttool.formats.base import Capabilities, Writer
 from ckpttool.formats.config import quantization
 from ckpttool.formats.paddle.config import TRANSPOSED, module_of, software
 from ckpttool.layout import paddle
@@ -18,11 +18,11 @@ from ckpttool.relate import TensorTable, apply_transforms
 from ckpttool.targeting.target import Target
 
 
-def choose_naming(source: Checkpoint, target: Target, writer: Format) -> tuple[str, str]:
+def choose_naming(source: Checkpoint, target: Target, writer: Writer) -> tuple[str, str]:
     """The naming of the output, and which fusions are added to it: "fuse", "unfuse" or ""."""
     stored = source.stored
     fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
-    naming = writer.naming()
+    naming = writer.dialect
     if not naming:
         return stored.naming, fused or stored.fused
     if naming == "hf":

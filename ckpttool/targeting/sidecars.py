@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.formats.base import FileLayout, WriteRequest, file_now
+from ckpttool.formats.base import FileLayout, file_now
 from ckpttool.formats.paddle.config import TRAINER_FILES, published_config, with_fused_flags
 from ckpttool.mesh import Mesh
 from ckpttool.quant.config import DTYPE_FIELDS, with_fields
@@ -34,7 +34,8 @@ PARALLEL_FIELDS = {
 
 def beside(
     source: Checkpoint,
-    request: WriteRequest,
+    naming: str,
+    config: Mapping[str, Any],
     file_layout: FileLayout,
     written: Sequence[tuple[str, bytes]],
     notes: list[str],
@@ -43,13 +44,13 @@ def beside(
     root = source.stored.root
     made = [*file_layout.generated, *written]
     own = root / "config.json"
-    carried = list(request.companions)
-    if own.is_file() and request.config == (source.stored.native_config or source.config):
+    carried = [root / n for n in source.stored.companions]
+    if own.is_file() and config == (source.stored.native_config or source.config):
         carried.insert(0, own)
-    elif request.config:
-        made.insert(0, ("config.json", indented(request.config)))
+    elif config:
+        made.insert(0, ("config.json", indented(config)))
     left = [p.name for p in carried if p.name in file_layout.dropped]
-    if request.naming != "paddle":
+    if naming != "paddle":
         unused = [p.name for p in carried if TRAINER_FILES.fullmatch(p.name)]
         if unused:
             notes.append(f"not carried, because only a trainer uses them: {some(unused)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import Format
+from ckpttool.formats.base import Writer
 from ckpttool.layout.assemble import EXPERT
 from ckpttool.targeting.components import WEIGHTS
 
@@ -59,22 +59,23 @@ def castable(text: str) -> str:
     return dtype
 
 
-def check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) -> None:
+def check_target(target: Target, writer: Writer, source: Checkpoint) -> None:
     """Flags that mean nothing for this format or model are errors."""
+    fmt, capabilities = writer.name, writer.capabilities
     family = source.family
     experts = family.has_experts or any(EXPERT.search(k.name) for k in source.catalog.tensors)
-    if target.vocab_multiple > 1 and (fmt == "deepseek" or not writer.sharded):
+    if target.vocab_multiple > 1 and not (capabilities.sharded and capabilities.pad_vocab):
         raise UsageError(
             f"--vocab-multiple {target.vocab_multiple} pads cut embeddings, and --to {fmt} does not pad",
             hint="omit it, or use --to ranks",
         )
-    if target.max_shard_size and not writer.capabilities.shards:
+    if target.max_shard_size and not capabilities.shards:
         raise UsageError(
             f"--max-shard-size has no effect with --to {fmt}, which has one file for each rank",
             hint="omit it; more ranks make smaller files",
         )
     for flag in ("fuse", "unfuse"):
-        if getattr(target, flag) and flag in writer.capabilities.refused:
+        if getattr(target, flag) and flag in capabilities.refused:
             raise UsageError(
                 f"--{flag} is not possible with --to {fmt}, whose software reads one form of the model only",
                 hint=f"omit it; --to hf or --to ranks can {flag}",
@@ -85,21 +86,21 @@ def check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) -
                 f"--{name}-out {getattr(target, name)} has no effect: models of family `{family.name}` have no experts"
             )
     for flag, said in (("--sharding-out", target.sharding), ("--sharding-version", target.sharding_version)):
-        if said and not writer.capabilities.optimizer_shards:
+        if said and not capabilities.optimizer_shards:
             raise UsageError(
                 f"{flag} {said} has no effect with --to {fmt}, which does not share out optimizer state",
                 hint="omit it, or use --to hybrid, zcc or flex",
             )
-    if target.native_names and writer.naming() != "paddle":
+    if target.native_names and writer.dialect != "paddle":
         raise UsageError(f"--native-names has no effect with --to {fmt}", hint="omit it")
     sharding = target.sharding or source.stored.sharding
-    if target.sharding_version and (sharding == 1 or fmt == "flex"):
+    if target.sharding_version and (sharding == 1 or not capabilities.sharding_versions):
         raise UsageError(
             f"--sharding-version {target.sharding_version} has no effect "
-            + ("with --to flex" if fmt == "flex" else "without --sharding-out 2 or more"),
+            + ("without --sharding-out 2 or more" if capabilities.sharding_versions else f"with --to {fmt}"),
             hint="omit it",
         )
-    if target.dtype and writer.capabilities.fp32_masters == "dropped" and sharding > 1:
+    if target.dtype and capabilities.fp32_masters == "dropped" and sharding > 1:
         raise UsageError(
             f"--dtype {target.dtype} is not possible with sharding {sharding}: model weights are stored as master"
             " weights only, and read back in the model's own dtype",
@@ -110,7 +111,5 @@ def check_target(target: Target, fmt: str, writer: Format, source: Checkpoint) -
             f"--dtype {target.dtype} casts model weights, and --only leaves them out",
             hint="the state of an optimizer keeps its precision",
         )
-    if target.vocab_multiple > 1 and not writer.capabilities.pad_vocab:
-        raise UsageError(f"--to {fmt} does not pad the vocabulary", hint="drop --vocab-multiple")
     if target.sharding is not None and target.sharding < 1:
         raise UsageError(f"--sharding-out is {target.sharding}", hint="parallel sizes start at 1")

@@ -116,7 +116,7 @@ def test_choices_are_those_of_the_code() -> None:
     from ckpttool import report
     from ckpttool.dtypes import CASTABLE, DTYPES
     from ckpttool.formats.paddle.config import TARGETS
-    from ckpttool.formats.registry import FORMATS
+    from ckpttool.formats.registry import READERS, WRITERS
     from ckpttool.kernels.merge import METHODS
     from ckpttool.ops.fp8_size import cache, stored
     from ckpttool.ops.fp8_size.answer import BY
@@ -125,7 +125,8 @@ def test_choices_are_those_of_the_code() -> None:
     from ckpttool.targeting.components import COMPONENTS
     from ckpttool.targeting.recode import HIGH
 
-    assert {*choices.FORMATS, "pdparams"} == set(FORMATS)
+    assert tuple(WRITERS) == choices.FORMATS
+    assert {*choices.FORMATS, "pdparams"} == set(READERS)
     assert set(choices.TARGETS) == set(TARGETS)
     assert choices.COMPONENTS == COMPONENTS
     assert {c.upper() for c in choices.CASTS} == CASTABLE

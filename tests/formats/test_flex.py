@@ -671,13 +671,16 @@ def request(tp: int, sharding: int = 1, *, pp: int = 1, config: Mapping[str, Any
         for r in range(stage * tp, stage * tp + tp):
             ranks[r] = [t for i, t in enumerate(ranks[r]) if i % pp == stage]
     return WriteRequest(
-        ranks, tuple(range(mesh.world)), mesh, "x", "paddle", "", dict(config or {}), "", None, {}, sharding=sharding
+        ranks=ranks, chosen=tuple(range(mesh.world)), mesh=mesh, config=dict(config or {}), sharding=sharding
     )
 
 
 def written(root: Path, asked: WriteRequest) -> FileLayout:
     """Write a skeleton and what belongs into it, box by box."""
     file_layout = Flex().write(asked)
+    if file_layout.config:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / "config.json").write_text(json.dumps(file_layout.config))
     data = [bytearray(f.size) for f in file_layout.files]
     for f, b in zip(file_layout.files, data, strict=True):
         for at, literal in f.literals:
@@ -771,8 +774,6 @@ def test_what_is_written_is_read_back(
     """Fused tensors too, with or without a config: where they belong is recorded."""
     asked = request(tp, sharding, pp=pp, config=config)
     written(tmp_path / "a", asked)
-    if config:
-        (tmp_path / "a" / "config.json").write_text(json.dumps(asked.config))
     found = values(tmp_path / "a")
     assert_equal(found, SOURCE)
     assert {k: str(a.dtype) for k, a in found.items()} == {k: str(a.dtype) for k, a in SOURCE.items()}
@@ -782,13 +783,12 @@ def test_a_fused_name_that_is_cut_plainly_is_read_back_so(tmp_path: Path) -> Non
     asked = request(2, config={"model_type": "x"})
     half = SOURCE[Key(GU)].shape[1] // 2
     ranks = [list(held) for held in asked.ranks]
-    asked.ranks = ranks
+    asked = replace(asked, ranks=ranks)
     for rank, held in enumerate(ranks):
         for i, t in enumerate(held):
             if t.name == GU and len(t.whole) > 1:
                 held[i] = t._replace(boxes=((whole(t.shape), _slab(t.whole, 1, rank * half, half)),))
     written(tmp_path / "a", asked)
-    (tmp_path / "a" / "config.json").write_text(json.dumps(asked.config))
     assert_equal(values(tmp_path / "a"), SOURCE)
 
 
@@ -830,22 +830,22 @@ def test_replicas_are_written_once(tmp_path: Path) -> None:
 
 
 def test_files_of_the_trainer_stay_behind(tmp_path: Path) -> None:
-    asked = request(1)
-    asked.companions = (tmp_path / "model_meta.json", tmp_path / "tokenizer.json", tmp_path / "saved_signal_3")
-    assert Flex().write(asked).dropped == ("model_meta.json", "saved_signal_3")
+    source = StoredCheckpoint(
+        "hf", tmp_path, [], [], Mesh(), companions=("model_meta.json", "tokenizer.json", "saved_signal_3")
+    )
+    assert Flex().write(replace(request(1), source=source)).dropped == ("model_meta.json", "saved_signal_3")
 
 
 def test_what_cannot_be_written() -> None:
-    asked = request(2)
-    asked.chosen = (1,)
+    asked = replace(request(2), chosen=(1,))
     with pytest.raises(UsageError, match="--ranks-out"):
         Flex().write(asked)
     asked = request(1)
-    asked.ranks = [[asked.ranks[0][0]._replace(dtype="U16")]]
+    asked = replace(asked, ranks=[[asked.ranks[0][0]._replace(dtype="U16")]])
     with pytest.raises(UnsupportedError, match="U16"):
         Flex().write(asked)
     asked = request(1)
-    asked.ranks = [[asked.ranks[0][0]._replace(shape=(9, 4))]]
+    asked = replace(asked, ranks=[[asked.ranks[0][0]._replace(shape=(9, 4))]])
     with pytest.raises(UnsupportedError, match="padded"):
         Flex().write(asked)
 

@@ -712,7 +712,7 @@ def test_dtype_numbers_of_older_writers(tmp_path: Path) -> None:
 
 
 def test_targets() -> None:
-    assert Hybrid().naming() == ZeroCost().naming() == "paddle"
+    assert Hybrid().dialect == ZeroCost().dialect == "paddle"
     assert Hybrid().target_mesh(Mesh(tp=2, pp=2, etp=2), {}) == Mesh(tp=2, pp=2, etp=2)
     assert Hybrid().target_mesh(Mesh(tp=2, ep=4, etp=2), {}) == Mesh(tp=2, ep=4, etp=1)
     with pytest.raises(ConflictError, match="ep 3 is not a multiple of tp 2"):

@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import pytest
 from ckpttool.catalog import SHARDED, Key, RankTensor, StoredTensor
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import IncompleteError, LayoutError, UnsupportedError, UsageError
-from ckpttool.formats.base import FileLayout, ReadOptions, WriteRequest
+from ckpttool.formats.base import FileLayout, ReadOptions, StoredCheckpoint, WriteRequest
 from ckpttool.formats.paddle.hybrid import Hybrid, ZeroCost
 from ckpttool.formats.paddle.hybrid_names import CellNames, HybridNames
 from ckpttool.formats.paddle.hybrid_write import write_hybrid
@@ -132,23 +133,17 @@ def request_of(
     target: str = "",
     order: Iterable[Key] | None = None,
 ) -> WriteRequest:
+    root = companions[0].parent if companions else Path()
+    names = tuple(p.name for p in companions)
     return WriteRequest(
-        ranks_of(state, mesh, cut, order),
-        tuple(range(mesh.world)),
-        mesh,
-        "llama",
-        "paddle",
-        "",
-        {},
-        "",
-        None,
-        {},
+        ranks=ranks_of(state, mesh, cut, order),
+        chosen=tuple(range(mesh.world)),
+        mesh=mesh,
         requested=mesh,
         sharding=shards,
         sharding_version=version,
         version=target,
-        native=native,
-        companions=companions,
+        source=StoredCheckpoint("hybrid", root, [], [], mesh, companions=names, native=native),
     )
 
 
@@ -564,7 +559,7 @@ def test_experts_in_one_tensor_belong_to_their_ranks() -> None:
     mesh = Mesh(ep=2)
     request = request_of(state, mesh, 4)
     ranks = [list(held) for held in request.ranks]
-    request.ranks = ranks
+    request = replace(request, ranks=ranks)
     for c in mesh.all_coords():
         t = ranks[c.rank][1]
         boxes = ((whole((2, 3, 5)), Box((2 * c.ep, 0, 0), (2 * c.ep + 2, 3, 5))),)
@@ -601,7 +596,7 @@ def test_a_tied_embedding_ends_the_last_stage(*, known: bool) -> None:
         native.cells[1, 0, 0].names[ORDER[0]] = "embedding_0.w_0"
     request = request_of(state, Mesh(pp=2), 2, native=native)
     first, last = request.ranks
-    request.ranks = [first, [*last, *[t for t in first if "embed" in t.name]]]
+    request = replace(request, ranks=[first, [*last, *[t for t in first if "embed" in t.name]]])
     cells = meta_of(write_hybrid(request, ema=False))["sharding_metas"]
     names = list(cells["tp00_pp01"]["structure_name_mapping"])
     assert names[-2:] == ["model.norm.weight", "model.embed_tokens.weight"]
@@ -723,8 +718,7 @@ def test_what_belongs_to_ranks_of_the_old_world_is_left() -> None:
 
 
 def test_only_the_files_of_chosen_ranks_are_written() -> None:
-    request = request_of(model_state(), Mesh(tp=2), 2, native=tables_of(Mesh(tp=2)))
-    request.chosen = (1,)
+    request = replace(request_of(model_state(), Mesh(tp=2), 2, native=tables_of(Mesh(tp=2))), chosen=(1,))
     file_layout = write_hybrid(request, ema=False)
     assert {f.name.split(".")[1] for f in file_layout.files} == {"tp01_shard00", "tp01_shard01"}
     assert [len(f) for f in file_layout.rank_files] == [0, 2, 0, 2]

@@ -17,7 +17,6 @@ from ckpttool.formats.base import (
     ReadOptions,
     StoredCheckpoint,
     WriteRequest,
-    all_ranks,
     build_files,
     check_mesh,
     companions,
@@ -34,9 +33,8 @@ class DeepSeek:
     """One file per model-parallel rank."""
 
     name = "deepseek"
-    about = "DeepSeek inference files model{r}-mp{n}.safetensors with native names"
-    sharded = True
-    capabilities = Capabilities(pad_vocab=False, refused=("fuse", "unfuse"))
+    dialect = "deepseek"
+    capabilities = Capabilities(meshes="tp = ep", pad_vocab=False, refused=("fuse", "unfuse"))
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and listing.match(_NAME) else 0
@@ -77,9 +75,6 @@ class DeepSeek:
             metadata=metadata[0] if metadata else {},
         )
 
-    def naming(self) -> str:
-        return "deepseek"
-
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         for k, v in said.items():
             if k != "tp" and v != (asked.tp if k == "ep" else 1):
@@ -93,7 +88,7 @@ class DeepSeek:
         n = request.mesh.tp
         groups = [(f"model{r}-mp{n}.safetensors", r, request.ranks[r], None) for r in request.chosen]
         file_layout = build_files(groups, n)
-        if not all_ranks(request):
+        if not request.complete:
             return file_layout
         return file_layout._replace(
             usage=f"torchrun --nproc-per-node {n} generate.py --ckpt-path {{dst}} --config CONFIG --interactive"

@@ -18,7 +18,6 @@ from ckpttool.formats.base import (
     ReadOptions,
     StoredCheckpoint,
     WriteRequest,
-    all_ranks,
     build_files,
     check_mesh,
     companions,
@@ -64,9 +63,10 @@ class TensorRTLLM:
     """One file per rank."""
 
     name = "trtllm"
-    about = "TensorRT-LLM checkpoints rank{N}.safetensors with config.json"
-    sharded = True
-    capabilities = Capabilities(local_layers=True, whole=(_EMBEDDING,), refused=("fuse", "unfuse"))
+    dialect = "trtllm"
+    capabilities = Capabilities(
+        meshes="tp x pp; ep x etp = tp", local_layers=True, whole=(_EMBEDDING,), refused=("fuse", "unfuse")
+    )
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and listing.match(_NAME) and "mapping" in listing.json("config.json") else 0
@@ -111,9 +111,6 @@ class TensorRTLLM:
             metadata=metadata[0] if metadata else {},
         )
 
-    def naming(self) -> str:
-        return "trtllm"
-
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         """Moe_tp x moe_ep is tp, always. Raises UsageError for numbers that flags name and that do not make it."""
         if len(asked.layout) > asked.pp:
@@ -134,9 +131,10 @@ class TensorRTLLM:
 
     def write(self, request: WriteRequest) -> FileLayout:
         mesh = request.mesh
-        config = request.native_config or from_hugging_face(request.config)
-        request.config = {
-            **config,
+        source = request.source
+        own = source.native_config if source and source.format == self.name else {}
+        config = {
+            **(own or from_hugging_face(request.config)),
             "use_parallel_embedding": False,
             "mapping": {
                 "world_size": mesh.world,
@@ -147,14 +145,10 @@ class TensorRTLLM:
             },
         }
         if request.dtype:
-            request.config["dtype"] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(
-                request.dtype, "float32"
-            )
+            config["dtype"] = {"BF16": "bfloat16", "F16": "float16"}.get(request.dtype, "float32")
         groups = [(f"rank{r}.safetensors", r, request.ranks[r], None) for r in request.chosen]
-        file_layout = build_files(groups, mesh.world)
-        if not all_ranks(request):
-            return file_layout
-        return file_layout._replace(usage="trtllm-build --checkpoint_dir {dst} --output_dir ENGINE")
+        usage = "trtllm-build --checkpoint_dir {dst} --output_dir ENGINE" if len(groups) == mesh.world else ""
+        return build_files(groups, mesh.world)._replace(config=config, usage=usage)
 
 
 def to_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from ckpttool.formats.base import (
     ReadOptions,
     StoredCheckpoint,
     WriteRequest,
-    all_ranks,
     build_files,
     check_mesh,
     companions,
@@ -56,9 +55,10 @@ class VLLM:
     """One or more parts per rank."""
 
     name = "vllm"
-    about = "vLLM sharded state model-rank-{r}-part-{p}.safetensors with fused layers"
-    sharded = True
-    capabilities = Capabilities(vocab_multiple=VOCAB_MULTIPLE, shards=True, refused=("unfuse",))
+    dialect = "vllm"
+    capabilities = Capabilities(
+        meshes="tp x pp; ep 1 or ep = tp", vocab_multiple=VOCAB_MULTIPLE, shards=True, refused=("unfuse",)
+    )
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and (listing.match(_PLAIN) or listing.match(_STAGED)) else 0
@@ -118,9 +118,6 @@ class VLLM:
             metadata=metadata[0] if metadata else {},
         )
 
-    def naming(self) -> str:
-        return "vllm"
-
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         etp = 1 if asked.ep > 1 else asked.tp
         if asked.ep not in (1, asked.tp) or said.get("etp", etp) != etp:
@@ -149,7 +146,7 @@ class VLLM:
             if data:
                 file_layout.rank_files[r].append(len(file_layout.files))
                 file_layout.files.append(OutFile(name, len(data), ((0, data),)))
-        if not all_ranks(request):
+        if not request.complete:
             return file_layout
         mesh = request.mesh
         stages = f" -pp {mesh.pp}" if mesh.pp > 1 else ""

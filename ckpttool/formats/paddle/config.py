@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from ckpttool.formats.base import WriteRequest, all_ranks
+from ckpttool.formats.base import WriteRequest
 from ckpttool.formats.config import config_field, quantization, whole_number
 
 STATES = frozenset({"moment1_0", "moment2_0", "velocity_0", "beta1_pow_acc_0", "beta2_pow_acc_0", "moment2_max_0"})
@@ -178,7 +178,7 @@ def resume_flags(request: WriteRequest, kind: str) -> str:
 
     It needs weights (those of the model, or the master weights that they are rounded from) and optimizer state.
     """
-    written = {t.component for t in request.ranks[0]} if all_ranks(request) else set()
+    written = {t.component for t in request.ranks[0]} if request.complete else set()
     if "optimizer" not in written or not written & {"model", "master_weights"}:
         return ""
     if request.version.startswith("paddlenlp"):

@@ -88,9 +88,9 @@ class Flex:
     """A save of paddle.distributed.save_state_dict, or a trainer's directory of them."""
 
     name = "flex"
-    about = "Paddle flex_checkpoint: N.metadata and R_N.distcp, plain or as a PaddleFormers trainer saves it"
-    sharded = True
+    dialect = "paddle"
     capabilities = Capabilities(
+        meshes="any",
         records_shapes=True,
         pad_vocab=False,
         components=tuple(PARTS),
@@ -128,16 +128,13 @@ class Flex:
             files,
             reader.stored,
             Mesh(),
-            self.naming(),
+            self.dialect,
             config=config,
             companions=carried,
             recorded=Catalog(files, logical),
             notes=notes + more,
             dtypes=reader.dtypes,
         )
-
-    def naming(self) -> str:
-        return "paddle"
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         # Paddle's experts are whole unless someone wants otherwise; the format itself holds any box.
@@ -149,8 +146,6 @@ class Flex:
                 "--to flex has one record of all ranks, so --ranks-out cannot write some of them",
                 hint="drop --ranks-out",
             )
-        if request.config:
-            request.config = target_config(request.config, TARGETS[0], request.dtype)
         return _Writer(request).file_layout()
 
 
@@ -494,16 +489,18 @@ class _Writer:
                 data = metadata_pickle(shards, self.boxes.get(component, {}))
                 files.append(OutFile(f"{directory}/0.metadata", len(data), ((0, data),)))
         usage = resume_flags(self.request, "flex_checkpoint")
-        return FileLayout(files, places, self._notes(), rank_files, ranks, dropped=self._left(), usage=usage)
+        return FileLayout(
+            files, places, self._notes(), rank_files, ranks,
+            dropped=tuple(n for n in self.request.companions if _OWN.fullmatch(n)),
+            config=target_config(self.request.config, TARGETS[0], self.request.dtype),
+            usage=usage,
+        )  # fmt: skip
 
     def _notes(self) -> list[str]:
         dtypes = {e.tensor.dtype for by_rank in self.entries.values() for entries in by_rank for e in entries}
         if dtypes & {"F8_E4M3", "F8_E5M2"}:
             return ["Paddle 3.3.1 takes float8 for int8 when it resumes on the ranks that are written here"]
         return []
-
-    def _left(self) -> tuple[str, ...]:
-        return tuple(p.name for p in self.request.companions if _OWN.fullmatch(p.name))
 
 
 def _same(t: RankTensor) -> tuple[Any, ...]:

@@ -176,16 +176,17 @@ class Hybrid:
     """One model_state and one optimizer file per rank."""
 
     name = "hybrid"
-    about = "Paddle hybrid-parallel: model_state.*.pdparams and optimizer.*.pdopt per rank, with or without model_meta"
-    sharded = True
+    dialect = "paddle"
     capabilities = Capabilities(
-        pad_vocab=False,
         components=COMPONENTS[:3],
+        meshes="tp x pp; with experts ep is a multiple of tp, etp 1",
         targets=TARGETS,
-        optimizer_shards=True,
-        default_target=True,
+        pad_vocab=False,
         multi_directory=True,
+        optimizer_shards=True,
+        sharding_versions=("v1", "v2"),
         fp32_masters="dropped",
+        default_target=True,
     )
     ema = False
 
@@ -203,9 +204,6 @@ class Hybrid:
         CorruptError (a file is not what its name says), UnsupportedError (an unknown name or dtype).
         """
         return _Reader(self.name, listing, options, ema=self.ema).read()
-
-    def naming(self) -> str:
-        return "paddle"
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         """Raises ConflictError for expert parallelism that Paddle's groups cannot have, UsageError for another etp."""
@@ -234,16 +232,7 @@ class ZeroCost(Hybrid):
     """The same with averaged weights beside the optimizer."""
 
     name = "zcc"
-    about = "Paddle Zero-Cost Checkpoint: hybrid with ema.*.pdopt"
-    capabilities = Capabilities(
-        pad_vocab=False,
-        components=COMPONENTS,
-        targets=TARGETS,
-        optimizer_shards=True,
-        default_target=True,
-        multi_directory=True,
-        fp32_masters="dropped",
-    )
+    capabilities = Hybrid.capabilities._replace(components=COMPONENTS)
     ema = True
 
 

@@ -186,8 +186,6 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
     source = request.native if isinstance(request.native, HybridNames) else None
     nlp = (request.version or (source.writer if source else "")).startswith("paddlenlp")
     _check_sizes(request, version, nlp=nlp, ema=ema)
-    if request.config and request.version:
-        request.config = target_config(request.config, request.version, request.dtype)
     split = mesh.ep // mesh.tp if mesh.ep > 1 else 1
     notes: list[str] = []
     cells = [_cell(request, c) for c in mesh.all_coords()]
@@ -233,9 +231,13 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
     small = [(f"saved_signal_{rank}", b"1") for rank in range(len(build.ranks))]
     if shards > 1:
         small.append((META, _meta(cells, shares, request, source, nlp=nlp)))
-    left = tuple([p.name for p in request.companions if _LEFT.fullmatch(p.name)])
-    usage = resume_flags(request, "sharding_io")
-    return FileLayout(build.files, build.places, notes, build.rank_files, build.ranks, tuple(small), left, usage=usage)
+    return FileLayout(
+        build.files, build.places, notes, build.rank_files, build.ranks,
+        generated=tuple(small),
+        dropped=tuple(n for n in request.companions if _LEFT.fullmatch(n)),
+        config=target_config(request.config, request.version, request.dtype) if request.version else None,
+        usage=resume_flags(request, "sharding_io"),
+    )  # fmt: skip
 
 
 def _check_sizes(request: WriteRequest, version: str, *, nlp: bool, ema: bool) -> None:
@@ -608,11 +610,10 @@ def _put_masters(content: _Content, share: _Shares, shard: int, *, ema: bool) ->
 
 def _schedule(request: WriteRequest, source: HybridNames | None, notes: list[str]) -> Mapping[str, Any] | None:
     """What scheduler.pdparams holds, which is also ``LR_Scheduler`` of every optimizer file."""
-    for path in request.companions:
-        if path.name == "scheduler.pdparams":
-            value = read_pickle(path)
-            if isinstance(value, dict):
-                return value
+    if request.source is not None and "scheduler.pdparams" in request.companions:
+        value = read_pickle(request.source.root / "scheduler.pdparams")
+        if isinstance(value, dict):
+            return value
     if source is not None and source.schedule is not None:
         return source.schedule
     notes.append("there is no scheduler.pdparams: the optimizer's files have no LR_Scheduler")

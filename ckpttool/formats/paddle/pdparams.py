@@ -10,7 +10,7 @@ decides. Source: paddle 3.3.1 (framework/io.py), measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
 from ckpttool.containers.scratch import scratch_file
 from ckpttool.errors import IncompleteError, UnsupportedError
-from ckpttool.formats.base import Capabilities, FileLayout, ReadOptions, StoredCheckpoint, WriteRequest, companions
+from ckpttool.formats.base import Capabilities, ReadOptions, StoredCheckpoint, companions
 from ckpttool.formats.paddle.config import fp8_dtype
 from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import Mesh
@@ -36,9 +36,7 @@ class PaddleFile:
     """The arrays of one pickle, under their own names."""
 
     name = "pdparams"
-    about = "one file of paddle.save (.pdparams, .pdopt, .pdckpt), read only"
-    sharded = False
-    capabilities = Capabilities()
+    capabilities = Capabilities(instead="use --to hybrid, whose model_state.pdparams is such a file")
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -83,21 +81,6 @@ class PaddleFile:
         if not stored.tensors:
             raise IncompleteError("the file holds no arrays", where=str(path))
         return stored
-
-    def naming(self) -> str:
-        return "paddle"
-
-    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
-        raise _read_only()
-
-    def write(self, request: WriteRequest) -> FileLayout:
-        raise _read_only()
-
-
-def _read_only() -> UnsupportedError:
-    return UnsupportedError(
-        "--to pdparams is not written", hint="use --to hybrid, whose model_state.pdparams is such a file"
-    )
 
 
 def _weights(listing: Listing) -> list[str]:

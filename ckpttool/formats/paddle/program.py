@@ -151,8 +151,7 @@ class PaddleProgram:
     """The parameters of one inference program, under their own names."""
 
     name = "program"
-    about = "a Paddle inference program (.json, .pdmodel) and its parameters (.pdiparams)"
-    sharded = False
+    dialect = ""
     capabilities = Capabilities(default_target=True)
 
     def detect(self, listing: Listing) -> int:
@@ -178,9 +177,6 @@ class PaddleProgram:
             stored.files = [artifact.file]
             stored.tensors = [stored_tensor(p, r) for p, r in artifact.tensors]
         return stored
-
-    def naming(self) -> str:
-        return ""
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         wrong = [f"--{k}-out {v}" for k, v in said.items() if v != 1]

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalog import SHAPE_FROM_RULES, SHARDED, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.containers.safetensors import read_header, tensor_bytes
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats.base import (
     Capabilities,
     FileLayout,
@@ -35,6 +35,7 @@ from ckpttool.formats.base import (
     StoredCheckpoint,
     WriteRequest,
     build_files,
+    fill_files,
 )
 from ckpttool.formats.paddle.config import (
     STATES,
@@ -96,8 +97,7 @@ class Unified:
     """Whole tensors by structural name, with optimizer state and master weights."""
 
     name = "unified"
-    about = "Paddle unified checkpoint: model, optimizer and master_weights safetensors with an index each"
-    sharded = False
+    dialect = "paddle"
     capabilities = Capabilities(
         shards=True,
         components=("model", "adapter", "master_weights", "optimizer"),
@@ -132,14 +132,51 @@ class Unified:
         found = _files(listings)
         return _Reader(listing, listings, options, config, found).read()
 
-    def naming(self) -> str:
-        return "paddle"
-
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return Mesh()
 
     def write(self, request: WriteRequest) -> FileLayout:
-        return _write(request)
+        """Whole tensors, shared out to files in model order; every component has a file for each rank asked for."""
+        version = request.version
+        tensors = request.ranks[0]
+        groups: list[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]] = []
+        indexes: list[tuple[str, bytes]] = []
+        has_master = any(t.component == "master_weights" for t in tensors)
+        model_format = "np" if version.startswith("paddlenlp") else "pt"
+        named: list[RankTensor] = []
+        for stem, component in STEMS.items():
+            own = [t for t in tensors if t.component == component]
+            if not own:
+                continue
+            shared = _share(own, request)
+            total = len(shared)
+            weight_map: dict[str, str] = {}
+            for i, part in enumerate(shared):
+                file = f"{stem}-{i + 1:05d}-of-{total:05d}.safetensors"
+                stored = [t._replace(name=f"{t.name}/{t.state}" if t.state else t.name) for t in part]
+                named += part
+                meta = {"format": model_format if component in ("model", "adapter") else "np"}
+                groups.append((file, 0, stored, meta))
+                weight_map |= {t.name: file for t in stored}
+            size = sum(tensor_bytes(t.dtype, t.shape) for t in own)
+            index: dict[str, Any] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+            if component == "adapter":
+                index["type"] = "lora"
+            if component == "optimizer":
+                index["quant_ckpt_resume_times"] = 0
+                index["master_weights"] = has_master
+            indexes.append((f"{stem}.safetensors.index.json", json.dumps(index, indent=4).encode()))
+        file_layout = build_files(groups, 1)
+        flat = (t for _, _, part, _ in groups for t in part)
+        placed = {t.slot: file_layout.places[0][held.slot] for held, t in zip(flat, named, strict=True)}
+        for name, data in indexes:
+            file_layout.files.append(OutFile(name, len(data), ((0, data),)))
+        return file_layout._replace(
+            places=[placed],
+            config=target_config(request.config, version, request.dtype),
+            dropped=tuple(n for n in request.companions if _WORLD_BOUND.match(n)),
+            usage=resume_flags(request, "unified_checkpoint"),
+        )
 
     def turned(self, name: str, ndim: int, version: str, prefix: str, config: Mapping[str, Any]) -> bool:
         """Whether the model files of this version hold the weight [out, in]."""
@@ -600,52 +637,9 @@ def _companions(listing: Listing, found: Sequence[_File]) -> tuple[str, ...]:
 # -- writing
 
 
-def _write(request: WriteRequest) -> FileLayout:
-    """Whole tensors, shared out to files in model order; every component has a file for each rank asked for."""
-    version = request.version
-    tensors = request.ranks[0]
-    groups: list[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]] = []
-    indexes: list[tuple[str, bytes]] = []
-    has_master = any(t.component == "master_weights" for t in tensors)
-    model_format = "np" if version.startswith("paddlenlp") else "pt"
-    named: list[RankTensor] = []
-    for stem, component in STEMS.items():
-        own = [t for t in tensors if t.component == component]
-        if not own:
-            continue
-        shared = _share(own, request)
-        total = len(shared)
-        weight_map: dict[str, str] = {}
-        for i, part in enumerate(shared):
-            file = f"{stem}-{i + 1:05d}-of-{total:05d}.safetensors"
-            stored = [t._replace(name=f"{t.name}/{t.state}" if t.state else t.name) for t in part]
-            named += part
-            meta = {"format": model_format if component in ("model", "adapter") else "np"}
-            groups.append((file, 0, stored, meta))
-            weight_map |= {t.name: file for t in stored}
-        size = sum(tensor_bytes(t.dtype, t.shape) for t in own)
-        index: dict[str, Any] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        if component == "adapter":
-            index["type"] = "lora"
-        if component == "optimizer":
-            index["quant_ckpt_resume_times"] = 0
-            index["master_weights"] = has_master
-        indexes.append((f"{stem}.safetensors.index.json", json.dumps(index, indent=4).encode()))
-    file_layout = build_files(groups, 1)
-    flat = (t for _, _, part, _ in groups for t in part)
-    placed = {t.slot: file_layout.places[0][held.slot] for held, t in zip(flat, named, strict=True)}
-    for name, data in indexes:
-        file_layout.files.append(OutFile(name, len(data), ((0, data),)))
-    request.config = target_config(request.config, version, request.dtype)
-    left = [p.name for p in request.companions if _WORLD_BOUND.match(p.name)]
-    return file_layout._replace(places=[placed], dropped=tuple(left), usage=resume_flags(request, "unified_checkpoint"))
-
-
 def _share(tensors: Sequence[RankTensor], request: WriteRequest) -> list[list[RankTensor]]:
     """Into one file for each rank asked for, in order, by bytes; or by --max-shard-size."""
     if request.max_shard_size:
-        from ckpttool.formats.base import fill_files
-
         return fill_files(tensors, request.max_shard_size)
     files = min(request.requested.world, max(1, len(tensors)))
     total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
@@ -659,9 +653,3 @@ def _share(tensors: Sequence[RankTensor], request: WriteRequest) -> list[list[Ra
         out[-1].append(t)
         size += n
     return out
-
-
-def check_target(version: str) -> None:
-    """Raises UsageError for a --target that is not known."""
-    if version not in TARGETS:
-        raise UsageError(f"--target `{version}` is not known", hint="targets: " + ", ".join(TARGETS))

@@ -13,9 +13,8 @@ from ckpttool.dtypes import DTYPES, nbytes
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import StoredCheckpoint, WriteRequest
 from ckpttool.formats.hf import FileNames
-from ckpttool.formats.registry import by_name
+from ckpttool.formats.registry import writer
 from ckpttool.layout.scales import config_block
-from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.coding import Coding, of_coded, of_scheme
 from ckpttool.ops.fp8_size.model import CONFIG_ALONE, Held, Model
 from ckpttool.ops.fp8_size.names import CLASSES, class_of, module_of
@@ -354,8 +353,8 @@ def on_disk(model: Model, applied: Applied, max_shard_size: int | None) -> Disk:
     stored += [(h.name, h) for h in applied.loose]
     stored.sort(key=lambda t: key(t[0]))
     tensors = [RankTensor(name, h.dtype, h.shape, name, h.shape, ()) for name, h in stored]
-    request = WriteRequest([tensors], (0,), Mesh(), model.family.name, "hf", "", {}, "", max_shard_size, {})
-    file_layout = by_name("hf", "--to").write(request)
+    request = WriteRequest(ranks=[tensors], max_shard_size=max_shard_size)
+    file_layout = writer("hf").write(request)
     # Weights first, an index last.
     sizes = [f.size for f in file_layout.files if f.name.endswith(".safetensors")]
     payload = applied.total.nbytes

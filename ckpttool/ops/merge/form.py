@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckpttool.catalog import Key, LogicalTensor, Piece
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import itemsize
-from ckpttool.formats.registry import by_name
+from ckpttool.formats.registry import writer
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.family import Family, Fuse, Rename, Transform, inverse
 from ckpttool.layout.names import expand, pattern_regex, split_numbers
@@ -59,7 +59,7 @@ def form_of(donor: Checkpoint, others: Iterable[Checkpoint], fmt: str) -> Output
 
     Where it is None the merged tensors have Hugging Face's names.
     """
-    wanted = bool(fmt) and by_name(fmt, "--to").naming() == "paddle"
+    wanted = bool(fmt) and writer(fmt).dialect == "paddle"
     if not is_paddle(donor) or not (wanted or all(map(is_paddle, others))):
         return None
     return OutputNaming(donor.ops, tuple(_exact(donor.ops, {k.name for k in donor.catalog.tensors})))
