@@ -704,6 +704,8 @@ class Machine:
 
     def target(self, kind: type) -> Any:
         v = self.stack[-1]
+        if type(v) is Record and kind is not Record and v.cls not in self.vocabulary.records.values():
+            v = v.fields.setdefault("items", kind())  # an inert one is no list and no dict, whatever its class is
         if type(v) is not kind:
             self.corrupt(f"items for a {kind.__name__} are put into a {type(v).__name__.strip('_')}")
         return v
