@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, overload
@@ -286,6 +286,8 @@ class Output:
     """Whether a carried file may share its bytes with the other one (a reflink or a hard link)."""
     tag: str = "0"
     """Of the companion file when this plan was made."""
+    checksums: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Byte at which a stored tensor begins -> where the CRC-32 of its bytes is put (4 bytes, little-endian)."""
 
     def __post_init__(self) -> None:
         """Raises ConflictError for a name that leads out of DST, whoever thought of it."""

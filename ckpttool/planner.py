@@ -81,7 +81,7 @@ def build_plan(
     Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte,
     ConflictError for tied tensors that cannot be equal.
     """
-    outputs = [Output(f.name, f.size, f.literals) for f in file_layout.files]
+    outputs = [Output(f.name, f.size, f.literals, checksums=f.checksums) for f in file_layout.files]
     units = Units()
     moves = _Moves(units)
     jobs: dict[str, _Job] = {}

@@ -34,11 +34,11 @@ from ckpttool.execute.commit import MANIFEST, Destination
 from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import FilePool, SourceReadError, create, share, write_error
-from ckpttool.execute.hashing import ALGORITHM, Sums
+from ckpttool.execute.hashing import ALGORITHM, CRC32, Sums
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
 from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
-from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate
+from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate, sum_key
 from ckpttool.execute.worker import ComputeWorker, Job, is_known, order, server
 from ckpttool.plan import Plan
 from ckpttool.storage.place import DataFile
@@ -150,6 +150,7 @@ class _Run:
         self.carriers: list[Mover] = []
         self.threads: list[threading.Thread] = []
         self.sums: dict[str, str] = {}
+        self.hashes = [ALGORITHM] * options.manifest + [CRC32] * any(o.checksums for o in plan.outputs)
         self.shared: list[str] = []
         """How each file that may be linked came about: a reflink, a hard link, or "" for a copy."""
         self.notes = list(plan.notes)
@@ -223,7 +224,7 @@ class _Run:
 
     def _open(self) -> tuple[Journal, Finished]:
         """Lock the destination; read or start its journal. What an interrupted run left stays if that fails."""
-        self.tasks = deque(schedule(self.plan, chained=self.options.manifest))
+        self.tasks = deque(schedule(self.plan, self.hashes))
         parts = sum([len(t.parts) for t in self.tasks])
         digest = self.plan.digest()
         own = {Path(o.name).parts[0] for o in self.plan.outputs} | {MANIFEST, *self.options.late_files}
@@ -305,7 +306,7 @@ class _Run:
 
     def _job(self, memory: int) -> Job:
         limit = part_limit(self.plan.bytes_written)
-        return Job(self.sources, self.paths, self.plan.randomness, memory, limit, self.options.manifest)
+        return Job(self.sources, self.paths, self.plan.randomness, memory, limit, self.hashes)
 
     def _is_done(self, task: Task, finished: Finished) -> bool:
         keys = [k for k, _ in task.targets] + operand_keys(self.plan, task.computing)
@@ -344,10 +345,7 @@ class _Run:
         """What is still to do; the checksums of tensors that an earlier run wrote without them, too."""
         for task in tasks:
             done = sum([p.number in finished.parts for p in task.parts])
-            if self.options.manifest:
-                targets = [(key, target) for key, target in task.targets if key not in finished.sums]
-            else:
-                targets = []
+            targets = [(key, target) for key, target in task.targets if key not in finished.sums]
             if done < len(task.parts) or targets:
                 parts = [p for p in task.parts if p.number not in finished.parts] if done else task.parts
                 yield Task(parts, targets)
@@ -496,6 +494,8 @@ class _Run:
 
     def _finish(self, pool: FilePool) -> None:
         """Everything durable and checked; only the name is missing."""
+        if CRC32 in self.hashes:
+            self._write_checksums(pool)
         with ThreadPoolExecutor(8, thread_name_prefix="sync") as syncing:
             for done in [syncing.submit(pool.sync, path, metadata=True) for path in self.paths]:
                 done.result()
@@ -515,6 +515,14 @@ class _Run:
                 self._check_sources()
             self.verify_seconds = time.perf_counter() - began
             self.verifying = False
+
+    def _write_checksums(self, pool: FilePool) -> None:
+        """Put the checksums of tensors where their files have them."""
+        for u, unit in enumerate(self.plan.units):
+            for t, target in enumerate(unit.stored_tensors):
+                for at in self.plan.outputs[target.file].checksums.get(target.offset, ()):
+                    data = int(self.sums[sum_key(u, t, CRC32)], 16).to_bytes(4, "little")
+                    pool.write(self.paths[target.file], at, memoryview(data))
 
     def _verify(self, verify: Callable[[Path, Advance], None]) -> None:
         """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""
@@ -550,7 +558,7 @@ class _Run:
         out = []
         for u, unit in enumerate(self.plan.units):
             for t, target in enumerate(unit.stored_tensors):
-                digest = f"{ALGORITHM}:{self.sums[f'{u}.{t}']}"
+                digest = f"{ALGORITHM}:{self.sums[sum_key(u, t, ALGORITHM)]}"
                 out.append(Checksum(self.plan.outputs[target.file].name, target.name, target.nbytes, digest))
         out.sort(key=lambda c: (c.file, c.tensor))
         return out

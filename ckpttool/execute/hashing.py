@@ -1,4 +1,5 @@
-"""Checksums of stored tensors, taken while their bytes pass on the way to the disk.
+"""Checksums of stored tensors, taken while their bytes pass on the way to the disk: for a manifest, and for files that
+have checksums inside.
 
 A hash needs a tensor's bytes in order. Parts of one unit run on one thread in order when a manifest is wanted, and
 nearly all of them write in order; what does not is read back, at the end of the part while it is still in memory, or
@@ -8,7 +9,8 @@ at the end of the unit.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
+import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +20,7 @@ from ckpttool.errors import CorruptError
 from ckpttool.plan import Target
 
 ALGORITHM = "xxh3_128"
+CRC32 = "crc32"
 _CHUNK = 4 << 20
 
 ReadBack = Callable[[int, int, memoryview], None]
@@ -47,6 +50,21 @@ def hash_range(path: str | os.PathLike[str], offset: int, nbytes: int) -> str:
     return f"{ALGORITHM}:{h.hexdigest()}"
 
 
+class _Crc32:
+    """The checksum of zip and gzip, in the form of hashlib's hashes."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, data: memoryview) -> None:
+        self.value = zlib.crc32(data, self.value)
+
+    def hexdigest(self) -> str:
+        return f"{self.value:08x}"
+
+
 class _Sum:
     """The hash of one target so far."""
 
@@ -54,7 +72,7 @@ class _Sum:
 
     def __init__(self, key: str, target: Target) -> None:
         self.key = key
-        self.hash = xxhash.xxh3_128()
+        self.hash = _Crc32() if key.endswith(CRC32) else xxhash.xxh3_128()
         self.start = self.at = target.offset
         self.stop = target.offset + target.nbytes
         self.written = 0
@@ -80,7 +98,7 @@ class Sums:
             return
         starts, sums = entry
         end = offset + data.nbytes
-        i = max(0, bisect_right(starts, offset) - 1)
+        i = bisect_left(starts, starts[max(0, bisect_right(starts, offset) - 1)])  # a target may have two hashes
         while i < len(sums) and sums[i].start < end:
             s = sums[i]
             a, b = max(offset, s.start), min(end, s.stop)

@@ -16,6 +16,7 @@ from math import prod
 
 from ckpttool.dtypes import lookup
 from ckpttool.execute.compute import part_elements, parts_of
+from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.moves import Item, arrange, divide, item_bytes, item_files
 from ckpttool.execute.quantize import part_bytes
 from ckpttool.execute.quantize import parts_of as quantized_parts
@@ -76,8 +77,8 @@ def part_limit(total: int) -> int:
     return max(_MIB, min(_LARGEST_PART, total // 64 // _MIB * _MIB))
 
 
-def schedule(plan: Plan, *, chained: bool) -> list[Task]:
-    """All tasks of a plan. ``chained`` keeps the parts of a unit in one task."""
+def schedule(plan: Plan, hashes: Sequence[str]) -> list[Task]:
+    """All tasks of a plan. The parts of a unit stay in one task when ``hashes`` (names of algorithms) are wanted."""
     limit = part_limit(plan.bytes_written)
     tasks: list[Task] = []
     number = 0
@@ -89,10 +90,10 @@ def schedule(plan: Plan, *, chained: bool) -> list[Task]:
             number += 1
     for u, unit in enumerate(plan.units):
         if any(type(s) is Compute or type(s) is Quantize for s in unit.steps):
-            tasks.append(computing_task(unit, u, number, limit, chained=chained))
+            tasks.append(computing_task(unit, u, number, limit, hashes))
             number += len(tasks[-1].parts)
             continue
-        targets = _targets(unit, u) if chained else []
+        targets = _targets(unit, u, hashes)
         written, checked, files = _measure(unit)
         if written <= limit and checked <= limit:
             if batch is None or held + written + checked > _BATCH or len(batch.parts) >= _BATCH_UNITS:
@@ -110,7 +111,7 @@ def schedule(plan: Plan, *, chained: bool) -> list[Task]:
         for part in (*slices, *judged):
             part.number = number
             number += 1
-        if chained:
+        if hashes:
             tasks.append(Task(slices, targets))
         else:
             tasks += [Task([p]) for p in slices]
@@ -118,17 +119,22 @@ def schedule(plan: Plan, *, chained: bool) -> list[Task]:
     return tasks
 
 
-def computing_task(unit: Unit, number: int, first: int, limit: int, *, chained: bool) -> Task:
+def computing_task(unit: Unit, number: int, first: int, limit: int, hashes: Sequence[str]) -> Task:
     """The task of a unit with computed tensors: unit ``number`` of its plan, with parts that count from ``first``."""
     parts = [*_computed_parts(unit), *_moved_parts(unit, limit)]
     for part in parts:
         part.number = first
         first += 1
-    return Task(parts, _targets(unit, number) if chained else [], number)
+    return Task(parts, _targets(unit, number, hashes), number)
 
 
-def _targets(unit: Unit, number: int) -> list[tuple[str, Target]]:
-    return [(f"{number}.{t}", target) for t, target in enumerate(unit.stored_tensors)]
+def sum_key(unit: int, target: int, algorithm: str) -> str:
+    """Of the hash of a stored tensor, in the journal."""
+    return f"{unit}.{target}" + ("" if algorithm == ALGORITHM else f":{algorithm}")
+
+
+def _targets(unit: Unit, number: int, hashes: Sequence[str]) -> list[tuple[str, Target]]:
+    return [(sum_key(number, t, h), target) for t, target in enumerate(unit.stored_tensors) for h in hashes]
 
 
 def _moved_parts(unit: Unit, limit: int) -> list[Part]:

@@ -44,8 +44,8 @@ class Job:
     """Bytes of buffers for each worker."""
     limit: int
     """Bytes of a part of what is only moved."""
-    chained: bool
-    """Whether checksums are wanted."""
+    hashes: Sequence[str]
+    """Names of the checksums that are wanted of stored tensors."""
 
     def to_json(self) -> dict[str, Any]:
         """For a process that is to read it with ``from_json``."""
@@ -96,7 +96,7 @@ class ComputeWorker:
 
     def _serve(self, order: Order, tell: Callable[[Answer], None]) -> None:
         unit, number, done = decode(order["unit"]), order["number"], set(order["done"])
-        task = computing_task(unit, number, order["first"], self.job.limit, chained=self.job.chained)
+        task = computing_task(unit, number, order["first"], self.job.limit, self.job.hashes)
         carrier = self.carrier
         before = carrier.bytes_read, carrier.bytes_written
         carrier.sums = sums = Sums(task.targets) if task.targets else None

@@ -184,6 +184,8 @@ class OutFile(NamedTuple):
     size: int
     literals: Sequence[tuple[int, bytes]]
     """(offset, bytes)"""
+    checksums: Mapping[int, tuple[int, ...]] = {}
+    """Byte at which a tensor begins -> where the CRC-32 of its bytes is put (4 bytes, little-endian)."""
 
 
 class FileLayout(NamedTuple):

@@ -258,7 +258,7 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
         patched.setattr(compute, "PART", 54)
         patched.setattr(engine, "spawn", lambda *_: None)
         run(plan, tmp_path / "once", RunOptions(late_files={"note.txt": late_files}))
-        tasks = schedule(plan, chained=False)
+        tasks = schedule(plan, ())
         assert [len(t.parts) for t in tasks] == [5, 5]
         real = strided.scatter
         calls = itertools.count()

@@ -175,9 +175,9 @@ def told(plan: Plan, done: Sequence[int] = ()) -> list[int]:
     ``done`` are written already. It tells as often as it can."""
     found: list[int] = []
     outputs = [f"/proc/self/nowhere/{o.name}" for o in plan.outputs]
-    job = Job([s.path for s in plan.sources], outputs, None, 64 << 20, 1 << 20, chained=False)
+    job = Job([s.path for s in plan.sources], outputs, None, 64 << 20, 1 << 20, ())
     hand = ComputeWorker(job, tensor_draws(None), files.FilePool(), threading.Event())
-    task = computing_task(plan.units[0], 0, 0, job.limit, chained=False)
+    task = computing_task(plan.units[0], 0, 0, job.limit, ())
 
     def tell(answer: Answer) -> None:
         if "at" in answer:

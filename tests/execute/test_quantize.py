@@ -214,7 +214,7 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path, name: str, panel: int) -
 
         patched.setattr(quantize, "scatter", scatter)
         run(plan, tmp_path / "once", RunOptions(late_files={"note.txt": late_files}))
-        parts = [p for t in schedule(plan, chained=False) for p in t.parts]
+        parts = [p for t in schedule(plan, ()) for p in t.parts]
         assert len(parts) == 10
         assert sum(p.nbytes for p in parts) == plan.bytes_written
         stop, calls = next(calls) // 2, itertools.count()
