@@ -2,127 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ckpttool.cli import options
-from ckpttool.cli.values import run_options
+from ckpttool.cli.options import argument, bytes_of, flag, value
 from ckpttool.errors import UsageError
-from ckpttool.ops.values import parse_size
 
-Src = Annotated[
-    Path,
-    typer.Argument(
-        metavar="SRC",
-        readable=False,
-        help="A program (.json, .pdmodel); with --program safetensors; what --index and --header work on.",
-        show_default=False,
-    ),
-]
-Dst = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="DST", readable=False, help="FILE.safetensors, or a directory to create.", show_default=False
-    ),
-]
-Params = Annotated[
-    Path | None,
-    typer.Option(
-        "--params",
-        metavar="FILE",
-        readable=False,
-        help="Parameters of the program, when they are not beside it.",
-        show_default=False,
-    ),
-]
-Names = Annotated[
-    Path | None,
-    typer.Option(
-        "--names",
-        metavar="FILE",
-        readable=False,
-        help="Structured names: .pdparams of the same run, or .pdiparams.info.",
-        show_default=False,
-    ),
-]
-Program = Annotated[
-    Path | None,
-    typer.Option(
-        "--program",
-        metavar="FILE",
-        readable=False,
-        help="The way back: write SRC as the parameters of this program.",
-        show_default=False,
-    ),
-]
-MaxShard = Annotated[
-    str,
-    typer.Option(
-        "--max-shard-size",
-        metavar="SIZE",
-        help="Largest file, when DST is a directory; default: 5GB.",
-        show_default=False,
-    ),
-]
-Check = Annotated[bool, typer.Option("--check", help="Find what is wrong; exit 3 when there is an error.")]
-Fix = Annotated[
-    Path | None,
-    typer.Option(
-        "--fix",
-        metavar="OUT.json",
-        readable=False,
-        help="Write the program with NaN spelled as Paddle reads it, and check that.",
-        show_default=False,
-    ),
-]
-Index = Annotated[bool, typer.Option("--index", help="Write the index of the shards in SRC; with --check verify it.")]
-Header = Annotated[
-    bool, typer.Option("--header", help="Header of SRC as JSON, to DST or stdout; from SRC.json into DST.safetensors.")
-]
 _MEMORY = "64MiB"
-Memory = Annotated[
-    str,
-    typer.Option(
-        "--memory",
-        metavar="SIZE",
-        help=f"Memory for all buffers together; default: {_MEMORY}.",
-        show_default=False,
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FILE",
-        readable=False,
-        help="With --header: write the file with its new header here.",
-        show_default=False,
-    ),
-]
 
 
+@dataclass
+class ConvertFlags(options.RunFlags):
+    """How a run goes."""
+
+    memory: Annotated[str, value("--memory", "SIZE", f"Memory for all buffers together; default: {_MEMORY}.")] = ""
+
+
+def _file(name: str, metavar: str, about: str) -> Any:
+    return value(name, metavar, about, readable=False)
+
+
+@options.grouped
 def convert_json(
-    src: Src,
-    dst: Dst = None,
-    params: Params = None,
-    names: Names = None,
-    program: Program = None,
-    max_shard_size: MaxShard = "",
-    check: Check = False,
-    fix: Fix = None,
-    index: Index = False,
-    header: Header = False,
-    output: Output = None,
-    dry_run: options.DryRun = False,
-    force: options.Force = False,
-    resume: options.Resume = False,
-    workers: options.Workers = None,
-    memory: Memory = "",
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    *,
+    src: Annotated[
+        Path,
+        argument("SRC", "A program (.json, .pdmodel); with --program safetensors; what --index and --header work on."),
+    ],
+    dst: Annotated[Path | None, argument("DST", "FILE.safetensors, or a directory to create.")] = None,
+    params: Annotated[
+        Path | None, _file("--params", "FILE", "Parameters of the program, when they are not beside it.")
+    ] = None,
+    names: Annotated[
+        Path | None, _file("--names", "FILE", "Structured names: .pdparams of the same run, or .pdiparams.info.")
+    ] = None,
+    program: Annotated[
+        Path | None, _file("--program", "FILE", "The way back: write SRC as the parameters of this program.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, value("--max-shard-size", "SIZE", "Largest file, when DST is a directory; default: 5GB.")
+    ] = "",
+    check: Annotated[bool, flag("--check", "Find what is wrong; exit 3 when there is an error.")] = False,
+    fix: Annotated[
+        Path | None,
+        _file("--fix", "OUT.json", "Write the program with NaN spelled as Paddle reads it, and check that."),
+    ] = None,
+    index: Annotated[bool, flag("--index", "Write the index of the shards in SRC; with --check verify it.")] = False,
+    header: Annotated[
+        bool, flag("--header", "Header of SRC as JSON, to DST or stdout; from SRC.json into DST.safetensors.")
+    ] = False,
+    output: Annotated[
+        Path | None, _file("-o --output", "FILE", "With --header: write the file with its new header here.")
+    ] = None,
+    flags: Annotated[ConvertFlags, options.without("verify", "manifest")],
+    shown: options.OutputFlags,
 ) -> None:
     """Convert a Paddle program and its parameters to safetensors and back, or check them; JSON of safetensors."""
     tasks = (index, header, program is not None, fix is not None or (check and not index))
@@ -132,81 +69,82 @@ def convert_json(
         raise UsageError("--output has no effect without --header", hint="pass DST")
     unused: dict[str, object] = {
         "max_shard_size": max_shard_size,
-        "resume": resume,
-        "workers": workers,
-        "memory": memory,
+        "resume": flags.resume,
+        "workers": flags.workers,
+        "memory": flags.memory,
     }
     if index:
-        _without(dst, "--index", params=params, names=names, force=force, **unused)
-        _index(src, check=check, dry_run=dry_run, as_json=json, quiet=quiet)
+        _without(dst, "--index", params=params, names=names, force=flags.force, **unused)
+        _index(src, flags, shown, check=check)
     elif header:
         _without(None, "--header", params=params, names=names, **unused)
-        _header(src, dst, output, dry_run=dry_run, force=force, as_json=json, quiet=quiet)
+        _header(src, dst, output, flags, shown)
     elif check or fix is not None:
-        _without(dst, "--check", dry_run=dry_run, **unused)
+        _without(dst, "--check", dry_run=flags.dry_run, **unused)
         if fix is None:
-            _without(None, "--check without --fix", force=force)
-        _check(src, params, names, fix, force=force, as_json=json, quiet=quiet)
+            _without(None, "--check without --fix", force=flags.force)
+        _check(src, params, names, fix, flags, shown)
     else:
         if dst is None:
             raise UsageError("there is no DST", hint="ckpttool convert-json SRC DST, or --check, --index, --header")
         from ckpttool import report
         from ckpttool.ops.convert_json.convert import execute, from_safetensors, to_safetensors
 
-        run = run_options(memory=memory or _MEMORY, workers=workers, force=force, resume=resume, manifest=False)
+        run = replace(flags, memory=flags.memory or _MEMORY).options()
         if program is not None:
             _without(None, "--program", params=params, max_shard_size=max_shard_size)
             conversion = from_safetensors(src, dst, program, names=names)
         else:
-            size = parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None
-            conversion = to_safetensors(src, dst, params=params, names=names, max_shard_size=size)
-        if dry_run:
-            report.show_conversion_plan(conversion, dst, as_json=json, quiet=quiet)
+            conversion = to_safetensors(src, dst, params=params, names=names, max_shard_size=bytes_of(max_shard_size))
+        if flags.dry_run:
+            report.show_conversion_plan(conversion, dst, as_json=shown.json, quiet=shown.quiet)
             return
-        report.show_conversion(
-            execute(conversion, dst, run, report.progress(quiet=quiet or json)), as_json=json, quiet=quiet
-        )
+        result = execute(conversion, dst, run, shown.progress())
+        report.show_conversion(result, as_json=shown.json, quiet=shown.quiet)
 
 
 def _without(dst: Path | None, task: str, **others: object) -> None:
     """Raises UsageError for what a task makes no use of."""
     if dst is not None:
         raise UsageError(f"{task} takes no DST", where=str(dst))
-    for name, value in others.items():
-        if value:
+    for name, given in others.items():
+        if given:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with {task}")
 
 
 def _check(
-    src: Path, params: Path | None, names: Path | None, fix: Path | None, *, force: bool, as_json: bool, quiet: bool
+    src: Path,
+    params: Path | None,
+    names: Path | None,
+    fix: Path | None,
+    flags: ConvertFlags,
+    shown: options.OutputFlags,
 ) -> None:
     from ckpttool import report
     from ckpttool.formats.paddle.program import beside, program_of
     from ckpttool.ops.convert_json.check import check_program, repair
 
-    repaired = repair(src, fix, force=force, apart=(params, names)) if fix is not None else None
+    repaired = repair(src, fix, force=flags.force, apart=(params, names)) if fix is not None else None
     result = check_program(fix or src, params or beside(program_of(src)), names)
-    report.show_program_check(result, repaired, as_json=as_json, quiet=quiet)
+    report.show_program_check(result, repaired, as_json=shown.json, quiet=shown.quiet)
     if not result.ok:
         raise typer.Exit(3)
 
 
-def _index(src: Path, *, check: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
+def _index(src: Path, flags: ConvertFlags, shown: options.OutputFlags, *, check: bool) -> None:
     from ckpttool import report
     from ckpttool.ops.convert_json import index
 
     if check:
         result = index.verify(src)
-        report.show_program_check(result, None, as_json=as_json, quiet=quiet)
+        report.show_program_check(result, None, as_json=shown.json, quiet=shown.quiet)
         if not result.ok:
             raise typer.Exit(3)
         return
-    report.show_index(index.rebuild(src, dry_run=dry_run), as_json=as_json, quiet=quiet)
+    report.show_index(index.rebuild(src, dry_run=flags.dry_run), as_json=shown.json, quiet=shown.quiet)
 
 
-def _header(
-    src: Path, dst: Path | None, output: Path | None, *, dry_run: bool, force: bool, as_json: bool, quiet: bool
-) -> None:
+def _header(src: Path, dst: Path | None, output: Path | None, flags: ConvertFlags, shown: options.OutputFlags) -> None:
     from ckpttool import report
     from ckpttool.ops.convert_json import header
 
@@ -217,14 +155,14 @@ def _header(
                 where=str(src),
                 hint=f"ckpttool convert-json {src} FILE.safetensors --header",
             )
-        _without(None, "--header without OUT.json", output=output, dry_run=dry_run, force=force)
+        _without(None, "--header without OUT.json", output=output, dry_run=flags.dry_run, force=flags.force)
         report.show_text(header.dump(src))
     elif src.name.endswith(header.BACKUP) and dst.suffix != ".json":
-        _without(None, "--header with a backup", output=output, force=force)
-        report.show_header(header.restore(src, dst, dry_run=dry_run), as_json=as_json, quiet=quiet)
+        _without(None, "--header with a backup", output=output, force=flags.force)
+        report.show_header(header.restore(src, dst, dry_run=flags.dry_run), as_json=shown.json, quiet=shown.quiet)
     elif dst.suffix == ".json" and src.suffix != ".json":
-        _without(None, "--header with OUT.json", output=output, dry_run=dry_run, json=as_json)
-        header.write_dump(src, dst, force=force)
+        _without(None, "--header with OUT.json", output=output, dry_run=flags.dry_run, json=shown.json)
+        header.write_dump(src, dst, force=flags.force)
     else:
-        result = header.apply(src, dst, out=output, dry_run=dry_run, force=force)
-        report.show_header(result, as_json=as_json, quiet=quiet)
+        result = header.apply(src, dst, out=output, dry_run=flags.dry_run, force=flags.force)
+        report.show_header(result, as_json=shown.json, quiet=shown.quiet)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpttool.cli import choices, options
-from ckpttool.cli.values import numbers, open_options, sides
+from ckpttool.cli.options import bytes_of, flag, number, value
+from ckpttool.cli.values import sides
 from ckpttool.errors import UsageError
 from ckpttool.ops.values import one_of, parse_count, parse_size
 from ckpttool.words import either
@@ -16,147 +18,22 @@ from ckpttool.words import either
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size.devices import Device
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", metavar="FILE", readable=False, help="config.json of a SRC that has none.", show_default=False
-    ),
-]
-Recipe = Annotated[
-    str,
-    typer.Option(
-        "--recipe",
-        metavar="RECIPE",
-        help=f"Precision: {either(choices.SIZED)}; default: block, as-is when quantised.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.SIZED),
-    ),
-]
-StaticAct = Annotated[bool, typer.Option("--static-act", help="Also one scale for the inputs of each weight.")]
-KeepPreset = Annotated[
-    str,
-    typer.Option(
-        "--keep-preset",
-        metavar="NAME",
-        help=f"Which layers stay in high precision: {either(choices.PRESETS)}.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.PRESETS),
-    ),
-]
-NoMtp = Annotated[bool, typer.Option("--no-mtp", help="Without the multi-token-prediction layers.")]
-VocabPad = Annotated[
-    int | None,
-    typer.Option(
-        "--vocab-pad", min=1, metavar="N", help="Ranks pad the vocabulary to this; default: 64.", show_default=False
-    ),
-]
-KvDtype = Annotated[
-    str,
-    typer.Option(
-        "--kv",
-        metavar="DTYPE",
-        help=f"Add the KV cache: {either(choices.CACHES)}.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.CACHES),
-    ),
-]
-Tokens = Annotated[
-    str, typer.Option("--tokens", metavar="N", help="Tokens of a sequence: 32768 or 32k.", show_default=False)
-]
-Batch = Annotated[
-    int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences; default: 1.", show_default=False)
-]
-MaxModelLen = Annotated[
-    str,
-    typer.Option(
-        "--max-model-len",
-        metavar="N",
-        help="Tokens that an engine reserves in every layer, whatever its window.",
-        show_default=False,
-    ),
-]
-Train = Annotated[bool, typer.Option("--train", help="What training holds instead of serving.")]
-Zero = Annotated[
-    int | None,
-    typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO; default: 1.", show_default=False),
-]
-DataParallel = Annotated[
-    int | None, typer.Option("--dp", min=1, metavar="N", help="Data-parallel ranks; default: 1.", show_default=False)
-]
-Grad = Annotated[
-    str,
-    typer.Option(
-        "--grad",
-        metavar="DTYPE",
-        help="Gradients: fp32 (default) or bf16.",
-        show_default=False,
-        autocompletion=choices.completes("fp32", "bf16"),
-    ),
-]
-Master = Annotated[
-    str,
-    typer.Option(
-        "--master",
-        metavar="DTYPE",
-        help="Master weights: fp32 or none.",
-        show_default=False,
-        autocompletion=choices.completes("fp32", "none"),
-    ),
-]
-Moment = Annotated[
-    str,
-    typer.Option(
-        "--moment",
-        metavar="DTYPE",
-        help="The two moments: fp32 or bf16.",
-        show_default=False,
-        autocompletion=choices.completes("fp32", "bf16"),
-    ),
-]
-Fp8Transposed = Annotated[
-    bool, typer.Option("--fp8-transposed", help="Codes are held a second time, for the backward pass.")
-]
-DeviceMem = Annotated[
-    str,
-    typer.Option(
-        "--device-mem",
-        metavar="SIZE",
-        help="Memory of a device, such as 80GB; exit 3 if it is not enough.",
-        show_default=False,
-    ),
-]
-Gpu = Annotated[
-    str,
-    typer.Option(
-        "--gpu",
-        metavar="NAME",
-        help="The same for a GPU by name: h100, a100-40gb, mi300x, ...",
-        show_default=False,
-        autocompletion=choices.completes(*choices.GPUS),
-    ),
-]
-By = Annotated[
-    str,
-    typer.Option(
-        "--by",
-        metavar="class|dtype|module|tensor",
-        help="Rows of the table.",
-        autocompletion=choices.completes(*choices.GROUPINGS),
-    ),
-]
-Unit = Annotated[
-    str,
-    typer.Option(
-        "--unit",
-        metavar="GB|GiB|B",
-        help="Unit of sizes; default: GB and GiB.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.UNITS),
-    ),
-]
-CheckTotalSize = Annotated[
-    bool, typer.Option("--check-total-size", help="Compare the index with the headers; exit 3 if they differ.")
-]
+
+@dataclass
+class SizeOptions(options.QuantOptions):
+    """Which precision, and what is counted."""
+
+    recipe: Annotated[
+        str,
+        value(
+            "--recipe",
+            "RECIPE",
+            f"Precision: {either(choices.SIZED)}; default: block, as-is when quantised.",
+            choices.SIZED,
+        ),
+    ] = ""
+    static_act: Annotated[bool, flag("--static-act", "Also one scale for the inputs of each weight.")] = False
+    no_mtp: Annotated[bool, flag("--no-mtp", "Without the multi-token-prediction layers.")] = False
 
 
 def _device(memory: str, name: str) -> Device | None:
@@ -175,51 +52,44 @@ def _device(memory: str, name: str) -> Device | None:
     return Device("", size)
 
 
+@options.grouped
 def fp8_size(
+    *,
     src: options.Src,
-    config: ConfigFile = None,
-    recipe: Recipe = "",
-    block: options.BlockSides = "",
-    scale_dtype: options.ScaleDtype = "",
-    quant_method: options.QuantMethod = "",
-    static_act: StaticAct = False,
-    edge: options.Edge = "",
-    keep: options.KeepHigh = None,
-    include: options.Include = None,
-    keep_preset: KeepPreset = "",
-    no_mtp: NoMtp = False,
-    max_shard_size: options.MaxShard = "",
-    tp_out: options.TpOut = None,
-    pp_out: options.PpOut = None,
-    ep_out: options.EpOut = None,
-    etp_out: options.EtpOut = None,
-    pp_layout: options.PpLayout = "",
-    vocab_pad: VocabPad = None,
-    kv: KvDtype = "",
-    tokens: Tokens = "",
-    batch: Batch = None,
-    max_model_len: MaxModelLen = "",
-    train: Train = False,
-    zero: Zero = None,
-    dp: DataParallel = None,
-    grad: Grad = "",
-    master: Master = "",
-    moment: Moment = "",
-    fp8_transposed: Fp8Transposed = False,
-    device_mem: DeviceMem = "",
-    gpu: Gpu = "",
-    check_total_size: CheckTotalSize = False,
-    by: By = "class",
-    unit: Unit = "",
-    tp: options.Tp = None,
-    pp: options.Pp = None,
-    ep: options.Ep = None,
-    etp: options.Etp = None,
-    from_: options.From = "",
-    rank_pattern: options.RankPattern = "",
-    family: options.FamilyName = "",
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    config: Annotated[
+        Path | None, value("--config", "FILE", "config.json of a SRC that has none.", readable=False)
+    ] = None,
+    how: SizeOptions,
+    out: options.MeshOptions,
+    vocab_pad: Annotated[int | None, number("--vocab-pad", "Ranks pad the vocabulary to this; default: 64.")] = None,
+    kv: Annotated[str, value("--kv", "DTYPE", f"Add the KV cache: {either(choices.CACHES)}.", choices.CACHES)] = "",
+    tokens: Annotated[str, value("--tokens", "N", "Tokens of a sequence: 32768 or 32k.")] = "",
+    batch: Annotated[int | None, number("--batch", "Sequences; default: 1.")] = None,
+    max_model_len: Annotated[
+        str, value("--max-model-len", "N", "Tokens that an engine reserves in every layer, whatever its window.")
+    ] = "",
+    train: Annotated[bool, flag("--train", "What training holds instead of serving.")] = False,
+    zero: Annotated[int | None, value("--zero", "N", "Stage of ZeRO; default: 1.", min=0, max=3)] = None,
+    dp: Annotated[int | None, number("--dp", "Data-parallel ranks; default: 1.")] = None,
+    grad: Annotated[str, value("--grad", "DTYPE", "Gradients: fp32 (default) or bf16.", ("fp32", "bf16"))] = "",
+    master: Annotated[str, value("--master", "DTYPE", "Master weights: fp32 or none.", ("fp32", "none"))] = "",
+    moment: Annotated[str, value("--moment", "DTYPE", "The two moments: fp32 or bf16.", ("fp32", "bf16"))] = "",
+    fp8_transposed: Annotated[
+        bool, flag("--fp8-transposed", "Codes are held a second time, for the backward pass.")
+    ] = False,
+    device_mem: Annotated[
+        str, value("--device-mem", "SIZE", "Memory of a device, such as 80GB; exit 3 if it is not enough.")
+    ] = "",
+    gpu: Annotated[
+        str, value("--gpu", "NAME", "The same for a GPU by name: h100, a100-40gb, mi300x, ...", choices.GPUS)
+    ] = "",
+    check_total_size: Annotated[
+        bool, flag("--check-total-size", "Compare the index with the headers; exit 3 if they differ.")
+    ] = False,
+    by: Annotated[str, value("--by", "class|dtype|module|tensor", "Rows of the table.", choices.GROUPINGS)] = "class",
+    unit: Annotated[str, value("--unit", "GB|GiB|B", "Unit of sizes; default: GB and GiB.", choices.UNITS)] = "",
+    source: Annotated[options.SourceOptions, options.without("replicate", "split", "sharding", "also")],
+    shown: options.OutputFlags,
 ) -> None:
     """Estimate the disk and GPU memory of SRC (a checkpoint or a config.json) in FP8, with its KV cache."""
     from ckpttool import report
@@ -227,38 +97,28 @@ def fp8_size(
     from ckpttool.ops.fp8_size.answer import BY
     from ckpttool.ops.fp8_size.stored import Wanted
 
-    opened = open_options(
-        fmt=from_,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        etp=etp,
-        rank_pattern=rank_pattern,
-        family=family,
-        replicate=None,
-        split=None,
-    )
+    opened = source.open_options()
     by, unit = one_of(by, "--by", *BY), one_of(unit, "--unit", *report.UNITS)
     question = Question(
         Wanted(
-            recipe,
-            sides(block, "--block"),
-            scale_dtype,
-            quant_method,
-            static_act,
-            tuple(keep or ()),
-            tuple(include or ()),
-            keep_preset,
-            edge,
+            how.recipe,
+            sides(how.block, "--block"),
+            how.scale_dtype,
+            how.quant_method,
+            how.static_act,
+            tuple(how.keep or ()),
+            tuple(how.include or ()),
+            how.keep_preset,
+            how.edge,
         ),
         config=config,
-        mtp=not no_mtp,
-        max_shard_size=parse_size(max_shard_size, "--max-shard-size") if max_shard_size else None,
-        tp=tp_out,
-        pp=pp_out,
-        ep=ep_out,
-        etp=etp_out,
-        pp_layout=numbers(pp_layout, "--pp-layout") if pp_layout else (),
+        mtp=not how.no_mtp,
+        max_shard_size=bytes_of(out.max_shard_size),
+        tp=out.tp_out,
+        pp=out.pp_out,
+        ep=out.ep_out,
+        etp=out.etp_out,
+        pp_layout=out.layers(),
         vocab_pad=vocab_pad,
         kv=kv,
         tokens=parse_count(tokens, "--tokens") if tokens else None,
@@ -275,6 +135,6 @@ def fp8_size(
         check_total_size=check_total_size,
     )
     found = answer(src, opened, question)
-    report.show_fp8_size(found, by=by or "class", unit=unit, as_json=json, quiet=quiet)
+    report.show_fp8_size(found, by=by or "class", unit=unit, as_json=shown.json, quiet=shown.quiet)
     if not found.ok:
         raise typer.Exit(3)

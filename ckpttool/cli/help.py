@@ -20,23 +20,23 @@ _FIRST = {
 """The options that most people use, by the names of their parameters."""
 
 _GROUPS = (
-    ("What to show", "files ranks svg stats hist hash_ total show metadata depth sort"),
+    ("What to show", "files ranks svg stats hist hash_ total show metadata sort depth"),
     ("Comparison", "atol rtol"),
-    ("How to merge", "seed rng missing vocab allow_nonfinite card list_methods"),
-    ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge include keep_preset no_mtp keep"),
+    ("How to merge", "list_methods seed rng missing vocab allow_nonfinite card"),
+    ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge keep include keep_preset no_mtp"),
     ("KV cache and devices", "batch max_model_len device_mem"),
     ("Training", "train zero dp grad master moment fp8_transposed"),
-    ("Source", "tp pp ep etp sharding also from_ rank_pattern family replicate split config"),
+    ("Source", "config tp pp ep etp sharding also from_ rank_pattern family replicate split"),
     (
         "Target",
         """tp_out pp_out ep_out etp_out pp_layout sharding_out sharding_version ranks_out to version native_names
         max_shard_size vocab_multiple vocab_pad""",
     ),
-    ("Tensors", "only ema remove_keys keep_keys rename aoa dtype dequant requant fuse unfuse min_size"),
+    ("Tensors", "only ema aoa remove_keys keep_keys rename dtype dequant requant fuse unfuse min_size"),
     ("Run", "dry_run force resume verify workers memory manifest"),
     ("Output", "by unit json quiet verbose help"),
 )
-"""Headings of all other options, in their order; what is listed nowhere comes before them under "Options"."""
+"""Headings of all other options, and both in their order; what is listed nowhere comes before them under "Options"."""
 
 COMMON = "Common options"
 _UNBROKEN = "\u2011"
@@ -80,6 +80,8 @@ EXAMPLES = {
     ),
 }
 """Command lines to begin with."""
+_NOTES = {"merge": {"Methods": f"{', '.join(METHODS)}. What they do: --list-methods".replace("-", _UNBROKEN)}}
+"""What a command's help ends with, by its heading."""
 
 
 class Command(TyperCommand):
@@ -101,7 +103,8 @@ class Command(TyperCommand):
         first = _FIRST.get(self.name or "", "").split()
         heading = {n: about for about, names in _GROUPS for n in names.split()} | dict.fromkeys(first, COMMON)
         parameters: list[Any] = [p for p in self.get_params(ctx) if not getattr(p, "hidden", False)]
-        parameters.sort(key=lambda p: first.index(p.name) if p.name in first else len(first))
+        order = [*first, *heading]
+        parameters.sort(key=lambda p: order.index(p.name) if p.name in order else len(order))
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], COMMON: [], "Options": []}
         sections |= {about: [] for about, _ in _GROUPS}
         for p in parameters:
@@ -115,9 +118,9 @@ class Command(TyperCommand):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
-        if self.name == "merge":
-            with formatter.section("Methods"):
-                formatter.write_text(f"{', '.join(METHODS)}. What they do: {_UNBROKEN * 2}list{_UNBROKEN}methods")
+        for title, text in _NOTES.get(self.name or "", {}).items():
+            with formatter.section(title):
+                formatter.write_text(text)
 
 
 def is_option(parameter: Any) -> bool:

@@ -8,120 +8,49 @@ from typing import Annotated
 import typer
 
 from ckpttool.cli import choices, options
-from ckpttool.cli.values import open_options
-from ckpttool.ops.values import one_of, parse_size
-
-List = Annotated[bool, typer.Option("--list", help="One tensor a line.")]
-Files = Annotated[bool, typer.Option("--files", help="One file a line.")]
-Ranks = Annotated[bool, typer.Option("--ranks", help="Draw which rank holds which box of which tensor.")]
-Svg = Annotated[
-    Path | None,
-    typer.Option("--svg", metavar="FILE", help="With --ranks: also write the picture to FILE.", show_default=False),
-]
-Stats = Annotated[
-    bool, typer.Option("--stats", help="Min, max, mean, std, amax, NaN, Inf, zeros and saturated FP8 of each tensor.")
-]
-Hist = Annotated[bool, typer.Option("--hist", help="A histogram of each tensor.")]
-Hash = Annotated[bool, typer.Option("--hash", help="A checksum of each whole tensor, the same for every sharding.")]
-Total = Annotated[
-    bool,
-    typer.Option("--total", help="With --hash: one digest of all tensors, the same for every format and sharding."),
-]
-Show = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--show", metavar="NAME[INDEX]", help="Elements: 'a.weight[:8, -1]', as in numpy.", show_default=False
-    ),
-]
-Metadata = Annotated[bool, typer.Option("--metadata", help="Metadata in the files' headers.")]
-Check = Annotated[
-    bool, typer.Option("--check", help="Look for problems, and prove a manifest's checksums; exit 3 on an error.")
-]
-Diff = Annotated[
-    Path | None,
-    typer.Option("--diff", metavar="OTHER", help="Compare with OTHER; exit 3 when they differ.", show_default=False),
-]
-Values = Annotated[bool, typer.Option("--values", help="With --diff and --check: also read the elements.")]
-Atol = Annotated[
-    float | None,
-    typer.Option(
-        "--atol", metavar="X", min=0, help="With --diff: absolute tolerance, dtypes may differ.", show_default=False
-    ),
-]
-Rtol = Annotated[
-    float | None,
-    typer.Option("--rtol", metavar="X", min=0, help="With --diff: tolerance relative to OTHER.", show_default=False),
-]
-Filter = Annotated[
-    list[str] | None,
-    typer.Option("--filter", metavar="PATTERN", help="Only these tensors: a glob or re:REGEX.", show_default=False),
-]
-Dtype = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--dtype",
-        metavar="DTYPE",
-        help="Only tensors of this dtype.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.DTYPES),
-    ),
-]
-MinSize = Annotated[
-    str,
-    typer.Option(
-        "--min-size", metavar="SIZE", help="Only tensors at least this large, such as 1MB.", show_default=False
-    ),
-]
-Sort = Annotated[
-    str,
-    typer.Option(
-        "--sort",
-        metavar="KEY",
-        help="Order by name, size, offset or file.",
-        autocompletion=choices.completes(*choices.ORDERS),
-    ),
-]
-Depth = Annotated[
-    int | None, typer.Option("--depth", min=1, metavar="N", help="Levels of the tree.", show_default=False)
-]
+from ckpttool.cli.options import bytes_of, flag, number, value
+from ckpttool.ops.values import one_of
 
 
+@options.grouped
 def inspect(
+    *,
     src: options.Src,
-    list_: List = False,
-    files: Files = False,
-    ranks: Ranks = False,
-    svg: Svg = None,
-    stats: Stats = False,
-    hist: Hist = False,
-    hash_: Hash = False,
-    total: Total = False,
-    show: Show = None,
-    metadata: Metadata = False,
-    check: Check = False,
-    diff: Diff = None,
-    values: Values = False,
-    atol: Atol = None,
-    rtol: Rtol = None,
-    filter_: Filter = None,
+    list_: Annotated[bool, flag("--list", "One tensor a line.")] = False,
+    files: Annotated[bool, flag("--files", "One file a line.")] = False,
+    ranks: Annotated[bool, flag("--ranks", "Draw which rank holds which box of which tensor.")] = False,
+    svg: Annotated[Path | None, value("--svg", "FILE", "With --ranks: also write the picture to FILE.")] = None,
+    stats: Annotated[
+        bool, flag("--stats", "Min, max, mean, std, amax, NaN, Inf, zeros and saturated FP8 of each tensor.")
+    ] = False,
+    hist: Annotated[bool, flag("--hist", "A histogram of each tensor.")] = False,
+    hash_: Annotated[bool, flag("--hash", "A checksum of each whole tensor, the same for every sharding.")] = False,
+    total: Annotated[
+        bool, flag("--total", "With --hash: one digest of all tensors, the same for every format and sharding.")
+    ] = False,
+    show: Annotated[
+        list[str] | None, value("--show", "NAME[INDEX]", "Elements: 'a.weight[:8, -1]', as in numpy.")
+    ] = None,
+    metadata: Annotated[bool, flag("--metadata", "Metadata in the files' headers.")] = False,
+    check: Annotated[
+        bool, flag("--check", "Look for problems, and prove a manifest's checksums; exit 3 on an error.")
+    ] = False,
+    diff: Annotated[Path | None, value("--diff", "OTHER", "Compare with OTHER; exit 3 when they differ.")] = None,
+    values: Annotated[bool, flag("--values", "With --diff and --check: also read the elements.")] = False,
+    atol: Annotated[
+        float | None, value("--atol", "X", "With --diff: absolute tolerance, dtypes may differ.", min=0)
+    ] = None,
+    rtol: Annotated[float | None, value("--rtol", "X", "With --diff: tolerance relative to OTHER.", min=0)] = None,
+    filter_: Annotated[
+        list[str] | None, value("--filter", "PATTERN", "Only these tensors: a glob or re:REGEX.")
+    ] = None,
     only: options.Only = None,
-    dtype: Dtype = None,
-    min_size: MinSize = "",
-    sort: Sort = "name",
-    depth: Depth = None,
-    tp: options.Tp = None,
-    pp: options.Pp = None,
-    ep: options.Ep = None,
-    etp: options.Etp = None,
-    sharding: options.Sharding = None,
-    also: options.Also = None,
-    from_: options.From = "",
-    rank_pattern: options.RankPattern = "",
-    family: options.FamilyName = "",
-    replicate: options.Replicate = None,
-    split: options.Split = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    dtype: Annotated[list[str] | None, value("--dtype", "DTYPE", "Only tensors of this dtype.", choices.DTYPES)] = None,
+    min_size: Annotated[str, value("--min-size", "SIZE", "Only tensors at least this large, such as 1MB.")] = "",
+    sort: Annotated[str, value("--sort", "KEY", "Order by name, size, offset or file.", choices.ORDERS)] = "name",
+    depth: Annotated[int | None, number("--depth", "Levels of the tree.")] = None,
+    source: options.SourceOptions,
+    shown: options.OutputFlags,
 ) -> None:
     """Show what is inside SRC: a tree of its tensors, or what the options ask for."""
     from ckpttool import report
@@ -129,22 +58,10 @@ def inspect(
     from ckpttool.ops.inspect.answer import inspect as look
     from ckpttool.ops.inspect.listing import COMPONENTS, Choice
 
-    opened = open_options(
-        fmt=from_,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        etp=etp,
-        rank_pattern=rank_pattern,
-        family=family,
-        replicate=replicate,
-        split=split,
-        sharding=sharding,
-        also=also,
-    )
+    opened = source.open_options()
     order = one_of(sort, "--sort", "name", "size", "offset", "file")
     components = tuple(one_of(c, "--only", *COMPONENTS) for c in only or ())
-    smallest = parse_size(min_size, "--min-size") if min_size else 0
+    smallest = bytes_of(min_size, "--min-size") or 0
     question = InspectRequest(
         choice=Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components),
         list=list_,
@@ -164,7 +81,7 @@ def inspect(
         depth=depth,
         svg=svg,
     )
-    answer = look(src, opened, question, report.progress(quiet=quiet or json) if question.reads_bytes else None)
-    report.show_inspect(answer, as_json=json, quiet=quiet)
+    answer = look(src, opened, question, shown.progress() if question.reads_bytes else None)
+    report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet)
     if not answer.ok:
         raise typer.Exit(3)

@@ -3,95 +3,20 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpttool.cli import choices, options
-from ckpttool.cli.values import open_options, precision, recoding, run_options, target_of
+from ckpttool.cli.options import argument, flag, value
+from ckpttool.cli.values import precision, recoding
 from ckpttool.errors import UsageError
 from ckpttool.ops.values import one_of
 
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE...",
-        help="Checkpoints (PATH or PATH+ADAPTER), or one recipe: mergekit's YAML or Paddle's merge_config.json.",
-        show_default=False,
-    ),
-]
-Output = Annotated[
-    Path,
-    typer.Option(
-        "-o", "--output", metavar="DST", readable=False, help="Directory to write; must not exist.", show_default=False
-    ),
-]
-MethodName = Annotated[
-    str,
-    typer.Option(
-        "--method",
-        metavar="NAME",
-        help="Merge method; default: linear with --weights, else average.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.METHODS),
-    ),
-]
-Weights = Annotated[
-    str,
-    typer.Option(
-        "--weights",
-        metavar="W,W,...",
-        help="One weight for each source, or for each adapter of a single one.",
-        show_default=False,
-    ),
-]
-Base = Annotated[
-    str, typer.Option("--base", metavar="PATH", help="The model that the others started from.", show_default=False)
-]
-Param = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--param",
-        metavar="NAME=VALUE",
-        help="A parameter of the method; NAME=A,B,... gives one value to each source.",
-        show_default=False,
-    ),
-]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of methods that draw random numbers.")]
-Rng = Annotated[
-    str,
-    typer.Option(
-        "--rng",
-        metavar="STREAM",
-        help="counter: reproducible whatever else is merged; mergekit: its draws, bit for bit.",
-        autocompletion=choices.completes("counter", "mergekit"),
-    ),
-]
-Missing = Annotated[
-    str,
-    typer.Option(
-        "--missing",
-        metavar="base|skip",
-        help="Tensors that not all sources have: take the base's, or leave them out.",
-        show_default=False,
-        autocompletion=choices.completes("base", "skip"),
-    ),
-]
-Vocab = Annotated[
-    str,
-    typer.Option(
-        "--vocab",
-        metavar="min|max|base",
-        help="Rows of embeddings when the sources have different numbers of them.",
-        show_default=False,
-        autocompletion=choices.completes("min", "max", "base"),
-    ),
-]
-AllowNonfinite = Annotated[
-    bool, typer.Option("--allow-nonfinite", help="Write NaN and infinities instead of refusing them.")
-]
-Card = Annotated[bool, typer.Option("--card", help="Add a section about the merge to README.md of DST.")]
+if TYPE_CHECKING:
+    from ckpttool.recipe.model import Recipe
 
 
 def _list_methods(asked: bool) -> None:
@@ -102,70 +27,90 @@ def _list_methods(asked: bool) -> None:
         raise typer.Exit
 
 
-ListMethods = Annotated[
-    bool,
-    typer.Option(
-        "--list-methods",
-        callback=_list_methods,
-        is_eager=True,
-        help="Print the methods with their parameters, and end.",
-    ),
-]
-Verify = Annotated[
-    bool,
-    typer.Option("--verify", help="Merge once more and compare with what was written; exit 3 if not equal."),
-]
+@dataclass
+class HowToMerge:
+    """The recipe in options, and what is done about models that differ."""
+
+    method: Annotated[
+        str,
+        value("--method", "NAME", "Merge method; default: linear with --weights, else average.", choices.METHODS),
+    ] = ""
+    weights: Annotated[
+        str, value("--weights", "W,W,...", "One weight for each source, or for each adapter of a single one.")
+    ] = ""
+    base: Annotated[str, value("--base", "PATH", "The model that the others started from.")] = ""
+    param: Annotated[
+        list[str] | None,
+        value("--param", "NAME=VALUE", "A parameter of the method; NAME=A,B,... gives one value to each source."),
+    ] = None
+    seed: Annotated[int, value("--seed", "N", "Seed of methods that draw random numbers.", min=0)] = 0
+    rng: Annotated[
+        str,
+        value(
+            "--rng",
+            "STREAM",
+            "counter: reproducible whatever else is merged; mergekit: its draws, bit for bit.",
+            ("counter", "mergekit"),
+        ),
+    ] = "counter"
+    missing: Annotated[
+        str,
+        value(
+            "--missing",
+            "base|skip",
+            "Tensors that not all sources have: take the base's, or leave them out.",
+            ("base", "skip"),
+        ),
+    ] = ""
+    vocab: Annotated[
+        str,
+        value(
+            "--vocab",
+            "min|max|base",
+            "Rows of embeddings when the sources have different numbers of them.",
+            ("min", "max", "base"),
+        ),
+    ] = ""
+    allow_nonfinite: Annotated[
+        bool, flag("--allow-nonfinite", "Write NaN and infinities instead of refusing them.")
+    ] = False
+    card: Annotated[bool, flag("--card", "Add a section about the merge to README.md of DST.")] = False
+    list_methods: Annotated[
+        bool,
+        typer.Option(
+            "--list-methods",
+            callback=_list_methods,
+            is_eager=True,
+            help="Print the methods with their parameters, and end.",
+        ),
+    ] = False
 
 
+@dataclass
+class MergeFlags(options.RunFlags):
+    """How a run goes."""
+
+    verify: Annotated[
+        bool, flag("--verify", "Merge once more and compare with what was written; exit 3 if not equal.")
+    ] = False
+
+
+@options.grouped
 def merge(
-    sources: Sources,
-    output: Output,
-    method: MethodName = "",
-    list_methods: ListMethods = False,  # noqa: ARG001 - its callback answers
-    weights: Weights = "",
-    base: Base = "",
-    param: Param = None,
-    seed: Seed = 0,
-    rng: Rng = "counter",
-    missing: Missing = "",
-    vocab: Vocab = "",
-    allow_nonfinite: AllowNonfinite = False,
-    card: Card = False,
-    tp: options.Tp = None,
-    pp: options.Pp = None,
-    ep: options.Ep = None,
-    etp: options.Etp = None,
-    tp_out: options.TpOut = None,
-    pp_out: options.PpOut = None,
-    ep_out: options.EpOut = None,
-    etp_out: options.EtpOut = None,
-    pp_layout: options.PpLayout = "",
-    ranks_out: options.RanksOut = "",
-    from_: options.From = "",
-    to: options.To = "",
-    version: options.PaddleTarget = "",
-    rank_pattern: options.RankPattern = "",
-    family: options.FamilyName = "",
-    replicate: options.Replicate = None,
-    split: options.Split = None,
-    remove_keys: options.RemoveKeys = None,
-    keep_keys: options.KeepKeys = None,
-    rename: options.Rename = None,
-    dtype: options.Dtype = "",
-    dequant: options.Dequant = "",
-    fuse: options.Fuse = False,
-    unfuse: options.Unfuse = False,
-    max_shard_size: options.MaxShard = "",
-    vocab_multiple: options.VocabMultiple = 1,
-    dry_run: options.DryRun = False,
-    force: options.Force = False,
-    resume: options.Resume = False,
-    verify: Verify = False,
-    workers: options.Workers = None,
-    memory: options.Memory = "64MiB",
-    manifest: options.Manifest = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    *,
+    sources: Annotated[
+        list[str],
+        argument(
+            "SOURCE...",
+            "Checkpoints (PATH or PATH+ADAPTER), or one recipe: mergekit's YAML or Paddle's merge_config.json.",
+        ),
+    ],
+    output: Annotated[Path, value("-o --output", "DST", "Directory to write; must not exist.", readable=False)],
+    how: HowToMerge,
+    source: Annotated[options.SourceOptions, options.without("sharding", "also")],
+    out: options.NewTargetOptions,
+    flags: MergeFlags,
+    shown: options.OutputFlags,
     verbose: options.Verbose = False,
 ) -> None:
     """Write one checkpoint out of several, or out of the shards of one."""
@@ -173,69 +118,42 @@ def merge(
     from ckpttool.ops.merge import MergeOptions, execute, prepare, prepare_one
     from ckpttool.recipe.flags import adapted, recipe_of
     from ckpttool.recipe.read import is_recipe, read_recipe
-    from ckpttool.targeting.select import Selection
 
-    opened = open_options(
-        fmt=from_,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        etp=etp,
-        rank_pattern=rank_pattern,
-        family=family,
-        replicate=replicate,
-        split=split,
-    )
-    target = target_of(
-        to=to,
-        tp_out=tp_out,
-        pp_out=pp_out,
-        ep_out=ep_out,
-        etp_out=etp_out,
-        pp_layout=pp_layout,
-        ranks_out=ranks_out,
-        max_shard_size=max_shard_size,
-        dtype=dtype,
-        fuse=fuse,
-        unfuse=unfuse,
-        vocab_multiple=vocab_multiple,
-        version=version,
-    )
-    run = run_options(memory=memory, workers=workers, force=force, resume=resume, manifest=manifest)
-    selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()), tuple(rename or ()))
+    opened, target, run = source.open_options(), out.target(), flags.options()
+    selection = out.selection(out.remove_keys)
     choices = MergeOptions(
-        one_of(missing, "--missing", "base", "skip"),
-        one_of(vocab, "--vocab", "min", "max", "base"),
-        allow_nonfinite,
-        seed,
-        one_of(rng, "--rng", "counter", "mergekit"),
-        card,
-        precision(dequant, "--dequant"),
+        one_of(how.missing, "--missing", "base", "skip"),
+        one_of(how.vocab, "--vocab", "min", "max", "base"),
+        how.allow_nonfinite,
+        how.seed,
+        one_of(how.rng, "--rng", "counter", "mergekit"),
+        how.card,
+        precision(out.dequant, "--dequant"),
     )
-    said = bool(method or weights or base or param)
+    needs_method = bool(how.method or how.base or how.param)
     if is_recipe(sources):
-        if said:
+        if needs_method or how.weights:
             raise UsageError(
                 "a recipe already sets method, weights, base and parameters",
                 hint="drop --method, --weights, --base and --param, or name the checkpoints themselves",
             )
-        recipe = read_recipe(sources[0])
-        prepared = prepare(recipe, opened, target, selection, choices)
-    elif len(sources) == 1 and not said and "+" not in sources[0]:
-        prepared = prepare_one(sources[0], opened, target, selection, recoding(dequant, ""))
-    elif len(sources) == 1 and not (method or base or param):
-        prepared = prepare(adapted(sources[0], weights), opened, target, selection, choices)
+        recipe: Recipe | None = read_recipe(sources[0])
+    elif len(sources) == 1 and not needs_method:
+        recipe = adapted(sources[0], how.weights) if how.weights or "+" in sources[0] else None
     else:
         recipe = recipe_of(
             sources,
-            method=method or ("linear" if weights else "average"),
-            weights=weights,
-            base=base,
-            params=param or (),
+            method=how.method or ("linear" if how.weights else "average"),
+            weights=how.weights,
+            base=how.base,
+            params=how.param or (),
         )
+    if recipe is None:
+        prepared = prepare_one(sources[0], opened, target, selection, recoding(out.dequant, ""))
+    else:
         prepared = prepare(recipe, opened, target, selection, choices)
-    if dry_run:
-        report.show_merge_plan(prepared, run, as_json=json, quiet=quiet)
+    if flags.dry_run:
+        report.show_merge_plan(prepared, run, as_json=shown.json, quiet=shown.quiet)
         return
-    result = execute(prepared, output, run, report.progress(quiet=quiet or json), verify=verify)
-    report.show_merge(result, as_json=json, quiet=quiet, verbose=verbose)
+    result = execute(prepared, output, run, shown.progress(), verify=flags.verify)
+    report.show_merge(result, as_json=shown.json, quiet=shown.quiet, verbose=verbose)

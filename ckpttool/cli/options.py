@@ -1,258 +1,333 @@
-"""Options that several commands have; those of a single command stand in its file.
+"""Options that several commands have, in groups: a command takes a group as one parameter, see `grouped`.
 
-readable=False leaves the check of a path, and its error, to the code that reads.
+Options of a single command stand in its file. A group that has an option anew replaces it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from ckpttool.cli import choices
+from ckpttool.cli.values import numbers
+from ckpttool.errors import UsageError
+from ckpttool.ops.values import parse_size
 from ckpttool.words import either
 
-# What is read, and how it is cut.
-Src = Annotated[
-    Path, typer.Argument(metavar="SRC", readable=False, help="Directory or file to read.", show_default=False)
-]
-From = Annotated[
-    str,
-    typer.Option(
-        "--from",
-        metavar="FORMAT",
-        help=f"Format of SRC: {', '.join(choices.FORMATS)}, pdparams.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.FORMATS, "pdparams"),
-    ),
-]
-Tp = Annotated[
-    int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks of SRC.", show_default=False)
-]
-Pp = Annotated[int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages of SRC.", show_default=False)]
-Ep = Annotated[
-    int | None, typer.Option("--ep", metavar="N", min=1, help="Expert-parallel ranks of SRC.", show_default=False)
-]
-Etp = Annotated[
-    int | None,
-    typer.Option("--etp", metavar="N", min=1, help="Expert-tensor-parallel ranks of SRC.", show_default=False),
-]
-Sharding = Annotated[
-    int | None,
-    typer.Option(
-        "--sharding", metavar="N", min=1, help="Ranks that share the optimizer state of SRC.", show_default=False
-    ),
-]
-Also = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--also", metavar="DIR", help="A further directory of SRC, saved by another node.", show_default=False
-    ),
-]
-RankPattern = Annotated[
-    str,
-    typer.Option(
-        "--rank-pattern",
-        metavar="PATTERN",
-        help="File-name pattern of others' rank files: 'model_{rank}.safetensors', 'tp{tp}/pp{pp}.safetensors'.",
-        show_default=False,
-    ),
-]
-FamilyName = Annotated[
-    str,
-    typer.Option(
-        "--family",
-        metavar="NAME|FILE",
-        help="Layout rules, when config.json does not name them.",
-        show_default=False,
-        autocompletion=choices.families,
-    ),
-]
-Replicate = Annotated[
-    list[str] | None,
-    typer.Option("--replicate", metavar="PATTERN", help="These tensors are whole on every rank.", show_default=False),
-]
-Split = Annotated[
-    list[str] | None,
-    typer.Option("--split", metavar="PATTERN=AXIS", help="These tensors are cut evenly on AXIS.", show_default=False),
-]
+if TYPE_CHECKING:
+    from ckpttool.execute import Progress, RunOptions
+    from ckpttool.formats.base import OpenOptions
+    from ckpttool.targeting.select import Selection
+    from ckpttool.targeting.target import Target
 
-# What is written, and how it is cut.
-Dst = Annotated[
-    Path, typer.Argument(metavar="DST", readable=False, help="Directory to write; must not exist.", show_default=False)
-]
-To = Annotated[
-    str,
-    typer.Option(
-        "--to",
-        metavar="FORMAT",
-        help=f"Format of DST: {', '.join(choices.FORMATS)}.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.FORMATS),
-    ),
-]
-PaddleTarget = Annotated[
-    str,
-    typer.Option(
-        "--target",
-        metavar="VERSION",
-        help=f"Software version that will load DST: {', '.join(choices.TARGETS)}.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.TARGETS),
-    ),
-]
-TpOut = Annotated[
-    int | None, typer.Option("--tp-out", metavar="N", min=1, help="Tensor-parallel ranks of DST.", show_default=False)
-]
-PpOut = Annotated[
-    int | None, typer.Option("--pp-out", metavar="N", min=1, help="Pipeline stages of DST.", show_default=False)
-]
-EpOut = Annotated[
-    int | None, typer.Option("--ep-out", metavar="N", min=1, help="Expert-parallel ranks of DST.", show_default=False)
-]
-EtpOut = Annotated[
-    int | None,
-    typer.Option(
-        "--etp-out",
-        metavar="N",
-        min=1,
-        help="Ranks that cut each expert; default: 1 with --ep-out, else tp.",
-        show_default=False,
-    ),
-]
-PpLayout = Annotated[
-    str,
-    typer.Option("--pp-layout", metavar="N,N,...", help="Layers of each pipeline stage of DST.", show_default=False),
-]
-RanksOut = Annotated[
-    str, typer.Option("--ranks-out", metavar="0-3,7", help="Write only these ranks of DST.", show_default=False)
-]
-MaxShard = Annotated[
-    str,
-    typer.Option(
-        "--max-shard-size",
-        metavar="SIZE",
-        help="Largest file of --to hf and vllm; default: 5GB.",
-        show_default=False,
-    ),
-]
-VocabMultiple = Annotated[
-    int, typer.Option("--vocab-multiple", min=1, metavar="N", help="Pad the vocabulary of cut embeddings to this.")
-]
 
-# Which tensors, and what becomes of them.
+def value(name: str, metavar: str, about: str, values: Sequence[str] = (), **more: Any) -> Any:
+    """An option with a value; a shell completes it to one of ``values``."""
+    if values:
+        more["autocompletion"] = choices.completes(*values)
+    return typer.Option(*name.split(), metavar=metavar, help=about, **more)
+
+
+def number(name: str, about: str) -> Any:
+    """An option with a number of at least 1."""
+    return typer.Option(name, metavar="N", min=1, help=about)
+
+
+def flag(name: str, about: str) -> Any:
+    """An option without a value."""
+    return typer.Option(*name.split(), help=about)
+
+
+def argument(metavar: str, about: str) -> Any:
+    """A positional argument. Whether its path can be read is checked by the code that reads, which says more."""
+    return typer.Argument(metavar=metavar, help=about, readable=False)
+
+
+def without(*names: str) -> frozenset[str]:
+    """Options of a group that a command does not have; they keep their defaults."""
+    return frozenset(names)
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as Typer takes it: with the options of its groups (dataclasses) in place of the groups."""
+    parameters: dict[str, Parameter] = {}
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for parameter in signature(command).parameters.values():
+        hint = hints[parameter.name]
+        group, *more = get_args(hint) or (hint,)
+        options = {parameter.name: (hint, parameter.default)}
+        if is_dataclass(group):
+            annotations = get_type_hints(group, include_extras=True)
+            omitted = more[0] if more else ()
+            options = {f.name: (annotations[f.name], f.default) for f in fields(group) if f.name not in omitted}
+            groups[parameter.name] = group, list(options)
+        for name, (annotation, default) in options.items():
+            parameters[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        filled = {n: group(**{name: given.pop(name) for name in names}) for n, (group, names) in groups.items()}
+        command(**given, **filled)
+
+    run.__annotations__ = {name: p.annotation for name, p in parameters.items()}
+    run.__signature__ = Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    return run
+
+
+Src = Annotated[Path, argument("SRC", "Directory or file to read.")]
+Dst = Annotated[Path, argument("DST", "Directory to write; must not exist.")]
+MaxShard = Annotated[str, value("--max-shard-size", "SIZE", "Largest file of --to hf and vllm; default: 5GB.")]
+RemoveKeys = Annotated[list[str] | None, value("--remove-keys", "PATTERN", "Leave these tensors out.")]
+KeepKeys = Annotated[list[str] | None, value("--keep-keys", "PATTERN", "Leave all other tensors out.")]
 Only = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--only",
-        metavar="COMPONENT",
-        help=f"Only this: {either(choices.COMPONENTS)}.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.COMPONENTS),
-    ),
+    list[str] | None, value("--only", "COMPONENT", f"Only this: {either(choices.COMPONENTS)}.", choices.COMPONENTS)
 ]
-RemoveKeys = Annotated[
-    list[str] | None,
-    typer.Option("--remove-keys", metavar="PATTERN", help="Leave these tensors out.", show_default=False),
-]
-KeepKeys = Annotated[
-    list[str] | None,
-    typer.Option("--keep-keys", metavar="PATTERN", help="Leave all other tensors out.", show_default=False),
-]
-Rename = Annotated[
-    list[str] | None,
-    typer.Option("--rename", metavar="OLD=NEW", help="Rename; * on both sides, or re:OLD=NEW.", show_default=False),
-]
-Dtype = Annotated[
+KeepPreset = Annotated[
     str,
-    typer.Option(
-        "--dtype",
-        metavar="DTYPE",
-        help=f"Cast floats to {either(choices.CASTS)}.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.CASTS),
-    ),
+    value("--keep-preset", "NAME", f"Which layers stay in high precision: {either(choices.PRESETS)}.", choices.PRESETS),
 ]
-Dequant = Annotated[
-    str,
-    typer.Option(
-        "--dequant",
-        metavar="DTYPE",
-        help=f"Quantised weights become {either(choices.PRECISIONS)}.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.PRECISIONS),
-    ),
-]
-Fuse = Annotated[bool, typer.Option("--fuse", help="Fuse what the family can fuse (qkv, gate_up).")]
-Unfuse = Annotated[bool, typer.Option("--unfuse", help="Take fused tensors apart.")]
+Verbose = Annotated[bool, flag("-v --verbose", "Explain what was inferred.")]
 
-# How weights are quantised.
-BlockSides = Annotated[
-    str, typer.Option("--block", metavar="MxN", help="Elements per scale; default: 128x128.", show_default=False)
-]
-ScaleDtype = Annotated[
-    str,
-    typer.Option(
-        "--scale-dtype",
-        metavar="DTYPE",
-        help="Scale dtype: f32, bf16 or e8m0 (powers of two).",
-        show_default=False,
-        autocompletion=choices.completes(*choices.SCALES),
-    ),
-]
-QuantMethod = Annotated[
-    str,
-    typer.Option(
-        "--quant-method",
-        metavar="METHOD",
-        help=f"Checkpoint convention to write: {either(choices.QUANT_METHODS)}.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.QUANT_METHODS),
-    ),
-]
-Edge = Annotated[
-    str,
-    typer.Option(
-        "--edge",
-        metavar="ceil|skip|error",
-        help="Dimensions not divisible by the block: partly filled block, keep the weight, or refuse.",
-        show_default=False,
-        autocompletion=choices.completes(*choices.EDGES),
-    ),
-]
-KeepHigh = Annotated[
-    list[str] | None,
-    typer.Option("--keep", metavar="PATTERN", help="Weights that stay in high precision.", show_default=False),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include", metavar="PATTERN", help="Weights that are quantised although others keep them.", show_default=False
-    ),
-]
 
-# How a run goes.
-DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Print the plan and write nothing.")]
-Force = Annotated[bool, typer.Option("-f", "--force", help="Replace DST when it exists.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
-Verify = Annotated[
-    bool, typer.Option("--verify", help="Read the output back and compare every element; exit 3 if not equal.")
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        "--workers",
-        metavar="N",
-        min=1,
-        help="Threads that move bytes (default: 2 to 4), or processes that compute (default: one a core).",
-        show_default=False,
-    ),
-]
-Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory for all buffers together.")]
-Manifest = Annotated[bool, typer.Option("--manifest", help="Write a checksum per tensor, for inspect --check.")]
+def bytes_of(text: str, option: str = "--max-shard-size") -> int | None:
+    """A size, or None where the option is not given."""
+    return parse_size(text, option) if text else None
 
-# What is said.
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Suppress progress and notes.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Explain what was inferred.")]
+
+@dataclass
+class SourceOptions:
+    """How SRC is read."""
+
+    tp: Annotated[int | None, number("--tp", "Tensor-parallel ranks of SRC.")] = None
+    pp: Annotated[int | None, number("--pp", "Pipeline stages of SRC.")] = None
+    ep: Annotated[int | None, number("--ep", "Expert-parallel ranks of SRC.")] = None
+    etp: Annotated[int | None, number("--etp", "Expert-tensor-parallel ranks of SRC.")] = None
+    from_: Annotated[
+        str,
+        value(
+            "--from",
+            "FORMAT",
+            f"Format of SRC: {', '.join(choices.FORMATS)}, pdparams.",
+            (*choices.FORMATS, "pdparams"),
+        ),
+    ] = ""
+    rank_pattern: Annotated[
+        str,
+        value(
+            "--rank-pattern",
+            "PATTERN",
+            "File-name pattern of others' rank files: 'model_{rank}.safetensors', 'tp{tp}/pp{pp}.safetensors'.",
+        ),
+    ] = ""
+    family: Annotated[
+        str,
+        value(
+            "--family",
+            "NAME|FILE",
+            "Layout rules, when config.json does not name them.",
+            autocompletion=choices.families,
+        ),
+    ] = ""
+    replicate: Annotated[
+        list[str] | None, value("--replicate", "PATTERN", "These tensors are whole on every rank.")
+    ] = None
+    split: Annotated[list[str] | None, value("--split", "PATTERN=AXIS", "These tensors are cut evenly on AXIS.")] = None
+    sharding: Annotated[int | None, number("--sharding", "Ranks that share the optimizer state of SRC.")] = None
+    also: Annotated[list[Path] | None, value("--also", "DIR", "A further directory of SRC, saved by another node.")] = (
+        None
+    )
+
+    def open_options(self) -> OpenOptions:
+        """What they say together."""
+        from ckpttool.formats.base import OpenOptions, ReadOptions
+
+        mesh = ReadOptions(
+            self.tp,
+            self.pp,
+            self.ep,
+            self.etp,
+            rank_pattern=self.rank_pattern,
+            sharding=self.sharding,
+            more=tuple(self.also or ()),
+        )
+        return OpenOptions(self.from_, mesh, self.family, tuple(self.replicate or ()), tuple(self.split or ()))
+
+
+@dataclass
+class MeshOptions:
+    """How DST is cut, and into how large files."""
+
+    tp_out: Annotated[int | None, number("--tp-out", "Tensor-parallel ranks of DST.")] = None
+    pp_out: Annotated[int | None, number("--pp-out", "Pipeline stages of DST.")] = None
+    ep_out: Annotated[int | None, number("--ep-out", "Expert-parallel ranks of DST.")] = None
+    etp_out: Annotated[
+        int | None, number("--etp-out", "Ranks that cut each expert; default: 1 with --ep-out, else tp.")
+    ] = None
+    pp_layout: Annotated[str, value("--pp-layout", "N,N,...", "Layers of each pipeline stage of DST.")] = ""
+    max_shard_size: MaxShard = ""
+
+    def layers(self) -> tuple[int, ...]:
+        """Of each pipeline stage."""
+        return numbers(self.pp_layout, "--pp-layout") if self.pp_layout else ()
+
+
+@dataclass
+class TargetOptions(MeshOptions):
+    """What DST holds, and how it is written."""
+
+    to: Annotated[str, value("--to", "FORMAT", f"Format of DST: {', '.join(choices.FORMATS)}.", choices.FORMATS)] = ""
+    keep_keys: KeepKeys = None
+    rename: Annotated[list[str] | None, value("--rename", "OLD=NEW", "Rename; * on both sides, or re:OLD=NEW.")] = None
+    dtype: Annotated[str, value("--dtype", "DTYPE", f"Cast floats to {either(choices.CASTS)}.", choices.CASTS)] = ""
+
+    def target(self) -> Target:
+        """What they say together."""
+        from ckpttool.targeting.target import Target
+
+        return Target(
+            format=self.to,
+            tp=self.tp_out,
+            pp=self.pp_out,
+            ep=self.ep_out,
+            etp=self.etp_out,
+            pp_layout=self.layers(),
+            max_shard_size=bytes_of(self.max_shard_size),
+            dtype=self.dtype,
+        )
+
+    def selection(self, remove: Sequence[str] | None) -> Selection:
+        """Which tensors are left out, and under which names the others are written."""
+        from ckpttool.targeting.select import Selection
+
+        return Selection(tuple(remove or ()), tuple(self.keep_keys or ()), tuple(self.rename or ()))
+
+
+@dataclass
+class NewTargetOptions(TargetOptions):
+    """What DST holds, where it is not SRC with a few files less."""
+
+    ranks_out: Annotated[str, value("--ranks-out", "0-3,7", "Write only these ranks of DST.")] = ""
+    version: Annotated[
+        str,
+        value(
+            "--target",
+            "VERSION",
+            f"Software version that will load DST: {', '.join(choices.TARGETS)}.",
+            choices.TARGETS,
+        ),
+    ] = ""
+    vocab_multiple: Annotated[int, number("--vocab-multiple", "Pad the vocabulary of cut embeddings to this.")] = 1
+    remove_keys: RemoveKeys = None
+    dequant: Annotated[
+        str,
+        value("--dequant", "DTYPE", f"Quantised weights become {either(choices.PRECISIONS)}.", choices.PRECISIONS),
+    ] = ""
+    fuse: Annotated[bool, flag("--fuse", "Fuse what the family can fuse (qkv, gate_up).")] = False
+    unfuse: Annotated[bool, flag("--unfuse", "Take fused tensors apart.")] = False
+
+    def target(self) -> Target:
+        """What they say together."""
+        return replace(
+            super().target(),
+            ranks=numbers(self.ranks_out, "--ranks-out", runs=True) if self.ranks_out else None,
+            version=self.version,
+            vocab_multiple=self.vocab_multiple,
+            fuse=self.fuse,
+            unfuse=self.unfuse,
+        )
+
+
+@dataclass
+class QuantOptions:
+    """How weights are quantised."""
+
+    recipe: Annotated[
+        str,
+        value("--recipe", "RECIPE", f"How to quantise: {either(choices.RECIPES)}; default: block.", choices.RECIPES),
+    ] = ""
+    block: Annotated[str, value("--block", "MxN", "Elements per scale; default: 128x128.")] = ""
+    scale_dtype: Annotated[
+        str, value("--scale-dtype", "DTYPE", "Scale dtype: f32, bf16 or e8m0 (powers of two).", choices.SCALES)
+    ] = ""
+    quant_method: Annotated[
+        str,
+        value(
+            "--quant-method",
+            "METHOD",
+            f"Checkpoint convention to write: {either(choices.QUANT_METHODS)}.",
+            choices.QUANT_METHODS,
+        ),
+    ] = ""
+    edge: Annotated[
+        str,
+        value(
+            "--edge",
+            "ceil|skip|error",
+            "Dimensions not divisible by the block: partly filled block, keep the weight, or refuse.",
+            choices.EDGES,
+        ),
+    ] = ""
+    keep: Annotated[list[str] | None, value("--keep", "PATTERN", "Weights that stay in high precision.")] = None
+    include: Annotated[
+        list[str] | None, value("--include", "PATTERN", "Weights that are quantised although others keep them.")
+    ] = None
+    keep_preset: KeepPreset = ""
+
+
+@dataclass
+class RunFlags:
+    """How a run goes."""
+
+    dry_run: Annotated[bool, flag("-n --dry-run", "Print the plan and write nothing.")] = False
+    force: Annotated[bool, flag("-f --force", "Replace DST when it exists.")] = False
+    resume: Annotated[bool, flag("--resume", "Continue an interrupted run.")] = False
+    workers: Annotated[
+        int | None,
+        number(
+            "--workers",
+            "Threads that move bytes (default: 2 to 4), or processes that compute (default: one a core).",
+        ),
+    ] = None
+    memory: Annotated[str, value("--memory", "SIZE", "Memory for all buffers together.")] = "64MiB"
+    verify: Annotated[
+        bool, flag("--verify", "Read the output back and compare every element; exit 3 if not equal.")
+    ] = False
+    manifest: Annotated[bool, flag("--manifest", "Write a checksum per tensor, for inspect --check.")] = False
+
+    def options(self) -> RunOptions:
+        """What they say together."""
+        from ckpttool.execute import RunOptions
+        from ckpttool.execute.options import default_processes, default_workers
+
+        size = parse_size(self.memory, "--memory")
+        if size < 4 << 20:
+            raise UsageError(f"--memory {self.memory} is too small", hint="4MiB is the least, 64MiB the default")
+        return RunOptions(
+            memory=size,
+            workers=self.workers or default_workers(),
+            processes=self.workers or default_processes(),
+            force=self.force,
+            resume=self.resume,
+            manifest=self.manifest,
+        )
+
+
+@dataclass
+class OutputFlags:
+    """What is said."""
+
+    json: Annotated[bool, flag("--json", "Print the result as JSON.")] = False
+    quiet: Annotated[bool, flag("-q --quiet", "Suppress progress and notes.")] = False
+
+    def progress(self) -> Progress:
+        """What shows how far a run is."""
+        from ckpttool import report
+
+        return report.progress(quiet=self.quiet or self.json)
