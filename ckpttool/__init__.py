@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.version import __version__
+
 if TYPE_CHECKING:
     from ckpttool.api import (
         Checkpoint,
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from ckpttool.api import open_ as open  # noqa: A004 - ckpttool.open() is the front door
     from ckpttool.errors import CkptError
 
-__version__ = "0.1.0"
 __all__ = [
     "CheckResult",
     "Checkpoint",

@@ -68,6 +68,9 @@ class StoredTensor(NamedTuple):
         return contiguous_strides(self.shape) if self.strides is None else self.strides
 
 
+COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
+"""All that a checkpoint can hold of a parameter, in the order in which they are written."""
+
 SHARDED = -1
 """``StoredTensor.file`` of a rank's tensor that no file holds in one run: ``offset`` then is its index into the
 ``shards`` of the stored checkpoint."""
@@ -340,3 +343,20 @@ class Catalog:
     def nbytes(self) -> int:
         """Bytes of all logical tensors, each counted once."""
         return sum(t.nbytes for t in self)
+
+
+def is_derived(catalog: Catalog, key: Key) -> bool:
+    """Whether the tensor is a model weight that its master weight stands for: the same bytes under another key."""
+    if key.component != "model":
+        return False
+    master = catalog.tensors.get(Key(key.name, "master_weights"))
+    if master is None or not master.pieces:
+        return False
+    mine = catalog.tensors[key].pieces
+    return bool(mine) and mine[0].stored[3:5] == master.pieces[0].stored[3:5]  # file and offset
+
+
+def in_order(components: Iterable[str]) -> list[str]:
+    """Components in the order in which checkpoints are written, unknown ones last."""
+    order = {c: i for i, c in enumerate(COMPONENTS)}
+    return sorted(components, key=lambda c: (order.get(c, len(order)), c))

@@ -14,6 +14,7 @@ import sys
 import tokenize
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ PACKAGE = "ckpttool"
 
 # The hourglass: a module imports only from rows above its own. The public API may use report, for its bar alone.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "words"),
+    ("errors", "version"),
+    ("words",),
     ("dtypes",),
     ("geometry",),
     ("mesh",),
@@ -47,6 +49,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("recipe",),
     ("execute",),
     ("targeting",),
+    ("findings",),
     ("ops",),
     ("report",),
     ("api", "__init__"),
@@ -173,8 +176,7 @@ def order_problems(found: list[Source]) -> Iterator[str]:
             yield f"{source.module}: has no row in the order"
             continue
         for imported in imports(source):
-            # The version is a constant of the package's own file and pulls nothing in.
-            if top(imported.target) != PACKAGE or imported.target == f"{PACKAGE}.__version__":
+            if top(imported.target) != PACKAGE:
                 continue
             target = resolve(imported.target, modules)
             row = row_name(target)
@@ -202,6 +204,22 @@ def format_problems(found: list[Source]) -> Iterator[str]:
                 other = target.split(".")[2]
                 if other != own and other not in SHARED_FORMATS:
                     yield f"{source.module}:{imported.line}: a format imports another format, {target}"
+
+
+def circle_problems(found: list[Source]) -> Iterator[str]:
+    """Modules of one room that import each other, directly or over others. Between rooms the order leaves none."""
+    modules = {source.module for source in found}
+    room: dict[str, set[str]] = {}
+    for module in modules:
+        room.setdefault(row_name(module), set()).add(module)
+    graph = {
+        s.module: {resolve(i.target, modules) for i in imports(s)} & room[row_name(s.module)] - {s.module}
+        for s in found
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as e:
+        yield f"a circle of imports: {' <- '.join(e.args[1])}"
 
 
 def rich_problems(found: list[Source]) -> Iterator[str]:
@@ -241,7 +259,7 @@ def execution_problems(found: list[Source]) -> Iterator[str]:
                     yield f"{source.module}:{node.lineno}: lets numpy unpickle"
 
 
-CHECKS = (order_problems, format_problems, rich_problems, torch_problems, execution_problems)
+CHECKS = (order_problems, format_problems, circle_problems, rich_problems, torch_problems, execution_problems)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -280,14 +298,17 @@ BAD = {
     "order for types": ("dtypes.py", "if TYPE_CHECKING:\n    from ckpttool.mesh import Mesh", "stands below it"),
     "order by importlib": ("mesh.py", "importlib.import_module('ckpttool.ops')", "stands below it"),
     "order of the root": ("ops/merge.py", "import ckpttool", "stands below it"),
+    "order of the version": ("execute/__init__.py", "from ckpttool import __version__", "stands below it"),
     "beside": ("adapters.py", "import ckpttool.quant", "stands beside it"),
     "the API": ("report.py", "import ckpttool.api", "stands below it"),
     "no row": ("helpers.py", "X = 1", "has no row"),
     "format": ("formats/hf.py", "from ckpttool.formats import paddle", "imports another format"),
     "format relative": ("formats/hf.py", "def f():\n    from .paddle import read", "imports another format"),
-    "format registry": ("formats/hf.py", "from ckpttool.formats import detect", "the registry"),
+    "format registry": ("formats/vllm.py", "from ckpttool.formats import detect", "the registry"),
     "container": ("containers/torch_zip.py", "from ckpttool.formats.base import File", "stands below it"),
     "package of formats": ("formats/paddle/flex.py", "from ..hf import read", "imports another format"),
+    "circle": ("ops/inspect.py", "def f():\n    from ckpttool.ops import merge", "a circle of imports"),
+    "circle for types": ("cli/options.py", "if TYPE_CHECKING:\n    from ckpttool.cli.app import X", "a circle"),
     "rich": ("ops/inspect.py", "def f():\n    import rich.table", "only report imports rich"),
     "torch at start": ("api/checkpoint.py", "import torch.nn", "imports torch when it is loaded"),
     "torch in a class": (
@@ -305,20 +326,22 @@ BAD = {
 }
 
 GOOD = {
-    "__init__.py": "__version__ = '1'\ndef __getattr__(name):\n    from ckpttool import api\n    import torch",
+    "__init__.py": "from .version import V\ndef __getattr__(name):\n    from ckpttool import api\n    import torch",
     "errors.py": "class Error(Exception): pass",
+    "version.py": "V = '1'",
     "dtypes.py": "from ckpttool.errors import Error",
     "geometry.py": "from . import errors",
     "mesh.py": "import ckpttool.errors",
     "catalog.py": "from .geometry import Box",
     "formats/__init__.py": "def read():\n    from . import hf, paddle",
-    "formats/base.py": "from ckpttool.catalog import Catalog\nfrom ckpttool import __version__",
+    "formats/base.py": "from ckpttool.catalog import Catalog\nfrom ckpttool.version import V",
     "storage/listing.py": "from ckpttool.errors import Error",
     "containers/safetensors.py": "from ckpttool.storage.listing import Listing",
     "formats/config.py": "from re import compile",
     "formats/hf.py": "from ckpttool.containers.safetensors import read\nfrom .config import field",
     "formats/paddle/__init__.py": "from . import names",
     "formats/paddle/names.py": "from .. import base\nfrom . import pir",
+    "formats/paddle/pir.py": "X = 1",
     "layout/rules.py": "from ..formats.base import File",
     "relate.py": "from re import compile",
     "plan.py": "from ckpttool.geometry import Box",
@@ -329,7 +352,7 @@ GOOD = {
     "report.py": "from ckpttool.ops.inspect import Result\ndef f():\n    import rich",
     "api/checkpoint.py": "from ckpttool.ops import inspect\nif TYPE_CHECKING:\n    import torch\ndef f(): import torch",
     "cli/__init__.py": "from ckpttool.cli.app import main",
-    "cli/app.py": "from ckpttool.cli.reshard import reshard\nfrom ckpttool import __version__",
+    "cli/app.py": "from ckpttool.cli.reshard import reshard\nfrom ckpttool.version import V",
     "cli/reshard.py": "from ckpttool.cli import options\ndef f():\n    from ckpttool import report",
     "cli/options.py": "FORMATS = ''",
     "__main__.py": "from ckpttool.cli import main",

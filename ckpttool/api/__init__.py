@@ -14,7 +14,7 @@ from ckpttool.api.checkpoint import Checkpoint, open_
 from ckpttool.api.commands import check, convert, diff, drop_keys, merge, size
 from ckpttool.api.plans import Conversion, Dropping, Merging, Plan, Resharding
 from ckpttool.api.results import Size, Written
-from ckpttool.ops.findings import CheckResult, Finding
+from ckpttool.findings import CheckResult, Finding
 from ckpttool.ops.inspect.diff import DiffResult
 
 __all__ = [

@@ -8,7 +8,7 @@ from operator import index
 from typing import SupportsIndex, overload
 
 from ckpttool.errors import UsageError
-from ckpttool.ops.values import parse_size
+from ckpttool.words import parse_size
 
 
 def several(said: str | Iterable[str], name: str) -> tuple[str, ...]:

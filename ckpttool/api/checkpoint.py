@@ -22,17 +22,16 @@ from ckpttool.containers.scratch import DEFAULT
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import read_tensor
+from ckpttool.findings import CheckResult
 from ckpttool.formats.base import ReadOptions
 from ckpttool.geometry import Box
 from ckpttool.mesh import Mesh
 from ckpttool.ops import drop_keys
-from ckpttool.ops.findings import CheckResult
 from ckpttool.ops.inspect.check import check as _check
 from ckpttool.ops.inspect.diff import DiffResult, Tolerance
 from ckpttool.ops.inspect.diff import diff as _diff
-from ckpttool.ops.inspect.identity import Identity
+from ckpttool.ops.inspect.identity import Identity, identify
 from ckpttool.ops.inspect.listing import list_tensors
-from ckpttool.ops.values import one_of
 from ckpttool.quant.keep import Keep
 from ckpttool.quant.scheme import scheme
 from ckpttool.select import matching, nearest_hint
@@ -40,7 +39,7 @@ from ckpttool.targeting.build import plan_recoded, plan_target
 from ckpttool.targeting.recode import Recoding, high
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
-from ckpttool.words import short
+from ckpttool.words import one_of, short
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +125,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @property
     def identity(self) -> Identity:
         """What it is: family, layers, experts, parameters, precision. Reads the headers once more."""
-        return list_tensors(self.path, self.options).identity()
+        return identify(list_tensors(self.path, self.options))
 
     @property
     def nbytes(self) -> int:

@@ -14,9 +14,9 @@ from ckpttool.api.plans import Conversion, Dropping, Merging, watching
 from ckpttool.api.results import Size
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress
+from ckpttool.findings import CheckResult
 from ckpttool.formats.base import OpenOptions, ReadOptions
 from ckpttool.ops.convert_json.convert import from_safetensors, to_safetensors
-from ckpttool.ops.findings import CheckResult
 from ckpttool.ops.fp8_size.answer import Question, answer
 from ckpttool.ops.fp8_size.devices import Device
 from ckpttool.ops.fp8_size.devices import gpu as named_gpu
@@ -24,12 +24,12 @@ from ckpttool.ops.fp8_size.stored import Wanted
 from ckpttool.ops.inspect.check import check as look
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.merge import MergeOptions, prepare, prepare_one
-from ckpttool.ops.values import one_of, parse_count
 from ckpttool.recipe.flags import adapted, recipe_of
 from ckpttool.recipe.read import is_recipe, read_recipe
 from ckpttool.targeting.recode import Recoding, high
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
+from ckpttool.words import one_of, parse_count
 
 Source = str | PathLike[str] | Checkpoint
 """Where a checkpoint lies, what ``run`` has written, or one that is open."""

@@ -1,6 +1,6 @@
 """The command line: options and help only. Heavy imports happen inside the commands, so that --help is instant.
 
-    process.py    the process: its streams, Ctrl-C at any moment, main
+    process.py    the process: its streams, Ctrl-C at any moment
     app.py        the commands in the order of --help, how each ends
     help.py       what --help shows
     mistakes.py   errors of a command line that cannot be read
@@ -20,6 +20,29 @@ A command is a function in a file of its own, and a line of app.py. In its signa
 too; a name without it is the command's own. No command imports another.
 """
 
-from ckpttool.cli.process import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import sys
+from typing import NoReturn
+
+from ckpttool.cli import process
+
+
+def main() -> NoReturn:
+    """Run the command line. What the console script and ``python -m ckpttool`` call."""
+    process.open_streams()
+    process.interrupts.install()
+    code: int | str | None = 1
+    try:
+        from ckpttool.cli.app import main as run
+
+        run()
+    except SystemExit as e:
+        code = e.code
+    except KeyboardInterrupt:  # outside of the command itself
+        process.say("interrupted")
+        code = 130
+    process.interrupts.ignore()
+    process.flush(sys.stdout)
+    process.flush(sys.stderr)
+    sys.exit(code)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from ckpttool import __version__
 from ckpttool.cli.convert_json import convert_json
 from ckpttool.cli.drop_keys import drop_keys
 from ckpttool.cli.failure import failed
@@ -26,6 +25,7 @@ from ckpttool.cli.mistakes import reworded
 from ckpttool.cli.process import flush, interrupts, say, silence
 from ckpttool.cli.reshard import reshard
 from ckpttool.errors import CkptError, UsageError, plain
+from ckpttool.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,7 @@ from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, number, value
 from ckpttool.cli.values import sides
 from ckpttool.errors import UsageError
-from ckpttool.ops.values import one_of, parse_count, parse_size
-from ckpttool.words import either
+from ckpttool.words import either, one_of, parse_count, parse_size
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size.devices import Device

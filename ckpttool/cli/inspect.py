@@ -9,7 +9,7 @@ import typer
 
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, number, value
-from ckpttool.ops.values import one_of
+from ckpttool.words import one_of
 
 
 @options.grouped
@@ -54,9 +54,10 @@ def inspect(
 ) -> None:
     """Show what is inside SRC: a tree of its tensors, or what the options ask for."""
     from ckpttool import report
+    from ckpttool.catalog import COMPONENTS
     from ckpttool.ops.inspect.answer import InspectRequest
     from ckpttool.ops.inspect.answer import inspect as look
-    from ckpttool.ops.inspect.listing import COMPONENTS, Choice
+    from ckpttool.ops.inspect.listing import Choice
 
     opened = source.open_options()
     order = one_of(sort, "--sort", "name", "size", "offset", "file")

@@ -13,7 +13,7 @@ from ckpttool.cli import choices, options
 from ckpttool.cli.options import argument, flag, value
 from ckpttool.cli.values import precision, recoding
 from ckpttool.errors import UsageError
-from ckpttool.ops.values import one_of
+from ckpttool.words import one_of
 
 if TYPE_CHECKING:
     from ckpttool.recipe.model import Recipe

@@ -17,8 +17,7 @@ import typer
 from ckpttool.cli import choices
 from ckpttool.cli.values import numbers
 from ckpttool.errors import UsageError
-from ckpttool.ops.values import parse_size
-from ckpttool.words import either
+from ckpttool.words import either, parse_size
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress, RunOptions

@@ -10,30 +10,10 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Literal, NoReturn, TextIO
+from typing import Literal, TextIO
 
 _AGAIN = 0.01
 """Seconds after which an interrupt is tried again."""
-
-
-def main() -> NoReturn:
-    """Run the command line. What the console script and ``python -m ckpttool`` call."""
-    open_streams()
-    interrupts.install()
-    code: int | str | None = 1
-    try:
-        from ckpttool.cli.app import main as run
-
-        run()
-    except SystemExit as e:
-        code = e.code
-    except KeyboardInterrupt:  # outside of the command itself
-        say("interrupted")
-        code = 130
-    interrupts.ignore()
-    flush(sys.stdout)
-    flush(sys.stderr)
-    sys.exit(code)
 
 
 def open_streams() -> None:

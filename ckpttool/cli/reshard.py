@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import flag, number, value
 from ckpttool.cli.values import recoding
-from ckpttool.ops.values import one_of
+from ckpttool.words import one_of
 
 if TYPE_CHECKING:
     from ckpttool.targeting.target import Target
@@ -41,7 +41,7 @@ class ReshardOptions(options.NewTargetOptions):
 
     def target(self) -> Target:
         """What they say together."""
-        from ckpttool.targeting.components import COMPONENTS
+        from ckpttool.catalog import COMPONENTS
 
         return replace(
             super().target(),

@@ -29,9 +29,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from ckpttool import __version__, errors
+from ckpttool import errors
 from ckpttool.errors import CkptError, OutputError
 from ckpttool.execute.files import SourceReadError
+from ckpttool.version import __version__
 
 Order = dict[str, Any]
 Answer = dict[str, Any]

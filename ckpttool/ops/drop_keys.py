@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tensor
+from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, in_order, is_derived, whole_tensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, refuse_empty
 from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.errors import UsageError
@@ -28,12 +28,11 @@ from ckpttool.geometry import whole
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.scales import weight_of
 from ckpttool.mesh import Mesh
-from ckpttool.ops.inspect.listing import in_order, is_derived, source_files
 from ckpttool.planner import build_plan
 from ckpttool.relate import DerivedTensor, TensorTable, identity, parameters
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, source_files
 from ckpttool.targeting.build import Prepared, plan_target
 from ckpttool.targeting.select import Selection, left_out, select
 from ckpttool.targeting.sidecars import carried_below

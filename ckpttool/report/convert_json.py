@@ -12,12 +12,12 @@ from ckpttool.report.text import dump, message
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
+    from ckpttool.findings import CheckResult
     from ckpttool.formats.paddle.program_parts import Parameter, Program
     from ckpttool.ops.convert_json.check import Repaired
     from ckpttool.ops.convert_json.convert import Conversion, Converted
     from ckpttool.ops.convert_json.header import HeaderResult
     from ckpttool.ops.convert_json.index import IndexResult
-    from ckpttool.ops.findings import CheckResult
 
 SCHEMA = "ckpttool.convert/1"
 CHECK_SCHEMA = "ckpttool.program-check/1"

@@ -19,7 +19,7 @@ from ckpttool.report.text import aligned, dump, shape, size
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
-    from ckpttool.ops.findings import CheckResult, Finding
+    from ckpttool.findings import CheckResult, Finding
     from ckpttool.ops.inspect.answer import LayoutView, TensorListing, TensorSlices, TensorStats, Totalled
     from ckpttool.ops.inspect.diff import Changed, DiffResult
     from ckpttool.ops.inspect.holdings import Layout
@@ -67,7 +67,7 @@ def show_inspect(
     elif isinstance(answer, TensorSlices):
         show_slices(answer.listing, answer.slices, as_json=as_json)
     else:
-        from ckpttool.ops.findings import CheckResult
+        from ckpttool.findings import CheckResult
 
         if isinstance(answer, CheckResult):
             show_check(answer, as_json=as_json, quiet=quiet)
@@ -78,6 +78,7 @@ def show_inspect(
 def _head(listing: Listing, view: str) -> dict[str, Any]:
     """What every JSON answer begins with."""
     from ckpttool.formats.paddle.program import Native
+    from ckpttool.ops.inspect.identity import identify
     from ckpttool.ops.inspect.listing import sharding_of
 
     return {
@@ -106,7 +107,7 @@ def _head(listing: Listing, view: str) -> dict[str, Any]:
             }
             for t in listing.component_totals()
         },
-        "identity": _identity_json(listing.identity()),
+        "identity": _identity_json(identify(listing)),
         "notes": listing.notes,
         **({"program": program_json(native.program)} if isinstance(native := listing.stored.native, Native) else {}),
     }
@@ -171,11 +172,12 @@ def _identity_json(identity: Identity) -> dict[str, Any]:
 def summary(listing: Listing) -> str:
     """A few lines: what it is, how large, and which components or dtypes."""
     from ckpttool.formats.paddle.program import Native
+    from ckpttool.ops.inspect.identity import identify
     from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 
     stored = listing.stored
     mesh = f", {mesh_text(stored)}" if stored.mesh.world > 1 or stored.cut or sharding_of(stored) > 1 else ""
-    first = headline(listing.identity())
+    first = headline(identify(listing))
     lines = [
         textwrap.fill(first, width(), subsequent_indent="  ") if text.on_terminal() else first,
         f"{plain(str(listing.path))}: {listing.format}{mesh}, {count(len(listing.files), 'file')}",

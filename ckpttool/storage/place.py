@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,3 +32,20 @@ class DataFile(NamedTuple):
             return DataFile.at(self.place)[1:3] == self[1:3]
         except OSError:
             return False
+
+
+def source_of(file: DataFile) -> Path:
+    """The file of the source that a data file is, or was decoded from (its label says so)."""
+    return Path(file.label.rpartition(" decoded")[0]) if file.label else file.place
+
+
+def source_files(files: Sequence[DataFile]) -> list[DataFile]:
+    """The files of the source, scratch files replaced by what they were decoded from, each once."""
+    if not any(f.label for f in files):
+        return list(files)
+    out: dict[Path, DataFile] = {}
+    for f in files:
+        path = source_of(f)
+        if path not in out:
+            out[path] = DataFile.at(path)
+    return list(out.values())

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, RankTensor
+from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Capabilities
 from ckpttool.geometry import whole
 from ckpttool.relate import DerivedTensor, EqualPair
 
-COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
-"""All that a checkpoint can hold, in the order in which they are written."""
 WEIGHTS = ("model", "adapter")
 """Components that --dtype casts; optimizers keep their own precision."""
 
@@ -89,9 +87,8 @@ def chosen_components(
             if model is not None and model.dtype == "F32":
                 equal.append((model, tensors.pop(key)))
     kept = Catalog(catalog.files, tensors, catalog.aliases)
-    order = {c: i for i, c in enumerate(COMPONENTS)}
     pairs = dict.fromkeys((k.component, k.state) for k in kept.tensors)
-    return kept, sorted(pairs, key=lambda p: (order.get(p[0], 9), p[1]))
+    return kept, sorted(pairs, key=lambda p: (COMPONENTS.index(p[0]), p[1]))
 
 
 def _own_masters(catalog: Catalog) -> dict[Key, LogicalTensor]:

@@ -114,6 +114,7 @@ def test_families_are_those_that_are_built_in() -> None:
 
 def test_choices_are_those_of_the_code() -> None:
     from ckpttool import report
+    from ckpttool.catalog import COMPONENTS
     from ckpttool.dtypes import CASTABLE, DTYPES
     from ckpttool.formats.paddle.config import TARGETS
     from ckpttool.formats.registry import READERS, WRITERS
@@ -122,7 +123,6 @@ def test_choices_are_those_of_the_code() -> None:
     from ckpttool.ops.fp8_size.answer import BY
     from ckpttool.ops.fp8_size.devices import GPUS
     from ckpttool.quant import keep, scheme
-    from ckpttool.targeting.components import COMPONENTS
     from ckpttool.targeting.recode import HIGH
 
     assert tuple(WRITERS) == choices.FORMATS

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool.findings import PROGRAM
 from ckpttool.formats.paddle.program import examine
-from ckpttool.ops.findings import PROGRAM
 from tests.convert_json.accepted import CASES, RIGHTS, recorded
 
 ANSWERS = {"accepted, same output", "accepted, other output", "refused", "crash or hang"}

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ckpttool.errors import CkptError, IncompleteError, OutputError, UnsupportedError, UsageError
+from ckpttool.findings import PROGRAM, CheckResult
 from ckpttool.formats.paddle.pir import read_pir
 from ckpttool.ops.convert_json.check import check_program, repair
-from ckpttool.ops.findings import PROGRAM, CheckResult
 from tests.convert_json.programs import Parameter, dumped, find, ops_of, parameter, program, records, usual, write
 
 PROGRAMS = Path(__file__).parents[2] / "fixtures/paddle_programs"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool.findings import CHECKPOINT, PROGRAM
 from ckpttool.formats.paddle.pir_patches import PATCHES
 from ckpttool.ops.convert_json.check import check_program
-from ckpttool.ops.findings import CHECKPOINT, PROGRAM
 from tests.convert_json import test_params, test_pdmodel, test_pir
 from tests.convert_json.accepted import recorded
 from tests.convert_json.programs import Parameter, parameter, program, records, usual, write

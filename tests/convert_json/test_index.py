@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError
+from ckpttool.findings import ERROR, SEVERITY
 from ckpttool.ops.convert_json.index import NONE_NEEDED, RIGHT, WRITTEN, IndexResult, IndexState, rebuild, verify
-from ckpttool.ops.findings import ERROR, SEVERITY
 from tests.helpers.command import ckpttool
 from tests.helpers.paddle import write_file
 from tests.helpers.tensorfile import Raw, origin, write

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from ckpttool.ops.findings import CHECKPOINT, ERROR, INFO, WARNING
+from ckpttool.findings import CHECKPOINT, ERROR, INFO, WARNING
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import Raw, origin, read, write
 from tests.inspect.models import (

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from ckpttool.errors import CkptError, CorruptError, OutputError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute.files import write_error
+from ckpttool.findings import CheckResult
 from ckpttool.formats.paddle.names import match_names, read_names
 from ckpttool.formats.paddle.pir import VOID_WRITTEN, read_pir
 from ckpttool.formats.paddle.pir_patches import patched
 from ckpttool.formats.paddle.program import Artifact, beside, examine, program_of
 from ckpttool.formats.paddle.program_parts import FLOAT8, Program
 from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
-from ckpttool.ops.findings import CheckResult
 
 _WRITTEN = f'"{VOID_WRITTEN}"'.encode()
 _READ = f'"{VOID_WRITTEN.upper()}"'.encode()

@@ -23,6 +23,7 @@ from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute import Advance, Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import compare_views
+from ckpttool.findings import ERROR, PROGRAM
 from ckpttool.formats.base import FileLayout, ReadOptions, build_files, file_now
 from ckpttool.formats.hf import layout_published
 from ckpttool.formats.paddle.names import match_names, read_names
@@ -43,7 +44,6 @@ from ckpttool.formats.paddle.program import (
 from ckpttool.formats.paddle.program_parts import Program
 from ckpttool.formats.registry import read_source
 from ckpttool.geometry import whole
-from ckpttool.ops.findings import ERROR, PROGRAM
 from ckpttool.plan import Plan
 from ckpttool.planner import build_plan
 from ckpttool.relate import EqualPair, identity

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from ckpttool.catalog import StoredTensor
 from ckpttool.containers.safetensors import Header, examine, read_header
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError
+from ckpttool.findings import CheckResult
 from ckpttool.formats.base import OpenOptions
 from ckpttool.formats.hf import LOADED, NUMBERED, index_name, misplaced
 from ckpttool.formats.paddle.config import config_dtype
 from ckpttool.formats.paddle.unified import STEMS
 from ckpttool.ops.convert_json.durable import replace_all, resolved
-from ckpttool.ops.findings import CheckResult
 from ckpttool.ops.inspect.check import (
     ExaminedFile,
     check_duplicates,

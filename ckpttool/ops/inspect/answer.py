@@ -20,13 +20,13 @@ from ckpttool.ops.inspect.listing import (
     is_safetensors,
     list_tensors,
     relative,
-    source_files,
 )
 from ckpttool.storage.listing import list_source
+from ckpttool.storage.place import source_files
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
-    from ckpttool.ops.findings import CheckResult
+    from ckpttool.findings import CheckResult
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.total import Total

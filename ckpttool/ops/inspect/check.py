@@ -36,6 +36,7 @@ from ckpttool.errors import (
 )
 from ckpttool.execute import Progress
 from ckpttool.execute.hashing import ALGORITHM, hash_range
+from ckpttool.findings import ERROR, CheckResult, Finding
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.hf import NOT_WEIGHTS, NUMBERED, indexes_of, misplaced
 from ckpttool.formats.paddle.config import base_prefix, head_in_out
@@ -43,14 +44,13 @@ from ckpttool.formats.paddle.program import find_program
 from ckpttool.formats.paddle.unified import STEMS
 from ckpttool.formats.registry import choose
 from ckpttool.ops.convert_json.check import check_program
-from ckpttool.ops.findings import ERROR, CheckResult, Finding
 from ckpttool.ops.inspect.code import code_findings
-from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs, source_files
+from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs
 from ckpttool.ops.inspect.names import ranges
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, source_files
 
 MANIFEST = "ckpttool.manifest.json"
 _PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")

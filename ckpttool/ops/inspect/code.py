@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import CkptError
-from ckpttool.ops.findings import Finding
+from ckpttool.findings import Finding
 from ckpttool.storage.listing import PICKLES, Listing
 from ckpttool.words import count, some
 

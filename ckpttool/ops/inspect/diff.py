@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import isnan, prod
 from pathlib import Path
 
-from ckpttool.catalog import Key
+from ckpttool.catalog import Key, in_order
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
@@ -26,7 +26,7 @@ from ckpttool.formats.config import ties_head
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Array, Distance, differs, differs_in_bits, first_index
 from ckpttool.layout.family import inverse
-from ckpttool.ops.inspect.listing import check_components, in_order, wanted_names
+from ckpttool.ops.inspect.listing import check_components, wanted_names
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms, identity, parameters, propagate_to_component
 

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from ckpttool.catalog import in_order
 from ckpttool.dtypes import lookup
 from ckpttool.errors import CkptError
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import EXPERTS, LAYERS, quantization, ties_head, whole_number
+from ckpttool.ops.inspect.listing import Listing, Row
 from ckpttool.storage.listing import list_source
-
-if TYPE_CHECKING:
-    from ckpttool.ops.inspect.listing import Row
 
 ADAPTER_CONFIGS = ("adapter_config.json", "lora_config.json")
 """PEFT's and Paddle's, which have the same fields."""
@@ -93,23 +93,20 @@ class Identity:
     adapter: Lora | None = None
 
 
-def identify(
-    stored: StoredCheckpoint, rows: Sequence[Row], components: Sequence[str], *, logical: bool, family: str = ""
-) -> Identity:
-    """What ``stored`` is. ``rows`` are all of its tensors, whole ones if ``logical``; ``components`` are theirs.
-
-    ``family`` is what the user says it is.
-    """
+def identify(listing: Listing) -> Identity:
+    """What a checkpoint is, whatever was chosen of it."""
+    stored, rows = listing.stored, listing.every
     config = stored.config
+    components = in_order({r.component for r in rows})
     main = next((c for c in ("model", "adapter", *components) if c in components), "")
     mine = rows if len(components) == 1 else [r for r in rows if r[7] == main]
     adapter = _lora(stored) if "model" not in components else None
     elements = parameters(mine, config)
     return Identity(
-        family_name(config, family or stored.family),
+        family_name(config, Path(listing.options.family).stem or stored.family),
         whole_number(config, *LAYERS) or _layers(mine),
         (whole_number(config, *EXPERTS) or 0) if config else _experts(mine),
-        sum(elements.values()) if logical else None,
+        sum(elements.values()) if listing.logical else None,
         _precision(elements, mine, config),
         tuple(components),
         adapter,

@@ -12,25 +12,22 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool.catalog import SHARDED, Catalog, Key, StoredTensor
+from ckpttool.catalog import SHARDED, Catalog, StoredTensor, in_order, is_derived
 from ckpttool.containers.safetensors import read_header
 from ckpttool.dtypes import nbytes, parse
 from ckpttool.errors import LayoutError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.paddle.program import PARAMS
 from ckpttool.mesh import Mesh
-from ckpttool.ops.inspect.identity import Identity, identify
 from ckpttool.ops.inspect.names import natural_order
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.select import matching
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, source_files, source_of
 
 if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint
 
 SORTS = ("name", "size", "offset", "file")
-COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
-"""The order in which ``targeting.components`` writes them; that module loads what a listing does not need."""
 
 
 class Row(NamedTuple):
@@ -138,12 +135,6 @@ class Listing:
         """Components of the chosen tensors, in the order in which they are written."""
         return in_order({r[7] for r in self.rows})
 
-    def identity(self) -> Identity:
-        """What the checkpoint is, whatever was chosen of it."""
-        components = in_order(set(map(itemgetter(7), self.every)))
-        family = Path(self.options.family).stem
-        return identify(self.stored, self.every, components, logical=self.logical, family=family)
-
     def checkpoint(self) -> Checkpoint:
         """The checkpoint with its catalog. Raises LayoutError when no rule says how its ranks fit together."""
         if self._checkpoint is None:
@@ -249,40 +240,6 @@ def logical_rows(catalog: Catalog) -> list[Row]:
             )
         )
     return out
-
-
-def is_derived(catalog: Catalog, key: Key) -> bool:
-    """Whether the tensor is a model weight that its master weight stands for: the same bytes under another key."""
-    if key.component != "model":
-        return False
-    master = catalog.tensors.get(Key(key.name, "master_weights"))
-    if master is None or not master.pieces:
-        return False
-    mine = catalog.tensors[key].pieces
-    return bool(mine) and mine[0].stored[3:5] == master.pieces[0].stored[3:5]  # file and offset
-
-
-def in_order(components: Iterable[str]) -> list[str]:
-    """Components in the order in which checkpoints are written, unknown ones last."""
-    order = {c: i for i, c in enumerate(COMPONENTS)}
-    return sorted(components, key=lambda c: (order.get(c, len(order)), c))
-
-
-def source_of(file: DataFile) -> Path:
-    """The file of the source that a data file is, or was decoded from (its label says so)."""
-    return Path(file.label.rpartition(" decoded")[0]) if file.label else file.place
-
-
-def source_files(files: Sequence[DataFile]) -> list[DataFile]:
-    """The files of the source, scratch files replaced by what they were decoded from, each once."""
-    if not any(f.label for f in files):
-        return list(files)
-    out: dict[Path, DataFile] = {}
-    for f in files:
-        path = source_of(f)
-        if path not in out:
-            out[path] = DataFile.at(path)
-    return list(out.values())
 
 
 def check_components(wanted: Iterable[str], have: Iterable[str], path: Path) -> None:

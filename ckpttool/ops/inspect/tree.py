@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.ops.inspect.listing import Row, in_order
+from ckpttool.catalog import in_order
+from ckpttool.ops.inspect.listing import Row
 from ckpttool.ops.inspect.names import SLOT, printable, ranges, templates
 from ckpttool.storage.listing import natural
 

@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece
+from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, is_derived
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.execute import Progress
@@ -18,7 +18,6 @@ from ckpttool.execute.reader import blocks
 from ckpttool.formats.config import ties_head
 from ckpttool.geometry import Box, whole
 from ckpttool.kernels.stats import Health
-from ckpttool.ops.inspect.listing import is_derived
 from ckpttool.ops.inspect.soundness import Named, heads, scale_pairs
 from ckpttool.ops.inspect.values import digest, read_blocks
 from ckpttool.relate import DerivedTensor, permute
