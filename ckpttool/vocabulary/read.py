@@ -8,10 +8,12 @@ Read are ``tokenizer.json`` (BPE, Unigram, WordPiece, WordLevel), ``vocab.json``
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckpttool.containers.protobuf import message_classes, parsed
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.json_file import MAX_BYTES, parse_json
 from ckpttool.storage.listing import leads_away, refuse_away
@@ -234,17 +236,17 @@ def _distinct(tokens: Mapping[str, int], path: Path) -> None:
         before = token, number
 
 
-# -- sentencepiece: a protobuf whose field 1 is repeated {1: piece, 2: score, 3: type}; ids count the pieces
+# -- sentencepiece: ids count the pieces
 
 
 def _pieces(path: Path) -> dict[str, int]:
     """Tokens of a sentencepiece model (``sentencepiece_model.proto``). Raises UnsupportedError when it is none."""
-    try:
-        messages = [v for number, v in _fields(read_bytes(path)) if number == 1]
-        names = [next(v for number, v in _fields(m) if number == 1) for m in messages]
-        tokens = {n.decode(): i for i, n in enumerate(names)}
-    except (ValueError, IndexError, StopIteration):
-        tokens = {}
+    classes = message_classes({"Piece": "1:piece:bytes", "Model": "1:pieces:Piece*"})
+    tokens: dict[str, int] = {}
+    with suppress(ValueError):
+        pieces = parsed(classes["Model"], read_bytes(path)).pieces
+        if all(p.HasField("piece") for p in pieces):
+            tokens = {p.piece.decode(): i for i, p in enumerate(pieces)}
     if not tokens:
         raise UnsupportedError(
             f"{path.name} is not a sentencepiece model, and the only file with a vocabulary",
@@ -252,34 +254,3 @@ def _pieces(path: Path) -> dict[str, int]:
             hint="save the tokenizer as tokenizer.json",
         )
     return tokens
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of a protobuf message; numbers of other kinds pass as b"". ValueError, IndexError: it is none."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        kind, size = key & 7, 0
-        if kind == 0:
-            _, at = _varint(data, at)
-        elif kind == 2:
-            size, at = _varint(data, at)
-        elif kind in (1, 5):
-            at += 8 if kind == 1 else 4
-        else:
-            raise ValueError(kind)
-        if at + size > len(data):
-            raise ValueError(at)
-        yield key >> 3, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-    raise ValueError(at)

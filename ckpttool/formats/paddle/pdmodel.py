@@ -10,11 +10,13 @@
 
 Source: ``paddle.base.proto.framework_pb2`` of paddlepaddle 3.3.1, whose descriptor says all of the above, and what
 ``static/io.py`` and ``framework/io_utils.py`` of it do with a program (which variables they save, in which order).
-Measured with programs that paddlepaddle 3.3.1 and 2.6.2 wrote. The wire format: protobuf's "Encoding" page.
+Measured with programs that paddlepaddle 3.3.1 and 2.6.2 wrote.
 
-The protobuf package is not needed. A program may be hundreds of megabytes, nearly all of it constants and call stacks
-in attributes: the file is mapped, and attributes are looked at where they lie. What is kept of a program are the names
-of its variables, once for each block.
+Variables and operators are read by protobuf's own library. The two levels above them are walked here, because a program
+may be hundreds of megabytes, nearly all of it constants and call stacks in attributes, and because a file that is cut
+off is told from byte to byte and read as far as it goes: the library only takes whole messages, and only says that one
+is broken. The file is mapped, and what is kept of it are the names of its variables, once for each block. In an
+operator of more than a megabyte, attributes of more than 64 KiB are passed over.
 
 A file whose wire format is broken gives the one problem ``protobuf``: reading stops there, and what is missing behind
 would only be told again in other words.
@@ -36,11 +38,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from ckpttool.containers.protobuf import message_classes, parsed
 from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
 
@@ -84,67 +87,31 @@ _UNCERTAIN = _PERSISTABLE
 _STEPS = 1 << 22
 """From block to parent, for all names; no program known needs a thousandth, and one made for it would take days."""
 
-_COPY = 1 << 20
-"""Messages up to so many bytes are taken out of the map: indexing bytes is faster."""
+_LARGE_OPERATOR, _LARGE_ATTRIBUTE = 1 << 20, 1 << 16
 _FORGET = 1 << 24
-_REMEMBER = 1 << 14
-"""Attributes and types that are known by their bytes, each kind."""
 
-_VARINT = rb"[\x80-\xff]{0,9}[\x00-\x7f]"
-_SCALAR = b"|".join(b"\\x%02x.{%d}" % (n, n) for n in (11, *range(1, 11), *range(12, 33)))
-"""The length of a message and so many bytes; eleven are a number with a point."""
-_RUNS = {
-    int(first[:2], 16): re.compile(
-        b"(?:" + b"".join(b"\\x" + x for x in first.split()) + b"(?:" + value + b")){1,4096}", re.DOTALL
-    )
-    for first, value in (
-        (b"30", _VARINT),  # ints
-        (b"3d", b".{4}"),  # floats
-        (b"58", _VARINT),  # bools
-        (b"78", _VARINT),  # longs
-        (b"81 01", b".{8}"),  # float64s
-        (b"aa 01", _SCALAR),  # scalars
-    )
+_MESSAGES = {
+    "Version": "1:version:int64",
+    "OpVersion": "1:name:bytes 2:version:Version",
+    "OpVersions": "1:pair:OpVersion*",
+    "Tensor": "1:data_type:int32 2:dims:int64*",
+    "Levels": "1:tensor:Tensor",
+    "Type": "1:type:int32 2:selected_rows:Tensor 3:dense_tensor:Levels 4:tensor_array:Levels",
+    "Variable": "1:name:bytes 2:type:Type 3:persistable:bool 4:need_check_feed:bool",
+    "Arguments": "1:parameter:bytes 2:arguments:bytes*",
+    "Attribute": "1:name:bytes 2:type:int32 3:i:int32 12:block_idx:int32 14:blocks_idx:int32*",
+    "Operator": "1:inputs:Arguments* 2:outputs:Arguments* 3:type:bytes 4:attrs:Attribute*",
 }
-"""Arrays in attributes, first byte of the tag -> some thousand elements: constants have millions, each with its tag.
-Not all at once, because a match takes memory for each turn of a group."""
-
-
-def _types(fields: str) -> dict[int, int]:
-    """``1:2`` is field 1 with wire type 2."""
-    return {int(number): int(wire) for number, wire in (f.split(":") for f in fields.split())}
-
-
-# Wire types of the fields of each message: 0 varint, 1 eight bytes, 2 a length and so many bytes, 5 four bytes.
-_PROGRAM = _types("1:2 4:2 5:2")
-_VERSION = _types("1:0")
-_MAP, _PAIR = _types("1:2"), _types("1:2 2:2")
-_BLOCK_DESC = _types("1:0 2:0 3:2 4:2 5:0")
-_VAR = _types("1:2 2:2 3:0 4:0 5:0 6:0 7:2")
-_VAR_TYPE = _types("1:0 2:2 3:2 4:2 5:2 7:2 8:2 9:2 10:2 11:2 12:2")
-_LEVELS = _types("1:2 2:0")
-_TENSOR = _types("1:0 2:0")
-_OP = _types("1:2 2:2 3:2 4:2 5:0")
-_ARGUMENTS = _types("1:2 2:2")
-_ATTR = _types("1:2 2:0 3:0 4:5 5:2 6:0 7:5 8:2 10:0 11:0 12:0 13:0 14:0 15:0 16:1 17:2 18:2 19:1 20:2 21:2")
-_PACKED = {id(_TENSOR): frozenset({2}), id(_ATTR): frozenset({6, 7, 11, 14, 15, 16})}
-"""Numbers that are repeated may also stand together in one field; Paddle writes none so, and its reader takes both."""
+"""The fields that are read here of the messages below a block."""
+_PROGRAM = {1: 2, 4: 2, 5: 2}
+_BLOCK_DESC = {1: 0, 2: 0, 3: 2, 4: 2, 5: 0}
+"""Wire types of the fields: 0 varint, 1 eight bytes, 2 a length and so many bytes, 5 four bytes."""
 
 
 class _BrokenError(Exception):
     def __init__(self, text: str, at: int) -> None:
         super().__init__(text)
         self.text, self.at = text, at
-
-
-class _Span(NamedTuple):
-    """A message: its bytes, or the whole file, and where in them it lies."""
-
-    data: bytes | mmap.mmap
-    pos: int
-    end: int
-    base: int
-    """Of ``data`` in the file."""
 
 
 class _Type(NamedTuple):
@@ -225,6 +192,7 @@ class _Reader:
     def __init__(self, program: Program, data: mmap.mmap, size: int) -> None:
         self.program = program
         self.data, self.size = data, size
+        self.classes = message_classes(_MESSAGES)
         self.blocks: list[_Block] = []
         self.ops: dict[bytes, int] = {}
         self.found: dict[bytes, tuple[int, _Type]] = {}
@@ -232,12 +200,9 @@ class _Reader:
         self.ends: dict[bytes, list[tuple[int, bytes]]] = {b"feed": [], b"fetch": []}
         self.any = False
         """Something was in the file that only a program has."""
-        self.types: dict[bytes, _Type] = {}
         self.forgotten = 0
         self.steps = 0
         self.defined: set[bytes] | None = None
-        self.plain: set[bytes] = set()
-        """Attributes that are in order and say nothing about blocks."""
 
     def read(self) -> None:
         """Fill the program."""
@@ -271,102 +236,77 @@ class _Reader:
     def broken(self, text: str, at: int) -> NoReturn:
         raise _BrokenError(text, at)
 
-    def varint(self, s: _Span, pos: int) -> tuple[int, int]:
+    def varint(self, pos: int, end: int) -> tuple[int, int]:
         """Value and the position behind."""
-        data, end = s.data, s.end
-        value = shift = 0
-        start = pos
-        while pos < end:
-            byte = data[pos]
+        value, start = 0, pos
+        for shift in range(0, 70, 7):
+            if pos == end:
+                self.broken("a number is cut off", start)
+            byte = self.data[pos]
             pos += 1
             value |= (byte & 127) << shift
             if byte < 128:
                 return value & 0xFFFF_FFFF_FFFF_FFFF, pos
-            shift += 7
-            if shift == 70:
-                self.broken("a number has more than ten bytes", s.base + start)
-        raise _BrokenError("a number is cut off", s.base + start)
+        raise _BrokenError("a number has more than ten bytes", start)
 
-    def fields(self, s: _Span, known: dict[int, int], what: str) -> Iterator[tuple[int, int, int, int]]:
-        """Field number, value, and start and end of what has a length; also of what was added to the format since."""
-        data, pos, end, base = s
+    def fields(
+        self, pos: int, end: int, known: Mapping[int, int], what: str
+    ) -> Iterator[tuple[int, int, int, int, int]]:
+        """Field number, value, where the field begins, start and end of its bytes; also of fields not known here."""
         while pos < end:
             start = pos
-            tag = data[pos]
-            if tag < 128:
-                pos += 1
-            else:
-                tag, pos = self.varint(s, pos)
+            tag, pos = self.varint(pos, end)
             number, wire = tag >> 3, tag & 7
             if not 0 < number < 1 << 29:
-                self.broken(f"{what} has a field with the number {number}", base + start)
-            value = first = last = 0
+                self.broken(f"{what} has a field with the number {number}", start)
             expected = known.get(number, wire)
-            if wire != expected and not (wire == 2 and number in _PACKED.get(id(known), ())):
-                self.broken(f"field {number} of {what} has the wire type {wire}, not {expected}", base + start)
-            if wire in (0, 2):
-                if pos < end and data[pos] < 128:
-                    value = data[pos]
-                    pos += 1
-                else:
-                    value, pos = self.varint(s, pos)
-            if wire == 0:
-                pass
-            elif wire == 2:
-                first = pos
-                last = pos = first + value
-                if last > end:
-                    self.broken(
-                        f"field {number} of {what} has {value:,} bytes, and {end - first:,} are left", base + start
-                    )
-            elif wire in (1, 5):
-                pos += 8 if wire == 1 else 4
-                if pos > end:
-                    self.broken(f"field {number} of {what} is cut off", base + start)
-            else:
-                self.broken(f"field {number} of {what} has the wire type {wire}, which is not in use", base + start)
-            yield number, value, first, last
+            if wire != expected:
+                self.broken(f"field {number} of {what} has the wire type {wire}, not {expected}", start)
+            if wire not in (0, 1, 2, 5):
+                self.broken(f"field {number} of {what} has the wire type {wire}, which is not in use", start)
+            value, first = self.varint(pos, end) if wire in (0, 2) else (0, pos)
+            pos = first + (value if wire == 2 else {0: 0, 1: 8, 5: 4}[wire])
+            if pos > end:
+                short = f"has {value:,} bytes, and {end - first:,} are left" if wire == 2 else "is cut off"
+                self.broken(f"field {number} of {what} {short}", start)
+            yield number, value, start, first, pos
 
-    def inside(self, s: _Span, first: int, last: int) -> _Span:
-        """A message in a message, as bytes where it is small enough."""
-        if last - first > _COPY or type(s.data) is bytes:
-            return _Span(s.data, first, last, s.base)
-        return _Span(s.data[first:last], 0, last - first, s.base + first)
+    def message(self, kind: str, first: int, last: int, what: str) -> Any:
+        """What the library makes of a message."""
+        return self.parsed(kind, self.data[first:last], first, what)
 
-    def text(self, s: _Span, first: int, last: int, what: str) -> bytes:
-        raw = s.data[first:last]
+    def parsed(self, kind: str, raw: bytes, at: int, what: str) -> Any:
+        try:
+            return parsed(self.classes[kind], raw)
+        except ValueError:
+            self.broken(f"{what} breaks the wire format", at)
+
+    def text(self, raw: bytes, what: str, at: int) -> bytes:
         if not raw.isascii():
             try:
                 raw.decode()
             except UnicodeDecodeError:
-                self.broken(f"{what} is not UTF-8", s.base + first)
+                self.broken(f"{what} is not UTF-8", at)
         return raw
-
-    def packed(self, s: _Span, first: int, last: int) -> list[int]:
-        out = []
-        part = s._replace(end=last)
-        while first < last:
-            value, first = self.varint(part, first)
-            out.append(value)
-        return out
 
     # The messages.
 
     def top(self) -> None:
-        whole = _Span(self.data, 0, self.size, 0)
         within = False
         try:
-            for number, _, first, last in self.fields(whole, _PROGRAM, "the program"):
+            for number, _, _, first, last in self.fields(0, self.size, _PROGRAM, "the program"):
                 within = True
                 if number == 1:
                     if len(self.blocks) == MAX_BLOCKS:
                         self.broken(f"there are more than {MAX_BLOCKS:,} blocks", first)
-                    self.block(_Span(self.data, first, last, 0))
+                    self.block(first, last)
                 elif number == 4:
-                    for _, value, _, _ in self.fields(self.inside(whole, first, last), _VERSION, "the version"):
-                        self.program.version = _signed(value, 64)
+                    version = self.message("Version", first, last, "the version")
+                    if version.HasField("version"):
+                        self.program.version = version.version
                 elif number == 5:
-                    self.op_versions(self.inside(whole, first, last))
+                    # Nothing is kept of them: Paddle writes all that it knows, used or not.
+                    self.message("OpVersions", first, last, "an operator's version")
                 within = False
         except _BrokenError as e:
             if not within:
@@ -375,27 +315,14 @@ class _Reader:
         if not self.blocks and self.program.version is None:
             self.broken("it has neither blocks nor a version", 0)
 
-    def op_versions(self, s: _Span) -> None:
-        """Nothing is kept of them: Paddle writes all that it knows, used or not."""
-        for pair, _, first, last in self.fields(s, _MAP, "the operators' versions"):
-            if pair != 1:
-                continue
-            for inner, _, a, b in self.fields(_Span(s.data, first, last, s.base), _PAIR, "an operator's version"):
-                if inner == 2:
-                    for _ in self.fields(_Span(s.data, a, b, s.base), _VERSION, "an operator's version"):
-                        pass
-
     def salvage(self, at: int) -> None:
         """Where the file ends inside of a block, read what is there of it."""
-        data = self.data
-        if at >= self.size or data[at] != 1 << 3 | 2:
+        if at >= self.size or self.data[at] != 1 << 3 | 2:
             return
-        try:
-            length, first = self.varint(_Span(data, 0, self.size, 0), at + 1)
+        with suppress(_BrokenError):
+            length, first = self.varint(at + 1, self.size)
             if first + length > self.size and len(self.blocks) < MAX_BLOCKS:
-                self.block(_Span(data, first, self.size, 0))
-        except _BrokenError:
-            return
+                self.block(first, self.size)
 
     def forget(self, pos: int) -> None:
         """Give back the pages of the file that have been read; their memory would only look taken."""
@@ -404,132 +331,76 @@ class _Reader:
             self.data.madvise(mmap.MADV_DONTNEED, self.forgotten, upto - self.forgotten)
             self.forgotten = upto
 
-    def block(self, s: _Span) -> None:
+    def block(self, start: int, end: int) -> None:
         block = _Block()
         place = len(self.blocks)
         self.blocks.append(block)
         what = f"block {place}"
-        for number, value, first, last in self.fields(s, _BLOCK_DESC, what):
+        for number, value, _, first, last in self.fields(start, end, _BLOCK_DESC, what):
             if number == 4:
-                self.op(self.inside(s, first, last), block, place)
+                self.operator(first, last, block, place)
                 self.forget(last)
             elif number == 3:
-                self.var(self.inside(s, first, last), block, place)
+                self.variable(first, last, block, place)
             elif number == 1:
-                block.idx = _signed(value, 32)
+                block.idx = _int32(value)
             elif number == 2:
-                block.parent = _signed(value, 32)
+                block.parent = _int32(value)
             elif number == 5:
-                block.forward = _signed(value, 32)
+                block.forward = _int32(value)
             # A text that happens to begin like a message has been refused by now.
             self.any = self.any or number in (3, 4)
         if block.idx is None or block.parent is None:
-            self.broken(f"{what} lacks its number or its parent's", s.base + s.pos)
+            self.broken(f"{what} lacks its number or its parent's", start)
         self.any = True
 
-    def var(self, s: _Span, block: _Block, place: int) -> None:
-        name: bytes | None = None
-        kind: _Type | None = None
-        persistable = fed = False
-        for number, value, first, last in self.fields(s, _VAR, "a variable"):
-            if number == 1:
-                name = self.text(s, first, last, "the name of a variable")
-            elif number == 2:
-                raw = s.data[first:last]
-                kind = self.types.get(raw)
-                if kind is None:
-                    kind = self.var_type(_Span(raw, 0, len(raw), s.base + first))
-                    if len(self.types) < _REMEMBER and len(raw) < 256:
-                        self.types[raw] = kind
-            elif number == 3:
-                persistable = bool(value)
-            elif number == 4:
-                fed = bool(value)
-        if name is None or kind is None:
-            self.broken("a variable lacks its name or its type", s.base + s.pos)
+    def variable(self, first: int, last: int, block: _Block, place: int) -> None:
+        said = self.message("Variable", first, last, "a variable")
+        if not said.HasField("name") or not said.HasField("type"):
+            self.broken("a variable lacks its name or its type", first)
+        name = self.text(said.name, "the name of a variable", first)
+        kind = self.type_of(said.type, first)
         known = block.vars.get(name)
-        if known is not None and (persistable or known & _PERSISTABLE):
+        if known is not None and (said.persistable or known & _PERSISTABLE):
             block.twice.append(name)
-        dense = kind.kind == _DENSE_TENSOR
-        block.vars[name] = (known or 0) | persistable * _PERSISTABLE | dense * _DENSE | fed * _FED
-        if persistable and kind.kind not in _NOT_SAVED:
+        flags = said.persistable * _PERSISTABLE | (kind.kind == _DENSE_TENSOR) * _DENSE | said.need_check_feed * _FED
+        block.vars[name] = (known or 0) | flags
+        if said.persistable and kind.kind not in _NOT_SAVED:
             self.found.setdefault(name, (place, kind))
         if place == 0:
             block.types[name] = kind
 
-    def var_type(self, s: _Span) -> _Type:
-        kind: int | None = None
-        data_type, dims, described = -1, list[int](), False
-        for number, value, first, last in self.fields(s, _VAR_TYPE, "a type"):
-            if number == 1:
-                kind = _signed(value, 32)
-            elif number in (3, 4):
-                part = _Span(s.data, first, last, s.base)
-                for inner, _, a, b in self.fields(part, _LEVELS, "a type"):
-                    if inner == 1:
-                        data_type, dims = self.tensor(_Span(s.data, a, b, s.base))
-                        described = True
-            elif number == 2:
-                data_type, dims = self.tensor(_Span(s.data, first, last, s.base))
-                described = True
-        if kind is None:
-            self.broken("a type lacks its number", s.base + s.pos)
-        return _Type(kind, data_type, tuple(dims), described)
+    def type_of(self, said: Any, at: int) -> _Type:
+        if not said.HasField("type"):
+            self.broken("a type lacks its number", at)
+        holders = ((said, "selected_rows"), (said.dense_tensor, "tensor"), (said.tensor_array, "tensor"))
+        tensor = next((getattr(holder, name) for holder, name in holders if holder.HasField(name)), None)
+        if tensor is None:
+            return _Type(said.type, -1, (), described=False)
+        if not tensor.HasField("data_type"):
+            self.broken("a tensor's description lacks its type", at)
+        return _Type(said.type, tensor.data_type, tuple(tensor.dims), described=True)
 
-    def tensor(self, s: _Span) -> tuple[int, list[int]]:
-        data_type: int | None = None
-        dims: list[int] = []
-        for number, value, first, last in self.fields(s, _TENSOR, "a tensor's description"):
-            if number == 1:
-                data_type = _signed(value, 32)
-            elif number == 2:
-                values = self.packed(s, first, last) if last else [value]
-                dims += [_signed(v, 64) for v in values]
-        if data_type is None:
-            self.broken("a tensor's description lacks its type", s.base + s.pos)
-        return data_type, dims
-
-    def op(self, s: _Span, block: _Block, place: int) -> None:
+    def operator(self, first: int, last: int, block: _Block, place: int) -> None:
         """One operator: what it takes is known, or noted; what it gives is known from here on."""
-        data, pos, end, base = s
-        start = pos
-        name: bytes | None = None
-        takes: list[bytes] = []
-        gives: list[bytes] = []
+        raw = self.data[first:last] if last - first <= _LARGE_OPERATOR else self.without_constants(first, last)
+        said = self.parsed("Operator", raw, first, "an operator")
+        if not said.HasField("type"):
+            self.broken("an operator lacks its type", first)
+        name = self.text(said.type, "the type of an operator", first)
+        takes, gives = self.arguments(said.inputs, first), self.arguments(said.outputs, first)
         inside: list[int] = []
         column = 0
-        plain = self.plain
-        # Written out for the four fields that nearly all of a program consists of: this loop is where the time goes.
-        while pos < end:
-            tag = data[pos]
-            if tag in (0x0A, 0x12, 0x1A, 0x22) and pos + 1 < end and data[pos + 1] < 128:
-                first = pos + 2
-                last = first + data[pos + 1]
-                if last > end:
-                    self.broken(
-                        f"field {tag >> 3} of an operator has {last - first:,} bytes, and {end - first:,} are left",
-                        base + pos,
-                    )
-                number = tag >> 3
-                pos = last
-                if number == 4 and data[first:last] in plain:
-                    continue
-            else:
-                number, _, first, last = next(self.fields(_Span(data, pos, end, base), _OP, "an operator"))
-                pos = last or self.after_varint(s, pos)
-            if number == 1:
-                self.arguments(data, first, last, base, takes)
-            elif number == 2:
-                self.arguments(data, first, last, base, gives)
-            elif number == 3:
-                name = self.text(s, first, last, "the type of an operator")
-            elif number == 4:
-                found = self.attr(_Span(data, first, last, base))
-                if found is not None:
-                    inside += found[1]
-                    column = column if found[0] is None else found[0]
-        if name is None:
-            self.broken("an operator lacks its type", base + start)
+        for attribute in said.attrs:
+            if not attribute.HasField("name") or not attribute.HasField("type"):
+                self.broken("an attribute lacks its name or its type", first)
+            kind, title = attribute.type, self.text(attribute.name, "the name of an attribute", first)
+            if kind == _BLOCK:
+                inside.append(attribute.block_idx)
+            elif kind == _BLOCKS:
+                inside += attribute.blocks_idx
+            elif kind == _INT and title == b"col":
+                column = attribute.i
         self.ops[name] = self.ops.get(name, 0) + 1
         number = block.ops
         block.ops = number + 1
@@ -549,79 +420,21 @@ class _Reader:
                 taken[n] = _Taken(number, name, bool(inside))
         written.update(gives)
 
-    def after_varint(self, s: _Span, pos: int) -> int:
-        """Behind a field that has no length."""
-        tag, pos = self.varint(s, pos)
-        wire = tag & 7
-        return self.varint(s, pos)[1] if wire in (0, 2) else pos + (8 if wire == 1 else 4)
+    def without_constants(self, first: int, last: int) -> bytes:
+        """The fields of an operator but for large attributes."""
+        fields = self.fields(first, last, {1: 2, 2: 2, 3: 2, 4: 2, 5: 0}, "an operator")
+        return b"".join(
+            self.data[start:end] for number, _, start, at, end in fields if number != 4 or end - at <= _LARGE_ATTRIBUTE
+        )
 
-    def arguments(self, data: bytes | mmap.mmap, pos: int, end: int, base: int, into: list[bytes]) -> None:
+    def arguments(self, slots: Iterable[Any], at: int) -> list[bytes]:
         what = "an operator's input or output"
-        named = False
-        while pos < end:
-            tag = data[pos]
-            if tag in (0x0A, 0x12) and pos + 1 < end and data[pos + 1] < 128:
-                first = pos + 2
-                pos = first + data[pos + 1]
-                if pos > end:
-                    self.broken(
-                        f"{what} has {pos - first:,} bytes in a field, and {end - first:,} are left", base + first
-                    )
-                number, last = tag >> 3, pos
-            else:
-                s = _Span(data, pos, end, base)
-                number, _, first, last = next(self.fields(s, _ARGUMENTS, what))
-                pos = last or self.after_varint(s, pos)
-            if number == 2:
-                raw = data[first:last]
-                if not raw.isascii():
-                    self.text(_Span(data, first, last, base), first, last, f"an argument of {what}")
-                into.append(raw)
-            elif number == 1:
-                named = True
-        if not named:
-            self.broken(f"{what} lacks its name", base + end)
-
-    def attr(self, s: _Span) -> tuple[int | None, list[int]] | None:
-        """The column of what is fed or fetched, or None, and blocks; None for an attribute that is about neither."""
-        data, pos, end, base = s
-        name: bytes | None = None
-        kind: int | None = None
-        value_i, block, blocks = 0, 0, list[int]()
-        while pos < end:
-            tag = data[pos]
-            if (runs := _RUNS.get(tag)) and (run := runs.match(data, pos, end)):
-                pos = run.end()
-                if data is self.data:
-                    self.forget(pos)
-                continue
-            if tag == 0x42 and pos + 1 < end and (after := pos + 2 + data[pos + 1]) <= end and data[pos + 1] < 128:
-                pos = after  # a line of a call stack, of which there are many
-                continue
-            number, value, first, last = next(self.fields(_Span(data, pos, end, base), _ATTR, "an attribute"))
-            pos = last or self.after_varint(s, pos)
-            if number == 1:
-                name = self.text(s, first, last, "the name of an attribute")
-            elif number == 2:
-                kind = _signed(value, 32)
-            elif number == 3:
-                value_i = _signed(value, 32)
-            elif number == 12:
-                block = _signed(value, 32)
-            elif number == 14:
-                values = self.packed(s, first, last) if last else [value]
-                blocks += [_signed(v, 32) for v in values]
-        if name is None or kind is None:
-            self.broken("an attribute lacks its name or its type", base + s.pos)
-        if kind == _BLOCK:
-            return None, [block]
-        if kind == _BLOCKS:
-            return None, blocks
-        if name == b"col" and kind == _INT:
-            return value_i, []
-        if end - s.pos < 128 and len(self.plain) < _REMEMBER:
-            self.plain.add(data[s.pos : end])
-        return None
+        names: list[bytes] = []
+        for slot in slots:
+            if not slot.HasField("parameter"):
+                self.broken(f"{what} lacks its name", at)
+            names += [self.text(n, f"an argument of {what}", at) for n in slot.arguments]
+        return names
 
     # What it means.
 
@@ -629,7 +442,7 @@ class _Reader:
         """What the program says; parameters that are not right are left out."""
         program = self.program
         program.blocks = len(self.blocks)
-        program.operators.update({_name(k): n for k, n in self.ops.items()})
+        program.operators.update({k.decode(): n for k, n in self.ops.items()})
         for name, (_, kind) in sorted(self.found.items()):  # the order of UTF-8 is that of Python's strings
             if (
                 kind.kind == _DENSE_TENSOR
@@ -637,12 +450,12 @@ class _Reader:
                 and kind.described
                 and min(kind.dims, default=0) >= 0
             ):
-                program.parameters.append(Parameter(_name(name), BY_NUMBER[kind.number].dtype, kind.dims))
+                program.parameters.append(Parameter(name.decode(), BY_NUMBER[kind.number].dtype, kind.dims))
         for end, into in ((b"feed", program.inputs), (b"fetch", program.outputs)):
             for _, name in sorted(self.ends[end], key=lambda e: e[0]):
                 known = self.blocks[0].types.get(name) if self.blocks else None
                 if known is not None:
-                    into.append(Parameter(_name(name), _dtype(known), known.dims))
+                    into.append(Parameter(name.decode(), _dtype(known), known.dims))
 
     def check(self) -> None:
         """Everything wrong with a program that was read to its end."""
@@ -785,14 +598,9 @@ _INSIDE = frozenset({b"while", b"conditional_block", b"conditional_block_infer"}
 """Operators whose blocks are children of their own; others may name a block of another program."""
 
 
-def _signed(value: int, bits: int) -> int:
-    """An int32 or int64 of a varint, which is cut to its bits."""
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if value >> (bits - 1) else value
-
-
-def _name(raw: bytes) -> str:
-    return raw.decode()
+def _int32(value: int) -> int:
+    """Of a varint, which is cut to its bits."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _dtype(kind: _Type) -> str:
