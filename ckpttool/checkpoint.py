@@ -7,23 +7,23 @@ never tensor data (copies of one file in two directories are compared, though).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, StoredTensor
 from ckpttool.containers.safetensors import MAX_NAME
+from ckpttool.dialects import Dialect, NamingContext, dialect
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import read_source, reader, refuse_part
 from ckpttool.layout.assemble import EXPERT, LAYER, Assembler, whole_catalog
-from ckpttool.layout.family import Family, Fuse, Transform, family_names, find_family, load_family, no_family
-from ckpttool.layout.paddle import WholeTensors, source_transforms
+from ckpttool.layout.family import Family, Transform, family_names, find_family, load_family, no_family
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.shards import join_shards
 from ckpttool.mesh import Mesh
 
-__all__ = ["Checkpoint", "OpenOptions", "assemble", "naming_transforms", "open_checkpoint", "pick_family"]
+__all__ = ["Checkpoint", "OpenOptions", "assemble", "open_checkpoint", "pick_family"]
 
 
 @dataclass(slots=True)
@@ -48,6 +48,11 @@ class Checkpoint:
         return self.stored.mesh
 
     @property
+    def dialect(self) -> Dialect:
+        """Whose names, orientation and fusions its tensors have."""
+        return dialect(self.stored.dialect)
+
+    @property
     def config(self) -> dict[str, Any]:
         return self.stored.config
 
@@ -55,22 +60,6 @@ class Checkpoint:
     def components(self) -> tuple[str, ...]:
         """Those that it has, in the order in which it names them first."""
         return tuple(dict.fromkeys(k.component for k in self.catalog.tensors))
-
-
-def naming_transforms(family: Family, naming: str, fused: str, mesh: Mesh) -> tuple[Transform, ...]:
-    """The statements of a naming, plus all fusions of the family when ``fused`` is "fuse" or "unfuse"."""
-    if family.name == "none" and naming in ("hf", ""):
-        return ()
-    ops = list(family.ops(naming or "hf", staged=mesh.pp > 1))
-    if fused:
-        apart = fused == "unfuse"
-        for name in family.spec.fusions:
-            # What is published in the wanted form needs no statement, and one would be undone on the way back.
-            if family.spec.fusions[name].only_named:
-                continue
-            if family.publishes_fused(name) == apart and not any(isinstance(o, Fuse) and o.name == name for o in ops):
-                ops.append(replace(family.fusion(name), inverse=apart))
-    return tuple(ops)
 
 
 def pick_family(name: str, recorded: str, config: Mapping[str, Any]) -> Family:
@@ -118,27 +107,26 @@ def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family:
             where=str(root),
             hint="drop --sharding: it is read from the checkpoint",
         )
-    published = stored.naming == "hf"
-    if published and stored.recorded is None:
-        stored.naming, stored.fused = family.hf_form(t.name for t in stored.tensors)
-    if stored.naming == "paddle":
-        ops = source_transforms(family, _shapes(stored), stored.config)
-    else:
-        ops = naming_transforms(family, stored.naming, stored.fused, stored.mesh)
+    said = dialect(stored.dialect)
+    if said.published and stored.recorded is None:
+        stored.dialect, stored.fused = said.form(family, (t.name for t in stored.tensors))
+    context = NamingContext(family, stored.config, stored.mesh, stored.fused)
+    ops = dialect(stored.dialect).detect(context, lambda: _shapes(stored))
     if stored.recorded is not None:
         catalog = stored.recorded
     else:
         catalog = Catalog(stored.files, {})
         for component, tensors in _by_component(stored.tensors).items():
             mesh = stored.cut.get(component[0], stored.mesh)
-            if mesh.world == 1 and (published or stored.naming == "paddle"):
-                catalog.tensors |= whole_catalog(stored.files, tensors, copies=stored.naming == "paddle").tensors
+            if mesh.world == 1 and said.whole_alone:
+                catalog.tensors |= whole_catalog(stored.files, tensors, copies=not said.published).tensors
                 continue
             rules = family.with_whole(stored.whole)
             cutting = PartitionContext(mesh, family.sizes, optional=family.guards(), pad_vocab=capabilities.pad_vocab)
             wholes = {k.name: t.shape for k, t in catalog.tensors.items() if k.component in ("model", "adapter")}
             if not stored.records_cuts:
-                rules = rules.with_whole(WholeTensors(rules, ops, cutting, stored.config, wholes).patterns(tensors))
+                found_whole = said.found_whole(context._replace(family=rules), ops, cutting, wholes, tensors)
+                rules = rules.with_whole(found_whole)
             assembler = Assembler(
                 stored.files, rules, ops, cutting, stored.config, capabilities.local_layers, wholes=wholes
             )

@@ -39,6 +39,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("containers",),
     ("formats",),
     ("layout",),
+    ("dialects",),
     ("checkpoint",),
     ("relate",),
     ("aoa",),

@@ -61,9 +61,10 @@ class StoredCheckpoint:
     files: list[DataFile]
     tensors: list[StoredTensor]
     mesh: Mesh
-    naming: str = "hf"
+    dialect: str = "hf"
+    """Whose names, fusions and orientation the tensors have."""
     fused: str = ""
-    """``fuse`` or ``unfuse`` when the family's fusions were applied on top of the naming."""
+    """``fuse`` or ``unfuse`` when the family's fusions were applied on top of these names."""
     config: dict[str, Any] = field(default_factory=dict)
     companions: tuple[str, ...] = ()
     family: str = ""
@@ -89,6 +90,11 @@ class StoredCheckpoint:
     native: Any = None
     """What the format's own writer wants to know again (names of parameters in the optimizer's files, ...)."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether these are whole tensors under published names, so that nothing has to be worked out."""
+        return self.dialect == "hf" and self.mesh.world == 1 and self.recorded is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteRequest:
@@ -101,7 +107,7 @@ class WriteRequest:
     requested: Mesh = field(default_factory=Mesh)
     """What the flags asked for; a format of whole tensors has ``mesh`` 1 and makes so many files of it."""
     family: str = ""
-    naming: str = ""
+    dialect: str = ""
     fused: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     """config.json in Hugging Face's fields."""

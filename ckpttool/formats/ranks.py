@@ -122,7 +122,7 @@ class Ranks:
             files,
             tensors,
             mesh,
-            rec.get("naming", "hf"),
+            rec.get("naming") or "hf",
             rec.get("fused", ""),
             listing.json("config.json"),
             carried,
@@ -193,7 +193,7 @@ class Ranks:
                     "rank": r,
                     "mesh": request.mesh.to_json(),
                     "family": request.family,
-                    "naming": request.naming,
+                    "naming": request.dialect,
                     "fused": request.fused,
                     "tensors": {},
                 }

@@ -9,7 +9,7 @@ key with an example.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -327,77 +327,6 @@ class Family:
         """The tensors that are stored by their owner only, if at all, and those owners; {} when nothing is tied."""
         found = [t for spec in self.spec.namings.values() for op in spec for t in (op.tie, op.tie_as) if t]
         return {copy: owner for pairs in found for copy, owner in pairs.items()} if self.tied else {}
-
-    def ops(self, naming: str, *, staged: bool = False) -> tuple[Transform, ...]:
-        """The statements that lead from the Hugging Face naming to ``naming``; ``staged``: over pipeline stages."""
-        if naming == "hf":
-            return ()
-        if naming not in self.spec.namings:
-            known = ", ".join(["hf", *self.spec.namings])
-            raise UnsupportedError(
-                f"family `{self.name}` has no {naming} naming",
-                where=self.origin,
-                hint=f"it has: {known}. Add a `namings: {naming}:` section in a file given with --family",
-            )
-        out: list[Transform] = []
-        for spec in self.spec.namings[naming]:
-            if spec.only_for and self.model_type not in spec.only_for:
-                continue
-            if spec.rename is not None:
-                out.append(Rename(tuple(spec.rename.items())))
-            elif spec.fuse is not None:
-                out.append(self.fusion(spec.fuse))
-            elif spec.unfuse is not None:
-                out.append(replace(self.fusion(spec.unfuse), inverse=True))
-            elif spec.stack is not None:
-                out += [Stack(w, p) for w, p in spec.stack.items()]
-            elif spec.transpose is not None:
-                out.append(Transpose(tuple(spec.transpose)))
-            elif spec.squeeze is not None:
-                out.append(Squeeze(tuple(spec.squeeze)))
-            elif spec.rules is not None:
-                where = f"{self.origin}: namings: {naming}: "
-                out.append(OverrideRules(tuple((p, parse_rule(t, origin=where + p)) for p, t in spec.rules.items())))
-            elif spec.refuse is not None:
-                out.append(Refuse(tuple(spec.refuse.items())))
-            elif spec.drop_layers_from is not None:
-                out.append(DropLayers(spec.drop_layers_from))
-            elif spec.drop is not None:
-                out.append(Drop(tuple(spec.drop)))
-            elif spec.tie is not None:
-                out += [Tie(n, owner) for n, owner in spec.tie.items()]
-            elif spec.tie_as is not None and self.tied:
-                pairs = tuple(spec.tie_as.items())
-                if staged:
-                    out += [Tie(n, owner) for n, owner in pairs]
-                else:
-                    # Some checkpoints store the tied name as well.
-                    out += [*(DropCopy(n, owner) for n, owner in pairs), Rename(tuple((o, n) for n, o in pairs))]
-        return tuple(out)
-
-    def hf_form(self, names: Iterable[str]) -> tuple[str, str]:
-        """The naming of a Hugging Face checkpoint (one of ``hf_namings``, else ``hf``), and ``fuse`` or ``unfuse`` when
-        its tensors have that form and not the published one; both are seen from its names."""
-        samples = {split_numbers(n)[0].replace("#", "0") for n in names}
-        return self._hf_naming(samples), self._fused_form(samples)
-
-    def _hf_naming(self, samples: Collection[str]) -> str:
-        for naming in self.spec.hf_namings:
-            ops = self.ops(naming)
-            pairs = [pair for op in ops if isinstance(op, Rename) for pair in op.pairs]
-            pairs += [(op.part, op.whole) for op in ops if isinstance(op, Stack)]
-            before, after = ([pair[i] for pair in pairs] for i in (0, 1))
-            if any(matches(after, s) for s in samples) and not any(matches(before, s) for s in samples):
-                return naming
-        return "hf"
-
-    def _fused_form(self, samples: Collection[str]) -> str:
-        for name, spec in self.spec.fusions.items():
-            wholes = any(matches((spec.whole,), s) for s in samples)
-            parts = any(matches(spec.parts, s) for s in samples)
-            if not spec.only_named and wholes != parts and wholes != self.publishes_fused(name):
-                return "fuse" if wholes else "unfuse"
-        return ""
 
     def fusion(self, name: str) -> Fuse:
         if name not in self.spec.fusions:

@@ -43,9 +43,6 @@ Place = tuple[int, int] | str
 
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 
-NAMINGS = ("hf", "vllm")
-"""Namings whose owners read such tensors."""
-
 _MARKS = ("qweight", "qzeros", "g_idx", "weight_zero_point", "absmax", "quant_map", "SCB", "W_q")
 """Ends of names that only packed weights have."""
 

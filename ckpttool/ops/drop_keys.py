@@ -21,7 +21,6 @@ from ckpttool.errors import UsageError
 from ckpttool.formats.base import build_files, file_now
 from ckpttool.formats.config import ties_head
 from ckpttool.formats.hf import NUMBERED
-from ckpttool.formats.paddle.config import base_prefix
 from ckpttool.formats.paddle.unified import STEMS
 from ckpttool.formats.registry import reader
 from ckpttool.geometry import whole
@@ -402,8 +401,8 @@ def _warnings(source: Checkpoint, gone: Collection[str], views: TensorTable) -> 
     tied = source.family.tied or ties_head(source.config)
     out = []
     names = dict.fromkeys([*left, *gone])
-    prefix = base_prefix(names) if source.stored.naming == "paddle" else ""
-    embedding, norm = (n.replace("model.", f"{prefix or 'model'}.", 1) for n in (EMBEDDING, NORM))
+    prefix = source.dialect.prefix(names)
+    embedding, norm = (n.replace("model.", f"{prefix}.", 1) for n in (EMBEDDING, NORM))
     if HEAD in gone and not tied:
         out.append(f"`{HEAD}` is required: the config does not tie it to the embeddings")
     if embedding in gone:

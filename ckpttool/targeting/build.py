@@ -15,13 +15,12 @@ from pathlib import Path
 
 from ckpttool.catalog import Catalog, Key, RankTensor, RankTensors
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.dialects import NamingContext
 from ckpttool.errors import ConflictError, UsageError
 from ckpttool.formats import registry
 from ckpttool.formats.base import Capabilities, TransposedOnDisk, WriteRequest, file_now
 from ckpttool.formats.config import quantization
-from ckpttool.formats.paddle.config import base_prefix
 from ckpttool.geometry import Box
-from ckpttool.layout import paddle
 from ckpttool.layout.family import Family, Tie, Transform
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.partition import Partitioner
@@ -41,7 +40,7 @@ from ckpttool.relate import (
 from ckpttool.select import bounded, nearest_hint
 from ckpttool.targeting.components import WEIGHTS, chosen_components, share_of
 from ckpttool.targeting.mesh import chosen_ranks, target_mesh
-from ckpttool.targeting.naming import choose_naming, choose_version, renamed, shapes_of
+from ckpttool.targeting.naming import choose_dialect, choose_version, renamed, shapes_of
 from ckpttool.targeting.recode import Recoded, Recoding, recode
 from ckpttool.targeting.select import Selection, select
 from ckpttool.targeting.sidecars import beside, carried_below, target_config
@@ -120,12 +119,13 @@ def plan_target(
     capabilities = writer.capabilities
     check_target(target, writer, source)
     family = source.family
-    version = choose_version(source, target, capabilities)
+    version = choose_version(source, target, writer)
     equal: list[EqualPair] = []
     catalog, components = chosen_components(source, target.components, capabilities, fmt, notes, equal, ema=target.ema)
-    naming, fused = choose_naming(source, target, writer)
+    ours, fused = choose_dialect(source, target, writer)
+    context = NamingContext(family, source.config, mesh, fused, version)
     views, removed = select(parameters(catalog), selection, notes)
-    views, after = renamed(source, target, views, naming, fused, mesh, version, notes)
+    views, after = renamed(source, target, views, ours, context, notes)
     equal += views.equal
     _check_overrides(family, {t.name for t in source.stored.tensors} | {*views.table})
     views.table = {n: views.table[n] for n in sorted(views.table, key=family.model_order(after))}
@@ -133,15 +133,10 @@ def plan_target(
     views = rename_by_rules(views, selection.rename)
     names = dict(zip((v.name for v in cut), views.table, strict=True))
     notes += views.notes
-    whole = capabilities.whole
-    if naming == "paddle":
-        whole = (
-            *whole,
-            *paddle.kept_whole(family, after, {v.name: v.shape for v in cut}, mesh.tp, source.stored.whole),
-        )
+    whole = ours.uncut(context, after, {v.name: v.shape for v in cut}, source.stored.whole)
     packing = find_packing(quantization(source.config), {v.name: v.dtype for v in views})
     cast = output_dtype(names, dtype, packing.parts(names) if packing is not None else ())
-    family = family.with_whole(whole)
+    family = family.with_whole((*capabilities.whole, *whole))
     partitioner = Partitioner(
         family,
         after,
@@ -165,8 +160,7 @@ def plan_target(
     table = {v.name: v for c in components for v in tables[c].values()}
     source_table = dict(table)
     if isinstance(writer, TransposedOnDisk):
-        prefix = base_prefix(dict.fromkeys(views.table, None))
-        turned = partial(writer.turned, version=version, prefix=prefix, config=source.config)
+        turned = partial(writer.turned, version=version, prefix=ours.prefix(views.table), config=source.config)
         ranks = [RankTensors((_turned(turned, r, table) for r in held), share_index_with=like) for held in ranks]
     sharding = target.sharding or (source.stored.sharding if capabilities.optimizer_shards else 1)
     if sharding > 1 and target.sharding is None:
@@ -177,9 +171,9 @@ def plan_target(
         mesh=mesh,
         requested=asked,
         family=family.name,
-        naming=naming,
+        dialect=ours.name,
         fused=fused,
-        config=target_config(source, naming, views.table, mesh, dtype),
+        config=target_config(source, ours, views.table, mesh, dtype),
         dtype=dtype,
         max_shard_size=target.max_shard_size,
         sharding=sharding,
@@ -189,11 +183,10 @@ def plan_target(
     )
     file_layout = writer.write(request)
     config = request.config if file_layout.config is None else file_layout.config
-    if naming == "paddle":
-        paddle.check_head(ranks, shapes_of(views), after, family, config)
+    ours.check_written(context._replace(config=config), after, shapes_of(views), ranks)
     if file_layout.ranks is not None:
         equal += _left_to_masters(catalog, tables, file_layout.ranks)
-    carried, literal = beside(source, naming, config, file_layout, written, notes)
+    carried, literal = beside(source, ours, config, file_layout, written, notes)
     plan = build_plan(
         catalog,
         table,

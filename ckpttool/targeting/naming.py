@@ -1,106 +1,77 @@
-"""The names of the output's tensors: naming, fusions and the version of the software that reads them."""
+"""The names of the output's tensors: dialect, fusions and the version of the software that reads them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from ckpttool.aoa import apply_aoa, read_aoa
-from ckpttool.checkpoint import Checkpoint, naming_transforms
-from ckpttool.errors import LayoutError, UsageError
-from ckpttool.formats.base import Capabilities, Writer
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.dialects import Dialect, NamingContext, Shapes, Statements, dialect, differ
+from ckpttool.errors import UsageError
+from ckpttool.formats.base import Writer
 from ckpttool.formats.config import quantization
-from ckpttool.formats.paddle.config import TRANSPOSED, module_of, software
-from ckpttool.layout import paddle
-from ckpttool.layout.family import Transform, inverse
-from ckpttool.layout.packed import NAMINGS, find_packing
-from ckpttool.mesh import Mesh
+from ckpttool.layout.family import inverse
+from ckpttool.layout.packed import find_packing
 from ckpttool.relate import TensorTable, apply_transforms
 from ckpttool.targeting.target import Target
 
 
-def choose_naming(source: Checkpoint, target: Target, writer: Writer) -> tuple[str, str]:
-    """The naming of the output, and which fusions are added to it: "fuse", "unfuse" or ""."""
+def choose_dialect(source: Checkpoint, target: Target, writer: Writer) -> tuple[Dialect, str]:
+    """The dialect of the output, and which fusions are added to it: "fuse", "unfuse" or ""."""
     stored = source.stored
     fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
-    naming = writer.dialect
-    if not naming:
-        return stored.naming, fused or stored.fused
-    if naming == "hf":
+    if not writer.dialect:
+        return source.dialect, fused or stored.fused
+    ours = dialect(writer.dialect)
+    if ours.published:
         # What came from Hugging Face in one of its forms goes back in that form.
-        if stored.naming in source.family.spec.hf_namings:
-            naming = stored.naming
+        if stored.dialect in source.family.spec.hf_namings:
+            ours = source.dialect
         if stored.format == writer.name:
             fused = fused or stored.fused
-    return naming, fused
+    return ours, fused
 
 
 def renamed(
-    source: Checkpoint,
-    target: Target,
-    views: TensorTable,
-    naming: str,
-    fused: str,
-    mesh: Mesh,
-    version: str,
-    notes: list[str],
-) -> tuple[TensorTable, tuple[Transform, ...]]:
-    """The views under the names of the target, and the statements that lead there from Hugging Face names."""
-    family, before = source.family, source.ops
+    source: Checkpoint, target: Target, views: TensorTable, ours: Dialect, context: NamingContext, notes: list[str]
+) -> tuple[TensorTable, Statements]:
+    """The views under the names of ``ours``, and the statements that lead there from Hugging Face names."""
+    family, before, same = source.family, source.ops, ours.name == source.dialect.name
     packing = find_packing(quantization(source.config), {n: v.dtype for n, v in views.table.items()})
-    if packing is not None and (target.aoa is not None or (naming != source.stored.naming and naming not in NAMINGS)):
+    if packing is not None and (target.aoa is not None or not (same or ours.packs)):
         raise replace(packing, why=packing.why or "Hugging Face and vLLM have them, others do not").refuse(
-            "rearranged by --aoa" if target.aoa is not None else f"brought into the names of {naming}"
+            "rearranged by --aoa" if target.aoa is not None else f"brought into the names of {ours.name}"
         )
+
+    def held() -> Shapes:
+        return shapes_of(views)
+
     if target.aoa is not None:
-        if fused:
+        if context.fused:
             raise UsageError("--aoa already determines what is fused", hint="drop --fuse and --unfuse")
         views = apply_aoa(views, read_aoa(target.aoa), sizes=family.sizes)
         # The statements decide; what they made is looked at for the rules by which it is cut.
-        if naming == "paddle":
-            return views, paddle.source_transforms(family, shapes_of(views), source.config)
-        return views, naming_transforms(family, naming, "", mesh)
-    _refuse_unknown(source, views, naming)
-    canonical = None
-    if naming != "paddle":
-        after = naming_transforms(family, naming, fused, mesh)
-    elif source.stored.naming == "paddle" and not target.native_names:
-        after = paddle.with_fusions(before, fused, family, shapes_of(views))
-        if target.version and not fused:
-            _note_other_names(source, views, after, version, notes)
+        return views, ours.detect(context, held)
+    if not same:
+        for one in (source.dialect, ours):
+            one.check_known(family, held(), str(source.path / "config.json"))
+
+    @cache
+    def canonical() -> TensorTable:
+        return apply_transforms(views, inverse(before), family, before)
+
+    if not same or target.native_names:
+        after = ours.target(context, lambda: shapes_of(canonical()))
     else:
-        canonical = apply_transforms(views, inverse(before), family, before)
-        after = paddle.target_transforms(family, shapes_of(canonical), source.config, version, fused)
-    if before != after:
-        canonical = canonical or apply_transforms(views, inverse(before), family, before)
-        views = apply_transforms(canonical, after, family)
-    return views, after
-
-
-def _refuse_unknown(source: Checkpoint, views: TensorTable, naming: str) -> None:
-    """Paddle has a decoder's linear weights the other way round; without its family nothing says which these are."""
-    if source.family.name != "none" or (naming == "paddle") == (source.stored.naming == "paddle"):
-        return
-    odd = next((n for n, v in views.table.items() if len(v.shape) == 2 and module_of(n) in TRANSPOSED), None)
-    if odd is not None:
-        raise LayoutError(
-            f"`{odd}` and its like are [in, out] in Paddle's formats and [out, in] in others, and which of these"
-            " tensors that concerns is not known: there is no family",
-            where=str(source.path / "config.json"),
-            hint="put the model's config.json beside the checkpoint, or pass --family NAME",
-        )
-
-
-def _note_other_names(
-    source: Checkpoint, views: TensorTable, after: tuple[Transform, ...], version: str, notes: list[str]
-) -> None:
-    """Say so when the models of --target know the tensors otherwise; trainers skip names that they do not know."""
-    canonical = apply_transforms(views, inverse(source.ops), source.family, source.ops)
-    usual = paddle.target_transforms(source.family, shapes_of(canonical), source.config, version, "")
-    if found := paddle.differ(after, usual):
-        notes.append(
-            f"{', '.join(found)}: kept as the source has them; the models of {version} have others, which"
-            " --native-names writes"
-        )
+        after = ours.keep(context, before, held)
+        usual = ours.target(context, lambda: shapes_of(canonical())) if target.version and not context.fused else after
+        if found := differ(after, usual):  # trainers skip names that they do not know
+            notes.append(
+                f"{', '.join(found)}: kept as the source has them; the models of {context.version} have others, which"
+                " --native-names writes"
+            )
+    return views if before == after else apply_transforms(canonical(), after, family), after
 
 
 def shapes_of(views: TensorTable) -> dict[str, tuple[int, ...]]:
@@ -108,8 +79,9 @@ def shapes_of(views: TensorTable) -> dict[str, tuple[int, ...]]:
     return {n: v.shape for n, v in views.table.items()}
 
 
-def choose_version(source: Checkpoint, target: Target, capabilities: Capabilities) -> str:
+def choose_version(source: Checkpoint, target: Target, writer: Writer) -> str:
     """What --target says; else the version that wrote the source, else the newest. "" where there are no versions."""
+    capabilities = writer.capabilities
     if target.version:
         if target.version not in capabilities.targets:
             raise UsageError(
@@ -124,9 +96,4 @@ def choose_version(source: Checkpoint, target: Target, capabilities: Capabilitie
         return target.version
     if not capabilities.targets:
         return ""
-    wrote = software(source.config)
-    if wrote.name == "paddlenlp":
-        return next(t for t in capabilities.targets if t.startswith("paddlenlp"))
-    if wrote.name == "paddleformers" and wrote.version < (1,):
-        return next(t for t in capabilities.targets if t.startswith("paddleformers-0"))
-    return capabilities.targets[0]
+    return dialect(writer.dialect).version_of(source.config, capabilities.targets)

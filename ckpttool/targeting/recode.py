@@ -419,7 +419,7 @@ class _Recoder:
             notes=[],
         )
         if self.renamed:
-            stored.naming, stored.fused = "hf", ""
+            stored.dialect, stored.fused = "hf", ""
         return Checkpoint(source.path, stored, source.family, catalog, notes, () if self.renamed else source.ops)
 
     def _config(self, out: Recoded) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.dialects import Dialect
 from ckpttool.formats.base import FileLayout, file_now
-from ckpttool.formats.paddle.config import TRAINER_FILES, published_config, with_fused_flags
 from ckpttool.mesh import Mesh
 from ckpttool.quant.config import DTYPE_FIELDS, with_fields
 from ckpttool.storage.below import files_below
@@ -34,7 +34,7 @@ PARALLEL_FIELDS = {
 
 def beside(
     source: Checkpoint,
-    naming: str,
+    ours: Dialect,
     config: Mapping[str, Any],
     file_layout: FileLayout,
     written: Sequence[tuple[str, bytes]],
@@ -50,11 +50,9 @@ def beside(
     elif config:
         made.insert(0, ("config.json", indented(config)))
     left = [p.name for p in carried if p.name in file_layout.dropped]
-    if naming != "paddle":
-        unused = [p.name for p in carried if TRAINER_FILES.fullmatch(p.name)]
-        if unused:
-            notes.append(f"not carried, because only a trainer uses them: {some(unused)}")
-            carried = [p for p in carried if p.name not in unused]
+    if unused := [p.name for p in carried if not ours.carries(p.name)]:
+        notes.append(f"not carried, because only a trainer uses them: {some(unused)}")
+        carried = [p for p in carried if p.name not in unused]
         left = [n for n in left if n not in unused]
     if left:
         notes.append(f"not carried, because they belong to the ranks of the source: {some(left)}")
@@ -83,7 +81,7 @@ def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str])
     return carried
 
 
-def target_config(source: Checkpoint, naming: str, names: Iterable[str], mesh: Mesh, dtype: str) -> dict[str, Any]:
+def target_config(source: Checkpoint, ours: Dialect, names: Iterable[str], mesh: Mesh, dtype: str) -> dict[str, Any]:
     """config.json for the target, whose tensors are called ``names``: fields that name parallel sizes, the dtype or the
     form of the model are updated, the rest is kept."""
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep}
@@ -92,6 +90,6 @@ def target_config(source: Checkpoint, naming: str, names: Iterable[str], mesh: M
         name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}[dtype]
         values |= dict.fromkeys(DTYPE_FIELDS, name)
     config = with_fields(source.config, values)
-    if naming == "paddle":
-        return with_fused_flags(config, {n.rsplit(".", 2)[-2] for n in names if n.count(".") > 1})
-    return published_config(config) if source.stored.naming == "paddle" and config else config
+    if ours.name != source.dialect.name:
+        config = source.dialect.published_config(config)
+    return ours.own_config(config, names)

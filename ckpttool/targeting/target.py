@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.dialects import dialect
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Writer
@@ -91,7 +92,7 @@ def check_target(target: Target, writer: Writer, source: Checkpoint) -> None:
                 f"{flag} {said} has no effect with --to {fmt}, which does not share out optimizer state",
                 hint="omit it, or use --to hybrid, zcc or flex",
             )
-    if target.native_names and writer.dialect != "paddle":
+    if target.native_names and not dialect(writer.dialect).versions:
         raise UsageError(f"--native-names has no effect with --to {fmt}", hint="omit it")
     sharding = target.sharding or source.stored.sharding
     if target.sharding_version and (sharding == 1 or not capabilities.sharding_versions):

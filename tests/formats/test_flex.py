@@ -385,7 +385,7 @@ def test_a_trainers_directory(tmp_path: Path) -> None:
     found = {k: value(stored.recorded, k) for k in stored.recorded.tensors}
     assert_equal(found, expected)
     assert stored.dtypes == {Key(n): "BF16" for n in FULL}
-    assert stored.naming == "paddle"
+    assert stored.dialect == "paddle"
     assert not stored.companions
     assert any("up_gate_proj" in n for n in stored.notes)
 

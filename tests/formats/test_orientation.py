@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckpttool.formats.paddle.config import config_dtype, expected_side, head_in_out
+from ckpttool.dialects.paddle import head_in_out
+from ckpttool.formats.paddle.config import config_dtype, expected_side
 from ckpttool.layout.family import load_family
 from tests.helpers.command import reshard
 from tests.helpers.families import MODELS, H, V

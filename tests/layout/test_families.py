@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckpttool.catalog import RankTensor
+from ckpttool.dialects.family import FamilyDialect
 from ckpttool.errors import LayoutError, UnsupportedError
 from ckpttool.layout.assemble import is_bias
 from ckpttool.layout.family import (
@@ -71,7 +72,7 @@ def loaded(family: str, variant: str) -> tuple[Family, Listed, dict[str, tuple[i
 def canonical(family: Family, shapes: dict[str, tuple[int, ...]]) -> tuple[TensorTable, dict[str, Array]]:
     """The tensors under the names from which namings start, and their arrays."""
     catalog, arrays = catalog_of(shapes)
-    ops = family.ops(family.hf_form(shapes)[0])
+    ops = FamilyDialect(FamilyDialect("hf").form(family, shapes)[0]).statements(family)
     return apply_transforms(identity(catalog), inverse(ops), family, ops), arrays
 
 
@@ -159,7 +160,7 @@ def test_no_statement_of_a_naming_is_dead(family: str) -> None:
         live: set[tuple[Transform, str]] = set()
         for variant in (v for f, v in PUBLISHED if f == family):
             got, _, shapes = loaded(family, variant)
-            ops = got.ops(naming)
+            ops = FamilyDialect(naming).statements(got)
             # What tie_as drops is there only in checkpoints that store tied embeddings twice.
             wanted |= {(op, p) for op in ops for p in patterns_of(op) if not isinstance(op, Drop) or p in written}
             views, _ = canonical(got, shapes)
@@ -177,7 +178,7 @@ def test_no_statement_of_a_naming_is_dead(family: str) -> None:
 def test_a_naming_can_be_undone(family: str, variant: str, naming: str) -> None:
     got, _, shapes = loaded(family, variant)
     start, arrays = canonical(got, shapes)
-    ops = got.ops(naming)
+    ops = FamilyDialect(naming).statements(got)
     there = apply_transforms(start, ops, got)
     back = apply_transforms(there, inverse(ops), got, ops)
     kept = {p.source.key.name for v in there for p in v.parts}
@@ -190,7 +191,7 @@ def test_a_naming_can_be_undone(family: str, variant: str, naming: str) -> None:
 def test_what_a_naming_cannot_say_is_refused(family: str, variant: str, naming: str) -> None:
     got, _, shapes = loaded(family, variant)
     with pytest.raises(UnsupportedError, match=r"vLLM|TensorRT"):
-        apply_transforms(identity(catalog_of(shapes)[0]), got.ops(naming), got)
+        apply_transforms(identity(catalog_of(shapes)[0]), FamilyDialect(naming).statements(got), got)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -199,7 +200,7 @@ def test_a_rank_holds_the_same_elements_under_every_naming(family: str, variant:
     """Renamed, fused, stacked and transposed tensors are cut as their parts are."""
     got, listed, shapes = loaded(family, variant)
     start, arrays = canonical(got, shapes)
-    ops = got.ops(naming)
+    ops = FamilyDialect(naming).statements(got)
     views = apply_transforms(start, ops, got)
     # A copy of tied embeddings says nothing about a cut, and what only the first rank holds is cut in no other naming.
     copies = {op.name for op in ops if isinstance(op, Tie) and got.tied}
@@ -381,7 +382,7 @@ def test_scales_of_outputs_follow_their_weights() -> None:
 def test_names_of_deepseek() -> None:
     """inference/convert.py of DeepSeek-V3 and V3.2, by whole names."""
     got, _, shapes = loaded("deepseek", "deepseek_v32_fp8")
-    names = set(apply_transforms(identity(catalog_of(shapes)[0]), got.ops("deepseek"), got).table)
+    names = set(apply_transforms(identity(catalog_of(shapes)[0]), FamilyDialect("deepseek").statements(got), got).table)
     assert {n for n in names if not n.startswith("layers.")} == {"embed.weight", "head.weight", "norm.weight"}
     layer = {n.removeprefix("layers.1.") for n in names if n.startswith("layers.1.")}
     weights = {"attn.wq_a", "attn.wq_b", "attn.wkv_a", "attn.wkv_b", "attn.wo", "attn.indexer.wq_b", "attn.indexer.wk"}
@@ -403,7 +404,7 @@ def test_the_names_of_transformers(family: str, variant: str) -> None:
     """From the published names to those of the modules: the list that transformers itself writes."""
     published = variant.partition("@")[0]
     got, _, shapes = loaded(family, published)
-    views = apply_transforms(identity(catalog_of(shapes)[0]), got.ops("transformers"), got)
+    views = apply_transforms(identity(catalog_of(shapes)[0]), FamilyDialect("transformers").statements(got), got)
     assert {v.name: list(v.shape) for v in views} == LISTS[family, variant].tensors
 
 
@@ -411,13 +412,13 @@ def test_the_names_of_transformers(family: str, variant: str) -> None:
 def test_the_form_of_a_hugging_face_checkpoint_is_seen_from_its_names(family: str, variant: str) -> None:
     got, listed, shapes = loaded(family, variant)
     want = "transformers" if "@" in variant else "bare" if variant == "gpt2_published" else "hf"
-    assert got.hf_form(listed.tensors) == (want, "")
+    assert FamilyDialect("hf").form(got, listed.tensors) == (want, "")
     for name in fusions(got):
         apart = got.publishes_fused(name)
         op = replace(got.fusion(name), inverse=apart)
         views = apply_transforms(identity(catalog_of(shapes)[0]), (op,), got)
         changed = set(views.table) != set(shapes)
-        assert got.hf_form(views.table) == (want, ("unfuse" if apart else "fuse") if changed else "")
+        assert FamilyDialect("hf").form(got, views.table) == (want, ("unfuse" if apart else "fuse") if changed else "")
 
 
 # Finding and reading
@@ -425,7 +426,7 @@ def test_the_form_of_a_hugging_face_checkpoint_is_seen_from_its_names(family: st
 
 def test_an_unknown_naming_says_what_there_is() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        load_family("llama", {}).ops("nemo")
+        FamilyDialect("nemo").statements(load_family("llama", {}))
     assert "it has: hf, " in str(caught.value.hint)
 
 

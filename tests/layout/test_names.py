@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.dialects.family import FamilyDialect
 from ckpttool.errors import UnsupportedError
 from ckpttool.layout.family import Rename, family_names, load_family
 from ckpttool.layout.names import Renamer, expand, has_literal_number, pattern_regex, split_numbers
@@ -116,7 +117,7 @@ def test_the_cache_asks_once_for_each_template() -> None:
 def test_the_renames_of_a_family_are_the_same_cached_and_plain(family: str) -> None:
     names = [n for (f, _), listed in all_lists().items() if f == family for n in listed.tensors]
     for naming in load_family(family, {}).spec.namings:
-        for op in load_family(family, {}).ops(naming):
+        for op in FamilyDialect(naming).statements(load_family(family, {})):
             if isinstance(op, Rename):
                 assert op.by_template
                 cached = Renamer(op.forward)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ckpttool.dialects.family import FamilyDialect
 from ckpttool.layout.family import find_family, load_family
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import PartitionContext
@@ -33,7 +34,7 @@ def test_the_last_rank_holds_what_vllm_gives_it(case: str) -> None:
     sizes = golden["sizes"]
     mesh = Mesh(**{**sizes, "etp": 1 if "ep" in sizes else sizes["tp"]})
     catalog, _ = catalog_of({n: tuple(s) for n, s in golden["source"].items()})
-    ops = family.ops("vllm", staged=mesh.pp > 1)
+    ops = FamilyDialect("vllm").statements(family, staged=mesh.pp > 1)
     views = apply_transforms(identity(catalog), ops, family)
     cutting = PartitionContext(mesh, family.sizes, vocab_multiple=64)
     ranks = Partitioner(family, ops, cutting, golden["config"], tied=family.tied).run(list(views))

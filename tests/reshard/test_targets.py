@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpttool.dialects.family import FamilyDialect
 from ckpttool.layout.family import Drop, DropLayers, Refuse, load_family, matches
 from tests.helpers.command import refused, reshard
 from tests.helpers.families import LAYERS, MODELS, A, D, E, H, I, Model, V
@@ -46,7 +47,7 @@ def comes_back(model: Model, tensors: Tensors, target: str) -> Tensors | None:
 
     Names are the published ones, whatever variant of them the source had.
     """
-    ops = load_family(model.family, model.config).ops(target)
+    ops = FamilyDialect(target).statements(load_family(model.family, model.config))
     prefix = "transformer." if model.name == "gpt2_published" else ""
     out: Tensors = {prefix + n: r for n, r in tensors.items()}
     for op in ops:

@@ -67,7 +67,7 @@ class DeepSeek:
             files,
             tensors,
             Mesh(tp=n, ep=n),
-            naming="deepseek",
+            dialect="deepseek",
             config=listing.json("config.json"),
             companions=carried,
             family="deepseek",

@@ -102,7 +102,7 @@ class TensorRTLLM:
             files,
             tensors,
             mesh,
-            naming="trtllm",
+            dialect="trtllm",
             config=to_hugging_face(config),
             companions=carried,
             whole=() if config.get("use_parallel_embedding") else (_EMBEDDING,),

@@ -111,7 +111,7 @@ class VLLM:
             files,
             tensors,
             mesh,
-            naming="vllm",
+            dialect="vllm",
             config=config,
             companions=carried,
             notes=notes,

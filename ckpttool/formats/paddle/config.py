@@ -9,7 +9,7 @@ that one checkpoint holds both. Measured with paddlenlp 3.0.0b4, paddleformers 0
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ckpttool.formats.base import WriteRequest
@@ -58,7 +58,7 @@ def target_software(text: str) -> Software:
     return Software(name, tuple(int(n) for n in version.split(".")))
 
 
-def base_prefix(names: Mapping[str, Any]) -> str:
+def base_prefix(names: Iterable[str]) -> str:
     """What the models' names begin with: ``model``, ``llama``, ``qwen2``, ...; "" when there is none."""
     for name in names:
         if m := _PREFIX.match(name):
@@ -81,21 +81,6 @@ def is_linear(name: str, ndim: int, config: Mapping[str, Any]) -> bool:
         return False
     # paddleformers keeps these routers as torch does.
     return (module, config.get("model_type")) not in (("router", "gpt_oss"), ("gate", "glm4_moe"))
-
-
-def head_in_out(shape: tuple[int, ...], prefix: str, config: Mapping[str, Any], *, tied: bool) -> bool:
-    """Whether ``lm_head.weight`` is [hidden, vocab].
-
-    The shape tells where it can. Else PaddleNLP's models have it so, unless the head is tied, and so have those of
-    paddleformers whose names begin with their type; models that begin with ``model`` do not.
-    """
-    hidden, vocab = whole_number(config, "hidden_size"), whole_number(config, "vocab_size")
-    if len(shape) == 2 and hidden != vocab and hidden is not None and vocab is not None:
-        if shape[0] == hidden and shape[1] != hidden:
-            return True
-        if shape[1] == hidden and shape[0] != hidden:
-            return False
-    return not tied and (prefix not in ("model", "") or software(config).name == "paddlenlp")
 
 
 def transposed_on_disk(name: str, ndim: int, writer: Software, prefix: str, config: Mapping[str, Any]) -> bool:
@@ -157,22 +142,6 @@ def target_config(config: Mapping[str, Any], version: str, dtype: str) -> dict[s
     return out
 
 
-FUSED_FLAGS = {"fuse_attention_qkv": ("qkv_proj",), "fuse_attention_ffn": ("gate_up_fused_proj", "up_gate_proj")}
-"""Fields of PaddleNLP's configs that say which projections are fused -> the fused modules."""
-
-
-def with_fused_flags(config: Mapping[str, Any], modules: Collection[str]) -> dict[str, Any]:
-    """The config with the flags of fused projections as these modules say; fields that are not there stay away."""
-    return {k: any(m in modules for m in FUSED_FLAGS[k]) if k in FUSED_FLAGS else v for k, v in config.items()}
-
-
-TRAINER_FILES = re.compile(
-    r"rng_state.*\.pth|scheduler\.pdparams|scaler\.pdparams|training_args\.bin|trainer_state\.(?:json|bin)"
-    r"|model_meta\.json|saved_signal_.*|optimizer\.safetensors\.index\.json"
-)
-"""Small files that only a trainer has a use for."""
-
-
 def resume_flags(request: WriteRequest, kind: str) -> str:
     """How a trainer goes on from what is written in ``kind``, its word for a format; "" where a trainer cannot.
 
@@ -186,14 +155,6 @@ def resume_flags(request: WriteRequest, kind: str) -> str:
     else:
         own = f"--load_checkpoint_format {kind}"
     return f"resume with --resume_from_checkpoint {{dst}} {own}"
-
-
-def published_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json as Hugging Face's libraries know it: nothing in it says that Paddle wrote the weights."""
-    out = target_config(config, "paddleformers-1.2", "")
-    for name in ("paddlenlp_version", "paddleformers_version", "tensor_parallel_degree", "source"):
-        out.pop(name, None)
-    return out
 
 
 CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}

@@ -417,7 +417,7 @@ class _Reader:
             self.files,
             tensors,
             self.mesh,
-            naming="paddle",
+            dialect="paddle",
             config=self.config,
             companions=self._companions(),
             whole=self._whole(),

@@ -60,7 +60,7 @@ class PaddleFile:
             [],
             [],
             Mesh(),
-            naming="paddle",
+            dialect="paddle",
             config=listing.json("config.json"),
             companions=carried,
             notes=notes,

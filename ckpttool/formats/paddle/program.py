@@ -171,7 +171,7 @@ class PaddleProgram:
         artifact = open_program(find_program(listing))
         program = artifact.program
         native = native_of(artifact)
-        stored = StoredCheckpoint(self.name, listing.root, [], [], Mesh(), naming="paddle", native=native)
+        stored = StoredCheckpoint(self.name, listing.root, [], [], Mesh(), dialect="paddle", native=native)
         stored.notes += [f"{p.text} ({p.id})" for p in program.problems]
         if artifact.file is not None:
             stored.files = [artifact.file]

@@ -243,7 +243,7 @@ class _Reader:
             self.files,
             tensors,
             Mesh(),
-            naming="paddle",
+            dialect="paddle",
             config=self.config,
             companions=_companions(self.listing, self.found),
             notes=self.notes,

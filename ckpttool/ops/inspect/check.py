@@ -39,7 +39,6 @@ from ckpttool.execute.hashing import ALGORITHM, hash_range
 from ckpttool.findings import ERROR, CheckResult, Finding
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.hf import NOT_WEIGHTS, NUMBERED, indexes_of, misplaced
-from ckpttool.formats.paddle.config import base_prefix, head_in_out
 from ckpttool.formats.paddle.program import find_program
 from ckpttool.formats.paddle.unified import STEMS
 from ckpttool.formats.registry import choose
@@ -135,10 +134,8 @@ def check(
 
 def _vocab_axis(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> int:
     """The axis of an embedding or head that the vocabulary is on: Paddle keeps some heads [hidden, vocab]."""
-    if checkpoint.stored.naming != "paddle" or not name.endswith("lm_head.weight"):
-        return 0
-    names = {k.name: None for k in checkpoint.catalog.tensors}
-    return int(head_in_out(shape, base_prefix(names), checkpoint.config, tied=checkpoint.family.tied))
+    names = (k.name for k in checkpoint.catalog.tensors)
+    return checkpoint.dialect.vocab_axis(name, shape, names, checkpoint.config, tied=checkpoint.family.tied)
 
 
 def _program(listing: Listing, options: OpenOptions) -> Path | None:

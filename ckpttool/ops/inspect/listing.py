@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -172,7 +171,7 @@ def list_tensors(
     path, choice, options = Path(src), choice or Choice(), options or OpenOptions()
     stored = read(path, options)
     listing = Listing(path, stored, [], 0, logical=True, notes=list(stored.notes), options=options)
-    if stored.mesh.world == 1 and stored.naming == "hf" and stored.recorded is None and not _rules(options):
+    if stored.plain and not _rules(options):
         rows = _stored_rows(stored.tensors)
     else:
         try:
@@ -357,9 +356,6 @@ def runs(stored: StoredCheckpoint) -> list[StoredTensor]:
     return list(out.values())
 
 
-_COORDINATE = re.compile(r"(?<=[._])(tp|pp|shard|moe)(\d{2,})(?=[._])")
-
-
 @dataclass(slots=True)
 class Holders:
     """Which rank each file belongs to, for formats whose readers number model-parallel ranks only."""
@@ -397,12 +393,13 @@ def holders_of(stored: StoredCheckpoint) -> Holders:
 
 
 def _coordinates(stored: StoredCheckpoint) -> dict[int, dict[str, int]]:
-    """By file of a Paddle checkpoint, the coordinates of the rank in its name."""
-    out = {}
-    for i, f in enumerate(stored.files if stored.naming == "paddle" else ()):
-        if found := {k: int(v) for k, v in _COORDINATE.findall(source_of(f).name)}:
-            out[i] = found
-    return out
+    """By file, the coordinates of the rank in its name."""
+    if stored.plain:
+        return {}
+    from ckpttool.dialects import dialect  # loads the family files
+
+    named = dialect(stored.dialect).coordinates
+    return {i: found for i, f in enumerate(stored.files) if (found := named(source_of(f).name))}
 
 
 def sharding_of(stored: StoredCheckpoint) -> int:

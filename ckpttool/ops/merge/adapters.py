@@ -8,7 +8,6 @@ from math import prod
 from ckpttool.adapters import Change, Changes, InOut, adapt, combine, read_adapter
 from ckpttool.adapters.base import Adapter, Term
 from ckpttool.execute.hashing import hash_range
-from ckpttool.ops.merge.form import is_paddle
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.plan import Adapted, LowRank, Operand
 from ckpttool.planner import Operands
@@ -124,8 +123,8 @@ def _orientation(model: Model, adapter: Adapter) -> InOut | None:
     Paddle, too, records torch's format at times, but then its names are its own (``llama.layers``).
     """
     stored = model.checkpoint.stored
-    if is_paddle(model.checkpoint) and model.checkpoint.family.name == "none":
-        return lambda _: True  # nothing says what the model is, so names and orientation still are Paddle's
+    if model.checkpoint.dialect.in_out and model.checkpoint.family.name == "none":
+        return lambda _: True  # nothing says what the model is, so its names and orientation are still its own
     if adapter.format != "paddle":
         return None
     named = any(n.startswith("model.") for n in model.views)

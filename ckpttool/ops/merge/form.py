@@ -21,8 +21,6 @@ from ckpttool.layout.family import Family, Fuse, Rename, Transform, inverse
 from ckpttool.layout.names import expand, pattern_regex, split_numbers
 from ckpttool.relate import NONE, DerivedTensor, Region, TensorTable, apply_transforms
 
-PADDLE = "unified"
-"""The format that a merge of Paddle's checkpoints has unless --to says another: whole tensors under Paddle's names."""
 PROGRAM = "program"
 """The parameters of one inference program in several versions stay those of the program."""
 
@@ -49,18 +47,15 @@ class OutputNaming(NamedTuple):
         return out
 
 
-def is_paddle(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint has Paddle's names and orientation."""
-    return checkpoint.stored.naming == "paddle"
-
-
 def form_of(donor: Checkpoint, others: Iterable[Checkpoint], fmt: str) -> OutputNaming | None:
-    """The donor's form when all models are Paddle's, or the output's format (``--to``) has Paddle's names; else None.
+    """The donor's form when it has a format of its own, and all models or the output (``--to``) have its names; else
+    None.
 
     Where it is None the merged tensors have Hugging Face's names.
     """
-    wanted = bool(fmt) and writer(fmt).dialect == "paddle"
-    if not is_paddle(donor) or not (wanted or all(map(is_paddle, others))):
+    own = donor.dialect
+    wanted = bool(fmt) and writer(fmt).dialect == own.name
+    if not own.whole_format or not (wanted or all(o.dialect.name == own.name for o in others)):
         return None
     return OutputNaming(donor.ops, tuple(_exact(donor.ops, {k.name for k in donor.catalog.tensors})))
 

@@ -12,7 +12,6 @@ from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import inverse
-from ckpttool.ops.merge.form import is_paddle
 from ckpttool.plan import Operand
 from ckpttool.planner import Operands
 from ckpttool.quant.coded import Coded, find_codes
@@ -140,7 +139,7 @@ def _check_names(checkpoints: Mapping[str, Checkpoint]) -> None:
     Without a family nobody knows which way round Paddle's linear weights lie, and square ones would be merged with
     their transposes unnoticed.
     """
-    unknown = {p: c for p, c in checkpoints.items() if is_paddle(c) and c.family.name == "none"}
+    unknown = {p: c for p, c in checkpoints.items() if c.dialect.in_out and c.family.name == "none"}
     if not unknown or len(unknown) == len(checkpoints):
         return
     raise ConflictError(

@@ -16,14 +16,13 @@ from ckpttool.dtypes import parse
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.formats.base import StoredCheckpoint
-from ckpttool.formats.paddle.config import published_config
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.sparse import drawing
 from ckpttool.layout.assemble import LAYER
 from ckpttool.mesh import Mesh
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
-from ckpttool.ops.merge.form import PADDLE, PROGRAM, OutputNaming, form_of, is_paddle
+from ckpttool.ops.merge.form import PROGRAM, OutputNaming, form_of
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import CARD, ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
@@ -139,8 +138,8 @@ def prepare(
         dequantised=any(models[r].quantised for r in refs),
         untied=adaptations.untied,
     )
-    if form is None and is_paddle(donor.checkpoint):
-        config = published_config(config)
+    if form is None:
+        config = donor.checkpoint.dialect.published_config(config)
     random = METHODS[recipe.method].random
     seed = choices.seed if random else None
     used = {label for names in builder.names.values() for label, _ in names}
@@ -158,7 +157,7 @@ def prepare(
         replace(
             target,
             dtype="" if masters else dtype,
-            format=target.format or _usual(target, form, donor.checkpoint.format),
+            format=target.format or _usual(target, form, donor.checkpoint),
         ),
         selection,
         computed=Computed(
@@ -194,14 +193,14 @@ def prepare_one(
     """
     source = open_checkpoint(src, options)
     cut = _is_cut(target)
-    usual = PROGRAM if source.format == PROGRAM else PADDLE if is_paddle(source) else "hf"
+    usual = PROGRAM if source.format == PROGRAM else source.dialect.whole_format or "hf"
     if source.format == "flex" and not target.format and not cut and any(source.stored.root.glob("*.metadata")):
         # What Paddle's own merge of such a directory gives: every key under its own name, states included. (What a
         # trainer writes is several such directories, which it does not merge.)
         source = open_checkpoint(src, replace(options, mesh=replace(options.mesh, raw=True)))
         usual = "hf"
         if source.family.name == "none":  # names and orientation stay, so that it does not matter whose they are
-            source.stored.naming = "hf"
+            source.stored.dialect = "hf"
     whole = target if cut else replace(target, tp=1, pp=1, ep=1, etp=1, format=target.format or usual)
     origin = Origin(str(src), str(src), source.format, _files(source), len(source.catalog))
     if recoding is None:
@@ -239,11 +238,11 @@ def _files(checkpoint: Checkpoint) -> list[tuple[str, int]]:
     return [(f.place.name, f.size) for f in checkpoint.catalog.files]
 
 
-def _usual(target: Target, form: OutputNaming | None, donor: str) -> str:
+def _usual(target: Target, form: OutputNaming | None, donor: Checkpoint) -> str:
     """The format when --to does not say one; "" leaves it to the ranks that are asked for."""
-    if donor == PROGRAM:
+    if donor.format == PROGRAM:
         return PROGRAM
-    return PADDLE if form is not None else "" if _is_cut(target) else "hf"
+    return donor.dialect.whole_format if form is not None else "" if _is_cut(target) else "hf"
 
 
 def _check_masters(recipe: Recipe, refs: Sequence[ModelRef], dtype: str) -> None:
@@ -313,14 +312,14 @@ def _as_checkpoint(
     run = [n for n in companions if TRAINING.fullmatch(n)]
     if run:
         notes.append(f"not carried, because a merge is not a state of a training run: {some(run)}")
-    kind = PROGRAM if old.format == PROGRAM else PADDLE if form else "hf"
+    kind = PROGRAM if old.format == PROGRAM else donor.checkpoint.dialect.whole_format if form else "hf"
     stored = StoredCheckpoint(
         kind,
         old.root,
         models.files,
         [],
         Mesh(),
-        naming=old.naming if form or models.as_they_are else "hf",
+        dialect=old.dialect if form or models.as_they_are else "hf",
         fused=old.fused if models.as_they_are else "",
         config=config,
         companions=tuple([n for n in companions if n not in run]),

@@ -1,0 +1,150 @@
+"""``Dialect``: what one piece of software does to a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpttool.catalog import RankTensor, StoredTensor
+from ckpttool.layout.family import Family, Fuse, Rename, Transform, Transpose
+from ckpttool.layout.rules import PartitionContext
+from ckpttool.mesh import Mesh
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""By name."""
+Statements = tuple[Transform, ...]
+"""What leads from Hugging Face's published names to others."""
+
+
+TRAINER_FILES = re.compile(
+    r"rng_state.*\.pth|scheduler\.pdparams|scaler\.pdparams|training_args\.bin|trainer_state\.(?:json|bin)"
+    r"|model_meta\.json|saved_signal_.*|optimizer\.safetensors\.index\.json"
+)
+"""Small files that only a trainer has a use for."""
+
+
+class NamingContext(NamedTuple):
+    """The model whose tensors are named, and how it is wanted."""
+
+    family: Family
+    config: Mapping[str, Any]
+    """In Hugging Face's fields."""
+    mesh: Mesh
+    fused: str = ""
+    """``fuse`` or ``unfuse``: with all fusions, or without any; "" is what the dialect has."""
+    version: str = ""
+    """Of the software that shall read it (--target), or ""."""
+
+
+class Dialect:
+    """What is asked of each dialect. The answers here are those of software that follows Hugging Face."""
+
+    name = ""
+    versions: tuple[str, ...] = ()
+    """What --target may say."""
+    in_out = False
+    """Whether the weights of linear layers are [in, out]."""
+    published = False
+    """Whether models are published under these names."""
+    whole_alone = False
+    """Whether a single rank holds whole tensors, so that no rule is needed to read it; others may pad them."""
+    whole_format = ""
+    """The format of merged models that keep these names; "" gives them Hugging Face's."""
+    packs = False
+    """Whether packed weights (GPTQ, AWQ, bitsandbytes, ...) keep their names."""
+
+    def detect(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
+        """What leads to the names of a checkpoint whose tensors have these shapes on a rank."""
+        raise NotImplementedError
+
+    def target(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
+        """What leads to this dialect's names; ``shapes`` are those of all tensors under Hugging Face's names."""
+        raise NotImplementedError
+
+    def keep(self, context: NamingContext, own: Statements, shapes: Callable[[], Shapes]) -> Statements:
+        """The same for a source in this dialect, which has ``shapes`` after ``own``: its names stay."""
+        del own
+        return self.target(context, shapes)
+
+    def form(self, family: Family, names: Iterable[str]) -> tuple[str, str]:
+        """Of published names: the dialect that they have in fact, and ``fuse`` or ``unfuse`` as for a target."""
+        del family, names
+        return self.name, ""
+
+    def check_known(self, family: Family, shapes: Shapes, where: str) -> None:
+        """Raises LayoutError for tensors that may lie either way, before they become another dialect's, or this one's
+        of another's."""
+
+    def uncut(self, context: NamingContext, after: Statements, shapes: Shapes, held: Sequence[str]) -> tuple[str, ...]:
+        """Patterns of the tensors to write whole on every rank; ``held`` are those that the source held whole.
+
+        Raises ConflictError where the tensors could not be read again.
+        """
+        del context, after, shapes, held
+        return ()
+
+    def found_whole(
+        self, context: NamingContext, own: Statements, cutting: PartitionContext, known: Shapes,
+        tensors: Iterable[StoredTensor],
+    ) -> tuple[str, ...]:  # fmt: skip
+        """The same of a save that does not record what is cut. ``known`` are shapes of whole model weights."""
+        del context, own, cutting, known, tensors
+        return ()
+
+    def check_written(
+        self, context: NamingContext, after: Statements, shapes: Shapes, ranks: Sequence[Sequence[RankTensor]]
+    ) -> None:
+        """Raises ConflictError for tensors that would be read in another way than they are written.
+
+        ``shapes`` are whole; the config is the one that will lie beside them.
+        """
+
+    def vocab_axis(
+        self, name: str, shape: tuple[int, ...], names: Iterable[str], config: Mapping[str, Any], *, tied: bool
+    ) -> int:
+        """The axis of an embedding or a head that has a row for each token; ``names`` are those of all tensors."""
+        del name, shape, names, config, tied
+        return 0
+
+    def prefix(self, names: Iterable[str]) -> str:
+        """The first word of the names of the embeddings, layers and the last norm."""
+        del names
+        return "model"
+
+    def version_of(self, config: Mapping[str, Any], versions: Sequence[str]) -> str:
+        """Which of these versions (not empty) a model with this config is for; the first one when nothing says so."""
+        del config
+        return versions[0]
+
+    def published_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json without what this software adds to it."""
+        return dict(config)
+
+    def own_config(self, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """config.json as this software has it for tensors with these names."""
+        del names
+        return dict(config)
+
+    def carries(self, file_name: str) -> bool:
+        """Whether a sidecar file means something to it."""
+        return not TRAINER_FILES.fullmatch(file_name)
+
+    def coordinates(self, file_name: str) -> dict[str, int]:
+        """The coordinates of a rank that its file's name says: tp, pp, shard, moe."""
+        del file_name
+        return {}
+
+
+def differ(ours: Statements, others: Statements) -> list[str]:
+    """In which of names, fused projections and the head's orientation the results of these differ."""
+
+    def traits(ops: Statements) -> dict[str, object]:
+        return {
+            "names": [op.pairs for op in ops if isinstance(op, Rename)],
+            "fused projections": {op.whole for op in ops if isinstance(op, Fuse)},
+            "the head's orientation": any("lm_head.weight" in op.patterns for op in ops if isinstance(op, Transpose)),
+        }
+
+    a, b = traits(ours), traits(others)
+    return [k for k in a if a[k] != b[k]]
