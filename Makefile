@@ -12,7 +12,7 @@ PADDLE := $(PADDLE_VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-peers lint format types docs-check torture walk fuzz bench bench-scale clean
+.PHONY: help setup demo test test-all test-peers lint format types docs-check torture walk fuzz bench bench-scale clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,11 +23,14 @@ setup: $(DEV) ## create .venv and install ckpttool with its development tools
 demo: $(DEV) ## reshard a small checkpoint from tp 8 to tp 2, look at it, and compare
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
-test: $(DEV) ## run every test that needs no other library to judge (the pages in docs/ included)
+test: $(DEV) ## run the tests that need no other library to judge (the pages in docs/ included), samples of large products
 	@$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
 
+test-all: $(DEV) ## run them with every case of every product, and more examples of every property
+	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --all $(ARGS)
+
 test-peers: $(PEERS) $(PADDLE) ## let the libraries that read these formats judge what ckpttool writes
-	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' $(BIN)/python -m pytest tests/peers $(ARGS)
+	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/peers $(ARGS)
 
 docs-check: $(DEV) ## run every command and example of README.md and docs/, check links and the reference
 	@$(BIN)/python -m pytest tests/docs $(ARGS)

@@ -1,7 +1,83 @@
-"""What holds for all tests."""
+"""What holds for all tests: where their files lie, what is left to `make test-all`, and how workers start."""
+
+from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.helpers import sample
 
 # As the command line does it, and before numpy is imported: a process with threads cannot fork the workers of a merge,
-# and has to start an interpreter for them.
+# and has to start an interpreter for them. The same goes for torch.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+MEMORY_DISK = Path("/dev/shm")  # noqa: S108 - pytest makes a directory of this user there
+ROOM = 4 << 30
+"""Bytes that must be free on it; the tests need some hundred MB at a time."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run every case of every product, not a sample of each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "product(one_in=None): the cases are all pairs of something. `make test` runs so many that every value of "
+        "every argument is met, or one in so many; `make test-all` runs all.",
+    )
+    sample.everything = config.getoption("all")
+    # No time limit for an example (machines are shared), and the same examples in every run: what passes here passes
+    # there.
+    settings.register_profile("all", settings.get_profile("ci"))
+    settings.register_profile("sample", settings.get_profile("ci"), max_examples=sample.examples(100))
+    settings.load_profile("all" if sample.everything else "sample")
+    _use_memory_disk()
+    if hasattr(config, "workerinput"):
+        _fork_beside_xdist(config)
+
+
+def _use_memory_disk() -> None:
+    """Nothing that survives a power cut is looked at here, and what tests have written must be deleted, too."""
+    if "TMPDIR" in os.environ or not os.access(MEMORY_DISK, os.W_OK):
+        return
+    if shutil.disk_usage(MEMORY_DISK).free >= ROOM:
+        os.environ["TMPDIR"] = str(MEMORY_DISK)
+        tempfile.tempdir = None
+
+
+def _fork_beside_xdist(config: pytest.Config) -> None:
+    """Let commands fork their workers beside the thread of xdist, which no fork has to do with.
+
+    Otherwise each merge and each cast in a test would start an interpreter for them, which takes longer than itself.
+    """
+    from ckpttool.execute import crew
+
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    crew.can_fork = lambda: len(os.listdir("/proc/self/task")) <= threads  # noqa: PTH208
+    config.addinivalue_line("filterwarnings", "ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not of the sample."""
+    if sample.everything:
+        return
+    products: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("product"):
+            products[item.nodeid.partition("[")[0]].append(item)
+    left: set[pytest.Item] = set()
+    for cases in products.values():
+        marker = cases[0].get_closest_marker("product")
+        one_in = marker.kwargs.get("one_in") if marker else None
+        left |= set(cases) - (set(cases[::one_in]) if one_in else sample.covering(cases))
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]

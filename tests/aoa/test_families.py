@@ -101,6 +101,7 @@ def converted(name: str, ranks: int) -> dict[str, Array]:
     return values(apply_aoa(table(source, "BF16"), supported(rules(name, "load")), target_shards=ranks), source)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_there_and_back(name: str, ranks: int) -> None:

@@ -36,6 +36,7 @@ from tests.convert_json.programs import (
     usual,
     write,
 )
+from tests.helpers.sample import examples
 
 PROGRAMS = Path(__file__).parents[2] / "fixtures/paddle_programs"
 ALL = {
@@ -67,6 +68,7 @@ def back(src: Path, dst: Path, path: Path, **how: Any) -> bytes:
 # -- there and back
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", [n for n in ALL if n != "two_functions_combine/model.json"])
 @pytest.mark.parametrize("shards", [False, True])
 def test_what_paddle_wrote(tmp_path: Path, name: str, shards: bool) -> None:
@@ -150,7 +152,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
     ),
     st.booleans(),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_program(tmp_path: Path, named: dict[str, tuple[str, list[int]]], levels: bool) -> None:
     shutil.rmtree(tmp_path / "work", ignore_errors=True)
     parameters: list[Parameter] = [(n, *rest) for n, rest in named.items()]

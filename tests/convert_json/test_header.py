@@ -34,6 +34,7 @@ from ckpttool.ops.convert_json.header import (
     restore,
     write_dump,
 )
+from tests.helpers.sample import examples
 from tests.helpers.tensorfile import Array, Raw, encode, header, origin, read, write
 from tests.inspect.models import header_text, replace_header
 
@@ -709,7 +710,7 @@ def test_a_backup_of_another_file(file: Path) -> None:
 NAMES = st.text(min_size=1, max_size=12).filter(lambda n: n != "__metadata__")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(NAMES, unique=True, max_size=5),
     st.lists(NAMES, unique=True, min_size=5, max_size=5),

@@ -21,6 +21,7 @@ from ckpttool.findings import ERROR, SEVERITY
 from ckpttool.ops.convert_json.index import NONE_NEEDED, RIGHT, WRITTEN, IndexResult, IndexState, rebuild, verify
 from tests.helpers.command import ckpttool
 from tests.helpers.paddle import write_file
+from tests.helpers.sample import examples
 from tests.helpers.tensorfile import Raw, origin, write
 from tests.inspect.models import CONFIG, FIRST, INDEX, SECOND, edit_header, edit_json, llama, save_shards
 
@@ -555,7 +556,7 @@ def test_a_rank_that_holds_nothing_writes_no_file(unified: Callable[[str], Path]
 # -- anything
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.dictionaries(st.text(min_size=1, max_size=8), st.integers(0, 2), max_size=8).filter(
         lambda d: "__metadata__" not in d

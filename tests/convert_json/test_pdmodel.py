@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError, CorruptError, IncompleteError
@@ -548,7 +548,6 @@ def test_flipped_bytes(read: Read) -> None:
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", SOUND, WRONG["block"]["list"]]), st.integers(0, 400))
-@settings(max_examples=100)
 def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, junk: bytes, around: bytes, at: int) -> None:
     path = tmp_path_factory.mktemp("any") / "model.pdmodel"
     path.write_bytes(around[:at] + junk + around[at:])

@@ -213,6 +213,7 @@ def written(dst: Path) -> bytes:
     return b"|".join((dst / f"{i}.bin").read_bytes() for i in range(2))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("manifest", [True, False])
 @pytest.mark.parametrize(
     ("how", "small"),

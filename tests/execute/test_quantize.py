@@ -343,6 +343,7 @@ def test_scaled_operands_are_code_times_scale(tmp_path_factory: pytest.TempPathF
     carrier.pool.close()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", ["f4", "e4m3", "e8m0", "adapted"])
 @pytest.mark.parametrize("panel", [64, 1 << 16])
 def test_what_is_worked_out_is_quantised(tmp_path: Path, kind: str, panel: int) -> None:

@@ -150,6 +150,7 @@ def cases() -> list[tuple[str, str, int]]:
     ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("kind", "unusual", "tp"), cases())
 def test_every_family_comes_back(kind: str, unusual: str, tp: int, tmp_path: Path) -> None:
     config = config_of(kind, unusual)
@@ -266,6 +267,7 @@ def test_without_a_family_everything_is_asked_for(tmp_path: Path) -> None:
     assert "--family gpt2" in error
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("vocab", [48, 96, 97, 130])
 @pytest.mark.parametrize("form", [("hybrid", "--tp-out", 2), ("unified",)])
 @pytest.mark.parametrize("nested", [True, False])
@@ -287,6 +289,7 @@ def test_the_head_of_paddlenlp_comes_back(vocab: int, form: tuple[Any, ...], *, 
     assert_same(read_all(tmp_path / "back"), want)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("vocab", [130, 131, 133, 259, 260, 300])
 @pytest.mark.parametrize(
     "form", [("hybrid", "--sharding-out", 1), ("hybrid", "--sharding-out", 2), ("zcc", "--sharding-out", 2), ("flex",)]

@@ -77,6 +77,7 @@ SOURCES = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("source", "target"),
     [(s, t) for s, targets in SOURCES for t in targets],

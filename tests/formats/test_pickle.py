@@ -196,6 +196,7 @@ def test_sniff(tmp_path: Path) -> None:
 # -- everything that a writer may do
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 @pytest.mark.parametrize("code", [*CODES, "c16"])
 def test_every_dtype(tmp_path: Path, code: str, protocol: int) -> None:

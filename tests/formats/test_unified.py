@@ -120,6 +120,7 @@ def test_quantised_state_of_any_shape(bits: int, tmp_path: Path) -> None:
     np.testing.assert_allclose(got[at + "moment2_0"], want2, rtol=1e-5)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["nlp_qwen2moe_bf16_tp2", "nlp_llamafused_bf16_tp2", "pf12_qwen2tied_bf16_tp1"])
 @pytest.mark.parametrize("target", ["paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2"])
 def test_every_version_and_number_of_files_and_back(name: str, target: str, tmp_path: Path) -> None:

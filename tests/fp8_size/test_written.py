@@ -20,6 +20,7 @@ RECIPES = ("channel", "tensor", "block --block 64x64", "mxfp8")
 OPTIONS = ("", "--keep-preset none", "--keep-preset none --max-shard-size 30KB", "--include *embed_tokens*")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_sizes(tmp_path: Path, source: str, recipe: str) -> None:

@@ -16,10 +16,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.helpers import sample
 from tests.helpers.command import Done, ckpttool
 
-EVERYTHING = os.environ.get("CKPTTOOL_HOSTILE") == "all"
+EVERYTHING = sample.everything
 """The whole matrix and not the sample that `make test` runs."""
+SAMPLE = pytest.mark.product(one_in=24)
 
 SECRET = "-----BEGIN PRIVATE KEY----- of somebody else"  # noqa: S105 - bait
 SECONDS = 15.0

@@ -11,7 +11,9 @@ import pytest
 from tests.helpers.command import ckpttool
 from tests.helpers.families import MODELS
 from tests.helpers.tensorfile import assert_same, read_all, save_hf
-from tests.hostile.court import Court
+from tests.hostile.court import SAMPLE, Court
+
+pytestmark = SAMPLE
 
 LLAMA = MODELS["llama"]
 OPTIONS: tuple[tuple[str, ...], ...] = ((), ("--force",), ("--resume",), ("--force", "--resume"))

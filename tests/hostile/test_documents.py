@@ -15,7 +15,9 @@ from ckpttool.storage import json_file as _json
 from tests.helpers.command import ckpttool
 from tests.helpers.families import MODELS
 from tests.helpers.tensorfile import save_hf
-from tests.hostile.court import COMMANDS, EVERYTHING, Court
+from tests.hostile.court import COMMANDS, EVERYTHING, SAMPLE, Court
+
+pytestmark = SAMPLE
 
 LLAMA = MODELS["llama"]
 CONFIG: dict[str, Any] = dict(LLAMA.config)

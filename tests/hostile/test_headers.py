@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.court import COMMANDS, EVERYTHING, Court, safetensors, tensor
+from tests.hostile.court import COMMANDS, EVERYTHING, SAMPLE, Court, safetensors, tensor
+
+pytestmark = SAMPLE
 
 HEADERS: dict[str, bytes] = {
     "length 2^63": struct.pack("<Q", 2**63) + b"{}",

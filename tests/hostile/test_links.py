@@ -12,7 +12,9 @@ import pytest
 from tests.helpers.command import ckpttool
 from tests.helpers.families import MODELS
 from tests.helpers.tensorfile import save_hf
-from tests.hostile.court import COMMANDS, EVERYTHING, SECRET, Court, safetensors, tensor
+from tests.hostile.court import COMMANDS, EVERYTHING, SAMPLE, SECRET, Court, safetensors, tensor
+
+pytestmark = SAMPLE
 
 LLAMA = MODELS["llama"]
 SOME = ("inspect", "check", "reshard", "drop", "cast", "size")

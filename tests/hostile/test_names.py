@@ -13,7 +13,9 @@ import pytest
 from ckpttool.errors import plain
 from tests.helpers.command import ckpttool
 from tests.helpers.tensorfile import header
-from tests.hostile.court import COMMANDS, EVERYTHING, Court, safetensors, tensor
+from tests.hostile.court import COMMANDS, EVERYTHING, SAMPLE, Court, safetensors, tensor
+
+pytestmark = SAMPLE
 
 SCRIPTS = {
     "Arabic": "نموذج.الوزن",

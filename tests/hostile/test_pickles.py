@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.hostile.court import COMMANDS, EVERYTHING, Court, safetensors, tensor
+from tests.hostile.court import COMMANDS, EVERYTHING, SAMPLE, Court, safetensors, tensor
+
+pytestmark = SAMPLE
 
 
 class _Bait:

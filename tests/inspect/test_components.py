@@ -220,6 +220,7 @@ def test_filter_means_a_tensor_or_a_parameter() -> None:
     }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("folder", ALL, ids=lambda p: p.name)
 @pytest.mark.parametrize("view", ["--list", "--files", "--ranks", "--metadata", "--stats", "--hist", "--hash"])
 def test_every_view_of_every_fixture(folder: Path, view: str) -> None:

@@ -48,6 +48,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return out
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("left", ["hf", "tp2", "tp4pp2", "fused", "vllm"])
 @pytest.mark.parametrize("right", ["hf", "tp2", "fused", "vllm"])
 def test_all_forms_of_a_model_are_equal(forms: dict[str, Path], left: str, right: str) -> None:

@@ -44,6 +44,7 @@ def on_terminal(*arguments: object, columns: int = 80) -> list[str]:
     return out.getvalue().splitlines()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("model", MODELS)
 def test_views_fit_80_columns(model: str, view: str) -> None:

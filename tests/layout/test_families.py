@@ -115,6 +115,7 @@ def test_the_config_gives_every_size(family: str, variant: str) -> None:
     assert got.sizes["vocab"].value == LISTS[family, variant].config["vocab_size"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(("family", "variant"), sorted(LISTS))
 def test_the_ranks_together_hold_every_tensor(family: str, variant: str, mesh: Mesh) -> None:
@@ -174,6 +175,7 @@ def test_no_statement_of_a_naming_is_dead(family: str) -> None:
         assert {p for _, p in wanted - live} == set(), naming
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("family", "variant", "naming"), NAMINGS)
 def test_a_naming_can_be_undone(family: str, variant: str, naming: str) -> None:
     got, _, shapes = loaded(family, variant)
@@ -194,6 +196,7 @@ def test_what_a_naming_cannot_say_is_refused(family: str, variant: str, naming: 
         apply_transforms(identity(catalog_of(shapes)[0]), FamilyDialect(naming).statements(got), got)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(("family", "variant", "naming"), NAMINGS)
 def test_a_rank_holds_the_same_elements_under_every_naming(family: str, variant: str, naming: str, mesh: Mesh) -> None:

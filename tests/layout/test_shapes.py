@@ -256,6 +256,7 @@ def test_a_field_that_is_missing(variant: str, field: str) -> None:
     assert e.value.where[0].startswith(f"{family}.yaml: tensors: ")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("value", ["8", 1.5, [], {}, True, False, 0, -8], ids=repr)
 @pytest.mark.parametrize(
     ("variant", "field"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ckpttool.kernels.merge import order
 from ckpttool.kernels.merge.order import Cut, Rank, cuts, kth_values
 from ckpttool.kernels.merge.sparse import METHODS
+from tests.helpers.sample import examples
 from tests.merge.driver import ArrayChunk, run_method
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def test_cuts_are_those_of_a_stable_sort(values: list[float], data: st.DataObjec
 
 
 @given(seed=st.integers(0, 2**32 - 1), levels=st.integers(1, 200), data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_samples_and_overflows_do_not_change_the_result(seed: int, levels: int, data: st.DataObject) -> None:
     rng = np.random.default_rng(seed)
     array = (rng.integers(-levels, levels + 1, 2000) * rng.choice([0, 1e-3, 1, 1e30], 2000)).astype(np.float32)

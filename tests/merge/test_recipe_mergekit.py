@@ -99,6 +99,7 @@ DTYPES = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_in_use(shape: str, dtype: str) -> None:

@@ -10,7 +10,8 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,26 @@ def _ranks(ranks: int) -> list[dict[str, str]]:
     ]
 
 
+def _ports() -> Iterator[int]:
+    """Those of this worker of xdist: two that ask the system for free ones would be given the same."""
+    first = 20_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return cycle(range(first, first + 500))
+
+
+_PORTS = _ports()
+
+
 def _free_ports(number: int) -> list[int]:
-    found = [socket.socket() for _ in range(number)]
-    try:
-        for s in found:
-            s.bind(("127.0.0.1", 0))
-        return [int(s.getsockname()[1]) for s in found]
-    finally:
-        for s in found:
-            s.close()
+    return list(islice(filter(_is_free, _PORTS), number))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as s:
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def load(path: str | Path) -> dict[str, Bits]:

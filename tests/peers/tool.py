@@ -1,18 +1,17 @@
-"""The command line, as a user starts it."""
+"""The command line, in this process: what is judged here are the files."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.helpers.command import ckpttool
 
 
 def run(command: str, src: Path, dst: Path, *options: str | int | Path) -> str:
     """``ckpttool COMMAND``; fails with what it said. Returns stdout."""
-    line = [sys.executable, "-m", "ckpttool", command, str(src), str(dst), *map(str, options)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = ckpttool(command, src, dst, *options)
+    assert done.code == 0, done.err
+    return done.out
 
 
 def reshard(src: Path, dst: Path, *options: str | int | Path) -> str:

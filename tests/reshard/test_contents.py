@@ -20,6 +20,7 @@ GRIDS = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_hold_what_numpy_says(name: str, grid: str, tmp_path: Path) -> None:
@@ -39,6 +40,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("grid", PATTERNS)
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_cut_by_numpy_are_put_together(name: str, grid: str, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def expected(stem: str, shards: int) -> set[str]:
     return {STEMS[stem], *(f"{stem}-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards))}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("stem", STEMS)
 def test_the_stem_stays(tmp_path: Path, stem: str, shards: int) -> None:

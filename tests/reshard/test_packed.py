@@ -78,6 +78,7 @@ def share(name: str, weight: Array, tp: int, rank: int) -> Array:
     return np.split(weight, tp, axis=0)[rank]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_rank_dequantises_its_share(saved: tuple[Kind, Path], tp: int, tmp_path: Path) -> None:
     kind, source = saved
@@ -92,6 +93,7 @@ def test_a_rank_dequantises_its_share(saved: tuple[Kind, Path], tp: int, tmp_pat
     assert_same(read_all(tmp_path / "back"), read_all(source))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("tp", [2, 4])
 def test_vllm_has_the_parts_in_one(saved: tuple[Kind, Path], tp: int, tmp_path: Path) -> None:
     kind, source = saved

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.command import ckpttool, reshard
+from tests.helpers.sample import examples
 from tests.helpers.tensorfile import Array, Raw, Tensors, assert_same, origin, read, read_all, save_hf, write
 
 PAD = -1
@@ -265,7 +266,7 @@ def _renamed(t: Tensor, name: str, layer: int, expert: int | None) -> Tensor:
 
 
 @given(cases())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_any_rule_any_shape_any_mesh(case: Case) -> None:
     whole = case.whole()
     with tempfile.TemporaryDirectory() as name:
@@ -292,7 +293,7 @@ def test_any_rule_any_shape_any_mesh(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_ranks_of_others(case: Case) -> None:
     """Files that numpy cut, without metadata: their place follows from rules, config and flags."""
     whole = case.whole()

@@ -65,6 +65,7 @@ def comes_back(model: Model, tensors: Tensors, target: str) -> Tensors | None:
     return out
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "target"), pairs())
 def test_out_and_back(name: str, target: str, tmp_path: Path) -> None:
     model = MODELS[name]

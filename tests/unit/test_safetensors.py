@@ -21,6 +21,7 @@ from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, IncompleteError
 from ckpttool.formats.base import build_files, fill_files
 from ckpttool.storage.listing import natural
+from tests.helpers.sample import examples
 
 KINDS = {
     "BOOL": "bool",
@@ -91,7 +92,7 @@ HEADERS: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
 
 
 @given(HEADERS, st.integers(0, 8))
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_header(tmp_path_factory: pytest.TempPathFactory, header: dict[str, object], payload: int) -> None:
     """Read, or one clean error; never another exception. What the library accepts is accepted."""
     path = scratch(tmp_path_factory)
