@@ -67,7 +67,6 @@ def build_plan(
     *,
     carried: Sequence[tuple[str, DataFile]] = (),
     literal_files: Sequence[tuple[str, bytes]] = (),
-    check_replicas: bool = True,
     computed: Computed | None = None,
     linked: Collection[str] = (),
     equal: Sequence[EqualPair] = (),
@@ -101,9 +100,8 @@ def build_plan(
     work = list(jobs.values())
     if computed is not None:
         work = _with_computed(work, units, computed, len(catalog.files))
-    if check_replicas:
-        for check in (*_checks(used.values()), *_equal(equal)):
-            units.append(check)
+    for check in (*_checks(used.values()), *_equal(equal)):
+        units.append(check)
     ties = Ties(computed, len(catalog.files))
     for pair in (*tied, *(computed.operands.tied if computed is not None else ())):
         units.append(ties.check(*pair))

@@ -343,25 +343,25 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             UnsupportedError: the format cannot hold the model.
         """
         wanted = Target(
-            to,
-            whole(tp, "tp"),
-            whole(pp, "pp"),
-            whole(ep, "ep"),
-            whole(etp, "etp"),
-            wholes(pp_layout, "pp_layout", 0),
-            None if ranks is None else wholes(ranks, "ranks", 0),
-            nbytes(max_shard_size, "max_shard_size"),
-            dtype,
-            fuse,
-            unfuse,
-            whole(vocab_multiple, "vocab_multiple"),
-            whole(sharding, "sharding"),
-            one_of(sharding_version, "sharding_version", "v1", "v2"),
-            target,
-            several(only, "only"),
-            ema,
-            native_names,
-            None if aoa is None else Path(aoa),
+            format=to,
+            tp=whole(tp, "tp"),
+            pp=whole(pp, "pp"),
+            ep=whole(ep, "ep"),
+            etp=whole(etp, "etp"),
+            pp_layout=wholes(pp_layout, "pp_layout", 0),
+            ranks=None if ranks is None else wholes(ranks, "ranks", 0),
+            max_shard_size=nbytes(max_shard_size, "max_shard_size"),
+            dtype=dtype,
+            fuse=fuse,
+            unfuse=unfuse,
+            vocab_multiple=whole(vocab_multiple, "vocab_multiple"),
+            sharding=whole(sharding, "sharding"),
+            sharding_version=one_of(sharding_version, "sharding_version", "v1", "v2"),
+            version=target,
+            components=several(only, "only"),
+            ema=ema,
+            native_names=native_names,
+            aoa=None if aoa is None else Path(aoa),
         )
         selection = Selection(several(remove, "remove"), several(keep, "keep"), several(rename, "rename"))
         if dequant:
@@ -404,7 +404,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         else:
             wanted = scheme(recipe, method=method, block=sides(block), scale_dtype=scale_dtype)
             recoding = Recoding(wanted, keep=Keep(preset, several(keep, "keep"), several(include, "include")))
-        target = Target("hf", 1, 1, 1, 1, max_shard_size=nbytes(max_shard_size, "max_shard_size"))
+        target = Target(format="hf", tp=1, pp=1, ep=1, etp=1, max_shard_size=nbytes(max_shard_size, "max_shard_size"))
         return Resharding(plan_recoded(self._reading(), recoding, target, Selection()))
 
     def drop_keys(self, *patterns: str, keep: Sequence[str] = (), link: bool = False) -> Dropping:

@@ -23,5 +23,5 @@ def prepare(
     max_shard_size: int | None = None,
 ) -> Prepared:
     """Plan a cast. Raises a CkptError subclass; nothing is written."""
-    target = Target("hf", 1, 1, 1, 1, max_shard_size=max_shard_size)
+    target = Target(format="hf", tp=1, pp=1, ep=1, etp=1, max_shard_size=max_shard_size)
     return plan_recoded(open_checkpoint(src, options), recoding, target, selection)

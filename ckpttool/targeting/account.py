@@ -30,7 +30,7 @@ from ckpttool.planner import Computed, Ties
 from ckpttool.quant.coded import find_codes
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms
 from ckpttool.select import compile_pattern
-from ckpttool.targeting.components import WEIGHTS
+from ckpttool.targeting.target import WEIGHTS
 from ckpttool.words import count
 
 

@@ -12,35 +12,29 @@ from dataclasses import replace
 from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import Capabilities
+from ckpttool.formats.base import Writer
 from ckpttool.geometry import whole
 from ckpttool.relate import DerivedTensor, EqualPair
+from ckpttool.targeting.target import WEIGHTS, Target
 
-WEIGHTS = ("model", "adapter")
-"""Components that --dtype casts; optimizers keep their own precision."""
+Component = tuple[str, str]
+"""Its name, and the state of an optimizer or ""."""
 
 
 def chosen_components(
-    source: Checkpoint,
-    wanted: tuple[str, ...],
-    capabilities: Capabilities,
-    fmt: str,
-    notes: list[str],
-    equal: list[EqualPair],
-    *,
-    ema: bool,
-) -> tuple[Catalog, list[tuple[str, str]]]:
-    """The catalog with what shall be written, and its (component, state) pairs in order.
+    source: Checkpoint, target: Target, writer: Writer, notes: list[str], equal: list[EqualPair]
+) -> tuple[Checkpoint, list[Component]]:
+    """The checkpoint with what shall be written of it, in the order in which that is written.
 
-    ``wanted`` are the components of --only, () for all that the format can hold; ``ema`` writes the average as the
-    model. ``equal`` collects tensors of which only one is written.
+    ``equal`` collects tensors of which only one is written.
 
     Raises UsageError for a component that is not there or that the format cannot hold.
     """
     refuse_empty(source)
-    catalog = source.catalog
+    fmt, capabilities = writer.name, writer.capabilities
+    catalog, wanted = source.catalog, target.components
     have = source.components
-    if ema:
+    if target.ema:
         if "ema" not in have:
             raise UsageError(
                 "--ema: the source holds no exponential moving average",
@@ -86,8 +80,8 @@ def chosen_components(
             model = catalog.tensors.get(Key(key.name))
             if model is not None and model.dtype == "F32":
                 equal.append((model, tensors.pop(key)))
-    kept = Catalog(catalog.files, tensors, catalog.aliases)
-    pairs = dict.fromkeys((k.component, k.state) for k in kept.tensors)
+    pairs = dict.fromkeys((k.component, k.state) for k in tensors)
+    kept = replace(source, catalog=Catalog(catalog.files, tensors, catalog.aliases))
     return kept, sorted(pairs, key=lambda p: (COMPONENTS.index(p[0]), p[1]))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import UsageError
 from ckpttool.formats import registry
+from ckpttool.formats.base import Writer
 from ckpttool.mesh import Mesh, default_etp
 from ckpttool.targeting.target import Target
 
 
-def target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[str, Mesh, Mesh]:
-    """Format of DST, its mesh, and the mesh that the flags ask for. What is not said stays as it is in SRC."""
+def target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[Writer, Mesh, Mesh]:
+    """Who writes DST, its mesh, and the mesh that the flags ask for. What is not said stays as it is in SRC."""
     said = target.from_flags()
     src = source.mesh
     tp = said.get("tp", src.tp)
@@ -38,7 +39,7 @@ def target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[s
         notes.append(f"written as {name}" + ("" if name == source.format else " (--to chooses another format)"))
     writer = registry.writer(name)
     mesh = writer.target_mesh(asked if writer.capabilities.sharded else Mesh(), said)
-    return name, mesh, asked
+    return writer, mesh, asked
 
 
 def chosen_ranks(target: Target, mesh: Mesh) -> tuple[int, ...]:

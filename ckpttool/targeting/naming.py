@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ckpttool.aoa import apply_aoa, read_aoa
@@ -13,7 +14,7 @@ from ckpttool.formats.base import Writer
 from ckpttool.formats.config import quantization
 from ckpttool.layout.family import inverse
 from ckpttool.layout.packed import find_packing
-from ckpttool.relate import TensorTable, apply_transforms
+from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms
 from ckpttool.targeting.target import Target
 
 
@@ -72,6 +73,21 @@ def renamed(
                 " --native-names writes"
             )
     return views if before == after else apply_transforms(canonical(), after, family), after
+
+
+@dataclass(slots=True)
+class Named:
+    """The tensors of the output under their names."""
+
+    views: TensorTable
+    ruled: Sequence[DerivedTensor]
+    """The same before --rename; the rules go by these names."""
+    names: Mapping[str, str]
+    """What each of them is called in the output."""
+    statements: Statements
+    """What leads from Hugging Face names to them."""
+    removed: tuple[int, int]
+    """(tensors, bytes) that --remove-keys or --keep-keys left out."""
 
 
 def shapes_of(views: TensorTable) -> dict[str, tuple[int, ...]]:

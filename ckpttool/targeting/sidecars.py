@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
@@ -39,8 +39,8 @@ def beside(
     file_layout: FileLayout,
     written: Sequence[tuple[str, bytes]],
     notes: list[str],
-) -> tuple[list[Path], list[tuple[str, bytes]]]:
-    """(files that are carried, files that are made) beside the tensors of the output."""
+) -> tuple[list[tuple[str, DataFile]], list[tuple[str, bytes]]]:
+    """(name and file of what is carried, name and bytes of what is made) beside the tensors of the output."""
     root = source.stored.root
     made = [*file_layout.generated, *written]
     own = root / "config.json"
@@ -57,7 +57,9 @@ def beside(
     if left:
         notes.append(f"not carried, because they belong to the ranks of the source: {some(left)}")
     gone = {*file_layout.dropped, *(name for name, _ in made), *(p.name for p in file_layout.copied)}
-    return [*file_layout.copied, *(p for p in carried if p.name not in gone)], made
+    files = [(p.name, file_now(p)) for p in (*file_layout.copied, *(p for p in carried if p.name not in gone))]
+    taken = {f.name for f in file_layout.files} | {n for n, _ in made}
+    return [*files, *carried_below(source, taken, notes)], made
 
 
 def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str]) -> list[tuple[str, DataFile]]:

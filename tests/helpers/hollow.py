@@ -87,7 +87,7 @@ def planned(root: Path, plan: Plan) -> None:
 
 def trained(root: Path, source: Path, *, files: int) -> int:
     """A unified checkpoint of Paddle's with the weights of ``source`` and, of each, a master weight and two moments."""
-    plan = prepare(source, OpenOptions(), Target("unified")).plan
+    plan = prepare(source, OpenOptions(), Target(format="unified")).plan
     root.mkdir(parents=True)
     names = [(t.name, plan.outputs[t.file].name) for u in plan.units for t in u.stored_tensors]
     planned(root, plan)

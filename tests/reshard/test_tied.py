@@ -165,11 +165,11 @@ def test_requantised_and_tied(tmp_path: Path) -> None:
 def test_verify_finds_what_a_plan_leaves_out(tmp_path: Path, lost: str) -> None:
     """A naming that drops a tensor for no reason: both the plan and what it expects lack it."""
     source = model(tmp_path / "src", same=False)
-    prepared = prepare(source, OpenOptions(), Target("hf"))
+    prepared = prepare(source, OpenOptions(), Target(format="hf"))
     table = {n: v for n, v in prepared.views.table.items() if n != lost}
     prepared.views = TensorTable(table)
     reshard(source, tmp_path / "less", "--remove-keys", lost)
-    wrong = prepare(tmp_path / "less", OpenOptions(), Target("hf"))
+    wrong = prepare(tmp_path / "less", OpenOptions(), Target(format="hf"))
     prepared.plan = wrong.plan
     with pytest.raises(VerifyError, match=f"1 tensor of the source would be lost: `{lost}`"):
         execute(prepared, tmp_path / "dst", RunOptions(), NoProgress(), verify=True)

@@ -85,13 +85,13 @@ def listed(path: Path) -> None:
         collapse(rows)
 
 
-EP8 = Target("ranks", 8, 1, 8, 1)
+EP8 = Target(format="ranks", tp=8, pp=1, ep=8, etp=1)
 BLOCK = Recoding(scheme("block"))
 JOBS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "inspect": ("fp8", listed),
     "to tp 8, ep 8": ("fp8", lambda p: prepare(p, OpenOptions(), EP8)),
-    "to vllm": ("bf16", lambda p: prepare(p, OpenOptions(), Target("vllm", 4))),
-    "a file for each tensor": ("bf16", lambda p: prepare(p, OpenOptions(), Target("hf", max_shard_size=100))),
+    "to vllm": ("bf16", lambda p: prepare(p, OpenOptions(), Target(format="vllm", tp=4))),
+    "a file for each tensor": ("bf16", lambda p: prepare(p, OpenOptions(), Target(format="hf", max_shard_size=100))),
     "drop-keys": ("fp8", lambda p: drop_keys.prepare(p, OpenOptions(), Selection(("model.layers.3.*",)), Target())),
     "fp8-cast": ("bf16", lambda p: fp8_cast.prepare(p, OpenOptions(), BLOCK, Selection())),
     "fp8-cast --to bf16": ("fp8", lambda p: fp8_cast.prepare(p, OpenOptions(), Recoding(), Selection())),
@@ -145,11 +145,11 @@ def test_a_merge_and_a_program_likewise(
 def test_calls_grow_as_the_ranks_do(target: str, models: dict[str, tuple[tuple[Path, int], tuple[Path, int]]]) -> None:
     """Copies are what a plan for more ranks has more of, so calls for each copy count."""
     (path, _), _ = models["bf16"]
-    prepare(path, OpenOptions(), Target(target, 2, 1, 2, 1))
+    prepare(path, OpenOptions(), Target(format=target, tp=2, pp=1, ep=2, etp=1))
     cost, boxes = [], []
     for n in (2, 32):
         with counted() as count:
-            plan = prepare(path, OpenOptions(), Target(target, n, 1, n, 1)).plan
+            plan = prepare(path, OpenOptions(), Target(format=target, tp=n, pp=1, ep=n, etp=1)).plan
         cost.append(count[0])
         boxes.append(plan.boxes)
     assert slope(cost, 16) <= STEEPEST, (cost, boxes)
@@ -176,7 +176,7 @@ def test_memory_of_a_box(models: dict[str, tuple[tuple[Path, int], tuple[Path, i
     for n in (1, 16):
         gc.collect()
         tracemalloc.start()
-        units = prepare(path, OpenOptions(), Target("vllm", n)).plan.units
+        units = prepare(path, OpenOptions(), Target(format="vllm", tp=n)).plan.units
         gc.collect()
         sizes.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()

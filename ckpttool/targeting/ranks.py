@@ -1,0 +1,156 @@
+"""What each rank of the output stores, of every component, and as the files of the format hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import lcm
+
+from ckpttool.catalog import RankTensor, RankTensors
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.errors import ConflictError
+from ckpttool.formats.base import TransposedOnDisk
+from ckpttool.formats.config import quantization
+from ckpttool.geometry import Box
+from ckpttool.layout.family import Family, Tie
+from ckpttool.layout.packed import find_packing
+from ckpttool.layout.partition import Partitioner
+from ckpttool.layout.rules import PartitionContext
+from ckpttool.planner import output_dtype
+from ckpttool.relate import DerivedTensor, EqualPair, permute, propagate_to_component
+from ckpttool.targeting.components import Component, share_of
+from ckpttool.targeting.mesh import chosen_ranks
+from ckpttool.targeting.naming import Named
+from ckpttool.targeting.target import WEIGHTS, Goal
+
+
+@dataclass(slots=True)
+class Shares:
+    """What the ranks of the output store."""
+
+    family: Family
+    """With what the format keeps whole."""
+    chosen: tuple[int, ...]
+    """Ranks that are written; the others store nothing."""
+    ranks: list[RankTensors]
+    tables: Mapping[Component, dict[str, DerivedTensor]]
+    """Of each component: the view of each parameter."""
+    read: dict[str, DerivedTensor]
+    """The views by their own names, as a reader of the output has them."""
+    views: dict[str, DerivedTensor]
+    """The same as the files hold them: some with their axes exchanged."""
+    dtypes: dict[str, str]
+    """Of each view in the output."""
+
+
+def share_out(
+    source: Checkpoint, goal: Goal, named: Named, components: Sequence[Component], equal: list[EqualPair]
+) -> Shares:
+    """Cut the parameters over the mesh, and let the other ``components`` follow. ``equal`` collects what must agree.
+
+    Raises LayoutError for a tensor that cannot be cut, ConflictError for a vocabulary that no reader would find again.
+    """
+    capabilities, views = goal.writer.capabilities, named.views
+    packing = find_packing(quantization(source.config), {v.name: v.dtype for v in views})
+    cast = output_dtype(named.names, goal.dtype, packing.parts(named.names) if packing is not None else ())
+    shapes = {v.name: v.shape for v in named.ruled}
+    uncut = goal.dialect.uncut(goal.context, named.statements, shapes, source.stored.whole)
+    family = source.family.with_whole((*capabilities.whole, *uncut))
+    chosen = chosen_ranks(goal.target, goal.mesh)
+    held = _partitioner(family, source, goal, named, cast).run(named.ruled, chosen)
+    if capabilities.pad_vocab and capabilities.sharded and not capabilities.records_shapes:
+        _check_vocabulary(held, _vocabulary(family, named), source)
+    tables = {c: propagate_to_component(views, source.catalog, *c, equal) for c in components}
+    read = {v.name: v for table in tables.values() for v in table.values()}
+    dtypes = {
+        v.name: cast(n, v.dtype) if c in WEIGHTS else v.dtype
+        for (c, _), table in tables.items()
+        for n, v in table.items()
+    }
+    like = held[0]
+    ranks = [
+        RankTensors((r for c in components for r in share_of(rank, c, tables[c], cast)), share_index_with=like)
+        for rank in held
+    ]
+    stored = dict(read)
+    if isinstance(goal.writer, TransposedOnDisk):
+        prefix = goal.dialect.prefix(views.table)
+        turned = partial(goal.writer.turned, version=goal.context.version, prefix=prefix, config=source.config)
+        ranks = [RankTensors((_turned(turned, r, stored) for r in rank), share_index_with=like) for rank in ranks]
+    return Shares(family, chosen, ranks, tables, read, stored, dtypes)
+
+
+def _partitioner(
+    family: Family, source: Checkpoint, goal: Goal, named: Named, cast: Callable[[str, str], str]
+) -> Partitioner:
+    capabilities = goal.writer.capabilities
+    context = PartitionContext(
+        goal.mesh,
+        family.sizes,
+        vocab_multiple=lcm(goal.target.vocab_multiple, capabilities.vocab_multiple),
+        pad_vocab=capabilities.pad_vocab,
+        ragged_experts=capabilities.ragged_experts,
+    )
+    return Partitioner(
+        family,
+        named.statements,
+        context,
+        source.config,
+        lambda t: cast(t.name, t.dtype),
+        local_layers=capabilities.local_layers,
+        tied=family.tied and not any(isinstance(op, Tie) for op in named.statements),
+        names=named.names,
+    )
+
+
+def _vocabulary(family: Family, named: Named) -> set[str]:
+    """Names in the output of the tensors with a row for each token."""
+    names, place_of = named.names, family.placer(named.statements)
+    places = ((v.name, place_of(v.name)) for v in named.ruled)
+    return {names[n] for n, place in places if place is not None and place.rule.verb == "vocab"}
+
+
+def _check_vocabulary(ranks: Sequence[Sequence[RankTensor]], tables: Collection[str], source: Checkpoint) -> None:
+    """Raises ConflictError where a vocabulary would be written that a reader takes for another number of rows, by what
+    config.json says: rows beyond those are padding.
+
+    ``tables`` are the names of tensors with a row for each token.
+    """
+    known = source.family.size("vocab")
+    odd = next(
+        (
+            t
+            for held in ranks
+            for t in held
+            if t.key in tables and t.whole[0] != known and (t.pads or known is not None)
+        ),
+        None,
+    )
+    if odd is not None:
+        raise ConflictError(
+            f"`{odd.key}` has {odd.whole[0]:,} rows, and config.json "
+            + (f"says a vocabulary of {known:,}" if known is not None else "does not say how large the vocabulary is")
+            + ": this target pads it, and nothing would tell the padding from tokens afterwards",
+            where=str(source.path / "config.json"),
+            hint=f"set vocab_size to {odd.whole[0]} in config.json",
+        )
+
+
+def _turned(turned: Callable[[str, int], bool], r: RankTensor, table: dict[str, DerivedTensor]) -> RankTensor:
+    """The tensor as the format's files hold it: some model weights with their axes exchanged."""
+    if r.component != "model" or not turned(r.name, len(r.shape)):
+        return r
+    view = table[r.key]
+    if view.shape == r.whole:
+        view = table[r.key] = permute(view.name, view, (1, 0))
+
+    def turn(box: Box) -> Box:
+        return Box(box.start[::-1], box.stop[::-1])
+
+    return r._replace(
+        shape=r.shape[::-1],
+        whole=view.shape,
+        boxes=tuple([(turn(a), turn(b)) for a, b in r.boxes]),
+        pads=tuple(turn(p) for p in r.pads),
+    )

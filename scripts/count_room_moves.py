@@ -1,0 +1,89 @@
+"""How often the path of a reshard goes from one room of the package to another, until its plan is made.
+
+    python scripts/count_room_moves.py [CHECKOUT] [-- ckpttool reshard's arguments]
+
+A room is a module or package directly below `ckpttool/`. Counted are first calls of functions, for a helper that is
+called again tells nothing new: a call into another room, and one that comes back up, to a room that a row of
+tests/test_architecture.py puts below the caller's. Functions that run because a module is imported do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+
+def rows(root: Path) -> dict[str, int]:
+    """The row of each room, as the checkout's own test has them."""
+    tree = ast.parse((root / "tests/test_architecture.py").read_text(encoding="utf-8"))
+    found = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "ROWS")
+    return {room: i for i, names in enumerate(ast.literal_eval(found or ast.Tuple([]))) for room in names}
+
+
+class Moves:
+    """A profiler that counts."""
+
+    def __init__(self, package: Path, row: dict[str, int]) -> None:
+        self.package, self.row = package, row
+        self.moves: Counter[tuple[str, str]] = Counter()
+        self._seen: set[Any] = set()
+        self.done = False
+
+    def room(self, frame: FrameType) -> str:
+        """The room of a function; "" of others."""
+        path = Path(frame.f_code.co_filename)
+        if not path.is_relative_to(self.package) or frame.f_code.co_name == "<module>":
+            return ""
+        return path.relative_to(self.package).parts[0].removesuffix(".py")
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_name == "build_plan":
+            self.done = True
+        if event != "call" or self.done or frame.f_code in self._seen:
+            return
+        self._seen.add(frame.f_code)
+        here, caller = self.room(frame), frame.f_back
+        while caller is not None and not (there := self.room(caller)):
+            caller = caller.f_back
+        if here and caller is not None and here != there:
+            self.moves[there, here] += 1
+
+    @property
+    def upwards(self) -> int:
+        """Of the moves those into a room of a later row."""
+        return sum(n for (a, b), n in self.moves.items() if self.row[b] > self.row[a])
+
+
+def main() -> None:
+    """Print the moves of one reshard."""
+    given, _, arguments = " ".join(sys.argv[1:]).partition("--")
+    root = Path(given.strip() or Path(__file__).parents[1]).resolve()
+    sys.path.insert(0, str(root))
+    package = importlib.import_module("ckpttool")
+    for module in pkgutil.walk_packages(package.__path__, "ckpttool."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    typer = importlib.import_module("typer.main")
+    command = typer.get_command(importlib.import_module("ckpttool.cli.app").app)
+    counter = Moves(root / "ckpttool", rows(root))
+    with tempfile.TemporaryDirectory() as folder:
+        words = arguments.split() or [str(root / "fixtures/llama_tp8"), f"{folder}/dst", "--tp-out", "2"]
+        sys.setprofile(counter)
+        try:
+            command.main(["reshard", *words, "--dry-run", "-q"], standalone_mode=False)
+        finally:
+            sys.setprofile(None)
+    for (a, b), n in counter.moves.most_common():
+        print(f"{n:4}  {a} -> {b}{'  (up)' if counter.row[b] > counter.row[a] else ''}")
+    print(f"{counter.moves.total()} moves between rooms, {counter.upwards} of them upwards")
+
+
+if __name__ == "__main__":
+    main()
