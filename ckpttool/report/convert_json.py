@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import table, wrapped
-from ckpttool.report.text import dump, message
+from ckpttool.report.text import dump, message, pick
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.findings import CheckResult
-    from ckpttool.formats.paddle.program_parts import Parameter, Program
+    from ckpttool.formats.paddle.program_parts import Program
     from ckpttool.ops.convert_json.check import Repaired
     from ckpttool.ops.convert_json.convert import Conversion, Converted
     from ckpttool.ops.convert_json.header import HeaderResult
@@ -36,14 +36,12 @@ def show_text(data: str) -> None:
 def program_json(program: Program) -> dict[str, Any]:
     """A program in JSON answers, here and in inspect."""
     return {
-        "kind": program.kind,
-        "version": program.version,
-        "trainable": program.trainable,
+        **pick(program, "kind version trainable"),
         "operators": program.operators.total(),
         "blocks": program.blocks,
         "by_operator": dict(program.operators.most_common()),
-        "inputs": [_port(p) for p in program.inputs],
-        "outputs": [_port(p) for p in program.outputs],
+        "inputs": [pick(p, "name dtype shape") for p in program.inputs],
+        "outputs": [pick(p, "name dtype shape") for p in program.outputs],
     }
 
 
@@ -64,10 +62,6 @@ def program_lines(program: Program) -> list[str]:
 
 
 _MOST = 5
-
-
-def _port(p: Parameter) -> dict[str, Any]:
-    return {"name": p.name, "dtype": p.dtype, "shape": list(p.shape)}
 
 
 # -- conversion
@@ -97,10 +91,7 @@ def show_conversion_plan(conversion: Conversion, dst: Path, *, as_json: bool, qu
         name, parameter = reversed(pair) if conversion.back else pair
         rows.append((name, parameter, t.dtype, t.shape, t.nbytes))
     if as_json:
-        tensors = [
-            {"name": name, "parameter": parameter, "dtype": dtype, "shape": list(shape), "bytes": nbytes}
-            for name, parameter, dtype, shape, nbytes in rows
-        ]
+        tensors = [dict(zip(("name", "parameter", "dtype", "shape", "bytes"), row, strict=True)) for row in rows]
         dump({**_conversion(conversion, dst), "list": tensors}, entries=len(tensors))
         return
     if not quiet:
@@ -128,12 +119,8 @@ def show_conversion(done: Converted, *, as_json: bool, quiet: bool) -> None:
     conversion, run = done.conversion, done.run
     notes = list(dict.fromkeys([*conversion.notes, *run.notes]))
     if as_json:
-        said = _conversion(conversion, done.dst)
-        more = {"bytes_written": run.bytes_written, "bytes_resumed": run.bytes_skipped, "verified": True}
-        dump(
-            {**said, **more, "seconds": round(run.seconds, 6), "phases": text.phases(run), "notes": notes},
-            entries=len(conversion.plan.outputs),
-        )
+        more = {**pick(run, "bytes_written bytes_resumed=bytes_skipped"), "verified": True, **text.done(run)}
+        dump({**_conversion(conversion, done.dst), **more, "notes": notes}, entries=len(conversion.plan.outputs))
         return
     if quiet:
         return
@@ -152,14 +139,9 @@ def show_program_check(result: CheckResult, repaired: Repaired | None, *, as_jso
             {
                 "schema": CHECK_SCHEMA,
                 "path": str(result.path),
-                "format": result.format or None,
-                "ok": result.ok,
-                "checked": result.checked,
+                **pick(result, "format? ok checked"),
                 "repaired": None if repaired is None else {"path": str(repaired.path), "attributes": repaired.count},
-                "findings": [
-                    {"id": f.id, "severity": f.severity, "where": f.where, "text": f.text, "hint": f.hint or None}
-                    for f in result.findings
-                ],
+                "findings": [pick(f, "id severity where text hint?") for f in result.findings],
                 "notes": result.notes,
             },
             entries=len(result.findings),
@@ -174,11 +156,14 @@ def show_program_check(result: CheckResult, repaired: Repaired | None, *, as_jso
     if quiet:
         return
     text.notes(result.notes)
-    counted = [count(sum(f.severity == s for f in result.findings), s) for s in ("error", "warning")]
-    infos = sum(f.severity == "info" for f in result.findings)
     checked = ", ".join(count(n, what, _PLURALS.get(what, "")) for what, n in result.checked.items())
-    text.write(f"{plain(str(result.path))}: {', '.join(counted)}" + (f", {infos} info" if infos else ""))
-    text.write(f" in {checked}\n" if checked else "\n")
+    text.write(f"{plain(str(result.path))}: {counted(result)}" + (f" in {checked}\n" if checked else "\n"))
+
+
+def counted(result: CheckResult) -> str:
+    """``1 error, 2 warnings, 3 info``."""
+    errors, warnings, infos = (sum(f.severity == s for f in result.findings) for s in ("error", "warning", "info"))
+    return f"{count(errors, 'error')}, {count(warnings, 'warning')}" + (f", {infos} info" if infos else "")
 
 
 _PLURALS = {"index": "indexes"}
@@ -189,28 +174,9 @@ _PLURALS = {"index": "indexes"}
 def show_index(result: IndexResult, *, as_json: bool, quiet: bool) -> None:
     """A line for each index."""
     if as_json:
-        dump(
-            {
-                "schema": INDEX_SCHEMA,
-                "path": str(result.path),
-                "dry_run": result.dry_run,
-                "written": result.written,
-                "indexes": [
-                    {
-                        "name": i.name,
-                        "state": i.state,
-                        "shards": list(i.shards),
-                        "tensors": i.tensors,
-                        "total_size": i.total_size,
-                        "changes": list(i.changes),
-                        "notes": list(i.notes),
-                    }
-                    for i in result.indexes
-                ],
-                "notes": result.notes,
-            },
-            entries=len(result.indexes),
-        )
+        indexes = [pick(i, "name state shards tensors total_size changes notes") for i in result.indexes]
+        said = {"schema": INDEX_SCHEMA, "path": str(result.path), **pick(result, "dry_run written")}
+        dump({**said, "indexes": indexes, "notes": result.notes}, entries=len(indexes))
         return
     if quiet:
         return
@@ -232,17 +198,11 @@ def show_header(result: HeaderResult, *, as_json: bool, quiet: bool) -> None:
                 "schema": HEADER_SCHEMA,
                 "file": str(result.file),
                 "path": str(result.out),
-                "how": result.how,
-                "dry_run": result.dry_run,
-                "tensors": result.tensors,
-                "header_bytes": result.header_bytes,
-                "bytes_written": result.bytes_written,
-                "renamed": [list(pair) for pair in result.renamed],
+                **pick(result, "how dry_run tensors header_bytes bytes_written renamed"),
                 "changed": [c._asdict() for c in result.changed],
-                "added": list(result.added),
-                "removed": list(result.removed),
+                **pick(result, "added removed"),
                 "metadata": [c._asdict() for c in result.metadata],
-                "notes": list(result.notes),
+                "notes": result.notes,
             },
             entries=len(result.renamed) + len(result.changed),
         )

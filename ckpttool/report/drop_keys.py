@@ -8,7 +8,7 @@ from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, target_of
 from ckpttool.report.tables import table, wrapped
-from ckpttool.report.text import dump, message
+from ckpttool.report.text import dump, message, pick
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
@@ -25,10 +25,7 @@ def _dropped(prepared: PreparedDrop) -> dict[str, Any]:
         "removed_tensors": len(prepared.gone),
         "removed_bytes": prepared.freed,
         "components": {c: {"tensors": n, "bytes": size} for c, (n, size) in prepared.components.items()},
-        "files_rewritten": prepared.rewritten,
-        "files_carried": prepared.carried,
-        "files_dropped": prepared.dropped,
-        "warnings": list(prepared.warnings),
+        **pick(prepared, "files_rewritten=rewritten files_carried=carried files_dropped=dropped warnings"),
         "target": target_of(prepared.target),
         "files": files_of(prepared.target.plan),
     }
@@ -49,10 +46,7 @@ def show_drop_plan(prepared: PreparedDrop, *, as_json: bool, quiet: bool = False
     """``--dry-run``: every tensor that would go."""
     target = prepared.target
     if as_json:
-        tensors = [
-            {"name": g.name, "dtype": g.dtype, "shape": list(g.shape), "bytes": g.nbytes, "component": g.component}
-            for g in prepared.gone
-        ]
+        tensors = [pick(g, "name dtype shape bytes=nbytes component") for g in prepared.gone]
         dump(
             {"schema": PLAN_SCHEMA, **_dropped(prepared), "tensors": tensors, "notes": target.notes},
             entries=len(prepared.gone),
@@ -82,10 +76,7 @@ def show_drop(prepared: PreparedDrop, result: ReshardResult, *, as_json: bool, q
                 "schema": DROP_SCHEMA,
                 "path": str(result.dst),
                 **_dropped(prepared),
-                "bytes_written": run.bytes_written,
-                "bytes_resumed": run.bytes_skipped,
-                "seconds": round(run.seconds, 6),
-                "phases": text.phases(run),
+                **text.done(run),
                 "verified": result.verified,
                 "notes": notes,
             },

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import fit, wrapped
-from ckpttool.report.text import aligned, dump, ranks, shape
+from ckpttool.report.text import aligned, dump, pick, ranks, shape
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
@@ -284,49 +284,24 @@ def to_json(report: SizeReport, by: str) -> dict[str, Any]:
             "scheme": None
             if chosen is None
             else {
-                "recipe": chosen.recipe,
-                "quant_method": chosen.method,
-                "code": chosen.code,
-                "scale_dtype": chosen.stored_scale,
-                "block": list(chosen.block),
-                "static_act": chosen.static,
-                "edge": chosen.edge,
+                **pick(chosen, "recipe quant_method=method code scale_dtype=stored_scale block static_act=static edge"),
                 "keep_preset": applied.preset,
             },
             "kept": applied.kept,
         },
         "mtp": not model.without_mtp,
-        "tensors_stored": applied.total.tensors,
-        "parameters": applied.total.parameters,
-        "elements": applied.total.elements,
+        **pick(applied.total, "tensors_stored=tensors parameters elements"),
         "elements_unpacked": applied.unpacked(),
         "bytes": applied.total.nbytes,
-        "dtypes": {d: _total(t) for d, t in applied.dtypes.items()},
-        "classes": {c: _total(t) for c, t in applied.classes.items()},
-        "disk": {
-            "payload": disk.payload,
-            "headers": disk.headers,
-            "files": disk.files,
-            "bytes": disk.size,
-            "index": disk.index,
-            "real": disk.real,
-        },
+        "dtypes": {d: pick(t, _TOTAL) for d, t in applied.dtypes.items()},
+        "classes": {c: pick(t, _TOTAL) for c, t in applied.classes.items()},
+        "disk": pick(disk, "payload headers files bytes=size index real"),
     }
     if by == "module":
-        out["modules"] = {m: _total(t) for m, t in applied.modules.items()}
+        out["modules"] = {m: pick(t, _TOTAL) for m, t in applied.modules.items()}
     if by == "tensor":
-        out["tensors"] = [
-            {
-                "name": r.name,
-                "class": r.kind,
-                "dtype": r.dtype,
-                "shape": list(r.shape),
-                "parameters": r.parameters,
-                "elements": r.elements,
-                "bytes": r.nbytes,
-            }
-            for r in in_order(report.model, report.applied)
-        ]
+        names = "name class=kind dtype shape parameters elements bytes=nbytes"
+        out["tensors"] = [pick(r, names) for r in in_order(report.model, report.applied)]
     if report.total_size is not None:
         out["total_size"] = {**asdict(report.total_size), "ok": report.total_size.ok}
     if report.ranks is not None:
@@ -334,8 +309,7 @@ def to_json(report: SizeReport, by: str) -> dict[str, Any]:
     return {**out, "not_modelled": list(report.not_modelled), "notes": report.notes}
 
 
-def _total(t: Total) -> dict[str, int]:
-    return {"tensors": t.tensors, "parameters": t.parameters, "elements": t.elements, "bytes": t.nbytes}
+_TOTAL = "tensors parameters elements bytes=nbytes"
 
 
 def _ranks_json(report: SizeReport, found: Ranks) -> dict[str, Any]:
@@ -352,38 +326,22 @@ def _ranks_json(report: SizeReport, found: Ranks) -> dict[str, Any]:
             "mesh": found.mesh.to_json(),
             "vocabulary": {"rows": found.vocabulary[0], "padded": found.vocabulary[1]},
             "feasible": not found.misfits,
-            "misfits": [
-                {"tensor": m.name, "shape": list(m.shape), "why": m.why, "expert": m.expert} for m in found.misfits
-            ],
-            "possible_tp": list(found.works),
+            "misfits": [pick(m, "tensor=name shape why expert") for m in found.misfits],
+            "possible_tp": found.works,
             "most_loaded": found.most if found.held else None,
             "groups": groups,
         }
     }
     if cache is not None:
         out["kv"] = {
-            "dtype": cache.dtype,
-            "latent": cache.latent,
-            "bytes_per_token_and_layer": cache.per_layer,
-            "bytes_per_token": cache.per_token,
-            "layers": cache.layers,
+            **pick(cache, "dtype latent bytes_per_token_and_layer=per_layer bytes_per_token=per_token layers"),
             "sliding_layers": sum(b for _, b in cache.stages),
-            "window": cache.window,
-            "not_modelled": dict(cache.unknown),
-            "tokens": cache.tokens,
-            "batch": cache.batch,
-            "max_model_len": cache.length,
+            **pick(cache, "window not_modelled=unknown tokens batch max_model_len=length"),
         }
     if training is not None:
         states = _groups(tuple(s) for s in training.held)
         out["training"] = {
-            "zero": training.zero,
-            "dp": training.dp,
-            "expert_dp": training.expert_dp,
-            "grad": training.gradient,
-            "master": training.master,
-            "moment": training.moment,
-            "fp8_transposed": training.transposed,
+            **pick(training, "zero dp expert_dp grad=gradient master moment fp8_transposed=transposed"),
             "most_loaded": training.most if training.held else None,
             "groups": [
                 {

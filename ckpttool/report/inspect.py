@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.convert_json import program_json, program_lines
+from ckpttool.report.convert_json import counted, program_json, program_lines
 from ckpttool.report.tables import fit, table, width
-from ckpttool.report.text import aligned, dump, shape, size
+from ckpttool.report.text import aligned, dump, pick, shape, size
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
@@ -94,18 +94,9 @@ def _head(listing: Listing, view: str) -> dict[str, Any]:
         "listed": len(listing.rows),
         "listed_bytes": listing.nbytes,
         "logical": listing.logical,
-        "dtypes": {
-            t.dtype: {"tensors": t.tensors, "elements": t.elements, "bytes": t.nbytes} for t in listing.totals()
-        },
+        "dtypes": {t.dtype: pick(t, "tensors elements bytes=nbytes") for t in listing.totals()},
         "components": {
-            t.component: {
-                "dtypes": list(t.dtypes),
-                "tensors": t.tensors,
-                "elements": t.elements,
-                "bytes": t.nbytes,
-                "derived": t.derived,
-            }
-            for t in listing.component_totals()
+            t.component: pick(t, "dtypes tensors elements bytes=nbytes derived") for t in listing.component_totals()
         },
         "identity": _identity_json(identify(listing)),
         "notes": listing.notes,
@@ -152,20 +143,8 @@ def _identity_json(identity: Identity) -> dict[str, Any]:
     lora = identity.adapter
     return {
         "headline": headline(identity),
-        "family": identity.family or None,
-        "layers": identity.layers or None,
-        "experts": identity.experts or None,
-        "parameters": identity.parameters,
-        "precision": identity.precision or None,
-        "adapter": None
-        if lora is None
-        else {
-            "kind": lora.kind,
-            "rank": lora.rank or None,
-            "alpha": lora.alpha or None,
-            "base": lora.base or None,
-            "targets": list(lora.targets),
-        },
+        **pick(identity, "family? layers? experts? parameters precision?"),
+        "adapter": None if lora is None else pick(lora, "kind rank? alpha? base? targets"),
     }
 
 
@@ -313,10 +292,7 @@ def _file_names(listing: Listing) -> list[str]:
 def show_files(listing: Listing, files: Sequence[FileRow], *, as_json: bool) -> None:
     """One file a line."""
     if as_json:
-        rows = [
-            {"name": f.name, "bytes": f.nbytes, "tensors": f.tensors, "tensor_bytes": f.data, "ranks": f.ranks}
-            for f in files
-        ]
+        rows = [pick(f, "name bytes=nbytes tensors tensor_bytes=data ranks") for f in files]
         dump({**_head(listing, "files"), "list": rows}, entries=len(rows))
         return
     table(
@@ -350,19 +326,11 @@ def show_layout(listing: Listing, layout: Layout, *, svg: Path | None, as_json: 
     if as_json:
         holdings = [
             {
-                "name": h.name,
-                "dtype": h.dtype,
-                "shape": list(h.shape),
-                "tensors": h.count,
-                "padding": h.padding,
+                **pick(h, "name dtype shape tensors=count padding"),
                 "groups": [
                     {
-                        "which": g.label,
-                        "tensors": g.count,
-                        "held": [
-                            {"start": list(b.box.start), "stop": list(b.box.stop), "ranks": list(b.ranks)}
-                            for b in g.held
-                        ],
+                        **pick(g, "which=label tensors=count"),
+                        "held": [{**pick(b.box, "start stop"), "ranks": b.ranks} for b in g.held],
                     }
                     for g in h.groups
                 ],
@@ -407,23 +375,12 @@ def show_values(answer: TensorStats, *, as_json: bool) -> None:
     if as_json:
         found = []
         for v in values:
-            entry: dict[str, Any] = {"name": v.row.name, "dtype": v.row.dtype, "shape": list(v.row.shape)}
+            entry = pick(v.row, "name dtype shape")
             if v.stats is not None:
-                s = v.stats
-                entry["stats"] = {
-                    "elements": s.elements,
-                    "min": _plain_number(s.minimum),
-                    "max": _plain_number(s.maximum),
-                    "mean": _plain_number(s.mean),
-                    "std": _plain_number(s.std),
-                    "amax": _plain_number(s.amax),
-                    "nan": s.nan,
-                    "inf": s.inf,
-                    "zeros": s.zeros,
-                    "saturated": s.saturated,
-                }
+                names = "elements min=minimum max=maximum mean std amax nan inf zeros saturated"
+                entry["stats"] = {key: _plain_number(n) for key, n in pick(v.stats, names).items()}
             if v.histogram is not None:
-                entry["histogram"] = {"edges": list(v.histogram.edges), "counts": list(v.histogram.counts)}
+                entry["histogram"] = pick(v.histogram, "edges counts")
             if v.digest is not None:
                 entry["digest"] = v.digest
             found.append(entry)
@@ -503,11 +460,8 @@ def show_slices(listing: Listing, slices: Sequence[Slice], *, as_json: bool) -> 
     if as_json:
         found = [
             {
-                "name": s.name,
-                "dtype": s.dtype,
-                "shape": list(s.shape),
-                "index": s.index,
-                "shown_shape": list(np.shape(s.values)),
+                **pick(s, "name dtype shape index"),
+                "shown_shape": np.shape(s.values),
                 "values": _nested(_wide(s.values).tolist()),
             }
             for s in slices
@@ -557,21 +511,9 @@ def _folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
 def show_check(result: CheckResult, *, as_json: bool, quiet: bool = False) -> None:
     """Every finding and, unless ``quiet``, what was checked."""
     if as_json:
-        dump(
-            {
-                "schema": SCHEMA,
-                "view": "check",
-                "path": str(result.path),
-                "format": result.format or None,
-                "ok": result.ok,
-                "checked": result.checked,
-                "findings": [
-                    {"id": f.id, "severity": f.severity, "where": f.where, "text": f.text, "hint": f.hint or None}
-                    for f in result.findings
-                ],
-            },
-            entries=len(result.findings),
-        )
+        found = {"findings": [pick(f, "id severity where text hint?") for f in result.findings]}
+        said = {"schema": SCHEMA, "view": "check", "path": str(result.path), **pick(result, "format? ok checked")}
+        dump(said | found, entries=len(result.findings))
         return
     for f, more in _folded(result.findings):
         text.write(f"{f.severity}: {plain(f.text)} [{f.id}]" + (f" and {more:,} more like it" if more else "") + "\n")
@@ -583,11 +525,8 @@ def show_check(result: CheckResult, *, as_json: bool, quiet: bool = False) -> No
         return
     if result.findings:
         text.write("\n")
-    counted = [count(sum(f.severity == s for f in result.findings), s) for s in ("error", "warning")]
-    infos = sum(f.severity == "info" for f in result.findings)
     checked = ", ".join(count(n, what, f"{what}s") for what, n in result.checked.items())
-    text.write(f"{plain(str(result.path))}: {', '.join(counted)}" + (f", {infos} info" if infos else "") + "\n")
-    text.write(f"checked {checked}\n")
+    text.write(f"{plain(str(result.path))}: {counted(result)}\nchecked {checked}\n")
 
 
 def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None:
@@ -675,34 +614,26 @@ def _line(line: str) -> None:
 
 
 def _diff_json(result: DiffResult) -> dict[str, Any]:
-    tolerance = result.tolerance
+    opened = {
+        side: {"path": str(source.path), "format": source.format, "mesh": source.mesh.to_json()}
+        for side, source in (("left", result.left), ("right", result.right))
+    }
+    components = "only_left_components=components_left only_right_components=components_right"
+    numbers = ("max_abs", "relative", "cosine")
     return {
         "schema": SCHEMA,
         "view": "diff",
-        "left": {"path": str(result.left.path), "format": result.left.format, "mesh": result.left.mesh.to_json()},
-        "right": {"path": str(result.right.path), "format": result.right.format, "mesh": result.right.mesh.to_json()},
+        **opened,
         "equal": result.ok,
         "values": result.values,
-        "tolerance": None if tolerance is None else {"atol": tolerance.atol, "rtol": tolerance.rtol},
-        "compared": result.compared,
-        "changed": result.changed,
-        "components": result.by_component,
-        "only_left_components": result.components_left,
-        "only_right_components": result.components_right,
-        "renamed": result.renamed,
-        "only_left": result.only_left,
-        "only_right": result.only_right,
-        "shapes": [{"name": m.name, "left": m.left, "right": m.right} for m in result.shapes],
-        "dtypes": [{"name": m.name, "left": m.left, "right": m.right} for m in result.dtypes],
+        "tolerance": None if result.tolerance is None else pick(result.tolerance, "atol rtol"),
+        **pick(result, f"compared changed components=by_component {components} renamed only_left only_right"),
+        "shapes": [pick(m, "name left right") for m in result.shapes],
+        "dtypes": [pick(m, "name left right") for m in result.dtypes],
         "elements": [
             {
-                "name": d.name,
-                "different": d.elements,
-                "of": d.total,
-                "first": list(d.first),
-                "max_abs": _plain_number(d.max_abs),
-                "relative": _plain_number(d.relative),
-                "cosine": _plain_number(d.cosine),
+                **pick(d, "name different=elements of=total first"),
+                **{name: _plain_number(getattr(d, name)) for name in numbers},
             }
             for d in result.elements
         ],

@@ -9,7 +9,7 @@ from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, peak_memory, plan_files, ranked, target_of
 from ckpttool.report.tables import wrapped
-from ckpttool.report.text import aligned, dump, message
+from ckpttool.report.text import dump, message, pick
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
@@ -37,19 +37,9 @@ def show_methods(*, as_json: bool) -> None:
     if as_json:
         methods = [
             {
-                "name": m.name,
-                "formula": m.formula,
-                "paper": m.paper,
-                "base": m.base,
-                "models": list(m.models),
+                **pick(m, "name formula paper base models"),
                 "parameters": [
-                    {
-                        "name": n,
-                        "kind": p.kind,
-                        "default": p.default,
-                        "help": p.help,
-                        "per_model": schema is m.per_model,
-                    }
+                    {"name": n, **pick(p, "kind default help"), "per_model": schema is m.per_model}
                     for schema in (m.per_model, m.whole)
                     for n, p in schema.items()
                 ],
@@ -72,13 +62,10 @@ def show_methods(*, as_json: bool) -> None:
 
 def _merge(prepared: PreparedMerge) -> dict[str, Any]:
     return {
-        "method": prepared.method,
-        "seed": prepared.seed,
-        "rng": prepared.rng,
+        **pick(prepared, "method seed rng"),
         "sources": [
             {
-                "path": o.path,
-                "format": o.format,
+                **pick(o, "path format"),
                 "files": len(o.files),
                 "bytes": sum(n for _, n in o.files),
                 "tensors": o.tensors,
@@ -126,11 +113,7 @@ def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool, 
         ),
         ("memory", f"{short(peak_memory(run))} at most, of which {short(run.memory)} are buffers (--memory)"),
     ]
-    if text.on_terminal():
-        text.write(aligned(rows) + "\n")
-    else:
-        for label, line in rows:
-            message(f"{label or ' ' * 6:6}  {line}".rstrip())
+    text.overview(rows)
     plan_files(plan)
 
 
@@ -149,16 +132,11 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
                 **_merge(prepared),
                 "target": target_of(target),
                 "bytes_read": run.bytes_read,
-                "bytes_written": run.bytes_written,
-                "bytes_resumed": run.bytes_skipped,
-                "seconds": round(run.seconds, 6),
-                "phases": text.phases(run),
+                **text.done(run),
                 "write_policy": run.policy,
                 "verified": result.verified,
                 "files": files_of(plan),
-                "checksums": [
-                    {"file": c.file, "tensor": c.tensor, "bytes": c.nbytes, "digest": c.digest} for c in run.manifest
-                ],
+                "checksums": [pick(c, "file tensor bytes=nbytes digest") for c in run.manifest],
                 "next_step": target.next_step(result.dst) or None,
                 "notes": notes,
             },

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import table, wrapped
-from ckpttool.report.text import aligned, dump, message
+from ckpttool.report.text import dump, message, pick
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
@@ -124,19 +124,19 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet: bool
         return
     text.notes(prepared.notes)
     src, files = _source(prepared), count(len(plan.outputs), "file")
-    rows = [
-        ("source", f"{src['path']}: {src['format']}, {ranked(prepared.source.mesh, prepared.source.stored.sharding)}"),
-        ("", f"{count(src['tensors'], 'tensor')} in {count(src['files'], 'file')}, {short(src['bytes'])}"),
-        ("target", f"{prepared.format}, {ranked(prepared.mesh, prepared.sharding)}"),
-        ("", f"{count(len(prepared.views), 'tensor')} in {files}, {short(plan.bytes_written)}"),
-        ("work", f"{count(plan.boxes, 'slice')} to copy"),
-        ("memory", f"{short(peak_memory(run))} at most, of which {short(run.memory)} are buffers (--memory)"),
-    ]
-    if text.on_terminal():
-        text.write(aligned(rows) + "\n")
-    else:
-        for label, line in rows:
-            message(f"{label or ' ' * 6:6}  {line}".rstrip())
+    text.overview(
+        [
+            (
+                "source",
+                f"{src['path']}: {src['format']}, {ranked(prepared.source.mesh, prepared.source.stored.sharding)}",
+            ),
+            ("", f"{count(src['tensors'], 'tensor')} in {count(src['files'], 'file')}, {short(src['bytes'])}"),
+            ("target", f"{prepared.format}, {ranked(prepared.mesh, prepared.sharding)}"),
+            ("", f"{count(len(prepared.views), 'tensor')} in {files}, {short(plan.bytes_written)}"),
+            ("work", f"{count(plan.boxes, 'slice')} to copy"),
+            ("memory", f"{short(peak_memory(run))} at most, of which {short(run.memory)} are buffers (--memory)"),
+        ]
+    )
     plan_files(plan)
 
 
@@ -154,18 +154,13 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
                 "source": _source(prepared),
                 "target": target_of(prepared),
                 "bytes_read": run.bytes_read,
-                "bytes_written": run.bytes_written,
-                "bytes_resumed": run.bytes_skipped,
-                "seconds": round(run.seconds, 6),
-                "phases": text.phases(run),
+                **text.done(run),
                 "bytes_per_second": round(run.bytes_written / run.seconds) if run.seconds else None,
                 "peak_buffers": run.peak_buffer,
                 "write_policy": run.policy,
                 "verified": result.verified,
                 "files": files_of(plan),
-                "checksums": [
-                    {"file": c.file, "tensor": c.tensor, "bytes": c.nbytes, "digest": c.digest} for c in run.manifest
-                ],
+                "checksums": [pick(c, "file tensor bytes=nbytes digest") for c in run.manifest],
                 "next_step": prepared.next_step(result.dst) or None,
                 "notes": notes,
             },

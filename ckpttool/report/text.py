@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpttool.errors import UNSEEN, plain
@@ -45,6 +46,35 @@ def phases(run: RunResult) -> dict[str, float]:
     """The same for JSON, in seconds."""
     took = {"plan": run.plan_seconds, "write": run.write_seconds, "verify": run.verify_seconds}
     return {name: round(seconds, 6) for name, seconds in took.items()}
+
+
+def done(run: RunResult) -> dict[str, Any]:
+    """What JSON says of every run."""
+    return {
+        **pick(run, "bytes_written bytes_resumed=bytes_skipped"),
+        "seconds": round(run.seconds, 6),
+        "phases": phases(run),
+    }
+
+
+def pick(of: object, names: str) -> dict[str, Any]:
+    """Attributes for JSON: ``name bytes=nbytes family?``, the second under another key, an empty third as null."""
+    return {key: getattr(of, name) or None if empty else getattr(of, name) for key, name, empty in _parsed(names)}
+
+
+@cache
+def _parsed(names: str) -> list[tuple[str, str, bool]]:
+    words = [(word.rstrip("?").partition("="), word.endswith("?")) for word in names.split()]
+    return [(key, name or key, empty) for (key, _, name), empty in words]
+
+
+def overview(rows: Sequence[tuple[str, str]]) -> None:
+    """What a run is going to do, a label and a line each: on stdout for a person, elsewhere on stderr."""
+    if on_terminal():
+        write(aligned(rows) + "\n")
+        return
+    for label, line in rows:
+        message(f"{label or ' ' * 6:6}  {line}".rstrip())
 
 
 def shape(dims: Iterable[int]) -> str:
