@@ -22,43 +22,43 @@ class DType(NamedTuple):
     name: str
     bits: int
     numpy: str
-    """Attribute of ``numpy`` or, where numpy lacks it, of ``ml_dtypes``; "" where neither has it."""
+    """Attribute of ``numpy`` or, where numpy lacks it, of ``ml_dtypes``, and the name in a config and in Paddle."""
     kind: str
     """``float``, ``int``, ``bool`` or ``complex``; ``scale`` for the exponent-only E8M0."""
     aliases: tuple[str, ...]
-    """Names used by torch, paddle and Hugging Face configs."""
+    """Further names, of torch, Paddle and Hugging Face's configs."""
 
 
 _TABLE = (
-    DType("BOOL", 8, "bool_", "bool", ("bool",)),
-    DType("F4", 4, "float4_e2m1fn", "float", ("float4_e2m1fn", "float4_e2m1fn_x2")),
-    DType("F6_E2M3", 6, "float6_e2m3fn", "float", ("float6_e2m3fn",)),
-    DType("F6_E3M2", 6, "float6_e3m2fn", "float", ("float6_e3m2fn",)),
-    DType("U8", 8, "uint8", "int", ("uint8",)),
-    DType("I8", 8, "int8", "int", ("int8",)),
-    DType("F8_E5M2", 8, "float8_e5m2", "float", ("float8_e5m2", "fp8_e5m2", "e5m2")),
-    DType("F8_E4M3", 8, "float8_e4m3fn", "float", ("float8_e4m3fn", "fp8", "fp8_e4m3", "e4m3", "e4m3fn")),
-    DType("F8_E8M0", 8, "float8_e8m0fnu", "scale", ("float8_e8m0fnu", "ue8m0", "e8m0")),
-    DType("F8_E4M3FNUZ", 8, "float8_e4m3fnuz", "float", ("float8_e4m3fnuz",)),
-    DType("F8_E5M2FNUZ", 8, "float8_e5m2fnuz", "float", ("float8_e5m2fnuz",)),
-    DType("I16", 16, "int16", "int", ("int16", "short")),
-    DType("U16", 16, "uint16", "int", ("uint16",)),
-    DType("F16", 16, "float16", "float", ("float16", "fp16", "half")),
-    DType("BF16", 16, "bfloat16", "float", ("bfloat16",)),
-    DType("I32", 32, "int32", "int", ("int32", "int")),
-    DType("U32", 32, "uint32", "int", ("uint32",)),
-    DType("F32", 32, "float32", "float", ("float32", "fp32", "float")),
-    DType("C64", 64, "complex64", "complex", ("complex64",)),
-    DType("F64", 64, "float64", "float", ("float64", "fp64", "double")),
-    DType("I64", 64, "int64", "int", ("int64", "long")),
-    DType("U64", 64, "uint64", "int", ("uint64",)),
+    DType("BOOL", 8, "bool", "bool", ()),
+    DType("F4", 4, "float4_e2m1fn", "float", ("float4_e2m1fn_x2",)),
+    DType("F6_E2M3", 6, "float6_e2m3fn", "float", ()),
+    DType("F6_E3M2", 6, "float6_e3m2fn", "float", ()),
+    DType("U8", 8, "uint8", "int", ()),
+    DType("I8", 8, "int8", "int", ()),
+    DType("F8_E5M2", 8, "float8_e5m2", "float", ("fp8_e5m2", "e5m2")),
+    DType("F8_E4M3", 8, "float8_e4m3fn", "float", ("fp8", "fp8_e4m3", "e4m3", "e4m3fn")),
+    DType("F8_E8M0", 8, "float8_e8m0fnu", "scale", ("ue8m0", "e8m0")),
+    DType("F8_E4M3FNUZ", 8, "float8_e4m3fnuz", "float", ()),
+    DType("F8_E5M2FNUZ", 8, "float8_e5m2fnuz", "float", ()),
+    DType("I16", 16, "int16", "int", ("short",)),
+    DType("U16", 16, "uint16", "int", ()),
+    DType("F16", 16, "float16", "float", ("fp16", "half")),
+    DType("BF16", 16, "bfloat16", "float", ()),
+    DType("I32", 32, "int32", "int", ("int",)),
+    DType("U32", 32, "uint32", "int", ()),
+    DType("F32", 32, "float32", "float", ("fp32", "float")),
+    DType("C64", 64, "complex64", "complex", ()),
+    DType("F64", 64, "float64", "float", ("fp64", "double")),
+    DType("I64", 64, "int64", "int", ("long",)),
+    DType("U64", 64, "uint64", "int", ()),
 )
 
 DTYPES: dict[str, DType] = {d.name: d for d in _TABLE}
 ORDER: dict[str, int] = {d.name: i for i, d in enumerate(_TABLE)}
 """Position in safetensors' enum; its writers put the highest first."""
 
-_BY_ALIAS = {alias: d.name for d in _TABLE for alias in (d.name.lower(), *d.aliases)}
+_BY_ALIAS = {alias: d.name for d in _TABLE for alias in (d.name.lower(), d.numpy, *d.aliases)}
 
 CASTABLE = frozenset({"F16", "BF16", "F32", "F64"})
 """What ``--dtype`` converts from and to; FP8 needs a scale and is not a cast."""

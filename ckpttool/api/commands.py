@@ -24,8 +24,7 @@ from ckpttool.ops.fp8_size.stored import Wanted
 from ckpttool.ops.inspect.check import check as look
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.merge import MergeOptions, prepare, prepare_one
-from ckpttool.recipe.flags import adapted, recipe_of
-from ckpttool.recipe.read import is_recipe, read_recipe
+from ckpttool.recipe.flags import asked
 from ckpttool.targeting.recode import Recoding, high
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
@@ -119,22 +118,16 @@ def merge(
         card,
         precision,
     )
-    numbers = _numbers(weights)
-    if is_recipe(names):
-        recipe = read_recipe(names[0])
-    elif len(names) == 1 and not (method or base or params):
-        if not numbers and "+" not in names[0]:
-            recoding = Recoding(None, precision) if precision else None
-            return Merging(prepare_one(names[0], opened, wanted, selection, recoding))
-        recipe = adapted(names[0], numbers)
-    else:
-        recipe = recipe_of(
-            names,
-            method=method or ("linear" if numbers else "average"),
-            weights=numbers,
-            base=None if base is None else _named(base, opened),
-            params=[f"{name}={_words(value)}" for name, value in (params or {}).items()],
-        )
+    recipe = asked(
+        names,
+        method=method,
+        weights=_numbers(weights),
+        base="" if base is None else _named(base, opened),
+        params=[f"{name}={_words(value)}" for name, value in (params or {}).items()],
+    )
+    if recipe is None:
+        recoding = Recoding(None, precision) if precision else None
+        return Merging(prepare_one(names[0], opened, wanted, selection, recoding))
     return Merging(prepare(recipe, opened, wanted, selection, choices))
 
 

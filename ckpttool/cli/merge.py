@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,6 @@ from ckpttool.cli.options import argument, flag, value
 from ckpttool.cli.values import precision, recoding
 from ckpttool.errors import UsageError
 from ckpttool.words import one_of
-
-if TYPE_CHECKING:
-    from ckpttool.recipe.model import Recipe
 
 
 def _list_methods(asked: bool) -> None:
@@ -116,8 +113,8 @@ def merge(
     """Write one checkpoint out of several, or out of the shards of one."""
     from ckpttool import report
     from ckpttool.ops.merge import MergeOptions, execute, prepare, prepare_one
-    from ckpttool.recipe.flags import adapted, recipe_of
-    from ckpttool.recipe.read import is_recipe, read_recipe
+    from ckpttool.recipe.flags import asked
+    from ckpttool.recipe.read import is_recipe
 
     opened, target, run = source.open_options(), out.target(), flags.options()
     selection = out.selection(out.remove_keys)
@@ -130,24 +127,12 @@ def merge(
         how.card,
         precision(out.dequant, "--dequant"),
     )
-    needs_method = bool(how.method or how.base or how.param)
-    if is_recipe(sources):
-        if needs_method or how.weights:
-            raise UsageError(
-                "a recipe already sets method, weights, base and parameters",
-                hint="drop --method, --weights, --base and --param, or name the checkpoints themselves",
-            )
-        recipe: Recipe | None = read_recipe(sources[0])
-    elif len(sources) == 1 and not needs_method:
-        recipe = adapted(sources[0], how.weights) if how.weights or "+" in sources[0] else None
-    else:
-        recipe = recipe_of(
-            sources,
-            method=how.method or ("linear" if how.weights else "average"),
-            weights=how.weights,
-            base=how.base,
-            params=how.param or (),
+    if is_recipe(sources) and (how.method or how.weights or how.base or how.param):
+        raise UsageError(
+            "a recipe already sets method, weights, base and parameters",
+            hint="drop --method, --weights, --base and --param, or name the checkpoints themselves",
         )
+    recipe = asked(sources, method=how.method, weights=how.weights, base=how.base, params=how.param or ())
     if recipe is None:
         prepared = prepare_one(sources[0], opened, target, selection, recoding(out.dequant, ""))
     else:

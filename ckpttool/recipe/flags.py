@@ -13,6 +13,7 @@ from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import TYPES, Words, check, method_named, scalar
 from ckpttool.recipe.document import Problems, nearest
 from ckpttool.recipe.model import ModelRef, Recipe, Setting, Slice, Source, reference
+from ckpttool.recipe.read import is_recipe, read_recipe
 
 _WHOLE = "give --param {name}=VALUE"
 WORDS = Words("--base", "sources", _WHOLE, f"{_WHOLE}, or one value per source: --param {{name}}=A,B")
@@ -48,6 +49,21 @@ def recipe_of(
     check(recipe, problems, WEIGHT if "weight" in found.per_model and "weight" not in per_model else WORDS)
     problems.check()
     return recipe
+
+
+def asked(
+    sources: Sequence[str], *, method: str = "", weights: str = "", base: str = "", params: Sequence[str] = ()
+) -> Recipe | None:
+    """The recipe that a merge is asked for: in a file, in words, or None for the shards of one model.
+
+    Raises what ``read_recipe``, ``adapted`` and ``recipe_of`` raise.
+    """
+    if is_recipe(sources):
+        return read_recipe(sources[0])
+    if len(sources) == 1 and not (method or base or params):
+        return adapted(sources[0], weights) if weights or "+" in sources[0] else None
+    method = method or ("linear" if weights else "average")
+    return recipe_of(sources, method=method, weights=weights, base=base, params=params)
 
 
 def adapted(source: str, weights: str = "") -> Recipe:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
 from ckpttool.checkpoint import Checkpoint, refuse_empty
-from ckpttool.dtypes import CASTABLE, parse
+from ckpttool.dtypes import CASTABLE, DTYPES, parse
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.config import QUANTIZATION, config_places
 from ckpttool.geometry import contiguous_strides
@@ -427,8 +427,7 @@ class _Recoder:
         if not self.config:
             return {}
         if out.dequantised and self.scheme is None:
-            name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[self.dtype]
-            config = with_fields(config, dict.fromkeys(DTYPE_FIELDS, name))
+            config = with_fields(config, dict.fromkeys(DTYPE_FIELDS, DTYPES[self.dtype].numpy))
         if self.scheme is not None:
             kept = self._kept()
             config[QUANTIZATION[0]] = quantization_config(

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dialects import Dialect
+from ckpttool.dtypes import DTYPES
 from ckpttool.formats.base import FileLayout, file_now
 from ckpttool.mesh import Mesh
 from ckpttool.quant.config import DTYPE_FIELDS, with_fields
@@ -89,8 +90,7 @@ def target_config(source: Checkpoint, ours: Dialect, names: Iterable[str], mesh:
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep}
     values: dict[str, Any] = {f: sizes[d] for d, fields in PARALLEL_FIELDS.items() for f in fields}
     if dtype:
-        name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}[dtype]
-        values |= dict.fromkeys(DTYPE_FIELDS, name)
+        values |= dict.fromkeys(DTYPE_FIELDS, DTYPES[dtype].numpy)
     config = with_fields(source.config, values)
     if ours.name != source.dialect.name:
         config = source.dialect.published_config(config)

@@ -35,7 +35,7 @@ from ckpttool.containers.pickle import Record
 from ckpttool.containers.pickle_write import Instance, plain_pickle
 from ckpttool.containers.safetensors import read_header
 from ckpttool.containers.scratch import scratch_file
-from ckpttool.dtypes import parse
+from ckpttool.dtypes import DTYPES, parse
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import Box, from_flat
 from ckpttool.storage.listing import natural
@@ -50,21 +50,8 @@ MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distribute
 DISGUISE = {"BF16": "U16", "F8_E4M3": "I8", "F8_E5M2": "I8"}
 """Dtypes that numpy lacks -> what a pickled array has instead."""
 
-PADDLE_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
+_HELD = ["BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64", "C64", "F8_E4M3", "F8_E5M2"]
+PADDLE_DTYPES = {name: DTYPES[name].numpy for name in _HELD}
 """What Paddle has tensors of, and calls it. A uint16 would come back as bfloat16."""
 
 BOXES = "ckpttool"
