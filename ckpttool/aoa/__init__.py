@@ -12,14 +12,4 @@ from ckpttool.aoa.invert import invert
 from ckpttool.aoa.parse import parse_aoa, parse_statement, read_aoa
 from ckpttool.aoa.statement import Place, Statement, Var
 
-__all__ = [
-    "Place",
-    "Shards",
-    "Statement",
-    "Var",
-    "apply_aoa",
-    "invert",
-    "parse_aoa",
-    "parse_statement",
-    "read_aoa",
-]
+__all__ = ["Place", "Shards", "Statement", "Var", "apply_aoa", "invert", "parse_aoa", "parse_statement", "read_aoa"]

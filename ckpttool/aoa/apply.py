@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Never
 
 from ckpttool.aoa.statement import DTYPES, NOTHING, PLACEHOLDER, Cast, Statement, Var
-from ckpttool.errors import (
-    CkptError,
-    ConflictError,
-    IncompleteError,
-    LayoutError,
-    UnsupportedError,
-    UsageError,
-)
+from ckpttool.errors import CkptError, ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.layout.rules import Size
 from ckpttool.layout.scales import weight_of
 from ckpttool.relate import DerivedTensor, TensorTable, concat, deinterleave, interleave, permute, take
@@ -494,8 +487,7 @@ def _permuted(bound: _Bound, view: DerivedTensor, order: tuple[int, ...]) -> Der
         return _transposed(view)
     if len(order) != len(view.shape):
         bound.wrong(
-            LayoutError,
-            f"`{view.name}` {list(view.shape)} has {len(view.shape)} axes, and permute names {len(order)}",
+            LayoutError, f"`{view.name}` {list(view.shape)} has {len(view.shape)} axes, and permute names {len(order)}"
         )
     return permute(view.name, view, order)
 

@@ -210,18 +210,7 @@ class _Sums:
                 with np.errstate(over="ignore"):
                     mean = min(max(float(np.ldexp(mean, self._exponent)), self._low), self._high)
                     std = min(float(np.ldexp(std, self._exponent)), amax)
-        return Stats(
-            self._all,
-            self._low,
-            self._high,
-            mean,
-            std,
-            amax,
-            self._nan,
-            self._inf,
-            self._zeros,
-            None,
-        )
+        return Stats(self._all, self._low, self._high, mean, std, amax, self._nan, self._inf, self._zeros, None)
 
     def histogram(self, bins: int) -> Histogram | None:
         return Histogram((), ()) if not self._n else None

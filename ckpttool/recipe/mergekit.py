@@ -17,16 +17,7 @@ from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import Words, check, dtype_named, merged, method_named, settings
 from ckpttool.recipe.document import Problems, Value, from_yaml, nearest, read_text
-from ckpttool.recipe.model import (
-    ModelRef,
-    ModelToken,
-    Recipe,
-    Slice,
-    Source,
-    TokenizerRecipe,
-    TokenRule,
-    reference,
-)
+from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, Slice, Source, TokenizerRecipe, TokenRule, reference
 
 TOP = (
     "merge_method",

@@ -62,11 +62,7 @@ class Resolved:
 
 
 def resolve(
-    recipe: Recipe,
-    names: Mapping[ModelRef, Collection[str]],
-    layers: Mapping[ModelRef, int],
-    *,
-    layer: re.Pattern[str],
+    recipe: Recipe, names: Mapping[ModelRef, Collection[str]], layers: Mapping[ModelRef, int], *, layer: re.Pattern[str]
 ) -> Resolved:
     """Every tensor of the output. ``layer`` finds the layer's number in a name, as its first group.
 

@@ -133,15 +133,7 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
         if kind not in (FULL, SLIDING):
             unknown[kind] = unknown.get(kind, 0) + 1
     return Cache(
-        dtype,
-        bool(latent),
-        per_layer,
-        tokens,
-        batch,
-        length,
-        window if SLIDING in kinds else 0,
-        counts,
-        unknown,
+        dtype, bool(latent), per_layer, tokens, batch, length, window if SLIDING in kinds else 0, counts, unknown
     )
 
 

@@ -238,12 +238,7 @@ def _held(kinds: _Counted, cutting: PartitionContext) -> list[Weights]:
     return out
 
 
-def _of_rank(
-    kinds: _Counted,
-    cutting: PartitionContext,
-    at: Coords,
-    sizes: _Sizes,
-) -> Weights:
+def _of_rank(kinds: _Counted, cutting: PartitionContext, at: Coords, sizes: _Sizes) -> Weights:
     dense = experts = codes = expert_codes = parameters = expert_parameters = 0
     for number, (kind, count) in enumerate(kinds):
         if at.pp not in kind.stages or kind.owner not in (SHARED, at.ep):

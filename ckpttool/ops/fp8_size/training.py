@@ -60,15 +60,7 @@ class Training:
 
 
 def training_of(
-    held: list[Weights],
-    mesh: Mesh,
-    *,
-    zero: int,
-    dp: int,
-    gradient: str,
-    master: str,
-    moment: str,
-    transposed: bool,
+    held: list[Weights], mesh: Mesh, *, zero: int, dp: int, gradient: str, master: str, moment: str, transposed: bool
 ) -> Training:
     """Work it out. Raises UsageError for sizes and dtypes that do not go together."""
     for option, value, known in (

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.base import OpenOptions
-from ckpttool.ops.inspect.listing import (
-    Choice,
-    FileRow,
-    Listing,
-    file_rows,
-    is_safetensors,
-    list_tensors,
-    relative,
-)
+from ckpttool.ops.inspect.listing import Choice, FileRow, Listing, file_rows, is_safetensors, list_tensors, relative
 from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import source_files
 

@@ -272,8 +272,7 @@ def choose(rows: list[Row], choice: Choice, path: Path = Path()) -> list[Row]:
         rows = [r for r in rows if r.dtype in names]
         if not rows:
             raise UsageError(
-                f"--dtype {', '.join(choice.dtypes)} matches no tensor",
-                hint="dtypes here: " + ", ".join(sorted(there)),
+                f"--dtype {', '.join(choice.dtypes)} matches no tensor", hint="dtypes here: " + ", ".join(sorted(there))
             )
     if choice.min_size:
         largest = max((r.nbytes for r in rows), default=0)

@@ -16,11 +16,7 @@ from ckpttool.layout.scales import block_of, config_block, weight_of
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _SCALE_ENDS = ("_scale_inv", "weight_scale", ".qscale_weight")
 """Names that are a scale of a weight and nothing else (``.scale`` alone is also a norm's)."""
-_STEMS = {
-    "_scale_inv": "",
-    "weight_scale": "weight",
-    ".qscale_weight": ".weight",
-}
+_STEMS = {"_scale_inv": "", "weight_scale": "weight", ".qscale_weight": ".weight"}
 _PACKED = ("", "_packed", "_qdata", "_quantized")
 """What follows the name of a weight that is stored packed."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
