@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Any
 
@@ -73,3 +73,14 @@ def one_of(value: str, option: str, *allowed: str) -> Any:
         hint = f"did you mean `{close[0]}`?" if close else None
         raise UsageError(f"{option} `{value}` is not one of {', '.join(allowed)}", hint=hint)
     return value
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``0..2,5`` for 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join([str(a) if a == b else f"{a}..{b}" for a, b in runs])

@@ -7,9 +7,9 @@ from pathlib import Path
 from ckpttool.adapters import paddle, peft
 from ckpttool.adapters.base import Adapter
 from ckpttool.catalog import Catalog, Key, LogicalTensor, whole_tensor
+from ckpttool.containers.index import NUMBERED
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.base import StoredCheckpoint, read_files
-from ckpttool.formats.hf import NUMBERED
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, list_source
 

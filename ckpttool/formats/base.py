@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
 from ckpttool.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.containers.index import IndexRules
 from ckpttool.containers.safetensors import lay_out, read_header, tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.mesh import Mesh
@@ -172,6 +173,12 @@ class Capabilities(NamedTuple):
     """The files say the shapes of the whole tensors, so that padding is known from them."""
     refused: tuple[str, ...] = ()
     """Which of ``fuse`` and ``unfuse`` would make what the format's own software cannot read."""
+    published: bool = False
+    """The names are those that are published, in one of a family's forms: files may keep that form."""
+    exact: bool = False
+    """A checkpoint's tensors are given: none may be left out."""
+    indexes: IndexRules | None = None
+    """Of the indexes that lie beside its files."""
     default_target: bool = False
     """What comes in this format stays in it unless --to says otherwise."""
     instead: str = ""
@@ -247,6 +254,25 @@ class Writer(Protocol):
 
     def write(self, request: WriteRequest) -> FileLayout:
         """Name the files, their exact sizes and headers, and what lies beside them."""
+
+
+class Checked(NamedTuple):
+    """What a format's own check found."""
+
+    found: list[tuple[str, str, str, str]]
+    """Identifier, text, where, hint."""
+    counts: dict[str, int]
+    """How many of each noun were looked at."""
+
+
+@runtime_checkable
+class ChecksItself(Protocol):
+    """A reader of files that have nothing in common with those of a checkpoint of a model."""
+
+    name: str
+
+    def check(self, listing: Listing) -> Checked:
+        """Everything that is wrong with the files."""
 
 
 @runtime_checkable

@@ -12,6 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.catalog import RankTensor
+from ckpttool.containers.index import (
+    LOADED,
+    NUMBERED,
+    IndexRules,
+    gaps,
+    index_name,
+    misplaced,
+    set_of,
+    sets_of,
+    shard_name,
+    weight_map,
+)
 from ckpttool.containers.safetensors import tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.formats.base import (
@@ -30,15 +42,11 @@ from ckpttool.mesh import Mesh
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import INDEX, Listing, is_index, lost
 
-NUMBERED = re.compile(r"(?P<stem>(?!rank-)[^/]+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors\Z")
-"""Names of shards: stem, part and total."""
 NOT_WEIGHTS = re.compile(r"(adapter_model|optimizer|master_weights|scheduler|training_args|consolidated)[-.]")
 """Files that lie beside a model and are not part of it."""
 
 _STEM = r"(?P<base>[^/.]+?)(?:-\d{5}-of-\d{5})?(?:\.(?P<variant>[A-Za-z]\w*?))?(?:-\d{5}-of-\d{5})?"
 _WEIGHTS_FILE = re.compile(_STEM + r"\.safetensors\Z")
-LOADED = ("model", "diffusion_pytorch_model", "pytorch_lora_weights")
-"""Stems that libraries look for: transformers, the models of diffusers, its LoRAs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +67,6 @@ class FileNames:
     def index(self) -> str:
         """When there are several."""
         return index_name(self.stem)
-
-    def shard(self, number: int, total: int) -> str:
-        """Numbers start at 1."""
-        return f"{self.stem}-{number:05d}-of-{total:05d}.safetensors"
-
-
-def index_name(stem: str) -> str:
-    """The index of a stem. ``model.fp16`` is a variant of ``model``, and its word stands elsewhere in the index's."""
-    base, dot, variant = stem.rpartition(".")
-    if base in (*LOADED, "adapter_model") and re.fullmatch(r"[A-Za-z]\w*", variant):
-        return f"{base}.safetensors.index{dot}{variant}.json"
-    return f"{stem}.safetensors.index.json"
 
 
 def _set_of(name: str) -> tuple[str, str]:
@@ -93,7 +89,7 @@ class HuggingFace:
 
     name = "hf"
     dialect = "hf"
-    capabilities = Capabilities(shards=True)
+    capabilities = Capabilities(shards=True, published=True, indexes=IndexRules())
 
     def detect(self, listing: Listing) -> int:
         names = listing.safetensors()
@@ -194,11 +190,11 @@ def layout_published(
     if len(groups) == 1:
         return build_files([(called.single, 0, groups[0], metadata(groups[0]))], 1)
     n = len(groups)
-    named = [(called.shard(i + 1, n), 0, g, metadata(g)) for i, g in enumerate(groups)]
+    named = [(shard_name(called.stem, i + 1, n), 0, g, metadata(g)) for i, g in enumerate(groups)]
     file_layout = build_files(named, 1)
     total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
-    weight_map = {t.name: name for name, _, group, _ in named for t in group}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    mapping = {t.name: name for name, _, group, _ in named for t in group}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(mapping.items()))}
     text = indented(index)
     file_layout.files.append(OutFile(called.index, len(text), ((0, text),)))
     return file_layout
@@ -253,10 +249,7 @@ def _shards(listing: Listing) -> tuple[list[str], str, dict[str, str] | None, li
         return [listing.single], "", None, []
     notes: list[str] = []
     present = _one_variant(listing, [n for n in listing.safetensors() if not NOT_WEIGHTS.match(n)], notes)
-    sets: dict[tuple[str, int], set[int]] = {}
-    for n in present:
-        if m := NUMBERED.match(n):
-            sets.setdefault((m["stem"], int(m["total"])), set()).add(int(m["part"]))
+    sets = sets_of(present)
     complete = [k for k, parts in sets.items() if parts == set(range(1, k[1] + 1))]
     indexes = indexes_of(listing)
     meant = {_set_of(n) for n in present}
@@ -267,22 +260,21 @@ def _shards(listing: Listing) -> tuple[list[str], str, dict[str, str] | None, li
     if len(indexes) > 1:
         raise ConflictError(f"there are {len(indexes)} index files: {', '.join(indexes)}", where=str(listing.root))
     if indexes:
-        weight_map = _weight_map(listing, indexes[0], notes)
-        if weight_map is not None:
-            named = sorted(set(weight_map.values()))
+        mapping = _weight_map(listing, indexes[0], notes)
+        if mapping is not None:
+            named = sorted(set(mapping.values()))
             missing = [n for n in named if n not in present]
             if not missing:
-                same = {(m["stem"], int(m["total"])) for n in named if (m := NUMBERED.match(n))}
+                same = {key for n in named if (key := set_of(n))}
                 for n in present:
-                    m = NUMBERED.match(n)
-                    if n not in named and m and (m["stem"], int(m["total"])) in same:
+                    if n not in named and set_of(n) in same:
                         notes.append(f"{n} is not in the index; it is read, and the index rebuilt")
                         named.append(n)
                     elif n not in named:
                         notes.append(f"{n} is not part of the checkpoint that {indexes[0]} describes; left out")
                 for key in same:
                     _refuse_gaps(listing, key, sets[key])
-                return sorted(named), indexes[0], weight_map, notes
+                return sorted(named), indexes[0], mapping, notes
             if len(complete) != 1 and not alone:
                 raise IncompleteError(
                     f"{len(missing)} of {len(named)} shards that the index names are missing: {missing[0]}",
@@ -295,7 +287,7 @@ def _shards(listing: Listing) -> tuple[list[str], str, dict[str, str] | None, li
         notes += [f"{n} is not part of {alone[0]}; left out" for n in present if n not in names]
     elif len(complete) == 1 and not alone:
         stem, total = complete[0]
-        names = [f"{stem}-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+        names = [shard_name(stem, i, total) for i in range(1, total + 1)]
         others = [k for k in sets if k != complete[0]]
         notes += [f"{len(sets[k])} shards of another set of {k[1]} are left out: it is not complete" for k in others]
         if not indexes:
@@ -334,11 +326,11 @@ def _instead(listing: Listing) -> str:
 
 
 def _refuse_gaps(listing: Listing, key: tuple[str, int], parts: set[int]) -> None:
-    gaps = [i for i in range(1, key[1] + 1) if i not in parts]
-    if gaps:
-        first = f"{key[0]}-{gaps[0]:05d}-of-{key[1]:05d}.safetensors"
+    stem, total = key
+    if missing := gaps(total, parts):
+        first = shard_name(stem, missing[0], total)
         raise IncompleteError(
-            f"{len(gaps)} of {key[1]} shards are missing: {first}",
+            f"{len(missing)} of {total} shards are missing: {first}",
             where=str(listing.root),
             hint=lost(listing, first) or "fetch the missing files; a checkpoint is only read whole",
         )
@@ -350,8 +342,8 @@ def _weight_map(listing: Listing, name: str, notes: list[str]) -> dict[str, str]
     except CorruptError as e:
         notes.append(f"{name} is not usable ({e.what}); rebuilt from the headers")
         return None
-    found = data.get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()) or not found:
+    found = weight_map(data)
+    if not found:
         notes.append(f"{name} has no weight_map; rebuilt from the headers")
         return None
     for tensor, file in found.items():
@@ -362,15 +354,6 @@ def _weight_map(listing: Listing, name: str, notes: list[str]) -> dict[str, str]
                 hint=f"`ckpttool convert-json {listing.root} --index` rebuilds it from the shards",
             )
     return found
-
-
-def misplaced(file: str) -> str:
-    """Why what an index names is no file beside it; "" for what may be one."""
-    if not file:
-        return "which is no name"
-    if "/" in file or "\\" in file or file == "..":
-        return "which is outside of the checkpoint"
-    return "which is a directory" if file == "." else ""
 
 
 def _index_notes(index: Mapping[str, str], real: Mapping[str, str]) -> list[str]:

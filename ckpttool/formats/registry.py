@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from ckpttool.containers.index import set_of
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.base import Reader, ReadOptions, StoredCheckpoint, Writer
 from ckpttool.formats.engines.deepseek import DeepSeek
 from ckpttool.formats.engines.trtllm import TensorRTLLM
 from ckpttool.formats.engines.vllm import VLLM
-from ckpttool.formats.hf import NUMBERED, HuggingFace
+from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.paddle.flex import Flex
 from ckpttool.formats.paddle.hybrid import Hybrid, ZeroCost
 from ckpttool.formats.paddle.pdparams import PaddleFile
@@ -163,9 +164,9 @@ def refuse_part(path: Path) -> None:
     """
     if not (path.name.endswith(".safetensors") and path.is_file()):
         return
-    m = NUMBERED.match(path.name)
-    files = int(m["total"]) if m else 1
-    if m is None:
+    numbered = set_of(path.name)
+    files = numbered[1] if numbered else 1
+    if numbered is None:
         try:
             listing = list_source(path.parent)
         except UsageError:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, in_order, is_derived, whole_tensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, refuse_empty
+from ckpttool.containers.index import NUMBERED
 from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import build_files, file_now
 from ckpttool.formats.config import ties_head
-from ckpttool.formats.hf import NUMBERED
-from ckpttool.formats.paddle.unified import STEMS
+from ckpttool.formats.paddle.unified_index import STEMS
 from ckpttool.formats.registry import reader
 from ckpttool.geometry import whole
 from ckpttool.layout.assemble import LAYER

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.ops.inspect.listing import Row
-from ckpttool.ops.inspect.names import fold, natural_order, ranges, templates
+from ckpttool.ops.inspect.names import fold, natural_order, templates
 from ckpttool.ops.inspect.tree import Node, collapse, lines
+from ckpttool.words import ranges
 
 
 def rows(*names: str, shape: tuple[int, ...] = (2,)) -> list[Row]:

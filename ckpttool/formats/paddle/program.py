@@ -7,18 +7,28 @@ may change their values and nothing else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.catalog import RankTensor, StoredTensor
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats.base import Capabilities, FileLayout, OutFile, ReadOptions, StoredCheckpoint, WriteRequest
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.formats.base import (
+    Capabilities,
+    Checked,
+    FileLayout,
+    OutFile,
+    ReadOptions,
+    StoredCheckpoint,
+    WriteRequest,
+)
 from ckpttool.formats.paddle.pdiparams import Record, match_records, record_head
 from ckpttool.formats.paddle.pdmodel import read_pdmodel
 from ckpttool.formats.paddle.pir import looks_like_pir, read_pir
-from ckpttool.formats.paddle.program_parts import Parameter, Program
+from ckpttool.formats.paddle.pir_patches import patched
+from ckpttool.formats.paddle.program_parts import FLOAT8, Parameter, Program
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, leads_away, list_source
 from ckpttool.storage.place import DataFile
@@ -147,12 +157,64 @@ def _refuse(artifact: Artifact) -> None:
     )
 
 
+_HINTS: Mapping[str, str] = {
+    "attribute-nan": "--fix OUT.json writes it as Paddle reads it",
+    "params-missing": "`ckpttool convert-json --params` names another file",
+    "params-truncated": "copy or export the file again",
+    "params-count": "is it the parameter file of this program? --params names another; what combine_params=True writes"
+    " fits no program, and Paddle cannot load it",
+}
+
+
+def check_artifact(path: Path, params: Path | None = None) -> tuple[Checked, Program | None]:
+    """What is wrong with a program and its parameter file, and what somebody who serves them may want to know.
+
+    The program is None where it cannot be read. ``params`` as in ``examine``.
+    """
+    try:
+        artifact = examine(path, params)
+    except CkptError as e:
+        return Checked([("unreadable", e.what, ", ".join(e.where), e.hint or "")], {}), None
+    program = artifact.program
+    found: list[tuple[str, str, str, str]] = []
+
+    def add(id_: str, text: str, where: object = program.path) -> None:
+        found.append((id_, text, str(where), _HINTS.get(id_, "")))
+
+    for p in program.problems:
+        about = artifact.params if p.id.startswith("params-") and artifact.params else program.path
+        add(p.id, p.text, f"{about}: {p.where}" if p.where else about)
+    for id_, n in program.more.items():
+        add(id_, f"and {n:,} more of this kind")
+    for change in patched(program):
+        add("version-patched", f"version {program.version}: Paddle changes {change} (patch {change.version})")
+    if program.infinite:
+        many = f"{program.infinite} attributes are" if program.infinite > 1 else "an attribute is"
+        text = (
+            "infinite: before its pull request 71339, Paddle read the largest number for INF and a small one for -INF"
+        )
+        add("attribute-inf", f"{many} {text}")
+    # A .pdmodel is only asked for its parameters.
+    elements = program.elements or Counter(p.dtype for p in program.parameters)
+    if coded := {e: n for e, n in elements.items() if e in FLOAT8}:
+        held = [p.name for p in program.parameters if p.dtype in FLOAT8]
+        text = " and ".join(f"{n} value{'s' if n > 1 else ''} in {e}" for e, n in coded.items())
+        text += f", {len(held)} of them parameters (`{held[0]}`)" if held else ""
+        add("float8", text)
+    counts = {
+        "operator": program.operators.total(),
+        "parameter": len(program.parameters),
+        "record": len(artifact.records),
+    }
+    return Checked(found, counts), program
+
+
 class PaddleProgram:
     """The parameters of one inference program, under their own names."""
 
     name = "program"
     dialect = ""
-    capabilities = Capabilities(default_target=True)
+    capabilities = Capabilities(exact=True, default_target=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -177,6 +239,10 @@ class PaddleProgram:
             stored.files = [artifact.file]
             stored.tensors = [stored_tensor(p, r) for p, r in artifact.tensors]
         return stored
+
+    def check(self, listing: Listing) -> Checked:
+        """Raises what ``find_program`` raises."""
+        return check_artifact(find_program(listing))[0]
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         wrong = [f"--{k}-out {v}" for k, v in said.items() if v != 1]

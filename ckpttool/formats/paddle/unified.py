@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import SHAPE_FROM_RULES, SHARDED, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.containers.index import gaps, shard_name
 from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats.base import (
@@ -51,13 +52,12 @@ from ckpttool.formats.paddle.config import (
     target_software,
     transposed_on_disk,
 )
+from ckpttool.formats.paddle.unified_index import STEMS, UnifiedIndex
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
 from ckpttool.storage.place import DataFile
 
-STEMS = {"model": "model", "peft_model": "adapter", "master_weights": "master_weights", "optimizer": "optimizer"}
-"""Stem of the files -> component."""
 _STEM = "(?P<stem>model|peft_model|master_weights|optimizer)"
 _MERGED = re.compile(_STEM + r"(?:-(?P<part>\d{5})-of-(?P<total>\d{5}))?\.safetensors\Z")
 _RANKED = re.compile(
@@ -105,6 +105,7 @@ class Unified:
         default_target=True,
         fp32_masters="added",
         multi_directory=True,
+        indexes=UnifiedIndex(),
     )
 
     def detect(self, listing: Listing) -> int:
@@ -152,7 +153,7 @@ class Unified:
             total = len(shared)
             weight_map: dict[str, str] = {}
             for i, part in enumerate(shared):
-                file = f"{stem}-{i + 1:05d}-of-{total:05d}.safetensors"
+                file = shard_name(stem, i + 1, total)
                 stored = [t._replace(name=f"{t.name}/{t.state}" if t.state else t.name) for t in part]
                 named += part
                 meta = {"format": model_format if component in ("model", "adapter") else "np"}
@@ -286,13 +287,10 @@ class _Reader:
                 self.found = [f for f in self.found if f not in stale]
                 sets = {n: parts for n, parts in sets.items() if n in kept}
             for total, parts in sets.items():
-                missing = [i for i in range(1, total + 1) if i not in parts]
-                empty = {i for i in missing if named and f"{stem}-{i:05d}-of-{total:05d}.safetensors" not in named}
                 # An asynchronous save writes no file for a rank that holds nothing, and its index names none.
-                if real := [i for i in missing if i not in empty]:
+                if real := [i for i in gaps(total, parts) if not named or shard_name(stem, i, total) in named]:
                     raise IncompleteError(
-                        f"{len(real)} of {total} {stem} files are missing:"
-                        f" {stem}-{real[0]:05d}-of-{total:05d}.safetensors",
+                        f"{len(real)} of {total} {stem} files are missing: {shard_name(stem, real[0], total)}",
                         where=root,
                         hint="fetch the missing files; when the save was spread over nodes, name the other"
                         " directories with --also",

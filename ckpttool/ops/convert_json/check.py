@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.errors import CkptError, CorruptError, OutputError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute.files import write_error
-from ckpttool.findings import CheckResult
+from ckpttool.findings import CheckResult, Finding
 from ckpttool.formats.paddle.names import match_names, read_names
 from ckpttool.formats.paddle.pir import VOID_WRITTEN, read_pir
-from ckpttool.formats.paddle.pir_patches import patched
-from ckpttool.formats.paddle.program import Artifact, beside, examine, program_of
-from ckpttool.formats.paddle.program_parts import FLOAT8, Program
+from ckpttool.formats.paddle.program import beside, check_artifact, program_of
+from ckpttool.formats.paddle.program_parts import Program
 from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
 
 _WRITTEN = f'"{VOID_WRITTEN}"'.encode()
@@ -44,59 +42,11 @@ def check_program(src: Path, params: Path | None = None, names: Path | None = No
     ``params`` and ``names`` as in converting.
     """
     src = program_of(src)
-    result = CheckResult(src, "program")
-    try:
-        artifact = examine(src, params)
-    except CkptError as e:
-        result.add("unreadable", e.what, ", ".join(e.where), e.hint)
-        return result
-    _add_findings(artifact, result)
-    if names is not None and not any(f.id in ("json", "magic", "protobuf") for f in result.findings):
-        _check_names(artifact.program, names, result)
+    checked, program = check_artifact(src, params)
+    result = CheckResult(src, "program", [Finding(*f) for f in checked.found], checked.counts)
+    if names is not None and program and not any(f.id in ("json", "magic", "protobuf") for f in result.findings):
+        _check_names(program, names, result)
     return result
-
-
-def _add_findings(artifact: Artifact, result: CheckResult) -> None:
-    """What is wrong with an artifact, and what somebody who serves it may want to know."""
-    program = artifact.program
-    for p in program.problems:
-        about = artifact.params if p.id.startswith("params-") and artifact.params else program.path
-        result.add(p.id, p.text, f"{about}: {p.where}" if p.where else about, _HINTS.get(p.id))
-    for id_, n in program.more.items():
-        result.add(id_, f"and {n:,} more of this kind", program.path)
-    for change in patched(program):
-        result.add(
-            "version-patched",
-            f"version {program.version}: Paddle changes {change} (patch {change.version})",
-            program.path,
-        )
-    if program.infinite:
-        many = f"{program.infinite} attributes are" if program.infinite > 1 else "an attribute is"
-        text = (
-            "infinite: before its pull request 71339, Paddle read the largest number for INF and a small one for -INF"
-        )
-        result.add("attribute-inf", f"{many} {text}", program.path)
-    # A .pdmodel is only asked for its parameters.
-    elements = program.elements or Counter(p.dtype for p in program.parameters)
-    if coded := {e: n for e, n in elements.items() if e in FLOAT8}:
-        held = [p.name for p in program.parameters if p.dtype in FLOAT8]
-        text = " and ".join(f"{n} value{'s' if n > 1 else ''} in {e}" for e, n in coded.items())
-        text += f", {len(held)} of them parameters (`{held[0]}`)" if held else ""
-        result.add("float8", text, program.path)
-    result.checked = {
-        "operator": program.operators.total(),
-        "parameter": len(program.parameters),
-        "record": len(artifact.records),
-    }
-
-
-_HINTS: Mapping[str, str] = {
-    "attribute-nan": "--fix OUT.json writes it as Paddle reads it",
-    "params-missing": "`ckpttool convert-json --params` names another file",
-    "params-truncated": "copy or export the file again",
-    "params-count": "is it the parameter file of this program? --params names another; what combine_params=True writes"
-    " fits no program, and Paddle cannot load it",
-}
 
 
 def _check_names(program: Program, path: Path, result: CheckResult) -> None:

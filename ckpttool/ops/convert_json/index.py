@@ -12,41 +12,50 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import StoredTensor
+from ckpttool.containers.index import (
+    LOADED,
+    NUMBERED,
+    IndexRules,
+    Sets,
+    Settled,
+    gaps,
+    index_name,
+    is_member,
+    misplaced,
+    set_of,
+    sets_of,
+    shard_name,
+    stem_of_index,
+    total_size,
+    weight_map,
+)
 from ckpttool.containers.safetensors import Header, examine, read_header
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError
 from ckpttool.findings import CheckResult
-from ckpttool.formats.base import OpenOptions
-from ckpttool.formats.hf import LOADED, NUMBERED, index_name, misplaced
-from ckpttool.formats.paddle.config import config_dtype
-from ckpttool.formats.paddle.unified import STEMS
+from ckpttool.formats.base import ReadOptions
+from ckpttool.formats.registry import READERS, choose
 from ckpttool.ops.convert_json.durable import replace_all, resolved
-from ckpttool.ops.inspect.check import (
+from ckpttool.ops.index_checks import (
     ExaminedFile,
     check_duplicates,
     check_mapping,
     check_numbers,
     counted,
-    format_by_names,
-    is_member,
     parse_index,
 )
-from ckpttool.storage.listing import INDEX, Listing, list_source, natural
+from ckpttool.storage.listing import Listing, list_source, natural
 
 WRITTEN, RIGHT, NONE_NEEDED = "written", "right", "none needed"
 
-READERS = 8
+THREADS = 8
 """Threads that read headers: they wait for the disk, not for each other."""
 
-_RANKED = re.compile(r"(?P<stem>\w+)\.(?:(?:tp|pp|shard|moe)\d{2,}_?)+\.safetensors(?:_shard_(?P<part>\d{4}))?\Z")
-"""Files that each rank wrote for itself."""
-_SINGLE = (*LOADED, "adapter_model", *STEMS)
+_SINGLE = {*LOADED, "adapter_model", *(s for f in READERS.values() if (i := f.capabilities.indexes) for s in i.stems)}
 """Stems of which a file without a number is a whole set."""
-_CODED = re.compile(r"@(?:min_|max_)?scales\Z")
 _ANEW = "`ckpttool convert-json --index` rebuilds it"
 
 
@@ -103,17 +112,13 @@ class _Group:
     """The map, {} where it cannot be used."""
 
     @property
-    def numbered(self) -> dict[tuple[str, int], set[int]]:
-        """Parts by stem and total."""
-        sets: dict[tuple[str, int], set[int]] = {}
-        for n in self.files:
-            if m := NUMBERED.match(n):
-                sets.setdefault((m["stem"], int(m["total"])), set()).add(int(m["part"]))
-        return sets
+    def numbered(self) -> Sets:
+        return sets_of(self.files)
 
     @property
-    def quantised(self) -> bool:
-        return bool(self.data.get("ckpt_quant_stage"))
+    def old(self) -> dict[str, Any] | None:
+        """What the index says; None where there is none that can be read."""
+        return None if self.raw is None or self.broken else self.data
 
 
 class _Chosen(NamedTuple):
@@ -133,21 +138,22 @@ def rebuild(directory: Path, *, dry_run: bool = False) -> IndexResult:
     IncompleteError (shards are missing), CorruptError (a header is broken), UnsupportedError (a dtype is not known),
     ConflictError (a tensor in two shards, shards of two sets), OutputError; then nothing was written.
     """
-    listing, unified, groups, others = _look(directory)
+    listing, _, rules, groups, others = _look(directory)
     result = IndexResult(directory, dry_run)
     if others:
         result.notes.append(_left_alone(others))
     kept, notes = [], []
     for g in groups:
-        names, said = _members(listing, g, unified=unified)
+        names, said = _members(listing, g, rules)
         kept.append(names)
         notes.append(said)
     wanted = list(dict.fromkeys(n for g, names in zip(groups, kept, strict=True) for n in (*names, *g.ranked)))
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         heads = dict(zip(wanted, pool.map(lambda n: read_header(listing.path(n)), wanted), strict=True))
+    tensors = {n: head.tensors for n, head in heads.items()}
     files: dict[Path, bytes] = {}
     for g, names, said in zip(groups, kept, notes, strict=True):
-        state, data = _plan(listing, g, names, heads, said, unified=unified)
+        state, data = _plan(listing, g, names, tensors, said, rules)
         result.indexes.append(state)
         if data is not None:
             files[_inside(listing, g.index)] = data
@@ -162,12 +168,12 @@ def verify(directory: Path) -> CheckResult:
 
     Raises UsageError (no directory, or one without safetensors files); everything else is a finding.
     """
-    listing, unified, groups, others = _look(directory)
-    result = CheckResult(directory, "unified" if unified else "")
+    listing, name, rules, groups, others = _look(directory)
+    result = CheckResult(directory, name)
     if others:
         result.notes.append(_left_alone(others))
     wanted = list(dict.fromkeys(n for g in groups for n in (*g.files, *g.ranked)))
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         found = dict(zip(wanted, pool.map(lambda n: _examine(listing.path(n)), wanted), strict=True))
     files: dict[str, ExaminedFile] = {}
     for name, (head, problems) in found.items():
@@ -176,7 +182,7 @@ def verify(directory: Path) -> CheckResult:
         tensors = head.tensors if head is not None else []
         files[name] = ExaminedFile(name, head.file if head is not None else None, tensors, sound=not problems)
     for g in groups:
-        _check_group(listing, g, files, result, unified=unified)
+        _check_group(listing, g, files, result, rules)
     result.findings = [f._replace(hint=_ANEW) if "`ckpttool reshard`" in f.hint else f for f in result.findings]
     result.checked = {
         "index": sum(g.raw is not None for g in groups),
@@ -189,36 +195,32 @@ def verify(directory: Path) -> CheckResult:
 # -- what is there
 
 
-def _look(directory: Path) -> tuple[Listing, bool, list[_Group], list[str]]:
-    """The sets of files of a directory, and the files that are in none."""
+def _look(directory: Path) -> tuple[Listing, str, IndexRules, list[_Group], list[str]]:
+    """The format that has rules of its own for its indexes, the sets of files, and the files that are in none."""
     if directory.is_file():
         raise UsageError("this is a file", where=str(directory), hint="give the directory that holds the shards")
     listing = list_source(directory)
-    unified = format_by_names(listing, OpenOptions()) == "unified"
+    format_, rules = _rules(listing)
     sets: dict[str, list[str]] = {}
     ranked: dict[str, list[str]] = {}
     for n in listing.names:
-        if m := NUMBERED.match(n):
-            sets.setdefault(m["stem"], []).append(n)
-        elif unified and (m := _RANKED.match(n)) and m["stem"] in STEMS:
-            ranked.setdefault(m["stem"], []).append(n)
-    groups = [_indexed(listing, m, sets, ranked) for n in listing.names if (m := INDEX.match(n))]
+        if key := set_of(n):
+            sets.setdefault(key[0], []).append(n)
+        elif stem := rules.of_rank(n)[0]:
+            ranked.setdefault(stem, []).append(n)
+    groups = [_indexed(listing, n, stem, sets, ranked) for n in listing.names if (stem := stem_of_index(n))]
     taken = {n for g in groups for n in (*g.files, *g.ranked)}
-    alone = [n for n in listing.safetensors() if n not in taken]
     made: dict[str, _Group] = {}
     others = []
-    for n in alone:
-        numbered, own = NUMBERED.match(n), _RANKED.match(n)
-        if numbered:
-            stem = numbered["stem"]
-        elif n.removesuffix(".safetensors") in _SINGLE:
-            stem = n.removesuffix(".safetensors")
-        elif unified and own and own["stem"] in STEMS:
+    for n in listing.safetensors():
+        if n in taken or rules.of_rank(n)[0]:
             continue
+        key = set_of(n)
+        stem = key[0] if key else n.removesuffix(".safetensors")
+        if key or stem in _SINGLE:
+            made.setdefault(stem, _Group(stem, index_name(stem), [])).files.append(n)
         else:
             others.append(n)
-            continue
-        made.setdefault(stem, _Group(stem, index_name(stem), [])).files.append(n)
     for stem, names in ranked.items():
         if not any(n in taken for n in names):
             made.setdefault(stem, _Group(stem, index_name(stem), [])).ranked += names
@@ -231,15 +233,24 @@ def _look(directory: Path) -> tuple[Listing, bool, list[_Group], list[str]]:
             where=[str(directory), *others[:3]],
             hint="shards are called PREFIX-00001-of-00004.safetensors; `ckpttool inspect FILE --check` checks a file",
         )
-    return listing, unified, sorted(groups, key=lambda g: natural(g.index)), others
+    return listing, format_, rules, sorted(groups, key=lambda g: natural(g.index)), others
+
+
+def _rules(listing: Listing) -> tuple[str, IndexRules]:
+    """By the names of the files; Hugging Face's where they show no other format's."""
+    try:
+        found = choose(listing, "", ReadOptions())
+    except CkptError:
+        return "", IndexRules()
+    rules = found.capabilities.indexes
+    return (found.name, rules) if rules and rules.stems else ("", IndexRules())
 
 
 def _indexed(
-    listing: Listing, name: re.Match[str], sets: Mapping[str, list[str]], ranked: Mapping[str, list[str]]
+    listing: Listing, name: str, stem: str, sets: Mapping[str, list[str]], ranked: Mapping[str, list[str]]
 ) -> _Group:
     """An index that exists, with its own files, those that it names, and the fellows of these."""
-    stem = f"{name['stem']}.{name['variant']}" if name["variant"] else name["stem"]
-    g = _Group(stem, name[0], [], list(ranked.get(stem, ())))
+    g = _Group(stem, name, [], list(ranked.get(stem, ())))
     try:
         g.raw = listing.path(g.index).read_bytes()
         g.data = listing.json(g.index)
@@ -247,14 +258,13 @@ def _indexed(
         g.broken = e.what
     except OSError as e:
         raise CorruptError(f"the index cannot be read: {e.strerror}", where=str(listing.path(g.index))) from None
-    found = g.data.get("weight_map")
-    if isinstance(found, dict) and all(isinstance(v, str) for v in found.values()):
-        g.mapped = found if not any(map(misplaced, set(found.values()))) else {}
+    mapped = weight_map(g.data) or {}
+    g.mapped = mapped if not any(map(misplaced, set(mapped.values()))) else {}
     present = set(listing.safetensors())
     own = [*sets.get(stem, ()), *([f"{stem}.safetensors"] if f"{stem}.safetensors" in present else [])]
     named = [n for n in dict.fromkeys(g.mapped.values()) if n in present]
-    same = {(m["stem"], m["total"]) for n in named if (m := NUMBERED.match(n))}
-    fellows = [n for s, _ in same for n in sets.get(s, ()) if (m := NUMBERED.match(n)) and (s, m["total"]) in same]
+    same = {key for n in named if (key := set_of(n))}
+    fellows = [n for s, _ in same for n in sets.get(s, ()) if set_of(n) in same]
     g.files = sorted({*own, *named, *fellows}, key=natural)
     return g
 
@@ -268,7 +278,7 @@ def _left_alone(names: Sequence[str]) -> str:
 # -- rebuilding
 
 
-def _members(listing: Listing, g: _Group, *, unified: bool) -> tuple[list[str], list[str]]:
+def _members(listing: Listing, g: _Group, rules: IndexRules) -> tuple[list[str], list[str]]:
     """The files that an index is to speak of, and notes. Raises IncompleteError, ConflictError."""
     root = str(listing.root)
     mapped = g.mapped
@@ -309,19 +319,19 @@ def _members(listing: Listing, g: _Group, *, unified: bool) -> tuple[list[str], 
         if beyond:
             raise ConflictError(
                 f"there is a shard {max(beyond)} of {total}",
-                where=str(listing.path(f"{stem}-{max(beyond):05d}-of-{total:05d}.safetensors")),
+                where=str(listing.path(shard_name(stem, max(beyond), total))),
                 hint="move it away, or give it its number",
             )
-        gaps = [i for i in range(1, total + 1) if i not in parts]
+        lost = gaps(total, parts)
         # An asynchronous save writes no file for a rank that holds nothing, and its index names none.
-        if unified and named & set(names):
-            empty = [i for i in gaps if f"{stem}-{i:05d}-of-{total:05d}.safetensors" not in named]
+        if rules.runs and named & set(names):
+            empty = [i for i in lost if shard_name(stem, i, total) not in named]
             if empty:
                 notes.append(f"{len(empty)} of {total} files are not there, and the index names none of them")
-            gaps = [i for i in gaps if i not in empty]
-        if gaps:
+            lost = [i for i in lost if i not in empty]
+        if lost:
             raise IncompleteError(
-                f"{len(gaps)} of {total} shards are missing: {stem}-{gaps[0]:05d}-of-{total:05d}.safetensors",
+                f"{len(lost)} of {total} shards are missing: {shard_name(stem, lost[0], total)}",
                 where=root,
                 hint="fetch the missing files; an index is only made of a whole set",
             )
@@ -335,52 +345,35 @@ def _members(listing: Listing, g: _Group, *, unified: bool) -> tuple[list[str], 
     return names, notes
 
 
-def _choose(
-    g: _Group, names: Iterable[str], tensors: Mapping[str, Sequence[StoredTensor]], *, unified: bool
-) -> _Chosen:
-    """The file of each tensor.
-
-    In a unified checkpoint a tensor may be in several files on purpose: sharding ranks hold runs of it, or each has
-    its own scalars. An index names one of them, and Paddle's readers do not mind which; Paddle names the last.
-    """
+def _choose(g: _Group, tensors: Mapping[str, Sequence[StoredTensor]], rules: IndexRules) -> _Chosen:
+    """The file of each of the tensors, which are those of each file."""
     places: dict[str, list[str]] = {}
-    for n in names:
-        for t in tensors[n]:
+    for n, held in tensors.items():
+        for t in held:
             places.setdefault(t.name, []).append(n)
-    mapped = g.mapped
     mapping = {name: held[0] for name, held in places.items()}
     several = {name: held for name, held in places.items() if len(held) > 1}
-    if not several:
-        return _Chosen(mapping, {}, {})
-    # Whole tensors of a save without runs have more than one axis somewhere.
-    state = g.stem in ("optimizer", "master_weights")
-    flat = state and all(len(t.shape) == 1 for n in names for t in tensors[n])
-    scalars = {t.name for n in names for t in tensors[n] if state and prod(t.shape) == 1}
-    refused: dict[str, list[str]] = {}
-    for name, held in several.items():
-        if unified and mapped.get(name) in held:
-            mapping[name] = mapped[name]
-        elif unified and len(set(held)) == len(held) and (flat or name in scalars):
-            mapping[name] = held[-1]
-        else:
-            refused[name] = held
-    return _Chosen(mapping, refused, {n: h for n, h in several.items() if n not in refused})
+    chosen = rules.choose(g.stem, several, g.mapped, tensors) if several else {}
+    refused = {name: held for name, held in several.items() if name not in chosen}
+    return _Chosen(mapping | chosen, refused, {n: h for n, h in several.items() if n in chosen})
 
 
 def _plan(
     listing: Listing,
     g: _Group,
     names: Sequence[str],
-    heads: Mapping[str, Header],
+    tensors: Mapping[str, Sequence[StoredTensor]],
     notes: list[str],
-    *,
-    unified: bool,
+    rules: IndexRules,
 ) -> tuple[IndexState, bytes | None]:
-    """What is to become of one index, and its bytes if it is to be written. Raises ConflictError, IncompleteError."""
+    """What is to become of one index, and its bytes if it is to be written. Raises ConflictError, IncompleteError.
+
+    ``tensors`` are those of all files.
+    """
     if g.ranked:
-        return _plan_ranked(g, heads, notes)
-    tensors = {n: heads[n].tensors for n in names}
-    chosen = _choose(g, names, tensors, unified=unified)
+        return _plan_ranked(listing, g, tensors, notes, rules)
+    own = {n: tensors[n] for n in names}
+    chosen = _choose(g, own, rules)
     if chosen.refused:
         name, held = next(iter(chosen.refused.items()))
         more = f" (and {len(chosen.refused) - 1} more)" if len(chosen.refused) > 1 else ""
@@ -393,56 +386,50 @@ def _plan(
         name, held = next(iter(chosen.copies.items()))
         text = f"{len(chosen.copies)} tensors are in several files: `{name}` in {' and '.join(held)}"
         notes.append(f"{text}; the index names {chosen.mapping[name]}")
-    examined = [ExaminedFile(n, heads[n].file, heads[n].tensors, sound=True) for n in names]
-    size = sum(t.nbytes for t in counted(examined, unified=unified))
-    if g.raw is None and not any(NUMBERED.match(n) for n in names):
+    if g.raw is None and not any(map(set_of, names)):
         return IndexState(g.index, tuple(names), len(chosen.mapping), None, NONE_NEEDED, (), tuple(notes)), None
     _refuse_lost(listing, g, chosen.mapping, names, notes)
-    mapping, total = chosen.mapping, size
-    extra: dict[str, Any] = {}
-    coded = unified and g.stem == "optimizer" and any(_CODED.search(n) for n in mapping)
-    if coded:
-        mapping, total, stage = _as_moments(chosen.mapping, tensors, g.mapped)
-        said = _total(g.data)
-        if g.quantised and said is not None:
-            total = said
-            notes.append(f"total_size {total:,} is of the moments before they were quantised; it stays as it is")
-        elif not g.quantised:
-            extra["ckpt_quant_stage"] = stage
-            notes.append(f"ckpt_quant_stage {stage}: by the names of the moments")
-    if unified:
-        extra |= _fields(listing, g, heads)
-    new = _new_index(g, mapping, total, extra)
-    changes = _changes(g, new)
-    state = WRITTEN if changes else RIGHT
-    found = IndexState(g.index, tuple(names), len(chosen.mapping), total, state, tuple(changes), tuple(notes))
-    return found, _encode(g, new, unified=unified) if changes else None
+    size = sum(t.nbytes for t in counted(own, rules))
+    settled = rules.settle(listing, g.stem, g.old, Settled(chosen.mapping, size, {}, []), names, tensors)
+    return _state(g, names, len(chosen.mapping), settled.total, _new_index(g, settled), [*notes, *settled.notes], rules)
 
 
-def _plan_ranked(g: _Group, heads: Mapping[str, Header], notes: list[str]) -> tuple[IndexState, bytes | None]:
-    """Files of ranks. That the optimizer's index has no map is how Paddle's readers know them."""
-    names = {t.name for n in g.ranked for t in heads[n].tensors}
-    parts = max(int(m["part"] or 0) for n in g.ranked if (m := _RANKED.match(n)))
-    if g.stem != "optimizer":
-        state = RIGHT if g.raw is not None and not g.broken else NONE_NEEDED
+def _plan_ranked(
+    listing: Listing,
+    g: _Group,
+    tensors: Mapping[str, Sequence[StoredTensor]],
+    notes: list[str],
+    rules: IndexRules,
+) -> tuple[IndexState, bytes | None]:
+    """Files of ranks, of whose index the rules know."""
+    names = {t.name for n in g.ranked for t in tensors[n]}
+    new = rules.of_ranks(g.stem, g.old, names, max(rules.of_rank(n)[1] for n in g.ranked))
+    if new is None:
+        state = NONE_NEEDED if g.old is None else RIGHT
         return IndexState(g.index, tuple(g.ranked), len(names), None, state, (), tuple(notes)), None
     if "weight_map" in g.data:
         raise ConflictError(
             f"{g.index} has a weight_map, and the files are those of ranks: {g.ranked[0]}",
-            where=str(heads[g.ranked[0]].file.place.parent / g.index),
+            where=str(listing.path(g.index)),
             hint="the index is of another save: move it away",
         )
-    new: dict[str, Any] = dict(g.data)
-    if g.raw is None or g.broken:
-        stage = _stage(names)
-        new = {**({"ckpt_quant_stage": stage} if stage else {}), "quant_ckpt_resume_times": 0}
-    if parts:
-        new["optim_shard_num"] = parts
+    notes.append("each rank wrote files of its own: the index has no weight_map")
+    return _state(g, g.ranked, len(names), None, new, notes, rules)
+
+
+def _state(
+    g: _Group,
+    names: Sequence[str],
+    tensors: int,
+    total: int | None,
+    new: Mapping[str, Any],
+    notes: Sequence[str],
+    rules: IndexRules,
+) -> tuple[IndexState, bytes | None]:
     changes = _changes(g, new)
     state = WRITTEN if changes else RIGHT
-    notes.append("each rank wrote files of its own: the index has no weight_map")
-    found = IndexState(g.index, tuple(g.ranked), len(names), None, state, tuple(changes), tuple(notes))
-    return found, _encode(g, new, unified=True) if changes else None
+    found = IndexState(g.index, tuple(names), tensors, total, state, tuple(changes), tuple(notes))
+    return found, _encode(g, new, rules) if changes else None
 
 
 def _refuse_lost(
@@ -465,73 +452,9 @@ def _refuse_lost(
     notes.append(f"the index named {missing[0]}, which is not there; all of its tensors are in other files")
 
 
-def _stage(names: Iterable[str]) -> str:
-    """How moments are quantised, by their names: O2 packs both into one; "" where they are not."""
-    there = set(names)
-    coded = [n.partition("@")[0] for n in there if _CODED.search(n)]
-    if not coded:
-        return ""
-    return "O1" if all(n.replace("moment2", "moment1") in there for n in coded) else "O2"
-
-
-def _as_moments(
-    mapping: Mapping[str, str], tensors: Mapping[str, Sequence[StoredTensor]], old: Mapping[str, str]
-) -> tuple[dict[str, str], int, str]:
-    """The map, the total and the stage of quantised state: an index of Paddle's is that of the moments in float32.
-
-    Scales are not in it, and moments that are packed into another tensor are.
-    """
-    stage = _stage(mapping)
-    coded = {n.partition("@")[0] for n in mapping if _CODED.search(n)}
-    shapes = {t.name: t.shape for held in tensors.values() for t in held if t.name in coded}
-    out: dict[str, str] = {}
-    size = 0
-    for name, file in mapping.items():
-        if "@" in name:
-            if name in old:
-                out[name] = file
-            continue
-        out[name] = file
-        if name not in shapes:
-            continue
-        size += 4 * prod(shapes[name])
-        first = name.replace("moment2", "moment1")
-        if first not in mapping:
-            out[first] = file
-            size += 4 * prod(shapes[name])
-    size += sum(t.nbytes for held in tensors.values() for t in held if "@" not in t.name and t.name not in coded)
-    return out, size, stage
-
-
-def _fields(listing: Listing, g: _Group, heads: Mapping[str, Header]) -> dict[str, Any]:
-    """What Paddle's readers want to know beside the map, where the old index does not say it."""
-    if g.stem == "peft_model" and g.raw is None:
-        return {"type": "ptuning" if "prefix_config.json" in listing.names else "lora"}
-    if g.stem != "optimizer":
-        return {}
-    out: dict[str, Any] = {}
-    if "quant_ckpt_resume_times" not in g.data and (g.raw is None or g.broken):
-        out["quant_ckpt_resume_times"] = 0
-    if "master_weights" not in g.data:
-        out["master_weights"] = _has_masters(listing, heads)
-    return out
-
-
-def _has_masters(listing: Listing, heads: Mapping[str, Header]) -> bool:
-    """Whether there are master weights: files of their own, or a model in float32 that the config calls another."""
-    if any(n.startswith(("master_weights-", "master_weights.")) and ".safetensors" in n for n in heads):
-        return True
-    try:
-        want = config_dtype(listing.json("config.json"))
-    except CorruptError:
-        return False
-    model = [t for n, h in heads.items() if n.startswith("model-") for t in h.tensors]
-    return want in ("BF16", "F16") and bool(model) and all(t.dtype == "F32" for t in model)
-
-
-def _new_index(g: _Group, mapping: Mapping[str, str], total: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+def _new_index(g: _Group, settled: Settled) -> dict[str, Any]:
     """The index as it should be, in the order of the old one."""
-    old = g.mapped
+    old, mapping = g.mapped, settled.mapping
     listed = list(old)
     if listed and listed != sorted(listed):
         order = [*(n for n in old if n in mapping), *sorted(n for n in mapping if n not in old)]
@@ -540,19 +463,13 @@ def _new_index(g: _Group, mapping: Mapping[str, str], total: int, extra: Mapping
     metadata = g.data.get("metadata")
     new = {
         **g.data,
-        "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": total},
+        "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": settled.total},
         "weight_map": {n: mapping[n] for n in order},
-        **extra,
+        **settled.fields,
     }
     if g.data.keys() & {"metadata", "weight_map"}:
         return new
     return {"metadata": new.pop("metadata"), "weight_map": new.pop("weight_map"), **new}
-
-
-def _total(data: Mapping[str, Any]) -> int | None:
-    metadata = data.get("metadata")
-    said = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return said if type(said) is int else None
 
 
 def _changes(g: _Group, new: Mapping[str, Any]) -> list[str]:
@@ -577,7 +494,7 @@ def _changes(g: _Group, new: Mapping[str, Any]) -> list[str]:
                 some = f"{len(found)} tensors were" if len(found) > 1 else "1 tensor was"
                 out.append(text.format(some) + f": `{found[0]}`")
     if g.data.get("metadata") != new.get("metadata"):
-        said, real = _total(g.data), _total(new)
+        said, real = total_size(g.data), total_size(new)
         out.append(f"total_size was {'missing' if said is None else f'{said:,}'}, it is {real:,}")
     out += [
         f"{k} was {json.dumps(g.data[k]) if k in g.data else 'missing'}"
@@ -587,11 +504,10 @@ def _changes(g: _Group, new: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _encode(g: _Group, new: Mapping[str, Any], *, unified: bool) -> bytes:
+def _encode(g: _Group, new: Mapping[str, Any], rules: IndexRules) -> bytes:
     """The index in the style of the old one, else in that of its software."""
     if g.raw is None or g.broken:
-        text = json.dumps(new, indent=4 if unified else 2, ensure_ascii=False)
-        return (text if unified else text + "\n").encode()
+        return (json.dumps(new, indent=rules.indent, ensure_ascii=False) + rules.end).encode()
     m = re.match(rb"\s*\{[^\S\n]*\n([ \t]*)\S", g.raw)
     indent = m[1].decode() if m else None
     text = json.dumps(new, indent=indent, ensure_ascii=rb"\u" in g.raw)
@@ -638,20 +554,20 @@ def _examine(path: Path) -> tuple[Header | None, list[tuple[str, str]]]:
 
 
 def _check_group(
-    listing: Listing, g: _Group, found: Mapping[str, ExaminedFile], result: CheckResult, *, unified: bool
+    listing: Listing, g: _Group, found: Mapping[str, ExaminedFile], result: CheckResult, rules: IndexRules
 ) -> None:
     """One index against its files."""
     where = listing.path(g.index)
     if g.broken:
         result.add("index-json", g.broken, where, _ANEW)
     if g.ranked:
-        _check_ranked(g, where, result)
+        _check_ranked(g, where, result, rules)
         if not g.files:
             return
         text = f"merged {g.stem} files and {g.stem} files of ranks lie in one directory"
         result.add("conflict", text, listing.root, "move those away that do not belong to this save")
         return
-    index = parse_index(g.data, where, result) if g.raw is not None and not g.broken else None
+    index = parse_index(g.data, rules, where, result) if g.old is not None else None
     wanted = dict.fromkeys(index.mapped.values() if index is not None else ())
     files = [found[n] for n in g.files]
     missing = {n for n in wanted if n not in found}
@@ -668,7 +584,7 @@ def _check_group(
     elif mixed:
         text = f"{single} and numbered shards of it lie in one directory"
         result.add("shard-numbering", text, listing.root, "move one of the two away")
-    if unified and any(n in found for n in wanted):
+    if rules.runs and any(n in found for n in wanted):
         # An asynchronous save writes no file for a rank that holds nothing, and its index names none.
         sets = {k: parts | set(range(1, k[1] + 1)) for k, parts in sets.items()}
     if not mixed:
@@ -683,36 +599,33 @@ def _check_group(
         result.add("no-index", text, listing.root, _ANEW)
     if mixed:
         return
-    if unified:
-        refused = _choose(g, [f.name for f in members], {f.name: f.tensors for f in members}, unified=True).refused
+    if rules.runs:
+        refused = _choose(g, {f.name: f.tensors for f in members}, rules).refused
         for name, held in refused.items():
             text = f"tensor `{name}` is in {' and in '.join(held)}"
             result.add("duplicate-tensor", text, listing.root, "remove the stale copy")
-        wants_masters = g.stem == "optimizer" and index is not None and "master_weights" not in g.data
-        if wants_masters:
-            text = f"{g.index} does not say whether there are master_weights, and Paddle asks for it"
-            result.add("index-json", text, where, _ANEW)
     else:
         check_duplicates(listing, members, index.mapped if index is not None else None, result)
     if index is None:
         return
-    coded = unified and g.quantised
-    if coded:
-        # The total is that of the moments, and its scales are in no index.
-        index = index._replace(total=None)
+    if lacks := rules.lacks(g.stem, g.data):
+        result.add("index-json", f"{g.index} does not say {lacks}, and Paddle asks for it", where, _ANEW)
+    if index.stands_for:
         result.notes.append(f"{g.index}: total_size is of the moments before they were quantised, and not checked")
-    check_mapping(listing, members, index, missing, result, unified=unified, quantised=coded)
+    check_mapping(listing, members, index, missing, result, rules)
 
 
-def _check_ranked(g: _Group, where: Path, result: CheckResult) -> None:
-    """The index of files of ranks, which only the optimizer has."""
-    if g.stem != "optimizer":
+def _check_ranked(g: _Group, where: Path, result: CheckResult, rules: IndexRules) -> None:
+    """The index of files of ranks, where these have one."""
+    new = rules.of_ranks(g.stem, g.data, (), max(rules.of_rank(n)[1] for n in g.ranked))
+    if new is None:
         return
-    parts = max(int(m["part"] or 0) for n in g.ranked if (m := _RANKED.match(n)))
     if g.raw is None:
-        result.add("no-index", f"{len(g.ranked)} optimizer files of ranks have no index", where.parent, _ANEW)
+        result.add("no-index", f"{len(g.ranked)} {g.stem} files of ranks have no index", where.parent, _ANEW)
     elif "weight_map" in g.data:
         text = f"{g.index} has a weight_map, and the files are those of ranks: {g.ranked[0]}"
         result.add("conflict", text, where, "the index is of another save: move it away")
-    elif parts and not g.broken and g.data.get("optim_shard_num") != parts:
-        result.add("index-json", f"{g.index} does not say that optim_shard_num is {parts}", where, _ANEW)
+    elif not g.broken:
+        for name, value in new.items():
+            if g.data.get(name) != value:
+                result.add("index-json", f"{g.index} does not say that {name} is {value}", where, _ANEW)

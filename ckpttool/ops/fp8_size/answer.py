@@ -18,7 +18,7 @@ from ckpttool.ops.fp8_size.model import Model, index_of, load
 from ckpttool.ops.fp8_size.resident import Ranks, partition
 from ckpttool.ops.fp8_size.stored import Applied, Disk, Wanted, apply, on_disk
 from ckpttool.ops.fp8_size.training import Training, training_of
-from ckpttool.ops.inspect.check import explain_total
+from ckpttool.ops.index_checks import explain_total
 from ckpttool.storage.listing import list_source
 
 BY = ("class", "dtype", "module", "tensor")

@@ -17,14 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpttool.catalog import StoredTensor
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.containers.index import IndexRules, index_name, is_member, set_of, sets_of
 from ckpttool.containers.safetensors import examine
 from ckpttool.errors import (
     CkptError,
@@ -37,15 +36,19 @@ from ckpttool.errors import (
 from ckpttool.execute import Progress
 from ckpttool.execute.hashing import ALGORITHM, hash_range
 from ckpttool.findings import ERROR, CheckResult, Finding
-from ckpttool.formats.base import OpenOptions, StoredCheckpoint
-from ckpttool.formats.hf import NOT_WEIGHTS, NUMBERED, indexes_of, misplaced
-from ckpttool.formats.paddle.program import find_program
-from ckpttool.formats.paddle.unified import STEMS
-from ckpttool.formats.registry import choose
-from ckpttool.ops.convert_json.check import check_program
+from ckpttool.formats.base import ChecksItself, OpenOptions, Reader, StoredCheckpoint
+from ckpttool.formats.hf import NOT_WEIGHTS, indexes_of
+from ckpttool.formats.registry import choose, reader
+from ckpttool.ops.index_checks import (
+    ExaminedFile,
+    Index,
+    check_duplicates,
+    check_mapping,
+    check_numbers,
+    parse_index,
+)
 from ckpttool.ops.inspect.code import code_findings
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs
-from ckpttool.ops.inspect.names import ranges
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
 from ckpttool.storage.listing import Listing, list_source
@@ -55,22 +58,6 @@ MANIFEST = "ckpttool.manifest.json"
 _PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")
 _SMALL = re.compile(r"(?:scheduler|scaler)\.\w+")
 """Pickles of a trainer that hold no tensors of the model."""
-
-ANEW = "rebuild the index: `ckpttool convert-json DIR --index`"
-
-
-@dataclass(slots=True)
-class ExaminedFile:
-    """One file as far as it can be read."""
-
-    name: str
-    info: DataFile | None
-    tensors: list[StoredTensor]
-    sound: bool
-
-    @property
-    def names(self) -> set[str]:
-        return {t.name for t in self.tensors}
 
 
 def check(
@@ -88,28 +75,33 @@ def check(
     """
     path = Path(src)
     listing = list_source(path)
-    program = _program(listing, options)
-    if program is not None:
-        result = check_program(program)
-        result.path = path
-        return result
+    chosen = _choose(listing, options)
+    if isinstance(chosen, ChecksItself):
+        try:
+            checked = chosen.check(listing)
+            return CheckResult(path, chosen.name, [Finding(*f) for f in checked.found], checked.counts)
+        except CkptError:
+            pass  # reported as for any other source
     result = CheckResult(path)
     stored = _read(path, options)
-    names = _names(listing, stored, options)
+    rules = _rules(chosen)
+    names = _names(listing, stored, rules)
     files = [_examine(listing, name, i, result) for i, name in enumerate(names)]
     if isinstance(stored, StoredCheckpoint):
         _check_pickles(stored, files, result)
     result.checked["file"] = len(files)
-    result.format = stored.format if isinstance(stored, StoredCheckpoint) else _format(listing, options, result)
+    result.format = stored.format if isinstance(stored, StoredCheckpoint) else _format(chosen, result)
     complete = all(f.sound for f in files)
     config = _config(listing, stored, result)
-    whole = result.format in ("hf", "")
+    if isinstance(stored, StoredCheckpoint):
+        rules = None if result.format == PEFT else reader(result.format).capabilities.indexes
+    whole = rules is not None and not rules.stems
     mapped: Mapping[str, str] | None = None
-    if whole:
-        found = _check_set(listing, files, stored, result)
+    if rules is not None and rules.stems:
+        _check_stems(listing, files, stored, result, rules)
+    elif rules is not None:
+        found = _check_set(listing, files, stored, result, rules)
         complete, mapped = complete and found[0], found[1]
-    elif result.format == "unified":
-        _check_stems(listing, files, stored, result)
     elif result.format == PEFT:
         _check_adapter(path, result)
     checkpoint = _open(path, stored, options, result)
@@ -138,14 +130,16 @@ def _vocab_axis(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> in
     return checkpoint.dialect.vocab_axis(name, shape, names, checkpoint.config, tied=checkpoint.family.tied)
 
 
-def _program(listing: Listing, options: OpenOptions) -> Path | None:
-    """The Paddle program that SRC is, when it is one: nothing else about a checkpoint applies to it."""
+def _choose(listing: Listing, options: OpenOptions) -> Reader | CkptError:
+    """The format of a source, or why it has none."""
     try:
-        if choose(listing, options.format, options.mesh).name == "program":
-            return find_program(listing)
-    except CkptError:
-        pass  # reported as for any other source
-    return None
+        return choose(listing, options.format, options.mesh)
+    except CkptError as e:
+        return e
+
+
+def _rules(chosen: Reader | CkptError) -> IndexRules | None:
+    return IndexRules() if isinstance(chosen, CkptError) else chosen.capabilities.indexes
 
 
 # -- files
@@ -158,14 +152,14 @@ def _read(path: Path, options: OpenOptions) -> StoredCheckpoint | CkptError:
         return e
 
 
-def _names(listing: Listing, stored: StoredCheckpoint | CkptError, options: OpenOptions) -> list[str]:
+def _names(listing: Listing, stored: StoredCheckpoint | CkptError, rules: IndexRules | None) -> list[str]:
     """Files to examine: those that make up the checkpoint, and others beside them that look like a part of it."""
     out: dict[str, None] = {}
     if isinstance(stored, StoredCheckpoint):
         out = dict.fromkeys(relative(f.place, listing.root) for f in source_files(stored.files))
     elif not listing.single:
         out = dict.fromkeys(n for n in listing.names if _PICKLES.search(n) and not _SMALL.fullmatch(n))
-        if format_by_names(listing, options) == "unified":
+        if rules is not None and rules.stems:
             out |= dict.fromkeys(n for n in listing.names if ".safetensors" in n and not n.endswith(".json"))
     if not listing.single.endswith(".safetensors"):
         beside = NOT_WEIGHTS.match if "adapter_config.json" not in listing.names or out else lambda _: None
@@ -232,22 +226,22 @@ def _check_pickles(stored: StoredCheckpoint, files: Iterable[ExaminedFile], resu
 
 
 def _check_set(
-    listing: Listing, files: list[ExaminedFile], stored: StoredCheckpoint | CkptError, result: CheckResult
+    listing: Listing,
+    files: list[ExaminedFile],
+    stored: StoredCheckpoint | CkptError,
+    result: CheckResult,
+    rules: IndexRules,
 ) -> tuple[bool, Mapping[str, str] | None]:
     """Index, shard names and tensor names. Returns whether all tensors are known, and the usable index."""
-    by_name = {f.name: f for f in files}
-    sets: dict[tuple[str, int], set[int]] = {}
-    for name in by_name:
-        if m := NUMBERED.match(name):
-            sets.setdefault((m["stem"], int(m["total"])), set()).add(int(m["part"]))
-    index = None if listing.single.endswith(".safetensors") else _index(listing, result)
+    names = {f.name for f in files}
+    index = None if listing.single.endswith(".safetensors") else _index(listing, result, rules)
     mapped = index.mapped if index is not None else None
     wanted = dict.fromkeys((mapped or {}).values())
-    missing = [n for n in wanted if n not in by_name]
+    missing = [n for n in wanted if n not in names]
     for name in missing:
         result.add("shard-missing", f"the index names {name}, which is not there", listing.root, "fetch the file")
     if not listing.single.endswith(".safetensors"):
-        check_numbers(listing, sets, wanted, result)
+        check_numbers(listing, sets_of(f.name for f in files), wanted, result)
     if isinstance(stored, StoredCheckpoint):
         mine = {f.place for f in stored.files}
         members = [f for f in files if listing.path(f.name) in mine]
@@ -266,23 +260,27 @@ def _check_set(
     if not mixed:
         check_duplicates(listing, members, mapped, result)
     if index is not None:
-        check_mapping(listing, members, index, set(missing), result)
+        check_mapping(listing, members, index, missing, result, rules)
     return not missing and not any(f.id == "shard-missing" for f in result.findings), mapped
 
 
 def _check_stems(
-    listing: Listing, files: list[ExaminedFile], stored: StoredCheckpoint | CkptError, result: CheckResult
+    listing: Listing,
+    files: list[ExaminedFile],
+    stored: StoredCheckpoint | CkptError,
+    result: CheckResult,
+    rules: IndexRules,
 ) -> None:
-    """Index and files of each component of a unified checkpoint (model, peft_model, master_weights, optimizer)."""
+    """Index and files of each component, where these have an index each."""
     mine = {f.place for f in stored.files} if isinstance(stored, StoredCheckpoint) else None
-    for stem in STEMS:
+    for stem in rules.stems:
         own = [f for f in files if Path(f.name).name.startswith((f"{stem}-", f"{stem}."))]
         members = [f for f in own if mine is None or listing.path(f.name) in mine]
         for name in listing.names if mine is not None else ():
-            if (m := NUMBERED.match(name)) and m["stem"] == stem and listing.path(name) not in (mine or ()):
+            if (key := set_of(name)) and key[0] == stem and listing.path(name) not in (mine or ()):
                 text = f"{name} is not part of the checkpoint that {stem}.safetensors.index.json describes"
                 result.add("orphan-shard", text, listing.path(name), "move it away: it is of another save")
-        name = f"{stem}.safetensors.index.json"
+        name = index_name(stem)
         if name not in listing.names or not members:
             continue
         try:
@@ -293,7 +291,7 @@ def _check_stems(
         # An index without a map is how saves say that each rank wrote files of its own.
         if "weight_map" not in data:
             continue
-        index = parse_index(data, listing.path(name), result)
+        index = parse_index(data, rules, listing.path(name), result)
         if index is None:
             continue
         missing = set(index.mapped.values()) - {Path(f.name).name for f in own}
@@ -301,10 +299,7 @@ def _check_stems(
             result.add("shard-missing", f"{name} names {file}, which is not there", listing.root, "fetch the file")
         if not any(Path(f.name).name in index.mapped.values() for f in members):
             continue  # the map is of other files; that these are missing is said
-        # The total of a quantised optimizer is that of the moments, and its scales are in no index.
-        quantised = bool(data.get("ckpt_quant_stage"))
-        index = index._replace(total=None) if quantised else index
-        check_mapping(listing, members, index, missing, result, unified=True, quantised=quantised)
+        check_mapping(listing, members, index, missing, result, rules)
 
 
 def _check_adapter(path: Path, result: CheckResult) -> None:
@@ -319,28 +314,12 @@ def _check_adapter(path: Path, result: CheckResult) -> None:
         result.add(_class_id(e), e.what, "; ".join(e.where), e.hint)
 
 
-def is_member(name: str, wanted: Mapping[str, None]) -> bool:
-    """Whether a file is a part of what the index describes: named by it, or a shard of the same set."""
-    if not wanted or name in wanted:
-        return True
-    m = NUMBERED.match(name)
-    same = {(x["stem"], x["total"]) for n in wanted if (x := NUMBERED.match(n))}
-    return m is not None and (m["stem"], m["total"]) in same
-
-
-class Index(NamedTuple):
-    """What an index says."""
-
-    mapped: dict[str, str]
-    total: float | None
-
-
-def _index(listing: Listing, result: CheckResult) -> Index | None:
+def _index(listing: Listing, result: CheckResult, rules: IndexRules) -> Index | None:
     """The index, its findings reported; None when there is none that can be used."""
     names = indexes_of(listing)
     if not names:
-        shards = [m for n in listing.safetensors() if (m := NUMBERED.match(n)) and not NOT_WEIGHTS.match(n)]
-        if len(shards) > 1 and len({(m["stem"], m["total"]) for m in shards}) == 1:
+        shards = [key for n in listing.safetensors() if (key := set_of(n)) and not NOT_WEIGHTS.match(n)]
+        if len(shards) > 1 and len(set(shards)) == 1:
             result.add("no-index", f"{len(shards)} shards have no index", listing.root, "`ckpttool reshard` writes one")
         return None
     where = listing.path(names[0])
@@ -349,168 +328,19 @@ def _index(listing: Listing, result: CheckResult) -> Index | None:
     except CorruptError as e:
         result.add("index-json", e.what, where)
         return None
-    return parse_index(data, where, result)
-
-
-def parse_index(data: Mapping[str, Any], where: Path, result: CheckResult) -> Index | None:
-    """What an index says, with findings about its form; None when it has no map that can be used."""
-    weight_map = data.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        result.add("index-json", f"{where.name} has no weight_map of names", where)
-        return None
-    outside = {v for v in weight_map.values() if misplaced(v)}
-    for v in sorted(outside):
-        result.add("index-json", f"the index names `{v}`, {misplaced(v)}", where)
-    meta = data.get("metadata")
-    total = meta.get("total_size") if isinstance(meta, dict) else None
-    return Index(
-        {k: v for k, v in weight_map.items() if v not in outside}, total if isinstance(total, int | float) else None
-    )
-
-
-def check_numbers(
-    listing: Listing, sets: Mapping[tuple[str, int], set[int]], wanted: Mapping[str, None], result: CheckResult
-) -> None:
-    """Gaps and mixtures in ``stem-00001-of-00004``."""
-    if len(sets) > 1 and not wanted:
-        shown = ", ".join(f"{s}-*-of-{t:05d}" for s, t in sets)
-        text = f"shards of {len(sets)} sets lie in one directory: {shown}"
-        result.add("shard-numbering", text, listing.root, "move all but one set away")
-        return
-    for (stem, total), parts in sets.items():
-        mine = any((m := NUMBERED.match(n)) and (m["stem"], int(m["total"])) == (stem, total) for n in wanted)
-        if wanted and not mine:
-            continue
-        gaps = sorted(set(range(1, total + 1)) - parts)
-        named = {int(m["part"]) for n in wanted if (m := NUMBERED.match(n)) and m["stem"] == stem}
-        gaps = [g for g in gaps if g not in named]  # those that the index names are reported already
-        if gaps:
-            result.add(
-                "shard-missing",
-                f"{len(gaps)} of {total} shards are missing: {stem}-{{{ranges(gaps)}}}-of-{total:05d}.safetensors",
-                listing.root,
-                "fetch the files",
-            )
-        beyond = sorted(p for p in parts if p > total or p < 1)
-        if beyond:
-            text = f"there is a shard {beyond[-1]} of {total}"
-            result.add("shard-numbering", text, f"{listing.root}/{stem}-*-of-{total:05d}.safetensors")
-
-
-def check_duplicates(
-    listing: Listing, files: Iterable[ExaminedFile], mapped: Mapping[str, str] | None, result: CheckResult
-) -> None:
-    """Tensors that are in two of the files."""
-    seen: dict[str, str] = {}
-    for f in files:
-        for t in f.tensors:
-            if t.name in seen:
-                said = (mapped or {}).get(t.name)
-                says = f"; the index says {said}" if said in (seen[t.name], f.name) else ""
-                text = f"tensor `{t.name}` is in {seen[t.name]} and in {f.name}{says}"
-                result.add("duplicate-tensor", text, listing.root, "remove the stale copy")
-            else:
-                seen[t.name] = f.name
-
-
-def check_mapping(
-    listing: Listing,
-    files: list[ExaminedFile],
-    index: Index,
-    missing: set[str],
-    result: CheckResult,
-    *,
-    unified: bool = False,
-    quantised: bool = False,
-) -> None:
-    """The index against the headers; one of ``quantised`` state names the moments, of which some are not stored.
-
-    In ``unified`` checkpoints a name in several files is as many runs of elements, and its total has them all.
-    """
-    unknown = missing | {f.name for f in files if not f.sound}
-    places: dict[str, list[str]] = {}
-    for f in files:
-        for t in f.tensors:
-            places.setdefault(t.name, []).append(f.name)
-    mapped = index.mapped
-    for name, shard in mapped.items():
-        held = places.get(name)
-        if held is None:
-            if shard not in unknown and not quantised:
-                text = f"the index puts tensor `{name}` in {shard}, and no shard holds it"
-                result.add(
-                    "index-missing", text, listing.path(shard), "the model lacks a tensor, or the index is stale"
-                )
-        elif shard not in held and shard not in unknown:
-            text = f"the index puts tensor `{name}` in {shard}; it is in {held[0]}"
-            result.add("index-shard", text, listing.path(shard), ANEW)
-    for name, held in places.items():
-        if name not in mapped and not (quantised and "@" in name):
-            result.add(
-                "index-extra",
-                f"tensor `{name}` of {held[0]} is not in the index, so loaders do not see it",
-                listing.path(held[0]),
-                ANEW,
-            )
-    said = index.total
-    if said is not None and not unknown:
-        tensors = counted(files, unified=unified)
-        real = sum(t.nbytes for t in tensors)
-        if said != real:
-            why = explain_total(said, tensors, sum(f.info.size for f in files if f.info is not None))
-            text = f"the index says total_size {said:,}, the tensors have {real:,} bytes{why}"
-            result.add("total-size", text, listing.root)
-
-
-def counted(files: Iterable[ExaminedFile], *, unified: bool = False) -> list[StoredTensor]:
-    """The tensors that a total_size counts: each name once; in ``unified`` checkpoints once for each file."""
-    return list({(t.name, f.name if unified else ""): t for f in files for t in f.tensors}.values())
-
-
-def explain_total(said: float, tensors: list[StoredTensor], file_bytes: int) -> str:
-    """What was counted instead, where that is known."""
-    real = sum(t.nbytes for t in tensors)
-
-    def of(dtypes: tuple[str, ...]) -> int:
-        return sum(t.nbytes for t in tensors if t.dtype in dtypes)
-
-    e5m2, bools = of(("F8_E5M2",)), of(("BOOL",))
-    fp8 = of(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
-    named = "the size of an element was taken from the digits at the end of its dtype's name"
-    guesses: list[tuple[float, str]] = [
-        (real - e5m2, f"F8_E5M2 was counted as nothing: {named}"),
-        (real - bools + bools // 8, f"BOOL was counted as one bit: {named}"),
-        (real - e5m2 - bools + bools // 8, f"F8_E5M2 was counted as nothing and BOOL as one bit: {named}"),
-        (real - fp8, "FP8 tensors were left out"),
-        (real + fp8, "FP8 tensors were counted with two bytes an element, as before they were quantised"),
-        (sum(prod(t.shape) for t in tensors), "this is the number of elements"),
-        (file_bytes, "this is the size of the files, headers included"),
-    ]
-    for value, why in guesses:
-        if said == value != real:
-            return f" ({why})"
-    return ""
+    return parse_index(data, rules, where, result)
 
 
 # -- opening
 
 
-def format_by_names(listing: Listing, options: OpenOptions) -> str:
-    """The format that the names of the files show; "" where they show none."""
-    try:
-        return choose(listing, options.format, options.mesh).name
-    except CkptError:
-        return ""
-
-
-def _format(listing: Listing, options: OpenOptions, result: CheckResult) -> str:
+def _format(chosen: Reader | CkptError, result: CheckResult) -> str:
     """The format of a source that cannot be read."""
-    try:
-        return choose(listing, options.format, options.mesh).name
-    except CkptError as e:
-        if not any(f.severity == ERROR for f in result.findings):
-            result.add("format", e.what, "; ".join(e.where), e.hint)
-        return ""
+    if not isinstance(chosen, CkptError):
+        return chosen.name
+    if not any(f.severity == ERROR for f in result.findings):
+        result.add("format", chosen.what, "; ".join(chosen.where), chosen.hint)
+    return ""
 
 
 _CLASSES: tuple[tuple[type[CkptError], str], ...] = (

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ckpttool.storage.listing import natural
+from ckpttool.words import ranges
 
 _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,17})(?=[.\n])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
@@ -33,17 +34,6 @@ def templates(names: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
         out.append((text[1:], tuple(numbers[at:end])))
         at = end
     return out
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """``0..2,5`` for 0, 1, 2, 5."""
-    runs: list[list[int]] = []
-    for n in sorted(numbers):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join([str(a) if a == b else f"{a}..{b}" for a, b in runs])
 
 
 def fold(names: Sequence[str]) -> list[tuple[str, list[int]]]:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalog import in_order
 from ckpttool.ops.inspect.listing import Row
-from ckpttool.ops.inspect.names import SLOT, printable, ranges, templates
+from ckpttool.ops.inspect.names import SLOT, printable, templates
 from ckpttool.storage.listing import natural
+from ckpttool.words import ranges
 
 LEVELS = 100
 """Levels of the tree. What a name has beyond them stands on one line; names that are published have ten."""
