@@ -11,10 +11,10 @@ from itertools import accumulate, permutations
 from math import prod
 from typing import NamedTuple, NoReturn
 
-from ckpttool.adapters.base import Adapter, Change, Changes, Pair, Term
+from ckpttool.adapters.base import ANOTHER_MODEL, Adapter, Change, Changes, Factors, Pair, Term, transposed
 from ckpttool.catalog import LogicalTensor, whole_tensor
 from ckpttool.errors import ConflictError, UnsupportedError
-from ckpttool.relate import DerivedTensor, deinterleave, permute, take, unstack
+from ckpttool.relate import DerivedTensor, deinterleave, take
 from ckpttool.select import nearest_hint
 
 InOut = Callable[[str], bool]
@@ -59,24 +59,6 @@ class Holder(NamedTuple):
         return f"{module}.{e}.{layer}.weight"
 
 
-class Factors(NamedTuple):
-    """What is added to one layer."""
-
-    up: DerivedTensor
-    """[out, rank]"""
-    down: DerivedTensor
-    """[rank, in]"""
-    factor: float
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(out, in)."""
-        return self.up.shape[0], self.down.shape[1]
-
-    def transposed(self) -> Factors:
-        return Factors(_t(self.down), _t(self.up), self.factor)
-
-
 def adapt(
     adapter: Adapter, base: Mapping[str, tuple[int, ...]], *, in_out: InOut | None = None, kv_heads: int = 0
 ) -> Changes:
@@ -116,10 +98,6 @@ def combine(changes: Iterable[tuple[Changes, float]]) -> Changes:
     return Changes(table, tuple(dict.fromkeys(notes)))
 
 
-def _t(view: DerivedTensor) -> DerivedTensor:
-    return permute(view.name, view, (1, 0))
-
-
 class _Match:
     """One adapter and one base."""
 
@@ -145,14 +123,14 @@ class _Match:
     def run(self) -> Changes:
         self._align()
         linear = [(self._rename(p.target), p) for p in self.adapter.pairs if p.kind == "linear"]
-        self._trained = {target: self._outputs(p) for target, p in linear}
+        self._trained = {target: self.adapter.factors(p).up.shape[0] for target, p in linear}
         for tensor, name in self.adapter.whole.items():
             self._whole(self._rename(tensor), self.adapter.view(name), in_place=tensor in self.adapter.in_place)
         for target, pair in linear:
             if self._is_convolution(pair):
                 self._convolution(target, pair)
             else:
-                self._linear(target, self._of_layer(pair))
+                self._linear(target, self.adapter.factors(pair))
         stacks: dict[str, list[Pair]] = {}
         for pair in self.adapter.pairs:
             if pair.kind == "embedding":
@@ -206,7 +184,7 @@ class _Match:
                 f"{len(lost)} of the {len(wanted)} tensors that the adapter changes "
                 + ("have more than one place in the base" if found else "are not in the base"),
                 where=[self.adapter.path, *shown],
-                hint="is this the model for which the adapter was trained? (One whose lm_head is tied has none.)",
+                hint=f"{ANOTHER_MODEL} (One whose lm_head is tied has none.)",
             )
         (self._moved,) = found.values()
         old, new = self._moved
@@ -237,7 +215,7 @@ class _Match:
 
     def _offset(self, whole: str, stem: str, names: Sequence[str], part: int, out: int) -> int:
         """First output of a part of a fused layer; all parts but the first are of one size."""
-        if len(names) > 2 and self.adapter.format == "paddle" and self.in_out(whole):
+        if len(names) > 2 and self.adapter.interleaves_qkv and self.in_out(whole):
             raise UnsupportedError(
                 f"the adapter changes parts of `{whole}`, whose outputs are ordered by key and value heads",
                 where=self.adapter.path,
@@ -252,7 +230,7 @@ class _Match:
             self._misfit(f"the adapter has {known} outputs, `{whole}` of the base has {total}")
         return total - out * (len(names) - part) if part else 0
 
-    def _misfit(self, what: str, hint: str = "is this the model for which the adapter was trained?") -> NoReturn:
+    def _misfit(self, what: str, hint: str = ANOTHER_MODEL) -> NoReturn:
         raise ConflictError(what, where=self.adapter.path, hint=hint)
 
     # -- what is put where
@@ -265,7 +243,7 @@ class _Match:
         shape = self.base.get(name, ())
         turned = self.said is not None and self.said(name) != self.adapter.in_out
         if turned and len(view.shape) == 2 and name.endswith(".weight") and not name.endswith(_TABLES):
-            view = _t(view)
+            view = transposed(view)
         if name not in self.base or view.shape != shape:
             self._misfit(
                 f"`{view.name}` {list(view.shape)} of the adapter replaces `{name}`, which is {list(shape)} in the base"
@@ -273,14 +251,6 @@ class _Match:
                 else f"`{view.name}` of the adapter replaces a part of a fused tensor of the base",
             )
         self.table[name] = self.table.get(name, Change())._replace(whole=view, in_place=in_place)
-
-    def _outputs(self, pair: Pair) -> int:
-        return self.adapter.catalog[pair.b].shape[1 if self.adapter.format == "paddle" else 0]
-
-    def _of_layer(self, pair: Pair) -> Factors:
-        a, b = self.adapter.view(pair.a), self.adapter.view(pair.b)
-        plain = Factors(b, a, pair.factor)
-        return Factors(a, b, pair.factor).transposed() if self.adapter.format == "paddle" else plain
 
     def _linear(self, target: str, f: Factors) -> None:
         """Add to a layer, which the base may have in parts, or as a part of one."""
@@ -312,9 +282,8 @@ class _Match:
     def _turned(self, name: str, f: Factors, *, whole: bool) -> bool:
         """Whether the base stores this weight as [in, out]."""
         flag = self.in_out(name)
-        if not flag or self.said is not None or self.adapter.format != "peft" or not whole:
+        if not flag or self.said is not None or self.adapter.in_out_everywhere or not whole:
             return flag
-        # PEFT resets fan_in_fan_out for layers that are plain nn.Linear, and the config keeps the last layer's flag.
         if f.size[0] == f.size[1]:
             self._square.append(name)
         elif self.base[name] == f.size:
@@ -324,11 +293,9 @@ class _Match:
 
     def _split(self, target: str, up: DerivedTensor, sizes: Sequence[int]) -> list[DerivedTensor]:
         """``up`` [out, rank] of a fused layer, in parts."""
-        grouped = len(sizes) == 3 and self.adapter.format == "paddle"
-        if not grouped:
+        if len(sizes) != 3 or not self.adapter.interleaves_qkv:
             stops = list(accumulate(sizes))
             return [take(up.name, up, 0, stop - n, stop) for n, stop in zip(sizes, stops, strict=True)]
-        # Paddle's models hold, for each key and value head, its query heads, the key and the value.
         heads = self.kv_heads
         if not heads:
             raise UnsupportedError(
@@ -344,7 +311,7 @@ class _Match:
 
     def _embedding(self, name: str, pair: Pair) -> None:
         """A is [rank, rows] and B is [columns, rank], whoever wrote the base: nobody stores embeddings transposed."""
-        up, down = _t(self.adapter.view(pair.a)), _t(self.adapter.view(pair.b))
+        up, down = transposed(self.adapter.view(pair.a)), transposed(self.adapter.view(pair.b))
         if self.base.get(name) != (up.shape[0], down.shape[1]):
             self._misfit(
                 f"`{pair.a}` {[*up.shape[::-1]]} and `{pair.b}` {[*down.shape[::-1]]} change an embedding of"
@@ -385,7 +352,7 @@ class _Match:
         """Add to the stacked weights of one module."""
         choices = pairs[0].choices or ("",)
         there = [holder for c in choices if (holder := self._holder(target, c)) is not None]
-        each = [self._experts(p) for p in pairs]
+        each = [self.adapter.experts(p) for p in pairs]
         fitting = [
             chosen
             for chosen in permutations(there, len(pairs))
@@ -424,35 +391,9 @@ class _Match:
         if not same:
             self._misfit(f"`{experts[0].up.name}` is for {n} experts, the base has another number of them")
 
-    def _experts(self, pair: Pair) -> list[Factors]:
-        """[out, rank] and [rank, in] of each expert.
-
-        PEFT's A [experts * rank, in] has the ranks of an expert together, its B [out, rank * experts] the experts of a
-        rank. Paddle's A is [experts, in, rank] and its B [experts, rank, out].
-        """
-        a, b, r = self.adapter.view(pair.a), self.adapter.view(pair.b), pair.rank
-        if self.adapter.format == "paddle":
-            return [
-                Factors(unstack(a.name, a, e), unstack(b.name, b, e), pair.factor).transposed()
-                for e in range(a.shape[0])
-            ]
-        n, rest = divmod(a.shape[0], r)
-        if rest or not n or len(a.shape) != 2 or len(b.shape) != 2 or b.shape[1] != a.shape[0]:
-            self._misfit(
-                f"`{pair.a}` {list(a.shape)} and `{pair.b}` {list(b.shape)} are not a stack of factors of rank {r}",
-            )
-        return [
-            Factors(
-                deinterleave(b.name, b, 1, r, e, 1, n) if n > 1 else b,
-                take(a.name, a, 0, e * r, e * r + r),
-                pair.factor,
-            )
-            for e in range(n)
-        ]
-
     def _stack_turned(self, target: str, sizes: Sequence[tuple[int, int]], holders: Sequence[Holder]) -> bool:
         """Whether factors [out, in] are for weights [in, out]; one answer for all parameters of a module."""
-        if self.adapter.format == "paddle":
+        if self.adapter.in_out_everywhere:
             (size,), (holder,) = sizes, holders
             turned = holder.stacked and self.in_out(holder.name)
             if holder.size != (size[::-1] if turned else size):

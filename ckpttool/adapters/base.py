@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from ckpttool.catalog import Catalog
 from ckpttool.dtypes import CASTABLE
 from ckpttool.errors import ConflictError, UnsupportedError
-from ckpttool.relate import DerivedTensor
+from ckpttool.relate import DerivedTensor, permute
 from ckpttool.storage.place import DataFile
 
-Format = Literal["peft", "paddle"]
 Kind = Literal["linear", "embedding", "stacked"]
+ANOTHER_MODEL = "is this the model for which the adapter was trained?"
+"""What to ask when shapes do not fit."""
 
 
 class Pair(NamedTuple):
@@ -33,12 +34,41 @@ class Pair(NamedTuple):
     """Stacked weights of PEFT: the parameters of the module that the factors may belong to; file names do not say."""
 
 
+class Factors(NamedTuple):
+    """What is added to one layer."""
+
+    up: DerivedTensor
+    """[out, rank]"""
+    down: DerivedTensor
+    """[rank, in]"""
+    factor: float
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.up.shape[0], self.down.shape[1]
+
+    def transposed(self) -> Factors:
+        return Factors(transposed(self.down), transposed(self.up), self.factor)
+
+
+def transposed(view: DerivedTensor) -> DerivedTensor:
+    """A matrix with its axes exchanged."""
+    return permute(view.name, view, (1, 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter directory."""
+    """One adapter directory; each library that writes adapters has a class of its own."""
+
+    dialect: ClassVar[str]
+    """Of the models that its library trains."""
+    in_out_everywhere: ClassVar[bool]
+    """Whether ``in_out`` holds for all layers."""
+    interleaves_qkv: ClassVar[bool]
+    """Whether a fused q, k and v have, for each key and value head, its query heads, the key and the value."""
 
     path: str
-    format: Format
     catalog: Catalog
     """All its tensors, by the names they have in its files."""
     pairs: tuple[Pair, ...]
@@ -57,6 +87,14 @@ class Adapter:
     def shifted(self, by: int) -> Adapter:
         """The same with ``by`` added to every file number, for a table of files that others share."""
         return replace(self, catalog=self.catalog.shifted(by))
+
+    def factors(self, pair: Pair) -> Factors:
+        """Of a linear layer or a convolution."""
+        raise NotImplementedError
+
+    def experts(self, pair: Pair) -> list[Factors]:
+        """Of each expert of a stacked weight. Raises ConflictError for shapes that are no stack."""
+        raise NotImplementedError
 
     def view(self, tensor: str) -> DerivedTensor:
         """One of its tensors."""

@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckpttool.adapters.base import Adapter, Kind, Pair, check_dtypes, check_rank, number, scaling
+from ckpttool.adapters.base import Adapter, Factors, Kind, Pair, check_dtypes, check_rank, number, scaling
 from ckpttool.catalog import Catalog, whole_tensor
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
+from ckpttool.relate import unstack
 
 CONFIG = "lora_config.json"
 STEM = "peft_model"
@@ -30,6 +31,23 @@ REFUSED = {
 """Fields of the config that, when set, ask for more than a sum of low-rank products."""
 
 _FACTOR = re.compile(r"(?P<name>.+)(?P<dot>[._])lora_(?P<side>[AB])\Z")
+
+
+class PaddleAdapter(Adapter):
+    """A is [in, rank] and B [rank, out]."""
+
+    dialect = "paddle"
+    in_out_everywhere = True
+    interleaves_qkv = True
+
+    def factors(self, pair: Pair) -> Factors:
+        return Factors(self.view(pair.a), self.view(pair.b), pair.factor).transposed()
+
+    def experts(self, pair: Pair) -> list[Factors]:
+        a, b = self.view(pair.a), self.view(pair.b)
+        return [
+            Factors(unstack(a.name, a, e), unstack(b.name, b, e), pair.factor).transposed() for e in range(a.shape[0])
+        ]
 
 
 def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
@@ -55,7 +73,7 @@ def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
         else:
             whole[key.name] = key.name
     pairs = [_pair(target, found, rank, factor, catalog, path) for target, found in sides.items()]
-    return Adapter(where, "paddle", catalog, tuple(pairs), whole, in_out=True)
+    return PaddleAdapter(where, catalog, tuple(pairs), whole, in_out=True)
 
 
 def _with_bfloat16(catalog: Catalog) -> Catalog:

@@ -13,9 +13,21 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ckpttool.adapters.base import Adapter, Kind, Pair, check_dtypes, check_rank, number, positive, scaling
+from ckpttool.adapters.base import (
+    ANOTHER_MODEL,
+    Adapter,
+    Factors,
+    Kind,
+    Pair,
+    check_dtypes,
+    check_rank,
+    number,
+    positive,
+    scaling,
+)
 from ckpttool.catalog import Catalog
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.relate import deinterleave, take
 
 CONFIG = "adapter_config.json"
 STEM = "adapter_model"
@@ -52,6 +64,37 @@ class _Factor(NamedTuple):
     side: str
 
 
+class PeftAdapter(Adapter):
+    """A is [rank, in] and B [out, rank]."""
+
+    dialect = "hf"
+    # fan_in_fan_out is reset for layers that are plain nn.Linear, and the config keeps the last layer's flag.
+    in_out_everywhere = False
+    interleaves_qkv = False
+
+    def factors(self, pair: Pair) -> Factors:
+        return Factors(self.view(pair.b), self.view(pair.a), pair.factor)
+
+    def experts(self, pair: Pair) -> list[Factors]:
+        """A [experts * rank, in] has the ranks of an expert together, B [out, rank * experts] the experts of a rank."""
+        a, b, r = self.view(pair.a), self.view(pair.b), pair.rank
+        n, rest = divmod(a.shape[0], r)
+        if rest or not n or len(a.shape) != 2 or len(b.shape) != 2 or b.shape[1] != a.shape[0]:
+            raise ConflictError(
+                f"`{pair.a}` {list(a.shape)} and `{pair.b}` {list(b.shape)} are not a stack of factors of rank {r}",
+                where=self.path,
+                hint=ANOTHER_MODEL,
+            )
+        return [
+            Factors(
+                deinterleave(b.name, b, 1, r, e, 1, n) if n > 1 else b,
+                take(a.name, a, 0, e * r, e * r + r),
+                pair.factor,
+            )
+            for e in range(n)
+        ]
+
+
 def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
     """Raises UnsupportedError for what is no plain LoRA, ConflictError and IncompleteError for what does not fit."""
     path = f"{where}/{CONFIG}"
@@ -84,9 +127,8 @@ def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
         shapes = Counter(catalog[name].shape for name in whole.values())
         in_place |= {plain for plain, name in whole.items() if shapes[catalog[name].shape] > 1}
     pairs = [_pair(module, kind, sides, config, catalog, path) for (module, kind), sides in factors.items()]
-    return Adapter(
+    return PeftAdapter(
         where,
-        "peft",
         catalog,
         tuple(pairs),
         whole,

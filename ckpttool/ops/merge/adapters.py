@@ -7,6 +7,7 @@ from math import prod
 
 from ckpttool.adapters import Change, Changes, InOut, adapt, combine, read_adapter
 from ckpttool.adapters.base import Adapter, Term
+from ckpttool.dialects import dialect
 from ckpttool.execute.hashing import hash_range
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.plan import Adapted, LowRank, Operand
@@ -125,7 +126,7 @@ def _orientation(model: Model, adapter: Adapter) -> InOut | None:
     stored = model.checkpoint.stored
     if model.checkpoint.dialect.in_out and model.checkpoint.family.name == "none":
         return lambda _: True  # nothing says what the model is, so its names and orientation are still its own
-    if adapter.format != "paddle":
+    if not dialect(adapter.dialect).in_out:
         return None
     named = any(n.startswith("model.") for n in model.views)
     torch = stored.format != "hf" or (stored.metadata.get("format") == "pt" and named)
