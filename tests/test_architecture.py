@@ -260,7 +260,45 @@ def execution_problems(found: list[Source]) -> Iterator[str]:
                     yield f"{source.module}:{node.lineno}: lets numpy unpickle"
 
 
-CHECKS = (order_problems, format_problems, circle_problems, rich_problems, torch_problems, execution_problems)
+def dialect_problems(found: list[Source]) -> Iterator[str]:
+    """Comparisons with a dialect's name, where the dialect itself should be asked."""
+    names = {
+        node.value.value
+        for source in found
+        if row_name(source.module) == "dialects"
+        for owner in ast.walk(source.tree)
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and [getattr(t, "id", "") for t in node.targets] == ["name"]
+    } - {""}
+    for source in found:
+        if row_name(source.module) in {"formats", "dialects", "cli"}:
+            continue
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Compare):
+                sides: list[ast.AST] = [node]
+            elif isinstance(node, ast.Match):
+                sides = [node.subject, *(case.pattern for case in node.cases)]
+            else:
+                continue
+            inside = [part for side in sides for part in ast.walk(side)]
+            texts = {part.value for part in inside if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+            of_dialect = any("dialect" in (getattr(part, "attr", ""), getattr(part, "id", "")) for part in inside)
+            if texts & names or (of_dialect and texts):
+                yield f"{source.module}:{node.lineno}: compares with the name of a dialect"
+
+
+CHECKS = (
+    order_problems,
+    format_problems,
+    dialect_problems,
+    circle_problems,
+    rich_problems,
+    torch_problems,
+    execution_problems,
+)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -308,6 +346,11 @@ BAD = {
     "format registry": ("formats/vllm.py", "from ckpttool.formats import detect", "the registry"),
     "container": ("containers/torch_zip.py", "from ckpttool.formats.base import File", "stands below it"),
     "package of formats": ("formats/paddle/flex.py", "from ..hf import read", "imports another format"),
+    "dialect": ("ops/merge.py", "def f(x):\n    return x == 'paddle'", "name of a dialect"),
+    "dialect of several": ("checkpoint.py", "X = [x for x in y if x.format not in ('paddle', '')]", "of a dialect"),
+    "dialect of a family": ("targeting.py", "X = 1 if stored.dialect == 'vllm' else 2", "name of a dialect"),
+    "dialect by its object": ("ops/merge.py", "X = 'hf' != x.dialect.name", "name of a dialect"),
+    "dialect matched": ("ops/merge.py", "match x:\n    case 'paddle' | 'hf': y()", "name of a dialect"),
     "circle": ("ops/inspect.py", "def f():\n    from ckpttool.ops import merge", "a circle of imports"),
     "circle for types": ("cli/options.py", "if TYPE_CHECKING:\n    from ckpttool.cli.app import X", "a circle"),
     "rich": ("ops/inspect.py", "def f():\n    import rich.table", "only report imports rich"),
@@ -344,6 +387,8 @@ GOOD = {
     "formats/paddle/names.py": "from .. import base\nfrom . import pir",
     "formats/paddle/pir.py": "X = 1",
     "layout/rules.py": "from ..formats.base import File",
+    "dialects/paddle.py": "class Paddle:\n    name = 'paddle'\nX = x.dialect == 'paddle'",
+    "targeting.py": "X = a.dialect.name == b.dialect.name",
     "relate.py": "from re import compile",
     "plan.py": "from ckpttool.geometry import Box",
     "quant.py": "from ckpttool.geometry import Box",
