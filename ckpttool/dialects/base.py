@@ -56,7 +56,7 @@ class Dialect:
 
     def detect(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
         """What leads to the names of a checkpoint whose tensors have these shapes on a rank."""
-        raise NotImplementedError
+        return self.target(context, shapes)
 
     def target(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
         """What leads to this dialect's names; ``shapes`` are those of all tensors under Hugging Face's names."""

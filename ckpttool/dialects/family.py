@@ -40,9 +40,6 @@ class FamilyDialect(Dialect):
         self.published = self.whole_alone = name == PUBLISHED
         self.packs = name in PACKING
 
-    def detect(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
-        return self.target(context, shapes)
-
     def target(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
         """What the family file says, plus all its fusions where ``fused`` says so."""
         del shapes

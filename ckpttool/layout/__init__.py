@@ -5,7 +5,6 @@ rules.py      the verbs (column, row, vocab, replicate, fused, grouped) and loca
 family.py     families/*.yaml: which rule each tensor has, which config field each size is, how namings relate
 scales.py     which tensor is the scale grid of which weight, and its block
 packed.py     the same for integers that share a word: GPTQ, AWQ, compressed-tensors
-paddle.py     Paddle's namings, from the published names and shapes
 shapes.py     the tensors that a family has for a config, without any file
 shards.py     runs of elements of a sharded optimizer -> boxes
 assemble.py   stored tensors of ranks -> logical tensors
