@@ -30,8 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "product(one_in=None): the cases are all pairs of something. `make test` runs so many that every value of "
-        "every argument is met, or one in so many; `make test-all` runs all.",
+        "product(one_in=None, first=0): the cases are all pairs of something. `make test` runs so many that every "
+        "value of every argument is met, or one in so many from the first on; `make test-all` runs all.",
     )
     sample.everything = config.getoption("all")
     # No time limit for an example (machines are shared), and the same examples in every run: what passes here passes
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("all" if sample.everything else "sample")
     _use_memory_disk()
     if hasattr(config, "workerinput"):
-        _fork_beside_xdist(config)
+        _compute_beside_xdist(config)
 
 
 def _use_memory_disk() -> None:
@@ -53,13 +53,15 @@ def _use_memory_disk() -> None:
         tempfile.tempdir = None
 
 
-def _fork_beside_xdist(config: pytest.Config) -> None:
-    """Let commands fork their workers beside the thread of xdist, which no fork has to do with.
+def _compute_beside_xdist(config: pytest.Config) -> None:
+    """Let commands fork the worker that computes beside the thread of xdist, which no fork has to do with.
 
-    Otherwise each merge and each cast in a test would start an interpreter for them, which takes longer than itself.
+    Otherwise each merge and each cast in a test would start an interpreter for it, which takes longer than itself. One
+    worker, where a test does not say --workers: each process of xdist has one processor.
     """
-    from ckpttool.execute import crew
+    from ckpttool.execute import crew, options
 
+    options.default_processes = lambda: 1
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
     crew.can_fork = lambda: len(os.listdir("/proc/self/task")) <= threads  # noqa: PTH208
     config.addinivalue_line("filterwarnings", "ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -77,7 +79,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left: set[pytest.Item] = set()
     for cases in products.values():
         marker = cases[0].get_closest_marker("product")
-        one_in = marker.kwargs.get("one_in") if marker else None
-        left |= set(cases) - (set(cases[::one_in]) if one_in else sample.covering(cases))
+        how = marker.kwargs if marker else {}
+        left |= set(cases) - (
+            set(cases[how.get("first", 0) :: how["one_in"]]) if "one_in" in how else sample.covering(cases)
+        )
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]

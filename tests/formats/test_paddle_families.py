@@ -31,20 +31,19 @@ def published(model: Model, folder: Path) -> Tensors:
     return tensors
 
 
+@pytest.mark.product
+@pytest.mark.parametrize("target", TARGETS, ids=" ".join)
 @pytest.mark.parametrize("name", NAMES)
-def test_into_paddle_and_back(name: str, tmp_path: Path) -> None:
-    src = tmp_path / "src"
+def test_into_paddle_and_back(name: str, target: tuple[str, ...], tmp_path: Path) -> None:
+    src, out, back = tmp_path / "src", tmp_path / "out", tmp_path / "back"
     want = published(MODELS[name], src)
-    for i, target in enumerate(TARGETS):
-        out, back = tmp_path / f"out{i}", tmp_path / f"back{i}"
-        reshard(src, out, "--to", *target, "-q")
-        reshard(out, back, "--to", "hf", "-q")
-        got: Tensors = {}
-        for path in back.glob("*.safetensors"):
-            got |= read(path)
-        assert got.keys() == want.keys(), target
-        wrong = [n for n in want if got[n].dtype != want[n].dtype or not np.array_equal(got[n].bits, want[n].bits)]
-        assert wrong == [], target
+    reshard(src, out, "--to", *target, "-q")
+    reshard(out, back, "--to", "hf", "-q")
+    got: Tensors = {}
+    for path in back.glob("*.safetensors"):
+        got |= read(path)
+    assert got.keys() == want.keys()
+    assert [n for n in want if got[n].dtype != want[n].dtype or not np.array_equal(got[n].bits, want[n].bits)] == []
 
 
 def test_square_weights_turn_by_name_and_not_by_shape(tmp_path: Path) -> None:
