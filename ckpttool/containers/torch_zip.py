@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
-from ckpttool.catalog import DataFile, StoredTensor
+from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import interpret, opened, printable
 from ckpttool.containers.torch_pickle import STORAGE_CLASS, TORCH_DTYPE, Storage, Tensor, vocabulary
 from ckpttool.dtypes import DTYPES, itemsize, nbytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import contiguous_strides
+from ckpttool.storage.place import DataFile
 
 MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
@@ -63,7 +64,7 @@ class TorchFile:
 
         ``name`` is what the result and errors call it, ``file`` the number of this file.
         """
-        where = f"{self.info.path} `{printable(name)}`"
+        where = f"{self.info.place} `{printable(name)}`"
         if tensor.dtype not in DTYPES:
             raise UnsupportedError(
                 f"tensor `{printable(name)}` is of torch's type {printable(tensor.dtype)}",
@@ -122,16 +123,16 @@ class _Source(NamedTuple):
         if len(data) != n:
             raise IncompleteError(
                 f"the file is cut off: it needs at least {at + n:,} bytes, it has {self.end - self.begin:,}",
-                where=str(self.info.path),
+                where=str(self.info.place),
                 hint=_AGAIN,
             )
         return data
 
     def corrupt(self, what: str) -> NoReturn:
-        raise CorruptError(what, where=str(self.info.path), hint="fetch or write the file again")
+        raise CorruptError(what, where=str(self.info.place), hint="fetch or write the file again")
 
     def unsupported(self, what: str, hint: str) -> NoReturn:
-        raise UnsupportedError(what, where=str(self.info.path), hint=hint)
+        raise UnsupportedError(what, where=str(self.info.place), hint=hint)
 
     def checked(self, storages: Mapping[str, Storage], places: Mapping[str, tuple[int, int]]) -> None:
         """Refuse storages that are not there, or have another size than the pickle says."""
@@ -207,7 +208,7 @@ def _members(source: _Source) -> tuple[dict[str, _Member], int]:
     tail = source.pread(tail_at, source.end - tail_at)
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size > len(tail):
-        raise IncompleteError("the zip is cut off: its directory is missing", where=str(source.info.path), hint=_AGAIN)
+        raise IncompleteError("the zip is cut off: its directory is missing", where=str(source.info.place), hint=_AGAIN)
     *_, count, size, start, _ = _END.unpack_from(tail, at)
     if at >= _LOCATOR.size and tail[at - _LOCATOR.size :][:4] == b"PK\x06\x07":
         _, _, place, _ = _LOCATOR.unpack_from(tail, at - _LOCATOR.size)
@@ -232,7 +233,7 @@ def _members(source: _Source) -> tuple[dict[str, _Member], int]:
         if name in found:
             raise ConflictError(
                 f"the zip has two members called `{printable(name)}`",
-                where=str(source.info.path),
+                where=str(source.info.place),
                 hint="write the file again: it is undefined which of them counts",
             )
         found[name] = _Member(header, full, method != 0 or flags & 1 != 0 or packed != full)

@@ -37,6 +37,8 @@ class ReadOptions:
     """Further directories of the same save, which was spread over nodes."""
     raw: bool = False
     """Names as they are in the files, all of them model weights: what Paddle's own merge of flex checkpoints does."""
+    select: str = ""
+    """Dotted path of the dict whose tensors are meant, where a file holds several (``Capabilities.nested``)."""
 
     def from_flags(self) -> dict[str, int]:
         return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}
@@ -181,6 +183,8 @@ class Capabilities(NamedTuple):
     """Of the indexes that lie beside its files."""
     default_target: bool = False
     """What comes in this format stays in it unless --to says otherwise."""
+    nested: bool = False
+    """Tensors may lie in dicts inside other dicts; --select names one."""
     instead: str = ""
     """What may be written in place of a format that is only read."""
 

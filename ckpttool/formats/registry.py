@@ -24,6 +24,7 @@ from ckpttool.formats.paddle.pdparams import PaddleFile
 from ckpttool.formats.paddle.program import PaddleProgram
 from ckpttool.formats.paddle.unified import Unified
 from ckpttool.formats.ranks import Ranks
+from ckpttool.formats.torch.bin import TorchFiles
 from ckpttool.storage.identify import foreign
 from ckpttool.storage.listing import Listing, is_index, list_source, lost, natural
 
@@ -43,6 +44,7 @@ READERS: dict[str, Reader] = {
         Flex(),
         PaddleFile(),
         PaddleProgram(),
+        TorchFiles(),
     )
 }
 WRITERS: dict[str, Writer] = {name: f for name, f in READERS.items() if isinstance(f, Writer)}
@@ -51,6 +53,7 @@ ALSO_CALLED = {
     **dict.fromkeys(("tensorrt-llm", "tensorrt_llm", "tensorrt", "trt-llm", "trt"), "trtllm"),
     **dict.fromkeys(("rank", "tp", "sharded", "shards"), "ranks"),
     **dict.fromkeys(("paddlenlp", "paddleformers"), "unified"),
+    **dict.fromkeys(("torch", "pytorch", "bin", "pth", "pt", "ckpt"), "torch-bin"),
 }
 """What people say for a format; only for hints."""
 
@@ -189,7 +192,12 @@ def read_source(path: Path, name: str, options: ReadOptions) -> StoredCheckpoint
     ConflictError (flags and files disagree, several formats fit), UnsupportedError (no format fits).
     """
     listing = list_source(path)
-    stored = choose(listing, name, options).read(listing, options)
+    found = choose(listing, name, options)
+    if options.select and not found.capabilities.nested:
+        raise UsageError(
+            f"--select has no effect on {found.name}, whose tensors do not lie in nested dicts", where=str(path)
+        )
+    stored = found.read(listing, options)
     stored.notes += [f"{n} is left out: it is a link out of the checkpoint, to {to}" for n, to in listing.away.items()]
     if not stored.config and stored.mesh.world > 1 and listing.root.parent.joinpath("config.json").is_file():
         stored.notes.append("config.json is read from the parent directory")

@@ -1,0 +1,1 @@
+"""Checkpoints of PyTorch and the software around it."""

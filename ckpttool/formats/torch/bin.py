@@ -1,0 +1,182 @@
+"""PyTorch's own files: ``pytorch_model.bin``, its shards with an index, any other file of torch.save. Whole tensors.
+
+The name of a file says little (.bin, .pt, .pth and .ckpt are anybody's), so its content decides. An index is only a
+hint, as that of safetensors is: the files say what is in them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from ckpttool.catalog import StoredTensor
+from ckpttool.containers.torch_zip import is_torch, lay_out_torch, read_torch
+from ckpttool.dtypes import nbytes
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.formats.base import (
+    Capabilities,
+    FileLayout,
+    OutFile,
+    ReadOptions,
+    StoredCheckpoint,
+    WriteRequest,
+    check_mesh,
+    companions,
+    fill_files,
+)
+from ckpttool.formats.torch.tree import select
+from ckpttool.mesh import Mesh
+from ckpttool.storage.identify import identify
+from ckpttool.storage.json_file import indented
+from ckpttool.storage.listing import Listing
+from ckpttool.words import some
+
+SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+STEM = "pytorch_model"
+INDEX = f"{STEM}.bin.index.json"
+SHARD_LIMIT = 5 * 10**9
+"""Default for the bytes of tensors in a file, as for safetensors."""
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.bin\Z")
+_OTHERS = re.compile(
+    r"(adapter_model|optimizer|scheduler|scaler|training_args|rng_state|random_states|consolidated\.\d+|mp_rank"
+    r"|(bf16_)?zero_pp_rank|model_optim_rng|distrib_optim|pytorch_model_fsdp|(model|optim|extra_state)_world_size)"
+)
+"""Files of trainers, and of other formats, that are no model by themselves."""
+
+
+class TorchFiles:
+    """Files of torch.save."""
+
+    name = "torch-bin"
+    dialect = "hf"
+    capabilities = Capabilities(shards=True, nested=True)
+
+    def detect(self, listing: Listing) -> int:
+        if listing.single:
+            return int(listing.single.endswith((*SUFFIXES, ".bin.index.json")))
+        if listing.safetensors():
+            return 0
+        names = _weights(listing)
+        return 2 if INDEX in listing.names or any(n.startswith(STEM) for n in names) else int(len(names) == 1)
+
+    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+        """Raises IncompleteError (a shard is missing), ConflictError (a tensor twice, several dicts of tensors),
+        and what reading a file of torch.save raises.
+        """
+        check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
+        names, index = _files(listing)
+        single = listing.single if listing.single in names else ""
+        carried, notes = ((), []) if single else companions(listing, names)
+        if left := [n for n in listing.names if n.endswith(SUFFIXES) and n not in names]:
+            notes.append(f"not part of the model, and left out: {some(left)}")
+        config = listing.json("config.json")
+        stored = StoredCheckpoint(self.name, listing.root, [], [], Mesh(), config=config, companions=carried)
+        found: dict[str, StoredTensor] = {}
+        for number, name in enumerate(names):
+            path = listing.path(name)
+            with path.open("rb") as f:
+                head = f.read(64)
+            if head and not is_torch(head):
+                kind = identify(head)
+                what = f"this is {kind.what}" if kind else "this is not a file of torch.save"
+                raise UnsupportedError(what, where=str(path), hint=kind.hint if kind else "give the file of weights")
+            file = read_torch(path)
+            stored.files.append(file.info)
+            tensors, said = select(file.value, options.select, str(path))
+            notes += [n for n in said if n not in notes]
+            for key, tensor in tensors.items():
+                t = file.place(tensor, key, number)
+                if key in found and index.get(key) not in (name, names[found[key].file]):
+                    raise ConflictError(
+                        f"tensor `{key}` is in two files",
+                        where=[str(listing.path(names[found[key].file])), str(path)],
+                        hint="remove the stale file",
+                    )
+                if key not in found or index[key] == name:
+                    found[key] = t
+        stored.tensors, stored.notes = list(found.values()), notes
+        if index and (wrong := [k for k, t in found.items() if index.get(k) != names[t.file]]):
+            stored.notes.append(f"the index does not say where {some(wrong)} is; read from the files")
+        if missing := [k for k in index if k not in found]:
+            raise IncompleteError(
+                f"{len(missing)} tensors that the index names are in no file: {missing[0]}", where=str(listing.root)
+            )
+        return stored
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        if wrong := [f"--{k}-out {v}" for k, v in said.items() if v != 1]:
+            raise UsageError(
+                f"{' '.join(wrong)} cannot be used with --to {self.name}: its files hold whole tensors",
+                hint="use --to ranks (or vllm, deepseek, trtllm) for a cut checkpoint",
+            )
+        return Mesh()
+
+    def write(self, request: WriteRequest) -> FileLayout:
+        """``pytorch_model.bin``, or numbered shards and their index. Raises UnsupportedError for a dtype."""
+        groups = fill_files(request.ranks[0], request.max_shard_size or SHARD_LIMIT)
+        files: list[OutFile] = []
+        places: dict[str, tuple[int, int]] = {}
+        weight_map: dict[str, str] = {}
+        for i, group in enumerate(groups):
+            stem = STEM if len(groups) == 1 else f"{STEM}-{i + 1:05d}-of-{len(groups):05d}"
+            laid = lay_out_torch([(t.name, t.dtype, t.shape) for t in group], stem)
+            files.append(OutFile(f"{stem}.bin", laid.size, laid.literals, laid.checksums))
+            places |= {t.slot: (i, laid.offsets[t.name]) for t in group}
+            weight_map |= {t.name: f"{stem}.bin" for t in group}
+        rank_files = list(range(len(files)))
+        if len(groups) > 1:
+            total = sum(nbytes(t.dtype, prod(t.shape)) for t in request.ranks[0])
+            text = indented({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+            files.append(OutFile(INDEX, len(text), ((0, text),)))
+        return FileLayout(files, [places], [], [rank_files], usage=_usage(request.config))
+
+
+def _usage(config: Mapping[str, Any]) -> str:
+    causal = str(next(iter(config.get("architectures") or ()), "")).endswith(("ForCausalLM", "LMHeadModel"))
+    name = "AutoModelForCausalLM" if causal else "AutoModel"
+    return f"{name}.from_pretrained({{text}}, use_safetensors=False)" if config.get("model_type") else ""
+
+
+def _weights(listing: Listing) -> list[str]:
+    return [n for n in listing.names if n.endswith(SUFFIXES) and not _OTHERS.match(n) and not n.startswith(".")]
+
+
+def _files(listing: Listing) -> tuple[list[str], dict[str, str]]:
+    """The files that make up the checkpoint, and the map of their index ({} without one).
+
+    Raises IncompleteError for a file that is missing, or when it is unclear which are meant.
+    """
+    if listing.single.endswith(SUFFIXES):
+        return [listing.single], {}
+    index = listing.single or (INDEX if INDEX in listing.names else "")
+    if index:
+        weight_map = listing.json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise CorruptError("the index has no weight_map of file names", where=str(listing.path(index)))
+        names, what = sorted(set(weight_map.values())), "that the index names "
+    else:
+        present, weight_map, what = _weights(listing), {}, ""
+        numbered = [(n, m) for n in present if (m := _NUMBERED.match(n))]
+        sets = {(m["stem"], int(m["total"])) for _, m in numbered}
+        if f"{STEM}.bin" in present:
+            names = [f"{STEM}.bin"]
+        elif len(sets) == 1 and len(numbered) == len(present):
+            ((stem, total),) = sets
+            names = [f"{stem}-{i + 1:05d}-of-{total:05d}.bin" for i in range(min(total, 100_000))]
+        elif len(present) == 1:
+            names = present
+        else:
+            raise IncompleteError(
+                f"there are {len(present)} files of torch.save here, and it is unclear which one to read",
+                where=[str(listing.root), *present[:4]],
+                hint="give the path of the file",
+            )
+    if missing := [n for n in names if n not in listing.names]:
+        raise IncompleteError(
+            f"{len(missing)} of {len(names)} files {what}are missing: {missing[0]}",
+            where=str(listing.root),
+            hint="fetch the missing files; a checkpoint is only read whole",
+        )
+    return names, weight_map
