@@ -432,6 +432,7 @@ def open_(
     etp: int | None = None,
     sharding: int | None = None,
     also: str | Path | Sequence[str | Path] = (),
+    select: str = "",
     rank_pattern: str = "",
     family: str = "",
     replicate: Sequence[str] = (),
@@ -448,6 +449,7 @@ def open_(
         etp: ranks that cut each expert, likewise.
         sharding: ranks that share the optimizer's state, likewise.
         also: further directories of the same save, written by other nodes.
+        select: dotted path of the dict of tensors in a file of torch.save, where it holds several.
         rank_pattern: file names of other software's ranks, such as ``model_tp{tp}.safetensors``.
         family: name of a family or a YAML file; by config.json by default.
         replicate: patterns of tensors that every rank has whole.
@@ -471,6 +473,7 @@ def open_(
         rank_pattern,
         whole(sharding, "sharding"),
         tuple([Path(p) for p in beside]),
+        select=select,
     )
     options = OpenOptions(format, said, family, several(replicate, "replicate"), several(split, "split"))
     return Checkpoint(open_checkpoint(Path(path), options), options)

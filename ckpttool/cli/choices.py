@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FORMATS = ("hf", "ranks", "deepseek", "vllm", "trtllm", "unified", "hybrid", "zcc", "flex", "program")
+FORMATS = ("hf", "ranks", "deepseek", "vllm", "trtllm", "unified", "hybrid", "zcc", "flex", "program", "torch-bin")
 """What --to takes; --from takes pdparams besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 TARGETS = ("paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2")

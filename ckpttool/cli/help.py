@@ -26,7 +26,7 @@ _GROUPS = (
     ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge keep include keep_preset no_mtp"),
     ("KV cache and devices", "batch max_model_len device_mem"),
     ("Training", "train zero dp grad master moment fp8_transposed"),
-    ("Source", "config tp pp ep etp sharding also from_ rank_pattern family replicate split"),
+    ("Source", "config tp pp ep etp sharding also from_ select rank_pattern family replicate split"),
     (
         "Target",
         """tp_out pp_out ep_out etp_out pp_layout sharding_out sharding_version ranks_out to version native_names

@@ -82,7 +82,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 Src = Annotated[Path, argument("SRC", "Directory or file to read.")]
 Dst = Annotated[Path, argument("DST", "Directory to write; must not exist.")]
-MaxShard = Annotated[str, value("--max-shard-size", "SIZE", "Largest file of --to hf and vllm; default: 5GB.")]
+MaxShard = Annotated[
+    str, value("--max-shard-size", "SIZE", "Largest file of --to hf, torch-bin and vllm; default: 5GB.")
+]
 RemoveKeys = Annotated[list[str] | None, value("--remove-keys", "PATTERN", "Leave these tensors out.")]
 KeepKeys = Annotated[list[str] | None, value("--keep-keys", "PATTERN", "Leave all other tensors out.")]
 Only = Annotated[
@@ -117,6 +119,7 @@ class SourceOptions:
             (*choices.FORMATS, "pdparams"),
         ),
     ] = ""
+    select: Annotated[str, value("--select", "PATH", "The dict of tensors in a file of torch.save: 'model.ema'.")] = ""
     rank_pattern: Annotated[
         str,
         value(
@@ -155,6 +158,7 @@ class SourceOptions:
             rank_pattern=self.rank_pattern,
             sharding=self.sharding,
             more=tuple(self.also or ()),
+            select=self.select,
         )
         return OpenOptions(self.from_, mesh, self.family, tuple(self.replicate or ()), tuple(self.split or ()))
 

@@ -119,8 +119,9 @@ class _Source(NamedTuple):
 
     def pread(self, at: int, n: int) -> bytes:
         """Exactly ``n`` bytes. Raises IncompleteError when they are not there."""
-        data = os.pread(self.fd, n, at) if self.begin <= at and at + n <= self.end else b""
-        if len(data) != n:
+        inside = self.begin <= at <= at + n <= self.end
+        data = os.pread(self.fd, n, at) if inside else b""
+        if len(data) != n or not inside:
             raise IncompleteError(
                 f"the file is cut off: it needs at least {at + n:,} bytes, it has {self.end - self.begin:,}",
                 where=str(self.info.place),

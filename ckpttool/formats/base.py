@@ -183,6 +183,8 @@ class Capabilities(NamedTuple):
     """Of the indexes that lie beside its files."""
     default_target: bool = False
     """What comes in this format stays in it unless --to says otherwise."""
+    views: bool = False
+    """Tensors may share bytes, and repeat them; their reader has checked that they lie inside of their files."""
     nested: bool = False
     """Tensors may lie in dicts inside other dicts; --select names one."""
     instead: str = ""

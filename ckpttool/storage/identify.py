@@ -29,16 +29,7 @@ class KnownUnsupported(NamedTuple):
 
 _AGAIN = "the download failed or was not allowed; log in where the model asks for it, and fetch the file again"
 _REPACK = "give the safetensors of the model; most models have them beside such files"
-_TORCH_FILE = (
-    "such files may run code when they are loaded. Where it holds one dict of tensors, torch writes safetensors of it: "
-    """python -c "import torch, safetensors.torch as s; s.save_file(torch.load({path!r}, map_location='cpu'),"""
-    """ 'model.safetensors')\""""
-)
-_TRANSFORMERS = (
-    "such files may run code when they are loaded. transformers writes safetensors of them: "
-    """python -c "from transformers import AutoModelForCausalLM as M;"""
-    """ M.from_pretrained({path!r}, dtype='auto').save_pretrained({out!r})\""""
-)
+_RENAME = "if torch.save wrote it, call it .bin or .pt: such files are read"
 
 _STARTS = (
     (
@@ -51,8 +42,8 @@ _STARTS = (
         KnownUnsupported("a server's error message, not the file", _AGAIN),
     ),
     (rb"GGUF", KnownUnsupported("a GGUF file (llama.cpp)", "give the safetensors that it was made of")),
-    (rb"PK\x03\x04", KnownUnsupported("a zip archive, such as torch.save writes", "give its safetensors instead")),
-    (rb"\x80[\x02-\x05]", KnownUnsupported("a pickle, such as torch.save writes", "give its safetensors instead")),
+    (rb"PK\x03\x04", KnownUnsupported("a zip archive, such as torch.save writes", _RENAME)),
+    (rb"\x80[\x02-\x05]", KnownUnsupported("a pickle, such as torch.save writes", _RENAME)),
     (rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf", KnownUnsupported("a compressed file", "unpack it first")),
     (rb"\x89HDF|\x93NUMPY", KnownUnsupported("a file of HDF5 or numpy", _REPACK)),
 )
@@ -90,10 +81,6 @@ _NAMES = (
         ),
     ),
     (
-        r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?",
-        KnownUnsupported("a model in PyTorch's own files (.bin)", _TRANSFORMERS),
-    ),
-    (
         r"adapter_model\.bin",
         KnownUnsupported("an adapter in PyTorch's own file (.bin)", "save it with PEFT's save_pretrained: safetensors"),
     ),
@@ -107,7 +94,7 @@ _NAMES = (
     ),
     (
         r".*\.(pt|pth|ckpt|bin)",
-        KnownUnsupported("a file of torch.save", _TORCH_FILE),
+        KnownUnsupported("no model, but files of torch.save", "give the path of the one with the weights"),
     ),
     (
         r"_CHECKPOINT_METADATA|manifest\.ocdbt|.*\.(npz|npy|msgpack|h5|onnx|tflite|pb|keras)",
@@ -135,7 +122,6 @@ def foreign(root: Path, names: Iterable[str], folders: Collection[str]) -> Known
             fields = {
                 "root": shlex.quote(str(root)),
                 "found": shlex.quote(str(root / found)) if found in folders else found,
-                "path": str(root if stranger.hint is _TRANSFORMERS else root / found),
                 "out": re.sub(r"[^\w.-]", "-", root.name) + "-safetensors",
             }
             return KnownUnsupported(stranger.what.format(**fields), stranger.hint.format(**fields))
@@ -143,14 +129,15 @@ def foreign(root: Path, names: Iterable[str], folders: Collection[str]) -> Known
 
 
 def sniff(path: Path) -> str:
-    """What a file is by its first bytes: "pickle", "safetensors", "dense" (a stream of Paddle's DenseTensor) or "".
+    """What a file is by its first bytes: "pickle", "torch" (a zip of torch.save), "safetensors", "dense" (a
+    stream of Paddle's DenseTensor) or "".
 
     Raises IncompleteError or CorruptError for a file that cannot be read.
     """
     try:
         with path.open("rb", buffering=0) as f:
             size = os.fstat(f.fileno()).st_size
-            head = f.read(32)
+            head = f.read(512)
     except FileNotFoundError:
         raise IncompleteError("the file does not exist", where=str(path)) from None
     except OSError as e:
@@ -160,6 +147,9 @@ def sniff(path: Path) -> str:
         return "safetensors"
     if len(head) >= 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
         return "pickle"
+    # The pickle is the first member, below one directory.
+    if head[:4] == b"PK\x03\x04" and head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b"/data.pkl"):
+        return "torch"
     # u32 version 0, u64 levels, u32 version 0, i32 length of the description, which begins with field 1
     # (phi/core/framework/dense_tensor_serialize.cc); levels of ragged tensors are zero in every checkpoint.
     if len(head) >= 22 and not any(head[:16]) and 2 <= int.from_bytes(head[16:20], "little") < 4096 and head[20] == 8:

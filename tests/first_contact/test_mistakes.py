@@ -148,9 +148,9 @@ def fill(*names: str, content: bytes = b"x") -> Path:
 
 
 STRANGERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "PyTorch": (("config.json", "pytorch_model.bin"), ("PyTorch's own files", "from_pretrained('src'")),
-    "PyTorch's shards": (("pytorch_model-00001-of-00002.bin",), ("PyTorch's own files",)),
-    "torch.save": (("model.pt",), ("torch.save", "torch.load('src/model.pt'")),
+    "PyTorch, empty": (("pytorch_model.bin",), ("this is not a file of torch.save",)),
+    "PyTorch's shards": (("pytorch_model-00001-of-00002.bin",), ("1 of 2 files are missing",)),
+    "several of torch.save": (("a.pt", "b.pt"), ("files of torch.save", "give the path of the one")),
     "Meta": (("consolidated.00.pth", "params.json"), ("Meta's own files",)),
     "GGUF": (("llama-q4.gguf",), ("GGUF",)),
     "numpy": (("model.npz",), ("another framework",)),

@@ -51,7 +51,7 @@ class TorchFiles:
 
     name = "torch-bin"
     dialect = "hf"
-    capabilities = Capabilities(shards=True, nested=True)
+    capabilities = Capabilities(shards=True, views=True, nested=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:

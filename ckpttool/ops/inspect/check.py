@@ -51,7 +51,7 @@ from ckpttool.ops.inspect.code import code_findings
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
-from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.listing import Listing, content, list_source
 from ckpttool.storage.place import DataFile, source_files
 
 MANIFEST = "ckpttool.manifest.json"
@@ -86,7 +86,8 @@ def check(
     stored = _read(path, options)
     rules = _rules(chosen)
     names = _names(listing, stored, rules)
-    files = [_examine(listing, name, i, result) for i, name in enumerate(names)]
+    proven = isinstance(stored, StoredCheckpoint)  # by its reader, which reads pickles as a whole
+    files = [_examine(listing, name, i, result, proven=proven) for i, name in enumerate(names)]
     if isinstance(stored, StoredCheckpoint):
         _check_pickles(stored, files, result)
     result.checked["file"] = len(files)
@@ -111,8 +112,7 @@ def check(
     vocab = partial(_vocab_axis, checkpoint) if checkpoint is not None else None
     for finding in tensor_findings(named, config, complete=complete, vocab_axis=vocab):
         result.findings.append(Finding(*finding))
-    proven = {listing.path(f.name) for f in files if f.sound}
-    result.findings += code_findings(listing, proven)
+    result.findings += code_findings(listing, {listing.path(f.name) for f in files if f.sound})
     padded = _padded(checkpoint) if checkpoint is not None else set()
     _check_manifest(listing, files, result, progress, workers, padded)
     if values and checkpoint is not None:
@@ -169,9 +169,11 @@ def _names(listing: Listing, stored: StoredCheckpoint | CkptError, rules: IndexR
     return list(out)
 
 
-def _examine(listing: Listing, name: str, index: int, result: CheckResult) -> ExaminedFile:
+def _examine(listing: Listing, name: str, index: int, result: CheckResult, *, proven: bool) -> ExaminedFile:
     path = listing.path(name)
     try:
+        if proven and content(path) != "safetensors":
+            return ExaminedFile(name, DataFile.at(path), [], sound=True)
         if not is_safetensors(path):
             return _read_pickle(name, path, result)
         head, problems = examine(path, index)
@@ -208,6 +210,8 @@ def _check_pickles(stored: StoredCheckpoint, files: Iterable[ExaminedFile], resu
     for number, tensors in held.items():
         info = stored.files[number]
         sound[info.place].tensors = tensors
+        if reader(stored.format).capabilities.views:
+            continue
         at, last = 0, tensors[0]
         for t in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
             if not t.nbytes:

@@ -419,14 +419,14 @@ def mesh_text(stored: StoredCheckpoint) -> str:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a data file of a source is one; what Paddle pickles has names of its own (and those may lie, too)."""
+    """Whether a data file of a source is one; what is pickled has names of its own (and those may lie, too)."""
     if ".safetensors" in path.name:
         return True
     if path.name.endswith(PARAMS):
         return False
     from ckpttool.storage.identify import sniff
 
-    return sniff(path) != "pickle"
+    return sniff(path) not in ("pickle", "torch")
 
 
 def relative(path: Path, root: Path) -> str:
