@@ -26,9 +26,9 @@ _CLASSES = {
 }
 STORAGE_CLASS = {dtype: name for name, dtype in _CLASSES.items()}
 """Dtypes that have a class of storages; tensors of the others lie in untyped ones."""
-_BY_TORCH = {alias: d.name for d in DTYPES.values() for alias in d.aliases if d.bits >= 8}
-TORCH_DTYPE = {dtype: name for name, dtype in reversed(_BY_TORCH.items())}
+TORCH_DTYPE = {d.name: d.numpy for d in DTYPES.values() if d.bits >= 8}
 """Attribute of ``torch``."""
+_BY_TORCH = {name: dtype for dtype, name in TORCH_DTYPE.items()}
 
 _INERT = frozenset({"types.SimpleNamespace", "functools.partial", "builtins.getattr", "__builtin__.getattr"})
 """Parts of configurations and enums: nothing by themselves, and what they would work on is judged by its own name."""
