@@ -26,6 +26,7 @@ from math import prod
 from typing import NamedTuple, overload
 
 from ckpttool.dtypes import itemsize, lookup
+from ckpttool.encodings import Encoding
 from ckpttool.errors import ConflictError
 
 
@@ -267,8 +268,13 @@ class Source:
     path: str
     size: int
     tag: str
-    label: str = ""
-    """Stands for the path in the digest, where that is another in every run."""
+    encoding: Encoding | None = None
+    """What its bytes are decoded to while they are read; offsets of blocks count decoded bytes then."""
+
+    @property
+    def contents(self) -> str | Encoding:
+        """What blocks are read from."""
+        return self.encoding or self.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +500,7 @@ class Plan:
     def _lines(self) -> Iterator[bytes]:
         # File names need not be UTF-8, and tensor names come from other people's headers.
         for s in self.sources:
-            yield os.fsencode(f"source {s.label or s.path} {s.size} {s.tag}\n")
+            yield os.fsencode(f"source {s.contents} {s.size} {s.tag}\n")
         for o in self.outputs:
             yield os.fsencode(f"output {o.name} {o.size} {o.carried} {o.tag}{' link' if o.link else ''}\n")
             for offset, data in o.literals:

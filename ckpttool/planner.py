@@ -111,7 +111,7 @@ def build_plan(
     while work:  # each goes when it is packed
         job = work.pop()
         units.add(job.name, job.steps, job.labels, job.targets)
-    sources = [Source(str(f.place), f.size, f.tag, f.label) for f in catalog.files]
+    sources = [Source(str(f.place), f.size, f.tag, f.encoding) for f in catalog.files]
     for name, given in carried:
         outputs.append(Output(name, given.size, (), str(given.place), name in linked, given.tag))
     for name, data in literal_files:

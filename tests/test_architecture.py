@@ -32,6 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("words",),
     ("dtypes",),
     ("geometry",),
+    ("encodings",),
     ("mesh",),
     ("storage",),
     ("catalog",),

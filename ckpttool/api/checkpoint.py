@@ -18,7 +18,6 @@ from ckpttool.api.show import table
 from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.checkpoint import Checkpoint as _Checkpoint
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
-from ckpttool.containers.scratch import DEFAULT
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import read_tensor
@@ -73,9 +72,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         self.close()
 
     def close(self) -> None:
-        """Give back what opening took: temporary files of what had to be decoded. Nothing can be read afterwards."""
+        """Nothing can be read afterwards."""
         self._closed = True
-        DEFAULT.release(f.place for f in self.opened.catalog.files)
 
     @property
     def path(self) -> Path:

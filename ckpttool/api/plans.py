@@ -106,13 +106,6 @@ class Plan(ABC):
             resume=resume,
             manifest=manifest,
         )
-        for source in self.plan.sources:
-            if source.label and not Path(source.path).exists():
-                raise UsageError(
-                    "the source has been closed, and what was decoded of it is gone",
-                    where=source.label,
-                    hint="call run before close, inside the `with`",
-                )
         with watching(progress) as watch:
             return self._execute(Path(dst), options, watch, verify=verify)
 

@@ -24,7 +24,6 @@ from ckpttool.containers.pickle import (
     quoted,
 )
 from ckpttool.containers.safetensors import MAX_NAME
-from ckpttool.containers.scratch import Scratch
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.place import DataFile
 
@@ -57,15 +56,14 @@ PADDLE = Vocabulary(
 )
 
 
-def read_pickle(path: Path, scratch: Scratch | None = None) -> Any:
+def read_pickle(path: Path) -> Any:
     """The plain values of a pickle of Paddle's, with an Array for every numpy array.
 
     Raises CorruptError for what is no pickle or contradicts itself, IncompleteError for a file that is cut off or not
-    there, UnsupportedError for anything that Paddle's writer does not write (above all, code), and OutputError when
-    there is no room to decode a file of protocol 2.
+    there, and UnsupportedError for anything that Paddle's writer does not write (above all, code).
     """
     with opened(path) as (fd, info):
-        return interpret(fd, info, PADDLE, scratch)[0]
+        return interpret(fd, info, PADDLE)[0]
 
 
 class PaddleFile(NamedTuple):
@@ -82,10 +80,10 @@ class PaddleFile(NamedTuple):
     info: DataFile
 
 
-def read_paddle(path: Path, scratch: Scratch | None = None) -> PaddleFile:
+def read_paddle(path: Path) -> PaddleFile:
     """A .pdparams, .pdopt or .distcp file. Raises what ``read_pickle`` does, and UnsupportedError for no dict."""
     with opened(path) as (fd, info):
-        value, _ = interpret(fd, info, PADDLE, scratch)
+        value, _ = interpret(fd, info, PADDLE)
     if not isinstance(value, dict):
         kind = "a single tensor" if isinstance(value, Array) else f"a {type(value).__name__}"
         raise UnsupportedError(
@@ -148,7 +146,6 @@ def _join(tensors: dict[str, Array], parts: Any, path: Path) -> dict[str, tuple[
         chunks[name] = held
     # Only now, so that no tensor put together is taken for a part of another.
     for name, held in chunks.items():
-        tensors[name] = Array(
-            held[0].dtype, tuple(parts[name]["OriginShape"]), -1, sum(a.nbytes for a in held), held[0].path
-        )
+        shape, nbytes = tuple(parts[name]["OriginShape"]), sum(a.nbytes for a in held)
+        tensors[name] = Array(held[0].dtype, shape, -1, nbytes, held[0].file)
     return chunks

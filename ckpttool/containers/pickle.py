@@ -16,7 +16,7 @@ else is refused by name. What a writer names is its ``Vocabulary``: Paddle's is 
 
 Protocols 3 and 4 hold an array's elements as one run of bytes (also where it crosses a frame's border: CPython writes
 runs of 64 KiB and more between frames, smaller ones inside). Protocol 2 has no bytes: elements are text in UTF-8 whose
-code points are the bytes (``_codecs.encode(text, 'latin1')``), which has to be decoded into a scratch file.
+code points are the bytes (``_codecs.encode(text, 'latin1')``); they are decoded while they are read.
 
 Where the facts come from: opcodes from CPython's Lib/pickletools.py; what an array is, from ``ndarray.__reduce__``,
 ``ndarray.__setstate__`` and ``dtype.__reduce__`` of numpy. All were compared with files written by paddlepaddle 3.3.1
@@ -29,7 +29,6 @@ shared many times over, are refused (whoever walks them would not come back).
 
 from __future__ import annotations
 
-import codecs
 import gc
 import os
 import struct
@@ -39,7 +38,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ckpttool.containers.scratch import DEFAULT, Scratch, no_scratch
+from ckpttool.encodings import TEXT_BLOCK, Encoding, Span, Text, latin1
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.place import DataFile
 
@@ -79,10 +78,10 @@ class Array(NamedTuple):
     which that table does not have, so that a caller can refuse it by the tensor's name."""
     shape: tuple[int, ...]
     offset: int
-    """Byte of the first element in ``path``; -1 for a tensor that is stored in parts (PaddleFile.chunks)."""
+    """Byte of the first element in ``file``; -1 for a tensor that is stored in parts (PaddleFile.chunks)."""
     nbytes: int
-    path: Path
-    """The pickle itself, or a scratch file (protocol 2)."""
+    file: DataFile
+    """The pickle itself, or what its texts are decoded to (protocol 2)."""
     fortran: bool = False
     """Column-major; only ever true with two axes or more."""
     name: str = ""
@@ -131,14 +130,14 @@ class _Text:
 
 
 class _Blob:
-    """A run of bytes, still in the file; of protocol 2, the text that it is decoded from."""
+    """A run of bytes, still in the file; of protocol 2, the ``text`` that stands for them."""
 
     __slots__ = ("nbytes", "offset", "place", "text", "value")
 
-    def __init__(self, offset: int, nbytes: int, text: _Text | str | None = None) -> None:
+    def __init__(self, offset: int, nbytes: int, *, text: bool = False) -> None:
         self.offset, self.nbytes, self.text = offset, nbytes, text
         self.value: bytes | None = None
-        self.place: tuple[Path, int, int] | None = None
+        self.place: tuple[DataFile, int, int] | None = None
 
 
 class _Dtype:
@@ -262,13 +261,16 @@ class Vocabulary(NamedTuple):
 class Machine:
     """One pickle being read: bytes ``begin`` to ``end`` of a file."""
 
-    def __init__(self, fd: int, info: DataFile, vocabulary: Vocabulary, scratch: Scratch, begin: int, end: int) -> None:
+    def __init__(self, fd: int, info: DataFile, vocabulary: Vocabulary, begin: int, end: int) -> None:
         self.fd = fd
         self.path, self.begin, self.size, self.info = info.place, begin, end, info
         self.vocabulary = vocabulary
         self.plain_types = _PLAIN | vocabulary.plain
-        self.scratch = scratch
-        self.out: Path | None = None
+        self.encoding = Encoding("text", str(info.place))
+        self.decoded = info._replace(encoding=self.encoding)
+        self.protocol = 0
+        self.text_at: dict[int, int] = {}
+        """Where short texts of protocol 2 begin, by their identity: some are the elements of an array."""
         # The window of the file that is in memory.
         self.buffer = b""
         self.base = 0
@@ -285,7 +287,6 @@ class Machine:
         self.made = 0
         self.skipped = 0
         self.texts = 0
-        self.spilled = 0
 
     # Errors.
 
@@ -406,7 +407,7 @@ class Machine:
             self.corrupt("this is not a pickle of protocol 2 to 5: it does not begin with 0x80")
         if head[1] not in (2, 3, 4, 5):
             self.refuse(f"the pickle has protocol {head[1]}, ckpttool reads 2 to 5", "save it with protocol 4")
-        self.base = self.begin + 2
+        self.protocol, self.base = head[1], self.begin + 2
         own = self.vocabulary.opcodes
         table = [own.get(code, act) for code, act in enumerate(_BY_CODE)] if own else _BY_CODE
         try:
@@ -511,56 +512,35 @@ class Machine:
 
     def bytes_of(self, v: _Blob) -> bytes:
         if v.value is None:
-            if v.text is not None:
-                text = v.text if type(v.text) is str else self.text_of(v.text)  # type: ignore[arg-type]
-                self.afford(len(text))
-                v.value = self.latin1(text)
-            else:
-                self.afford(v.nbytes)
-                v.value = self.pread(v.offset, v.nbytes)
+            self.afford(v.nbytes)
+            data = self.pread(v.offset, v.nbytes)
+            v.value = self.latin1(data)[0] if v.text else data
         return v.value
 
-    def latin1(self, text: str) -> bytes:
+    def latin1(self, text: bytes, *, final: bool = True) -> tuple[bytes, int]:
         try:
-            return text.encode("latin-1")
+            return latin1(text, final=final)
+        except UnicodeDecodeError:
+            self.corrupt("a text that stands for bytes is not UTF-8")
         except UnicodeEncodeError:
             self.corrupt("a text that stands for bytes has characters beyond U+00FF")
 
-    def payload(self, v: _Blob) -> tuple[Path, int, int]:
-        """File, offset and length of an array's bytes; protocol 2's are decoded first."""
-        if v.text is None:
-            return self.path, v.offset, v.nbytes
+    def payload(self, v: _Blob) -> tuple[DataFile, int, int]:
+        """File, offset and length of an array's bytes; those that a text stands for are counted."""
+        if not v.text:
+            return self.info, v.offset, v.nbytes
         if v.place is None:
-            if self.out is None:
-                self.out = self.scratch.create()
-            try:
-                with self.out.open("ab") as out:
-                    begin = out.tell()
-                    for part in self.decoded(v.text):
-                        self.spilled += len(part)
-                        if self.spilled > self.size:
-                            self.corrupt("many arrays of the pickle share their text, which no writer does")
-                        self.scratch.charge(len(part), self.path)
-                        out.write(part)
-                    v.place = (self.out, begin, out.tell() - begin)
-            except OSError as e:
-                raise no_scratch(e, str(self.out)) from None
-        return v.place
-
-    def decoded(self, text: _Text | str) -> Iterator[bytes]:
-        """The bytes that a text stands for, in parts."""
-        if isinstance(text, str):
-            yield self.latin1(text)
-            return
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        at, stop = text.offset, text.offset + text.nbytes
-        try:
+            parts, begin = self.encoding.parts, self.encoding.size
+            at, stop, size = v.offset, v.offset + v.nbytes, begin
             while at < stop:
-                part = self.pread(at, min(_CHUNK, stop - at))
-                at += len(part)
-                yield self.latin1(decoder.decode(part, final=at == stop))
-        except UnicodeDecodeError:
-            self.corrupt("a text that stands for bytes is not UTF-8")
+                text = self.pread(at, min(TEXT_BLOCK, stop - at))
+                data, used = self.latin1(text, final=at + len(text) == stop)
+                parts.append(Text(size, size + len(data), Span(self.encoding.path, at, used)))
+                at, size = at + used, size + len(data)
+                if size > self.size:
+                    self.corrupt("many arrays of the pickle share their text, which no writer does")
+            v.place = (self.decoded, begin, size - begin)
+        return v.place
 
     # Opcodes that push.
 
@@ -604,7 +584,10 @@ class Machine:
         self.texts += n
         if self.texts > MAX_TEXTS:
             self.afford(0)
-        self.stack.append(self.decode(self.take(n)))
+        text = self.decode(self.take(n))
+        if self.protocol == 2:
+            self.text_at[id(text)] = self.tell() - n
+        self.stack.append(text)
 
     def blob(self, width: int) -> None:
         n = int.from_bytes(self.take(width), "little")
@@ -826,10 +809,14 @@ class Machine:
         text = args[0]
         if type(text) is _Text:
             # One text is decoded once, however often it is asked for.
-            text.blob = text.blob or _Blob(-1, text.nbytes, text)
+            text.blob = text.blob or _Blob(text.offset, text.nbytes, text=True)
             return text.blob
         self.made += 1
-        return _Blob(-1, len(text), text)
+        data = text.encode("utf-8", "surrogatepass")
+        at = self.text_at.get(id(text), self.size)
+        if self.pread(at, len(data)) != data:
+            self.not_so(function)
+        return _Blob(at, len(data), text=True)
 
     def call_ordered_dict(self, function: Global, args: tuple[Any, ...]) -> Any:
         self.made += 1
@@ -920,12 +907,12 @@ class Machine:
             self.corrupt("the shape of an array is not a tuple of sizes")
         if type(data) is not _Blob:
             self.refuse("the elements of an array are not bytes")
-        path, offset, size = self.payload(data)
+        file, offset, size = self.payload(data)
         want = prod(shape) * dtype.size
         if size != want:
             self.corrupt(f"an array {dtype.name} {list(shape)} needs {want:,} bytes, the pickle has {size:,} for it")
         self.made += 1
-        v.array = Array(dtype.name, shape, offset, size, path, bool(fortran) and len(shape) > 1)
+        v.array = Array(dtype.name, shape, offset, size, file, bool(fortran) and len(shape) > 1)
 
 
 _TABLE: dict[bytes, Callable[[Machine], None]] = {
@@ -1007,7 +994,6 @@ def interpret(
     fd: int,
     info: DataFile,
     vocabulary: Vocabulary,
-    scratch: Scratch | None = None,
     *,
     begin: int = 0,
     end: int | None = None,
@@ -1016,22 +1002,16 @@ def interpret(
     """The plain values of the pickle at ``begin``, with an Array for every numpy array, and the byte where it ends.
 
     Raises CorruptError for what is no pickle, contradicts itself or, when ``whole``, ends before ``end``;
-    IncompleteError for one that is cut off; UnsupportedError for anything that is not in the vocabulary (above all,
-    code); and OutputError when there is no room to decode a file of protocol 2.
+    IncompleteError for one that is cut off; and UnsupportedError for anything that is not in the vocabulary (above all,
+    code).
     """
-    machine = Machine(fd, info, vocabulary, scratch or DEFAULT, begin, info.size if end is None else end)
+    machine = Machine(fd, info, vocabulary, begin, info.size if end is None else end)
     # Nothing that is made before the end of the pickle is garbage; looking for some takes a third of the time.
     collects = gc.isenabled()
     gc.disable()
     try:
         value = machine.run(whole=whole)
-    except BaseException:
-        if machine.out is not None:
-            machine.out.unlink(missing_ok=True)
-        raise
     finally:
         if collects:
             gc.enable()
-    if machine.out is not None:
-        machine.scratch.finish(machine.out, info)
     return value, machine.tell()

@@ -19,6 +19,7 @@ from math import prod
 import numpy as np
 
 from ckpttool.dtypes import itemsize
+from ckpttool.encodings import Encoding
 from ckpttool.execute.files import IOV_MAX, SECTOR, UNCACHED_FROM, FilePool
 from ckpttool.execute.hashing import Sums
 from ckpttool.execute.moves import (
@@ -98,7 +99,12 @@ class Mover:
     """One worker's hands: moves items between the files of a plan."""
 
     def __init__(
-        self, sources: Sequence[str], outputs: Sequence[str], pool: FilePool, memory: int, stop: threading.Event
+        self,
+        sources: Sequence[str | Encoding],
+        outputs: Sequence[str],
+        pool: FilePool,
+        memory: int,
+        stop: threading.Event,
     ) -> None:
         self.sources = sources
         self.outputs = outputs

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 
 from ckpttool.dtypes import itemsize, lookup, numpy_dtype
+from ckpttool.encodings import Encoding
 from ckpttool.errors import ConflictError, CorruptError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import FilePool, span
@@ -32,7 +33,7 @@ def check(step: AssertEqual | AssertPadding, carrier: Mover, first: int = 0) -> 
         _padding(step, carrier)
 
 
-def agree(steps: Iterable[AssertEqual], sources: Sequence[str]) -> bool:
+def agree(steps: Iterable[AssertEqual], sources: Sequence[str | Encoding]) -> bool:
     """Whether all of them find the same bytes."""
     with FilePool() as pool:
         carrier = Mover(sources, (), pool, 4 * _BLOCK, threading.Event())

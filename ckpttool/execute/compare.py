@@ -38,7 +38,9 @@ def read_piece(catalog: Catalog, piece: Piece, box: Box) -> Array:
         (b - p + q) * s
         for b, p, q, s in zip(box.start, piece.logical_box.start, piece.stored_box.start, strides, strict=True)
     )
-    return read_block(catalog.files[stored.file].place, at, tuple([s * item for s in strides]), box.shape, stored.dtype)
+    return read_block(
+        catalog.files[stored.file].contents, at, tuple([s * item for s in strides]), box.shape, stored.dtype
+    )
 
 
 def read_tensor(catalog: Catalog, tensor: LogicalTensor, box: Box, dtype: str = "") -> Array:
@@ -211,7 +213,7 @@ def _compare_raw(
     a, b = view.same.pieces[0].stored, tensor.pieces[0].stored
 
     def read(catalog: Catalog, file: int, offset: int) -> Callable[[Box], Array]:
-        return lambda box: read_block(catalog.files[file].place, offset + box.start[0], (1,), box.shape, "U8")
+        return lambda box: read_block(catalog.files[file].contents, offset + box.start[0], (1,), box.shape, "U8")
 
     left, right = read(source, a.file, a.offset), read(other, b.file, b.offset)
     got = compare_one(view.name, (a.nbytes,), "U8", left, right, advance)

@@ -349,7 +349,7 @@ def verify_computed(plan: Plan, outputs: Path, memory: int, advance: Advance = u
     """
     with FilePool() as pool:
         paths = [str(outputs / o.name) for o in plan.outputs]
-        carrier = Mover([s.path for s in plan.sources], paths, pool, 1 << 20, threading.Event())
+        carrier = Mover([s.contents for s in plan.sources], paths, pool, 1 << 20, threading.Event())
         computing = Computing(carrier, memory, tensor_draws(plan.randomness), compare)
         quantizing = Quantizing(carrier, memory, compare)
         for unit in plan.units:

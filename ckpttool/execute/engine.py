@@ -137,7 +137,7 @@ class _Run:
         self.progress = progress
         self.destination = Destination(dst, single=self.options.single)
         self.paths = [str(self.destination.partial / o.name) for o in plan.outputs]
-        self.sources = [s.path for s in plan.sources]
+        self.sources = [s.contents for s in plan.sources]
         self.stop = threading.Event()
         self.failures: list[BaseException] = []
         self.tasks: deque[Task] = deque()
@@ -170,7 +170,7 @@ class _Run:
         began = time.perf_counter()
         carried = [o.carried for o in self.plan.outputs if o.carried]
         roots, force = self.options.source_roots, self.options.force
-        self.destination.check(self.sources, roots, force=force, carried=carried)
+        self.destination.check([s.path for s in self.plan.sources], roots, force=force, carried=carried)
         self._check_sources()
         self.destination.check_space(sum(o.size for o in self.plan.outputs if not o.link))
         with _signals() as signals, FilePool() as pool:

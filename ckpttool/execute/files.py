@@ -28,6 +28,7 @@ from typing import Self
 
 import numpy as np
 
+from ckpttool.encodings import Decoder, Encoding
 from ckpttool.errors import CorruptError, OutputError
 
 RWF_DONTCACHE = 0x80
@@ -118,6 +119,7 @@ class FilePool:
         """For writes through the page cache: more of them at a time only get in each other's way."""
         self._behind: dict[str, list[tuple[int, int]]] = {}
         self._scattered: set[str] = set()
+        self._decoder = Decoder(self.read)
         self.unsynced = False
         """A sync has failed. The kernel says so once: a later one succeeds although the pages are gone."""
         self.short_calls = threading.Lock()
@@ -177,12 +179,15 @@ class FilePool:
 
     # -- reading
 
-    def read(self, path: str, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
-        """Fill ``buffers`` (at most IOV_MAX) with consecutive bytes.
+    def read(self, path: str | Encoding, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
+        """Fill ``buffers`` (at most IOV_MAX) with consecutive bytes, of an encoding with decoded ones.
 
         ``once`` says that the bytes will not be needed again: pages that were not in the page cache before do not
         stay there. Raises CorruptError when the file ends early, SourceReadError when the system cannot read it.
         """
+        if isinstance(path, Encoding):
+            self._decoder.read(path, offset, buffers)
+            return
         try:
             fd = self.take(path)
         except OSError as e:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from ckpttool.errors import CorruptError
+from ckpttool.encodings import Encoding
+from ckpttool.execute.files import FilePool
 from ckpttool.plan import Target
 
 ALGORITHM = "xxh3_128"
@@ -32,21 +33,19 @@ def hasher() -> xxhash.xxh3_128:
     return xxhash.xxh3_128()
 
 
-def hash_range(path: str | os.PathLike[str], offset: int, nbytes: int) -> str:
-    """``xxh3_128:<hex>`` of a byte range of a file. Raises CorruptError when the file is too short."""
+def hash_range(contents: str | os.PathLike[str] | Encoding, offset: int, nbytes: int) -> str:
+    """``xxh3_128:<hex>`` of a byte range of a file, or of what it is decoded to.
+
+    Raises CorruptError when the file is too short.
+    """
     h = xxhash.xxh3_128()
+    name = contents if isinstance(contents, Encoding) else os.fspath(contents)
     buffer = np.empty(max(1, min(_CHUNK, nbytes)), np.uint8).data
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        end = offset + nbytes
-        while offset < end:
-            got = os.preadv(fd, (buffer[: min(_CHUNK, end - offset)],), offset)
-            if not got:
-                raise CorruptError("a file is shorter than its index says", where=os.fspath(path))
-            h.update(buffer[:got])
-            offset += got
-    finally:
-        os.close(fd)
+    with FilePool(1) as pool:
+        for at in range(0, nbytes, _CHUNK):
+            piece = buffer[: min(_CHUNK, nbytes - at)]
+            pool.read(name, offset + at, (piece,), once=False)
+            h.update(piece)
     return f"{ALGORITHM}:{h.hexdigest()}"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.encodings import Encoding
 from ckpttool.execute.files import FilePool
 from ckpttool.execute.moves import BRIDGE, Move, dense, tiles
 from ckpttool.execute.permute import Array, Permuter
@@ -25,7 +26,7 @@ _SCRATCH = 1 << 20
 
 
 def read_block(
-    path: str | os.PathLike[str],
+    contents: str | os.PathLike[str] | Encoding,
     offset: int,
     strides: Sequence[int],
     shape: Sequence[int],
@@ -33,7 +34,7 @@ def read_block(
     *,
     files: FilePool | None = None,
 ) -> Array:
-    """A strided block of a file as a contiguous array of the dtype's numpy type.
+    """A strided block of a file, or of what it is decoded to, as a contiguous array of the dtype's numpy type.
 
     ``strides`` are bytes per axis, in any order of size. ``files`` keeps descriptors open between calls; without it
     the file is opened and closed. Beside the result, memory for a few MiB is used. Raises CorruptError.
@@ -42,7 +43,7 @@ def read_block(
     out = np.empty(tuple(shape), kind)
     if not out.size:
         return out
-    name = os.fspath(path)
+    name = contents if isinstance(contents, Encoding) else os.fspath(contents)
     if files is None:
         with FilePool(1) as pool:
             _fill(pool, name, offset, tuple(strides), out, dtype)
@@ -51,7 +52,7 @@ def read_block(
     return out
 
 
-def _fill(pool: FilePool, path: str, offset: int, strides: tuple[int, ...], out: Array, dtype: str) -> None:
+def _fill(pool: FilePool, path: str | Encoding, offset: int, strides: tuple[int, ...], out: Array, dtype: str) -> None:
     def read(at: int, buffer: memoryview) -> None:
         pool.read(path, at, (buffer,), once=False)
 

@@ -1,12 +1,13 @@
-"""Units of a plan as JSON, for processes that do not share the memory of the one that planned. Pure.
+"""Units and sources of a plan as JSON, for processes that do not share the memory of the one that planned. Pure.
 
-A named tuple is an object of one entry, its class and its fields; any other tuple is a list.
+A named tuple, or an encoding, is an object of one entry, its class and its fields; any other tuple is a list.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ckpttool.encodings import Encoding, Moment, Span, Text
 from ckpttool.plan import (
     Adapted,
     AssertEqual,
@@ -33,12 +34,15 @@ _CLASSES: dict[str, Any] = {
     for c in (
         *(Adapted, Block, Compute, Copy, Fill, Gathered, LowRank, AssertPadding, Quantize),
         *(Randomness, Result, Rounding, Run, AssertEqual, Scaled, Stored, Target, Unit),
+        *(Encoding, Moment, Span, Text),
     )
 }
 
 
 def encode(value: Any) -> Any:
     """What ``json`` can write, of a named tuple of the plan and all that is in it."""
+    if isinstance(value, Encoding):
+        return {"Encoding": [value.name, value.path, encode(tuple(value.parts))]}
     if not isinstance(value, tuple):
         return value
     items = [encode(v) for v in value]

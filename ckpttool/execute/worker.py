@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckpttool.encodings import Encoding
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.crew import Answer, Order, Serve, help_out
@@ -36,7 +37,7 @@ _TELL_EVERY = 0.1
 class Job:
     """What all orders have in common."""
 
-    sources: Sequence[str]
+    sources: Sequence[str | Encoding]
     paths: Sequence[str]
     """Of the outputs, which are there at their full size."""
     randomness: Randomness | None
@@ -49,12 +50,12 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """For a process that is to read it with ``from_json``."""
-        return asdict(self) | {"randomness": encode(self.randomness)}
+        return asdict(self) | {"sources": encode(tuple(self.sources)), "randomness": encode(self.randomness)}
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> Job:
         """What ``to_json`` has made."""
-        return cls(**said | {"randomness": decode(said["randomness"])})
+        return cls(**said | {"sources": decode(said["sources"]), "randomness": decode(said["randomness"])})
 
 
 def is_known(unit: Unit) -> bool:

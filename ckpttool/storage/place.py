@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from ckpttool.encodings import Encoding
 
 Place = Path
 
@@ -17,8 +19,13 @@ class DataFile(NamedTuple):
     size: int
     tag: str
     """Another one when the bytes are others: nanoseconds of its last change; an object's ETag, a hub's commit."""
-    label: str = ""
-    """What plans call a file whose path is another in every run (decoded scratch files); "" is the path."""
+    encoding: Encoding | None = None
+    """What its bytes are decoded to while they are read; stored tensors lie in these bytes then."""
+
+    @property
+    def contents(self) -> str | Encoding:
+        """What stored tensors are read from."""
+        return self.encoding or str(self.place)
 
     @classmethod
     def at(cls, place: Place, stat: os.stat_result | None = None) -> DataFile:
@@ -34,18 +41,6 @@ class DataFile(NamedTuple):
             return False
 
 
-def source_of(file: DataFile) -> Path:
-    """The file of the source that a data file is, or was decoded from (its label says so)."""
-    return Path(file.label.rpartition(" decoded")[0]) if file.label else file.place
-
-
-def source_files(files: Sequence[DataFile]) -> list[DataFile]:
-    """The files of the source, scratch files replaced by what they were decoded from, each once."""
-    if not any(f.label for f in files):
-        return list(files)
-    out: dict[Path, DataFile] = {}
-    for f in files:
-        path = source_of(f)
-        if path not in out:
-            out[path] = DataFile.at(path)
-    return list(out.values())
+def source_files(files: Iterable[DataFile]) -> list[DataFile]:
+    """The files of a source, each once: some tensors may lie in its bytes, others in what these are decoded to."""
+    return list({f.place: f._replace(encoding=None) for f in files}.values())

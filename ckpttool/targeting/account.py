@@ -140,7 +140,7 @@ class Account:
             return False
         if not all(p.stored.file < len(catalog.files) for view in (one, other) for p in _pieces(view)):
             ties = Ties(self.computed, len(catalog.files))
-            return agree(ties.steps(one, other), [str(f.place) for f in catalog.files])
+            return agree(ties.steps(one, other), [f.contents for f in catalog.files])
         dtype = max(one.dtype, other.dtype, key=lambda d: lookup(d).bits)
         left, right = (partial(read_view, catalog, view, dtype=dtype) for view in (one, other))
         return compare_one(one.name, one.shape, dtype, left, right) is None

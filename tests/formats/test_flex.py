@@ -867,8 +867,8 @@ def test_the_command_writes_and_reads_it(tmp_path: Path) -> None:
     assert (tmp_path / "c" / "model.safetensors").read_bytes() == (published / "model.safetensors").read_bytes()
 
 
-def test_protocol_2_payloads_are_in_a_scratch_file(tmp_path: Path) -> None:
-    """Their offsets count from a decoded file, not from the one that the metadata names."""
+def test_protocol_2_payloads_are_decoded(tmp_path: Path) -> None:
+    """Their offsets count decoded bytes, not those of the file that the metadata names."""
     import pickle
     import shutil
 

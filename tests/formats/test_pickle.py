@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
 from ckpttool.containers.pickle import Array, Record
-from ckpttool.containers.scratch import Scratch, scratch_file
 from ckpttool.dtypes import DTYPES
-from ckpttool.errors import CkptError, CorruptError, IncompleteError, OutputError, UnsupportedError
+from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.execute.reader import read_block
 from ckpttool.storage.identify import sniff
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle_pickles"
@@ -47,11 +47,8 @@ NUMPY = {name: code for code, name in NAMES.items()} | {"C128": "c16"}
 
 def load(a: Array) -> np.ndarray[Any, Any]:
     """The elements at the place that an Array names."""
-    with a.path.open("rb") as f:
-        f.seek(a.offset)
-        data = f.read(a.nbytes)
-    assert len(data) == a.nbytes
-    return np.frombuffer(data, NUMPY[a.dtype]).reshape(a.shape, order="F" if a.fortran else "C")
+    data = read_block(a.file.contents, a.offset, (1,), (a.nbytes,), "U8")
+    return data.view(NUMPY[a.dtype]).reshape(a.shape, order="F" if a.fortran else "C")
 
 
 class Class:
@@ -205,13 +202,12 @@ def test_every_dtype(tmp_path: Path, code: str, protocol: int) -> None:
     value = {"c": full, "f": np.asfortranarray(full), "scalar": full[0, 0, 0], "0d": np.array(full[0, 0, 1])}
     value |= {"empty": full[:0], "one": full[:1, 0, 0], "swap": full.transpose(1, 0, 2)}
     path = dump(tmp_path / "x", value, protocol)
-    with Scratch() as scratch:
-        read = read_pickle(path, scratch)
-        assert_same(read, really(path))
-        assert read["f"].fortran
-        assert not read["c"].fortran
-        assert read["c"].dtype == NAMES.get(code, "C128")
-        assert (read["c"].path == path) == (protocol > 2)
+    read = read_pickle(path)
+    assert_same(read, really(path))
+    assert read["f"].fortran
+    assert not read["c"].fortran
+    assert read["c"].dtype == NAMES.get(code, "C128")
+    assert (read["c"].file.encoding is None) == (protocol > 2)
 
 
 def test_dtypes_are_those_of_the_table_but_one() -> None:
@@ -435,64 +431,6 @@ def test_protocols_that_are_not_read(tmp_path: Path) -> None:
     assert read_pickle(dump(path, {"a": [1]}, 5)) == {"a": [1]}
     with pytest.raises(UnsupportedError, match="_frombuffer"):
         read_pickle(dump(path, {"a": np.zeros(3)}, 5))
-
-
-# -- protocol 2's scratch files
-
-
-def test_scratch(tmp_path: Path) -> None:
-    full = np.random.default_rng(1).integers(0, 256, 3_000_000, dtype=np.uint8)
-    path = dump(tmp_path / "x", {"a": full, "b": full[:4], "c": full[:2000]}, 2)
-    scratch = Scratch()
-    read = read_pickle(path, scratch)
-    for key, size in (("a", len(full)), ("b", 4), ("c", 2000)):
-        assert np.array_equal(load(read[key]), full[:size])
-    place = read["a"].path
-    info = scratch_file(place, scratch)
-    assert info is not None
-    assert (info.size, info.tag) == (3_002_004, str(path.stat().st_mtime_ns))
-    assert str(path) in info.label
-    assert scratch_file(path, scratch) is None
-    scratch.close()
-    assert not place.parent.exists()
-    again = read_pickle(path, scratch)
-    assert np.array_equal(load(again["a"]), full)
-    scratch.close()
-
-
-def test_nothing_is_made_for_protocol_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.mkdtemp", None)
-    read_pickle(dump(tmp_path / "x", {"a": np.zeros(9)}), Scratch())
-
-
-def test_scratch_has_a_limit_and_may_have_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = dump(tmp_path / "x", {"a": np.zeros(5000, "u1")}, 2)
-    with Scratch(limit=4000) as scratch, pytest.raises(OutputError, match="4,000 bytes"):
-        read_pickle(path, scratch)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-    with pytest.raises(OutputError, match="temporary file") as e:
-        read_pickle(path, Scratch())
-    assert "TMPDIR" in str(e.value.hint)
-
-
-def test_a_file_that_fails_leaves_nothing_in_scratch(tmp_path: Path) -> None:
-    data = pickle.dumps({"a": np.arange(9000, dtype="i4"), "b": 1}, 2)
-    path = tmp_path / "x"
-    path.write_bytes(data[:-3])
-    with Scratch() as scratch:
-        with pytest.raises(IncompleteError):
-            read_pickle(path, scratch)
-        assert list(Path(scratch.folder).iterdir()) == []
-        path.write_bytes(data)
-        assert load(read_pickle(path, scratch)["a"]).tolist() == list(range(9000))
-
-
-def test_default_scratch_goes_with_the_process(tmp_path: Path) -> None:
-    path = dump(tmp_path / "x", {"a": np.zeros(5000, "u1")}, 2)
-    code = "import sys; from pathlib import Path; from ckpttool.containers.paddle_pickle import read_pickle\n"
-    code += "p = read_pickle(Path(sys.argv[1]))['a'].path; assert p.exists(); print(p)"
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert not Path(done.stdout.strip()).exists()
 
 
 # -- large files

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ckpttool import encodings
 from tests.helpers.command import refused, reshard
 from tests.helpers.paddle import read_folder, write_file
 
@@ -78,11 +79,10 @@ def test_quantised_state_is_within_half_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_state_of_any_shape(bits: int, tmp_path: Path) -> None:
-    """O1 and O2 as their quantiser defines them, for a matrix and a vector, in blocks smaller than the tensor."""
-    from ckpttool.formats.paddle import quant
-    from ckpttool.formats.paddle.unified import Unified
-
+@pytest.mark.parametrize("block", [1, 4, 100])
+def test_quantised_state_of_any_shape(bits: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1 and O2 as their quantiser defines them, in blocks smaller than the tensor or than one of its rows."""
+    monkeypatch.setattr(encodings, "MOMENT_BLOCK", block)
     rng = np.random.default_rng(3)
     shape = (64, 6)
     low, high, one = (rng.uniform(a, a + 1, (2, 6) if bits == 4 else (6,)).astype("<f4") for a in (1, 9, 3))
@@ -109,12 +109,7 @@ def test_quantised_state_of_any_shape(bits: int, tmp_path: Path) -> None:
     src.mkdir()
     write_file(src / "optimizer-00001-of-00001.safetensors", tensors)
     write_file(src / "model-00001-of-00001.safetensors", {"model.a.weight": np.zeros(shape, ml_dtypes.bfloat16)})
-    assert Unified().name == "unified"
-    block, quant.BLOCK = quant.BLOCK, 100
-    try:
-        reshard(src, tmp_path / "out", "--to", "unified")
-    finally:
-        quant.BLOCK = block
+    reshard(src, tmp_path / "out", "--to", "unified")
     got = read_folder(tmp_path / "out", "optimizer-*.safetensors")
     np.testing.assert_allclose(got[at + "moment1_0"], want1, rtol=1e-6)
     np.testing.assert_allclose(got[at + "moment2_0"], want2, rtol=1e-5)

@@ -34,7 +34,6 @@ from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
 from ckpttool.containers.pickle import Record
 from ckpttool.containers.pickle_write import Instance, plain_pickle
 from ckpttool.containers.safetensors import read_header
-from ckpttool.containers.scratch import scratch_file
 from ckpttool.dtypes import DTYPES, parse
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import Box, from_flat
@@ -389,10 +388,10 @@ def _read_data(path: Path, file: int) -> tuple[dict[str, _Array], DataFile]:
             where=str(path),
             hint="paddle.save cuts large tensors for pickle protocols 2 and 3; save it with protocol 4",
         )
-    # Protocol 2: the elements of every array that has any were decoded into one scratch file.
-    held = next((scratch_file(a.path) for a in data.tensors.values() if a.path != path), None)
+    # Protocol 2: the elements of every array that has any are decoded from its texts.
+    held = next((a.file for a in data.tensors.values() if a.file.encoding), data.info)
     found = {k: _Array(a.dtype, tuple(a.shape), a.offset, a.fortran, pickled=True) for k, a in data.tensors.items()}
-    return found, held or data.info
+    return found, held
 
 
 def _held(shard: Shard, array: _Array, info: DataFile, file: int, metadata: Path) -> Held:

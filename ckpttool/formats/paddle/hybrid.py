@@ -43,7 +43,6 @@ from ckpttool.catalog import SHARDED, FlatShard, Key, StoredTensor
 from ckpttool.containers.paddle_pickle import PaddleFile, read_paddle
 from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
-from ckpttool.containers.scratch import scratch_file
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import (
     Capabilities,
@@ -382,7 +381,7 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
     derived: set[str] = field(default_factory=set)
     """Weights that are only there as master weights."""
-    _index: dict[Path, int] = field(default_factory=dict)
+    _index: dict[DataFile, int] = field(default_factory=dict)
     _ranks: dict[tuple[int, int, int, bool], int] = field(default_factory=dict)
 
     def read(self) -> StoredCheckpoint:
@@ -592,21 +591,19 @@ class _Reader:
 
     # Arrays: what each file holds.
 
-    def _file(self, path: Path, info: DataFile | None = None) -> int:
-        if path not in self._index:
-            if info is None or info.place != path:
-                info = scratch_file(path) or DataFile.at(path)
-            self._index[path] = len(self.files)
-            self.files.append(info)
-        return self._index[path]
+    def _file(self, file: DataFile) -> int:
+        if file not in self._index:
+            self._index[file] = len(self.files)
+            self.files.append(file)
+        return self._index[file]
 
-    def _held(self, array: Array, info: DataFile, dtype: str = "") -> _Held:
+    def _held(self, array: Array, dtype: str = "") -> _Held:
         # numpy lacks bfloat16, and Paddle's uint16 arrays are nothing else.
         dtype = dtype or ("BF16" if array.dtype == "U16" else array.dtype)
         strides = None
         if array.fortran and len(array.shape) > 1:
             strides = tuple(reversed(contiguous_strides(array.shape[::-1])))
-        return _Held(array.shape, dtype, self._file(array.path, info), array.offset, strides)
+        return _Held(array.shape, dtype, self._file(array.file), array.offset, strides)
 
     def _add(self, component: str, state: str, at: tuple[int, int, int], name: str, held: Iterable[_Held]) -> None:
         if self.sizes.moe > 1 and at[2] > 0 and name not in self.cells[at].experts:
@@ -622,7 +619,7 @@ class _Reader:
                 continue
             param = self.cells[at].names.params.get(name)
             dtype = _weight_dtype(name, arrays[0], param, file.info.place, fp8_dtype(self.config))
-            parts = [self._held(a, file.info, dtype) for a in arrays]
+            parts = [self._held(a, dtype) for a in arrays]
             if param is None and len(parts) > 1:
                 raise UnsupportedError(
                     f"`{written}` is saved in {len(parts)} parts, and nothing says its shape",
@@ -643,7 +640,7 @@ class _Reader:
             )
         at = self._at(ranks)
         head = read_header(path, len(self.files))
-        self._file(path, head.file)
+        self._file(head.file)
         writer = software(self.config)
         prefix = base_prefix(self.cells[at].by_struct)
         for t in head.tensors:
@@ -678,7 +675,7 @@ class _Reader:
         for key, arrays in _all_arrays(file):
             tname, state = _split_state(key, where)
             name = self._parameter(tname, at, where)
-            self._add("optimizer", state, at, name, [self._held(a, file.info) for a in arrays])
+            self._add("optimizer", state, at, name, [self._held(a) for a in arrays])
         self._add_masters("master_weights", at, file)
         schedule = file.other.get("LR_Scheduler")
         if self.schedule is None and isinstance(schedule, dict):
@@ -689,7 +686,7 @@ class _Reader:
         for written, arrays in _all_arrays(file):
             name = self._structured(written, at, file.info.place)
             if name is not None:
-                self._add("ema", "", at, name, [self._held(a, file.info) for a in arrays])
+                self._add("ema", "", at, name, [self._held(a) for a in arrays])
         self._add_masters("ema", at, file)
 
     def _add_masters(self, component: str, at: tuple[int, int, int], file: PaddleFile) -> None:
@@ -701,7 +698,7 @@ class _Reader:
             if not isinstance(tname, str) or not isinstance(array, Array):
                 raise CorruptError(f"master_weights: `{tname}` is not a tensor", where=str(file.info.place))
             name = self._parameter(tname.removesuffix(MASTER), at, file.info.place)
-            self._add(component, "", at, name, [self._held(array, file.info)])
+            self._add(component, "", at, name, [self._held(array)])
 
     def _parameter(self, tname: str, at: tuple[int, int, int], path: Path) -> str:
         """The global name of a parameter of the optimizer."""

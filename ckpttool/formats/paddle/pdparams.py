@@ -18,7 +18,6 @@ from ckpttool.catalog import SHARDED, FlatShard, StoredTensor
 from ckpttool.containers.paddle_pickle import CHUNKED, STRUCTURED, read_paddle, read_pickle
 from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
-from ckpttool.containers.scratch import scratch_file
 from ckpttool.errors import IncompleteError, UnsupportedError
 from ckpttool.formats.base import Capabilities, ReadOptions, StoredCheckpoint, companions
 from ckpttool.formats.paddle.config import fp8_dtype
@@ -94,7 +93,7 @@ class _Reader:
 
     def __init__(self, stored: StoredCheckpoint, path: Path) -> None:
         self.stored, self.path = stored, path
-        self.index: dict[Path, int] = {}
+        self.index: dict[DataFile, int] = {}
         self.fp8 = fp8_dtype(stored.config)
 
     def read(self) -> None:
@@ -115,18 +114,18 @@ class _Reader:
         if left:
             self.stored.notes.append(f"not tensors, and left out: {some(left)}")
 
-    def _file(self, path: Path) -> int:
-        if path not in self.index:
-            self.index[path] = len(self.stored.files)
-            self.stored.files.append(scratch_file(path) or DataFile.at(path))
-        return self.index[path]
+    def _file(self, file: DataFile) -> int:
+        if file not in self.index:
+            self.index[file] = len(self.stored.files)
+            self.stored.files.append(file)
+        return self.index[file]
 
     def _tensor(self, name: str, a: Array) -> StoredTensor:
         strides = tuple(reversed(contiguous_strides(a.shape[::-1]))) if a.fortran and len(a.shape) > 1 else None
         dtype = "BF16" if a.dtype == "U16" else a.dtype
         if dtype == "I8" and self.fp8 and len(a.shape) > 1:
             dtype = self.fp8
-        return StoredTensor(name, dtype, a.shape, self._file(a.path), a.offset, 0, strides)
+        return StoredTensor(name, dtype, a.shape, self._file(a.file), a.offset, 0, strides)
 
     def _chunked(self, name: str, shape: tuple[int, ...], parts: tuple[Array, ...]) -> None:
         at, shards = 0, []

@@ -365,7 +365,7 @@ def on_disk(model: Model, applied: Applied, max_shard_size: int | None) -> Disk:
 
 def _own_files(source: StoredCheckpoint) -> Disk | None:
     """The files of a checkpoint of nothing but model weights; None where they hold other components too."""
-    if any(t.component != "model" or t.file < 0 for t in source.tensors) or any(f.label for f in source.files):
+    if any(t.component != "model" or t.file < 0 for t in source.tensors) or any(f.encoding for f in source.files):
         return None
     payload = sum(t.nbytes for t in source.tensors)
     names = source.native if isinstance(source.native, FileNames) else FileNames()

@@ -201,11 +201,11 @@ def _read_pickle(name: str, path: Path, result: CheckResult) -> ExaminedFile:
 
 
 def _check_pickles(stored: StoredCheckpoint, files: Iterable[ExaminedFile], result: CheckResult) -> None:
-    """Tensors of pickles lie inside their files and not on each other; those of scratch files are sound by making."""
+    """Tensors of pickles lie inside their files and not on each other; decoding has shown the others."""
     sound = {f.info.place: f for f in files if f.info is not None and not f.tensors}
     held: dict[int, list[StoredTensor]] = {}
     for t in runs(stored):
-        if not stored.files[t.file].label and stored.files[t.file].place in sound:
+        if stored.files[t.file].encoding is None and stored.files[t.file].place in sound:
             held.setdefault(t.file, []).append(t)
     for number, tensors in held.items():
         info = stored.files[number]

@@ -21,7 +21,7 @@ from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.names import natural_order
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.select import matching
-from ckpttool.storage.place import DataFile, source_files, source_of
+from ckpttool.storage.place import DataFile, source_files
 
 if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint
@@ -112,7 +112,7 @@ class Listing:
 
     @property
     def files(self) -> list[DataFile]:
-        """Files of the source. What was decoded lies in scratch files that go again; here it is in those it is from."""
+        """Files of the source, each once."""
         return source_files(self.stored.files)
 
     @property
@@ -219,9 +219,8 @@ def _distinct(tensors: Iterable[StoredTensor]) -> list[Row]:
 def logical_rows(catalog: Catalog) -> list[Row]:
     """A row for each logical tensor."""
     out = []
-    # A scratch file is no file of the source: rows name the one that it was decoded from.
-    known = {str(f.place): i for i, f in enumerate(source_files(catalog.files))}
-    places = [known[str(source_of(f))] for f in catalog.files]
+    known = {f.place: i for i, f in enumerate(source_files(catalog.files))}
+    places = [known[f.place] for f in catalog.files]
     for key, t in catalog.tensors.items():
         file, offset = (t.pieces[0].stored.file, t.pieces[0].stored.offset) if t.pieces else (-1, 0)
         out.append(
@@ -324,13 +323,12 @@ def file_rows(listing: Listing) -> list[FileRow]:
     place = {f.place: i for i, f in enumerate(files)}
     ranks: list[set[int]] = [set() for _ in out]
     holders = holders_of(stored)
-    decoded = {source_of(f) for f in stored.files if f.label}
     for t in runs(stored):
-        at = place[source_of(stored.files[t.file])]
+        at = place[stored.files[t.file].place]
         ranks[at].add(holders.rank(t))
         out[at].tensors += 1
         out[at].data += _size(t.dtype, t.shape)
-    if any(".safetensors" in path.name for path in decoded):
+    if any(f.encoding and ".safetensors" in f.place.name for f in stored.files):
         # Codes and scales are in the files, and not the moments that they were decoded to.
         for f, row in zip(files, out, strict=True):
             held = read_header(f.place).tensors
@@ -398,7 +396,7 @@ def _coordinates(stored: StoredCheckpoint) -> dict[int, dict[str, int]]:
     from ckpttool.dialects import dialect  # loads the family files
 
     named = dialect(stored.dialect).coordinates
-    return {i: found for i, f in enumerate(stored.files) if (found := named(source_of(f).name))}
+    return {i: found for i, f in enumerate(stored.files) if (found := named(f.place.name))}
 
 
 def sharding_of(stored: StoredCheckpoint) -> int:

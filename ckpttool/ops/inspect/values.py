@@ -128,7 +128,7 @@ def digest(catalog: Catalog, tensor: LogicalTensor) -> str | None:
     first = tensor.pieces[0] if tensor.pieces else None
     plain = first is not None and first.stored.strides is None and first.stored.dtype == tensor.dtype
     if first is not None and plain and first.stored.shape == first.stored_box.shape == tensor.shape:
-        return hash_range(catalog.files[first.stored.file].place, first.stored.offset, tensor.nbytes)
+        return hash_range(catalog.files[first.stored.file].contents, first.stored.offset, tensor.nbytes)
     if lookup(tensor.dtype).bits % 8 and prod(tensor.shape):
         return None
     h = hasher()
