@@ -4,14 +4,15 @@
       parts             Text       characters in UTF-8 whose code points are the bytes (pickles of protocol 2)
                         Moment     8-bit codes with scales (quantised optimizer state)
 
-A part is decoded a block at a time. Each says where it may be cut: any byte can be asked for, in any order, and costs
-one block at most. Opening a checkpoint decodes nothing, and nothing is ever decoded to a file.
+Any byte can be asked for, in any order: a part says where it may be cut, and little more than what is wanted is
+decoded. Opening a checkpoint decodes nothing to a file, nor does anything else.
 """
 
 from __future__ import annotations
 
 import codecs
 import threading
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +25,11 @@ from ckpttool.errors import CorruptError
 Read = Callable[[str, int, Sequence[memoryview]], None]
 """(path, offset, buffers): fill the buffers with consecutive bytes of a file."""
 
-TEXT_BLOCK = 1 << 17
-"""Bytes of text that are decoded at once."""
+BLOCK = 1 << 18
+"""Most bytes that are decoded at once."""
 
-MOMENT_BLOCK = 1 << 17
-"""Elements of a moment that are decoded at once."""
+TEXT_STEP = 1 << 13
+"""Decoded bytes from one place where a text may be cut to the next."""
 
 ROWS_PER_SCALE = 32
 """Of packed moments."""
@@ -41,41 +42,56 @@ class Span(NamedTuple):
     offset: int
     nbytes: int
 
-    def cut(self, lo: int, hi: int) -> Span:
+    def load(self, read: Read, lo: int, hi: int) -> bytearray:
         """Bytes ``[lo, hi)`` of it."""
-        return Span(self.path, self.offset + lo, hi - lo)
-
-    def load(self, read: Read) -> bytearray:
-        """Its bytes."""
-        out = bytearray(self.nbytes)
-        read(self.path, self.offset, (memoryview(out),))
+        out = bytearray(hi - lo)
+        read(self.path, self.offset + lo, (memoryview(out),))
         return out
 
 
 class Text(NamedTuple):
-    """Whole characters: one block."""
+    """Characters that stand for bytes."""
 
     start: int
     """First and last + 1 of the decoded bytes."""
     stop: int
     text: Span
+    marks: Sequence[int]
+    """Where in the text each ``TEXT_STEP`` of decoded bytes begins."""
 
-    def block(self, at: int) -> tuple[int, int]:
-        """What is decoded together with a byte."""
-        del at
-        return self.start, self.stop
+    @classmethod
+    def scan(cls, start: int, text: Span, pread: Callable[[int, int], bytes]) -> Text:
+        """Count what a text stands for, and where it may be cut; ``pread`` takes offset and bytes.
+
+        Raises UnicodeDecodeError for what is not UTF-8, UnicodeEncodeError for characters beyond U+00FF.
+        """
+        import numpy as np
+
+        at = size = 0
+        marks = array("Q")
+        while at < text.nbytes:
+            raw = pread(text.offset + at, min(BLOCK, text.nbytes - at))
+            data, used = latin1(raw, final=at + len(raw) == text.nbytes)
+            firsts = np.flatnonzero((np.frombuffer(raw, np.uint8, used) & 0xC0) != 0x80)[-size % TEXT_STEP :: TEXT_STEP]
+            marks.extend((firsts + at).tolist())
+            at, size = at + used, size + len(data)
+        return cls(start, start + size, text, marks)
+
+    def block(self, at: int, want: int) -> tuple[int, int]:
+        """What to decode for the bytes ``[at, at + want)``: a run with the first of them in it."""
+        lo = self.start + (at - self.start) // TEXT_STEP * TEXT_STEP
+        steps = min(BLOCK // 2, at + want - lo + TEXT_STEP - 1) // TEXT_STEP
+        return lo, min(self.stop, lo + steps * TEXT_STEP)
 
     def decode(self, lo: int, hi: int, read: Read) -> bytes:
-        """The bytes ``[lo, hi)``, which are a block. Raises UnicodeError."""
-        del lo, hi
-        return latin1(self.text.load(read))[0]
+        """The bytes of such a run. Raises UnicodeError."""
+        first, last = (lo - self.start) // TEXT_STEP, -(-(hi - self.start) // TEXT_STEP)
+        end = self.marks[last] if last < len(self.marks) else self.text.nbytes
+        return latin1(self.text.load(read, self.marks[first], end))[0]
 
 
 def latin1(text: bytes | bytearray, *, final: bool = True) -> tuple[bytes, int]:
-    """(the bytes that a text stands for, how many bytes of text they are: fewer where a character is cut off).
-
-    Raises UnicodeDecodeError for what is not UTF-8, UnicodeEncodeError for characters beyond U+00FF.
-    """
+    """(the bytes that a text stands for, how many bytes of text they are: fewer where a character is cut off)."""
     characters, used = codecs.utf_8_decode(text, "strict", final)
     return characters.encode("latin-1"), used
 
@@ -101,30 +117,21 @@ class Moment(NamedTuple):
     def stop(self) -> int:
         return self.start + 4 * prod(self.shape)
 
-    @property
-    def _width(self) -> int:
-        return prod(self.shape[1:])
-
-    def block(self, at: int) -> tuple[int, int]:
-        """What is decoded together with a byte: whole rows, or a stretch of one."""
-        width = self._width
-        row, column = divmod((at - self.start) // 4, width)
-        if width > MOMENT_BLOCK:
-            first = column // MOMENT_BLOCK * MOMENT_BLOCK
-            lo, hi = row * width + first, row * width + min(width, first + MOMENT_BLOCK)
-        else:
-            rows = MOMENT_BLOCK // width
-            lo, hi = row // rows * rows * width, min(prod(self.shape), (row // rows + 1) * rows * width)
-        return self.start + 4 * lo, self.start + 4 * hi
+    def block(self, at: int, want: int) -> tuple[int, int]:
+        """See ``Text``: whole rows, or a stretch of one."""
+        first, width = (at - self.start) // 4, prod(self.shape[1:])
+        count = min(BLOCK // 4, -(-(at + want - self.start) // 4) - first, prod(self.shape) - first)
+        column = first % width
+        count = min(count, width - column) if column or count < width else count // width * width
+        return self.start + 4 * first, self.start + 4 * (first + count)
 
     def decode(self, lo: int, hi: int, read: Read) -> memoryview:
-        """The bytes ``[lo, hi)``, which are a block."""
+        """See ``Text``."""
         import numpy as np
 
-        first, last = (lo - self.start) // 4, (hi - self.start) // 4
-        codes = np.frombuffer(self.codes.cut(first, last).load(read), np.uint8)
-        row, column = divmod(first, self._width)
-        codes = codes.reshape(-1, min(len(codes), self._width))
+        first, last, width = (lo - self.start) // 4, (hi - self.start) // 4, prod(self.shape[1:])
+        row, column = divmod(first, width)
+        codes = np.frombuffer(self.codes.load(read, first, last), np.uint8).reshape(-1, min(last - first, width))
         scales = [self._spread(s, row, column, codes.shape, read) for s in self.scales]
         with np.errstate(all="ignore"):
             if len(scales) == 1:
@@ -143,19 +150,19 @@ class Moment(NamedTuple):
         import numpy as np
 
         def load(lo: int, hi: int) -> Any:
-            return np.frombuffer(scales.cut(4 * lo, 4 * hi).load(read), "<f4")
+            return np.frombuffer(scales.load(read, 4 * lo, 4 * hi), "<f4")
 
         rows, columns = shape
         if self.packed:
-            first, last = row // ROWS_PER_SCALE, -(-(row + rows) // ROWS_PER_SCALE)
+            width, first, last = prod(self.shape[1:]), row // ROWS_PER_SCALE, (row + rows - 1) // ROWS_PER_SCALE
             # More than a row of scales only where the codes are whole rows.
-            found = load(first * self._width + column, (last - 1) * self._width + column + columns)
-            return np.repeat(found.reshape(-1, columns), ROWS_PER_SCALE, axis=0)[row % ROWS_PER_SCALE :][:rows]
+            found = load(first * width + column, last * width + column + columns).reshape(-1, columns)
+            return np.repeat(found, ROWS_PER_SCALE, axis=0)[row % ROWS_PER_SCALE :][:rows]
         if len(self.shape) < 2:
             return load(0, 1)
         inner = prod(self.shape[2:])
-        first, last = column // inner, -(-(column + columns) // inner)
-        return np.repeat(load(first, last), inner)[column - first * inner :][:columns]
+        first = column // inner
+        return np.repeat(load(first, -(-(column + columns) // inner)), inner)[column - first * inner :][:columns]
 
 
 @dataclass(eq=False, slots=True)
@@ -179,34 +186,33 @@ class Encoding:
 
 
 class Decoder(threading.local):
-    """Reads decoded bytes; each thread keeps the block that it decoded last."""
+    """Reads decoded bytes; each thread keeps what it decoded last."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self._held: tuple[Encoding | None, int, int, memoryview] = (None, 0, 0, memoryview(b""))
+        self._held: tuple[Encoding | None, int, int, bytes | memoryview] = (None, 0, 0, b"")
 
     def read(self, encoding: Encoding, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers`` with consecutive decoded bytes. Raises CorruptError when they cannot be decoded any more."""
         for buffer in buffers:
             done = 0
             while done < buffer.nbytes:
-                lo, hi, block = self._block(encoding, offset)
+                held, lo, hi, block = self._held
+                if held is not encoding or not lo <= offset < hi:
+                    lo, hi, block = self._decode(encoding, offset, buffer.nbytes - done)
                 n = min(buffer.nbytes - done, hi - offset)
                 buffer[done : done + n] = block[offset - lo : offset - lo + n]
                 offset, done = offset + n, done + n
 
-    def _block(self, encoding: Encoding, at: int) -> tuple[int, int, memoryview]:
-        held, lo, hi, block = self._held
-        if held is not encoding or not lo <= at < hi:
-            part = encoding.parts[bisect_right(encoding.parts, at, key=attrgetter("start")) - 1]
-            lo, hi = part.block(at)
-            try:
-                block = memoryview(part.decode(lo, hi, self._read))
-            except UnicodeError:
-                block = memoryview(b"")
-            if len(block) != hi - lo or not lo <= at < hi:
-                raise CorruptError(
-                    "a source has changed while it was read", where=encoding.path, hint="repeat the command"
-                )
-            self._held = encoding, lo, hi, block
+    def _decode(self, encoding: Encoding, at: int, want: int) -> tuple[int, int, bytes | memoryview]:
+        part = encoding.parts[bisect_right(encoding.parts, at, key=attrgetter("start")) - 1]
+        lo, hi = part.block(at, want)
+        block: bytes | memoryview
+        try:
+            block = part.decode(lo, hi, self._read) if lo <= at < hi else b""
+        except UnicodeError:
+            block = b""
+        if not len(block) == hi - lo > 0:
+            raise CorruptError("a source has changed while it was read", where=encoding.path, hint="repeat the command")
+        self._held = encoding, lo, hi, block
         return lo, hi, block

@@ -38,7 +38,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ckpttool.encodings import TEXT_BLOCK, Encoding, Span, Text, latin1
+from ckpttool.encodings import Encoding, Span, Text, latin1
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.place import DataFile
 
@@ -514,12 +514,14 @@ class Machine:
         if v.value is None:
             self.afford(v.nbytes)
             data = self.pread(v.offset, v.nbytes)
-            v.value = self.latin1(data)[0] if v.text else data
+            with self.decoding():
+                v.value = latin1(data)[0] if v.text else data
         return v.value
 
-    def latin1(self, text: bytes, *, final: bool = True) -> tuple[bytes, int]:
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
         try:
-            return latin1(text, final=final)
+            yield
         except UnicodeDecodeError:
             self.corrupt("a text that stands for bytes is not UTF-8")
         except UnicodeEncodeError:
@@ -530,16 +532,13 @@ class Machine:
         if not v.text:
             return self.info, v.offset, v.nbytes
         if v.place is None:
-            parts, begin = self.encoding.parts, self.encoding.size
-            at, stop, size = v.offset, v.offset + v.nbytes, begin
-            while at < stop:
-                text = self.pread(at, min(TEXT_BLOCK, stop - at))
-                data, used = self.latin1(text, final=at + len(text) == stop)
-                parts.append(Text(size, size + len(data), Span(self.encoding.path, at, used)))
-                at, size = at + used, size + len(data)
-                if size > self.size:
-                    self.corrupt("many arrays of the pickle share their text, which no writer does")
-            v.place = (self.decoded, begin, size - begin)
+            with self.decoding():
+                span = Span(self.encoding.path, v.offset, v.nbytes)
+                part = Text.scan(self.encoding.size, span, self.pread)
+            self.encoding.parts.append(part)
+            if part.stop > self.size:
+                self.corrupt("many arrays of the pickle share their text, which no writer does")
+            v.place = (self.decoded, part.start, part.stop - part.start)
         return v.place
 
     # Opcodes that push.

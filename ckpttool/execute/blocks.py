@@ -38,7 +38,7 @@ from ckpttool.execute.moves import (
     untangle,
 )
 from ckpttool.execute.permute import Array, Permuter, store
-from ckpttool.execute.reader import Bytes, kinds, offsets, read_strided, read_turned
+from ckpttool.execute.reader import Bytes, kinds, offsets, read_strided, read_turned, worth_reading
 
 BLOCK = 4 << 20
 """Bytes of one block: it stays in the processor's cache between the read and the write."""
@@ -254,8 +254,8 @@ class Mover:
     def _rows(self, item: RowBlock) -> None:
         plan = self._row_blocks(item)
         if item.turned:
-            how = by_strips(item, self.arena.size - plan[1] if plan else 0)
-            if how == TILES:
+            decoded = any(self._is_decoded(item.moves[i]) for i in item.turned)
+            if decoded or by_strips(item, self.arena.size - plan[1] if plan else 0) == TILES:
                 self.carry(list(untangle(item)))
                 return
         if plan is None:
@@ -333,7 +333,7 @@ class Mover:
             # No scratch: gaps in such a row are longer than what is worth reading along.
             shape, strides = (n, *move.shape[1:]), (lane.stride, *move.src_strides[1:])
             size = itemsize(move.src_dtype)
-            read_strided(read, offset, strides, shape, size, memory[: n * lane.width], memory[:0])
+            read_strided(read, offset, strides, shape, size, memory[: n * lane.width], memory[:0], 0)
 
     def _write_rows(self, item: RowBlock, lane: FileRows, start: int, n: int, memory: Bytes) -> None:
         offset = lane.offset + start * lane.stride
@@ -367,13 +367,16 @@ class Mover:
             # The next strip lies in the same pages, so they may stay in the page cache.
             self.read(move.src, at, (buffer,), once=False)
 
-        read_turned(read, move, target, scratch, self._turn)
+        read_turned(read, move, target, scratch, self._turn, worth_reading(self.sources[move.src]))
+
+    def _is_decoded(self, move: Move) -> bool:
+        return move.src != ZEROS and isinstance(self.sources[move.src], Encoding)
 
     def _tile(self, move: Move) -> None:
         size = itemsize(move.dst_dtype)
         room = self.arena.room(2)
         scratch_bytes = max(itemsize(move.src_dtype), min(BLOCK, room // 4))
-        for part in tiles(move, max(1, (room - scratch_bytes) // size)):
+        for part in tiles(move, max(1, (room - scratch_bytes) // size), decoded=self._is_decoded(move)):
             self.arena.reset()
             memory = self.arena.take(prod(part.shape) * size)
             if part.src == ZEROS:

@@ -13,7 +13,7 @@ from ckpttool.encodings import Encoding
 from ckpttool.errors import ConflictError, CorruptError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import FilePool, span
-from ckpttool.execute.reader import Bytes, blocks, read_strided
+from ckpttool.execute.reader import Bytes, blocks, read_strided, worth_reading
 from ckpttool.kernels.cast import cast
 from ckpttool.plan import TIED_HINT, AssertEqual, AssertPadding, Block
 
@@ -64,7 +64,8 @@ class _Reader:
             # The first block is what will be copied: let it stay in the page cache.
             self.carrier.read(block.file, at, (buffer,), once=which > 0)
 
-        read_strided(read, _at(block, start), block.strides, shape, size, out, self.scratch)
+        gap = worth_reading(self.carrier.sources[block.file])
+        read_strided(read, _at(block, start), block.strides, shape, size, out, self.scratch, gap)
         return out
 
 

@@ -608,9 +608,9 @@ def _pieces(run: ByteRun, limit: int) -> Iterator[ByteRun]:
     yield run
 
 
-def tiles(move: Move, elements: int) -> Iterator[Move]:
+def tiles(move: Move, elements: int, *, decoded: bool = False) -> Iterator[Move]:
     """Cut a copy into boxes of at most ``elements`` elements, in the order of the destination."""
-    for start, stop in boxes(move.shape, tile_shape(move, elements)):
+    for start, stop in boxes(move.shape, tile_shape(move, elements, decoded=decoded)):
         yield move.cut(start, stop)
 
 
@@ -625,14 +625,18 @@ def boxes(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[tuple[int
             yield (a, *start), (b, *stop)
 
 
-def tile_shape(move: Move, elements: int) -> tuple[int, ...]:
-    """Edges of a box of at most ``elements`` elements with runs as long as possible on both sides."""
+def tile_shape(move: Move, elements: int, *, decoded: bool = False) -> tuple[int, ...]:
+    """Edges of a box of at most ``elements`` elements with runs as long as possible on both sides.
+
+    What is ``decoded`` is read in longer runs: it is decoded in steps, and bytes around a short run for nothing.
+    """
     sides = _sides(move)
+    weight = 1 / 16 if decoded else 2  # a short write costs twice as much as a short read
     tile = [1] * len(move.shape)
     while True:
         volume = prod(tile)
-        # The shorter run grows first; a short write costs twice as much as a short read.
-        for side in sorted(sides, key=lambda side: side.run(tile) * (2 if side is sides[0] else 1)):
+        # The shorter run grows first.
+        for side in sorted(sides, key=lambda side: side.run(tile) * (weight if side is sides[0] else 1)):
             axis = next((i for i in side.order if tile[i] < move.shape[i]), None)
             if axis is None:
                 return tuple(tile)

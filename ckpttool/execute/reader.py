@@ -60,13 +60,19 @@ def _fill(pool: FilePool, path: str | Encoding, offset: int, strides: tuple[int,
     move = Move(out.shape, 0, 0, dense(out.shape, out.itemsize), 0, offset, strides, dtype, dtype)
     scratch = np.empty(min(_SCRATCH, max(out.itemsize, out.nbytes)), np.uint8)
     shape, steps = _long_axes(out.shape, strides)
+    gap = worth_reading(path)
     if all(a >= b for a, b in itertools.pairwise(steps)):
-        read_strided(read, offset, steps, shape, out.itemsize, flat, scratch)
+        read_strided(read, offset, steps, shape, out.itemsize, flat, scratch, gap)
         return
     turn = Permuter()
-    for part in tiles(move, max(1, _CHUNK // out.itemsize)):
+    for part in tiles(move, max(1, _CHUNK // out.itemsize), decoded=not gap):
         target: Array = np.ndarray(part.shape, kinds(part)[1], flat.data, part.to, part.dst_strides)
-        read_turned(read, part, target, scratch, turn)
+        read_turned(read, part, target, scratch, turn, gap)
+
+
+def worth_reading(contents: str | Encoding) -> int:
+    """Bytes between two runs that are read along, so that both are one read; decoding them would take longer."""
+    return 0 if isinstance(contents, Encoding) else BRIDGE
 
 
 def kinds(move: Move) -> tuple[np.dtype[Any], np.dtype[Any]]:
@@ -77,13 +83,13 @@ def kinds(move: Move) -> tuple[np.dtype[Any], np.dtype[Any]]:
     return numpy_dtype(move.src_dtype), numpy_dtype(move.dst_dtype)
 
 
-def read_turned(read: ReadAt, move: Move, target: Array, scratch: Bytes, turn: Permuter) -> None:
+def read_turned(read: ReadAt, move: Move, target: Array, scratch: Bytes, turn: Permuter, gap: int) -> None:
     """Fill ``target`` from a move's source, which is read in the order of the file, a scratch buffer at a time."""
     shape, strides = _long_axes(move.shape, move.src_strides)
     order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
     turned = target.squeeze().transpose(order)
     ordered = [strides[i] for i in order]
-    for index, found in _pieces(read, move.start, ordered, turned.shape, kinds(move)[0], scratch):
+    for index, found in _pieces(read, move.start, ordered, turned.shape, kinds(move)[0], scratch, gap):
         turn.move(found, turned[(*index, ...)])
 
 
@@ -95,10 +101,12 @@ def read_strided(
     size: int,
     out: Bytes,
     scratch: Bytes,
+    gap: int,
 ) -> None:
     """Fill ``out`` with the block's elements in the order of its axes. Falling strides make the longest runs.
 
-    Runs with small gaps between them are read in one call through ``scratch``, gaps included; others one by one.
+    Runs with gaps of at most ``gap`` bytes between them are read in one call through ``scratch``, gaps included; others
+    one by one.
     """
     shape, strides = _long_axes(shape, strides)
     k, run = len(shape), size
@@ -109,9 +117,9 @@ def read_strided(
     if not k:
         for a in range(0, run, _CHUNK):
             read(offset + a, view[a : min(a + _CHUNK, run)])
-    elif 0 <= strides[k - 1] - run <= BRIDGE and run + strides[k - 1] <= scratch.nbytes:
+    elif 0 <= strides[k - 1] - run <= gap and run + strides[k - 1] <= scratch.nbytes:
         result: Array = np.ndarray(shape, np.dtype(f"u{size}"), view)
-        for index, found in _pieces(read, offset, strides, shape, result.dtype, scratch):
+        for index, found in _pieces(read, offset, strides, shape, result.dtype, scratch, gap):
             np.copyto(result[(*index, ...)], found)
     else:
         at = 0
@@ -121,7 +129,13 @@ def read_strided(
 
 
 def _pieces(
-    read: ReadAt, offset: int, strides: Sequence[int], shape: Sequence[int], kind: np.dtype[Any], scratch: Bytes
+    read: ReadAt,
+    offset: int,
+    strides: Sequence[int],
+    shape: Sequence[int],
+    kind: np.dtype[Any],
+    scratch: Bytes,
+    gap: int,
 ) -> Iterator[tuple[tuple[int | slice, ...], Array]]:
     """Read a block piece by piece: (where in the block, its elements), valid until the next piece.
 
@@ -133,7 +147,7 @@ def _pieces(
     apart = True
     while j and span <= room:
         step = strides[j - 1]
-        apart = not 0 <= step - span <= BRIDGE
+        apart = not 0 <= step - span <= gap
         if apart or span + step > room:
             break
         j -= 1

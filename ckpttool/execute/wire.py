@@ -5,6 +5,7 @@ A named tuple, or an encoding, is an object of one entry, its class and its fiel
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from ckpttool.encodings import Encoding, Moment, Span, Text
@@ -43,6 +44,8 @@ def encode(value: Any) -> Any:
     """What ``json`` can write, of a named tuple of the plan and all that is in it."""
     if isinstance(value, Encoding):
         return {"Encoding": [value.name, value.path, encode(tuple(value.parts))]}
+    if isinstance(value, array):
+        return value.tolist()
     if not isinstance(value, tuple):
         return value
     items = [encode(v) for v in value]

@@ -82,7 +82,7 @@ def test_quantised_state_is_within_half_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [1, 4, 100])
 def test_quantised_state_of_any_shape(bits: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """O1 and O2 as their quantiser defines them, in blocks smaller than the tensor or than one of its rows."""
-    monkeypatch.setattr(encodings, "MOMENT_BLOCK", block)
+    monkeypatch.setattr(encodings, "BLOCK", 4 * block)
     rng = np.random.default_rng(3)
     shape = (64, 6)
     low, high, one = (rng.uniform(a, a + 1, (2, 6) if bits == 4 else (6,)).astype("<f4") for a in (1, 9, 3))
