@@ -1,45 +1,240 @@
-"""Sources that are decoded into scratch files, and change while that happens."""
+"""Tensors that are decoded while they are read: quantised moments, and texts in pickles of protocol 2."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import pickle
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
+import numpy as np
 import pytest
 
-from ckpttool.containers import scratch as _scratch
-from ckpttool.containers.scratch import Scratch, decoded
+import ckpttool
+from ckpttool import encodings
+from ckpttool.containers.paddle_pickle import read_paddle
+from ckpttool.encodings import Decoder, Encoding, Moment, Span, Text
 from ckpttool.errors import CorruptError
-from ckpttool.formats.base import file_now
+from ckpttool.execute.files import FilePool, SourceReadError
+from ckpttool.execute.hashing import hash_range
+from ckpttool.execute.reader import read_block
+from ckpttool.execute.wire import decode, encode
+from tests.helpers.command import ckpttool as command
+from tests.helpers.command import reshard
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+QUANTISED = FIXTURES / "paddle_unified" / "nlp_llama_bf16_tp2_quantO1"
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda path: path.write_bytes(b"others!!"),
-        lambda path: os.truncate(path, 3),
-        lambda path: path.unlink(),
-    ],
-    ids=["written", "cut", "gone"],
-)
-def test_a_source_that_changes_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
-) -> None:
-    """Nobody looks at it again: from then on the scratch file is the source."""
-    path = tmp_path / "model.pdopt"
-    path.write_bytes(b"original")
-    os.utime(path, ns=(0, 0))
-    source = file_now(path)
-    with Scratch() as scratch:
-        monkeypatch.setattr(_scratch, "DEFAULT", scratch)
+def moments(folder: Path, shape: tuple[int, ...], *, packed: bool) -> tuple[Encoding, Array]:
+    """Both moments of a parameter, and their values worked out in one go."""
+    random = np.random.default_rng(len(shape))
+    wide = (shape[0] // 32, *shape[1:]) if packed else shape[1:2]
+    one, low, high = (random.uniform(a, a + 1, wide).astype("<f4") for a in (1, 9, 3))
+    codes = [random.integers(0, 256, shape, dtype=np.uint8) for _ in range(2)]
+    if packed:
+        codes[1] = codes[0]
+        first, ratio = (codes[0].view(np.int8) >> 4) / np.float32(7), (codes[0] & 15) / np.float32(15)
+        a, b, c = (np.repeat(s, 32, axis=0) for s in (one, low, high))
+    else:
+        first, ratio = codes[0].view(np.int8) / np.float32(127), codes[1] / np.float32(255)
+        a, b, c = (s.reshape(wide + (1,) * (len(shape) - 2)) for s in (one, low, high))
+    r = ratio.astype("f4") * (c - b) + b
+    values = np.stack([first.astype("f4") * a, np.square(np.float32(1) / r - np.float32(1e-8))])
+    parts, spans = [*codes, one, low, high], []
+    path = folder / "moments"
+    with path.open("wb") as f:
+        for p in parts:
+            spans.append(Span(str(path), f.tell(), p.nbytes))
+            f.write(p.tobytes())
+    made = Encoding("moments", str(path))
+    made.parts.append(Moment(0, shape, spans[0], (spans[2],), packed))
+    made.parts.append(Moment(made.size, shape, spans[1], (spans[3], spans[4]), packed))
+    return made, values.astype("<f4").reshape(-1)
 
-        def write(out: BinaryIO) -> None:
-            out.write(path.read_bytes())
-            change(path)
 
-        with pytest.raises(CorruptError, match="a source has changed while it was read") as e:
-            decoded(source, "moment", write)
-        assert str(path) in e.value.where
-    assert not Path(scratch.folder or tmp_path / "nothing").exists()
+def texts(folder: Path) -> tuple[Encoding, Array]:
+    """Long and short arrays of a pickle of protocol 2, one behind the other."""
+    random = np.random.default_rng(5)
+    arrays = {str(n): random.integers(0, 256, n, dtype=np.uint8) for n in (1, 70_001, 9, 0, 8_192, 16_384, 1_500)}
+    arrays["ascii"], arrays["high"] = np.full(9_000, 65, "u1"), np.full(9_000, 255, "u1")
+    path = folder / "pickle"
+    path.write_bytes(pickle.dumps(arrays, 2))
+    read = read_paddle(path).tensors
+    made = next(a.file.encoding for a in read.values() if a.file.encoding is not None)
+    return made, np.concatenate([arrays[k] for k in sorted(read, key=lambda k: read[k].offset) if arrays[k].size])
+
+
+CASES: dict[str, Callable[[Path], tuple[Encoding, Array]]] = {
+    "text": texts,
+    "matrix": lambda p: moments(p, (37, 50), packed=False),
+    "vector": lambda p: moments(p, (1000,), packed=False),
+    "three axes": lambda p: moments(p, (5, 7, 11), packed=False),
+    "packed": lambda p: moments(p, (96, 21), packed=True),
+    "packed vector": lambda p: moments(p, (320,), packed=True),
+}
+
+
+@pytest.mark.parametrize("block", [64, 1 << 14, 1 << 18])
+@pytest.mark.parametrize("case", CASES)
+def test_any_run_of_bytes(case: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encodings, "BLOCK", max(block, 2 << 13) if case == "text" else block)
+    made, values = CASES[case](tmp_path)
+    whole = values.tobytes()
+    assert made.size == len(whole)
+    random = np.random.default_rng(9)
+    with FilePool() as pool:
+        for a, b in [(0, len(whole)), *np.sort(random.integers(0, len(whole), (60, 2))).tolist()]:
+            for stop in {b, min(a + 3, b)}:
+                out = bytearray(stop - a)
+                cut = len(out) // 3
+                pool.read(made, a, (memoryview(out)[:cut], memoryview(out)[cut:]))
+                assert out == whole[a:stop], (a, stop)
+    assert hash_range(made, 0, made.size) == hash_range(tmp_path_of(tmp_path, whole), 0, len(whole))
+
+
+def tmp_path_of(folder: Path, data: bytes) -> Path:
+    path = folder / "plain"
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_another_process_reads_the_same(case: str, tmp_path: Path) -> None:
+    made, values = CASES[case](tmp_path)
+    told = decode(json.loads(json.dumps(encode((made, "path")))))
+    assert told[1] == "path"
+    assert read_block(told[0], 0, (1,), (values.nbytes,), "U8").tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<u2"])
+def test_columns_and_transposes(dtype: str, tmp_path: Path) -> None:
+    full = np.random.default_rng(2).integers(0, 256, (300, 500, np.dtype(dtype).itemsize), dtype=np.uint8)
+    full = full.view(dtype)[..., 0]
+    path = tmp_path / "x"
+    path.write_bytes(pickle.dumps({"a": full}, 2))
+    a = read_paddle(path).tensors["a"]
+    size, name = full.itemsize, "F32" if dtype == "<f4" else "U16"
+    cut = read_block(a.file.contents, 30 * size, (500 * size, size), (300, 11), name)
+    assert np.array_equal(cut.view(f"u{size}"), full[:, 30:41].view(f"u{size}"))
+    turned = read_block(a.file.contents, 0, (size, 500 * size), (500, 300), name)
+    assert np.array_equal(turned.view(f"u{size}"), full.T.view(f"u{size}"))
+
+
+# -- checkpoints
+
+
+def old_pickles(folder: Path) -> Path:
+    """What Paddle's trainer wrote, and the same as protocol 2 has it."""
+    shutil.copytree(FIXTURES / "paddle_zcc" / "nlp_tp2", folder)
+    for path in folder.glob("*.pd*"):
+        path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), 2))  # noqa: S301 - a fixture
+    return folder
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if "safetensors" in p.name}
+
+
+def test_opening_decodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of quantised moments no byte is read, of pickles nothing is kept, and no file is made."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    old = old_pickles(tmp_path / "old")
+    monkeypatch.setattr(Decoder, "read", None)
+    monkeypatch.setattr("tempfile.mkdtemp", None)
+    before = set(tmp_path.rglob("*"))
+    read, real = [0], os.pread
+    monkeypatch.setattr(os, "pread", lambda *a: (data := real(*a), read.__setitem__(0, read[0] + len(data)))[0])
+    for path, name in ((QUANTISED, "moments"), (old, "text")):
+        opened = ckpttool.open(path)
+        assert {f.encoding.name for f in opened.catalog.files if f.encoding} == {name}
+        assert command("inspect", path).code == 0
+        if path == QUANTISED:
+            assert read[0] < 100_000
+    assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("options", [(), ("--workers", 1), ("--workers", 3, "--memory", "4MiB")], ids=str)
+@pytest.mark.parametrize("target", [("hf",), ("unified", "--tp-out", 1), ("unified", "--tp-out", 4)], ids=str)
+def test_old_pickles_become_what_new_ones_do(target: tuple[Any, ...], options: tuple[Any, ...], tmp_path: Path) -> None:
+    """Weights are turned and cut by rows and columns, moments are joined."""
+    old = old_pickles(tmp_path / "old")
+    reshard(FIXTURES / "paddle_zcc" / "nlp_tp2", tmp_path / "a", "--to", *target)
+    reshard(old, tmp_path / "b", "--to", *target, *options, "--verify")
+    assert written(tmp_path / "a") == written(tmp_path / "b") != {}
+    same = command("inspect", "--diff", old, "--values", FIXTURES / "paddle_zcc" / "nlp_tp2")
+    assert same.code == 0, same.out + same.err
+
+
+def test_quantised_moments_are_cut_like_others(tmp_path: Path) -> None:
+    """In one step, or first as F32 and then cut."""
+    reshard(QUANTISED, tmp_path / "whole", "--to", "unified", "--verify")
+    reshard(tmp_path / "whole", tmp_path / "a", "--to", "flex", "--tp-out", 2, "--verify")
+    reshard(QUANTISED, tmp_path / "b", "--to", "flex", "--tp-out", 2, "--workers", 2, "--verify")
+    for path in (p for p in (tmp_path / "a").rglob("*.distcp") if p.is_file()):
+        assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes(), path
+
+
+@pytest.mark.parametrize("source", ["old", "quantised"])
+def test_an_interrupted_run_goes_on(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = old_pickles(tmp_path / "old") if source == "old" else QUANTISED
+    monkeypatch.setattr("ckpttool.execute.schedule._MIB", 1 << 12)
+    reshard(src, tmp_path / "want", "--to", "unified")
+    real, calls = Decoder.read, itertools.count()
+
+    def read(self: Decoder, *args: Any) -> None:
+        if next(calls) == 30:
+            raise SourceReadError("the source is gone for a moment")
+        real(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Decoder, "read", read)
+        stopped = command("reshard", src, tmp_path / "dst", "--to", "unified", "--workers", 1)
+    assert stopped.code == 1
+    assert "--resume" in stopped.err
+    reshard(src, tmp_path / "dst", "--to", "unified", "--resume", "--verify")
+    assert written(tmp_path / "dst") == written(tmp_path / "want")
+
+
+@pytest.mark.parametrize("change", [b"\xff", b"A\xc3", b""], ids=["not UTF-8", "fewer characters", "cut off"])
+def test_a_text_that_changes_is_refused(change: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(pickle.dumps({"a": np.full(20_000, 200, "u1")}, 2))
+    a = read_paddle(path).tensors["a"]
+    assert a.file.encoding is not None
+    part = a.file.encoding.parts[0]
+    assert isinstance(part, Text)
+    with path.open("r+b") as f:
+        f.seek(part.text.offset + 20_000)
+        f.write(change) if change else f.truncate()
+    with pytest.raises(CorruptError, match=r"has changed while it was read|shorter than its index says") as e:
+        read_block(a.file.contents, a.offset, (1,), (a.nbytes,), "U8")
+    assert str(path) in str(e.value.where)
+
+
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
+    """A gigabyte of moments whose codes are a hole in a file, hashed."""
+    code = """
+import sys
+from ckpttool.encodings import Encoding, Moment, Span
+from ckpttool.execute.hashing import hash_range
+path, rows, columns = sys.argv[1], 256, 1 << 20
+made = Encoding("moments", path, [Moment(0, (rows, columns), Span(path, 0, rows * columns), (Span(path, 0, 4 * columns),), False)])
+hash_range(made, 0, 64)
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+hash_range(made, 0, made.size // 4)
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""  # noqa: E501
+    path = tmp_path / "x"
+    with path.open("wb") as f:
+        f.truncate(1 << 28)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert after - before < 16_000  # kilobytes: one block, and what it is read into
