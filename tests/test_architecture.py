@@ -208,6 +208,44 @@ def format_problems(found: list[Source]) -> Iterator[str]:
                     yield f"{source.module}:{imported.line}: a format imports another format, {target}"
 
 
+# Statements of a function, without its signature and docstring, and its parameters.
+LONGEST_BODY = 80
+MOST_PARAMETERS = 10
+
+
+def size_problems(found: list[Source]) -> Iterator[str]:
+    """Functions of too many lines (comments and blank lines count), and with too many parameters.
+
+    Options of the command line and the keyword arguments of the Python API are as many as they are.
+    """
+    for source in found:
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
+            lines = (node.end_lineno or 0) - first.lineno + 1
+            if lines > LONGEST_BODY:
+                yield f"{source.module}:{node.lineno}: {node.name} has {lines} lines"
+            given = node.args
+            keywords = given.kwonlyargs if row_name(source.module) != "api" else []
+            parameters = len([*given.posonlyargs, *given.args, *keywords])
+            if parameters > MOST_PARAMETERS and row_name(source.module) != "cli":
+                yield f"{source.module}:{node.lineno}: {node.name} has {parameters} parameters"
+
+
+def command_problems(found: list[Source]) -> Iterator[str]:
+    """Commands that import another command: what two of them need stands below both."""
+    modules = {source.module for source in found}
+    prefix = f"{PACKAGE}.ops."
+    for source in found:
+        for imported in imports(source):
+            target = resolve(imported.target, modules)
+            if not (source.module.startswith(prefix) and target.startswith(prefix)):
+                continue
+            if source.module.split(".")[2] != target.split(".")[2]:
+                yield f"{source.module}:{imported.line}: a command imports another command, {target}"
+
+
 def circle_problems(found: list[Source]) -> Iterator[str]:
     """Modules of one room that import each other, directly or over others. Between rooms the order leaves none."""
     modules = {source.module for source in found}
@@ -296,6 +334,7 @@ CHECKS = (
     format_problems,
     dialect_problems,
     circle_problems,
+    size_problems,
     rich_problems,
     torch_problems,
     execution_problems,
@@ -352,9 +391,13 @@ BAD = {
     "dialect of a family": ("targeting.py", "X = 1 if stored.dialect == 'vllm' else 2", "name of a dialect"),
     "dialect by its object": ("ops/merge.py", "X = 'hf' != x.dialect.name", "name of a dialect"),
     "dialect matched": ("ops/merge.py", "match x:\n    case 'paddle' | 'hf': y()", "name of a dialect"),
-    "circle": ("ops/inspect.py", "def f():\n    from ckpttool.ops import merge", "a circle of imports"),
+    "circle": ("ops/inspect/check.py", "def f():\n    from .listing import rows", "a circle of imports"),
     "circle for types": ("cli/options.py", "if TYPE_CHECKING:\n    from ckpttool.cli.app import X", "a circle"),
-    "rich": ("ops/inspect.py", "def f():\n    import rich.table", "only report imports rich"),
+    "long": ("relate.py", 'def f():\n    """Docstring."""\n' + "    f()\n" * 81, "f has 81 lines"),
+    "long method": ("relate.py", "class A:\n    async def f(self):\n" + "        f()\n" * 81, "f has 81 lines"),
+    "parameters": ("relate.py", "def f(a, b, c, /, d, e, f, *, g, h, i, j, k): pass", "f has 11 parameters"),
+    "parameters of the API": ("api/checkpoint.py", "def f(a, b, c, d, e, f, g, h, i, j, k): pass", "11 parameters"),
+    "rich": ("ops/inspect/code.py", "def f():\n    import rich.table", "only report imports rich"),
     "torch at start": ("api/checkpoint.py", "import torch.nn", "imports torch when it is loaded"),
     "torch in a class": (
         "api/checkpoint.py",
@@ -394,14 +437,17 @@ GOOD = {
     "plan.py": "from ckpttool.geometry import Box",
     "quant.py": "from ckpttool.geometry import Box",
     "execute/__init__.py": "from ..plan import Plan",
-    "ops/inspect.py": "from ckpttool.plan import Plan",
-    "ops/merge.py": "from ckpttool.ops.inspect import inspect\nnumpy.load(f, allow_pickle=False)",
-    "report.py": "from ckpttool.ops.inspect import Result\ndef f():\n    import rich",
-    "api/checkpoint.py": "from ckpttool.ops import inspect\nif TYPE_CHECKING:\n    import torch\ndef f(): import torch",
+    "targeting/build.py": "from ckpttool.plan import Plan",
+    "ops/inspect/check.py": "from ckpttool.plan import Plan",
+    "ops/inspect/listing.py": "from .check import check",
+    "ops/merge.py": "from ckpttool.targeting.build import plan\nnumpy.load(f, allow_pickle=False)",
+    "report.py": "from ckpttool.ops.inspect.check import Result\ndef f():\n    import rich",
+    "api/checkpoint.py": "from ckpttool.ops import merge\nif TYPE_CHECKING:\n    import torch\ndef f(): import torch",
+    "api/commands.py": 'def merge(*, a, b, c, d, e, f, g, h, i, j, k):\n    """Docstring."""\n' + "    f()\n" * 80,
     "cli/__init__.py": "from ckpttool.cli.app import main",
     "cli/app.py": "from ckpttool.cli.reshard import reshard\nfrom ckpttool.version import V",
     "cli/reshard.py": "from ckpttool.cli import options\ndef f():\n    from ckpttool import report",
-    "cli/options.py": "FORMATS = ''",
+    "cli/options.py": "FORMATS = ''\ndef f(a, b, c, d, e, f, g, h, i, j, k): pass",
     "__main__.py": "from ckpttool.cli import main",
 }
 

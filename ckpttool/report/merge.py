@@ -62,7 +62,8 @@ def show_methods(*, as_json: bool) -> None:
 
 def _merge(prepared: PreparedMerge) -> dict[str, Any]:
     return {
-        **pick(prepared, "method seed rng"),
+        "method": prepared.method,
+        **pick(prepared.provenance, "seed rng"),
         "sources": [
             {
                 **pick(o, "path format"),
@@ -71,7 +72,7 @@ def _merge(prepared: PreparedMerge) -> dict[str, Any]:
                 "tensors": o.tensors,
                 "adapters": [p for p, _ in o.adapters],
             }
-            for o in prepared.origins
+            for o in prepared.provenance.origins
         ],
         "merged_tensors": prepared.merged,
         "copied_tensors": prepared.copied,
@@ -100,8 +101,13 @@ def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool, 
         plan_files(plan)
         return
     text.notes(target.notes)
-    rows = [("method", prepared.method + (f", seed {prepared.seed}" if prepared.seed is not None else ""))]
-    for i, o in enumerate(prepared.origins):
+    rows = [
+        (
+            "method",
+            prepared.method + (f", seed {prepared.provenance.seed}" if prepared.provenance.seed is not None else ""),
+        )
+    ]
+    for i, o in enumerate(prepared.provenance.origins):
         held = f"{count(o.tensors, 'tensor')} in {count(len(o.files), 'file')}, {short(sum(n for _, n in o.files))}"
         rows.append(("" if i else "source", f"{o.label}: {o.format}, {held}"))
     rows += [
@@ -150,7 +156,7 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
         message(f"note: {short(run.bytes_skipped)} were already written by the interrupted run")
     if verbose:
         message(f"read {short(run.bytes_read)}; writes: {run.policy}")
-    models = len(prepared.origins)
+    models = len(prepared.provenance.origins)
     what = prepared.method if prepared.single else f"{prepared.method} of {count(models, 'model')}"
     text.write(
         wrapped(

@@ -64,10 +64,6 @@ class PreparedMerge:
 
     target: Prepared
     method: str
-    seed: int | None
-    """None for methods that draw nothing."""
-    rng: str
-    origins: Sequence[Origin]
     provenance: Provenance
     merged: int
     """Tensors that are worked out from several."""
@@ -105,12 +101,7 @@ def prepare(
     dtype = parse(dtype).name if dtype else ""
     if masters:
         _check_masters(recipe, refs, dtype)
-    models = Models(options, recipe.component, choices.dequant)
-    models.open(refs)
-    if recipe.method != "passthrough":
-        _check_factors(models, refs)
-    if choices.dequant and not any(models[r].quantised for r in refs):
-        raise UsageError("--dequant: no weight of the sources is quantised", hint="--dtype chooses the output's dtype")
+    models = _opened(recipe, refs, options, choices)
     adaptations = Adaptations(models, refs, rounded=recipe.method != "passthrough")
     donor_ref = recipe.base or refs[0]
     donor = models[donor_ref]
@@ -130,25 +121,18 @@ def prepare(
         removed=selection.remove,
     )
     builder.run(resolved, choices.missing)
-    rows = words.rows if words is not None else builder.vocabulary
     config = merged_config(
         donor.checkpoint.config,
         layers=_donor_layers(resolved, donor_ref, donor),
-        vocabulary=rows,
+        vocabulary=words.rows if words is not None else builder.vocabulary,
         dequantised=any(models[r].quantised for r in refs),
         untied=adaptations.untied,
     )
     if form is None:
         config = donor.checkpoint.dialect.published_config(config)
-    random = METHODS[recipe.method].random
-    seed = choices.seed if random else None
-    used = {label for names in builder.names.values() for label, _ in names}
-    origins = [_origin(r, models[r], adaptations) for r in refs if str(r) in used]
-    if str(donor_ref) not in used:
+    provenance = _provenance(recipe, choices, models, adaptations, builder)
+    if str(donor_ref) not in {origin.label for origin in provenance.origins}:
         models.notes.append(f"{donor_ref} gives config and tokenizer only: `{recipe.method}` has no base")
-    provenance = Provenance(recipe.record(), recipe.text, seed, choices.rng if random else "", origins)
-    provenance.operands = builder.names
-    provenance.component = recipe.component
     written = list(words.files.items()) if words is not None else []
     if choices.card:
         written.append(("README.md", _card(donor, provenance)))
@@ -160,9 +144,7 @@ def prepare(
             format=target.format or _usual(target, form, donor.checkpoint),
         ),
         selection,
-        computed=Computed(
-            builder.computed, builder.operands, _randomness(choices, builder, recipe) if random else None
-        ),
+        computed=Computed(builder.computed, builder.operands, _randomness(choices, builder, recipe)),
         written=written,
     )
     provenance.format = prepared.format
@@ -170,9 +152,6 @@ def prepare(
     return PreparedMerge(
         prepared,
         recipe.method,
-        seed,
-        choices.rng if random else "",
-        origins,
         provenance,
         merged=methods.count(False),
         copied=methods.count(True),
@@ -209,7 +188,7 @@ def prepare_one(
         prepared = plan_recoded(source, recoding, whole, selection)
     provenance = Provenance({"merge_method": ONE}, "", None, "", [origin])
     provenance.format = prepared.format
-    return PreparedMerge(prepared, ONE, None, "", [origin], provenance, 0, len(prepared.views), (str(src),))
+    return PreparedMerge(prepared, ONE, provenance, 0, len(prepared.views), (str(src),))
 
 
 def execute(
@@ -262,6 +241,17 @@ def _check_masters(recipe: Recipe, refs: Sequence[ModelRef], dtype: str) -> None
             )
 
 
+def _opened(recipe: Recipe, refs: Sequence[ModelRef], options: OpenOptions, choices: MergeOptions) -> Models:
+    """The models of the recipe. Raises for what cannot be done with them."""
+    models = Models(options, recipe.component, choices.dequant)
+    models.open(refs)
+    if recipe.method != "passthrough":
+        _check_factors(models, refs)
+    if choices.dequant and not any(models[r].quantised for r in refs):
+        raise UsageError("--dequant: no weight of the sources is quantised", hint="--dtype chooses the output's dtype")
+    return models
+
+
 def _check_factors(models: Models, refs: Sequence[ModelRef]) -> None:
     """Raises UnsupportedError for the factors of adapters: the mean of two products is not the product of the means."""
     for ref in refs:
@@ -273,14 +263,27 @@ def _check_factors(models: Models, refs: Sequence[ModelRef]) -> None:
             )
 
 
+def _provenance(
+    recipe: Recipe, choices: MergeOptions, models: Models, adaptations: Adaptations, builder: Builder
+) -> Provenance:
+    """What the record of the merge says, but for what it was written as."""
+    random = METHODS[recipe.method].random
+    used = {label for names in builder.names.values() for label, _ in names}
+    origins = [_origin(r, models[r], adaptations) for r in recipe.references() if str(r) in used]
+    seed, rng = (choices.seed, choices.rng) if random else (None, "")
+    return Provenance(recipe.record(), recipe.text, seed, rng, origins, builder.names, recipe.component)
+
+
 def _origin(ref: ModelRef, model: Model, adaptations: Adaptations) -> Origin:
     checkpoint = model.checkpoint
     held, adapters = _files(checkpoint), adaptations.hashes(ref)
     return Origin(str(ref), model.label, checkpoint.format, held, len(model.views), adapters, model.derived)
 
 
-def _randomness(choices: MergeOptions, builder: Builder, recipe: Recipe) -> Randomness:
+def _randomness(choices: MergeOptions, builder: Builder, recipe: Recipe) -> Randomness | None:
     """Where the draws come from. All tensors of the merge count, also those that are not written."""
+    if not METHODS[recipe.method].random:
+        return None
     order = []
     for c in builder.computed:
         if METHODS[c.method].random:

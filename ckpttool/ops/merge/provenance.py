@@ -50,6 +50,7 @@ class Provenance:
     text: str
     """The recipe as it was written, "" for flags."""
     seed: int | None
+    """None for methods that draw nothing."""
     rng: str
     origins: Sequence[Origin]
     operands: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
