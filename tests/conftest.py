@@ -39,18 +39,24 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("all", settings.get_profile("ci"))
     settings.register_profile("sample", settings.get_profile("ci"), max_examples=sample.examples(100))
     settings.load_profile("all" if sample.everything else "sample")
-    _use_memory_disk()
+    _use_memory_disk(config)
     if hasattr(config, "workerinput"):
         _compute_beside_xdist(config)
 
 
-def _use_memory_disk() -> None:
-    """Nothing that survives a power cut is looked at here, and what tests have written must be deleted, too."""
+def _use_memory_disk(config: pytest.Config) -> None:
+    """No test looks at what survives a power cut, and a disk takes longer to delete the files than they to be tested.
+
+    ``tmp_path`` lies there as pytest does it; other temporary files in a directory that goes at the end, with what
+    commands that tests kill leave in it.
+    """
     if "TMPDIR" in os.environ or not os.access(MEMORY_DISK, os.W_OK):
         return
     if shutil.disk_usage(MEMORY_DISK).free >= ROOM:
-        os.environ["TMPDIR"] = str(MEMORY_DISK)
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
+        os.environ["TMPDIR"] = others = tempfile.mkdtemp(prefix="ckpttool-tests-", dir=MEMORY_DISK)
         tempfile.tempdir = None
+        config.add_cleanup(lambda: shutil.rmtree(others, ignore_errors=True))
 
 
 def _compute_beside_xdist(config: pytest.Config) -> None:
