@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, StoredTensor
@@ -22,6 +21,7 @@ from ckpttool.layout.family import Family, Transform, family_names, find_family,
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.shards import join_shards
 from ckpttool.mesh import Mesh
+from ckpttool.storage.place import Place, parse_place
 
 __all__ = ["Checkpoint", "OpenOptions", "assemble", "open_checkpoint", "pick_family"]
 
@@ -30,7 +30,7 @@ __all__ = ["Checkpoint", "OpenOptions", "assemble", "open_checkpoint", "pick_fam
 class Checkpoint:
     """An opened checkpoint."""
 
-    path: Path
+    path: Place
     stored: StoredCheckpoint
     family: Family
     """Without rules (``name == "none"``) when none is known and none was needed."""
@@ -71,7 +71,7 @@ def pick_family(name: str, recorded: str, config: Mapping[str, Any]) -> Family:
     return load_family(chosen, config) if chosen and chosen != "none" else no_family()
 
 
-def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Place, options: OpenOptions | None = None) -> Checkpoint:
     """Index a checkpoint.
 
     Raises UsageError (no such path or flag, one file of several), IncompleteError (a file is missing), CorruptError (a
@@ -80,11 +80,11 @@ def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Che
     """
     options = options or OpenOptions()
     if not options.format and not options.mesh.rank_pattern:
-        refuse_part(Path(path))
-    return assemble(read_source(Path(path), options.format, options.mesh), Path(path), options)
+        refuse_part(parse_place(path))
+    return assemble(read_source(parse_place(path), options.format, options.mesh), parse_place(path), options)
 
 
-def assemble(stored: StoredCheckpoint, root: Path, options: OpenOptions, family: Family | None = None) -> Checkpoint:
+def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family: Family | None = None) -> Checkpoint:
     """The second half of opening: family and layout turn stored tensors into the catalog. Raises as above.
 
     ``family`` is for callers that have one already.

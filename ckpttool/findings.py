@@ -7,9 +7,9 @@ docs/convert-json.md those of Paddle programs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
+from ckpttool.storage.place import Place
 from ckpttool.words import count
 
 ERROR, WARNING, INFO = "error", "warning", "info"
@@ -137,7 +137,7 @@ class Finding(NamedTuple):
 class CheckResult:
     """What was looked at, and what was found."""
 
-    path: Path
+    path: Place
     format: str = ""
     findings: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ckpttool.adapters import paddle, peft
 from ckpttool.adapters.base import Adapter
 from ckpttool.catalog import Catalog, Key, LogicalTensor, whole_tensor
@@ -12,6 +10,7 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError, Unsupp
 from ckpttool.formats.base import StoredCheckpoint, read_files
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.place import Place, parse_place
 
 READERS = {peft.CONFIG: (peft.STEM, peft.adapter), paddle.CONFIG: (paddle.STEM, paddle.adapter)}
 """By the name of the config: what the names of the weight files begin with, and what makes sense of both."""
@@ -24,13 +23,13 @@ OTHERS = {
 """Config files of other adapters that Paddle's libraries write; PEFT names the kind in adapter_config.json."""
 
 
-def read_adapter(path: str | Path) -> Adapter:
+def read_adapter(path: str | Place) -> Adapter:
     """Read the headers and the config of an adapter.
 
     Raises IncompleteError (no adapter, a shard is missing), UnsupportedError (kinds of adapters that are no sum of
     low-rank products, pickled weights), ConflictError (config and tensors say different things), CorruptError.
     """
-    listing = list_source(Path(path))
+    listing = list_source(parse_place(path))
     where = str(listing.root)
     for name, kind in OTHERS.items():
         if name in listing.names:
@@ -55,7 +54,7 @@ def read_adapter(path: str | Path) -> Adapter:
     return make(where, listing.json(config), catalog)
 
 
-def read_stored(path: Path, name: str) -> StoredCheckpoint:
+def read_stored(path: Place, name: str) -> StoredCheckpoint:
     """The headers of an adapter of PEFT, of whatever kind, as a checkpoint of format ``name`` to look into.
 
     Raises IncompleteError, CorruptError, UnsupportedError (pickled weights) and ConflictError.

@@ -34,6 +34,7 @@ from ckpttool.ops.inspect.listing import list_tensors
 from ckpttool.quant.keep import Keep
 from ckpttool.quant.scheme import scheme
 from ckpttool.select import matching, nearest_hint
+from ckpttool.storage.place import Place, parse_place
 from ckpttool.targeting.build import plan_recoded, plan_target
 from ckpttool.targeting.recode import Recoding, high
 from ckpttool.targeting.select import Selection
@@ -76,7 +77,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         self._closed = True
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         """Where it lies."""
         return self.opened.path
 
@@ -263,7 +264,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         Raises:
             UsageError: a pattern matches nothing, or a tolerance is below 0.
         """
-        path, theirs = (other.path, other.options) if isinstance(other, Checkpoint) else (Path(other), None)
+        path, theirs = (other.path, other.options) if isinstance(other, Checkpoint) else (parse_place(other), None)
         for name, allowed in (("atol", atol), ("rtol", rtol)):
             if allowed is not None and not allowed >= 0:
                 raise UsageError(f"{name} is {allowed}", hint="0 is the least")
@@ -470,11 +471,11 @@ def open_(
         (),
         rank_pattern,
         whole(sharding, "sharding"),
-        tuple([Path(p) for p in beside]),
+        tuple([parse_place(p) for p in beside]),
         select=select,
     )
     options = OpenOptions(format, said, family, several(replicate, "replicate"), several(split, "split"))
-    return Checkpoint(open_checkpoint(Path(path), options), options)
+    return Checkpoint(open_checkpoint(parse_place(path), options), options)
 
 
 open_.__name__ = open_.__qualname__ = "open"  # what ``help(ckpttool.open)`` shows

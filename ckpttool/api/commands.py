@@ -25,6 +25,7 @@ from ckpttool.ops.inspect.check import check as look
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.merge import MergeOptions, prepare, prepare_one
 from ckpttool.recipe.flags import asked
+from ckpttool.storage.place import parse_place
 from ckpttool.targeting.recode import Recoding, high
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
@@ -194,7 +195,7 @@ def check(src: Source, *, values: bool = False, progress: Progress | bool | None
     if isinstance(src, Checkpoint):
         return src.check(values=values, progress=progress)
     with watching(progress) as watch:
-        return look(Path(src), OpenOptions(), watch, values=values)
+        return look(parse_place(src), OpenOptions(), watch, values=values)
 
 
 def diff(
@@ -244,11 +245,11 @@ def convert(
     Raises:
         CorruptError, UnsupportedError: of the program or its parameters.
     """
-    other = None if names is None else Path(names)
+    other = None if names is None else parse_place(names)
     if program is not None:
-        return Conversion(from_safetensors(Path(src), Path(dst), Path(program), names=other), Path(dst))
-    held, limit = None if params is None else Path(params), nbytes(max_shard_size, "max_shard_size")
-    plan = to_safetensors(Path(src), Path(dst), params=held, names=other, max_shard_size=limit)
+        return Conversion(from_safetensors(parse_place(src), Path(dst), parse_place(program), names=other), Path(dst))
+    held, limit = None if params is None else parse_place(params), nbytes(max_shard_size, "max_shard_size")
+    plan = to_safetensors(parse_place(src), Path(dst), params=held, names=other, max_shard_size=limit)
     return Conversion(plan, Path(dst))
 
 
@@ -346,7 +347,7 @@ def size(
         fp8_transposed=fp8_transposed,
         device=named_gpu(gpu) if gpu else None if memory is None else Device("", memory),
     )
-    path, options = (src.path, src.options) if isinstance(src, Checkpoint) else (Path(src), OpenOptions())
+    path, options = (src.path, src.options) if isinstance(src, Checkpoint) else (parse_place(src), OpenOptions())
     return Size.of(answer(path, options, question))
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ckpttool.api.show import table
 from ckpttool.ops.fp8_size.answer import SizeReport
+from ckpttool.storage.place import Place
 from ckpttool.words import count, short
 
 
@@ -15,7 +15,7 @@ from ckpttool.words import count, short
 class Written:
     """An output that is complete and has its name."""
 
-    path: Path
+    path: Place
     """DST."""
     format: str
     """Name of its format."""
@@ -57,7 +57,7 @@ class Written:
 class Size:
     """How large a model is under a recipe; what was not asked for is None. All sizes are bytes."""
 
-    path: Path
+    path: Place
     family: str
     recipe: str
     parameters: int

@@ -8,7 +8,6 @@ python/paddle/distributed/flex_checkpoint/dcp/metadata.py (paddlepaddle 3.3.1).
 from __future__ import annotations
 
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import (
@@ -25,7 +24,7 @@ from ckpttool.containers.pickle import (
 )
 from ckpttool.containers.safetensors import MAX_NAME
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place
 
 STRUCTURED = "StructuredToParameterName@@"
 CHUNKED = "UnpackBigParamInfor@@"
@@ -56,7 +55,7 @@ PADDLE = Vocabulary(
 )
 
 
-def read_pickle(path: Path) -> Any:
+def read_pickle(path: Place) -> Any:
     """The plain values of a pickle of Paddle's, with an Array for every numpy array.
 
     Raises CorruptError for what is no pickle or contradicts itself, IncompleteError for a file that is cut off or not
@@ -80,7 +79,7 @@ class PaddleFile(NamedTuple):
     info: DataFile
 
 
-def read_paddle(path: Path) -> PaddleFile:
+def read_paddle(path: Place) -> PaddleFile:
     """A .pdparams, .pdopt or .distcp file. Raises what ``read_pickle`` does, and UnsupportedError for no dict."""
     with opened(path) as (fd, info):
         value, _ = interpret(fd, info, PADDLE)
@@ -110,7 +109,7 @@ def read_paddle(path: Path) -> PaddleFile:
     return PaddleFile(tensors, chunks, structured, other, info)
 
 
-def _join(tensors: dict[str, Array], parts: Any, path: Path) -> dict[str, tuple[Array, ...]]:
+def _join(tensors: dict[str, Array], parts: Any, path: Place) -> dict[str, tuple[Array, ...]]:
     """Put tensors that were cut into the place of their parts (io_utils._pack_loaded_dict). Raises CorruptError."""
     where = str(path)
     if not isinstance(parts, dict):

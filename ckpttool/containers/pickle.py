@@ -35,12 +35,11 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.encodings import Encoding, Span, Text, latin1
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place
 
 MAX_VALUES = 1 << 26
 """Values in containers, remembered values and stack entries, each: metadata of a million shards has 45 million."""
@@ -973,7 +972,7 @@ builtins. bytes: only as bytes(), which is how protocol 2 says b"", the elements
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[int, DataFile]]:
+def opened(path: Place) -> Iterator[tuple[int, DataFile]]:
     """The descriptor of a file that is read, and what it is now.
 
     Raises IncompleteError when it is not there, CorruptError when it cannot be read.

@@ -16,8 +16,9 @@ import io
 import pickletools
 import zipfile
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import IO, Any
+
+from ckpttool.storage.place import Place
 
 UNKNOWN = "?"
 """A global whose name is worked out while the pickle runs."""
@@ -89,7 +90,7 @@ _ZIP = b"PK\x03\x04"
 _CHUNK = 1 << 16
 
 
-def imports(path: Path) -> tuple[str, ...]:
+def imports(path: Place) -> tuple[str, ...]:
     """The globals of all pickles in a file that weights do not need, dangerous ones first.
 
     A plain pickle, several one behind another (torch before 1.6), or a zip with ``.pkl`` in it (torch). () for a file

@@ -7,9 +7,7 @@ tensors and headers out of offset order are valid; holes, overlaps and trailing 
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import struct
 import sys
 from array import array
@@ -17,15 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring
 from math import prod
-from pathlib import Path
-from stat import S_ISDIR, S_ISREG
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import StoredTensor
 from ckpttool.dtypes import DTYPES, ORDER, nbytes
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.identify import identify
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place, open_file
 
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
@@ -61,22 +57,13 @@ class Problem(NamedTuple):
     tensor: str = ""
 
 
-def refuse_special(path: Path) -> None:
-    """Raises OSError for a pipe, a socket or a device, of which one would wait for ever."""
-    mode = path.stat().st_mode
-    if not (S_ISREG(mode) or S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-
-
-def read_raw(path: Path) -> tuple[DataFile, bytes]:
+def read_raw(path: Place) -> tuple[DataFile, bytes]:
     """The file's identity and its header bytes. Raises CorruptError or IncompleteError."""
     try:
-        refuse_special(path)
-        with path.open("rb", buffering=0) as f:
-            stat = os.fstat(f.fileno())
-            info = DataFile.at(path, stat)
+        with open_file(path) as f:
+            info = f.info
             # One read is enough for nearly every header.
-            first = f.read(65536)
+            first = f.pread(65536, 0)
             if len(first) < 8:
                 raise HeaderError(
                     "header-length",
@@ -85,20 +72,20 @@ def read_raw(path: Path) -> tuple[DataFile, bytes]:
                     hint="the download or save was cut off; fetch the file again",
                 )
             (size,) = struct.unpack("<Q", first[:8])
-            if size > MAX_HEADER or size > stat.st_size - 8:
+            if size > MAX_HEADER or size > info.size - 8:
                 # A header of 640 bytes begins as a pickle does, but no pickle goes on with a brace there.
                 stranger = None if first[8:9] == b"{" else identify(first)
                 raise HeaderError(
                     "header-length",
                     f"this is {stranger.what}"
                     if stranger
-                    else f"the header claims {size:,} bytes, the file has {stat.st_size:,}",
+                    else f"the header claims {size:,} bytes, the file has {info.size:,}",
                     where=f"{path} [bytes 0..8)",
                     hint=stranger.hint if stranger else "the file is cut off or is not safetensors; fetch it again",
                 )
             raw = first[8 : 8 + size]
             while len(raw) < size:
-                more = f.read(size - len(raw))
+                more = f.pread(size - len(raw), 8 + len(raw))
                 if not more:
                     raise HeaderError("header-length", "the header is cut off", where=str(path))
                 raw += more
@@ -126,7 +113,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def parse(raw: bytes, path: Path) -> dict[str, Any]:
+def parse(raw: bytes, path: Place) -> dict[str, Any]:
     """The header's JSON. Raises HeaderError."""
     where = str(path)
     try:
@@ -247,7 +234,7 @@ def _span_problems(name: str, dtype: str, shape: list[int], span: tuple[int, int
     return []
 
 
-def read_header(path: Path, index: int = 0, rank: int = 0) -> Header:
+def read_header(path: Place, index: int = 0, rank: int = 0) -> Header:
     """Parse and check one file. Raises CorruptError or UnsupportedError for the first problem."""
     info, raw = read_raw(path)
     data = parse(raw, path)
@@ -264,7 +251,7 @@ def read_header(path: Path, index: int = 0, rank: int = 0) -> Header:
     return Header(info, meta, tensors, start)
 
 
-def examine(path: Path, index: int = 0) -> tuple[Header | None, list[Problem]]:
+def examine(path: Place, index: int = 0) -> tuple[Header | None, list[Problem]]:
     """Everything wrong with one file, and what can be used of it all the same: entries that are right by themselves."""
     try:
         info, raw = read_raw(path)

@@ -17,7 +17,6 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -27,7 +26,7 @@ from ckpttool.containers.torch_pickle import STORAGE_CLASS, TORCH_DTYPE, Storage
 from ckpttool.dtypes import DTYPES, itemsize, nbytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import contiguous_strides
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place
 
 MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
@@ -99,7 +98,7 @@ def is_torch(head: bytes) -> bool:
     return head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"))
 
 
-def read_torch(path: Path, begin: int = 0, end: int | None = None) -> TorchFile:
+def read_torch(path: Place, begin: int = 0, end: int | None = None) -> TorchFile:
     """The file of torch.save at bytes ``begin`` to ``end`` of a file.
 
     Raises IncompleteError for one that is cut off or not there, CorruptError and ConflictError for one that contradicts

@@ -20,7 +20,7 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize
 from ckpttool.encodings import Encoding
-from ckpttool.execute.files import IOV_MAX, SECTOR, UNCACHED_FROM, FilePool
+from ckpttool.execute.files import IOV_MAX, SECTOR, UNCACHED_FROM, Medium
 from ckpttool.execute.hashing import Sums
 from ckpttool.execute.moves import (
     TILES,
@@ -102,7 +102,7 @@ class Mover:
         self,
         sources: Sequence[str | Encoding],
         outputs: Sequence[str],
-        pool: FilePool,
+        pool: Medium,
         memory: int,
         stop: threading.Event,
     ) -> None:

@@ -12,7 +12,7 @@ from ckpttool.dtypes import itemsize, lookup, numpy_dtype
 from ckpttool.encodings import Encoding
 from ckpttool.errors import ConflictError, CorruptError
 from ckpttool.execute.blocks import Mover
-from ckpttool.execute.files import FilePool, span
+from ckpttool.execute.files import open_medium, span
 from ckpttool.execute.reader import Bytes, blocks, read_strided, worth_reading
 from ckpttool.kernels.cast import cast
 from ckpttool.plan import TIED_HINT, AssertEqual, AssertPadding, Block
@@ -35,7 +35,7 @@ def check(step: AssertEqual | AssertPadding, carrier: Mover, first: int = 0) -> 
 
 def agree(steps: Iterable[AssertEqual], sources: Sequence[str | Encoding]) -> bool:
     """Whether all of them find the same bytes."""
-    with FilePool() as pool:
+    with open_medium() as pool:
         carrier = Mover(sources, (), pool, 4 * _BLOCK, threading.Event())
         try:
             for step in steps:

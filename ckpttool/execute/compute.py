@@ -19,7 +19,7 @@ from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import CorruptError, UsageError, VerifyError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import SECTOR, FilePool
+from ckpttool.execute.files import SECTOR, open_medium
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.permute import Array
@@ -347,7 +347,7 @@ def verify_computed(plan: Plan, outputs: Path, memory: int, advance: Advance = u
     ``advance`` is told the bytes of the results, from pass to pass.
     Raises VerifyError naming the first tensor that differs.
     """
-    with FilePool() as pool:
+    with open_medium() as pool:
         paths = [str(outputs / o.name) for o in plan.outputs]
         carrier = Mover([s.contents for s in plan.sources], paths, pool, 1 << 20, threading.Event())
         computing = Computing(carrier, memory, tensor_draws(plan.randomness), compare)

@@ -33,7 +33,7 @@ from ckpttool.execute.checks import check
 from ckpttool.execute.commit import MANIFEST, Destination
 from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import FilePool, SourceReadError, create, share, write_error
+from ckpttool.execute.files import Medium, SourceReadError, create, open_medium, share, write_error
 from ckpttool.execute.hashing import ALGORITHM, CRC32, Sums
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
@@ -41,7 +41,7 @@ from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgre
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate, sum_key
 from ckpttool.execute.worker import ComputeWorker, Job, is_known, order, server
 from ckpttool.plan import Plan
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, parse_place
 
 _MIB = 1 << 20
 _SMALLEST_ARENA = 64 << 10
@@ -162,7 +162,7 @@ class _Run:
         self.shown = 0
         self.unrecorded: list[_Record] = []
         self.unsynced = False
-        """A sync has failed in a process that computes; see ``FilePool``."""
+        """A sync has failed in a process that computes; see ``Medium``."""
         self.verifying = False
         self.verify_seconds = 0.0
 
@@ -173,7 +173,7 @@ class _Run:
         self.destination.check([s.path for s in self.plan.sources], roots, force=force, carried=carried)
         self._check_sources()
         self.destination.check_space(sum(o.size for o in self.plan.outputs if not o.link))
-        with _signals() as signals, FilePool() as pool:
+        with _signals() as signals, open_medium() as pool:
             journal, finished = self._open()
             try:
                 self._hire(finished)
@@ -241,7 +241,7 @@ class _Run:
         self.recorded = len(finished.parts)
         return journal, finished
 
-    def _prepare(self, pool: FilePool, finished: Finished) -> None:
+    def _prepare(self, pool: Medium, finished: Finished) -> None:
         """Make every file, with its literal bytes, and find out how much there is to do."""
         parts = [p for t in self.tasks for p in t.parts]
         made = set()
@@ -312,7 +312,7 @@ class _Run:
         keys = [k for k, _ in task.targets] + operand_keys(self.plan, task.computing)
         return all(p.number in finished.parts for p in task.parts) and all(k in finished.sums for k in keys)
 
-    def _work(self, journal: Journal, pool: FilePool, finished: Finished, signals: _Signals) -> None:
+    def _work(self, journal: Journal, pool: Medium, finished: Finished, signals: _Signals) -> None:
         self.sums = finished.sums
         jobs = [t for t in self.tasks if t.computing >= 0 and not self._is_done(t, finished)]
         self.done = finished.parts
@@ -444,7 +444,7 @@ class _Run:
                 record.sums = sums.finish(carrier.read_back, buffer)
         self.ledger.post(record, self.stop)
 
-    def _watch(self, journal: Journal, pool: FilePool, recorder: ThreadPoolExecutor) -> None:
+    def _watch(self, journal: Journal, pool: Medium, recorder: ThreadPoolExecutor) -> None:
         """Show progress and have finished parts recorded, until the workers have ended."""
         ledger = self.ledger
         saving: Future[None] | None = None
@@ -481,7 +481,7 @@ class _Run:
             raise self.failures[0]
         self._dismiss(now=False)
 
-    def _record(self, journal: Journal, pool: FilePool, records: Sequence[_Record]) -> None:
+    def _record(self, journal: Journal, pool: Medium, records: Sequence[_Record]) -> None:
         """Make parts durable, then say so in the journal."""
         parts = [p for r in records for p in r.parts]
         for file in sorted({file for p in parts for file in p.files}):
@@ -492,7 +492,7 @@ class _Run:
 
     # -- finish
 
-    def _finish(self, pool: FilePool) -> None:
+    def _finish(self, pool: Medium) -> None:
         """Everything durable and checked; only the name is missing."""
         if CRC32 in self.hashes:
             self._write_checksums(pool)
@@ -516,7 +516,7 @@ class _Run:
             self.verify_seconds = time.perf_counter() - began
             self.verifying = False
 
-    def _write_checksums(self, pool: FilePool) -> None:
+    def _write_checksums(self, pool: Medium) -> None:
         """Put the checksums of tensors where their files have them."""
         for u, unit in enumerate(self.plan.units):
             for t, target in enumerate(unit.stored_tensors):
@@ -563,7 +563,7 @@ class _Run:
         out.sort(key=lambda c: (c.file, c.tensor))
         return out
 
-    def _write_manifest(self, pool: FilePool) -> None:
+    def _write_manifest(self, pool: Medium) -> None:
         tensors: dict[str, dict[str, str]] = {}
         for c in self._checksums():
             tensors.setdefault(c.file, {})[c.tensor] = c.digest.removeprefix(f"{ALGORITHM}:")
@@ -572,7 +572,7 @@ class _Run:
         data = json.dumps(manifest, ensure_ascii=False, indent=1).encode(errors="backslashreplace")
         self._write_small(pool, MANIFEST, data)
 
-    def _write_small(self, pool: FilePool, name: str, data: bytes) -> None:
+    def _write_small(self, pool: Medium, name: str, data: bytes) -> None:
         target = self.destination.partial / name
         path = str(target)
         try:
@@ -596,7 +596,7 @@ class _Run:
 
     # -- failure
 
-    def _give_up(self, error: BaseException, journal: Journal, pool: FilePool) -> BaseException:
+    def _give_up(self, error: BaseException, journal: Journal, pool: Medium) -> BaseException:
         """Stop the workers; keep or remove what there is. Returns the error to raise."""
         self.stop.set()
         self._dismiss(now=True)
@@ -615,7 +615,7 @@ class _Run:
 
 def _check_source(path: str, size: int, tag: str) -> None:
     try:
-        now = DataFile.at(Path(path))
+        now = DataFile.at(parse_place(path))
     except OSError as e:
         raise CorruptError(f"a source cannot be read: {e.strerror}", where=path) from e
     if (now.size, now.tag) != (size, tag):

@@ -24,12 +24,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
 from ckpttool.encodings import Decoder, Encoding
 from ckpttool.errors import CorruptError, OutputError
+from ckpttool.storage.place import SCHEMES, OpenFile, parse_place
 
 RWF_DONTCACHE = 0x80
 """Linux 6.14: pages that this call brings into the page cache leave it again; Python has no name for it yet."""
@@ -100,6 +101,49 @@ def descriptor_limit(reserve: int = 24) -> int:
     return max(8, min(4096, soft - used - reserve))
 
 
+class Medium(Protocol):
+    """How bytes are read and written, by path or by the text of another place. Safe to use from several threads."""
+
+    unsynced: bool
+    """A sync has failed. The kernel says so once: a later one succeeds although the pages are gone."""
+
+    @property
+    def policy(self) -> str:
+        """How large writes go."""
+
+    @property
+    def short_calls(self) -> threading.Lock:
+        """For whoever makes thousands of short calls: two threads at that only pass the interpreter to and fro."""
+
+    def read(self, path: str | Encoding, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
+        """Fill ``buffers`` (at most IOV_MAX) with consecutive bytes, of an encoding with decoded ones.
+
+        ``once`` says that the bytes will not be needed again: pages that were not in the page cache before do not
+        stay there. Raises CorruptError when the file ends early, SourceReadError when it cannot be read.
+        """
+
+    def expect_writes(self, path: str) -> None:
+        """Open this path for reading and writing from now on."""
+
+    def write(self, path: str, offset: int, data: memoryview, *, scattered: bool = False) -> None:
+        """Write all of ``data``. Raises OutputError.
+
+        ``scattered`` says that other short pieces will share its pages: these stay in the page cache until the end.
+        """
+
+    def sync(self, path: str, *, metadata: bool = False) -> None:
+        """Make the file's bytes durable; with ``metadata`` its size and times, too. Raises OutputError."""
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def open_medium(limit: int | None = None) -> Medium:
+    """A medium that keeps at most ``limit`` files open; None is what the system allows."""
+    return _RemoteSources(limit) if SCHEMES else FilePool(limit)
+
+
 class FilePool:
     """Descriptors by path, least recently used closed first, so that any number of files works under any limit.
 
@@ -121,9 +165,7 @@ class FilePool:
         self._scattered: set[str] = set()
         self._decoder = Decoder(self.read)
         self.unsynced = False
-        """A sync has failed. The kernel says so once: a later one succeeds although the pages are gone."""
         self.short_calls = threading.Lock()
-        """For whoever makes thousands of short calls: two threads at that only pass the interpreter to and fro."""
 
     @property
     def policy(self) -> str:
@@ -143,7 +185,6 @@ class FilePool:
                 os.close(self._open.pop(name)[0])
 
     def expect_writes(self, path: str) -> None:
-        """Open this path for reading and writing from now on."""
         self._writable.add(path)
 
     def take(self, path: str, *, direct: bool = False) -> int:
@@ -180,11 +221,6 @@ class FilePool:
     # -- reading
 
     def read(self, path: str | Encoding, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
-        """Fill ``buffers`` (at most IOV_MAX) with consecutive bytes, of an encoding with decoded ones.
-
-        ``once`` says that the bytes will not be needed again: pages that were not in the page cache before do not
-        stay there. Raises CorruptError when the file ends early, SourceReadError when the system cannot read it.
-        """
         if isinstance(path, Encoding):
             self._decoder.read(path, offset, buffers)
             return
@@ -214,11 +250,7 @@ class FilePool:
             if got == wanted:
                 return
             if not got:
-                size = os.fstat(fd).st_size
-                raise CorruptError(
-                    "a file is shorter than its index says",
-                    where=f"{path} {span(offset, wanted)}: the file has {size:,} bytes",
-                )
+                raise _too_short(path, offset, wanted, os.fstat(fd).st_size)
             wanted -= got
             offset += got
             buffers = _after(buffers, got)
@@ -226,10 +258,6 @@ class FilePool:
     # -- writing
 
     def write(self, path: str, offset: int, data: memoryview, *, scattered: bool = False) -> None:
-        """Write all of ``data``, large pieces by the current policy. Raises OutputError.
-
-        ``scattered`` says that other short pieces will share its pages: these stay in the page cache until the end.
-        """
         if scattered:
             self._scattered.add(path)
         done = 0
@@ -313,10 +341,7 @@ class FilePool:
         raise OSError(code, os.strerror(code))
 
     def sync(self, path: str, *, metadata: bool = False) -> None:
-        """Make the file's bytes durable and let its pages leave the page cache. Raises OutputError.
-
-        ``metadata`` is for the last time: the file's size and times, too.
-        """
+        """Besides, the file's pages leave the page cache."""
         fd = self.take(path)
         try:
             (os.fsync if metadata else os.fdatasync)(fd)
@@ -327,6 +352,46 @@ class FilePool:
             raise write_error(e, path, 0, 0) from e
         finally:
             self.give(path)
+
+
+class _RemoteSources(FilePool):
+    """Files, and sources that are in other places."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__(limit)
+        self._remote: dict[str, OpenFile | None] = {}
+        """By text; None for paths."""
+
+    def close(self) -> None:
+        super().close()
+        while self._remote:
+            if file := self._remote.popitem()[1]:
+                file.close()
+
+    def _remote_file(self, path: str) -> OpenFile | None:
+        with self._lock:
+            if path not in self._remote:
+                place = parse_place(path)
+                self._remote[path] = None if isinstance(place, Path) else place.open_file()
+            return self._remote[path]
+
+    def read(self, path: str | Encoding, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
+        try:
+            file = None if isinstance(path, Encoding) else self._remote_file(path)
+            if isinstance(path, Encoding) or file is None:
+                super().read(path, offset, buffers, once=once)
+                return
+            for buffer in buffers:
+                done = 0
+                while done < buffer.nbytes:
+                    data = file.pread(buffer.nbytes - done, offset)
+                    if not data:
+                        raise _too_short(path, offset, buffer.nbytes - done, file.info.size)
+                    buffer[done : done + len(data)] = data
+                    done += len(data)
+                    offset += len(data)
+        except OSError as e:
+            raise _unreadable(e, str(path), offset, buffers) from e
 
 
 def create(path: str, size: int) -> bool:
@@ -399,6 +464,11 @@ def write_error(e: OSError, path: str, offset: int, nbytes: int) -> OutputError:
     if e.errno == errno.EFBIG:
         return OutputError("the destination does not take files of this size", where=where)
     return OutputError(f"cannot write the destination: {e.strerror or e}", where=where)
+
+
+def _too_short(path: str, offset: int, wanted: int, size: int) -> CorruptError:
+    where = f"{path} {span(offset, wanted)}: the file has {size:,} bytes"
+    return CorruptError("a file is shorter than its index says", where=where)
 
 
 def _unreadable(e: OSError, path: str, offset: int, buffers: Sequence[memoryview]) -> CorruptError:

@@ -8,7 +8,6 @@ at the end of the unit.
 
 from __future__ import annotations
 
-import os
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -17,8 +16,9 @@ import numpy as np
 import xxhash
 
 from ckpttool.encodings import Encoding
-from ckpttool.execute.files import FilePool
+from ckpttool.execute.files import open_medium
 from ckpttool.plan import Target
+from ckpttool.storage.place import Place
 
 ALGORITHM = "xxh3_128"
 CRC32 = "crc32"
@@ -33,15 +33,15 @@ def hasher() -> xxhash.xxh3_128:
     return xxhash.xxh3_128()
 
 
-def hash_range(contents: str | os.PathLike[str] | Encoding, offset: int, nbytes: int) -> str:
+def hash_range(contents: str | Place | Encoding, offset: int, nbytes: int) -> str:
     """``xxh3_128:<hex>`` of a byte range of a file, or of what it is decoded to.
 
     Raises CorruptError when the file is too short.
     """
     h = xxhash.xxh3_128()
-    name = contents if isinstance(contents, Encoding) else os.fspath(contents)
+    name = contents if isinstance(contents, Encoding) else str(contents)
     buffer = np.empty(max(1, min(_CHUNK, nbytes)), np.uint8).data
-    with FilePool(1) as pool:
+    with open_medium(1) as pool:
         for at in range(0, nbytes, _CHUNK):
             piece = buffer[: min(_CHUNK, nbytes - at)]
             pool.read(name, offset + at, (piece,), once=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -12,10 +11,11 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.encodings import Encoding
-from ckpttool.execute.files import FilePool
+from ckpttool.execute.files import Medium, open_medium
 from ckpttool.execute.moves import BRIDGE, Move, dense, tiles
 from ckpttool.execute.permute import Array, Permuter
 from ckpttool.geometry import Box
+from ckpttool.storage.place import Place
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ReadAt = Callable[[int, memoryview], None]
@@ -26,13 +26,13 @@ _SCRATCH = 1 << 20
 
 
 def read_block(
-    contents: str | os.PathLike[str] | Encoding,
+    contents: str | Place | Encoding,
     offset: int,
     strides: Sequence[int],
     shape: Sequence[int],
     dtype: str,
     *,
-    files: FilePool | None = None,
+    files: Medium | None = None,
 ) -> Array:
     """A strided block of a file, or of what it is decoded to, as a contiguous array of the dtype's numpy type.
 
@@ -43,16 +43,16 @@ def read_block(
     out = np.empty(tuple(shape), kind)
     if not out.size:
         return out
-    name = contents if isinstance(contents, Encoding) else os.fspath(contents)
+    name = contents if isinstance(contents, Encoding) else str(contents)
     if files is None:
-        with FilePool(1) as pool:
+        with open_medium(1) as pool:
             _fill(pool, name, offset, tuple(strides), out, dtype)
     else:
         _fill(files, name, offset, tuple(strides), out, dtype)
     return out
 
 
-def _fill(pool: FilePool, path: str | Encoding, offset: int, strides: tuple[int, ...], out: Array, dtype: str) -> None:
+def _fill(pool: Medium, path: str | Encoding, offset: int, strides: tuple[int, ...], out: Array, dtype: str) -> None:
     def read(at: int, buffer: memoryview) -> None:
         pool.read(path, at, (buffer,), once=False)
 

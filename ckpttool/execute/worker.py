@@ -19,7 +19,7 @@ from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.crew import Answer, Order, Serve, help_out
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import FilePool
+from ckpttool.execute.files import Medium, open_medium
 from ckpttool.execute.hashing import Sums
 from ckpttool.execute.quantize import Quantizing
 from ckpttool.execute.schedule import Task, computing_task
@@ -72,13 +72,13 @@ def order(unit: Unit, number: int, task: Task, done: Collection[int]) -> Order:
 def server(job: Job) -> Callable[[], Serve]:
     """What a worker of this job calls, once, to learn how to carry out orders."""
     draws = tensor_draws(job.randomness)  # for some streams the places of all tensors are worked out: once for all
-    return lambda: ComputeWorker(job, draws, FilePool(), threading.Event()).serve
+    return lambda: ComputeWorker(job, draws, open_medium(), threading.Event()).serve
 
 
 class ComputeWorker:
     """Works out tensors, one after the other."""
 
-    def __init__(self, job: Job, draws: Callable[[Compute], Draws], pool: FilePool, stop: threading.Event) -> None:
+    def __init__(self, job: Job, draws: Callable[[Compute], Draws], pool: Medium, stop: threading.Event) -> None:
         self.job = job
         self.carrier = Mover(job.sources, job.paths, pool, job.memory // 4, stop)
         self.computing = Computing(self.carrier, job.memory, draws)

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
 from ckpttool.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
@@ -16,7 +15,7 @@ from ckpttool.containers.safetensors import lay_out, read_header, tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, Listing, is_index
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place
 
 _LARGE = 1 << 16
 """Bytes of a header that is deflated until it is written."""
@@ -33,7 +32,7 @@ class ReadOptions:
     layout: tuple[int, ...] = ()
     rank_pattern: str = ""
     sharding: int | None = None
-    more: tuple[Path, ...] = ()
+    more: tuple[Place, ...] = ()
     """Further directories of the same save, which was spread over nodes."""
     raw: bool = False
     """Names as they are in the files, all of them model weights: what Paddle's own merge of flex checkpoints does."""
@@ -60,7 +59,7 @@ class StoredCheckpoint:
     """What a format's ``read`` returns: headers turned into stored tensors."""
 
     format: str
-    root: Path
+    root: Place
     files: list[DataFile]
     tensors: list[StoredTensor]
     mesh: Mesh
@@ -223,7 +222,7 @@ class FileLayout(NamedTuple):
     """Companions (file names) that are not valid in the target and are left out."""
     config: Mapping[str, Any] | None = None
     """config.json, where the format changes that of the request."""
-    copied: tuple[Path, ...] = ()
+    copied: tuple[Place, ...] = ()
     """Files that the format carries over as they are, of any size."""
     usage: str = ""
     """A command or a line of Python that reads what is written: {dst} is its path for a shell, {text} in quotes;
@@ -304,7 +303,7 @@ def read_files(
     return files, tensors, metadata
 
 
-def file_now(path: Path) -> DataFile:
+def file_now(path: Place) -> DataFile:
     """A file that is carried, as it is now. A run refuses one that has changed since.
 
     Raises CorruptError when it has gone since it was listed.
@@ -326,7 +325,7 @@ def companions(listing: Listing, weights: Iterable[str]) -> tuple[tuple[str, ...
             continue
         if name.endswith(WEIGHTS) or is_index(name) or name == "ckpttool.manifest.json":
             continue
-        size = listing.path(name).stat().st_size
+        size = DataFile.at(listing.path(name)).size
         if size > COMPANION_LIMIT:
             notes.append(f"{name} ({size:,} bytes) is not carried along: larger than {COMPANION_LIMIT >> 20} MiB")
         else:
@@ -334,7 +333,7 @@ def companions(listing: Listing, weights: Iterable[str]) -> tuple[tuple[str, ...
     return tuple(keep), notes
 
 
-def check_mesh(format_name: str, read: Mapping[str, int], options: ReadOptions, where: Path) -> None:
+def check_mesh(format_name: str, read: Mapping[str, int], options: ReadOptions, where: Place) -> None:
     """Flags that contradict what the files say are an error."""
     for name, said in options.from_flags().items():
         if name in read and read[name] != said:
@@ -345,7 +344,7 @@ def check_mesh(format_name: str, read: Mapping[str, int], options: ReadOptions, 
             )
 
 
-def contiguous_ranks(found: Mapping[int, Any], world: int, where: Path, naming: str) -> None:
+def contiguous_ranks(found: Mapping[int, Any], world: int, where: Place, naming: str) -> None:
     """Every rank 0..world-1 must have a file. Raises IncompleteError naming those missing."""
     missing = world - sum(0 <= r < world for r in found)  # a name or a header may claim any number
     if missing:

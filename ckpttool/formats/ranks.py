@@ -13,12 +13,10 @@ family: geometry that is recorded can be checked. Tensors that a rank holds whol
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
 from math import lcm, prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, RankTensor, StoredTensor, logical_tensor
@@ -39,7 +37,7 @@ from ckpttool.formats.base import (
 from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place, walk
 
 _OURS = r"rank-(?P<rank>\d{5})-of-(?P<world>\d{5})\.safetensors"
 _COMMON = (
@@ -222,7 +220,7 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def _record(metadata: Mapping[str, str], path: Path, rank: int) -> dict[str, Any]:
+def _record(metadata: Mapping[str, str], path: Place, rank: int) -> dict[str, Any]:
     text = metadata.get("ckpttool")
     if text is None:
         raise IncompleteError(
@@ -261,7 +259,7 @@ def _add(
     groups: dict[str, tuple[tuple[int, ...], list[Piece], list[Pad]]],
     t: StoredTensor,
     rec: dict[str, Any] | None,
-    path: Path,
+    path: Place,
     cuts: dict[Any, _Cut],
 ) -> None:
     """Add what one rank's record says about one stored tensor."""
@@ -301,7 +299,7 @@ def _cut(
     t: StoredTensor,
     shape: tuple[int, ...],
     boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
-    path: Path,
+    path: Place,
 ) -> _Cut:
     """What a record means: (first element in the stored tensor, first in the logical one, size) of each box.
 
@@ -368,9 +366,7 @@ def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, 
         shown = options.rank_pattern
         names = list(listing.names)
         if "/" in options.rank_pattern:
-            names = [
-                str(Path(base, f).relative_to(listing.root)) for base, _, found in os.walk(listing.root) for f in found
-            ]
+            names = list(walk(listing.root))
     else:
         patterns, shown, names = list(_COMMON), "*rank*.safetensors", list(listing.names)
     for pattern in patterns:
@@ -405,7 +401,7 @@ def _numbered(listing: Listing) -> dict[int, str]:
     return dict(sorted(out.items())) if alike and out.keys() == set(range(len(names))) else {}
 
 
-def _infer(count: int, named: dict[str, int], options: ReadOptions, root: Path, shown: str) -> tuple[Mesh, list[str]]:
+def _infer(count: int, named: dict[str, int], options: ReadOptions, root: Place, shown: str) -> tuple[Mesh, list[str]]:
     """The source mesh from flags, file names and their number; what was inferred is noted."""
     check_mesh(f"file names {shown}", named, options, root)
     said = {**named, **options.from_flags()}

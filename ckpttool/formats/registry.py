@@ -5,7 +5,6 @@ Imported formats only; adding one is adding its module here.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from ckpttool.formats.ranks import Ranks
 from ckpttool.formats.torch.bin import TorchFiles
 from ckpttool.storage.identify import foreign
 from ckpttool.storage.listing import Listing, is_index, list_source, lost, natural
+from ckpttool.storage.place import Place, scan
 
 _T = TypeVar("_T")
 
@@ -100,7 +100,7 @@ def detect(listing: Listing) -> Reader:
     if listing.safetensors():
         return READERS["hf"]
     folders = _folders(listing)
-    below = lost(listing) or _below(listing.root, folders)
+    below = lost(listing) or (_below(listing.root, folders) if isinstance(listing.root, Path) else "")
     stranger = None if below else foreign(listing.root, [listing.single] if listing.single else listing.names, folders)
     if stranger:
         raise UnsupportedError(
@@ -120,8 +120,7 @@ def _folders(listing: Listing) -> list[str]:
     """Directories directly in a source, for what an error says about it; [] when SRC is a file."""
     if listing.single:
         return []
-    with os.scandir(listing.root) as it:
-        return sorted((e.name for e in it if e.is_dir()), key=natural)
+    return sorted((e.name for e in scan(listing.root) if e.is_dir()), key=natural)
 
 
 def _below(root: Path, folders: Sequence[str]) -> str:
@@ -160,7 +159,7 @@ def choose(listing: Listing, name: str, options: ReadOptions) -> Reader:
     return found
 
 
-def refuse_part(path: Path) -> None:
+def refuse_part(path: Place) -> None:
     """Raises UsageError when ``path`` is one file of several that make up a checkpoint.
 
     Its tensors are whole to look at, but a part of a model (or of each tensor) to anything that is written.
@@ -185,7 +184,7 @@ def refuse_part(path: Path) -> None:
         )
 
 
-def read_source(path: Path, name: str, options: ReadOptions) -> StoredCheckpoint:
+def read_source(path: Place, name: str, options: ReadOptions) -> StoredCheckpoint:
     """Index the headers of a checkpoint; ``name`` is what --from says, or "".
 
     Raises UsageError (no such path or format), IncompleteError (a file is missing), CorruptError (a header is wrong),
@@ -199,7 +198,7 @@ def read_source(path: Path, name: str, options: ReadOptions) -> StoredCheckpoint
         )
     stored = found.read(listing, options)
     stored.notes += [f"{n} is left out: it is a link out of the checkpoint, to {to}" for n, to in listing.away.items()]
-    if not stored.config and stored.mesh.world > 1 and listing.root.parent.joinpath("config.json").is_file():
+    if not stored.config and stored.mesh.world > 1 and (listing.root.parent / "config.json").is_file():
         stored.notes.append("config.json is read from the parent directory")
         stored.config = list_source(listing.root.parent).json("config.json")
     return stored

@@ -11,7 +11,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, in_order, is_derived, whole_tensor
@@ -31,7 +30,7 @@ from ckpttool.planner import build_plan
 from ckpttool.relate import DerivedTensor, TensorTable, identity, parameters
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import DataFile, source_files
+from ckpttool.storage.place import DataFile, Place, source_files
 from ckpttool.targeting.build import Prepared, plan_target
 from ckpttool.targeting.select import Selection, left_out, select
 from ckpttool.targeting.sidecars import carried_below
@@ -87,7 +86,7 @@ class PreparedDrop:
 
 
 def prepare(
-    src: str | Path, options: OpenOptions, selection: Selection, target: Target, *, link: bool = False
+    src: str | Place, options: OpenOptions, selection: Selection, target: Target, *, link: bool = False
 ) -> PreparedDrop:
     """Plan what is left. Raises a CkptError subclass; nothing is written.
 
@@ -360,7 +359,7 @@ def _elements(tensors: Iterable[StoredTensor]) -> int:
 
 
 def _index(
-    root: Path, name: str, tensors: Mapping[str, tuple[str, StoredTensor]], before: Iterable[StoredTensor]
+    root: Place, name: str, tensors: Mapping[str, tuple[str, StoredTensor]], before: Iterable[StoredTensor]
 ) -> bytes:
     """The index of what is left; what the old one said besides stays. ``before`` are the tensors of the source."""
     old = list_source(root).json(name) if (root / name).is_file() else {}

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import StoredTensor
 from ckpttool.containers.index import IndexRules, Sets, gaps, misplaced, sets_of, total_size, weight_map
 from ckpttool.findings import CheckResult
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place
 from ckpttool.words import ranges
 
 ANEW = "rebuild the index: `ckpttool convert-json DIR --index`"
@@ -38,7 +37,7 @@ class Index(NamedTuple):
     """It names tensors that the stored ones stand for."""
 
 
-def parse_index(data: Mapping[str, Any], rules: IndexRules, where: Path, result: CheckResult) -> Index | None:
+def parse_index(data: Mapping[str, Any], rules: IndexRules, where: Place, result: CheckResult) -> Index | None:
     """What an index says, with findings about its form; None when it has no map that can be used."""
     mapped = weight_map(data)
     if mapped is None:

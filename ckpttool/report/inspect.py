@@ -16,6 +16,7 @@ from ckpttool.report import text
 from ckpttool.report.convert_json import counted, program_json, program_lines
 from ckpttool.report.tables import fit, table, width
 from ckpttool.report.text import aligned, dump, pick, shape, size
+from ckpttool.storage.place import resolved
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
@@ -322,7 +323,7 @@ def show_metadata(listing: Listing, metadata: dict[str, dict[str, str]], *, as_j
 def show_layout(listing: Listing, layout: Layout, *, svg: Path | None, as_json: bool) -> None:
     """Who holds what: text or JSON on stdout, and a picture in a file."""
     if svg is not None:
-        _write_svg(layout, svg, f"{listing.path.resolve().name}: who holds what")
+        _write_svg(layout, svg, f"{resolved(listing.path).name}: who holds what")
     if as_json:
         holdings = [
             {

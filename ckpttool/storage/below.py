@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, content, homes_of, is_index, natural
+from ckpttool.storage.place import DataFile, Place, is_link, name_below, scan
 
 DEPTH = 4
 """Directories below each other, at most."""
@@ -47,13 +48,13 @@ class Below(NamedTuple):
     left: tuple[Left, ...]
 
 
-def files_below(root: Path, own: Iterable[Path] = ()) -> Below:
+def files_below(root: Place, own: Iterable[Place] = ()) -> Below:
     """Look through the subdirectories of ``root``. Those that hold files of ``own`` are the format's, and passed over.
 
     Links to directories are not followed, and links to files only where they stay within the checkpoint (see
     ``leads_away``). What cannot be listed or read is left.
     """
-    mine = {p.relative_to(root).parts[0] for p in own if p.is_relative_to(root) and p.parent != root}
+    mine = {name.partition("/")[0] for p in own if p.parent != root and (name := name_below(p, root))}
     tree = _Tree(root)
     carried: list[str] = []
     left: list[Left] = []
@@ -67,10 +68,9 @@ def files_below(root: Path, own: Iterable[Path] = ()) -> Below:
 
 
 class _Tree:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Place) -> None:
         self.root = root
-        self.real = os.path.realpath(root)
-        self.names = [p.name for p in root.iterdir()]
+        self.names = [e.name for e in scan(root)]
         self.homes = homes_of(root, self.names)
         self.seen = 0
 
@@ -88,17 +88,16 @@ class _Tree:
             yield Left(f"{at}/", why)
             return
         try:
-            with os.scandir(path) as scan:
-                names = []
-                for e in scan:
-                    names.append(e.name)
-                    self.seen += 1
-                    if self.seen > MOST:
-                        return
+            names = []
+            for e in scan(path):
+                names.append(e.name)
+                self.seen += 1
+                if self.seen > MOST:
+                    return
             names.sort(key=natural)
             files = [n for n in names if (path / n).is_file()]
             if _is_checkpoint(files):
-                yield Left(f"{at}/", "a checkpoint of its own", sum((path / n).stat().st_size for n in files))
+                yield Left(f"{at}/", "a checkpoint of its own", sum(DataFile.at(path / n).size for n in files))
                 return
         except OSError as e:
             yield Left(f"{at}/", f"cannot be listed: {e.strerror}")
@@ -112,13 +111,13 @@ class _Tree:
 
     def _file(self, name: str) -> str | Left:
         path = self.root / name
-        if path.is_symlink() and not self._stays(path, name):
+        if is_link(path) and not self._stays(path, name):
             return Left(name, "a link out of the checkpoint")
         try:
-            size = path.stat().st_size
+            size = DataFile.at(path).size
         except OSError as e:
             return Left(name, f"cannot be read: {e.strerror}")
-        if not os.access(path, os.R_OK):
+        if isinstance(path, Path) and not os.access(path, os.R_OK):
             return Left(name, "cannot be read")
         if name.endswith(WEIGHTS) or content(path):
             return Left(name, "weights", size)
@@ -129,13 +128,13 @@ class _Tree:
         real = Path(os.path.realpath(path))
         inside = Path(name).parent
         homes: Collection[Path] = [h for home in self.homes for h in (Path(home), Path(home) / inside)]
-        return real.is_relative_to(self.real) or real.parent in homes
+        return real.is_relative_to(os.path.realpath(str(self.root))) or real.parent in homes
 
 
-def _shunned(path: Path, depth: int) -> str:
+def _shunned(path: Place, depth: int) -> str:
     """Why nothing of a directory is carried, by its name and place alone; "" where it is to be looked through."""
     name = path.name
-    if path.is_symlink():
+    if is_link(path):
         return "a link"
     if name.startswith("."):
         return _HIDDEN

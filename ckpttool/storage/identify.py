@@ -8,14 +8,13 @@ The commands in the hints are what transformers, torch, DeepSpeed and accelerate
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.errors import CorruptError, IncompleteError
+from ckpttool.storage.place import Place, open_file
 
 
 class KnownUnsupported(NamedTuple):
@@ -112,7 +111,7 @@ def identify(first: bytes) -> KnownUnsupported | None:
     return next((s for pattern, s in _STARTS if re.match(pattern, first, re.IGNORECASE)), None)
 
 
-def foreign(root: Path, names: Iterable[str], folders: Collection[str]) -> KnownUnsupported | None:
+def foreign(root: Place, names: Iterable[str], folders: Collection[str]) -> KnownUnsupported | None:
     """What a directory with these files and folders holds; None when that is not known."""
     here = [*names, *folders]
     for pattern, stranger in _NAMES:
@@ -128,16 +127,15 @@ def foreign(root: Path, names: Iterable[str], folders: Collection[str]) -> Known
     return None
 
 
-def sniff(path: Path) -> str:
+def sniff(path: Place) -> str:
     """What a file is by its first bytes: "pickle", "torch" (a zip of torch.save), "safetensors", "dense" (a
     stream of Paddle's DenseTensor) or "".
 
     Raises IncompleteError or CorruptError for a file that cannot be read.
     """
     try:
-        with path.open("rb", buffering=0) as f:
-            size = os.fstat(f.fileno()).st_size
-            head = f.read(512)
+        with open_file(path) as f:
+            size, head = f.info.size, f.pread(512, 0)
     except FileNotFoundError:
         raise IncompleteError("the file does not exist", where=str(path)) from None
     except OSError as e:

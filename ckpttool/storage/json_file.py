@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
+
+from ckpttool.storage.place import DataFile, Place
 
 MAX_BYTES = 100_000_000
 """What a safetensors header may have, too: the index of a million tensors."""
@@ -13,10 +13,10 @@ MAX_DEPTH = 64
 """Containers in containers; configs have five. Indented, a value takes its depth in spaces on every line."""
 
 
-def load_json(path: Path) -> Any:
+def load_json(place: Place) -> Any:
     """The value of a JSON file. Raises OSError, and ValueError as ``parse_json`` does."""
-    with path.open("rb") as f:
-        size = os.fstat(f.fileno()).st_size or MAX_BYTES  # room for what is asked for is made before it is read
+    size = DataFile.at(place).size or MAX_BYTES  # room for what is asked for is made before it is read
+    with place.open("rb") as f:
         return parse_json(f.read(min(size, MAX_BYTES) + 1))
 
 

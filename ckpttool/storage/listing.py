@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UsageError
 from ckpttool.storage.identify import identify, sniff
 from ckpttool.storage.json_file import load_json
+from ckpttool.storage.place import Place, is_link, scan
 
 COMPANION_LIMIT = 64 << 20
 """Bytes; larger files beside a checkpoint that are not its tensors are left where they are, and said so."""
@@ -31,7 +32,7 @@ INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>[A-Za-z]\w
 class Listing:
     """A source directory (or single file), listed once."""
 
-    root: Path
+    root: Place
     names: tuple[str, ...]
     """Plain files directly in it, sorted by natural order."""
     single: str = ""
@@ -39,7 +40,7 @@ class Listing:
     away: Mapping[str, str] = field(default_factory=dict)
     """Links that lead out of the directory to files without tensors, and where: these are not read (``leads_away``)."""
 
-    def path(self, name: str) -> Path:
+    def path(self, name: str) -> Place:
         return self.root / name
 
     def safetensors(self) -> list[str]:
@@ -86,7 +87,7 @@ def natural(name: str) -> list[Any]:
     return [int(p) if i % 2 else p for i, p in enumerate(re.split(r"(\d{1,18})", name))]
 
 
-def list_source(path: Path) -> Listing:
+def list_source(path: Place) -> Listing:
     """List SRC. Raises UsageError when it does not exist."""
     if path.is_file():
         try:
@@ -97,7 +98,9 @@ def list_source(path: Path) -> Listing:
         names = [n for n in siblings if index or n == path.name or not n.endswith(WEIGHTS)]
         return _listing(path.parent, names, path.name)
     if not path.exists():
-        raise UsageError("the source does not exist", where=str(path), hint=near(path))
+        raise UsageError(
+            "the source does not exist", where=str(path), hint=near(path) if isinstance(path, Path) else None
+        )
     try:
         return _listing(path, _files(path))
     except OSError as e:
@@ -105,12 +108,11 @@ def list_source(path: Path) -> Listing:
         raise UsageError(f"the source cannot be listed: {e.strerror}", where=str(path), hint=hint) from None
 
 
-def _files(path: Path) -> list[str]:
-    with os.scandir(path) as it:
-        return [e.name for e in it if e.is_file()]
+def _files(path: Place) -> list[str]:
+    return [e.name for e in scan(path) if e.is_file()]
 
 
-def _listing(root: Path, names: Iterable[str], single: str = "") -> Listing:
+def _listing(root: Place, names: Iterable[str], single: str = "") -> Listing:
     """``single`` is what the user named, wherever it leads."""
     names = sorted(names, key=natural)
     homes = homes_of(root, names)
@@ -118,7 +120,7 @@ def _listing(root: Path, names: Iterable[str], single: str = "") -> Listing:
     return Listing(root, tuple(n for n in names if n not in away), single, away)
 
 
-def leads_away(path: Path) -> str:
+def leads_away(path: Place) -> str:
     """Where a link leads that must not be followed; "" for any other file.
 
     A checkpoint that came as an archive or a repository may hold ``tokenizer.json -> ~/.ssh/id_rsa``, and what lies
@@ -126,10 +128,10 @@ def leads_away(path: Path) -> str:
     to files of tensors, and to files that lie where the directory's safetensors really are: the blobs of a
     Hugging Face cache, or a checkpoint of which somebody made a second view.
     """
-    return _away(path, homes_of(path.parent, _files(path.parent)) if path.is_symlink() else set())
+    return _away(path, homes_of(path.parent, _files(path.parent)) if is_link(path) else set())
 
 
-def refuse_away(path: Path, target: str) -> NoReturn:
+def refuse_away(path: Place, target: str) -> NoReturn:
     """Raise ConflictError for a link that leads away."""
     raise ConflictError(
         f"{path.name} is a link to a file outside of the checkpoint",
@@ -138,16 +140,18 @@ def refuse_away(path: Path, target: str) -> NoReturn:
     )
 
 
-def _away(path: Path, homes: Collection[str]) -> str:
-    if not path.is_symlink():
+def _away(path: Place, homes: Collection[str]) -> str:
+    if not is_link(path):
         return ""
     real = os.path.realpath(path)
     inside = Path(real).is_relative_to(os.path.realpath(path.parent))
     return "" if inside or str(Path(real).parent) in homes or content(path) else real
 
 
-def homes_of(root: Path, names: Iterable[str]) -> set[str]:
+def homes_of(root: Place, names: Iterable[str]) -> set[str]:
     """The directories in which the safetensors lie that ``root`` has links to, and the blobs of its own hub cache."""
+    if not isinstance(root, Path):
+        return set()
     links = [root / n for n in names if n.endswith(".safetensors") and (root / n).is_symlink()]
     homes = {str(Path(os.path.realpath(p)).parent) for p in links if content(p) == "safetensors"}
     # models--x/snapshots/<revision>/config.json -> ../../blobs/<hash>, whatever else has been fetched
@@ -157,7 +161,7 @@ def homes_of(root: Path, names: Iterable[str]) -> set[str]:
     return homes
 
 
-def content(path: Path) -> str:
+def content(path: Place) -> str:
     """What tensors a file holds by its first bytes ("safetensors", "pickle", ...); "" for none that is known."""
     try:
         return sniff(path)
@@ -170,7 +174,8 @@ _UNFINISHED = (".part", ".download", ".incomplete", ".tmp", ".crdownload", ".ari
 
 def lost(listing: Listing, name: str = "") -> str:
     """A hint on what became of the weight file ``name``, or of any: a link that leads nowhere, half a download."""
-    for at in [listing.path(name)] if name else sorted(listing.root.glob("*.safetensors")):
+    root = listing.root
+    for at in ([root / name] if name else sorted(root.glob("*.safetensors"))) if isinstance(root, Path) else ():
         if at.is_symlink() and not at.exists():
             return f"{at.name} is a link to {at.readlink()}, which is not there: fetch it again"
     for n in listing.names:
@@ -179,10 +184,10 @@ def lost(listing: Listing, name: str = "") -> str:
     return ""
 
 
-def near(path: Path) -> str:
+def near(path: Place) -> str:
     """A hint on what may have been meant by a path that does not exist; "" where nothing is known."""
     try:
-        return _near(path)
+        return _near(path) if isinstance(path, Path) else ""
     except (OSError, ValueError):  # a name that is too long or has a zero byte, a directory that may not be listed
         return ""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import ConflictError, CorruptError
 from ckpttool.storage.json_file import load_json
 from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import DataFile, Place, is_same
 
 _CHUNK = 1 << 20
 """Bytes that are compared at a time."""
@@ -35,14 +35,14 @@ def shared_config(listings: Sequence[Listing]) -> dict[str, Any]:
     Raises ConflictError where it, or another small file of the model, says something else in another directory, and
     CorruptError for one that cannot be read.
     """
-    first: dict[str, Path] = {}
+    first: dict[str, Place] = {}
     for at in listings:
         for name in filter(_SETTINGS.fullmatch, at.names):
             _check_settings(first.setdefault(name, at.path(name)), at.path(name))
     return next((c for at in listings if (c := at.json("config.json"))), {})
 
 
-def _check_settings(first: Path, second: Path) -> None:
+def _check_settings(first: Place, second: Place) -> None:
     """Two copies of a small file must agree, field by field where they are JSON."""
     try:
         if _are_same(first, second):
@@ -81,16 +81,16 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def check_copies(first: Path, second: Path) -> None:
+def check_copies(first: Place, second: Place) -> None:
     """A file that is in two directories of one save must be the same in both.
 
     Raises ConflictError where they differ, CorruptError where one cannot be read. This is the one place where opening
     a checkpoint reads its data: which of two files counts is not said anywhere else.
     """
     try:
-        if first.samefile(second):
+        if is_same(first, second):
             return
-        sizes = first.stat().st_size, second.stat().st_size
+        sizes = DataFile.at(first).size, DataFile.at(second).size
         if sizes[0] != sizes[1]:
             how = f"with {sizes[0]:,} and {sizes[1]:,} bytes"
         elif (at := _difference(first, second)) is not None:
@@ -102,17 +102,17 @@ def check_copies(first: Path, second: Path) -> None:
     raise ConflictError(f"{first.name} is in two directories {how}", where=[str(first), str(second)], hint=_HINT)
 
 
-def _are_same(first: Path, second: Path) -> bool:
-    if first.samefile(second):
+def _are_same(first: Place, second: Place) -> bool:
+    if is_same(first, second):
         return True
-    return first.stat().st_size == second.stat().st_size and _difference(first, second) is None
+    return DataFile.at(first).size == DataFile.at(second).size and _difference(first, second) is None
 
 
-def _unreadable(e: OSError, *paths: Path) -> CorruptError:
+def _unreadable(e: OSError, *paths: Place) -> CorruptError:
     return CorruptError(f"a source cannot be read: {e.strerror}", where=[str(p) for p in paths])
 
 
-def _difference(first: Path, second: Path) -> int | None:
+def _difference(first: Place, second: Place) -> int | None:
     """The first byte in which two files of one size differ."""
     with first.open("rb") as f, second.open("rb") as g:
         at = 0

@@ -1,15 +1,152 @@
-"""Where the bytes of a source are, and what identifies them."""
+"""Where the bytes of a source are, and what identifies them.
+
+A place on this machine is a ``Path``. Bytes elsewhere are an addition: a class with what ``Remote`` asks for, and its
+scheme in ``SCHEMES``.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
+from stat import S_ISDIR, S_ISREG
+from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
 from ckpttool.encodings import Encoding
+from ckpttool.errors import UsageError
 
-Place = Path
+
+class Entry(Protocol):
+    """A name in a directory; ``os.DirEntry`` is one."""
+
+    @property
+    def name(self) -> str: ...
+    def is_file(self) -> bool: ...
+    def is_dir(self) -> bool: ...
+
+
+class OpenFile(Protocol):
+    """A file that is read: all of its bytes are those of ``info``."""
+
+    @property
+    def info(self) -> DataFile: ...
+    def pread(self, n: int, at: int) -> bytes:
+        """Up to ``n`` bytes from an offset; fewer at the end, and wherever the system gives fewer. Raises OSError."""
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Remote(Protocol):
+    """What sources need of a ``Path``, for bytes that are not on this machine. There are no links.
+
+    ``str`` of it is the text that ``parse_place`` makes it from. All methods raise OSError where a ``Path`` does.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def suffix(self) -> str: ...
+    @property
+    def parent(self) -> Self: ...
+    def __truediv__(self, name: str, /) -> Self: ...
+    def __hash__(self) -> int: ...
+    def is_file(self) -> bool: ...
+    def is_dir(self) -> bool: ...
+    def exists(self) -> bool: ...
+    def scan(self) -> Iterable[Entry]:
+        """What a directory holds."""
+
+    def identity(self) -> tuple[int, str]:
+        """Bytes of a file, and its tag (see ``DataFile``)."""
+
+    def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader: ...
+    def open_file(self) -> OpenFile: ...
+
+
+Place: TypeAlias = Path | Remote
+
+SCHEMES: dict[str, Callable[[str], Remote]] = {}
+"""How a text that begins with a scheme and a colon becomes a place."""
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+]+):/")
+
+
+def parse_place(text: str | os.PathLike[str] | Remote) -> Place:
+    """The place that a text names. A scheme that nobody knows is the name of a directory."""
+    if not isinstance(text, str | os.PathLike):
+        return text
+    m = _SCHEME.match(os.fspath(text)) if SCHEMES else None
+    return SCHEMES[m[1]](os.fspath(text)) if m and m[1] in SCHEMES else Path(text)
+
+
+def scan(place: Place) -> Iterator[Entry]:
+    """What a directory holds, in no order. Raises OSError."""
+    if not isinstance(place, Path):
+        yield from place.scan()
+        return
+    with os.scandir(place) as entries:
+        yield from entries
+
+
+def walk(place: Place) -> Iterator[str]:
+    """Names of all files in a directory and below, with slashes. Directories that are links, or cannot be listed, have
+    none."""
+    try:
+        entries = list(scan(place))
+    except OSError:
+        return
+    for e in entries:
+        if not e.is_dir():
+            yield e.name
+        elif not is_link(place / e.name):
+            yield from (f"{e.name}/{n}" for n in walk(place / e.name))
+
+
+def name_below(place: Place, root: Place) -> str | None:
+    """The name of a place below another one, with slashes; None where it is not below."""
+    if isinstance(place, Path) and isinstance(root, Path):
+        return place.relative_to(root).as_posix() if place.is_relative_to(root) else None
+    return str(place).removeprefix(f"{root}/") if str(place).startswith(f"{root}/") else None
+
+
+def resolved(place: Place) -> Place:
+    """The place by its full name, without links."""
+    return place.resolve() if isinstance(place, Path) else place
+
+
+def local_path(place: Place) -> Path:
+    """The path of a place that is to be changed. Raises UsageError for one that is not on this machine."""
+    if isinstance(place, Path):
+        return place
+    raise UsageError("this is not on this machine, and cannot be changed there", where=str(place))
+
+
+def is_same(first: Place, second: Place) -> bool:
+    """Whether two places are one file. Raises OSError."""
+    if isinstance(first, Path) and isinstance(second, Path):
+        return first.samefile(second)
+    return first == second
+
+
+def open_file(place: Place) -> OpenFile:
+    """Open a file of a source. Raises OSError; for a directory when the first bytes are read."""
+    return _LocalFile(place) if isinstance(place, Path) else place.open_file()
+
+
+def is_link(place: Place) -> TypeGuard[Path]:
+    """Whether a place is only another name of a file or directory of this machine."""
+    return isinstance(place, Path) and place.is_symlink()
+
+
+def read_all(place: Place) -> bytes:
+    """A small file. Raises OSError."""
+    with place.open("rb") as f:
+        return f.read()
 
 
 class DataFile(NamedTuple):
@@ -30,6 +167,8 @@ class DataFile(NamedTuple):
     @classmethod
     def at(cls, place: Place, stat: os.stat_result | None = None) -> DataFile:
         """The file as it is now. Raises OSError."""
+        if not isinstance(place, Path):
+            return cls(place, *place.identity())
         stat = stat or place.stat()
         return cls(place, stat.st_size, str(stat.st_mtime_ns))
 
@@ -44,3 +183,30 @@ class DataFile(NamedTuple):
 def source_files(files: Iterable[DataFile]) -> list[DataFile]:
     """The files of a source, each once: some tensors may lie in its bytes, others in what these are decoded to."""
     return list({f.place: f._replace(encoding=None) for f in files}.values())
+
+
+class _LocalFile:
+    __slots__ = ("_fd", "info")
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            stat = os.fstat(self._fd)
+            if not (S_ISREG(stat.st_mode) or S_ISDIR(stat.st_mode)):  # a pipe, or a device: one would wait for ever
+                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            self.info = DataFile.at(path, stat)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def pread(self, n: int, at: int) -> bytes:
+        return os.pread(self._fd, n, at)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.containers.protobuf import message_classes, parsed
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.json_file import MAX_BYTES, parse_json
 from ckpttool.storage.listing import leads_away, refuse_away
+from ckpttool.storage.place import DataFile, Place, parse_place, read_all
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -58,7 +58,7 @@ class Added(NamedTuple):
 class Vocabulary:
     """The tokens of one model."""
 
-    directory: Path
+    directory: Place
     names: tuple[str, ...]
     """Those of TOKENIZER_FILES that are there."""
     tokens: dict[str, int]
@@ -81,13 +81,13 @@ class Vocabulary:
         return Vocabulary(self.directory, self.names, kept, self.own & kept.keys(), added)
 
 
-def read_vocabulary(directory: str | Path) -> Vocabulary:
+def read_vocabulary(directory: str | Place) -> Vocabulary:
     """Read the tokenizer files of a model.
 
     Raises IncompleteError (there are none), UnsupportedError (a form that is not read), CorruptError (a file breaks
     its format) and ConflictError (a token's stated id is not the one that libraries would give it).
     """
-    root = Path(directory)
+    root = parse_place(directory)
     names = tuple([n for n in TOKENIZER_FILES if (root / n).is_file()])
     config = read_json(root / "tokenizer_config.json") if "tokenizer_config.json" in names else {}
     described = dict(_described(config.get("added_tokens_decoder") or {}, root / "tokenizer_config.json"))
@@ -125,7 +125,7 @@ def read_vocabulary(directory: str | Path) -> Vocabulary:
     return Vocabulary(root, names, tokens, frozenset(own), added)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Place) -> dict[str, Any]:
     """A JSON object. Raises CorruptError when the file holds something else."""
     try:
         data = parse_json(read_bytes(path))
@@ -136,19 +136,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Place) -> bytes:
     """A tokenizer file. Raises IncompleteError, or CorruptError when it is too large to be one."""
     try:
         if target := leads_away(path):
             refuse_away(path, target)
-        if path.stat().st_size > MAX_BYTES:
+        if DataFile.at(path).size > MAX_BYTES:
             raise _wrong(path, f"larger than any tokenizer ({MAX_BYTES:,} bytes)")
-        return path.read_bytes()
+        return read_all(path)
     except OSError as e:
         raise IncompleteError(f"cannot read {path.name}: {e.strerror}", where=str(path)) from None
 
 
-def _missing(root: Path) -> IncompleteError | UnsupportedError:
+def _missing(root: Place) -> IncompleteError | UnsupportedError:
     other = next((n for n in _OTHERS if (root / n).is_file()), None)
     if other is not None:
         return UnsupportedError(
@@ -161,24 +161,24 @@ def _missing(root: Path) -> IncompleteError | UnsupportedError:
     )
 
 
-def _wrong(path: Path, what: str) -> CorruptError:
+def _wrong(path: Place, what: str) -> CorruptError:
     return CorruptError(f"{path.name}: {what}", where=str(path))
 
 
-def _number(value: object, token: object, path: Path) -> int:
+def _number(value: object, token: object, path: Place) -> int:
     if type(value) is not int or not 0 <= value < 1 << 31:
         raise _wrong(path, f"the id of token {token!r} is {value!r:.40}")
     return value
 
 
-def _mapped(table: object, path: Path) -> dict[str, int]:
+def _mapped(table: object, path: Place) -> dict[str, int]:
     """{token: id}."""
     if not isinstance(table, dict):
         raise _wrong(path, "the vocabulary is not a table of tokens")
     return {t: _number(i, t, path) for t, i in table.items()}
 
 
-def _own(model: object, path: Path) -> dict[str, int]:
+def _own(model: object, path: Place) -> dict[str, int]:
     """The vocabulary of the algorithm: a table, or for Unigram a list of [token, score]."""
     if not isinstance(model, dict):
         raise _wrong(path, "there is no `model`")
@@ -193,7 +193,7 @@ def _own(model: object, path: Path) -> dict[str, int]:
     return tokens
 
 
-def _token(entry: object, path: Path) -> Added:
+def _token(entry: object, path: Place) -> Added:
     if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
         raise _wrong(path, f"an added token is {entry!r:.60}")
     fields = {f: entry[f] for f in Added._fields[1:] if f in entry}
@@ -202,7 +202,7 @@ def _token(entry: object, path: Path) -> Added:
     return Added(entry["content"], **fields)
 
 
-def _listed(entries: object, path: Path) -> Iterator[tuple[Added, int]]:
+def _listed(entries: object, path: Place) -> Iterator[tuple[Added, int]]:
     """``added_tokens`` of tokenizer.json, in order; libraries pass over the empty one."""
     if not isinstance(entries, list):
         raise _wrong(path, "`added_tokens` is not a list")
@@ -212,7 +212,7 @@ def _listed(entries: object, path: Path) -> Iterator[tuple[Added, int]]:
             yield token, _number(entry.get("id"), token.content, path)
 
 
-def _described(entries: object, path: Path) -> Iterator[tuple[str, tuple[Added, int]]]:
+def _described(entries: object, path: Place) -> Iterator[tuple[str, tuple[Added, int]]]:
     """``added_tokens_decoder`` of tokenizer_config.json, by rising id."""
     if not isinstance(entries, Mapping):
         raise _wrong(path, "`added_tokens_decoder` is not a table")
@@ -227,7 +227,7 @@ def _described(entries: object, path: Path) -> Iterator[tuple[str, tuple[Added, 
             yield token.content, (token, number)
 
 
-def _distinct(tokens: Mapping[str, int], path: Path) -> None:
+def _distinct(tokens: Mapping[str, int], path: Place) -> None:
     """Raises CorruptError when two tokens have one id; ``tokens`` are sorted by id."""
     before = None
     for token, number in tokens.items():
@@ -239,7 +239,7 @@ def _distinct(tokens: Mapping[str, int], path: Path) -> None:
 # -- sentencepiece: ids count the pieces
 
 
-def _pieces(path: Path) -> dict[str, int]:
+def _pieces(path: Place) -> dict[str, int]:
     """Tokens of a sentencepiece model (``sentencepiece_model.proto``). Raises UnsupportedError when it is none."""
     classes = message_classes({"Piece": "1:piece:bytes", "Model": "1:pieces:Piece*"})
     tokens: dict[str, int] = {}

@@ -27,6 +27,7 @@ from ckpttool.formats.paddle.flex import Flex, keys_of
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import list_source
+from ckpttool.storage.place import read_all
 from tests.helpers.command import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle_flex"
@@ -176,7 +177,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 def _elements(found: Catalog, p: Piece) -> Array:
     s = p.stored
     dtype = numpy_dtype(s.dtype)
-    raw = found.files[s.file].place.read_bytes()
+    raw = read_all(found.files[s.file].place)
     strides = [n * dtype.itemsize for n in s.element_strides]
     whole_ = np.ndarray(s.shape, dtype, raw, s.offset, strides)
     return np.array(whole_[_slices(p.stored_box)], order="C")

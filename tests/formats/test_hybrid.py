@@ -37,6 +37,7 @@ from ckpttool.formats.paddle.hybrid_names import (
 )
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import list_source
+from ckpttool.storage.place import local_path
 from tests.helpers.tensorfile import Raw
 from tests.helpers.tensorfile import write as write_file
 
@@ -323,7 +324,7 @@ def bits_of(ck: StoredCheckpoint, t: StoredTensor) -> Bits:
         assert not whole[size:].any(), "padding is zero"
         return whole[:size].reshape(t.shape)
     width = WIDTH[t.dtype]
-    run = np.fromfile(ck.files[t.file].place, width, int(np.prod(t.shape)), offset=t.offset)
+    run = np.fromfile(local_path(ck.files[t.file].place), width, int(np.prod(t.shape)), offset=t.offset)
     if t.strides is None:
         return run.reshape(t.shape)
     return np.lib.stride_tricks.as_strided(run, t.shape, [s * width.itemsize for s in t.strides])

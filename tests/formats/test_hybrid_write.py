@@ -24,6 +24,7 @@ from ckpttool.formats.paddle.hybrid_write import write_hybrid
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import list_source
+from ckpttool.storage.place import local_path
 
 Array = np.ndarray[Any, np.dtype[Any]]
 State = dict[Key, Array]
@@ -778,7 +779,7 @@ def test_the_reader_finds_the_same_elements(
 
     def elements(t: StoredTensor) -> Array:
         path = stored.files[t.file].place
-        return np.fromfile(path, NUMPY[t.dtype], prod(t.shape), offset=t.offset).reshape(t.shape)
+        return np.fromfile(local_path(path), NUMPY[t.dtype], prod(t.shape), offset=t.offset).reshape(t.shape)
 
     found = set()
     for t in stored.tensors:

@@ -19,6 +19,7 @@ import numpy as np
 import safetensors
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.storage.place import local_path
 from tests.fuzz.damage import fields, records
 
 Bits = tuple[tuple[int, ...], bytes]
@@ -78,10 +79,10 @@ class Placement:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        root = checkpoint.path
+        root = local_path(checkpoint.path)
         files = checkpoint.catalog.files
-        self.known = {f.place.name: self._entries(f.place) for f in files}
-        spans = {f.place.name: self._spans(f.place) for f in files}
+        self.known = {f.place.name: self._entries(local_path(f.place)) for f in files}
+        spans = {f.place.name: self._spans(local_path(f.place)) for f in files}
         self.tensors: dict[str, tuple[tuple[int, ...], int, list[_Part]]] = {}
         self.root = root
         for key, logical in checkpoint.catalog.tensors.items():

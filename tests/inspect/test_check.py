@@ -348,14 +348,14 @@ def test_finds_what_was_broken_and_nothing_else(id_: str, tmp_path: Path, monkey
 
 def deny(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Opening this file fails, as it does for a user without permission (root has all)."""
-    real = Path.open
+    real = os.open
 
-    def opened(self: Path, *args: Any, **kwargs: Any) -> Any:
-        if self == path:
+    def opened(name: Any, *args: Any, **kwargs: Any) -> int:
+        if name == path:
             raise PermissionError(13, "Permission denied")
-        return real(self, *args, **kwargs)
+        return real(name, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "open", opened)
 
 
 VALUES = [id_ for id_, case in CASES.items() if case.values]

@@ -22,6 +22,7 @@ import pytest
 import xxhash
 
 from ckpttool.checkpoint import open_checkpoint
+from ckpttool.storage.place import local_path
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import read
 
@@ -388,7 +389,7 @@ def test_copies_of_a_state_that_shards_share(tmp_path: Path) -> None:
     catalog = open_checkpoint(folder).catalog
     tensor = next(t for t in catalog if t.key.state == "beta1_pow_acc_0" and t.replicas)
     held = tensor.replicas[0].stored
-    overwrite(catalog.files[held.file].place, held.offset, b"\0\0\0\x3f")
+    overwrite(local_path(catalog.files[held.file].place), held.offset, b"\0\0\0\x3f")
     assert [i for i, _ in findings(folder, "--values")] == ["replica"]
     assert findings(folder, "--values", "--only", "model", "--only", "ema") == []
 

@@ -17,6 +17,7 @@ import pytest
 import ckpttool
 from ckpttool.api.plans import watching
 from ckpttool.errors import LayoutError, OutputError, UsageError, VerifyError
+from ckpttool.storage.place import local_path
 from tests.helpers.command import ckpttool as command
 from tests.helpers.tensorfile import Raw, read, save_hf
 
@@ -33,7 +34,7 @@ def same_as(written: ckpttool.Written, *words: object, at: Path) -> None:
     """What the command line writes has the same bytes."""
     done = command(*words)
     assert done.code == 0, done.err
-    assert files(written.path) == files(at)
+    assert files(local_path(written.path)) == files(at)
 
 
 # -- what the commands do
@@ -331,7 +332,7 @@ def test_open_checkpoints_and_what_was_written_are_sources(tmp_path: Path) -> No
     written = merging.run(tmp_path / "a")
     again = ckpttool.merge([MERGE / "ft1", MERGE / "ft2"], base=MERGE / "base", method="ties", weights=[1, 1],
                            params={"density": [0.5, 0.75]}).run(tmp_path / "b")  # fmt: skip
-    assert files(written.path) == files(again.path)
+    assert files(local_path(written.path)) == files(local_path(again.path))
     assert ckpttool.diff(written, again).ok
     assert ckpttool.merge([written, again]).run(tmp_path / "c").tensors == written.tensors
     assert ckpttool.drop_keys(one, "lm_head.*").removed == ("lm_head.weight",)

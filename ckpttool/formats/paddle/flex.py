@@ -22,7 +22,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, RankTensor, StoredTensor, logical_tensor
@@ -55,7 +54,7 @@ from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh, share
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import shared_config
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place, resolved, scan
 
 MASTER = "w_0"
 """Suffix of a master weight's key."""
@@ -149,7 +148,7 @@ class Flex:
         return _Writer(request).file_layout()
 
 
-def _sources(roots: Sequence[Path], files: list[DataFile]) -> list[_Source]:
+def _sources(roots: Sequence[Place], files: list[DataFile]) -> list[_Source]:
     """Every save of a checkpoint. A directory of a trainer may also be given on its own."""
     flat = any(metadata_names(r) for r in roots)
     inside = [c for c, d in PARTS.items() if any(_has_saves(r / d) for r in roots)]
@@ -161,14 +160,14 @@ def _sources(roots: Sequence[Path], files: list[DataFile]) -> list[_Source]:
         )
     if inside:
         return [_Source(c, read_save([r / PARTS[c] for r in roots], files)) for c in inside]
-    component = next((c for c, d in PARTS.items() if roots[0].resolve().name == d), "")
+    component = next((c for c, d in PARTS.items() if resolved(roots[0]).name == d), "")
     return [_Source(component, read_save(roots, files))]
 
 
-def _has_saves(directory: Path) -> bool:
+def _has_saves(directory: Place) -> bool:
     """Also without metadata, which reading then asks for."""
     try:
-        return any(METADATA.fullmatch(p.name) or DATA.fullmatch(p.name) for p in directory.iterdir())
+        return any(METADATA.fullmatch(e.name) or DATA.fullmatch(e.name) for e in scan(directory))
     except OSError:
         return False
 
@@ -177,7 +176,7 @@ def _beside(listings: Sequence[Listing]) -> tuple[dict[str, Any], dict[str, Any]
     """config.json, model_meta.json, and a note when they lie one directory up."""
     config = shared_config(listings)
     meta = next((m for at in listings if (m := at.json("model_meta.json"))), {})
-    root = listings[0].root.resolve()
+    root = resolved(listings[0].root)
     if config or meta or root.name not in PARTS.values():
         return config, meta, []
     above = list_source(root.parent)
@@ -185,7 +184,7 @@ def _beside(listings: Sequence[Listing]) -> tuple[dict[str, Any], dict[str, Any]
     return config, meta, ["config.json is read from the parent directory"] if config else []
 
 
-def _parameters(meta: Mapping[str, Any], root: Path) -> dict[str, str]:
+def _parameters(meta: Mapping[str, Any], root: Place) -> dict[str, str]:
     """Dtypes of the parameters of all ranks: ``sharding_metas.KEY.param_meta.NAME = [shape, dtype, ...]``.
 
     "" stands for a dtype that no master weight is rounded to.
@@ -214,7 +213,7 @@ class _Reader:
         self.logical: dict[Key, LogicalTensor] = {}
         self.stored: list[StoredTensor] = []
         self.dtypes: dict[Key, str] = {}
-        self._came_from: dict[Key, Path] = {}
+        self._came_from: dict[Key, Place] = {}
 
     def add(self, source: _Source) -> None:
         save = source.save

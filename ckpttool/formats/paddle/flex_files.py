@@ -21,12 +21,10 @@ makes zeros, and a second save into a directory keeps the first one's table. All
 from __future__ import annotations
 
 import operator
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import StoredTensor
@@ -38,7 +36,7 @@ from ckpttool.dtypes import DTYPES, parse
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import Box, from_flat
 from ckpttool.storage.listing import natural
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place, read_all, scan
 
 METADATA = re.compile(r"\d+\.metadata")
 DATA = re.compile(r"(\d+)_\d+\.(?:distcp|safetensors)")
@@ -97,7 +95,7 @@ class Held(NamedTuple):
 class Save(NamedTuple):
     """What one directory holds."""
 
-    metadata: Path
+    metadata: Place
     tensors: dict[str, list[Held]]
     """By key, in the order of the metadata."""
     shapes: dict[str, tuple[int, ...]]
@@ -107,22 +105,21 @@ class Save(NamedTuple):
     """Key -> (shape of the plain tensor, (box in the written tensor, box in the plain one)), by ckpttool's field."""
 
 
-def metadata_names(directory: Path) -> list[str]:
+def metadata_names(directory: Place) -> list[str]:
     """The metadata files directly in a directory; [] when there is none or no such directory."""
     return [n for n in _names(directory) if METADATA.fullmatch(n)]
 
 
-def _names(directory: Path) -> list[str]:
+def _names(directory: Place) -> list[str]:
     try:
-        with os.scandir(directory) as it:
-            return sorted((e.name for e in it if e.is_file()), key=natural)
+        return sorted((e.name for e in scan(directory) if e.is_file()), key=natural)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as e:
         raise CorruptError(f"the directory cannot be listed: {e.strerror}", where=str(directory)) from None
 
 
-def read_save(directories: Sequence[Path], files: list[DataFile]) -> Save:
+def read_save(directories: Sequence[Place], files: list[DataFile]) -> Save:
     """Index a save whose files lie in ``directories`` (one for each node); ``files`` grows by its data files.
 
     Raises IncompleteError, ConflictError, CorruptError or UnsupportedError: metadata and files must say the same.
@@ -167,7 +164,7 @@ def read_save(directories: Sequence[Path], files: list[DataFile]) -> Save:
     return Save(path, tensors, shapes, guessed, boxes)
 
 
-def _metadata_path(directories: Sequence[Path]) -> Path:
+def _metadata_path(directories: Sequence[Place]) -> Place:
     found = [d / n for d in directories for n in metadata_names(d)]
     if not found:
         raise IncompleteError(
@@ -192,16 +189,16 @@ def _metadata_path(directories: Sequence[Path]) -> Path:
     return found[0]
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: Place) -> bytes:
     try:
-        return path.read_bytes()
+        return read_all(path)
     except OSError as e:
         raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
 
 
-def _places(directories: Sequence[Path], wanted: Iterable[str], metadata: Path) -> dict[str, Path]:
+def _places(directories: Sequence[Place], wanted: Iterable[str], metadata: Place) -> dict[str, Place]:
     """Where each data file lies, also those that no entry names."""
-    places: dict[str, Path] = {}
+    places: dict[str, Place] = {}
     for directory in directories:
         for name in _names(directory):
             if not DATA.fullmatch(name):
@@ -230,7 +227,7 @@ def _places(directories: Sequence[Path], wanted: Iterable[str], metadata: Path) 
 
 
 def _read_metadata(
-    path: Path,
+    path: Place,
 ) -> tuple[dict[str, list[Shard]], dict[str, tuple[tuple[int, ...], list[tuple[Box, Box]]]]]:
     """Shards by key with their files, and ckpttool's own boxes."""
     top = _fields(read_pickle(path), "Metadata", path)
@@ -287,13 +284,13 @@ def _read_metadata(
     return out, _own_boxes(top.get(BOXES), path)
 
 
-def _fields(value: Any, cls: str, path: Path) -> Mapping[str, Any]:
+def _fields(value: Any, cls: str, path: Place) -> Mapping[str, Any]:
     if not isinstance(value, Record) or value.cls != cls:
         raise CorruptError(f"the file is not the metadata of a flex checkpoint: no {cls}", where=str(path))
     return value.fields
 
 
-def _shard(key: str, fields: Mapping[str, Any], path: Path) -> Shard:
+def _shard(key: str, fields: Mapping[str, Any], path: Place) -> Shard:
     offset, shape = _ints(fields, "global_offset", path), _ints(fields, "local_shape", path)
     tensor = _ints(fields, "global_shape", path) if fields.get("global_shape") is not None else None
     run = _run(fields, path)
@@ -308,7 +305,7 @@ def _shard(key: str, fields: Mapping[str, Any], path: Path) -> Shard:
     return s
 
 
-def _dtype(name: Any, key: str, path: Path) -> str:
+def _dtype(name: Any, key: str, path: Place) -> str:
     if name is None:
         return ""
     if not isinstance(name, str):
@@ -319,7 +316,7 @@ def _dtype(name: Any, key: str, path: Path) -> str:
         raise UnsupportedError(f"unknown dtype `{name}` of tensor `{key}`", where=str(path)) from None
 
 
-def _ints(fields: Mapping[str, Any], name: str, path: Path) -> tuple[int, ...]:
+def _ints(fields: Mapping[str, Any], name: str, path: Place) -> tuple[int, ...]:
     try:
         out = tuple([operator.index(n) for n in fields[name]])
     except (KeyError, TypeError):
@@ -329,7 +326,7 @@ def _ints(fields: Mapping[str, Any], name: str, path: Path) -> tuple[int, ...]:
     return out
 
 
-def _run(fields: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
+def _run(fields: Mapping[str, Any], path: Place) -> tuple[int, int] | None:
     """The flattened range: a tuple, or a slice in early versions; numpy's integers occur."""
     if not fields.get("is_flattened", False):
         return None
@@ -343,7 +340,7 @@ def _run(fields: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
         raise CorruptError("a flattened entry of the metadata has no valid flattened_range", where=str(path)) from None
 
 
-def _own_boxes(value: Any, path: Path) -> dict[str, tuple[tuple[int, ...], list[tuple[Box, Box]]]]:
+def _own_boxes(value: Any, path: Place) -> dict[str, tuple[tuple[int, ...], list[tuple[Box, Box]]]]:
     if value is None:
         return {}
     out = {}
@@ -376,7 +373,7 @@ class _Array(NamedTuple):
     """numpy has no name for some dtypes, safetensors has for all."""
 
 
-def _read_data(path: Path, file: int) -> tuple[dict[str, _Array], DataFile]:
+def _read_data(path: Place, file: int) -> tuple[dict[str, _Array], DataFile]:
     if path.suffix == ".safetensors":
         head = read_header(path, file)
         return {t.name: _Array(t.dtype, t.shape, t.offset) for t in head.tensors}, head.file
@@ -394,7 +391,7 @@ def _read_data(path: Path, file: int) -> tuple[dict[str, _Array], DataFile]:
     return found, held
 
 
-def _held(shard: Shard, array: _Array, info: DataFile, file: int, metadata: Path) -> Held:
+def _held(shard: Shard, array: _Array, info: DataFile, file: int, metadata: Place) -> Held:
     """The bytes of a shard. Raises ConflictError when its file has another shape or dtype than the metadata."""
     where = [str(info.place), str(metadata)]
     want = shard.shape if shard.run is None else (shard.run[1] - shard.run[0],)
@@ -430,7 +427,7 @@ def _plain(array: _Array) -> str:
     return "BF16" if array.pickled and array.dtype == "U16" else array.dtype
 
 
-def _whole(held: Sequence[Held], path: Path) -> tuple[tuple[int, ...], bool]:
+def _whole(held: Sequence[Held], path: Place) -> tuple[tuple[int, ...], bool]:
     """Shape of the tensor, and whether the metadata says it."""
     said = {h.shard.tensor: h.shard for h in held if h.shard.tensor is not None}
     if len(said) > 1:

@@ -36,7 +36,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import SHARDED, FlatShard, Key, StoredTensor
@@ -81,7 +80,7 @@ from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.select import exactly
 from ckpttool.storage.listing import COMPANION_LIMIT, Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place
 
 MASTER = "_fp32_master_0"
 """Between a parameter's name and its state when the state belongs to the master weight."""
@@ -129,8 +128,8 @@ class _Slot(NamedTuple):
 class _Found:
     """The files of a checkpoint by kind."""
 
-    kinds: dict[str, dict[Suffix, Path]] = field(default_factory=dict)
-    meta: Path | None = None
+    kinds: dict[str, dict[Suffix, Place]] = field(default_factory=dict)
+    meta: Place | None = None
     roots: list[str] = field(default_factory=list)
 
     def axes(self, kind: str) -> tuple[str, ...]:
@@ -243,7 +242,7 @@ def _kinds(listing: Listing) -> set[str]:
 def _find(listing: Listing, options: ReadOptions, *, ema: bool) -> _Found:
     """All files of the checkpoint in all its directories. Raises ConflictError for two that differ."""
     found = _Found()
-    named: dict[str, Path] = {}
+    named: dict[str, Place] = {}
     for at in (listing, *(list_source(p) for p in options.more)):
         found.roots.append(str(at.root))
         for name in at.names:
@@ -630,7 +629,7 @@ class _Reader:
                 self.shapes.setdefault((name, self._rank(at, name)), parts[0].shape)
             self._add("model", "", at, name, parts)
 
-    def _add_safetensors(self, ranks: Suffix, path: Path) -> None:
+    def _add_safetensors(self, ranks: Suffix, path: Place) -> None:
         """Weights that ``save_to_hf`` wrote, which turns those of linear layers round."""
         if self.meta is None:
             raise IncompleteError(
@@ -655,7 +654,7 @@ class _Reader:
                 raise _dtype_conflict(name, t.dtype, param, path)
             self._add("model", "", at, name, [held])
 
-    def _structured(self, written: str, at: tuple[int, int, int], path: Path) -> str | None:
+    def _structured(self, written: str, at: tuple[int, int, int], path: Place) -> str | None:
         """The global name for one in a file."""
         cell = self.cells[at]
         name = cell.by_struct.get(written)
@@ -700,7 +699,7 @@ class _Reader:
             name = self._parameter(tname.removesuffix(MASTER), at, file.info.place)
             self._add(component, "", at, name, [self._held(array)])
 
-    def _parameter(self, tname: str, at: tuple[int, int, int], path: Path) -> str:
+    def _parameter(self, tname: str, at: tuple[int, int, int], path: Place) -> str:
         """The global name of a parameter of the optimizer."""
         cell = self.cells.get(at)
         if cell is not None and tname in cell.by_tname:
@@ -772,7 +771,7 @@ class _Reader:
         """
         if self._strategy() != "ShardingV2" or self.sizes.experts > 1:
             return
-        lengths: dict[Path, dict[str, int]] = {}
+        lengths: dict[Place, dict[str, int]] = {}
         for slot, parts in self.held.items():
             if slot.component == "master_weights":
                 for h in parts:
@@ -936,7 +935,7 @@ class _Reader:
         trainer = {
             n
             for n in listing.names
-            if _TRAINER_FILES.fullmatch(n) and listing.path(n).stat().st_size <= COMPANION_LIMIT
+            if _TRAINER_FILES.fullmatch(n) and DataFile.at(listing.path(n)).size <= COMPANION_LIMIT
         }
         return tuple(n for n in listing.names if n in trainer or n in carried)
 
@@ -993,7 +992,7 @@ def _expert_number(name: str) -> int:
     return int(m[1]) if m else -1
 
 
-def _split_state(key: str, path: Path) -> tuple[str, str]:
+def _split_state(key: str, path: Place) -> tuple[str, str]:
     """(name of the parameter, state) of a key in an optimizer's file."""
     for state in _STATES:
         if key.endswith("_" + state):
@@ -1004,7 +1003,7 @@ def _split_state(key: str, path: Path) -> tuple[str, str]:
     raise UnsupportedError(f"`{key}` is not a state of an optimizer that is known", where=str(path), hint=hint)
 
 
-def _weight_dtype(name: str, array: Array, param: ParamMeta | None, path: Path, fp8: str) -> str:
+def _weight_dtype(name: str, array: Array, param: ParamMeta | None, path: Place, fp8: str) -> str:
     """The dtype of a weight, which numpy's alone does not always say; ``fp8`` is that of a quantised model."""
     dtype = "BF16" if array.dtype == "U16" else array.dtype
     if param is None and array.dtype == "I8" and fp8 and len(array.shape) > 1:
@@ -1016,7 +1015,7 @@ def _weight_dtype(name: str, array: Array, param: ParamMeta | None, path: Path, 
     raise _dtype_conflict(name, dtype, param, path)
 
 
-def _dtype_conflict(name: str, dtype: str, param: ParamMeta, path: Path) -> ConflictError:
+def _dtype_conflict(name: str, dtype: str, param: ParamMeta, path: Place) -> ConflictError:
     return ConflictError(
         f"`{name}` is {dtype} in a file, and {param.dtype} by {META}",
         where=str(path),

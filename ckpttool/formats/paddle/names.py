@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ckpttool.containers.paddle_pickle import STRUCTURED, read_paddle, read_pickle
 from ckpttool.containers.pickle import Array
-from ckpttool.containers.safetensors import refuse_special
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.paddle.program_parts import Parameter, Problem
+from ckpttool.storage.place import Place, open_file
 
 
 @dataclass(slots=True)
 class StructuredNames:
     """What one file says."""
 
-    path: Path
+    path: Place
     of: dict[str, list[str]] = field(default_factory=dict)
     """Structured names of a parameter; several when layers share it, in the order of the file."""
     tensors: dict[str, Parameter] = field(default_factory=dict)
@@ -56,10 +55,10 @@ def match_names(parameters: Sequence[Parameter], said: StructuredNames) -> tuple
     return out, problems
 
 
-def read_names(path: Path) -> StructuredNames:
+def read_names(path: Place) -> StructuredNames:
     """Raises what reading a pickle raises, and UnsupportedError for a file without such names."""
     try:
-        refuse_special(path)
+        open_file(path).close()
     except FileNotFoundError:
         raise IncompleteError("the file of names does not exist", where=str(path)) from None
     except OSError as e:

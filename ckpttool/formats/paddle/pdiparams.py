@@ -9,17 +9,14 @@ program says. Source: paddle 3.3.1 (phi/core/framework/dense_tensor_tostream.cc)
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Sequence
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
-from ckpttool.containers.safetensors import refuse_special
 from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats.paddle.program_parts import BY_DTYPE, BY_NUMBER, Parameter, Program
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, OpenFile, Place, open_file
 
 PROBLEMS = {
     "params-missing": "the program has parameters, and there is no parameter file",
@@ -82,7 +79,7 @@ def _varint(n: int) -> bytes:
     return bytes(out)
 
 
-def match_records(program: Program, path: Path) -> tuple[DataFile, list[Record]]:
+def match_records(program: Program, path: Place) -> tuple[DataFile, list[Record]]:
     """The records of a parameter file, in order. What does not fit the program goes to its ``problems``.
 
     A record whose type or shape is not the program's is stepped over by the length that leads to another record, so
@@ -90,10 +87,8 @@ def match_records(program: Program, path: Path) -> tuple[DataFile, list[Record]]
     read.
     """
     try:
-        refuse_special(path)
-        with path.open("rb", buffering=0) as f:
-            info = DataFile.at(path, os.fstat(f.fileno()))
-            return info, _Matcher(program, f.fileno(), info.size).run()
+        with open_file(path) as f:
+            return f.info, _Matcher(program, f).run()
     except FileNotFoundError:
         raise IncompleteError("the parameter file does not exist", where=str(path)) from None
     except OSError as e:
@@ -101,8 +96,8 @@ def match_records(program: Program, path: Path) -> tuple[DataFile, list[Record]]
 
 
 class _Matcher:
-    def __init__(self, program: Program, fd: int, size: int) -> None:
-        self.program, self.fd, self.size = program, fd, size
+    def __init__(self, program: Program, file: OpenFile) -> None:
+        self.program, self.file, self.size = program, file, file.info.size
         self.records: list[Record] = []
 
     def run(self) -> list[Record]:
@@ -214,7 +209,7 @@ class _Matcher:
 
     def _head(self, at: int) -> Record:
         """The record at a byte. Raises _EndError or _HeadError."""
-        return _read_head(_Bytes(self.fd, at, self.size))
+        return _read_head(_Bytes(self.file, at, self.size))
 
 
 def _tensors(n: int) -> str:
@@ -224,10 +219,13 @@ def _tensors(n: int) -> str:
 class _Bytes:
     """A cursor in the file that reads a head in one go where that is enough."""
 
-    def __init__(self, fd: int, at: int, size: int, data: bytes | None = None) -> None:
-        self.fd, self.size = fd, size
+    def __init__(self, file: OpenFile | bytes, at: int, size: int) -> None:
+        self.file, self.size = file, size
         self.start = self.at = at
-        self.first = os.pread(fd, _FIRST, at) if data is None else data
+        self.first = self._pread(_FIRST, at)
+
+    def _pread(self, n: int, at: int) -> bytes:
+        return self.file[at : at + n] if isinstance(self.file, bytes) else self.file.pread(n, at)
 
     def take(self, n: int) -> bytes:
         if self.at + n > self.size:
@@ -235,14 +233,14 @@ class _Bytes:
         begin = self.at - self.start
         data = self.first[begin : begin + n]
         if len(data) < n:
-            data = os.pread(self.fd, n, self.at)
+            data = self._pread(n, self.at)
         self.at += n
         return data
 
     def since_start(self) -> bytes:
         """What was passed so far."""
         n = self.at - self.start
-        return self.first[:n] if n <= len(self.first) else os.pread(self.fd, n, self.start)
+        return self.first[:n] if n <= len(self.first) else self._pread(n, self.start)
 
     def skip(self, n: int) -> None:
         if self.at + n > self.size:
@@ -287,7 +285,7 @@ def _read_head(raw: _Bytes) -> Record:
 def head_fits(head: bytes, parameter: Parameter) -> bool:
     """Whether bytes are the head of a record of this parameter, and nothing else."""
     try:
-        found = _read_head(_Bytes(-1, 0, len(head), head))
+        found = _read_head(_Bytes(head, 0, len(head)))
     except (_EndError, _HeadError):
         return False
     return found.offset == len(head) and not found.wrong and (found.dtype, found.shape) == parameter[1:]

@@ -40,12 +40,12 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.containers.protobuf import message_classes, parsed
 from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
+from ckpttool.storage.place import Place
 
 KIND = "pdmodel"
 VERSION = 3_003_001
@@ -164,7 +164,7 @@ class _Block:
         self.twice: list[bytes] = []
 
 
-def read_pdmodel(path: Path) -> Program:
+def read_pdmodel(path: Place) -> Program:
     """Read a program to its end. What is wrong with it is in ``problems``.
 
     Raises IncompleteError when there is no such file and CorruptError when it cannot be read, or is no ProgramDesc.

@@ -11,7 +11,6 @@ decides. Source: paddle 3.3.1 (framework/io.py), measured.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import SHARDED, FlatShard, StoredTensor
@@ -25,7 +24,7 @@ from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import Mesh
 from ckpttool.storage.identify import sniff
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place
 from ckpttool.words import some
 
 SUFFIXES = (".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".distcp", ".pd")
@@ -91,7 +90,7 @@ def _weights(listing: Listing) -> list[str]:
 class _Reader:
     """Stored tensors of one pickle."""
 
-    def __init__(self, stored: StoredCheckpoint, path: Path) -> None:
+    def __init__(self, stored: StoredCheckpoint, path: Place) -> None:
         self.stored, self.path = stored, path
         self.index: dict[DataFile, int] = {}
         self.fp8 = fp8_dtype(stored.config)

@@ -18,12 +18,12 @@ from __future__ import annotations
 import codecs
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ckpttool.containers.json_stream import JsonError, JsonStream
 from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats.paddle.program_parts import BY_PIR, Parameter, Program
+from ckpttool.storage.place import Place
 
 MAGIC = "pir"
 NEWEST = 4
@@ -84,7 +84,7 @@ PROBLEMS = {
 """What ``read_pir`` reports."""
 
 
-def looks_like_pir(path: Path) -> bool:
+def looks_like_pir(path: Place) -> bool:
     """Whether a JSON file begins like a program; reads its first bytes only."""
     try:
         with path.open("rb") as f:
@@ -96,7 +96,7 @@ def looks_like_pir(path: Path) -> bool:
     return head.startswith(b"{") and (b'"base_code"' in head or head[1:].lstrip().startswith(b'"program"'))
 
 
-def read_pir(path: Path) -> Program:
+def read_pir(path: Place) -> Program:
     """Read a program to its end. What is wrong with it is in ``problems``.
 
     Raises IncompleteError when there is no such file and CorruptError when it cannot be read at all.

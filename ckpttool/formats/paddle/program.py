@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.catalog import RankTensor, StoredTensor
@@ -31,7 +30,7 @@ from ckpttool.formats.paddle.pir_patches import patched
 from ckpttool.formats.paddle.program_parts import FLOAT8, Parameter, Program
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, leads_away, list_source
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place
 
 PARAMS = ".pdiparams"
 INFO = ".pdiparams.info"
@@ -63,7 +62,7 @@ class Artifact:
     """A program and its parameter file, as far as they can be read."""
 
     program: Program
-    params: Path | None
+    params: Place | None
     """None when there is no parameter file."""
     file: DataFile | None = None
     records: list[Record] = field(default_factory=list)
@@ -82,16 +81,16 @@ class Native(NamedTuple):
     """Name of the parameter file."""
     heads: Mapping[str, bytes]
     """Heads of records that are not as Paddle 3 writes them, by parameter."""
-    beside: tuple[Path, ...]
+    beside: tuple[Place, ...]
     """Files that go with the program: its own and, of a legacy one, the .info with the structured names."""
 
 
-def is_program(path: Path) -> bool:
+def is_program(path: Place) -> bool:
     """Whether a file is a program, by its name and the first bytes of a JSON file."""
     return path.name.endswith(LEGACY) or (path.suffix == ".json" and looks_like_pir(path))
 
 
-def examine(path: Path, params: Path | None = None) -> Artifact:
+def examine(path: Place, params: Place | None = None) -> Artifact:
     """A program and its parameters with everything that is wrong with them, in ``program.problems``.
 
     ``params`` is the parameter file where it is not the one that lies beside the program. Raises IncompleteError when
@@ -114,28 +113,28 @@ def examine(path: Path, params: Path | None = None) -> Artifact:
     return artifact
 
 
-def beside(path: Path) -> Path | None:
+def beside(path: Place) -> Place | None:
     """The parameter file of a program, when it lies where Paddle writes it."""
     name = path.name.removesuffix(LEGACY).removesuffix(".json")
-    found = path.with_name(name + PARAMS)
+    found = path.parent / (name + PARAMS)
     return found if found.is_file() else None
 
 
-def open_program(path: Path, params: Path | None = None) -> Artifact:
+def open_program(path: Place, params: Place | None = None) -> Artifact:
     """As ``examine``, but raises CorruptError or IncompleteError for the first problem that is not ``HARMLESS``."""
     artifact = examine(path, params)
     _refuse(artifact)
     return artifact
 
 
-def open_alone(path: Path) -> Artifact:
+def open_alone(path: Place) -> Artifact:
     """A program without its parameter file, which is about to be written. Raises as ``open_program`` does."""
     artifact = Artifact(_read(path), None)
     _refuse(artifact)
     return artifact
 
 
-def _read(path: Path) -> Program:
+def _read(path: Place) -> Program:
     return read_pdmodel(path) if path.name.endswith(LEGACY) else read_pir(path)
 
 
@@ -166,7 +165,7 @@ _HINTS: Mapping[str, str] = {
 }
 
 
-def check_artifact(path: Path, params: Path | None = None) -> tuple[Checked, Program | None]:
+def check_artifact(path: Place, params: Place | None = None) -> tuple[Checked, Program | None]:
     """What is wrong with a program and its parameter file, and what somebody who serves them may want to know.
 
     The program is None where it cannot be read. ``params`` as in ``examine``.
@@ -262,7 +261,7 @@ class PaddleProgram:
         return layout_program(native, request.ranks[0])
 
 
-def find_program(listing: Listing) -> Path:
+def find_program(listing: Listing) -> Place:
     """The program that SRC means. Raises IncompleteError for none, ConflictError for several."""
     if listing.single and not listing.single.endswith(PARAMS):
         return listing.path(listing.single)
@@ -286,7 +285,7 @@ def find_program(listing: Listing) -> Path:
     return listing.path(names[0])
 
 
-def program_of(path: Path) -> Path:
+def program_of(path: Place) -> Place:
     """The program that a path of the command line means: its file, its parameter file, or their directory.
 
     Raises UsageError for what is none and what is not there, and what ``find_program`` raises.
@@ -311,7 +310,7 @@ def program_of(path: Path) -> Path:
 def native_of(artifact: Artifact) -> Native:
     """What is kept for writing the program again."""
     program = artifact.program
-    info = program.path.with_name(program.path.name.removesuffix(LEGACY) + INFO)
+    info = program.path.parent / (program.path.name.removesuffix(LEGACY) + INFO)
     whole = program.kind == "pdmodel" and info.is_file() and not leads_away(info)
     files = (program.path, info) if whole else (program.path,)
     name = artifact.params.name if artifact.params else params_name(program.path)
@@ -319,7 +318,7 @@ def native_of(artifact: Artifact) -> Native:
     return Native(program, name, heads, files)
 
 
-def params_name(path: Path) -> str:
+def params_name(path: Place) -> str:
     """Name of the parameter file that Paddle looks for beside a program."""
     return path.name.removesuffix(LEGACY).removesuffix(".json") + PARAMS
 

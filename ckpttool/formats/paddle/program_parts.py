@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
+
+from ckpttool.storage.place import Place
 
 
 class Element(NamedTuple):
@@ -81,7 +82,7 @@ class Parameter(NamedTuple):
 class Program:
     """One program, read to its end."""
 
-    path: Path
+    path: Place
     kind: str
     """``pir`` or ``pdmodel``."""
     version: int | None = None

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import SHAPE_FROM_RULES, SHARDED, FlatShard, Key, RankTensor, StoredTensor
@@ -56,7 +55,7 @@ from ckpttool.formats.paddle.unified_index import STEMS, UnifiedIndex
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, Place
 
 _STEM = "(?P<stem>model|peft_model|master_weights|optimizer)"
 _MERGED = re.compile(_STEM + r"(?:-(?P<part>\d{5})-of-(?P<total>\d{5}))?\.safetensors\Z")
@@ -77,7 +76,7 @@ _WORLD_BOUND = re.compile(r"(?:rng_state.*\.pth|saved_signal_\d+|\..*\.done.*)\Z
 class _File(NamedTuple):
     """One file of tensors."""
 
-    path: Path
+    path: Place
     component: str
     stem: str
     coords: Mapping[str, int]

@@ -20,6 +20,7 @@ from ckpttool.formats.paddle.pir import VOID_WRITTEN, read_pir
 from ckpttool.formats.paddle.program import beside, check_artifact, program_of
 from ckpttool.formats.paddle.program_parts import Program
 from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
+from ckpttool.storage.place import DataFile, Place, is_same
 
 _WRITTEN = f'"{VOID_WRITTEN}"'.encode()
 _READ = f'"{VOID_WRITTEN.upper()}"'.encode()
@@ -36,7 +37,7 @@ class Repaired:
     """Attributes whose spelling was changed."""
 
 
-def check_program(src: Path, params: Path | None = None, names: Path | None = None) -> CheckResult:
+def check_program(src: Place, params: Place | None = None, names: Place | None = None) -> CheckResult:
     """Everything that is wrong with a program and its parameter file. Raises what ``program_of`` raises.
 
     ``params`` and ``names`` as in converting.
@@ -49,7 +50,7 @@ def check_program(src: Path, params: Path | None = None, names: Path | None = No
     return result
 
 
-def _check_names(program: Program, path: Path, result: CheckResult) -> None:
+def _check_names(program: Program, path: Place, result: CheckResult) -> None:
     """Structured names that are to be given to the parameters."""
     try:
         problems = match_names(program.parameters, read_names(path))[1]
@@ -60,7 +61,7 @@ def _check_names(program: Program, path: Path, result: CheckResult) -> None:
         result.add(p.id, p.text, path)
 
 
-def repair(src: Path, out: Path, *, force: bool = False, apart: Sequence[Path | None] = ()) -> Repaired:
+def repair(src: Place, out: Path, *, force: bool = False, apart: Sequence[Place | None] = ()) -> Repaired:
     """Write a PIR program with every NaN spelled as Paddle reads it; every other byte stays.
 
     ``apart`` are files that belong to the program, none of which ``out`` may be.
@@ -71,10 +72,10 @@ def repair(src: Path, out: Path, *, force: bool = False, apart: Sequence[Path | 
     src = program_of(src)
     if src.suffix != ".json" or out.suffix != ".json":
         raise UsageError("--fix repairs PIR programs, which are JSON", where=str(out if src.suffix == ".json" else src))
-    if out.exists() and out.samefile(src):
+    if out.exists() and is_same(out, src):
         raise UsageError("--fix writes another file, and OUT.json is the program itself", where=str(out))
     for other in (beside(src), *apart):
-        if other is not None and out.exists() and other.exists() and out.samefile(other):
+        if other is not None and out.exists() and other.exists() and is_same(out, other):
             raise UsageError("--fix writes a program, and OUT.json is a file that goes with it", where=str(out))
     if os.path.lexists(out) and not force:
         raise OutputError("the destination exists", where=str(out), hint="use --force to replace it")
@@ -98,7 +99,9 @@ def repair(src: Path, out: Path, *, force: bool = False, apart: Sequence[Path | 
             )
         if left := _nans(read_pir(new.temporary)):
             raise VerifyError(f"{left} NaN are left that Paddle cannot read", where=str(src))
-        new.keep_mode((out if out.exists() else src).stat())
+        model = out if out.exists() else src
+        if isinstance(model, Path):
+            new.keep_mode(model.stat())
         new.sync()
         if _identity(src) != was:
             raise CorruptError("the program changed while it was read", where=str(src), hint="repeat the command")
@@ -107,20 +110,18 @@ def repair(src: Path, out: Path, *, force: bool = False, apart: Sequence[Path | 
     return Repaired(given, count)
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    """Size and time, (0, 0) when it is not there."""
+def _identity(path: Place) -> DataFile | None:
     try:
-        stat = path.stat()
+        return DataFile.at(path)
     except OSError:
-        return 0, 0
-    return stat.st_size, stat.st_mtime_ns
+        return None
 
 
 def _nans(program: Program) -> int:
     return sum(p.id == "attribute-nan" for p in program.problems) + program.more["attribute-nan"]
 
 
-def _respell(src: Path, fd: int, out: Path) -> int:
+def _respell(src: Place, fd: int, out: Path) -> int:
     """Copy a text in which ``"VD": "NaN"`` becomes ``"VD": "NAN"``. Returns how often.
 
     In a JSON text these bytes are never part of a string: a quote within one has a backslash before it.

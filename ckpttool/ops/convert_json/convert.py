@@ -47,6 +47,7 @@ from ckpttool.geometry import whole
 from ckpttool.plan import Plan
 from ckpttool.planner import build_plan
 from ckpttool.relate import EqualPair, identity
+from ckpttool.storage.place import Place
 
 METADATA = "ckpttool.program"
 """Key of the safetensors metadata that keeps the way back, as JSON."""
@@ -59,7 +60,7 @@ class Conversion:
     """Everything known before a byte is written."""
 
     program: Program
-    source: Path
+    source: Place
     plan: Plan
     catalog: Catalog
     names: dict[str, str]
@@ -92,7 +93,7 @@ class Converted:
 
 
 def to_safetensors(
-    src: Path, dst: Path, *, params: Path | None = None, names: Path | None = None, max_shard_size: int | None = None
+    src: Place, dst: Path, *, params: Place | None = None, names: Place | None = None, max_shard_size: int | None = None
 ) -> Conversion:
     """Plan a program's parameters as safetensors; one file when ``dst`` ends in .safetensors, else a directory.
 
@@ -132,7 +133,7 @@ def to_safetensors(
     return Conversion(program, src, plan, catalog, given, native, roots, single=single)
 
 
-def from_safetensors(src: Path, dst: Path, program: Path, *, names: Path | None = None) -> Conversion:
+def from_safetensors(src: Place, dst: Path, program: Place, *, names: Place | None = None) -> Conversion:
     """Plan the parameter file of ``program`` with the tensors of ``src`` (a file, a directory of shards, an index).
 
     Raises ConflictError for tensors that are missing, unexpected, or of another shape or dtype than in the program.
@@ -240,7 +241,7 @@ def _plan(
     tensors: Sequence[RankTensor],
     file_layout: FileLayout,
     notes: list[str],
-    beside: Sequence[Path] = (),
+    beside: Sequence[Place] = (),
     equal: Sequence[EqualPair] = (),
 ) -> Plan:
     carried = [(p.name, file_now(p)) for p in beside]
@@ -249,11 +250,11 @@ def _plan(
     return plan
 
 
-def _roots(*paths: Path | None) -> tuple[str, ...]:
+def _roots(*paths: Place | None) -> tuple[str, ...]:
     return tuple([str(p) for p in paths if p is not None])
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Place) -> str:
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
@@ -292,7 +293,7 @@ def _way_back(native: Native, digest: str, names: Sequence[str], parameter_of: M
     return json.dumps(said, ensure_ascii=False, separators=(",", ":"))
 
 
-def _read_way_back(path: Path) -> _WayBack:
+def _read_way_back(path: Place) -> _WayBack:
     """Raises CorruptError when the metadata is ours and cannot be used."""
     text = read_header(path).metadata.get(METADATA)
     if text is None:
@@ -349,7 +350,7 @@ def _explain(e: CkptError, program: Program, given: Mapping[str, str], *, told: 
 # -- structured names
 
 
-def _given_names(program: Program, path: Path | None, notes: list[str]) -> dict[str, str]:
+def _given_names(program: Program, path: Place | None, notes: list[str]) -> dict[str, str]:
     """Parameter -> structured name, where one is known."""
     path = path or _own_names(program)
     if path is None:
@@ -374,9 +375,9 @@ def _given_names(program: Program, path: Path | None, notes: list[str]) -> dict[
     return {p: n for p, n in out.items() if p != n}
 
 
-def _own_names(program: Program) -> Path | None:
+def _own_names(program: Program) -> Place | None:
     """The file that a legacy export has beside it."""
-    path = program.path.with_name(program.path.name.removesuffix(LEGACY) + INFO)
+    path = program.path.parent / (program.path.name.removesuffix(LEGACY) + INFO)
     return path if program.kind == "pdmodel" and path.is_file() else None
 
 

@@ -48,6 +48,7 @@ from ckpttool.ops.index_checks import (
     parse_index,
 )
 from ckpttool.storage.listing import Listing, list_source, natural
+from ckpttool.storage.place import Place, local_path, read_all
 
 WRITTEN, RIGHT, NONE_NEEDED = "written", "right", "none needed"
 
@@ -252,7 +253,7 @@ def _indexed(
     """An index that exists, with its own files, those that it names, and the fellows of these."""
     g = _Group(stem, name, [], list(ranked.get(stem, ())))
     try:
-        g.raw = listing.path(g.index).read_bytes()
+        g.raw = read_all(listing.path(g.index))
         g.data = listing.json(g.index)
     except CorruptError as e:
         g.broken = e.what
@@ -516,9 +517,9 @@ def _encode(g: _Group, new: Mapping[str, Any], rules: IndexRules) -> bytes:
 
 def _inside(listing: Listing, name: str) -> Path:
     """The index, or the file of this directory that it is a link to. Raises OutputError for one of another place."""
-    path = listing.path(name)
+    path = local_path(listing.path(name))
     real = resolved(path)
-    if not real.is_relative_to(resolved(listing.root)):
+    if not real.is_relative_to(resolved(path.parent)):
         raise OutputError(
             "the index is a link out of the directory, and what it leads to is not written",
             where=[str(path), str(real)],
@@ -535,7 +536,7 @@ def _unchanged(listing: Listing, heads: Mapping[str, Header], groups: Iterable[_
     for g in groups:
         where = listing.path(g.index)
         try:
-            raw = where.read_bytes()
+            raw = read_all(where)
         except OSError:
             raw = None
         if raw != g.raw:
@@ -545,7 +546,7 @@ def _unchanged(listing: Listing, heads: Mapping[str, Header], groups: Iterable[_
 # -- checking
 
 
-def _examine(path: Path) -> tuple[Header | None, list[tuple[str, str]]]:
+def _examine(path: Place) -> tuple[Header | None, list[tuple[str, str]]]:
     try:
         head, problems = examine(path)
     except CkptError as e:
@@ -615,7 +616,7 @@ def _check_group(
     check_mapping(listing, members, index, missing, result, rules)
 
 
-def _check_ranked(g: _Group, where: Path, result: CheckResult, rules: IndexRules) -> None:
+def _check_ranked(g: _Group, where: Place, result: CheckResult, rules: IndexRules) -> None:
     """The index of files of ranks, where these have one."""
     new = rules.of_ranks(g.stem, g.data, (), max(rules.of_rank(n)[1] for n in g.ranked))
     if new is None:

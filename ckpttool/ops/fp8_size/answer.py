@@ -20,6 +20,7 @@ from ckpttool.ops.fp8_size.stored import Applied, Disk, Wanted, apply, on_disk
 from ckpttool.ops.fp8_size.training import Training, training_of
 from ckpttool.ops.index_checks import explain_total
 from ckpttool.storage.listing import list_source
+from ckpttool.storage.place import Place, parse_place
 
 BY = ("class", "dtype", "module", "tensor")
 """What --by may say."""
@@ -131,10 +132,10 @@ class SizeReport:
         )
 
 
-def answer(src: str | Path, options: OpenOptions, question: Question) -> SizeReport:
+def answer(src: str | Place, options: OpenOptions, question: Question) -> SizeReport:
     """Work out the size of a model. Reads headers and config.json; raises a CkptError subclass."""
     _sensible(question)
-    model = load(Path(src), options, question.config, mtp=question.mtp)
+    model = load(parse_place(src), options, question.config, mtp=question.mtp)
     out = _sizes(model, question)
     if out.fit and not out.fit.ok:
         out.remedies = list(_remedies(out, question))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, pick_family, refuse_empty
@@ -23,6 +22,7 @@ from ckpttool.quant.keep import Weight, is_conv1d
 from ckpttool.relate import apply_transforms, identity
 from ckpttool.storage.json_file import load_json
 from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.place import Place
 from ckpttool.targeting.recode import high_precision
 
 CONFIG = "config.json"
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
 class Model:
     """What SRC says."""
 
-    path: Path
+    path: Place
     format: str
     config: Mapping[str, Any]
     family: Family
@@ -80,7 +80,7 @@ class Model:
     """Why it is not known which weights SRC was made of: it is quantised in a way that is none of ours."""
 
 
-def load(path: Path, options: OpenOptions, config: Path | None, *, mtp: bool) -> Model:
+def load(path: Place, options: OpenOptions, config: Place | None, *, mtp: bool) -> Model:
     """Read headers or the config.
 
     Raises UsageError for options that do nothing, LayoutError for a family that does not say which tensors it has,
@@ -96,7 +96,7 @@ def load(path: Path, options: OpenOptions, config: Path | None, *, mtp: bool) ->
     return model
 
 
-def _config_alone(path: Path, options: OpenOptions) -> dict[str, Any] | None:
+def _config_alone(path: Place, options: OpenOptions) -> dict[str, Any] | None:
     """The config, when SRC is a config.json or a directory with nothing else that can be read; else None."""
     if path.is_file():
         if path.suffix != ".json" or path.name.endswith(".index.json"):
@@ -113,7 +113,7 @@ def _config_alone(path: Path, options: OpenOptions) -> dict[str, Any] | None:
     return None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Place) -> dict[str, Any]:
     try:
         data = load_json(path)
     except OSError as e:
@@ -126,7 +126,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _from_config(
-    path: Path, config: Mapping[str, Any], options: OpenOptions, other: Path | None, *, mtp: bool
+    path: Place, config: Mapping[str, Any], options: OpenOptions, other: Place | None, *, mtp: bool
 ) -> Model:
     if other is not None:
         raise UsageError("--config has no effect: SRC is a config", hint="give one of the two")
@@ -174,7 +174,7 @@ def _kinds(family: Family, ops: tuple[Transform, ...]) -> Callable[[str], Kind]:
     return kind
 
 
-def _check_file(path: Path, options: OpenOptions) -> None:
+def _check_file(path: Place, options: OpenOptions) -> None:
     """Raises an error that names SRC, a file, when it or what it speaks of cannot be read."""
     listing = list_source(path)
     if path.name.endswith(".json"):
@@ -198,7 +198,7 @@ def _check_file(path: Path, options: OpenOptions) -> None:
             ) from None
 
 
-def _open(path: Path, options: OpenOptions, config: Path | None) -> Checkpoint:
+def _open(path: Place, options: OpenOptions, config: Place | None) -> Checkpoint:
     if path.is_file():
         _check_file(path, options)
     if config is None:

@@ -21,6 +21,7 @@ from ckpttool.ops.fp8_size.names import CLASSES, class_of, module_of
 from ckpttool.quant.config import said, section
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
 from ckpttool.quant.scheme import RECIPES, Form, Scheme, check_together, scheme
+from ckpttool.storage.place import DataFile
 
 AS_IS, PLAIN = "as-is", "bf16"
 CHOICES = (AS_IS, PLAIN, *RECIPES)
@@ -370,5 +371,5 @@ def _own_files(source: StoredCheckpoint) -> Disk | None:
     payload = sum(t.nbytes for t in source.tensors)
     names = source.native if isinstance(source.native, FileNames) else FileNames()
     index = source.root / (names.found or names.index)
-    size = index.stat().st_size if len(source.files) > 1 and index.is_file() else 0
+    size = DataFile.at(index).size if len(source.files) > 1 and index.is_file() else 0
     return Disk(payload, sum(f.size for f in source.files) - payload, len(source.files), size, real=True)

@@ -14,7 +14,7 @@ from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.base import OpenOptions
 from ckpttool.ops.inspect.listing import Choice, FileRow, Listing, file_rows, is_safetensors, list_tensors, relative
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import source_files
+from ckpttool.storage.place import Place, parse_place, source_files
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
@@ -41,7 +41,7 @@ class InspectRequest:
     total: bool = False
     """With ``digest``: one for everything."""
     check: bool = False
-    diff: Path | None = None
+    diff: Place | None = None
     values: bool = False
     """With ``diff`` and ``check``."""
     atol: float | None = None
@@ -112,7 +112,7 @@ class TensorSlices:
 
 
 def inspect(
-    src: str | Path, options: OpenOptions, question: InspectRequest, progress: Progress | None = None
+    src: str | Place, options: OpenOptions, question: InspectRequest, progress: Progress | None = None
 ) -> TensorListing | LayoutView | TensorStats | Totalled | TensorSlices | CheckResult | DiffResult:
     """Look into ``src``. ``ok`` of the answer is False when a check found an error or two checkpoints differ.
 
@@ -120,7 +120,7 @@ def inspect(
     what ``open_checkpoint`` raises.
     """
     _sensible(question)
-    roots = [Path(p) for p in (src, question.diff) if p is not None]
+    roots = [parse_place(p) for p in (src, question.diff) if p is not None]
     before = [_identity(p) for p in roots]
     answer = _answer(src, options, question, progress)
     files = (
@@ -138,17 +138,17 @@ def inspect(
     return answer
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _identity(path: Place) -> tuple[int, int]:
     """Which file or directory has this name: `--force` of another run gives it to a new one."""
     try:
-        stat = path.stat()
+        stat = path.stat() if isinstance(path, Path) else None
     except OSError:
-        return 0, 0
-    return stat.st_dev, stat.st_ino
+        stat = None
+    return (stat.st_dev, stat.st_ino) if stat else (0, 0)
 
 
 def _answer(
-    src: str | Path, options: OpenOptions, question: InspectRequest, progress: Progress | None
+    src: str | Place, options: OpenOptions, question: InspectRequest, progress: Progress | None
 ) -> TensorListing | LayoutView | TensorStats | Totalled | TensorSlices | CheckResult | DiffResult:
     if question.check:
         from ckpttool.execute import NoProgress
@@ -202,7 +202,7 @@ def _answer(
     if not (question.list or question.files or question.metadata):
         from ckpttool.ops.inspect.code import code_note
 
-        note = code_note(list_source(Path(src)), {f.place for f in listing.files})
+        note = code_note(list_source(parse_place(src)), {f.place for f in listing.files})
         listing.notes = [*listing.notes, note] if note else listing.notes
     files = tuple(file_rows(listing)) if question.files else ()
     return TensorListing(question, listing, files, _metadata(listing) if question.metadata else {})

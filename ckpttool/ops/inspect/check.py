@@ -52,7 +52,7 @@ from ckpttool.ops.inspect.listing import check_components, is_safetensors, relat
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
 from ckpttool.storage.listing import Listing, content, list_source
-from ckpttool.storage.place import DataFile, source_files
+from ckpttool.storage.place import DataFile, Place, parse_place, source_files
 
 MANIFEST = "ckpttool.manifest.json"
 _PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")
@@ -61,7 +61,7 @@ _SMALL = re.compile(r"(?:scheduler|scaler)\.\w+")
 
 
 def check(
-    src: str | Path,
+    src: str | Place,
     options: OpenOptions,
     progress: Progress,
     *,
@@ -73,7 +73,7 @@ def check(
 
     Raises UsageError when there is no such source or component; everything else is a finding.
     """
-    path = Path(src)
+    path = parse_place(src)
     listing = list_source(path)
     chosen = _choose(listing, options)
     if isinstance(chosen, ChecksItself):
@@ -145,7 +145,7 @@ def _rules(chosen: Reader | CkptError) -> IndexRules | None:
 # -- files
 
 
-def _read(path: Path, options: OpenOptions) -> StoredCheckpoint | CkptError:
+def _read(path: Place, options: OpenOptions) -> StoredCheckpoint | CkptError:
     try:
         return read(path, options)
     except CkptError as e:
@@ -187,7 +187,7 @@ def _examine(listing: Listing, name: str, index: int, result: CheckResult, *, pr
     return ExaminedFile(name, head.file, head.tensors, sound=not problems)
 
 
-def _read_pickle(name: str, path: Path, result: CheckResult) -> ExaminedFile:
+def _read_pickle(name: str, path: Place, result: CheckResult) -> ExaminedFile:
     """A pickle of Paddle's. Whether one is sound shows only when it is read: no header says what is in it."""
     from ckpttool.containers.paddle_pickle import read_pickle
 
@@ -306,7 +306,7 @@ def _check_stems(
         check_mapping(listing, members, index, missing, result, rules)
 
 
-def _check_adapter(path: Path, result: CheckResult) -> None:
+def _check_adapter(path: Place, result: CheckResult) -> None:
     """Factors against their config: pairs, ranks, shapes."""
     from ckpttool.adapters import read_adapter
 
@@ -361,7 +361,7 @@ def _class_id(error: CkptError) -> str:
 
 
 def _open(
-    path: Path, stored: StoredCheckpoint | CkptError, options: OpenOptions, result: CheckResult
+    path: Place, stored: StoredCheckpoint | CkptError, options: OpenOptions, result: CheckResult
 ) -> Checkpoint | None:
     """The catalog, or a finding that says why there is none, unless that follows from an earlier one."""
     if isinstance(stored, StoredCheckpoint):
@@ -421,7 +421,7 @@ def _check_manifest(
     result: CheckResult,
     progress: Progress,
     workers: int,
-    padded: set[tuple[Path, int]],
+    padded: set[tuple[Place, int]],
 ) -> None:
     """Prove files against the checksums that were taken when they were written."""
     if MANIFEST not in listing.names or listing.single.endswith(".safetensors"):
@@ -472,7 +472,7 @@ def _check_manifest(
     _prove(todo, listing, result, progress, workers)
 
 
-def _padded(checkpoint: Checkpoint) -> set[tuple[Path, int]]:
+def _padded(checkpoint: Checkpoint) -> set[tuple[Place, int]]:
     """(file, offset) of flat shards with padding, which a manifest knows as several blocks under one name."""
     files = checkpoint.catalog.files
     pads = (pad.stored for t in checkpoint.catalog for pad in t.pads if t.key.component != "model")
@@ -495,7 +495,7 @@ def _check_sizes(listing: Listing, sizes: Mapping[str, Any], result: CheckResult
     wrong = set()
     for name, size in sizes.items():
         try:
-            real = listing.path(name).stat().st_size
+            real = DataFile.at(listing.path(name)).size
         except (OSError, ValueError):  # ValueError: no file can have such a name
             wrong.add(name)
             result.add("manifest-file", f"the manifest lists {name}, which is not there", listing.root)

@@ -7,12 +7,12 @@ by reading names; nothing is imported, run or unpickled here. Chat templates run
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import CkptError
 from ckpttool.findings import Finding
 from ckpttool.storage.listing import PICKLES, Listing
+from ckpttool.storage.place import Place
 from ckpttool.words import count, some
 
 CONFIGS = (
@@ -28,7 +28,7 @@ GENERATE = "custom_generate/generate.py"
 """What ``generate()`` runs in place of its own decoding."""
 
 
-def code_findings(listing: Listing, proven: Collection[Path] = ()) -> Iterator[Finding]:
+def code_findings(listing: Listing, proven: Collection[Place] = ()) -> Iterator[Finding]:
     """Python files and pickles that can run code. ``proven`` are pickles that were read in full: they hold none."""
     if listing.single:
         return
@@ -52,7 +52,7 @@ def code_findings(listing: Listing, proven: Collection[Path] = ()) -> Iterator[F
             yield Finding("pickle-imports", text, str(path), "no part of weights: load it only if you trust its source")
 
 
-def code_note(listing: Listing, proven: Collection[Path] = ()) -> str:
+def code_note(listing: Listing, proven: Collection[Place] = ()) -> str:
     """One line that names the files that can run code; "" for none."""
     found = [f.text for f in code_findings(listing, proven) if f.id != "pickle-imports"]
     return "this checkpoint can run code: " + "; ".join(found) if found else ""
@@ -64,7 +64,7 @@ def _named(names: Collection[str]) -> str:
     return some(["a function whose name it works out" if n == UNKNOWN else f"`{n}`" for n in names], 2)
 
 
-def _is_proven(path: Path) -> bool:
+def _is_proven(path: Place) -> bool:
     """Whether it is a pickle of Paddle's, which spell an array with ``eval``: our reader takes that form only."""
     from ckpttool.containers.paddle_pickle import read_pickle
 
@@ -78,7 +78,7 @@ def _is_proven(path: Path) -> bool:
 def _python(listing: Listing) -> Iterator[Finding]:
     """Python files that a config names, and what may be imported by them."""
     own = [n for n in listing.names if n.endswith(".py")]
-    if listing.root.joinpath(GENERATE).is_file():
+    if (listing.root / GENERATE).is_file():
         own.append(GENERATE)
     named: dict[str, str] = {}
     for config in CONFIGS:

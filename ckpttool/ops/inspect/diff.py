@@ -12,7 +12,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import isnan, prod
-from pathlib import Path
 
 from ckpttool.catalog import Key, in_order
 from ckpttool.checkpoint import Checkpoint, refuse_empty
@@ -29,6 +28,7 @@ from ckpttool.layout.family import inverse
 from ckpttool.ops.inspect.listing import check_components, wanted_names
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms, identity, parameters, propagate_to_component
+from ckpttool.storage.place import Place, parse_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class DiffResult:
 
 
 def diff(
-    left: str | Path,
-    right: str | Path,
+    left: str | Place,
+    right: str | Place,
     options: OpenOptions,
     progress: Progress,
     *,
@@ -124,7 +124,7 @@ def diff(
     With ``values`` every element is read, bit for bit unless there is a ``tolerance``. ``patterns`` choose tensors,
     ``only`` components.
     """
-    a, b = _open(Path(left), Path(right), options, other_options)
+    a, b = _open(parse_place(left), parse_place(right), options, other_options)
     renamed = a.ops != b.ops
     result = DiffResult(a, b, renamed, values=values, tolerance=tolerance)
     compared = _components(a, b, only, result)
@@ -166,7 +166,7 @@ def diff(
 
 
 def _open(
-    left: Path, right: Path, options: OpenOptions, other: OpenOptions | None = None
+    left: Place, right: Place, options: OpenOptions, other: OpenOptions | None = None
 ) -> tuple[Checkpoint, Checkpoint]:
     """Both sides. One that has no config.json is taken for the same model as the other."""
     other = other or OpenOptions(family=options.family, replicate=options.replicate, split=options.split)

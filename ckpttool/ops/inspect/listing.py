@@ -21,7 +21,7 @@ from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.names import natural_order
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.select import matching
-from ckpttool.storage.place import DataFile, source_files
+from ckpttool.storage.place import DataFile, Place, name_below, parse_place, source_files
 
 if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint
@@ -96,7 +96,7 @@ class Choice:
 class Listing:
     """What ``inspect`` knows without reading tensor data."""
 
-    path: Path
+    path: Place
     stored: StoredCheckpoint
     rows: list[Row]
     """The chosen tensors."""
@@ -162,13 +162,13 @@ class Listing:
 
 
 def list_tensors(
-    src: str | Path, options: OpenOptions | None = None, choice: Choice | None = None, *, stored_too: bool = True
+    src: str | Place, options: OpenOptions | None = None, choice: Choice | None = None, *, stored_too: bool = True
 ) -> Listing:
     """List a source. Raises what ``open_checkpoint`` raises, and UsageError for a choice that leaves nothing.
 
     With ``stored_too``, ranks whose tensors no rule can put together are listed as they are stored.
     """
-    path, choice, options = Path(src), choice or Choice(), options or OpenOptions()
+    path, choice, options = parse_place(src), choice or Choice(), options or OpenOptions()
     stored = read(path, options)
     listing = Listing(path, stored, [], 0, logical=True, notes=list(stored.notes), options=options)
     if stored.plain and not _rules(options):
@@ -240,7 +240,7 @@ def logical_rows(catalog: Catalog) -> list[Row]:
     return out
 
 
-def check_components(wanted: Iterable[str], have: Iterable[str], path: Path) -> None:
+def check_components(wanted: Iterable[str], have: Iterable[str], path: Place) -> None:
     """Raises UsageError for a component of --only that is not there."""
     there = in_order(set(have))
     for c in wanted:
@@ -257,7 +257,7 @@ def wanted_names(patterns: Sequence[str], names: Mapping[str, str]) -> set[str]:
     return {n for n, parameter in names.items() if n in found or parameter in found}
 
 
-def choose(rows: list[Row], choice: Choice, path: Path = Path()) -> list[Row]:
+def choose(rows: list[Row], choice: Choice, path: Place = Path()) -> list[Row]:
     """Filter and sort. Raises UsageError when a pattern, a component, a dtype or a size matches nothing."""
     if choice.components:
         check_components(choice.components, {r.component for r in rows}, path)
@@ -416,7 +416,7 @@ def mesh_text(stored: StoredCheckpoint) -> str:
     return ", ".join(parts)
 
 
-def is_safetensors(path: Path) -> bool:
+def is_safetensors(path: Place) -> bool:
     """Whether a data file of a source is one; what is pickled has names of its own (and those may lie, too)."""
     if ".safetensors" in path.name:
         return True
@@ -427,9 +427,6 @@ def is_safetensors(path: Path) -> bool:
     return sniff(path) not in ("pickle", "torch")
 
 
-def relative(path: Path, root: Path) -> str:
+def relative(path: Place, root: Place) -> str:
     """The name of a file as listings show it."""
-    try:
-        return path.relative_to(root).as_posix()
-    except ValueError:
-        return str(path)
+    return name_below(path, root) or str(path)

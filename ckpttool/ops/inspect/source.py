@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import IncompleteError, UnsupportedError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import read_source
+from ckpttool.storage.place import Place
 
 if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint
@@ -18,21 +18,21 @@ PEFT = "peft"
 CONFIG = "adapter_config.json"
 
 
-def read(path: Path, options: OpenOptions) -> StoredCheckpoint:
+def read(path: Place, options: OpenOptions) -> StoredCheckpoint:
     """Index the headers of a checkpoint or of an adapter. Raises what ``read_source`` and ``read_adapter`` raise."""
-    if path.name.startswith("adapter_model.") and path.with_name(CONFIG).is_file() and not options.format:
+    if path.name.startswith("adapter_model.") and (path.parent / CONFIG).is_file() and not options.format:
         path = path.parent
     try:
         return read_source(path, options.format, options.mesh)
     except (IncompleteError, UnsupportedError):
-        if options.format or not path.joinpath(CONFIG).is_file():
+        if options.format or not (path / CONFIG).is_file():
             raise
     from ckpttool.adapters.read import read_stored
 
     return read_stored(path, PEFT)
 
 
-def join(stored: StoredCheckpoint, path: Path, options: OpenOptions, family: Family | None = None) -> Checkpoint:
+def join(stored: StoredCheckpoint, path: Place, options: OpenOptions, family: Family | None = None) -> Checkpoint:
     """The checkpoint with its catalog. Raises LayoutError when no rule says how its ranks fit together."""
     from ckpttool.checkpoint import Checkpoint, assemble  # loads the layout rules, which most listings do not need
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NoReturn
 
 from ckpttool.catalog import Catalog, Key
@@ -25,7 +24,7 @@ from ckpttool.relate import (
     parameters,
     propagate_to_component,
 )
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, parse_place
 from ckpttool.targeting.recode import high_precision, scaled
 
 
@@ -230,4 +229,4 @@ def _model(
     if beside:
         shown = codes.beside[0]
         notes.append(f"{path}: {len(beside)} scales of activations or caches are left out (`{shown}`)")
-    return Model(str(Path(path)), checkpoint, views, table, codes.weights)
+    return Model(str(parse_place(path)), checkpoint, views, table, codes.weights)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from io import TextIOWrapper
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved, resolve
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
+from ckpttool.storage.place import DataFile, scan
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
@@ -173,7 +175,8 @@ def prepare_one(
     source = open_checkpoint(src, options)
     cut = _is_cut(target)
     usual = PROGRAM if source.format == PROGRAM else source.dialect.whole_format or "hf"
-    if source.format == "flex" and not target.format and not cut and any(source.stored.root.glob("*.metadata")):
+    own = source.format == "flex" and not target.format and not cut
+    if own and any(e.name.endswith(".metadata") for e in scan(source.stored.root)):
         # What Paddle's own merge of such a directory gives: every key under its own name, states included. (What a
         # trainer writes is several such directories, which it does not merge.)
         source = open_checkpoint(src, replace(options, mesh=replace(options.mesh, raw=True)))
@@ -342,7 +345,8 @@ def _card(donor: Model, provenance: Provenance) -> bytes:
     """The donor's model card with a section on the merge at its end."""
     path = donor.checkpoint.stored.root / "README.md"
     text = ""
-    if path.is_file() and not leads_away(path) and path.stat().st_size <= COMPANION_LIMIT:
-        text = path.read_text(encoding="utf-8", errors="replace")
+    if path.is_file() and not leads_away(path) and DataFile.at(path).size <= COMPANION_LIMIT:
+        with TextIOWrapper(path.open("rb"), encoding="utf-8", errors="replace") as f:
+            text = f.read()
     text = text.split(CARD)[0].rstrip()
     return (f"{text}\n\n" if text else "").encode() + provenance.card().encode(errors="replace")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ckpttool.errors import IncompleteError
@@ -12,6 +11,7 @@ from ckpttool.ops.merge.models import Model, Models
 from ckpttool.plan import Operand, shape_of
 from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, TokenizerRecipe
 from ckpttool.recipe.model import TokenRule as Asked
+from ckpttool.storage.place import parse_place
 from ckpttool.vocabulary import (
     Input,
     MergedVocabulary,
@@ -111,7 +111,7 @@ def _source(asked: TokenizerRecipe, refs: Sequence[ModelRef], inputs: list[Input
         return source
     if source in refs:
         return refs.index(source)
-    vocabulary = read_vocabulary(Path(source.path))
+    vocabulary = read_vocabulary(parse_place(source.path))
     inputs.append(Input(source.path, vocabulary, max(vocabulary.tokens.values(), default=-1) + 1))
     return len(inputs) - 1
 
