@@ -75,7 +75,7 @@ def one_of(value: str, option: str, *allowed: str) -> Any:
     return value
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def ranges(numbers: Iterable[int], dash: str = "..") -> str:
     """``0..2,5`` for 0, 1, 2, 5."""
     runs: list[list[int]] = []
     for n in sorted(numbers):
@@ -83,4 +83,4 @@ def ranges(numbers: Iterable[int]) -> str:
             runs[-1][1] = n
         else:
             runs.append([n, n])
-    return ",".join([str(a) if a == b else f"{a}..{b}" for a, b in runs])
+    return ",".join([str(a) if a == b else f"{a}{dash}{b}" for a, b in runs])

@@ -51,40 +51,47 @@ def _device(memory: str, name: str) -> Device | None:
     return Device("", size)
 
 
+@dataclass
+class Counted:
+    """What is counted, and how; under the names that Question has for it."""
+
+    config: Annotated[Path | None, value("--config", "FILE", "config.json of a SRC that has none.", readable=False)] = (
+        None
+    )
+    vocab_pad: Annotated[int | None, number("--vocab-pad", "Ranks pad the vocabulary to this; default: 64.")] = None
+    kv: Annotated[str, value("--kv", "DTYPE", f"Add the KV cache: {either(choices.CACHES)}.", choices.CACHES)] = ""
+    batch: Annotated[int | None, number("--batch", "Sequences; default: 1.")] = None
+    train: Annotated[bool, flag("--train", "What training holds instead of serving.")] = False
+    zero: Annotated[int | None, value("--zero", "N", "Stage of ZeRO; default: 1.", min=0, max=3)] = None
+    dp: Annotated[int | None, number("--dp", "Data-parallel ranks; default: 1.")] = None
+    grad: Annotated[str, value("--grad", "DTYPE", "Gradients: fp32 (default) or bf16.", ("fp32", "bf16"))] = ""
+    master: Annotated[str, value("--master", "DTYPE", "Master weights: fp32 or none.", ("fp32", "none"))] = ""
+    moment: Annotated[str, value("--moment", "DTYPE", "The two moments: fp32 or bf16.", ("fp32", "bf16"))] = ""
+    fp8_transposed: Annotated[
+        bool, flag("--fp8-transposed", "Codes are held a second time, for the backward pass.")
+    ] = False
+    check_total_size: Annotated[
+        bool, flag("--check-total-size", "Compare the index with the headers; exit 3 if they differ.")
+    ] = False
+
+
 @options.grouped
 def fp8_size(
     *,
     src: options.Src,
-    config: Annotated[
-        Path | None, value("--config", "FILE", "config.json of a SRC that has none.", readable=False)
-    ] = None,
     how: SizeOptions,
     out: options.MeshOptions,
-    vocab_pad: Annotated[int | None, number("--vocab-pad", "Ranks pad the vocabulary to this; default: 64.")] = None,
-    kv: Annotated[str, value("--kv", "DTYPE", f"Add the KV cache: {either(choices.CACHES)}.", choices.CACHES)] = "",
+    counted: Counted,
     tokens: Annotated[str, value("--tokens", "N", "Tokens of a sequence: 32768 or 32k.")] = "",
-    batch: Annotated[int | None, number("--batch", "Sequences; default: 1.")] = None,
     max_model_len: Annotated[
         str, value("--max-model-len", "N", "Tokens that an engine reserves in every layer, whatever its window.")
     ] = "",
-    train: Annotated[bool, flag("--train", "What training holds instead of serving.")] = False,
-    zero: Annotated[int | None, value("--zero", "N", "Stage of ZeRO; default: 1.", min=0, max=3)] = None,
-    dp: Annotated[int | None, number("--dp", "Data-parallel ranks; default: 1.")] = None,
-    grad: Annotated[str, value("--grad", "DTYPE", "Gradients: fp32 (default) or bf16.", ("fp32", "bf16"))] = "",
-    master: Annotated[str, value("--master", "DTYPE", "Master weights: fp32 or none.", ("fp32", "none"))] = "",
-    moment: Annotated[str, value("--moment", "DTYPE", "The two moments: fp32 or bf16.", ("fp32", "bf16"))] = "",
-    fp8_transposed: Annotated[
-        bool, flag("--fp8-transposed", "Codes are held a second time, for the backward pass.")
-    ] = False,
     device_mem: Annotated[
         str, value("--device-mem", "SIZE", "Memory of a device, such as 80GB; exit 3 if it is not enough.")
     ] = "",
     gpu: Annotated[
         str, value("--gpu", "NAME", "The same for a GPU by name: h100, a100-40gb, mi300x, ...", choices.GPUS)
     ] = "",
-    check_total_size: Annotated[
-        bool, flag("--check-total-size", "Compare the index with the headers; exit 3 if they differ.")
-    ] = False,
     by: Annotated[str, value("--by", "class|dtype|module|tensor", "Rows of the table.", choices.GROUPINGS)] = "class",
     unit: Annotated[str, value("--unit", "GB|GiB|B", "Unit of sizes; default: GB and GiB.", choices.UNITS)] = "",
     source: Annotated[options.SourceOptions, options.without("replicate", "split", "sharding", "also")],
@@ -110,7 +117,6 @@ def fp8_size(
             how.keep_preset,
             how.edge,
         ),
-        config=config,
         mtp=not how.no_mtp,
         max_shard_size=bytes_of(out.max_shard_size),
         tp=out.tp_out,
@@ -118,20 +124,10 @@ def fp8_size(
         ep=out.ep_out,
         etp=out.etp_out,
         pp_layout=out.layers(),
-        vocab_pad=vocab_pad,
-        kv=kv,
         tokens=parse_count(tokens, "--tokens") if tokens else None,
-        batch=batch,
         max_model_len=parse_count(max_model_len, "--max-model-len") if max_model_len else None,
-        train=train,
-        zero=zero,
-        dp=dp,
-        grad=grad,
-        master=master,
-        moment=moment,
-        fp8_transposed=fp8_transposed,
         device=_device(device_mem, gpu),
-        check_total_size=check_total_size,
+        **vars(counted),
     )
     found = answer(src, opened, question)
     report.show_fp8_size(found, by=by or "class", unit=unit, as_json=shown.json, quiet=shown.quiet)

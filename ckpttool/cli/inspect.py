@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,35 +13,43 @@ from ckpttool.cli.options import bytes_of, flag, number, value
 from ckpttool.words import one_of
 
 
+@dataclass
+class Views:
+    """What to show; under the names that InspectRequest has for it."""
+
+    list_: Annotated[bool, flag("--list", "One tensor a line.")] = False
+    files: Annotated[bool, flag("--files", "One file a line.")] = False
+    ranks: Annotated[bool, flag("--ranks", "Draw which rank holds which box of which tensor.")] = False
+    svg: Annotated[Path | None, value("--svg", "FILE", "With --ranks: also write the picture to FILE.")] = None
+    stats: Annotated[
+        bool, flag("--stats", "Min, max, mean, std, amax, NaN, Inf, zeros and saturated FP8 of each tensor.")
+    ] = False
+    histogram: Annotated[bool, flag("--hist", "A histogram of each tensor.")] = False
+    digest: Annotated[bool, flag("--hash", "A checksum of each whole tensor, the same for every sharding.")] = False
+    total: Annotated[
+        bool, flag("--total", "With --hash: one digest of all tensors, the same for every format and sharding.")
+    ] = False
+    show: Annotated[list[str] | None, value("--show", "NAME[INDEX]", "Elements: 'a.weight[:8, -1]', as in numpy.")] = (
+        None
+    )
+    metadata: Annotated[bool, flag("--metadata", "Metadata in the files' headers.")] = False
+    check: Annotated[
+        bool, flag("--check", "Look for problems, and prove a manifest's checksums; exit 3 on an error.")
+    ] = False
+    diff: Annotated[Path | None, value("--diff", "OTHER", "Compare with OTHER; exit 3 when they differ.")] = None
+    values: Annotated[bool, flag("--values", "With --diff and --check: also read the elements.")] = False
+    atol: Annotated[
+        float | None, value("--atol", "X", "With --diff: absolute tolerance, dtypes may differ.", min=0)
+    ] = None
+    rtol: Annotated[float | None, value("--rtol", "X", "With --diff: tolerance relative to OTHER.", min=0)] = None
+    depth: Annotated[int | None, number("--depth", "Levels of the tree.")] = None
+
+
 @options.grouped
 def inspect(
     *,
     src: options.Src,
-    list_: Annotated[bool, flag("--list", "One tensor a line.")] = False,
-    files: Annotated[bool, flag("--files", "One file a line.")] = False,
-    ranks: Annotated[bool, flag("--ranks", "Draw which rank holds which box of which tensor.")] = False,
-    svg: Annotated[Path | None, value("--svg", "FILE", "With --ranks: also write the picture to FILE.")] = None,
-    stats: Annotated[
-        bool, flag("--stats", "Min, max, mean, std, amax, NaN, Inf, zeros and saturated FP8 of each tensor.")
-    ] = False,
-    hist: Annotated[bool, flag("--hist", "A histogram of each tensor.")] = False,
-    hash_: Annotated[bool, flag("--hash", "A checksum of each whole tensor, the same for every sharding.")] = False,
-    total: Annotated[
-        bool, flag("--total", "With --hash: one digest of all tensors, the same for every format and sharding.")
-    ] = False,
-    show: Annotated[
-        list[str] | None, value("--show", "NAME[INDEX]", "Elements: 'a.weight[:8, -1]', as in numpy.")
-    ] = None,
-    metadata: Annotated[bool, flag("--metadata", "Metadata in the files' headers.")] = False,
-    check: Annotated[
-        bool, flag("--check", "Look for problems, and prove a manifest's checksums; exit 3 on an error.")
-    ] = False,
-    diff: Annotated[Path | None, value("--diff", "OTHER", "Compare with OTHER; exit 3 when they differ.")] = None,
-    values: Annotated[bool, flag("--values", "With --diff and --check: also read the elements.")] = False,
-    atol: Annotated[
-        float | None, value("--atol", "X", "With --diff: absolute tolerance, dtypes may differ.", min=0)
-    ] = None,
-    rtol: Annotated[float | None, value("--rtol", "X", "With --diff: tolerance relative to OTHER.", min=0)] = None,
+    view: Views,
     filter_: Annotated[
         list[str] | None, value("--filter", "PATTERN", "Only these tensors: a glob or re:REGEX.")
     ] = None,
@@ -48,7 +57,6 @@ def inspect(
     dtype: Annotated[list[str] | None, value("--dtype", "DTYPE", "Only tensors of this dtype.", choices.DTYPES)] = None,
     min_size: Annotated[str, value("--min-size", "SIZE", "Only tensors at least this large, such as 1MB.")] = "",
     sort: Annotated[str, value("--sort", "KEY", "Order by name, size, offset or file.", choices.ORDERS)] = "name",
-    depth: Annotated[int | None, number("--depth", "Levels of the tree.")] = None,
     source: options.SourceOptions,
     shown: options.OutputFlags,
 ) -> None:
@@ -63,25 +71,9 @@ def inspect(
     order = one_of(sort, "--sort", "name", "size", "offset", "file")
     components = tuple(one_of(c, "--only", *COMPONENTS) for c in only or ())
     smallest = bytes_of(min_size, "--min-size") or 0
-    question = InspectRequest(
-        choice=Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components),
-        list=list_,
-        files=files,
-        ranks=ranks,
-        metadata=metadata,
-        show=tuple(show or ()),
-        stats=stats,
-        histogram=hist,
-        digest=hash_,
-        total=total,
-        check=check,
-        diff=diff,
-        values=values,
-        atol=atol,
-        rtol=rtol,
-        depth=depth,
-        svg=svg,
-    )
+    choice = Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components)
+    asked = {name.rstrip("_"): said for name, said in vars(view).items()} | {"show": tuple(view.show or ())}
+    question = InspectRequest(choice, **asked)
     answer = look(src, opened, question, shown.progress() if question.reads_bytes else None)
     report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet)
     if not answer.ok:

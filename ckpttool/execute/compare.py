@@ -6,7 +6,7 @@ out from pieces and views with numpy indexing, so a fault of the planner or of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +16,7 @@ import numpy as np
 
 from ckpttool.catalog import Catalog, LogicalTensor, Piece
 from ckpttool.dtypes import itemsize, lookup, numpy_dtype
-from ckpttool.errors import UnsupportedError
+from ckpttool.errors import UnsupportedError, VerifyError
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.reader import blocks, read_block
 from ckpttool.geometry import Box
@@ -151,21 +151,19 @@ def compare_one(
     return None if first is None else Difference(name, wrong, prod(shape), first, largest)
 
 
-def compare_views(
+def verify_views(
     source: Catalog,
-    views: Iterable[DerivedTensor],
+    views: Sequence[DerivedTensor],
     other: Catalog,
     *,
+    total: int | None = None,
     cast: Callable[[str, str], str] = lambda _, dtype: dtype,
-    check_replicas: bool = False,
     advance: Advance = unwatched,
-    workers: int = 2,
-) -> list[Difference]:
-    """Tensors of ``other`` that are not what ``views`` of ``source`` say; ``cast`` maps (name, dtype) to the new dtype.
+) -> None:
+    """Raises VerifyError when tensors of ``other``, or copies of their boxes, are not what ``views`` of ``source`` say.
 
-    With ``check_replicas`` every copy of a box in ``other`` is compared too. ``advance`` is told the bytes of
-    ``other`` as they are compared. Whole-byte dtypes only; tensors of
-    sub-byte elements are compared as bytes.
+    ``cast`` maps (name, dtype) to the new dtype, ``total`` is how many tensors were written, and ``advance`` is told
+    the bytes of ``other`` as they are compared. Tensors of sub-byte elements are compared as bytes.
     """
 
     def one(view: DerivedTensor) -> list[Difference]:
@@ -184,24 +182,29 @@ def compare_views(
         found = [
             compare_one(view.name, view.shape, want, expected, lambda box: read_tensor(other, tensor, box), advance)
         ]
-        if check_replicas:
-            for copy in tensor.replicas:
-                start = copy.logical_box.start
+        for copy in tensor.replicas:
+            start = copy.logical_box.start
 
-                def shifted(box: Box, start: tuple[int, ...] = start) -> Array:
-                    return expected(box.shift(start))
+            def shifted(box: Box, start: tuple[int, ...] = start) -> Array:
+                return expected(box.shift(start))
 
-                def written(box: Box, copy: Piece = copy, start: tuple[int, ...] = start) -> Array:
-                    data = read_piece(other, copy, box.shift(start))
-                    out = np.empty(data.shape, numpy_dtype(want))
-                    _store(data, out)
-                    return out
+            def written(box: Box, copy: Piece = copy, start: tuple[int, ...] = start) -> Array:
+                data = read_piece(other, copy, box.shift(start))
+                out = np.empty(data.shape, numpy_dtype(want))
+                _store(data, out)
+                return out
 
-                found.append(compare_one(view.name, copy.logical_box.shape, want, shifted, written, advance))
+            found.append(compare_one(view.name, copy.logical_box.shape, want, shifted, written, advance))
         return [d for d in found if d is not None]
 
-    with ThreadPoolExecutor(workers) as pool:
-        return [d for found in pool.map(one, views) for d in found]
+    with ThreadPoolExecutor(2) as pool:
+        wrong = [d for found in pool.map(one, views) for d in found]
+    if wrong:
+        raise VerifyError(
+            f"{len(wrong)} of {len(views) if total is None else total} tensors differ from the source",
+            where=[str(w) for w in wrong[:5]],
+            hint="nothing was kept. This is a fault of ckpttool or of the disk: please report it with the command line",
+        )
 
 
 def _compare_raw(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpttool.errors import UNSEEN, plain
 from ckpttool.report.style import painted
-from ckpttool.words import short
+from ckpttool.words import ranges, short
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunResult
@@ -84,13 +84,7 @@ def shape(dims: Iterable[int]) -> str:
 
 def ranks(numbers: Sequence[int]) -> str:
     """``0-3,7``."""
-    runs: list[list[int]] = []
-    for n in sorted(numbers):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join([str(a) if a == b else f"{a}-{b}" for a, b in runs])
+    return ranges(numbers, "-")
 
 
 def on_terminal() -> bool:
