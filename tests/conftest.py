@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -39,12 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("all", settings.get_profile("ci"))
     settings.register_profile("sample", settings.get_profile("ci"), max_examples=sample.examples(100))
     settings.load_profile("all" if sample.everything else "sample")
-    _use_memory_disk(config)
+    _use_memory_disk()
     if hasattr(config, "workerinput"):
         _compute_beside_xdist(config)
 
 
-def _use_memory_disk(config: pytest.Config) -> None:
+def _use_memory_disk() -> None:
     """No test looks at what survives a power cut, and a disk takes longer to delete the files than they to be tested.
 
     ``tmp_path`` lies there as pytest does it; other temporary files in a directory that goes at the end, with what
@@ -56,7 +57,13 @@ def _use_memory_disk(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
         os.environ["TMPDIR"] = others = tempfile.mkdtemp(prefix="ckpttool-tests-", dir=MEMORY_DISK)
         tempfile.tempdir = None
-        config.add_cleanup(lambda: shutil.rmtree(others, ignore_errors=True))
+        atexit.register(_remove, others, os.getpid())
+
+
+def _remove(folder: str, owner: int) -> None:
+    """Not from a fork that ends."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _compute_beside_xdist(config: pytest.Config) -> None:
