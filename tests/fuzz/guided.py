@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NAMES = (
-    *("safetensors", "index", "pickle", "flex", "pdmodel", "pir", "pdiparams", "json stream", "mergekit"),
+    *("safetensors", "index", "pickle", "torch", "flex", "pdmodel", "pir", "pdiparams", "json stream", "mergekit"),
     *("merge_config", "aoa", "patterns", "renames", "peft", "quant", "journal", "family", "tokenizer", "manifest"),
 )
 MEMORY = 600

@@ -165,6 +165,18 @@ def _pickle() -> Target:
     return Target(run, tuple(seeds), words)
 
 
+def _torch() -> Target:
+    folder = _Folder("pytorch_model.bin")
+
+    def run(data: bytes) -> None:
+        folder(data)
+        read(folder.root, {})
+
+    files = ("hostile/zip_slip.bin", "hostile/legacy_system.bin", "strided/pytorch_model.bin", "train/step3.pth")
+    words = (b"PK\x01\x02", b"PK\x05\x06", b"PK\x06\x07", b"ctorch._utils\n_rebuild_tensor_v3\n", b"Q", b"tR", b"\x8f")
+    return Target(run, tuple([(FIXTURES / "torch" / n).read_bytes() for n in files]), words)
+
+
 def _flex() -> Target:
     folder = _Folder("0.metadata", "paddle_flex/dist_tensor")
 
@@ -376,6 +388,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "safetensors": _safetensors,
     "index": _index,
     "pickle": _pickle,
+    "torch": _torch,
     "flex": _flex,
     "pdmodel": _pdmodel,
     "pir": _pir,
