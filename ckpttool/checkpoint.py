@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.catalog import Catalog, Key, StoredTensor
+from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor
 from ckpttool.containers.safetensors import MAX_NAME
 from ckpttool.dialects import Dialect, NamingContext, dialect
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
@@ -145,10 +145,19 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
         if key in catalog.tensors:
             catalog.tensors[key].dtype = dtype
     tied = family.tied
+    head, embedding = (catalog.tensors.get(Key(n)) for n in ("lm_head.weight", "model.embed_tokens.weight"))
+    if tied and head and embedding and _bytes_of(head) == _bytes_of(embedding):
+        notes.append("`lm_head.weight` has the bytes of `model.embed_tokens.weight`, to which it is tied; read once")
+        del catalog.tensors[head.key]
     names = {k.name for k in catalog.tensors}
     if tied and "lm_head.weight" not in names and "model.embed_tokens.weight" in names:
         catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}
     return Checkpoint(root, stored, family, catalog, notes, ops)
+
+
+def _bytes_of(tensor: LogicalTensor) -> list[Piece]:
+    """Where its elements lie, whatever the stored tensors are called: formats with views may store two in one place."""
+    return [p._replace(stored=p.stored._replace(name="")) for p in tensor.pieces]
 
 
 def refuse_empty(checkpoint: Checkpoint) -> None:

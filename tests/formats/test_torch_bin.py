@@ -230,6 +230,22 @@ def test_beside_safetensors(tmp_path: Path) -> None:
     assert "not part of the model, and left out: optimizer.pt" in done.err
 
 
+def test_tied_weights_are_written_once(src: Path, tmp_path: Path) -> None:
+    """Where config.json ties them and the file stores them in one place; else both are tensors of their own."""
+    words = torch.arange(8.0).reshape(4, 2)
+    fields = {"model_type": "qwen2", "num_hidden_layers": 1, "hidden_size": 2, "vocab_size": 4}
+    (src / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": True}))
+    torch.save({"model.embed_tokens.weight": words, "lm_head.weight": words}, src / "pytorch_model.bin")
+    done = reshard(src, tmp_path / "out", "--to", "torch-bin", "--verify")
+    assert "`lm_head.weight` has the bytes of `model.embed_tokens.weight`" in done.err
+    assert torch.load(tmp_path / "out/pytorch_model.bin").keys() == {"model.embed_tokens.weight"}
+    torch.save({"model.embed_tokens.weight": words, "lm_head.weight": words.clone()}, src / "pytorch_model.bin")
+    assert len(as_read(src, tmp_path / "two")) == 2
+    (src / "config.json").unlink()
+    torch.save({"model.embed_tokens.weight": words, "lm_head.weight": words}, src / "pytorch_model.bin")
+    assert len(as_read(src, tmp_path / "both")) == 2
+
+
 def test_shards(src: Path, tmp_path: Path) -> None:
     """A shard that is missing is an error; an index that is wrong, a note; two files with one tensor, an error."""
     torch.save({"a": torch.ones(2)}, src / "pytorch_model-00001-of-00002.bin")

@@ -181,3 +181,21 @@ def torch_state_of(path: Path) -> dict[str, Any]:
 
     state: dict[str, Any] = load_file(path)
     return state
+
+
+@pytest.mark.parametrize("variant", ["llama_tied", "qwen3_moe"])
+@pytest.mark.parametrize("options", [(), ("--max-shard-size", "60KB")])
+def test_files_of_torch_load_in_transformers(variant: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    """Both ways: what is written is loaded, what transformers' state dicts are in is read."""
+    import torch
+
+    source = save_tiny(variant, tmp_path / "source")
+    reshard(source, tmp_path / "out", "--to", "torch-bin", *options)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert (len(list((tmp_path / "out").glob("*.bin"))) > 1) == bool(options)
+    assert torch.equal(logits(tmp_path / "out"), logits(source))
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/config.json").write_bytes((source / "config.json").read_bytes())
+    torch.save(torch_state(source), tmp_path / "saved/pytorch_model.bin")
+    reshard(tmp_path / "saved", tmp_path / "back", "--to", "hf")
+    same(torch_state(tmp_path / "back"), torch_state(source))
