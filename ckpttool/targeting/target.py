@@ -82,73 +82,44 @@ def castable(text: str) -> str:
 
 def check_target(target: Target, writer: Writer, source: Checkpoint) -> None:
     """Raises UsageError for the first flag that means nothing for this format or model."""
-    for wrong, what, hint in _refusals(target, writer, source):
-        if wrong:
-            raise UsageError(what, hint=hint)
+    for what, hint in _refusals(target, writer, source):
+        raise UsageError(what, hint=hint)
 
 
-def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tuple[object, str, str | None]]:
-    """(whether it is so, what is wrong, what to do) of every flag whose use depends on format or model."""
+def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tuple[str, str | None]]:
+    """(what is wrong, what to do) of every flag that format or model have no use for."""
     to, can, family = f"--to {writer.name}", writer.capabilities, source.family
     sharding = target.sharding or source.stored.sharding
-    yield (
-        target.vocab_multiple > 1 and not (can.sharded and can.pad_vocab),
-        f"--vocab-multiple {target.vocab_multiple} pads cut embeddings, and {to} does not pad",
-        "omit it, or use --to ranks",
-    )
-    yield (
-        target.max_shard_size and not can.shards,
-        f"--max-shard-size has no effect with {to}, which has one file for each rank",
-        "omit it; more ranks make smaller files",
-    )
-    for flag in ("fuse", "unfuse"):
-        yield (
-            getattr(target, flag) and flag in can.refused,
-            f"--{flag} is not possible with {to}, whose software reads one form of the model only",
-            f"omit it; --to hf or --to ranks can {flag}",
-        )
-    for size in ("ep", "etp"):
-        ways = getattr(target, size) or 1
-        yield (
-            ways > 1 and family.name != "none" and not _has_experts(source),
-            f"--{size}-out {ways} has no effect: models of family `{family.name}` have no experts",
-            None,
-        )
+    if (n := target.vocab_multiple) > 1 and not (can.sharded and can.pad_vocab):
+        yield f"--vocab-multiple {n} pads cut embeddings, and {to} does not pad", "omit it, or use --to ranks"
+    if target.max_shard_size and not can.shards:
+        what = f"--max-shard-size has no effect with {to}, which has one file for each rank"
+        yield what, "omit it; more ranks make smaller files"
+    for flag in can.refused:
+        if getattr(target, flag):
+            what = f"--{flag} is not possible with {to}, whose software reads one form of the model only"
+            yield what, f"omit it; --to hf or --to ranks can {flag}"
+    for flag in ("ep", "etp"):
+        if (n := getattr(target, flag) or 1) > 1 and family.name != "none" and not _has_experts(source):
+            yield f"--{flag}-out {n} has no effect: models of family `{family.name}` have no experts", None
     for flag, asked in (("--sharding-out", target.sharding), ("--sharding-version", target.sharding_version)):
-        yield (
-            asked and not can.optimizer_shards,
-            f"{flag} {asked} has no effect with {to}, which does not share out optimizer state",
-            "omit it, or use --to hybrid, zcc or flex",
-        )
-    yield (
-        target.native_names and not dialect(writer.dialect).versions,
-        f"--native-names has no effect with {to}",
-        "omit it",
-    )
-    yield (
-        target.sharding_version and (sharding == 1 or not can.sharding_versions),
-        f"--sharding-version {target.sharding_version} has no effect "
-        + ("without --sharding-out 2 or more" if can.sharding_versions else f"with {to}"),
-        "omit it",
-    )
-    yield (
-        target.dtype and can.fp32_masters == "dropped" and sharding > 1,
-        (
-            f"--dtype {target.dtype} is not possible with sharding {sharding}: model weights are stored as master"
-            " weights only, and read back in the model's own dtype"
-        ),
-        "write --to unified with --dtype, or --sharding-out 1",
-    )
-    yield (
-        target.dtype and target.components and not set(target.components) & set(WEIGHTS),
-        f"--dtype {target.dtype} casts model weights, and --only leaves them out",
-        "the state of an optimizer keeps its precision",
-    )
-    yield (
-        target.sharding is not None and target.sharding < 1,
-        f"--sharding-out is {target.sharding}",
-        "parallel sizes start at 1",
-    )
+        if asked and not can.optimizer_shards:
+            what = f"{flag} {asked} has no effect with {to}, which does not share out optimizer state"
+            yield what, "omit it, or use --to hybrid, zcc or flex"
+    if target.native_names and not dialect(writer.dialect).versions:
+        yield f"--native-names has no effect with {to}", "omit it"
+    if target.sharding_version and (sharding == 1 or not can.sharding_versions):
+        why = "without --sharding-out 2 or more" if can.sharding_versions else f"with {to}"
+        yield f"--sharding-version {target.sharding_version} has no effect {why}", "omit it"
+    if target.dtype and can.fp32_masters == "dropped" and sharding > 1:
+        what = f"--dtype {target.dtype} is not possible with sharding {sharding}: model weights are stored as master"
+        what += " weights only, and read back in the model's own dtype"
+        yield what, "write --to unified with --dtype, or --sharding-out 1"
+    if target.dtype and target.components and not set(target.components) & set(WEIGHTS):
+        what = f"--dtype {target.dtype} casts model weights, and --only leaves them out"
+        yield what, "the state of an optimizer keeps its precision"
+    if target.sharding is not None and target.sharding < 1:
+        yield f"--sharding-out is {target.sharding}", "parallel sizes start at 1"
 
 
 def _has_experts(source: Checkpoint) -> bool:
