@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import CkptError, UsageError
+from ckpttool.index_checks import explain_total
 from ckpttool.layout.shapes import check_sizes
 from ckpttool.mesh import Mesh, default_etp
 from ckpttool.ops.fp8_size.cache import Cache, cache_of
@@ -18,7 +19,6 @@ from ckpttool.ops.fp8_size.model import Model, index_of, load
 from ckpttool.ops.fp8_size.resident import Ranks, partition
 from ckpttool.ops.fp8_size.stored import Applied, Disk, Wanted, apply, on_disk
 from ckpttool.ops.fp8_size.training import Training, training_of
-from ckpttool.ops.index_checks import explain_total
 from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import Place, parse_place
 

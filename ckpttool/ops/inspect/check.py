@@ -39,7 +39,7 @@ from ckpttool.findings import ERROR, CheckResult, Finding
 from ckpttool.formats.base import ChecksItself, OpenOptions, Reader, StoredCheckpoint
 from ckpttool.formats.hf import NOT_WEIGHTS, indexes_of
 from ckpttool.formats.registry import choose, reader
-from ckpttool.ops.index_checks import (
+from ckpttool.index_checks import (
     ExaminedFile,
     Index,
     check_duplicates,
