@@ -67,6 +67,11 @@ class Dialect:
         del own
         return self.target(context, shapes)
 
+    def reads(self, context: NamingContext) -> bool:
+        """Whether its own software knows the tensors that ``target`` makes with all fusions, or without any."""
+        del context
+        return True
+
     def form(self, family: Family, names: Iterable[str]) -> tuple[str, str]:
         """Of published names: the dialect that they have in fact, and ``fuse`` or ``unfuse`` as for a target."""
         del family, names

@@ -58,6 +58,9 @@ class FamilyDialect(Dialect):
                     ops.append(replace(family.fusion(name), inverse=apart))
         return tuple(ops)
 
+    def reads(self, context: NamingContext) -> bool:
+        return self.target(context, dict) == self.target(context._replace(fused=""), dict)
+
     def statements(self, family: Family, *, staged: bool = False) -> Statements:
         """The statements of the family file; ``staged``: over pipeline stages. Raises UnsupportedError without any."""
         if self.published:

@@ -80,7 +80,7 @@ class PaddleDialect(Dialect):
         return tuple(ops)
 
     def target(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
-        family, config, version, fused = context.family, context.config, context.version, context.fused
+        family, config, version, fused = context.family, context.config, context.version or TARGETS[0], context.fused
         if family.name == "none":
             return ()
         found = shapes()

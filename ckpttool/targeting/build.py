@@ -125,7 +125,7 @@ def plan_target(
     return Prepared(
         source, target, goal.writer.name, goal.mesh, shares.family, TensorTable(shares.read), plan, goal.dtype,
         shares.dtypes, notes, named.removed, computed=computed, selection=selection, statements=named.statements,
-        sharding=request.sharding, usage=file_layout.usage,
+        sharding=request.sharding, usage=file_layout.usage if goal.dialect.reads(context) else "",
     )  # fmt: skip
 
 

@@ -868,6 +868,19 @@ def test_the_command_writes_and_reads_it(tmp_path: Path) -> None:
     assert (tmp_path / "c" / "model.safetensors").read_bytes() == (published / "model.safetensors").read_bytes()
 
 
+def test_a_published_model_gets_the_names_of_the_version_that_saves_flex(tmp_path: Path) -> None:
+    """paddleformers 1.2, which alone saves flex checkpoints, holds Qwen2 fused: its trainer skips other names."""
+    import ckpttool
+
+    saved = FIXTURES.parent / "paddle_unified/pf12_qwen2tied_bf16_tp1"
+    reshard(saved, tmp_path / "hf", "--to", "hf")
+    reshard(tmp_path / "hf", tmp_path / "flex", "--to", "flex", "--verify")
+    written, expected = ckpttool.open(tmp_path / "flex"), ckpttool.open(saved)
+    assert set(written) == {n for n in expected if not n.startswith(("optimizer/", "master_weights/"))}
+    assert any("qkv_proj" in name for name in written)
+    assert all(np.array_equal(written.read(n), expected.read(n)) for n in written)
+
+
 def test_protocol_2_payloads_are_decoded(tmp_path: Path) -> None:
     """Their offsets count decoded bytes, not those of the file that the metadata names."""
     import pickle

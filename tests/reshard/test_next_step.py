@@ -98,3 +98,26 @@ def test_diffusers(tmp_path: Path) -> None:
     done = ckpttool("reshard", src, tmp_path / "dst", "--to", "hf")
     line = f'next: diffusers.UNet2DConditionModel.from_pretrained("{tmp_path / "dst"}", variant="fp16")\n'
     assert done.err.endswith(line)
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "loads"),
+    [
+        ("llama", "--unfuse", True),
+        ("llama", "--fuse", False),
+        ("phi3", "--fuse", True),
+        ("phi3", "--unfuse", False),
+        ("gpt_neox", "--unfuse", False),
+        ("gpt2", "--unfuse", False),
+    ],
+)
+def test_names_that_transformers_does_not_know_are_not_loaded(
+    tmp_path: Path, model: str, option: str, loads: bool
+) -> None:
+    (tmp_path / "src").mkdir()
+    src = save_hf(tmp_path / "src", MODELS[model].tensors(), MODELS[model].config)
+    done = ckpttool("reshard", src, tmp_path / "dst", "--to", "hf", option)
+    assert done.code == 0, done.err
+    assert ("next: " in done.err) == loads
+    again = ckpttool("reshard", tmp_path / "dst", tmp_path / "again", "--to", "hf")  # names stay
+    assert ("next: " in again.err) == loads
