@@ -64,17 +64,14 @@ class Dialect:
 
     def keep(self, context: NamingContext, own: Statements, shapes: Callable[[], Shapes]) -> Statements:
         """The same for a source in this dialect, which has ``shapes`` after ``own``: its names stay."""
-        del own
         return self.target(context, shapes)
 
     def reads(self, context: NamingContext) -> bool:
         """Whether its own software knows the tensors that ``target`` makes with all fusions, or without any."""
-        del context
         return True
 
     def form(self, family: Family, names: Iterable[str]) -> tuple[str, str]:
         """Of published names: the dialect that they have in fact, and ``fuse`` or ``unfuse`` as for a target."""
-        del family, names
         return self.name, ""
 
     def check_known(self, family: Family, shapes: Shapes, where: str) -> None:
@@ -86,7 +83,6 @@ class Dialect:
 
         Raises ConflictError where the tensors could not be read again.
         """
-        del context, after, shapes, held
         return ()
 
     def found_whole(
@@ -94,7 +90,6 @@ class Dialect:
         tensors: Iterable[StoredTensor],
     ) -> tuple[str, ...]:  # fmt: skip
         """The same of a save that does not record what is cut. ``known`` are shapes of whole model weights."""
-        del context, own, cutting, known, tensors
         return ()
 
     def check_written(
@@ -109,17 +104,14 @@ class Dialect:
         self, name: str, shape: tuple[int, ...], names: Iterable[str], config: Mapping[str, Any], *, tied: bool
     ) -> int:
         """The axis of an embedding or a head that has a row for each token; ``names`` are those of all tensors."""
-        del name, shape, names, config, tied
         return 0
 
     def prefix(self, names: Iterable[str]) -> str:
         """The first word of the names of the embeddings, layers and the last norm."""
-        del names
         return "model"
 
     def version_of(self, config: Mapping[str, Any], versions: Sequence[str]) -> str:
         """Which of these versions (not empty) a model with this config is for; the first one when nothing says so."""
-        del config
         return versions[0]
 
     def published_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +120,6 @@ class Dialect:
 
     def own_config(self, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """config.json as this software has it for tensors with these names."""
-        del names
         return dict(config)
 
     def carries(self, file_name: str) -> bool:
@@ -137,7 +128,6 @@ class Dialect:
 
     def coordinates(self, file_name: str) -> dict[str, int]:
         """The coordinates of a rank that its file's name says: tp, pp, shard, moe."""
-        del file_name
         return {}
 
 

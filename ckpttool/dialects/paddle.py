@@ -34,7 +34,7 @@ from ckpttool.formats.paddle.config import (
     target_config,
 )
 from ckpttool.layout.family import Family, Fuse, Rename, Transform, Transpose
-from ckpttool.layout.names import expand, pattern_regex, split_numbers
+from ckpttool.layout.names import expand, pattern_of, pattern_regex
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.scales import weight_of
 
@@ -74,7 +74,7 @@ class PaddleDialect(Dialect):
         if head is not None and head_in_out(head, prefix, config, tied=family.tied):
             turned.add("lm_head.weight")
         if turned:
-            ops.append(Transpose(tuple(sorted({_pattern(hf(n)) for n in turned}))))
+            ops.append(Transpose(tuple(sorted({pattern_of(hf(n)) for n in turned}))))
         if renamed:
             ops.append(Rename(((f"{published}.{{a}}", prefix + ".{a}"),)))
         return tuple(ops)
@@ -103,7 +103,7 @@ class PaddleDialect(Dialect):
         if len(found.get("lm_head.weight", ())) == 2 and (nlp or old_llama) and not family.tied:
             turned.add("lm_head.weight")
         if turned:
-            ops.append(Transpose(tuple(sorted({_pattern(n) for n in turned}))))
+            ops.append(Transpose(tuple(sorted({pattern_of(n) for n in turned}))))
         if _hf_prefix(family) == "model" and ((nlp and kind in _NLP_PREFIXES) or old_llama):
             ops.append(Rename((("model.{a}", kind + ".{a}"),)))
         return tuple(ops)
@@ -117,7 +117,7 @@ class PaddleDialect(Dialect):
         have = {op.name for op in own if isinstance(op, Fuse)}
         module = "gate_up_fused_proj" if any(isinstance(op, Rename) for op in own) else "up_gate_proj"
         more = [f for f in _fusions(context.family, {"qkv_proj", module}) if f.name not in have]
-        wholes = {_pattern(n) for f in more for n in _wholes(f, _hf_names(rest, shapes())) if n.endswith(".weight")}
+        wholes = {pattern_of(n) for f in more for n in _wholes(f, _hf_names(rest, shapes())) if n.endswith(".weight")}
         turned = [
             replace(op, patterns=tuple(sorted({*op.patterns, *wholes}))) if isinstance(op, Transpose) else op
             for op in rest
@@ -191,14 +191,6 @@ class PaddleDialect(Dialect):
 
     def coordinates(self, file_name: str) -> dict[str, int]:
         return {axis: int(n) for axis, n in _COORDINATE.findall(file_name)}
-
-
-def _pattern(name: str) -> str:
-    """The pattern of all names that differ from this one in their numbers only."""
-    template, numbers = split_numbers(name)
-    words = iter(["{layer}", "{expert}"] if len(numbers) > 1 else ["{layer}"])
-    parts = template.split("#")
-    return parts[0] + "".join(next(words, "{expert}") + p for p in parts[1:])
 
 
 def _fusions(family: Family, modules: set[str]) -> list[Fuse]:

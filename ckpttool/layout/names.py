@@ -61,6 +61,14 @@ def split_numbers(name: str) -> tuple[str, tuple[str, ...]]:
     return "#".join(parts[::2]), tuple(parts[1::2])
 
 
+def pattern_of(name: str) -> str:
+    """The pattern of all names that differ from this one in their numbers only."""
+    template, numbers = split_numbers(name)
+    first, *rest = template.split("#")
+    words = ("layer", "expert", *(f"n{i}" for i in range(len(numbers))))
+    return first + "".join([f"{{{w}}}{text}" for w, text in zip(words, rest, strict=False)])
+
+
 def has_literal_number(pattern: str) -> bool:
     """Whether a pattern names one number (``layers.0.x``), so that names of one template may differ in it."""
     return re.search(r"(?<![^.{,])\d+(?![^.},])", pattern) is not None

@@ -411,11 +411,3 @@ def part_rule(rule: Rule, index: int) -> Rule:
         raise LayoutError("only a fused tensor can be taken apart", where=rule.place)
     part = rule.parts[index]
     return replace(rule, verb="column", units=part.units, parts=(), text=f"column {part.units}".strip())
-
-
-def common_sizes(counts: list[int]) -> tuple[int, ...]:
-    """Numbers of ranks that divide all counts, for a hint."""
-    g = 0
-    for c in counts:
-        g = gcd(g, c)
-    return _divisors(g) if g else ()

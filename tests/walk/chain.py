@@ -352,7 +352,7 @@ def _to_paddle(r: Random, state: State) -> Step | None:
         else:
             new = replace(new, target=state.version or target)
     else:
-        new = replace(new, version=target if format_ != "flex" else "")
+        new = replace(new, version=target)
     if format_ != "flex":
         words += ["--target", new.target]
     grid, shards = Grid(), state.shards if state.format == format_ == "hybrid" else 1

@@ -18,7 +18,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.formats.registry import writer
 from ckpttool.geometry import Box, whole
 from ckpttool.layout.family import Family, Fuse, Rename, Transform, inverse
-from ckpttool.layout.names import expand, pattern_regex, split_numbers
+from ckpttool.layout.names import expand, pattern_of, pattern_regex
 from ckpttool.relate import NONE, DerivedTensor, Region, TensorTable, apply_transforms
 
 PROGRAM = "program"
@@ -73,17 +73,9 @@ def _exact(ops: Sequence[Transform], names: Iterable[str]) -> Iterator[Transform
         found: dict[str, Fuse] = {}
         for name in sorted(plain):
             if m := pattern_regex(op.whole).match(name):
-                parts = tuple([_pattern(expand(p, m.groupdict())) for p in op.parts])
-                found[_pattern(name)] = replace(op, whole=_pattern(name), parts=parts)
+                parts = tuple([pattern_of(expand(p, m.groupdict())) for p in op.parts])
+                found[pattern_of(name)] = replace(op, whole=pattern_of(name), parts=parts)
         yield from found.values()
-
-
-def _pattern(name: str) -> str:
-    """The pattern of all names that differ from this one in their numbers only."""
-    template, numbers = split_numbers(name)
-    first, *rest = template.split("#")
-    words = ("layer", "expert", *(f"n{i}" for i in range(len(numbers))))
-    return first + "".join([f"{{{w}}}{text}" for w, text in zip(words, rest, strict=False)])
 
 
 def _tensor(view: DerivedTensor, component: str) -> LogicalTensor:
