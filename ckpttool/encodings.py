@@ -28,7 +28,7 @@ Read = Callable[[str, int, Sequence[memoryview]], None]
 BLOCK = 1 << 18
 """Most bytes that are decoded at once."""
 
-TEXT_STEP = 1 << 13
+TEXT_STEP = 1 << 12
 """Decoded bytes from one place where a text may be cut to the next."""
 
 ROWS_PER_SCALE = 32
@@ -183,6 +183,10 @@ class Encoding:
     def size(self) -> int:
         """Bytes after decoding."""
         return self.parts[-1].stop if self.parts else 0
+
+
+Contents = str | Encoding
+"""What is read: a file by its path, or what it is decoded to."""
 
 
 class Decoder(threading.local):

@@ -26,7 +26,7 @@ from math import prod
 from typing import NamedTuple, overload
 
 from ckpttool.dtypes import itemsize, lookup
-from ckpttool.encodings import Encoding
+from ckpttool.encodings import Contents, Encoding
 from ckpttool.errors import ConflictError
 
 
@@ -272,7 +272,7 @@ class Source:
     """What its bytes are decoded to while they are read; offsets of blocks count decoded bytes then."""
 
     @property
-    def contents(self) -> str | Encoding:
+    def contents(self) -> Contents:
         """What blocks are read from."""
         return self.encoding or self.path
 

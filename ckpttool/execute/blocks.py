@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 
 from ckpttool.dtypes import itemsize
-from ckpttool.encodings import Encoding
+from ckpttool.encodings import Contents, Encoding
 from ckpttool.execute.files import IOV_MAX, SECTOR, UNCACHED_FROM, Medium
 from ckpttool.execute.hashing import Sums
 from ckpttool.execute.moves import (
@@ -38,7 +38,7 @@ from ckpttool.execute.moves import (
     untangle,
 )
 from ckpttool.execute.permute import Array, Permuter, store
-from ckpttool.execute.reader import Bytes, kinds, offsets, read_strided, read_turned, worth_reading
+from ckpttool.execute.reader import GAPS, Bytes, kinds, offsets, read_strided, read_turned
 
 BLOCK = 4 << 20
 """Bytes of one block: it stays in the processor's cache between the read and the write."""
@@ -99,12 +99,7 @@ class Mover:
     """One worker's hands: moves items between the files of a plan."""
 
     def __init__(
-        self,
-        sources: Sequence[str | Encoding],
-        outputs: Sequence[str],
-        pool: Medium,
-        memory: int,
-        stop: threading.Event,
+        self, sources: Sequence[Contents], outputs: Sequence[str], pool: Medium, memory: int, stop: threading.Event
     ) -> None:
         self.sources = sources
         self.outputs = outputs
@@ -333,7 +328,7 @@ class Mover:
             # No scratch: gaps in such a row are longer than what is worth reading along.
             shape, strides = (n, *move.shape[1:]), (lane.stride, *move.src_strides[1:])
             size = itemsize(move.src_dtype)
-            read_strided(read, offset, strides, shape, size, memory[: n * lane.width], memory[:0], 0)
+            read_strided(read, offset, strides, shape, size, memory[: n * lane.width], memory[:0])
 
     def _write_rows(self, item: RowBlock, lane: FileRows, start: int, n: int, memory: Bytes) -> None:
         offset = lane.offset + start * lane.stride
@@ -367,7 +362,7 @@ class Mover:
             # The next strip lies in the same pages, so they may stay in the page cache.
             self.read(move.src, at, (buffer,), once=False)
 
-        read_turned(read, move, target, scratch, self._turn, worth_reading(self.sources[move.src]))
+        read_turned(read, move, target, scratch, self._turn)
 
     def _is_decoded(self, move: Move) -> bool:
         return move.src != ZEROS and isinstance(self.sources[move.src], Encoding)
@@ -375,8 +370,9 @@ class Mover:
     def _tile(self, move: Move) -> None:
         size = itemsize(move.dst_dtype)
         room = self.arena.room(2)
-        scratch_bytes = max(itemsize(move.src_dtype), min(BLOCK, room // 4))
-        for part in tiles(move, max(1, (room - scratch_bytes) // size), decoded=self._is_decoded(move)):
+        decoded = self._is_decoded(move)
+        scratch_bytes = max(itemsize(move.src_dtype), min(GAPS if decoded else BLOCK, room // 4))
+        for part in tiles(move, max(1, (room - scratch_bytes) // size), decoded=decoded):
             self.arena.reset()
             memory = self.arena.take(prod(part.shape) * size)
             if part.src == ZEROS:

@@ -9,11 +9,11 @@ from math import prod
 import numpy as np
 
 from ckpttool.dtypes import itemsize, lookup, numpy_dtype
-from ckpttool.encodings import Encoding
+from ckpttool.encodings import Contents
 from ckpttool.errors import ConflictError, CorruptError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import open_medium, span
-from ckpttool.execute.reader import Bytes, blocks, read_strided, worth_reading
+from ckpttool.execute.reader import GAPS, Bytes, blocks, read_strided
 from ckpttool.kernels.cast import cast
 from ckpttool.plan import TIED_HINT, AssertEqual, AssertPadding, Block
 
@@ -33,7 +33,7 @@ def check(step: AssertEqual | AssertPadding, carrier: Mover, first: int = 0) -> 
         _padding(step, carrier)
 
 
-def agree(steps: Iterable[AssertEqual], sources: Sequence[str | Encoding]) -> bool:
+def agree(steps: Iterable[AssertEqual], sources: Sequence[Contents]) -> bool:
     """Whether all of them find the same bytes."""
     with open_medium() as pool:
         carrier = Mover(sources, (), pool, 4 * _BLOCK, threading.Event())
@@ -64,8 +64,8 @@ class _Reader:
             # The first block is what will be copied: let it stay in the page cache.
             self.carrier.read(block.file, at, (buffer,), once=which > 0)
 
-        gap = worth_reading(self.carrier.sources[block.file])
-        read_strided(read, _at(block, start), block.strides, shape, size, out, self.scratch, gap)
+        scratch = self.scratch if isinstance(self.carrier.sources[block.file], str) else self.scratch[:GAPS]
+        read_strided(read, _at(block, start), block.strides, shape, size, out, scratch)
         return out
 
 

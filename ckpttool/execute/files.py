@@ -28,7 +28,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from ckpttool.encodings import Decoder, Encoding
+from ckpttool.encodings import Contents, Decoder, Encoding
 from ckpttool.errors import CorruptError, OutputError
 from ckpttool.storage.place import SCHEMES, OpenFile, parse_place
 
@@ -115,7 +115,7 @@ class Medium(Protocol):
     def short_calls(self) -> threading.Lock:
         """For whoever makes thousands of short calls: two threads at that only pass the interpreter to and fro."""
 
-    def read(self, path: str | Encoding, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
+    def read(self, path: Contents, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
         """Fill ``buffers`` (at most IOV_MAX) with consecutive bytes, of an encoding with decoded ones.
 
         ``once`` says that the bytes will not be needed again: pages that were not in the page cache before do not
@@ -220,7 +220,7 @@ class FilePool:
 
     # -- reading
 
-    def read(self, path: str | Encoding, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
+    def read(self, path: Contents, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
         if isinstance(path, Encoding):
             self._decoder.read(path, offset, buffers)
             return
@@ -375,7 +375,7 @@ class _RemoteSources(FilePool):
                 self._remote[path] = None if isinstance(place, Path) else place.open_file()
             return self._remote[path]
 
-    def read(self, path: str | Encoding, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
+    def read(self, path: Contents, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
         try:
             file = None if isinstance(path, Encoding) else self._remote_file(path)
             if isinstance(path, Encoding) or file is None:

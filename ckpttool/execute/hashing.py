@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from ckpttool.encodings import Encoding
+from ckpttool.encodings import Contents, Encoding
 from ckpttool.execute.files import open_medium
 from ckpttool.plan import Target
 from ckpttool.storage.place import Place
@@ -33,7 +33,7 @@ def hasher() -> xxhash.xxh3_128:
     return xxhash.xxh3_128()
 
 
-def hash_range(contents: str | Place | Encoding, offset: int, nbytes: int) -> str:
+def hash_range(contents: Contents | Place, offset: int, nbytes: int) -> str:
     """``xxh3_128:<hex>`` of a byte range of a file, or of what it is decoded to.
 
     Raises CorruptError when the file is too short.

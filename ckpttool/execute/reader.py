@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.encodings import Encoding
+from ckpttool.encodings import TEXT_STEP, Contents, Encoding
 from ckpttool.execute.files import Medium, open_medium
 from ckpttool.execute.moves import BRIDGE, Move, dense, tiles
 from ckpttool.execute.permute import Array, Permuter
@@ -23,10 +23,12 @@ ReadAt = Callable[[int, memoryview], None]
 
 _CHUNK = 4 << 20
 _SCRATCH = 1 << 20
+GAPS = 2 * TEXT_STEP
+"""Scratch for what is decoded: gaps are read along only where these bytes hold several runs."""
 
 
 def read_block(
-    contents: str | Place | Encoding,
+    contents: Contents | Place,
     offset: int,
     strides: Sequence[int],
     shape: Sequence[int],
@@ -52,27 +54,21 @@ def read_block(
     return out
 
 
-def _fill(pool: Medium, path: str | Encoding, offset: int, strides: tuple[int, ...], out: Array, dtype: str) -> None:
+def _fill(pool: Medium, path: Contents, offset: int, strides: tuple[int, ...], out: Array, dtype: str) -> None:
     def read(at: int, buffer: memoryview) -> None:
         pool.read(path, at, (buffer,), once=False)
 
     flat = out.reshape(-1).view(np.uint8)
     move = Move(out.shape, 0, 0, dense(out.shape, out.itemsize), 0, offset, strides, dtype, dtype)
-    scratch = np.empty(min(_SCRATCH, max(out.itemsize, out.nbytes)), np.uint8)
+    scratch = np.empty(min(_SCRATCH if isinstance(path, str) else GAPS, max(out.itemsize, out.nbytes)), np.uint8)
     shape, steps = _long_axes(out.shape, strides)
-    gap = worth_reading(path)
     if all(a >= b for a, b in itertools.pairwise(steps)):
-        read_strided(read, offset, steps, shape, out.itemsize, flat, scratch, gap)
+        read_strided(read, offset, steps, shape, out.itemsize, flat, scratch)
         return
     turn = Permuter()
-    for part in tiles(move, max(1, _CHUNK // out.itemsize), decoded=not gap):
+    for part in tiles(move, max(1, _CHUNK // out.itemsize), decoded=not isinstance(path, str)):
         target: Array = np.ndarray(part.shape, kinds(part)[1], flat.data, part.to, part.dst_strides)
-        read_turned(read, part, target, scratch, turn, gap)
-
-
-def worth_reading(contents: str | Encoding) -> int:
-    """Bytes between two runs that are read along, so that both are one read; decoding them would take longer."""
-    return 0 if isinstance(contents, Encoding) else BRIDGE
+        read_turned(read, part, target, scratch, turn)
 
 
 def kinds(move: Move) -> tuple[np.dtype[Any], np.dtype[Any]]:
@@ -83,13 +79,13 @@ def kinds(move: Move) -> tuple[np.dtype[Any], np.dtype[Any]]:
     return numpy_dtype(move.src_dtype), numpy_dtype(move.dst_dtype)
 
 
-def read_turned(read: ReadAt, move: Move, target: Array, scratch: Bytes, turn: Permuter, gap: int) -> None:
+def read_turned(read: ReadAt, move: Move, target: Array, scratch: Bytes, turn: Permuter) -> None:
     """Fill ``target`` from a move's source, which is read in the order of the file, a scratch buffer at a time."""
     shape, strides = _long_axes(move.shape, move.src_strides)
     order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
     turned = target.squeeze().transpose(order)
     ordered = [strides[i] for i in order]
-    for index, found in _pieces(read, move.start, ordered, turned.shape, kinds(move)[0], scratch, gap):
+    for index, found in _pieces(read, move.start, ordered, turned.shape, kinds(move)[0], scratch):
         turn.move(found, turned[(*index, ...)])
 
 
@@ -101,12 +97,10 @@ def read_strided(
     size: int,
     out: Bytes,
     scratch: Bytes,
-    gap: int,
 ) -> None:
     """Fill ``out`` with the block's elements in the order of its axes. Falling strides make the longest runs.
 
-    Runs with gaps of at most ``gap`` bytes between them are read in one call through ``scratch``, gaps included; others
-    one by one.
+    Runs with small gaps between them are read in one call through ``scratch``, gaps included; others one by one.
     """
     shape, strides = _long_axes(shape, strides)
     k, run = len(shape), size
@@ -117,9 +111,9 @@ def read_strided(
     if not k:
         for a in range(0, run, _CHUNK):
             read(offset + a, view[a : min(a + _CHUNK, run)])
-    elif 0 <= strides[k - 1] - run <= gap and run + strides[k - 1] <= scratch.nbytes:
+    elif 0 <= strides[k - 1] - run <= BRIDGE and run + strides[k - 1] <= scratch.nbytes:
         result: Array = np.ndarray(shape, np.dtype(f"u{size}"), view)
-        for index, found in _pieces(read, offset, strides, shape, result.dtype, scratch, gap):
+        for index, found in _pieces(read, offset, strides, shape, result.dtype, scratch):
             np.copyto(result[(*index, ...)], found)
     else:
         at = 0
@@ -129,13 +123,7 @@ def read_strided(
 
 
 def _pieces(
-    read: ReadAt,
-    offset: int,
-    strides: Sequence[int],
-    shape: Sequence[int],
-    kind: np.dtype[Any],
-    scratch: Bytes,
-    gap: int,
+    read: ReadAt, offset: int, strides: Sequence[int], shape: Sequence[int], kind: np.dtype[Any], scratch: Bytes
 ) -> Iterator[tuple[tuple[int | slice, ...], Array]]:
     """Read a block piece by piece: (where in the block, its elements), valid until the next piece.
 
@@ -147,7 +135,7 @@ def _pieces(
     apart = True
     while j and span <= room:
         step = strides[j - 1]
-        apart = not 0 <= step - span <= gap
+        apart = not 0 <= step - span <= BRIDGE
         if apart or span + step > room:
             break
         j -= 1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpttool.encodings import Encoding
+from ckpttool.encodings import Contents
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.crew import Answer, Order, Serve, help_out
@@ -37,7 +37,7 @@ _TELL_EVERY = 0.1
 class Job:
     """What all orders have in common."""
 
-    sources: Sequence[str | Encoding]
+    sources: Sequence[Contents]
     paths: Sequence[str]
     """Of the outputs, which are there at their full size."""
     randomness: Randomness | None

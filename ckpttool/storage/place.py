@@ -15,7 +15,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
-from ckpttool.encodings import Encoding
+from ckpttool.encodings import Contents, Encoding
 from ckpttool.errors import UsageError
 
 
@@ -160,7 +160,7 @@ class DataFile(NamedTuple):
     """What its bytes are decoded to while they are read; stored tensors lie in these bytes then."""
 
     @property
-    def contents(self) -> str | Encoding:
+    def contents(self) -> Contents:
         """What stored tensors are read from."""
         return self.encoding or str(self.place)
 

@@ -116,6 +116,28 @@ def test_quantised_state_of_any_shape(bits: int, block: int, tmp_path: Path, mon
 
 
 @pytest.mark.product
+@pytest.mark.parametrize(
+    ("state", "other", "words"),
+    [
+        ("moment1_0@scales", np.ones(6, ml_dtypes.bfloat16), "scales BF16"),
+        ("moment1_0@scales", np.ones(5, "f4"), r"scales of .* are \[5\], its shape is \[64, 6\]"),
+        ("moment2_0", np.ones((64, 6), "f4"), "is F32 and its low scales F32"),
+        ("moment1_0@scales", None, "moment1_0@scales` is missing"),
+    ],
+)
+def test_quantised_state_that_does_not_fit_is_refused(state: str, other: Any, words: str, tmp_path: Path) -> None:
+    scales = {f"w/moment{s}_scales": np.ones(6, "f4") for s in ("2_0@min", "2_0@max")} | {
+        "w/moment1_0@scales": np.ones(6, "f4")
+    }
+    codes = {"w/moment1_0": np.ones((64, 6), "i1"), "w/moment2_0": np.ones((64, 6), "u1")}
+    tensors = {k: v for k, v in (scales | codes | {f"w/{state}": other}).items() if v is not None}
+    src = tmp_path / "src"
+    src.mkdir()
+    write_file(src / "optimizer-00001-of-00001.safetensors", tensors)
+    write_file(src / "model-00001-of-00001.safetensors", {"w": np.zeros((64, 6), ml_dtypes.bfloat16)})
+    assert re.search(words, refused(src, tmp_path / "out", "--to", "unified", code=1))
+
+
 @pytest.mark.parametrize("name", ["nlp_qwen2moe_bf16_tp2", "nlp_llamafused_bf16_tp2", "pf12_qwen2tied_bf16_tp1"])
 @pytest.mark.parametrize("target", ["paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2"])
 def test_every_version_and_number_of_files_and_back(name: str, target: str, tmp_path: Path) -> None:

@@ -43,13 +43,11 @@ def dequantise(
         for state in (second, first):
             key = Key(name, "optimizer", second if packed else state)
             codes = _one(stored, name, (key.state,), files, f"`{key}` is missing, but its scales are there")
-            spans = []
-            for which, states in scales[state]:
-                held = _one(stored, name, states, files)
-                _check_scales(which, held, codes, files, packed=packed)
-                spans.append(_span(held, files))
+            found = {which: _one(stored, name, states, files) for which, states in scales[state]}
+            _check_shapes(codes, found, files, packed=packed)
+            spans = [Span(str(files[t.file].place), t.offset, t.nbytes) for t in (codes, *found.values())]
             at = encoding.size
-            encoding.parts.append(Moment(at, codes.shape, _span(codes, files), tuple(spans), packed))
+            encoding.parts.append(Moment(at, codes.shape, spans[0], tuple(spans[1:]), packed))
             made = StoredTensor(name, "F32", codes.shape, len(files), at, 0, None, "optimizer", state)
             out[made.key] = made
         gone.extend(k for k in stored if k.name == name and k.state.split("@")[0] in (first, second))
@@ -76,18 +74,19 @@ def _one(
     return found[0]
 
 
-def _span(t: StoredTensor, files: Sequence[DataFile]) -> Span:
-    return Span(str(files[t.file].place), t.offset, t.nbytes)
-
-
-def _check_scales(
-    which: str, scales: StoredTensor, codes: StoredTensor, files: Sequence[DataFile], *, packed: bool
+def _check_shapes(
+    codes: StoredTensor, scales: Mapping[str, StoredTensor], files: Sequence[DataFile], *, packed: bool
 ) -> None:
-    shape = codes.shape
+    shape, where = codes.shape, str(files[codes.file].place)
     rows = shape[0] if packed and shape else 0
     need = (rows // ROWS_PER_SCALE, *shape[1:]) if packed else shape[1:2]
-    if prod(scales.shape) != prod(need) or rows % ROWS_PER_SCALE:
-        raise ConflictError(
-            f"the {which} scales of `{codes.key}` are {list(scales.shape)}, its shape is {list(shape)}",
-            where=str(files[codes.file].place),
-        )
+    for which, s in scales.items():
+        if prod(s.shape) != prod(need) or rows % ROWS_PER_SCALE:
+            raise ConflictError(
+                f"the {which} scales of `{codes.key}` are {list(s.shape)}, its shape is {list(shape)}", where=where
+            )
+        if (codes.dtype, s.dtype) not in (("I8", "F32"), ("U8", "F32")):
+            raise ConflictError(
+                f"`{codes.key}` is {codes.dtype} and its {which} scales {s.dtype}, not codes of 8 bits and F32",
+                where=where,
+            )
