@@ -46,7 +46,6 @@ class Header(NamedTuple):
     metadata: dict[str, str]
     tensors: list[StoredTensor]
     """In offset order; ``file`` is the index given to ``read_header``."""
-    data_start: int
 
 
 class Problem(NamedTuple):
@@ -248,7 +247,7 @@ def read_header(path: Place, index: int = 0, rank: int = 0) -> Header:
             raise UnsupportedError(first.text + more, where=str(path), hint="known dtypes: " + ", ".join(DTYPES))
         raise CorruptError(first.text + more, where=str(path), hint="fetch or write the file again")
     meta = data.get("__metadata__", {})
-    return Header(info, meta, tensors, start)
+    return Header(info, meta, tensors)
 
 
 def examine(path: Place, index: int = 0) -> tuple[Header | None, list[Problem]]:
@@ -270,7 +269,7 @@ def examine(path: Place, index: int = 0) -> tuple[Header | None, list[Problem]]:
             if name not in wrong and name != "__metadata__"
         ]
     meta = data.get("__metadata__")
-    return Header(info, meta if isinstance(meta, dict) else {}, tensors, start), found
+    return Header(info, meta if isinstance(meta, dict) else {}, tensors), found
 
 
 @lru_cache(maxsize=65536)

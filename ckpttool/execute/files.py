@@ -82,7 +82,7 @@ def _libc() -> ctypes.CDLL:
 _LIBC = _libc()
 
 
-def descriptor_limit(reserve: int = 24) -> int:
+def descriptor_limit() -> int:
     """How many descriptors a pool may hold. Raises the soft limit to the hard one when that is worth it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < 4096 and (hard == resource.RLIM_INFINITY or hard > soft):
@@ -98,7 +98,7 @@ def descriptor_limit(reserve: int = 24) -> int:
         used = sum(1 for _ in Path("/proc/self/fd").iterdir())
     except OSError:
         used = 16
-    return max(8, min(4096, soft - used - reserve))
+    return max(8, min(4096, soft - used - 24))
 
 
 class Medium(Protocol):

@@ -333,9 +333,9 @@ def stored_form(parameter: Parameter) -> tuple[str, tuple[int, ...]]:
     return parameter.dtype, parameter.shape
 
 
-def stored_tensor(parameter: Parameter, record: Record, name: str = "") -> StoredTensor:
+def stored_tensor(parameter: Parameter, record: Record) -> StoredTensor:
     """Where a parameter lies, in its ``stored_form``."""
-    return StoredTensor(name or parameter.name, *stored_form(parameter), 0, record.offset)
+    return StoredTensor(parameter.name, *stored_form(parameter), 0, record.offset)
 
 
 def refuse_others(program: Program, tensors: Sequence[RankTensor], label: str = "the output") -> None:

@@ -26,7 +26,7 @@ _Found = Iterator[tuple[str, str, str, str]]
 
 
 def value_findings(
-    checkpoint: Checkpoint, checked: dict[str, int], progress: Progress, only: tuple[str, ...] = (), workers: int = 2
+    checkpoint: Checkpoint, checked: dict[str, int], progress: Progress, only: tuple[str, ...] = ()
 ) -> _Found:
     """All findings of the chosen components; ``checked`` gets the numbers of what was read."""
     catalog = checkpoint.catalog
@@ -43,7 +43,7 @@ def value_findings(
     checked["replica"] = sum(len(t.replicas) for t in copied)
     checked["scale"] = len(scales)
     checked["element"] = sum(prod(t.shape) for t in floats)
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(2) as pool:
         for t, health in zip(floats, pool.map(partial(_health, catalog), floats), strict=True):
             yield from _unhealthy(t, health)
             progress.advance(t.nbytes)
