@@ -14,7 +14,7 @@ from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor
 from ckpttool.containers.safetensors import MAX_NAME
 from ckpttool.dialects import Dialect, NamingContext, dialect
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats.base import OpenOptions, StoredCheckpoint
+from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import read_source, reader, refuse_part
 from ckpttool.layout.assemble import EXPERT, LAYER, Assembler, whole_catalog
 from ckpttool.layout.family import Family, Transform, family_names, find_family, load_family, no_family
@@ -42,6 +42,11 @@ class Checkpoint:
     @property
     def format(self) -> str:
         return self.stored.format
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Of its format."""
+        return reader(self.stored.format).capabilities
 
     @property
     def mesh(self) -> Mesh:

@@ -121,7 +121,7 @@ def _check(
     shown: options.OutputFlags,
 ) -> None:
     from ckpttool import report
-    from ckpttool.formats.paddle.program import beside, program_of
+    from ckpttool.formats.paddle import beside, program_of
     from ckpttool.ops.convert_json.check import check_program, repair
 
     repaired = repair(src, fix, force=flags.force, apart=(params, names)) if fix is not None else None

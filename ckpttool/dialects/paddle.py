@@ -24,7 +24,7 @@ from ckpttool.dialects.base import Dialect, NamingContext, Shapes, Statements
 from ckpttool.dialects.paddle_whole import WholeTensors, hf_name, kept_whole
 from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.formats.config import whole_number
-from ckpttool.formats.paddle.config import (
+from ckpttool.formats.paddle import (
     TARGETS,
     TRANSPOSED,
     base_prefix,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
@@ -83,6 +83,8 @@ class StoredCheckpoint:
     metadata: dict[str, str] = field(default_factory=dict)
     shards: list[tuple[FlatShard, ...]] = field(default_factory=list)
     """What the stored tensors with ``file == SHARDED`` consist of."""
+    merged_raw: bool = False
+    """Its own software merges such a save under the names that the files have (``ReadOptions.raw``)."""
     dtypes: dict[Key, str] = field(default_factory=dict)
     """Of tensors that are derived from elements of another dtype: model weights that are rounded master weights."""
     cut: dict[str, Mesh] = field(default_factory=dict)
@@ -174,8 +176,8 @@ class Capabilities(NamedTuple):
     """The files say the shapes of the whole tensors, so that padding is known from them."""
     refused: tuple[str, ...] = ()
     """Which of ``fuse`` and ``unfuse`` would make what the format's own software cannot read."""
-    published: bool = False
-    """The names are those that are published, in one of a family's forms: files may keep that form."""
+    keeps_form: bool = False
+    """Whole tensors as they were published: they keep the form of their family that they have."""
     exact: bool = False
     """A checkpoint's tensors are given: none may be left out."""
     indexes: IndexRules | None = None
@@ -278,6 +280,33 @@ class ChecksItself(Protocol):
 
     def check(self, listing: Listing) -> Checked:
         """Everything that is wrong with the files."""
+
+
+class KeptFile(NamedTuple):
+    """A file of a checkpoint of which some tensors go."""
+
+    file: DataFile
+    name: str
+    """In what is left."""
+    tensors: list[StoredTensor]
+    """Those that stay, as its header says."""
+    loses: bool
+
+
+class Remainder(NamedTuple):
+    """What is left of a checkpoint's files."""
+
+    files: list[KeptFile]
+    indexes: list[tuple[str, bytes]]
+    """(name, content)."""
+
+
+@runtime_checkable
+class DropsInPlace(Protocol):
+    """A format whose files stay what they are when tensors go."""
+
+    def without(self, stored: StoredCheckpoint, catalog: Catalog, lost: Collection[str]) -> Remainder | None:
+        """The files without the parameters ``lost``; None where they cannot stay what they are."""
 
 
 @runtime_checkable

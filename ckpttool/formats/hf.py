@@ -7,11 +7,12 @@ refused is a checkpoint of which a shard is missing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from ckpttool.catalog import RankTensor
+from ckpttool.catalog import Catalog, RankTensor, StoredTensor
 from ckpttool.containers.index import (
     LOADED,
     NUMBERED,
@@ -29,8 +30,10 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageE
 from ckpttool.formats.base import (
     Capabilities,
     FileLayout,
+    KeptFile,
     OutFile,
     ReadOptions,
+    Remainder,
     StoredCheckpoint,
     WriteRequest,
     build_files,
@@ -40,7 +43,7 @@ from ckpttool.formats.base import (
 )
 from ckpttool.mesh import Mesh
 from ckpttool.storage.json_file import indented
-from ckpttool.storage.listing import INDEX, Listing, is_index, lost
+from ckpttool.storage.listing import INDEX, Listing, is_index, list_source, lost
 
 NOT_WEIGHTS = re.compile(r"(adapter_model|optimizer|master_weights|scheduler|training_args|consolidated)[-.]")
 """Files that lie beside a model and are not part of it."""
@@ -80,6 +83,8 @@ def _set_of(name: str) -> tuple[str, str]:
     return (stem, variant) if stem in LOADED else ("", "")
 
 
+_PARAMETERS = "total_parameters"
+"""Elements of all tensors, in indexes that transformers 5 writes."""
 SHARD_LIMIT = 5 * 10**9
 """Default for the bytes of tensors in a file; the figure that transformers used for years."""
 
@@ -89,7 +94,7 @@ class HuggingFace:
 
     name = "hf"
     dialect = "hf"
-    capabilities = Capabilities(shards=True, published=True, indexes=IndexRules())
+    capabilities = Capabilities(shards=True, keeps_form=True, indexes=IndexRules())
 
     def detect(self, listing: Listing) -> int:
         names = listing.safetensors()
@@ -163,6 +168,55 @@ class HuggingFace:
         named = request.native if isinstance(request.native, FileNames) else FileNames()
         file_layout = layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"}, named)
         return file_layout._replace(usage=_usage(request.config, named))
+
+    def without(self, stored: StoredCheckpoint, catalog: Catalog, lost: Collection[str]) -> Remainder:
+        held: list[list[StoredTensor]] = [[] for _ in stored.files]
+        loses = [False] * len(held)
+        for t in stored.tensors:
+            if t.name in lost:
+                loses[t.file] = True
+            else:
+                held[t.file].append(t)
+        kept = [i for i, tensors in enumerate(held) if tensors]
+        names = _renumbered([stored.files[i].place.name for i in kept], len(held))
+        files = [KeptFile(stored.files[i], n, held[i], loses[i]) for i, n in zip(kept, names, strict=True)]
+        index = stored.native.found or stored.native.index
+        old = list_source(stored.root).json(index) if (stored.root / index).is_file() else None
+        if len(files) == 1 and old is None:
+            return Remainder(files, [])
+        return Remainder(files, [(index, _index_without(old or {}, files, stored.tensors))])
+
+
+def _renumbered(kept: Sequence[str], before: int) -> list[str]:
+    """Names of the files that stay; numbered shards are renumbered when one of them goes."""
+    stems = [key[0] for n in kept if (key := set_of(n))]
+    if len(kept) == before or len(stems) < len(kept):
+        return list(kept)
+    if len(kept) == 1:
+        return [f"{stems[0]}.safetensors"]
+    return [shard_name(stem, i, len(kept)) for i, stem in enumerate(stems, 1)]
+
+
+def _elements(tensors: Iterable[StoredTensor]) -> int:
+    return sum(prod(t.shape) for t in tensors)
+
+
+def _index_without(old: Mapping[str, Any], files: Iterable[KeptFile], before: Iterable[StoredTensor]) -> bytes:
+    """The index of what is left; what the old one said besides stays. ``before`` are the tensors of the source."""
+    left = {t.name: (k.name, t) for k in files for t in k.tensors}
+    metadata = old.get("metadata")
+    if isinstance(metadata, dict) and _PARAMETERS in metadata:
+        # A number that did not count elements (packed weights) cannot be brought in line.
+        counted = metadata[_PARAMETERS] == _elements(before)
+        now = {_PARAMETERS: _elements(t for _, t in left.values())} if counted else {}
+        metadata = {k: v for k, v in metadata.items() if k != _PARAMETERS or counted} | now
+    size = sum(t.nbytes for _, t in left.values())
+    index: dict[str, Any] = {
+        **old,
+        "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": size},
+        "weight_map": {n: file for n, (file, _) in sorted(left.items())},
+    }
+    return indented(index)
 
 
 def _usage(config: Mapping[str, Any], named: FileNames) -> str:

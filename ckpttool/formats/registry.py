@@ -13,15 +13,9 @@ from typing import TypeVar
 from ckpttool.containers.index import set_of
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.base import Reader, ReadOptions, StoredCheckpoint, Writer
-from ckpttool.formats.engines.deepseek import DeepSeek
-from ckpttool.formats.engines.trtllm import TensorRTLLM
-from ckpttool.formats.engines.vllm import VLLM
+from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
 from ckpttool.formats.hf import HuggingFace
-from ckpttool.formats.paddle.flex import Flex
-from ckpttool.formats.paddle.hybrid import Hybrid, ZeroCost
-from ckpttool.formats.paddle.pdparams import PaddleFile
-from ckpttool.formats.paddle.program import PaddleProgram
-from ckpttool.formats.paddle.unified import Unified
+from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
 from ckpttool.formats.ranks import Ranks
 from ckpttool.formats.torch.bin import TorchFiles
 from ckpttool.storage.identify import foreign

@@ -1,26 +1,22 @@
 """``ckpttool drop-keys``: the same checkpoint without some of its tensors.
 
-A Hugging Face or a unified checkpoint keeps its files: those that lose nothing are carried (or linked), the others
-are written anew with what is left in them. What has ranks is written anew by the planner of reshard, over the same
-ranks. A parameter goes with all of its components.
+A checkpoint whose format can do so (``DropsInPlace``) keeps its files: those that lose nothing are carried (or
+linked), the others are written anew with what is left in them. Any other is written anew by the planner of reshard,
+over the same ranks. A parameter goes with all of its components.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, in_order, is_derived, whole_tensor
+from ckpttool.catalog import Catalog, Key, RankTensor, in_order, is_derived, whole_tensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, refuse_empty
-from ckpttool.containers.index import NUMBERED
-from ckpttool.containers.safetensors import read_header, tensor_bytes
+from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import build_files, file_now
+from ckpttool.formats.base import DropsInPlace, Remainder, build_files, file_now
 from ckpttool.formats.config import ties_head
-from ckpttool.formats.paddle.unified_index import STEMS
 from ckpttool.formats.registry import reader
 from ckpttool.geometry import whole
 from ckpttool.layout.assemble import LAYER
@@ -29,8 +25,7 @@ from ckpttool.mesh import Mesh
 from ckpttool.planner import build_plan
 from ckpttool.relate import DerivedTensor, TensorTable, identity, parameters
 from ckpttool.storage.json_file import indented
-from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import DataFile, Place, source_files
+from ckpttool.storage.place import Place, source_files
 from ckpttool.targeting.build import Prepared, plan_target
 from ckpttool.targeting.select import Selection, left_out, select
 from ckpttool.targeting.sidecars import carried_below
@@ -39,8 +34,6 @@ from ckpttool.words import count
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYERS, MTP = "num_hidden_layers", "num_nextn_predict_layers"
-_PARAMETERS = "total_parameters"
-"""Elements of all tensors, in indexes that transformers 5 writes."""
 
 
 class DroppedTensor(NamedTuple):
@@ -108,18 +101,16 @@ def prepare(
     ]
     warnings = list(_warnings(source, lost, views))
     _settle(source, views, lost)
+    found = reader(source.format)
     same = target == Target() and not selection.rename
-    same_files = source.format == "hf" and same
-    unified = _keep_unified(source, lost) if source.format == "unified" and same else None
-    if link and not same_files and unified is None:
+    rest = found.without(source.stored, source.catalog, lost) if same and isinstance(found, DropsInPlace) else None
+    if rest is not None:
+        return _in_place(source, selection, rest, lost, gone, warnings, link=link)
+    if link:
         raise UsageError(
             "--link keeps files that do not change, and this target writes all of them",
             hint="drop --link, or the options for another target",
         )
-    if same_files:
-        return _in_place(source, selection, gone, warnings, link=link)
-    if unified is not None:
-        return _in_unified(source, selection, unified, lost, gone, warnings, link=link)
     if not target.format and not target.from_flags() and reader(source.format).capabilities.sharded:
         target = replace(target, format=source.format)  # one rank stays one rank
     prepared = plan_target(source, target, selection)
@@ -138,119 +129,7 @@ def prepare(
 def _in_place(
     source: Checkpoint,
     selection: Selection,
-    gone: Sequence[DroppedTensor],
-    warnings: Sequence[str],
-    *,
-    link: bool,
-) -> PreparedDrop:
-    """Plan the same files with fewer tensors."""
-    notes = list(source.notes)
-    views, removed = select(identity(source.catalog), selection, notes)
-    root = source.stored.root
-    files = source.catalog.files
-    held: list[list[StoredTensor]] = [[] for _ in files]
-    lost = [False] * len(files)
-    for t in source.stored.tensors:
-        if t.name in views.table:
-            held[t.file].append(t)
-        else:
-            lost[t.file] = True
-    kept = [i for i, tensors in enumerate(held) if tensors]
-    names = _names([files[i].place.name for i in kept], [f.place.name for f in files])
-    rewritten = [(i, name) for i, name in zip(kept, names, strict=True) if lost[i]]
-    stay = [(i, name) for i, name in zip(kept, names, strict=True) if not lost[i]]
-    tensors = [
-        [RankTensor(t.name, t.dtype, t.shape, t.name, t.shape, ((whole(t.shape), whole(t.shape)),)) for t in held[i]]
-        for i, _ in rewritten
-    ]
-    groups = [
-        (name, 0, group, read_header(files[i].place).metadata or None)
-        for (i, name), group in zip(rewritten, tensors, strict=True)
-    ]
-    index = source.stored.native.found or source.stored.native.index
-    where = {t.name: (n, t) for i, n in zip(kept, names, strict=True) for t in held[i]}
-    literal = (
-        [(index, _index(root, index, where, source.stored.tensors))]
-        if len(names) > 1 or (root / index).is_file()
-        else []
-    )
-    carried = [(name, files[i]) for i, name in stay]
-    config = root / "config.json"
-    if source.stored.native_config:
-        literal.append(("config.json", indented(source.config)))
-    elif config.is_file():
-        carried.append((config.name, file_now(config)))
-    carried += [(n, file_now(root / n)) for n in source.stored.companions]
-    carried += carried_below(source, {*(n for n, _ in (*carried, *literal)), *(g[0] for g in groups)}, notes)
-    plan = build_plan(
-        source.catalog,
-        views.table,
-        [[t for group in tensors for t in group]],
-        build_files(groups, 1),
-        carried=carried,
-        literal_files=literal,
-        linked={name for _, name in stay} if link else (),
-    )
-    plan.notes = notes
-    dtypes = {v.name: v.dtype for v in views}
-    prepared = Prepared(
-        source, Target(), "hf", Mesh(), source.family, views, plan, "", dtypes, notes, removed, selection=selection
-    )
-    return PreparedDrop(prepared, gone, warnings, len(rewritten), len(stay), len(files) - len(kept))
-
-
-class _UnifiedFile(NamedTuple):
-    """A file of a unified checkpoint that stays."""
-
-    file: DataFile
-    name: str
-    """In DST."""
-    component: str
-    held: list[StoredTensor]
-    """What stays in it, as its header says: names with states, codes of quantised moments, runs of shards."""
-    loses: bool
-
-
-def _parameter(raw: str, component: str) -> str:
-    """The parameter of a tensor in a file of this component: the optimizer's are called ``parameter/state``."""
-    return raw.rpartition("/")[0] if component == "optimizer" else raw
-
-
-def _keep_unified(source: Checkpoint, lost: Collection[str]) -> list[_UnifiedFile] | None:
-    """The files of a unified checkpoint that stay; None when they cannot stay what they are.
-
-    That is so when a component loses all that it has (the indexes speak of each other), and when the files lie in
-    several directories.
-    """
-    root = source.stored.root
-    out: list[_UnifiedFile] = []
-    stems: dict[str, list[int]] = {}
-    for f in source_files(source.stored.files):
-        stem = f.place.name.split(".")[0].split("-")[0]
-        if f.place.parent != root or stem not in STEMS:
-            return None
-        tensors = read_header(f.place).tensors
-        held = [t for t in tensors if _parameter(t.name, STEMS[stem]) not in lost]
-        numbered = NUMBERED.match(f.place.name)
-        # What a rank wrote stays even when nothing is left in it: the files of all ranks must be there.
-        if held or not numbered:
-            stems.setdefault(stem, []).append(len(out))
-            out.append(_UnifiedFile(f, f.place.name, STEMS[stem], held, len(held) < len(tensors)))
-        else:
-            stems.setdefault(stem, [])
-    for stem, found in stems.items():
-        if not any(out[i].held for i in found):
-            return None
-        shards = [i for i in found if NUMBERED.match(out[i].name)]
-        for n, i in enumerate(shards, 1):
-            out[i] = out[i]._replace(name=f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors")
-    return out
-
-
-def _in_unified(
-    source: Checkpoint,
-    selection: Selection,
-    kept: Sequence[_UnifiedFile],
+    rest: Remainder,
     lost: Collection[str],
     gone: Sequence[DroppedTensor],
     warnings: Sequence[str],
@@ -258,26 +137,29 @@ def _in_unified(
     link: bool,
 ) -> PreparedDrop:
     """Plan the same files with fewer tensors, byte for byte what they were: moments that are quantised stay it."""
-    notes = [*source.notes, f"{count(len(lost), 'parameter')} left out"]
+    notes = list(source.notes)
     stored, root = source.stored, source.stored.root
-    rewritten = [k for k in kept if k.loses]
+    rewritten = [k for k in rest.files if k.loses]
+    stay = [k for k in rest.files if not k.loses]
     catalog = Catalog([k.file for k in rewritten], {})
+    # The same name is in the files of several components, and in those of several ranks.
+    several = len(source.capabilities.components) > 1
+    removed = len(gone), sum(g.nbytes for g in gone)
+    if gone:
+        notes.append(f"{count(len(lost), 'parameter')} left out" if several else left_out(removed))
     ranks: list[list[RankTensor]] = []
     groups = []
     for i, k in enumerate(rewritten):
         tensors = []
-        for t in k.held:
-            # The same name is in the files of several components, and in those of several ranks.
-            key = Key(f"{k.name}: {t.name}")
+        for t in k.tensors:
+            key = Key(f"{k.name}: {t.name}" if several else t.name)
             catalog.tensors[key] = whole_tensor(t._replace(file=i), key)
             box = whole(t.shape)
             tensors.append(RankTensor(t.name, t.dtype, t.shape, key.name, t.shape, ((box, box),)))
         ranks.append(tensors)
         groups.append((k.name, i, tensors, read_header(k.file.place).metadata or None))
-    literal = [
-        (f"{stem}.safetensors.index.json", data) for stem in STEMS if (data := _unified_index(source, stem, kept, lost))
-    ]
-    carried = [(k.name, k.file) for k in kept if not k.loses]
+    literal = [*rest.indexes]
+    carried = [(k.name, k.file) for k in stay]
     config = root / "config.json"
     if stored.native_config:
         literal.append(("config.json", indented(source.config)))
@@ -285,7 +167,6 @@ def _in_unified(
         carried.append((config.name, file_now(config)))
     carried += [(n, file_now(root / n)) for n in stored.companions]
     carried += carried_below(source, {*(n for n, _ in (*carried, *literal)), *(g[0] for g in groups)}, notes)
-    linked = {k.name for k in kept if not k.loses} if link else set()
     plan = build_plan(
         catalog,
         identity(catalog).table,
@@ -293,7 +174,7 @@ def _in_unified(
         build_files(groups, max(1, len(groups))),
         carried=carried,
         literal_files=literal,
-        linked=linked,
+        linked={k.name for k in stay} if link else (),
     )
     plan.notes = notes
     left = {
@@ -303,79 +184,11 @@ def _in_unified(
     }
     dtypes = {n: v.dtype for n, v in left.items()}
     prepared = Prepared(
-        source,
-        Target(),
-        "unified",
-        Mesh(),
-        source.family,
-        TensorTable(left),
-        plan,
-        "",
-        dtypes,
-        notes,
-        selection=selection,
-    )
+        source, Target(), source.format, Mesh(), source.family, TensorTable(left), plan, "", dtypes, notes,
+        removed, selection=selection,
+    )  # fmt: skip
     files = len(source_files(stored.files))
-    return PreparedDrop(prepared, gone, warnings, len(rewritten), len(kept) - len(rewritten), files - len(kept))
-
-
-def _unified_index(source: Checkpoint, stem: str, kept: Sequence[_UnifiedFile], lost: Collection[str]) -> bytes:
-    """The index of one component of what is left; b"" when there is none."""
-    name = f"{stem}.safetensors.index.json"
-    data = list_source(source.stored.root).json(name) if (source.stored.root / name).is_file() else {}
-    if not data:
-        return b""
-    component = STEMS[stem]
-    old = data.get("weight_map")
-    if isinstance(old, dict):
-        renamed = {k.file.place.name: k.name for k in kept}
-        data["weight_map"] = {
-            n: renamed.get(file, file) for n, file in old.items() if _parameter(n, component) not in lost
-        }
-    metadata = data.get("metadata")
-    if isinstance(metadata, dict) and isinstance(metadata.get("total_size"), int):
-        size = sum(t.nbytes for k in kept if k.component == component for t in k.held)
-        if data.get("ckpt_quant_stage"):
-            # The total is that of the moments and not of their codes.
-            tensors = source.catalog.tensors.items()
-            size = sum(t.nbytes for k, t in tensors if k.component == component and k.name not in lost)
-        data["metadata"] = {**metadata, "total_size": size}
-    return (json.dumps(data, indent=4) + "\n").encode()
-
-
-def _names(kept: Sequence[str], before: Sequence[str]) -> list[str]:
-    """Names of the files that stay; numbered shards are numbered anew when one of them goes."""
-    matches = [NUMBERED.match(n) for n in kept]
-    if len(kept) == len(before) or not all(matches):
-        return list(kept)
-    stems = [m["stem"] for m in matches if m]
-    if len(kept) == 1:
-        return [f"{stems[0]}.safetensors"]
-    return [f"{stem}-{i:05d}-of-{len(kept):05d}.safetensors" for i, stem in enumerate(stems, 1)]
-
-
-def _elements(tensors: Iterable[StoredTensor]) -> int:
-    return sum(prod(t.shape) for t in tensors)
-
-
-def _index(
-    root: Place, name: str, tensors: Mapping[str, tuple[str, StoredTensor]], before: Iterable[StoredTensor]
-) -> bytes:
-    """The index of what is left; what the old one said besides stays. ``before`` are the tensors of the source."""
-    old = list_source(root).json(name) if (root / name).is_file() else {}
-    metadata = old.get("metadata")
-    if isinstance(metadata, dict) and _PARAMETERS in metadata:
-        # A number that did not count elements (packed weights) cannot be brought in line.
-        counted = metadata[_PARAMETERS] == _elements(before)
-        left = {_PARAMETERS: _elements(t for _, t in tensors.values())} if counted else {}
-        metadata = {k: v for k, v in metadata.items() if k != _PARAMETERS or counted} | left
-    size = sum(tensor_bytes(t.dtype, t.shape) for _, t in tensors.values())
-    index: dict[str, Any] = {
-        **old,
-        "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": size},
-        "weight_map": {n: file for n, (file, _) in sorted(tensors.items())},
-    }
-    return indented(index)
+    return PreparedDrop(prepared, gone, warnings, len(rewritten), len(stay), files - len(rest.files))
 
 
 def _settle(source: Checkpoint, views: TensorTable, gone: Collection[str]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ckpttool.dtypes import CASTABLE, lookup
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.config import quantization
-from ckpttool.formats.paddle.config import fp8_dtype
+from ckpttool.formats.paddle import fp8_dtype
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.scales import block_of, config_block, is_beside, weight_of
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpttool.errors import UsageError
-from ckpttool.formats.paddle.pir import looks_like_pir
+from ckpttool.formats.paddle import looks_like_pir
 from ckpttool.recipe.mergekit import read_mergekit
 from ckpttool.recipe.model import Recipe
 from ckpttool.recipe.paddle import read_paddle

@@ -13,7 +13,7 @@ from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.findings import CheckResult
-    from ckpttool.formats.paddle.program_parts import Program
+    from ckpttool.formats.paddle import Program
     from ckpttool.ops.convert_json.check import Repaired
     from ckpttool.ops.convert_json.convert import Conversion, Converted
     from ckpttool.ops.convert_json.header import HeaderResult

@@ -78,7 +78,7 @@ def show_inspect(
 
 def _head(listing: Listing, view: str) -> dict[str, Any]:
     """What every JSON answer begins with."""
-    from ckpttool.formats.paddle.program import Native
+    from ckpttool.formats.paddle import Native
     from ckpttool.ops.inspect.identity import identify
     from ckpttool.ops.inspect.listing import sharding_of
 
@@ -151,7 +151,7 @@ def _identity_json(identity: Identity) -> dict[str, Any]:
 
 def summary(listing: Listing) -> str:
     """A few lines: what it is, how large, and which components or dtypes."""
-    from ckpttool.formats.paddle.program import Native
+    from ckpttool.formats.paddle import Native
     from ckpttool.ops.inspect.identity import identify
     from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 

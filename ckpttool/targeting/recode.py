@@ -172,7 +172,7 @@ class _Recoder:
         self.dtype = recoding.dtype or high_precision(self.config)
         # Scales get the names that Hugging Face's files have, so weights must have those too. What is only
         # dequantised may keep its names, and the other components then keep theirs.
-        self.renamed = self.scheme is not None and source.format != "hf" and bool(source.ops)
+        self.renamed = self.scheme is not None and not source.capabilities.keeps_form and bool(source.ops)
         views = identity(source.catalog)
         if self.renamed:
             views = apply_transforms(views, inverse(source.ops), source.family, source.ops)

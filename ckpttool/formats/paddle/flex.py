@@ -132,6 +132,7 @@ class Flex:
             companions=carried,
             recorded=Catalog(files, logical),
             notes=notes + more,
+            merged_raw=any(metadata_names(listing.root)),
             dtypes=reader.dtypes,
         )
 

@@ -17,21 +17,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import SHAPE_FROM_RULES, SHARDED, FlatShard, Key, RankTensor, StoredTensor
-from ckpttool.containers.index import gaps, shard_name
+from ckpttool.catalog import SHAPE_FROM_RULES, SHARDED, Catalog, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.containers.index import gaps, index_name, set_of, shard_name
 from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats.base import (
     Capabilities,
     FileLayout,
+    KeptFile,
     OutFile,
     ReadOptions,
+    Remainder,
     StoredCheckpoint,
     WriteRequest,
     build_files,
@@ -55,7 +57,7 @@ from ckpttool.formats.paddle.unified_index import STEMS, UnifiedIndex
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
-from ckpttool.storage.place import DataFile, Place
+from ckpttool.storage.place import DataFile, Place, source_files
 
 _STEM = "(?P<stem>model|peft_model|master_weights|optimizer)"
 _MERGED = re.compile(_STEM + r"(?:-(?P<part>\d{5})-of-(?P<total>\d{5}))?\.safetensors\Z")
@@ -181,6 +183,58 @@ class Unified:
     def turned(self, name: str, ndim: int, version: str, prefix: str, config: Mapping[str, Any]) -> bool:
         """Whether the model files of this version hold the weight [out, in]."""
         return transposed_on_disk(name, ndim, target_software(version), prefix, config)
+
+    def without(self, stored: StoredCheckpoint, catalog: Catalog, lost: Collection[str]) -> Remainder | None:
+        """None when a component loses all that it has (the indexes speak of each other), and when the files lie in
+        several directories.
+        """
+        kept: list[KeptFile] = []
+        stems: dict[str, list[int]] = {}
+        for f in source_files(stored.files):
+            stem = f.place.name.split(".")[0].split("-")[0]
+            if f.place.parent != stored.root or stem not in STEMS:
+                return None
+            tensors = read_header(f.place).tensors
+            held = [t for t in tensors if _parameter(t.name, stem) not in lost]
+            own = stems.setdefault(stem, [])
+            # What a rank wrote stays even when nothing is left in it: the files of all ranks must be there.
+            if held or not set_of(f.place.name):
+                own.append(len(kept))
+                kept.append(KeptFile(f, f.place.name, held, len(held) < len(tensors)))
+        listing = list_source(stored.root)
+        indexes = []
+        for stem, component in STEMS.items():
+            found = stems.get(stem, [])
+            if stem in stems and not any(kept[i].tensors for i in found):
+                return None
+            shards = [i for i in found if set_of(kept[i].name)]
+            for n, i in enumerate(shards, 1):
+                kept[i] = kept[i]._replace(name=shard_name(stem, n, len(shards)))
+            if data := listing.json(index_name(stem)):
+                moments = sum(
+                    t.nbytes for k, t in catalog.tensors.items() if k.component == component and k.name not in lost
+                )
+                indexes.append((index_name(stem), _index_without(data, stem, [kept[i] for i in found], lost, moments)))
+        return Remainder(kept, indexes)
+
+
+def _parameter(name: str, stem: str) -> str:
+    """The parameter of a tensor in a file: the optimizer's are called ``parameter/state``."""
+    return name.rpartition("/")[0] if stem == "optimizer" else name
+
+
+def _index_without(
+    data: dict[str, Any], stem: str, kept: Sequence[KeptFile], lost: Collection[str], moments: int
+) -> bytes:
+    """The index of one component of what is left; ``moments`` are the bytes that quantised ones stand for."""
+    if isinstance(old := data.get("weight_map"), dict):
+        renamed = {k.file.place.name: k.name for k in kept}
+        data["weight_map"] = {n: renamed.get(file, file) for n, file in old.items() if _parameter(n, stem) not in lost}
+    metadata = data.get("metadata")
+    if isinstance(metadata, dict) and isinstance(metadata.get("total_size"), int):
+        size = sum(t.nbytes for k in kept for t in k.tensors)
+        data["metadata"] = {**metadata, "total_size": moments if UnifiedIndex().stands_for(data) else size}
+    return (json.dumps(data, indent=4) + "\n").encode()
 
 
 def _files(listings: Sequence[Listing]) -> list[_File]:

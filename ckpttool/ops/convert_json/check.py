@@ -15,10 +15,16 @@ from pathlib import Path
 from ckpttool.errors import CkptError, CorruptError, OutputError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute.files import write_error
 from ckpttool.findings import CheckResult, Finding
-from ckpttool.formats.paddle.names import match_names, read_names
-from ckpttool.formats.paddle.pir import VOID_WRITTEN, read_pir
-from ckpttool.formats.paddle.program import beside, check_artifact, program_of
-from ckpttool.formats.paddle.program_parts import Program
+from ckpttool.formats.paddle import (
+    VOID_WRITTEN,
+    Program,
+    beside,
+    check_artifact,
+    match_names,
+    program_of,
+    read_names,
+    read_pir,
+)
 from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
 from ckpttool.storage.place import DataFile, Place, is_same
 

@@ -26,22 +26,23 @@ from ckpttool.execute.compare import verify_views
 from ckpttool.findings import ERROR, PROGRAM
 from ckpttool.formats.base import FileLayout, ReadOptions, build_files, file_now
 from ckpttool.formats.hf import layout_published
-from ckpttool.formats.paddle.names import match_names, read_names
-from ckpttool.formats.paddle.pdiparams import head_fits
-from ckpttool.formats.paddle.program import (
+from ckpttool.formats.paddle import (
     INFO,
     LEGACY,
     Native,
+    Program,
+    head_fits,
     layout_program,
+    match_names,
     native_of,
     open_alone,
     open_program,
     params_name,
     program_of,
+    read_names,
     refuse_others,
     stored_tensor,
 )
-from ckpttool.formats.paddle.program_parts import Program
 from ckpttool.formats.registry import read_source
 from ckpttool.geometry import whole
 from ckpttool.plan import Plan

@@ -213,7 +213,7 @@ def _open(path: Place, options: OpenOptions, config: Place | None) -> Checkpoint
 def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
     family, ops, notes = source.family, source.ops, list(source.notes)
     views = identity(source.catalog)
-    if source.format != "hf" and ops:
+    if not source.capabilities.keeps_form and ops:
         # Scales are known by the names that Hugging Face's files have; a Hugging Face checkpoint keeps its form.
         views = apply_transforms(views, inverse(ops), family, ops)
         notes += views.notes

@@ -16,7 +16,7 @@ from ckpttool.containers.safetensors import read_header
 from ckpttool.dtypes import nbytes, parse
 from ckpttool.errors import LayoutError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
-from ckpttool.formats.paddle.program import PARAMS
+from ckpttool.formats.paddle import PARAMS
 from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.names import natural_order
 from ckpttool.ops.inspect.source import join, read

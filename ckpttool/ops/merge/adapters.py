@@ -129,5 +129,5 @@ def _orientation(model: Model, adapter: Adapter) -> InOut | None:
     if not dialect(adapter.dialect).in_out:
         return None
     named = any(n.startswith("model.") for n in model.views)
-    torch = stored.format != "hf" or (stored.metadata.get("format") == "pt" and named)
+    torch = not model.checkpoint.capabilities.keeps_form or (stored.metadata.get("format") == "pt" and named)
     return (lambda _: False) if torch else None

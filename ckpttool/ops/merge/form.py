@@ -21,7 +21,6 @@ from ckpttool.layout.family import Family, Fuse, Rename, Transform, inverse
 from ckpttool.layout.names import expand, pattern_of, pattern_regex
 from ckpttool.relate import NONE, DerivedTensor, Region, TensorTable, apply_transforms
 
-PROGRAM = "program"
 """The parameters of one inference program in several versions stay those of the program."""
 
 

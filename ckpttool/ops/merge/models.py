@@ -9,6 +9,7 @@ from typing import NoReturn
 from ckpttool.catalog import Catalog, Key
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
+from ckpttool.formats.registry import reader
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import inverse
 from ckpttool.plan import Operand
@@ -74,7 +75,7 @@ class Model:
 
     @property
     def is_program(self) -> bool:
-        return self.checkpoint.format == "program"
+        return self.checkpoint.capabilities.exact
 
 
 class Models:
@@ -110,7 +111,7 @@ class Models:
             checkpoints[ref.path] = found
         _check_names(checkpoints)
         forms = {(c.format, c.ops) for c in checkpoints.values()}
-        as_they_are = len(forms) == 1 and next(iter(forms))[0] == "hf"
+        as_they_are = len(forms) == 1 and reader(next(iter(forms))[0]).capabilities.keeps_form
         left: dict[str, None] = {}
         for path, checkpoint in checkpoints.items():
             views = _weights(path, checkpoint, self.component, canonical=not as_they_are)

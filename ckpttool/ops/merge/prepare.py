@@ -17,13 +17,14 @@ from ckpttool.dtypes import parse
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.formats.base import StoredCheckpoint
+from ckpttool.formats.registry import writer
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.sparse import drawing
 from ckpttool.layout.assemble import LAYER
 from ckpttool.mesh import Mesh
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
-from ckpttool.ops.merge.form import PROGRAM, OutputNaming, form_of
+from ckpttool.ops.merge.form import OutputNaming, form_of
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import CARD, ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
@@ -33,7 +34,7 @@ from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved, resolve
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
-from ckpttool.storage.place import DataFile, scan
+from ckpttool.storage.place import DataFile
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
@@ -174,9 +175,8 @@ def prepare_one(
     """
     source = open_checkpoint(src, options)
     cut = _is_cut(target)
-    usual = PROGRAM if source.format == PROGRAM else source.dialect.whole_format or "hf"
-    own = source.format == "flex" and not target.format and not cut
-    if own and any(e.name.endswith(".metadata") for e in scan(source.stored.root)):
+    usual = _kept(source) or source.dialect.whole_format or "hf"
+    if source.stored.merged_raw and not target.format and not cut:
         # What Paddle's own merge of such a directory gives: every key under its own name, states included. (What a
         # trainer writes is several such directories, which it does not merge.)
         source = open_checkpoint(src, replace(options, mesh=replace(options.mesh, raw=True)))
@@ -201,7 +201,7 @@ def execute(
     path = Path(dst)
     target, plan = prepared.target, prepared.plan
 
-    record = PROGRAM_RECORD if target.format == PROGRAM else RECORD
+    record = PROGRAM_RECORD if writer(target.format).capabilities.exact else RECORD
     options = replace(
         options,
         source_roots=prepared.roots,
@@ -220,10 +220,15 @@ def _files(checkpoint: Checkpoint) -> list[tuple[str, int]]:
     return [(f.place.name, f.size) for f in checkpoint.catalog.files]
 
 
+def _kept(checkpoint: Checkpoint) -> str:
+    """The format, where what comes of its tensors can only be the same again; else ""."""
+    return checkpoint.format if checkpoint.capabilities.exact else ""
+
+
 def _usual(target: Target, form: OutputNaming | None, donor: Checkpoint) -> str:
     """The format when --to does not say one; "" leaves it to the ranks that are asked for."""
-    if donor.format == PROGRAM:
-        return PROGRAM
+    if kept := _kept(donor):
+        return kept
     return donor.dialect.whole_format if form is not None else "" if _is_cut(target) else "hf"
 
 
@@ -318,7 +323,7 @@ def _as_checkpoint(
     run = [n for n in companions if TRAINING.fullmatch(n)]
     if run:
         notes.append(f"not carried, because a merge is not a state of a training run: {some(run)}")
-    kind = PROGRAM if old.format == PROGRAM else donor.checkpoint.dialect.whole_format if form else "hf"
+    kind = _kept(donor.checkpoint) or (donor.checkpoint.dialect.whole_format if form else "hf")
     stored = StoredCheckpoint(
         kind,
         old.root,
