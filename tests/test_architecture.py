@@ -300,12 +300,12 @@ def execution_problems(found: list[Source]) -> Iterator[str]:
                     yield f"{source.module}:{node.lineno}: lets numpy unpickle"
 
 
-def dialect_problems(found: list[Source]) -> Iterator[str]:
-    """Comparisons with a dialect's name, where the dialect itself should be asked."""
-    names = {
+def declared_names(found: list[Source], row: str) -> set[str]:
+    """What the classes of a row are called: the constants that they assign to `name`."""
+    return {
         node.value.value
         for source in found
-        if row_name(source.module) == "dialects"
+        if row_name(source.module) == row
         for owner in ast.walk(source.tree)
         if isinstance(owner, ast.ClassDef)
         for node in owner.body
@@ -313,6 +313,11 @@ def dialect_problems(found: list[Source]) -> Iterator[str]:
         and isinstance(node.value, ast.Constant)
         and [getattr(t, "id", "") for t in node.targets] == ["name"]
     } - {""}
+
+
+def name_problems(found: list[Source]) -> Iterator[str]:
+    """Comparisons with the name of a format or a dialect, where the format or the dialect itself should be asked."""
+    names = {kind: declared_names(found, f"{kind}s") for kind in ("format", "dialect")}
     for source in found:
         if row_name(source.module) in {"formats", "dialects", "cli"}:
             continue
@@ -326,15 +331,30 @@ def dialect_problems(found: list[Source]) -> Iterator[str]:
             inside = [part for side in sides for part in ast.walk(side)]
             texts = {part.value for part in inside if isinstance(part, ast.Constant) and isinstance(part.value, str)}
             of_dialect = any("dialect" in (getattr(part, "attr", ""), getattr(part, "id", "")) for part in inside)
-            if texts & names or (of_dialect and texts):
-                yield f"{source.module}:{node.lineno}: compares with the name of a dialect"
+            for kind, own in names.items():
+                if texts & own or (of_dialect and texts and kind == "dialect"):
+                    yield f"{source.module}:{node.lineno}: compares with the name of a {kind}"
+                    break
+
+
+def face_problems(found: list[Source]) -> Iterator[str]:
+    """Imports from outside of what lies below the face of a package of formats."""
+    modules = {source.module for source in found}
+    for source in found:
+        if row_name(source.module) == "formats":
+            continue
+        for imported in imports(source):
+            target = resolve(imported.target, modules).split(".")
+            if target[:2] == [PACKAGE, "formats"] and len(target) > 3:
+                yield f"{source.module}:{imported.line}: imports {imported.target}, below the face of {target[2]}"
 
 
 CHECKS = (
     order_problems,
     format_problems,
-    dialect_problems,
     command_problems,
+    face_problems,
+    name_problems,
     circle_problems,
     size_problems,
     rich_problems,
@@ -388,6 +408,15 @@ BAD = {
     "format registry": ("formats/vllm.py", "from ckpttool.formats import detect", "the registry"),
     "container": ("containers/torch_zip.py", "from ckpttool.formats.base import File", "stands below it"),
     "package of formats": ("formats/paddle/flex.py", "from ..hf import read", "imports another format"),
+    "face": ("ops/merge.py", "from ckpttool.formats.paddle.names import read", "below the face of paddle"),
+    "face of a module": (
+        "layout/rules.py",
+        "def f():\n    from ..formats.paddle import pir",
+        "below the face of paddle",
+    ),
+    "name of a format": ("ops/merge.py", "def f(x):\n    return x.format == 'unified'", "name of a format"),
+    "name of several": ("ops/merge.py", "X = [x for x in y if x.format in ('unified', '')]", "name of a format"),
+    "name matched": ("ops/merge.py", "match x:\n    case 'unified': y()", "name of a format"),
     "dialect": ("ops/merge.py", "def f(x):\n    return x == 'paddle'", "name of a dialect"),
     "dialect of several": ("checkpoint.py", "X = [x for x in y if x.format not in ('paddle', '')]", "of a dialect"),
     "dialect of a family": ("targeting.py", "X = 1 if stored.dialect == 'vllm' else 2", "name of a dialect"),
@@ -433,7 +462,7 @@ GOOD = {
     "formats/hf.py": "from ckpttool.containers.safetensors import read\nfrom .config import field",
     "formats/paddle/__init__.py": "from . import names",
     "formats/paddle/names.py": "from .. import base\nfrom . import pir",
-    "formats/paddle/pir.py": "X = 1",
+    "formats/paddle/pir.py": "class Unified:\n    name = 'unified'\nX = x.format == 'unified'",
     "layout/rules.py": "from ..formats.base import File",
     "dialects/paddle.py": "class Paddle:\n    name = 'paddle'\nX = x.dialect == 'paddle'",
     "targeting.py": "X = a.dialect.name == b.dialect.name",
