@@ -67,6 +67,20 @@ SHARED_FORMATS = {"base", "config"}
 # Handing out torch tensors, and repeating what torch makes of equal magnitudes (merge --rng mergekit).
 TORCH_MODULES = {"ckpttool", "ckpttool.api.checkpoint", "ckpttool.kernels.merge.draws"}
 
+# A source need not be on this machine: files and directories are opened, listed and looked at through
+# `storage/place.py`. Beside what reads and writes for it, these modules do without: rewriting a file in place, DST,
+# what the package itself or the command line brings along, standard streams, and hints on paths of this machine.
+LOCAL_ROWS = {"storage", "execute", "cli", "report", "recipe"}
+LOCAL_MODULES = {
+    "ckpttool.formats.registry",
+    "ckpttool.layout.family",
+    "ckpttool.ops.convert_json.check",
+    "ckpttool.ops.convert_json.durable",
+    "ckpttool.ops.convert_json.header",
+}
+LOCAL_OS = {"open", "pread", "preadv", "scandir", "listdir", "walk", "stat", "lstat", "fstat", "access", "readlink"}
+LOCAL_METHODS = {"read_bytes", "read_text", "stat", "lstat", "iterdir", "glob", "rglob", "samefile", "fileno"}
+
 # Each of these runs what it reads.
 BANNED_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 BANNED_CALLS = {"eval", "exec"}
@@ -349,6 +363,26 @@ def face_problems(found: list[Source]) -> Iterator[str]:
                 yield f"{source.module}:{imported.line}: imports {imported.target}, below the face of {target[2]}"
 
 
+def place_problems(found: list[Source]) -> Iterator[str]:
+    """Sources that are taken for files of this machine. (mypy sees to the rest: a `Remote` has no such methods.)"""
+    for source in found:
+        if row_name(source.module) in LOCAL_ROWS or source.module in LOCAL_MODULES:
+            continue
+        for node in ast.walk(source.tree):
+            match node:
+                case ast.Call(func=ast.Name(id="open")):
+                    called = "open"
+                case ast.Attribute(value=ast.Name(id="os"), attr=attr) if attr in LOCAL_OS:
+                    called = f"os.{attr}"
+                case ast.Call(func=ast.Attribute(attr=attr)) if attr in LOCAL_METHODS:
+                    called = attr
+                case ast.ImportFrom(module="os", names=names) if not LOCAL_OS.isdisjoint(n.name for n in names):
+                    called = "os"
+                case _:
+                    continue
+            yield f"{source.module}:{node.lineno}: {called} goes past storage/place.py"
+
+
 CHECKS = (
     order_problems,
     format_problems,
@@ -360,6 +394,7 @@ CHECKS = (
     rich_problems,
     torch_problems,
     execution_problems,
+    place_problems,
 )
 
 
@@ -439,6 +474,13 @@ BAD = {
     ),
     "torch elsewhere": ("ops/merge.py", "def f():\n    import torch", "belongs to the Python API"),
     "torch by name": ("plan.py", "def f():\n    __import__('torch')", "belongs to the Python API"),
+    "open": ("formats/hf.py", "def f(path):\n    return open(path, 'rb')", "goes past storage/place.py"),
+    "os.open": ("containers/safetensors.py", "import os\nfd = os.open('x', os.O_RDONLY)", "os.open goes past"),
+    "os by name": ("formats/ranks.py", "from os import scandir", "os goes past"),
+    "os under another name": ("formats/ranks.py", "import os\nlist_names = os.listdir", "os.listdir goes past"),
+    "read_bytes": ("vocabulary.py", "def f(root):\n    return (root / 'x').read_bytes()", "read_bytes goes past"),
+    "stat": ("ops/inspect.py", "size = [p.stat().st_size for p in paths]", "stat goes past"),
+    "fileno": ("formats/hf.py", "def f(place):\n    return place.open('rb').fileno()", "fileno goes past"),
     "pickle": ("formats/hf.py", "import pickle", "imports pickle"),
     "marshal": ("formats/hf.py", "def f():\n    from marshal import loads", "imports marshal"),
     "eval": ("relate.py", "def f(x):\n    return eval(x)", "calls eval"),

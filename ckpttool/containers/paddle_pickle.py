@@ -61,8 +61,8 @@ def read_pickle(path: Place) -> Any:
     Raises CorruptError for what is no pickle or contradicts itself, IncompleteError for a file that is cut off or not
     there, and UnsupportedError for anything that Paddle's writer does not write (above all, code).
     """
-    with opened(path) as (fd, info):
-        return interpret(fd, info, PADDLE)[0]
+    with opened(path) as file:
+        return interpret(file, PADDLE)[0]
 
 
 class PaddleFile(NamedTuple):
@@ -81,8 +81,8 @@ class PaddleFile(NamedTuple):
 
 def read_paddle(path: Place) -> PaddleFile:
     """A .pdparams, .pdopt or .distcp file. Raises what ``read_pickle`` does, and UnsupportedError for no dict."""
-    with opened(path) as (fd, info):
-        value, _ = interpret(fd, info, PADDLE)
+    with opened(path) as file:
+        value, _ = interpret(file, PADDLE)
     if not isinstance(value, dict):
         kind = "a single tensor" if isinstance(value, Array) else f"a {type(value).__name__}"
         raise UnsupportedError(
@@ -106,7 +106,7 @@ def read_paddle(path: Place) -> PaddleFile:
         else:
             other[key] = v
     chunks = _join(tensors, parts, path)
-    return PaddleFile(tensors, chunks, structured, other, info)
+    return PaddleFile(tensors, chunks, structured, other, file.info)
 
 
 def _join(tensors: dict[str, Array], parts: Any, path: Place) -> dict[str, tuple[Array, ...]]:

@@ -30,7 +30,6 @@ shared many times over, are refused (whoever walks them would not come back).
 from __future__ import annotations
 
 import gc
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.encodings import Encoding, Span, Text, latin1
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import DataFile, Place
+from ckpttool.storage.place import DataFile, OpenFile, Place, open_file
 
 MAX_VALUES = 1 << 26
 """Values in containers, remembered values and stack entries, each: metadata of a million shards has 45 million."""
@@ -260,8 +259,8 @@ class Vocabulary(NamedTuple):
 class Machine:
     """One pickle being read: bytes ``begin`` to ``end`` of a file."""
 
-    def __init__(self, fd: int, info: DataFile, vocabulary: Vocabulary, begin: int, end: int) -> None:
-        self.fd = fd
+    def __init__(self, file: OpenFile, vocabulary: Vocabulary, begin: int, end: int) -> None:
+        self.file, info = file, file.info
         self.path, self.begin, self.size, self.info = info.place, begin, end, info
         self.vocabulary = vocabulary
         self.plain_types = _PLAIN | vocabulary.plain
@@ -340,7 +339,7 @@ class Machine:
         parts = []
         want = min(n, self.size - at)
         while want > 0:
-            part = os.pread(self.fd, want, at)
+            part = self.file.pread(want, at)
             if not part:
                 self.short(at + want)  # it became shorter while it was read
             parts.append(part)
@@ -972,14 +971,14 @@ builtins. bytes: only as bytes(), which is how protocol 2 says b"", the elements
 
 
 @contextmanager
-def opened(path: Place) -> Iterator[tuple[int, DataFile]]:
-    """The descriptor of a file that is read, and what it is now.
+def opened(path: Place) -> Iterator[OpenFile]:
+    """A file that is read.
 
     Raises IncompleteError when it is not there, CorruptError when it cannot be read.
     """
     try:
-        with path.open("rb", buffering=0) as f:
-            yield f.fileno(), DataFile.at(path, os.fstat(f.fileno()))
+        with open_file(path) as f:
+            yield f
     except FileNotFoundError:
         raise IncompleteError("the file does not exist", where=str(path)) from None
     except IsADirectoryError:
@@ -989,8 +988,7 @@ def opened(path: Place) -> Iterator[tuple[int, DataFile]]:
 
 
 def interpret(
-    fd: int,
-    info: DataFile,
+    file: OpenFile,
     vocabulary: Vocabulary,
     *,
     begin: int = 0,
@@ -1003,7 +1001,7 @@ def interpret(
     IncompleteError for one that is cut off; and UnsupportedError for anything that is not in the vocabulary (above all,
     code).
     """
-    machine = Machine(fd, info, vocabulary, begin, info.size if end is None else end)
+    machine = Machine(file, vocabulary, begin, file.info.size if end is None else end)
     # Nothing that is made before the end of the pickle is garbage; looking for some takes a third of the time.
     collects = gc.isenabled()
     gc.disable()

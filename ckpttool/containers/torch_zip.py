@@ -12,7 +12,6 @@ a tensor is a byte range of the file. Source: torch/serialization.py, caffe2/ser
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ckpttool.containers.torch_pickle import STORAGE_CLASS, TORCH_DTYPE, Storage
 from ckpttool.dtypes import DTYPES, itemsize, nbytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import contiguous_strides
-from ckpttool.storage.place import DataFile, Place
+from ckpttool.storage.place import DataFile, OpenFile, Place
 
 MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
@@ -104,22 +103,25 @@ def read_torch(path: Place, begin: int = 0, end: int | None = None) -> TorchFile
     Raises IncompleteError for one that is cut off or not there, CorruptError and ConflictError for one that contradicts
     itself, UnsupportedError for what is not a file of torch.save, is compressed, or asks for code.
     """
-    with opened(path) as (fd, info):
-        source = _Source(fd, info, begin, info.size if end is None else end)
+    with opened(path) as file:
+        source = _Source(file, begin, file.info.size if end is None else end)
         legacy = source.pread(begin, min(4, source.end - begin)) != b"PK\x03\x04"
         return _read_legacy(source) if legacy else _read_zip(source)
 
 
 class _Source(NamedTuple):
-    fd: int
-    info: DataFile
+    file: OpenFile
     begin: int
     end: int
+
+    @property
+    def info(self) -> DataFile:
+        return self.file.info
 
     def pread(self, at: int, n: int) -> bytes:
         """Exactly ``n`` bytes. Raises IncompleteError when they are not there."""
         inside = self.begin <= at <= at + n <= self.end
-        data = os.pread(self.fd, n, at) if inside else b""
+        data = self.file.pread(n, at) if inside else b""
         if len(data) != n or not inside:
             raise IncompleteError(
                 f"the file is cut off: it needs at least {at + n:,} bytes, it has {self.end - self.begin:,}",
@@ -196,7 +198,7 @@ def _read_zip(source: _Source) -> TorchFile:
             )
     at, n = place(pickles[0])
     storages: dict[str, Storage] = {}
-    value, _ = interpret(source.fd, source.info, vocabulary(storages), begin=at, end=at + n)
+    value, _ = interpret(source.file, vocabulary(storages), begin=at, end=at + n)
     places = {key: place(f"{top}data/{key}") for key in storages if f"{top}data/{key}" in members}
     source.checked(storages, places)
     return TorchFile(source.info, value, places)
@@ -266,7 +268,7 @@ def _read_legacy(source: _Source) -> TorchFile:
 
     def value() -> Any:
         nonlocal at
-        found, at = interpret(source.fd, source.info, words, begin=at, end=source.end, whole=False)
+        found, at = interpret(source.file, words, begin=at, end=source.end, whole=False)
         return found
 
     if value() != MAGIC:

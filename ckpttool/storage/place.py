@@ -7,6 +7,7 @@ scheme in ``SCHEMES``.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,9 @@ class OpenFile(Protocol):
     def info(self) -> DataFile: ...
     def pread(self, n: int, at: int) -> bytes:
         """Up to ``n`` bytes from an offset; fewer at the end, and wherever the system gives fewer. Raises OSError."""
+
+    def map(self) -> mmap.mmap:
+        """All bytes, in memory only where they are used. Raises OSError, and ValueError for an empty file."""
 
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
@@ -126,6 +130,15 @@ def local_path(place: Place) -> Path:
     raise UsageError("this is not on this machine, and cannot be changed there", where=str(place))
 
 
+def number(place: Place) -> tuple[int, int]:
+    """Which file or directory has this name: ``--force`` of another run gives it to a new one."""
+    try:
+        stat = place.stat() if isinstance(place, Path) else None
+    except OSError:
+        stat = None
+    return (stat.st_dev, stat.st_ino) if stat else (0, 0)
+
+
 def is_same(first: Place, second: Place) -> bool:
     """Whether two places are one file. Raises OSError."""
     if isinstance(first, Path) and isinstance(second, Path):
@@ -201,6 +214,9 @@ class _LocalFile:
 
     def pread(self, n: int, at: int) -> bytes:
         return os.pread(self._fd, n, at)
+
+    def map(self) -> mmap.mmap:
+        return mmap.mmap(self._fd, self.info.size, access=mmap.ACCESS_READ)
 
     def __enter__(self) -> Self:
         return self

@@ -37,7 +37,6 @@ What is not checked, because valid programs would be called wrong:
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
@@ -45,7 +44,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckpttool.containers.protobuf import message_classes, parsed
 from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
-from ckpttool.storage.place import Place
+from ckpttool.storage.place import Place, open_file
 
 KIND = "pdmodel"
 VERSION = 3_003_001
@@ -171,11 +170,11 @@ def read_pdmodel(path: Place) -> Program:
     """
     program = Program(path, KIND)
     try:
-        with path.open("rb", buffering=0) as f:
-            size = os.fstat(f.fileno()).st_size
+        with open_file(path) as f:
+            size = f.info.size
             if not size:
                 raise CorruptError("the file is empty", where=str(path), hint="fetch or write the file again")
-            with mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ) as data:
+            with f.map() as data:
                 _Reader(program, data, size).read()
     except FileNotFoundError:
         raise IncompleteError("the file does not exist", where=str(path)) from None

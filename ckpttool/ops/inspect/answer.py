@@ -14,7 +14,7 @@ from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.base import OpenOptions
 from ckpttool.ops.inspect.listing import Choice, FileRow, Listing, file_rows, is_safetensors, list_tensors, relative
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import Place, parse_place, source_files
+from ckpttool.storage.place import Place, number, parse_place, source_files
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
@@ -121,7 +121,7 @@ def inspect(
     """
     _sensible(question)
     roots = [parse_place(p) for p in (src, question.diff) if p is not None]
-    before = [_identity(p) for p in roots]
+    before = [number(p) for p in roots]
     answer = _answer(src, options, question, progress)
     files = (
         list(answer.listing.files)
@@ -131,20 +131,11 @@ def inspect(
     for side in ("left", "right"):  # of a DiffResult, whose module is loaded only where it is needed
         checkpoint = getattr(answer, side, None)
         files += source_files(checkpoint.stored.files) if checkpoint is not None else []
-    changed = [p for p, was in zip(roots, before, strict=True) if _identity(p) != was]
+    changed = [p for p, was in zip(roots, before, strict=True) if number(p) != was]
     changed += [f.place for f in files if not f.is_unchanged()]
     if changed:
         raise CorruptError("a source has changed while it was read", where=str(changed[0]), hint="repeat the command")
     return answer
-
-
-def _identity(path: Place) -> tuple[int, int]:
-    """Which file or directory has this name: `--force` of another run gives it to a new one."""
-    try:
-        stat = path.stat() if isinstance(path, Path) else None
-    except OSError:
-        stat = None
-    return (stat.st_dev, stat.st_ino) if stat else (0, 0)
 
 
 def _answer(

@@ -1,0 +1,101 @@
+"""Sources that are not on this machine: a second kind of place gives what the files on a disk give."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckpttool as library
+from ckpttool.errors import CorruptError
+from ckpttool.storage.place import open_file, parse_place
+from tests.helpers.command import ckpttool, refused, reshard
+from tests.helpers.memory import FILES, in_memory
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+CASES = {
+    "safetensors": ("hf_tiny_source", []),
+    "ranks": ("llama_tp8", ["--tp-out", "2"]),
+    "torch": ("torch/sharded", ["--to", "hf"]),
+    "quantised moments": ("paddle_unified/nlp_llama_bf16_tp2_quantO1", ["--to", "hybrid"]),
+    "pickles": ("paddle_zcc/ep2_tp2_sharding2_ema", ["--to", "unified"]),
+}
+
+
+def written(root: Path) -> dict[str, bytes]:
+    """Every file of an output."""
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_places_give_what_files_give(case: str, tmp_path: Path) -> None:
+    name, options = CASES[case]
+    src = FIXTURES / name
+    reshard(src, tmp_path / "there", *options, "--verify")
+    with in_memory(src) as remote:
+        reshard(remote, tmp_path / "here", *options, "--verify")
+        for question in ([], ["--json"], ["--check", "--values"], ["--ranks"], ["--stats"]):
+            ours, files = ckpttool("inspect", remote, *question), ckpttool("inspect", src, *question)
+            assert ours.out.replace(remote, str(src)) == files.out, question
+            assert (ours.code, ours.err.replace(remote, str(src))) == (files.code, files.err), question
+    assert written(tmp_path / "here") == written(tmp_path / "there")
+
+
+def test_companions_come_along(tmp_path: Path) -> None:
+    src = tmp_path / "model"
+    shutil.copytree(FIXTURES / "hf_tiny_source", src)
+    (src / "1_Pooling").mkdir()
+    (src / "1_Pooling/config.json").write_text("{}")
+    (src / "tokenizer.json").write_text('{"model": {}}')
+    reshard(src, tmp_path / "there")
+    with in_memory(src) as remote:
+        reshard(remote, tmp_path / "here")
+    assert {"1_Pooling/config.json", "tokenizer.json"} < written(tmp_path / "here").keys()
+    assert written(tmp_path / "here") == written(tmp_path / "there")
+
+
+def test_a_source_that_changes_is_refused(tmp_path: Path) -> None:
+    """The tag tells: the new file has the size of the old one."""
+    with in_memory(FIXTURES / "hf_tiny_source") as remote:
+        plan = library.open(remote).reshard(tp=2)
+        at = next(p for p in FILES if p.name == "model.safetensors")
+        FILES[at] = FILES[at][:-1] + bytes([FILES[at][-1] ^ 1])
+        with pytest.raises(CorruptError, match="a source has changed since it was planned"):
+            plan.run(tmp_path / "dst")
+    assert not (tmp_path / "dst").exists()
+
+
+def test_what_is_not_there_is_one_error(tmp_path: Path) -> None:
+    with in_memory(FIXTURES / "llama_tp8") as remote:
+        assert "the source does not exist" in refused(f"{remote}x", tmp_path / "dst", code=2)
+        FILES.pop(next(p for p in FILES if p.name == "model_tp3.safetensors"))
+        assert "rank 3" in refused(remote, tmp_path / "dst", "--tp-out", "2")
+
+
+def test_unknown_schemes_are_names_of_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with in_memory(FIXTURES / "llama_tp8") as remote:
+        assert not isinstance(parse_place(remote), Path)
+        assert parse_place("men:/x") == Path("men:/x")
+        assert parse_place("./mem:/x") == Path("mem:/x")
+    assert parse_place(remote) == Path(remote)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(OSError, match="it is not a regular file"):
+        open_file(tmp_path / "model.safetensors")
+
+
+def test_what_cannot_be_linked_is_copied(tmp_path: Path) -> None:
+    src = tmp_path / "model"
+    shutil.copytree(FIXTURES / "deepseek_v3", src)
+    keys = ["model.embed_tokens.weight"]
+    assert ckpttool("drop-keys", src, tmp_path / "there", *keys).code == 0
+    with in_memory(src) as remote:
+        done = ckpttool("drop-keys", remote, tmp_path / "here", *keys, "--link")
+    assert (done.code, "linking does not work here" in done.err) == (0, True), done.err
+    assert written(tmp_path / "here") == written(tmp_path / "there")
