@@ -677,7 +677,7 @@ class Machine:
         flat = key if type(key) is tuple and len(key) <= MAX_AXES else (key,)
         for k in flat:
             # Great integers could be chosen to meet in one slot of the dict.
-            fine = type(k) in _KEYS and (type(k) is not int or abs(k) < 1 << 31)
+            fine = type(k) in _KEYS and (type(k) is not int or abs(k) < 1 << 48)
             if not fine and not (type(k) is Record and k is key):
                 self.refuse(f"a dict has a key of type {type(k).__name__}", "no checkpoint known has such keys")
         return key

@@ -69,6 +69,8 @@ def vocabulary(storages: dict[str, Storage]) -> Vocabulary:
             0x91: Machine.tuple_marked,
             0x92: _new_with_keywords,
             0x96: lambda m: m.blob(8),
+            ord("U"): lambda m: m.text(1),  # the strings of Python 2
+            ord("T"): lambda m: m.text(4),
         },
         plain=frozenset({Global, Storage, Tensor}),
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import struct
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +189,61 @@ def test_hostile(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert command("inspect", path, "--stats").code == 1
         assert command("inspect", path, "--check").code == 3
     assert not list(tmp_path.parent.rglob("canary"))
+
+
+def crafted(pickled: bytes = b"", *, twice: bool = False, lies: int = 0) -> bytes:
+    """A file of torch.save with another pickle, a storage that is there twice, or another size in the directory."""
+    plain, out = io.BytesIO(), io.BytesIO()
+    torch.save({"a": torch.arange(6.0).reshape(2, 3)}, plain)
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(out, "w") as new:
+        for i in old.infolist():
+            new.writestr(i.filename, pickled if pickled and i.filename.endswith(".pkl") else old.read(i))
+        if twice:
+            with pytest.warns(UserWarning, match="Duplicate"):
+                new.writestr("archive/data/0", bytes(24))
+    data = bytearray(out.getvalue())
+    entry = data.rfind(b"archive/data/0")
+    if lies:
+        struct.pack_into("<2I", data, entry - 26, lies, lies)
+    return bytes(data)
+
+
+def tensor_pickle(key: str = "0", hooks: bytes = b"ccollections\nOrderedDict\n)R", offset: int = 0) -> bytes:
+    name = b"X" + struct.pack("<I", len(key)) + key.encode()
+    storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\n" + name + b"X\x03\0\0\0cpuK\x06tQ"
+    view = b"J" + struct.pack("<i", offset) + b"K\x02K\x03\x86K\x03K\x01\x86\x89"
+    return b"\x80\x02}X\x01\0\0\0actorch._utils\n_rebuild_tensor_v2\n(" + storage + view + hooks + b"tRs."
+
+
+SHARED: list[Any] = reduce(lambda x, _: [x, x], range(40), [])
+CRAFTED = {
+    "deep": (crafted(b"\x80\x02" + b"(" * 100_000 + b"t" * 100_000 + b"."), "open marks"),
+    "many": (crafted(pickle.dumps({"a": SHARED}, 2)), "very many places"),
+    "hooks that call": (crafted(tensor_pickle(hooks=b"cos\nsystem\n(X\x04\0\0\0exittR")), "asks for `os.system`"),
+    "a path for a key": (crafted(tensor_pickle("../../etc/passwd")), "is not in the file"),
+    "before the storage": (crafted(tensor_pickle(offset=-2)), "negative size, stride or offset"),
+    "behind the storage": (crafted(tensor_pickle(offset=4)), "ends at byte 40 of its storage, which has 24"),
+    "a member twice": (crafted(twice=True), "two members called `archive/data/0`"),
+    "a member that is longer": (crafted(lies=1 << 20), "reaches beyond the data of the zip"),
+    "a member that is shorter": (crafted(lies=8), "should have 24 bytes, it has 8"),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_crafted(case: str, src: Path, tmp_path: Path) -> None:
+    data, words = CRAFTED[case]
+    (src / "pytorch_model.bin").write_bytes(data)
+    assert words in refused(src, tmp_path / "out")
+
+
+def test_crafted_as_it_should_be(src: Path, tmp_path: Path) -> None:
+    """Honest numbers in the same form are read; so are keys of optimizers before torch 1.6, and Python 2's strings."""
+    (src / "pytorch_model.bin").write_bytes(crafted(tensor_pickle()))
+    same(as_read(src, tmp_path / "out"), {"a": torch.arange(6.0).reshape(2, 3)})
+    (src / "pytorch_model.bin").write_bytes(crafted(tensor_pickle().replace(b"X\x01\0\0\0a", b"U\x01a")))
+    same(as_read(src, tmp_path / "again"), {"a": torch.arange(6.0).reshape(2, 3)})
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": {1 << 46: {}}}}, src / "pytorch_model.bin")
+    same(as_read(src, tmp_path / "old"), {"w": torch.ones(2)})
 
 
 def test_cut_off_anywhere(tmp_path: Path) -> None:
