@@ -1,7 +1,7 @@
 """Which components of a checkpoint are written, and what each rank holds of them.
 
 A parameter is cut once. Its master weight, moments and average have its shape and go where its elements go
-(``relate.follow``), and scalars such as the powers of beta go to every rank that holds some of it.
+(``relate.propagate_to_component``), and scalars such as the powers of beta go to every rank that holds some of it.
 """
 
 from __future__ import annotations
