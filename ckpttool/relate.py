@@ -1,12 +1,12 @@
-"""Relations: how the logical tensors of one naming become those of another.
+"""Relations: how the logical tensors of one dialect become those of another.
 
-A ``DerivedTensor`` is a logical tensor of the new naming, expressed as regions of logical tensors of the old one. A
+A ``DerivedTensor`` is a logical tensor of the new dialect, expressed as regions of logical tensors of the old one. A
 region is a loop nest with one loop per axis of the derived tensor: its position ``first + step * k`` is position
 ``origin + stride * k`` of an axis of the source. Steps other than 1 are what interleaving needs (gpt-oss keeps gate and
 up in alternate columns); everything else is a translation.
 
 Renaming, fusing, taking apart, stacking experts and dropping layers are functions from one table of views to the
-next, so namings compose by applying them in turn.
+next, so dialects compose by applying them in turn.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Region(NamedTuple):
 
 @dataclass(slots=True)
 class DerivedTensor:
-    """A logical tensor of the target naming. ``same`` is set when it is a source tensor unchanged."""
+    """A logical tensor of the target's dialect. ``same`` is set when it is a source tensor unchanged."""
 
     name: str
     dtype: str
@@ -349,7 +349,7 @@ def permute(name: str, view: DerivedTensor, order: Sequence[int]) -> DerivedTens
 def apply_transforms(
     views: TensorTable, ops: Sequence[Transform], family: Family, before: Sequence[Transform] = ()
 ) -> TensorTable:
-    """Apply the statements of a naming. ``before`` are those that led to the names ``views`` has now."""
+    """Apply the statements of a dialect. ``before`` are those that led to the names ``views`` has now."""
     done = list(before)
     renames: list[Rename] = []
     packing = find_packing(family.quantization, {n: v.dtype for n, v in views.table.items()}) if ops else None

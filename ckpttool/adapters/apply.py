@@ -115,7 +115,7 @@ class _Match:
         """Beginnings of names in the adapter and in the base."""
         self._choices = {c for p in adapter.pairs if p.kind == "stacked" for c in p.choices or ("",)}
         self._trained: dict[str, int] = {}
-        """Outputs of each trained linear layer, by its weight's name in the base's naming."""
+        """Outputs of each trained linear layer, by its weight's name as the base has it."""
         self._square: list[str] = []
         self._against: list[str] = []
         """Layers that do not have fan_in_fan_out although the config says so."""

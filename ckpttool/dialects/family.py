@@ -7,24 +7,8 @@ from dataclasses import replace
 
 from ckpttool.dialects.base import Dialect, NamingContext, Shapes, Statements
 from ckpttool.errors import UnsupportedError
-from ckpttool.layout.family import (
-    Drop,
-    DropCopy,
-    DropLayers,
-    Family,
-    Fuse,
-    OverrideRules,
-    Refuse,
-    Rename,
-    Squeeze,
-    Stack,
-    Tie,
-    Transform,
-    Transpose,
-    matches,
-)
+from ckpttool.layout.family import Family, Fuse, Rename, Stack, matches
 from ckpttool.layout.names import split_numbers
-from ckpttool.layout.rules import parse_rule
 
 PUBLISHED = "hf"
 """The names that the rules of a family file are for."""
@@ -72,41 +56,7 @@ class FamilyDialect(Dialect):
                 where=family.origin,
                 hint=f"it has: {known}. Add a `namings: {self.name}:` section in a file given with --family",
             )
-        out: list[Transform] = []
-        for spec in family.spec.namings[self.name]:
-            if spec.only_for and family.model_type not in spec.only_for:
-                continue
-            if spec.rename is not None:
-                out.append(Rename(tuple(spec.rename.items())))
-            elif spec.fuse is not None:
-                out.append(family.fusion(spec.fuse))
-            elif spec.unfuse is not None:
-                out.append(replace(family.fusion(spec.unfuse), inverse=True))
-            elif spec.stack is not None:
-                out += [Stack(w, p) for w, p in spec.stack.items()]
-            elif spec.transpose is not None:
-                out.append(Transpose(tuple(spec.transpose)))
-            elif spec.squeeze is not None:
-                out.append(Squeeze(tuple(spec.squeeze)))
-            elif spec.rules is not None:
-                where = f"{family.origin}: namings: {self.name}: "
-                out.append(OverrideRules(tuple((p, parse_rule(t, origin=where + p)) for p, t in spec.rules.items())))
-            elif spec.refuse is not None:
-                out.append(Refuse(tuple(spec.refuse.items())))
-            elif spec.drop_layers_from is not None:
-                out.append(DropLayers(spec.drop_layers_from))
-            elif spec.drop is not None:
-                out.append(Drop(tuple(spec.drop)))
-            elif spec.tie is not None:
-                out += [Tie(n, owner) for n, owner in spec.tie.items()]
-            elif spec.tie_as is not None and family.tied:
-                pairs = tuple(spec.tie_as.items())
-                if staged:
-                    out += [Tie(n, owner) for n, owner in pairs]
-                else:
-                    # Some checkpoints store the tied name as well.
-                    out += [*(DropCopy(n, owner) for n, owner in pairs), Rename(tuple((o, n) for n, o in pairs))]
-        return tuple(out)
+        return family.statements(self.name, staged=staged)
 
     def form(self, family: Family, names: Iterable[str]) -> tuple[str, str]:
         samples = {split_numbers(n)[0].replace("#", "0") for n in names}

@@ -328,6 +328,44 @@ class Family:
         found = [t for spec in self.spec.namings.values() for op in spec for t in (op.tie, op.tie_as) if t]
         return {copy: owner for pairs in found for copy, owner in pairs.items()} if self.tied else {}
 
+    def statements(self, naming: str, *, staged: bool) -> tuple[Transform, ...]:
+        """What leads from the names of the rules to those of a naming; ``staged``: over pipeline stages."""
+        out: list[Transform] = []
+        for spec in self.spec.namings[naming]:
+            if spec.only_for and self.model_type not in spec.only_for:
+                continue
+            if spec.rename is not None:
+                out.append(Rename(tuple(spec.rename.items())))
+            elif spec.fuse is not None:
+                out.append(self.fusion(spec.fuse))
+            elif spec.unfuse is not None:
+                out.append(replace(self.fusion(spec.unfuse), inverse=True))
+            elif spec.stack is not None:
+                out += [Stack(w, p) for w, p in spec.stack.items()]
+            elif spec.transpose is not None:
+                out.append(Transpose(tuple(spec.transpose)))
+            elif spec.squeeze is not None:
+                out.append(Squeeze(tuple(spec.squeeze)))
+            elif spec.rules is not None:
+                where = f"{self.origin}: namings: {naming}: "
+                out.append(OverrideRules(tuple((p, parse_rule(t, origin=where + p)) for p, t in spec.rules.items())))
+            elif spec.refuse is not None:
+                out.append(Refuse(tuple(spec.refuse.items())))
+            elif spec.drop_layers_from is not None:
+                out.append(DropLayers(spec.drop_layers_from))
+            elif spec.drop is not None:
+                out.append(Drop(tuple(spec.drop)))
+            elif spec.tie is not None:
+                out += [Tie(n, owner) for n, owner in spec.tie.items()]
+            elif spec.tie_as is not None and self.tied:
+                pairs = tuple(spec.tie_as.items())
+                if staged:
+                    out += [Tie(n, owner) for n, owner in pairs]
+                else:
+                    # Some checkpoints store the tied name as well.
+                    out += [*(DropCopy(n, owner) for n, owner in pairs), Rename(tuple((o, n) for n, o in pairs))]
+        return tuple(out)
+
     def fusion(self, name: str) -> Fuse:
         if name not in self.spec.fusions:
             raise LayoutError(f"`{name}` is not in the fusions of family `{self.name}`", where=self.origin)

@@ -1,4 +1,4 @@
-"""``ckpttool reshard``: the same tensors for another mesh, another format or another naming."""
+"""``ckpttool reshard``: the same tensors for another mesh, another format or another dialect."""
 
 from __future__ import annotations
 

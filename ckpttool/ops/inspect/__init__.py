@@ -12,7 +12,7 @@
     soundness.py      ... and what names, dtypes, shapes and the config say
     values_check.py   ... and what only the elements can show
     code.py           ... and which files beside the weights can run code
-    diff.py           two checkpoints, whatever their sharding and naming
+    diff.py           two checkpoints, whatever their sharding and dialect
     total.py          one digest of everything
 
 Each module returns plain data; ``report`` prints it. Listing needs neither numpy nor the layout rules of a checkpoint

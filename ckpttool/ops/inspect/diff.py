@@ -1,4 +1,4 @@
-"""Two checkpoints, compared tensor by tensor whatever their sharding and naming.
+"""Two checkpoints, compared tensor by tensor whatever their sharding and dialect.
 
 Where the namings differ, both are brought to Hugging Face names by the relations of their families; what cannot be
 brought there (a layer that one format leaves out) is a difference.

@@ -2,7 +2,7 @@
 
 recipe -> models opened -> tensors resolved -> computations -> the target that reshard would plan -> execute
 
-models.py      the sources: one table of files, one naming
+models.py      the sources: one table of files, one dialect
 adapters.py    low-rank adapters on top of them
 words.py       embeddings of models whose tokenizers differ
 tensors.py     what is computed from what, and what to do where the models disagree

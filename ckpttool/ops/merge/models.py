@@ -1,4 +1,4 @@
-"""The models of a merge, opened: one table of files, one naming, one view of every tensor."""
+"""The models of a merge, opened: one table of files, one dialect, one view of every tensor."""
 
 from __future__ import annotations
 
