@@ -72,16 +72,16 @@ SOURCES: dict[str, Make] = {
     "v3-bf16-b": partial(published, config=V3, files=163),
     "kimi": partial(published, config=KIMI, files=62, fp8=True),
     "llama": partial(published, config=LLAMA, files=191),
-    "v3-ep8": ranks("v3", Target("ranks", 8, 1, 8, 1)),
-    "v3-pp16": ranks("v3", Target("ranks", 8, 16, 8, 1, STAGES)),
-    "v3-etp8": ranks("v3", Target("ranks", 8, 1, 1, 8)),
+    "v3-ep8": ranks("v3", Target(format="ranks", tp=8, pp=1, ep=8, etp=1)),
+    "v3-pp16": ranks("v3", Target(format="ranks", tp=8, pp=16, ep=8, etp=1, pp_layout=STAGES)),
+    "v3-etp8": ranks("v3", Target(format="ranks", tp=8, pp=1, ep=1, etp=8)),
     "v3-trained": training("v3-bf16", 163),
     **{f"fp8-{n}": v3(n, fp8=True) for n in LAYERS},
     # Without scales there are half as many tensors, so there are twice as many layers with experts.
     **{f"bf16-{n}": v3(2 * n - 3, fp8=False) for n in LAYERS},
     **{f"bf16-{n}-b": v3(2 * n - 3, fp8=False) for n in LAYERS},
     **{f"trained-{n}": training(f"bf16-{n}", n) for n in LAYERS[:3]},
-    **{f"llama-tp{n}": ranks("llama", Target("ranks", n)) for n in RANKS},
+    **{f"llama-tp{n}": ranks("llama", Target(format="ranks", tp=n)) for n in RANKS},
     **{f"program-{n}": partial(program, parameters=n) for n in PARAMETERS},
 }
 """How each is made, in this order: some are made of others."""
