@@ -15,6 +15,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
@@ -189,34 +190,33 @@ Contents = str | Encoding
 """What is read: a file by its path, or what it is decoded to."""
 
 
+_Held = tuple[Encoding | None, int, int, bytes | memoryview]
+
+
 class Decoder(threading.local):
     """Reads decoded bytes; each thread keeps what it decoded last."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self._held: tuple[Encoding | None, int, int, bytes | memoryview] = (None, 0, 0, b"")
+        self._held: _Held = (None, 0, 0, b"")
 
     def read(self, encoding: Encoding, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers`` with consecutive decoded bytes. Raises CorruptError when they cannot be decoded any more."""
         for buffer in buffers:
             done = 0
             while done < buffer.nbytes:
-                held, lo, hi, block = self._held
-                if held is not encoding or not lo <= offset < hi:
-                    lo, hi, block = self._decode(encoding, offset, buffer.nbytes - done)
+                if self._held[0] is not encoding or not self._held[1] <= offset < self._held[2]:
+                    self._held = self._decode(encoding, offset, buffer.nbytes - done)
+                _, lo, hi, block = self._held
                 n = min(buffer.nbytes - done, hi - offset)
                 buffer[done : done + n] = block[offset - lo : offset - lo + n]
                 offset, done = offset + n, done + n
 
-    def _decode(self, encoding: Encoding, at: int, want: int) -> tuple[int, int, bytes | memoryview]:
+    def _decode(self, encoding: Encoding, at: int, want: int) -> _Held:
         part = encoding.parts[bisect_right(encoding.parts, at, key=attrgetter("start")) - 1]
         lo, hi = part.block(at, want)
-        block: bytes | memoryview
-        try:
+        with suppress(UnicodeError):
             block = part.decode(lo, hi, self._read) if lo <= at < hi else b""
-        except UnicodeError:
-            block = b""
-        if not len(block) == hi - lo > 0:
-            raise CorruptError("a source has changed while it was read", where=encoding.path, hint="repeat the command")
-        self._held = encoding, lo, hi, block
-        return lo, hi, block
+            if len(block) == hi - lo > 0:
+                return encoding, lo, hi, block
+        raise CorruptError("a source has changed while it was read", where=encoding.path, hint="repeat the command")

@@ -91,7 +91,7 @@ class Plan(ABC):
             progress: True for a bar, in a terminal or a notebook; or an object that is told how far the run is.
 
         Raises:
-            UsageError: an option that makes no sense, or a source that has been closed.
+            UsageError: an option that makes no sense.
             OutputError: ``dst`` cannot be written.
             CorruptError: a source is damaged or has changed.
             ConflictError: copies on different ranks differ.

@@ -64,7 +64,6 @@ MAX_FIELDS = 64
 
 _LAZY = 1 << 10
 """Texts of more bytes than this are passed over until somebody wants them: in protocol 2 they are tensors."""
-_CHUNK = 1 << 20
 _WINDOW = 1 << 16
 
 

@@ -626,12 +626,10 @@ def boxes(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[tuple[int
 
 
 def tile_shape(move: Move, elements: int, *, decoded: bool = False) -> tuple[int, ...]:
-    """Edges of a box of at most ``elements`` elements with runs as long as possible on both sides.
-
-    What is ``decoded`` is read in longer runs: it is decoded in steps, and bytes around a short run for nothing.
-    """
+    """Edges of a box of at most ``elements`` elements with runs as long as possible on both sides."""
     sides = _sides(move)
-    weight = 1 / 16 if decoded else 2  # a short write costs twice as much as a short read
+    # A short write costs twice as much as a short read; but around a short run, much is decoded for nothing.
+    weight = 1 / 16 if decoded else 2
     tile = [1] * len(move.shape)
     while True:
         volume = prod(tile)

@@ -169,6 +169,18 @@ def test_old_pickles_become_what_new_ones_do(target: tuple[Any, ...], options: t
     assert same.code == 0, same.out + same.err
 
 
+def test_old_pickles_are_operands_in_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is forked, so an encoding is told as JSON."""
+    new, old = FIXTURES / "paddle_zcc" / "nlp_tp2", old_pickles(tmp_path / "old")
+    other = shutil.copytree(new, tmp_path / "other")
+    monkeypatch.setattr("ckpttool.execute.crew.can_fork", lambda: False)
+    options = ("--weights", "0.7,0.3", "--to", "hf", "--workers", 2, "--verify")
+    for name, source in (("a", new), ("b", old)):
+        made = command("merge", source, other, "-o", tmp_path / name, *options)
+        assert made.code == 0, made.err
+    assert written(tmp_path / "a") == written(tmp_path / "b") != {}
+
+
 def test_quantised_moments_are_cut_like_others(tmp_path: Path) -> None:
     """In one step, or first as F32 and then cut."""
     reshard(QUANTISED, tmp_path / "whole", "--to", "unified", "--verify")

@@ -28,65 +28,48 @@ def dequantise(
 
     Raises IncompleteError for scales that are missing, ConflictError for shapes that do not fit.
     """
+
+    def tensor(name: str, *states: str, missing: str = "") -> StoredTensor:
+        found = next((stored[k] for s in states if stored.get(k := Key(name, "optimizer", s))), None)
+        if found is None:
+            raise IncompleteError(missing or f"`{name}/{states[0]}` is missing", where=str(files[0].place.parent))
+        return found[0]
+
     first_file = files[next(t.file for found in stored.values() for t in found)]
     encoding = Encoding("moments", str(first_file.place))
     out: dict[Key, StoredTensor] = {}
-    gone: list[Key] = []
+    gone: dict[Key, None] = {}
     for name, _, last in [k for k in stored if k.state.endswith("@max_scales")]:
         second = last.split("@")[0]
         first = second.replace("moment2", "moment1")
         packed = Key(name, "optimizer", first) not in stored
-        scales = {
-            first: (("one", (f"{first}@scales", f"{second}@scales")),),
-            second: (("low", (f"{second}@min_scales",)), ("high", (f"{second}@max_scales",))),
+        wanted: dict[str, dict[str, tuple[str, ...]]] = {
+            second: {"low": (f"{second}@min_scales",), "high": (f"{second}@max_scales",)},
+            first: {"one": (f"{first}@scales", f"{second}@scales")},
         }
-        for state in (second, first):
+        for state, which in wanted.items():
             key = Key(name, "optimizer", second if packed else state)
-            codes = _one(stored, name, (key.state,), files, f"`{key}` is missing, but its scales are there")
-            found = {which: _one(stored, name, states, files) for which, states in scales[state]}
-            _check_shapes(codes, found, files, packed=packed)
-            spans = [Span(str(files[t.file].place), t.offset, t.nbytes) for t in (codes, *found.values())]
-            at = encoding.size
-            encoding.parts.append(Moment(at, codes.shape, spans[0], tuple(spans[1:]), packed))
-            made = StoredTensor(name, "F32", codes.shape, len(files), at, 0, None, "optimizer", state)
+            codes = tensor(name, key.state, missing=f"`{key}` is missing, but its scales are there")
+            scales = {k: tensor(name, *states) for k, states in which.items()}
+            _check(codes, scales, str(files[codes.file].place), packed=packed)
+            spans = [Span(str(files[t.file].place), t.offset, t.nbytes) for t in (codes, *scales.values())]
+            made = StoredTensor(name, "F32", codes.shape, len(files), encoding.size, 0, None, "optimizer", state)
+            encoding.parts.append(Moment(encoding.size, codes.shape, spans[0], tuple(spans[1:]), packed))
             out[made.key] = made
-        gone.extend(k for k in stored if k.name == name and k.state.split("@")[0] in (first, second))
+        gone |= dict.fromkeys(k for k in stored if k.name == name and k.state.split("@")[0] in (first, second))
     files.append(first_file._replace(encoding=encoding))
-    gone = list(dict.fromkeys(gone))
-    return (
-        out,
-        gone,
-        f"the moments of {len(out) // 2} parameters are quantised; they are written as the F32 they stand for",
-    )
+    note = f"the moments of {len(out) // 2} parameters are quantised; they are written as the F32 they stand for"
+    return out, list(gone), note
 
 
-def _one(
-    stored: Mapping[Key, Sequence[StoredTensor]],
-    name: str,
-    states: Sequence[str],
-    files: Sequence[DataFile],
-    missing: str = "",
-) -> StoredTensor:
-    """The tensor of the first of these states that is there."""
-    found = next((stored[k] for s in states if stored.get(k := Key(name, "optimizer", s))), None)
-    if found is None:
-        raise IncompleteError(missing or f"`{name}/{states[0]}` is missing", where=str(files[0].place.parent))
-    return found[0]
-
-
-def _check_shapes(
-    codes: StoredTensor, scales: Mapping[str, StoredTensor], files: Sequence[DataFile], *, packed: bool
-) -> None:
-    shape, where = codes.shape, str(files[codes.file].place)
-    rows = shape[0] if packed and shape else 0
-    need = (rows // ROWS_PER_SCALE, *shape[1:]) if packed else shape[1:2]
+def _check(codes: StoredTensor, scales: Mapping[str, StoredTensor], where: str, *, packed: bool) -> None:
+    rows = codes.shape[0] if packed and codes.shape else 0
+    need = (rows // ROWS_PER_SCALE, *codes.shape[1:]) if packed else codes.shape[1:2]
     for which, s in scales.items():
+        text = ""
         if prod(s.shape) != prod(need) or rows % ROWS_PER_SCALE:
-            raise ConflictError(
-                f"the {which} scales of `{codes.key}` are {list(s.shape)}, its shape is {list(shape)}", where=where
-            )
-        if (codes.dtype, s.dtype) not in (("I8", "F32"), ("U8", "F32")):
-            raise ConflictError(
-                f"`{codes.key}` is {codes.dtype} and its {which} scales {s.dtype}, not codes of 8 bits and F32",
-                where=where,
-            )
+            text = f"the {which} scales of `{codes.key}` are {list(s.shape)}, its shape is {list(codes.shape)}"
+        elif (codes.dtype, s.dtype) not in (("I8", "F32"), ("U8", "F32")):
+            text = f"`{codes.key}` is {codes.dtype} and its {which} scales {s.dtype}, not codes of 8 bits and F32"
+        if text:
+            raise ConflictError(text, where=where)
