@@ -31,9 +31,9 @@ LEAST_MEMORY = 4 << 20
 def watching(progress: Progress | bool | None) -> Iterator[Progress]:  # noqa: FBT001 - a receiver, or the wish for one
     """Whoever watches a run. A bar of ours is gone when the run ends, however it ends."""
     if progress is True:
-        from ckpttool import report  # with rich, which nothing else of the API needs
+        from ckpttool.report import bars  # with rich, which nothing else of the API needs
 
-        bar = report.progress(quiet=False)
+        bar = bars.progress(quiet=False)
         try:
             yield bar
         finally:

@@ -87,8 +87,8 @@ def convert_json(
     else:
         if dst is None:
             raise UsageError("there is no DST", hint="ckpttool convert-json SRC DST, or --check, --index, --header")
-        from ckpttool import report
         from ckpttool.ops.convert_json.convert import execute, from_safetensors, to_safetensors
+        from ckpttool.report import convert_json as report
 
         run = replace(flags, memory=flags.memory or _MEMORY).options()
         if program is not None:
@@ -120,9 +120,9 @@ def _check(
     flags: ConvertFlags,
     shown: options.OutputFlags,
 ) -> None:
-    from ckpttool import report
     from ckpttool.formats.paddle import beside, program_of
     from ckpttool.ops.convert_json.check import check_program, repair
+    from ckpttool.report import convert_json as report
 
     repaired = repair(src, fix, force=flags.force, apart=(params, names)) if fix is not None else None
     result = check_program(fix or src, params or beside(program_of(src)), names)
@@ -132,8 +132,8 @@ def _check(
 
 
 def _index(src: Path, flags: ConvertFlags, shown: options.OutputFlags, *, check: bool) -> None:
-    from ckpttool import report
     from ckpttool.ops.convert_json import index
+    from ckpttool.report import convert_json as report
 
     if check:
         result = index.verify(src)
@@ -145,8 +145,9 @@ def _index(src: Path, flags: ConvertFlags, shown: options.OutputFlags, *, check:
 
 
 def _header(src: Path, dst: Path | None, output: Path | None, flags: ConvertFlags, shown: options.OutputFlags) -> None:
-    from ckpttool import report
     from ckpttool.ops.convert_json import header
+    from ckpttool.report import convert_json as report
+    from ckpttool.report.text import write
 
     if dst is None:
         if src.suffix == ".json":
@@ -156,7 +157,7 @@ def _header(src: Path, dst: Path | None, output: Path | None, flags: ConvertFlag
                 hint=f"ckpttool convert-json {src} FILE.safetensors --header",
             )
         _without(None, "--header without OUT.json", output=output, dry_run=flags.dry_run, force=flags.force)
-        report.show_text(header.dump(src))
+        write(header.dump(src))
     elif src.name.endswith(header.BACKUP) and dst.suffix != ".json":
         _without(None, "--header with a backup", output=output, force=flags.force)
         report.show_header(header.restore(src, dst, dry_run=flags.dry_run), as_json=shown.json, quiet=shown.quiet)

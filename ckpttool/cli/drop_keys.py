@@ -24,9 +24,9 @@ def drop_keys(
     shown: options.OutputFlags,
 ) -> None:
     """Write SRC without some of its tensors; files that lose none stay as they are."""
-    from ckpttool import report
     from ckpttool.ops.drop_keys import prepare
     from ckpttool.ops.reshard import execute
+    from ckpttool.report import drop_keys as report
 
     opened, target, run = source.open_options(), out.target(), flags.options()
     for path in (src, dst):

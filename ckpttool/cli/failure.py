@@ -12,13 +12,14 @@ from ckpttool.errors import CkptError
 
 def failed(error: CkptError, *, kind: str = "", code: int | None = None, text: str = "") -> typer.Exit:
     """Print the error, and return the exit for it. ``kind``, ``code`` and ``text`` are the error's own by default."""
-    from ckpttool import report
+    from ckpttool.report.failure import show_failure
+    from ckpttool.report.text import message
 
     code = error.exit_code if code is None else code
     with contextlib.suppress(OSError):  # nobody may be there to read it; the exit code is
-        report.show_error(text or error.render())
+        message(text or error.render())
         if _asked_for_json():
-            report.show_failure(error, kind=kind or _kind(error), exit_code=code)
+            show_failure(error, kind=kind or _kind(error), exit_code=code)
             sys.stdout.flush()
     return typer.Exit(code)
 

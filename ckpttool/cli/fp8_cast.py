@@ -41,11 +41,11 @@ def fp8_cast(
     shown: options.OutputFlags,
 ) -> None:
     """Write SRC with its weights quantised (FP8, MXFP4, NVFP4), or dequantised with --to."""
-    from ckpttool import report
     from ckpttool.ops.fp8_cast import prepare
     from ckpttool.ops.reshard import execute
     from ckpttool.quant.keep import Keep
     from ckpttool.quant.scheme import scheme
+    from ckpttool.report import fp8_cast as report
     from ckpttool.targeting.recode import Recoding
     from ckpttool.targeting.select import Selection
 

@@ -98,10 +98,10 @@ def fp8_size(
     shown: options.OutputFlags,
 ) -> None:
     """Estimate the disk and GPU memory of SRC (a checkpoint or a config.json) in FP8, with its KV cache."""
-    from ckpttool import report
     from ckpttool.ops.fp8_size import Question, answer
     from ckpttool.ops.fp8_size.answer import BY
     from ckpttool.ops.fp8_size.stored import Wanted
+    from ckpttool.report import fp8_size as report
 
     opened = source.open_options()
     by, unit = one_of(by, "--by", *BY), one_of(unit, "--unit", *report.UNITS)

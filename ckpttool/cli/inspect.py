@@ -61,11 +61,11 @@ def inspect(
     shown: options.OutputFlags,
 ) -> None:
     """Show what is inside SRC: a tree of its tensors, or what the options ask for."""
-    from ckpttool import report
     from ckpttool.catalog import COMPONENTS
     from ckpttool.ops.inspect.answer import InspectRequest
     from ckpttool.ops.inspect.answer import inspect as look
     from ckpttool.ops.inspect.listing import Choice
+    from ckpttool.report import inspect as report
 
     opened = source.open_options()
     order = one_of(sort, "--sort", "name", "size", "offset", "file")

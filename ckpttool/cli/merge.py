@@ -18,7 +18,7 @@ from ckpttool.words import one_of
 
 def _list_methods(asked: bool) -> None:
     if asked:
-        from ckpttool import report
+        from ckpttool.report import merge as report
 
         report.show_methods(as_json="--json" in sys.argv)
         raise typer.Exit
@@ -111,10 +111,10 @@ def merge(
     verbose: options.Verbose = False,
 ) -> None:
     """Write one checkpoint out of several, or out of the shards of one."""
-    from ckpttool import report
     from ckpttool.ops.merge import MergeOptions, execute, prepare, prepare_one
     from ckpttool.recipe.flags import asked
     from ckpttool.recipe.read import is_recipe
+    from ckpttool.report import merge as report
 
     opened, target, run = source.open_options(), out.target(), flags.options()
     selection = out.selection(out.remove_keys)

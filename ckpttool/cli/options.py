@@ -331,6 +331,6 @@ class OutputFlags:
 
     def progress(self) -> Progress:
         """What shows how far a run is."""
-        from ckpttool import report
+        from ckpttool.report.bars import progress
 
-        return report.progress(quiet=self.quiet or self.json)
+        return progress(quiet=self.quiet or self.json)

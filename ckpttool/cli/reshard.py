@@ -66,8 +66,8 @@ def reshard(
     verbose: options.Verbose = False,
 ) -> None:
     """Write SRC for another number of ranks, in another format or under other names."""
-    from ckpttool import report
     from ckpttool.ops.reshard import execute, prepare
+    from ckpttool.report import reshard as report
 
     opened, target, run = source.open_options(), out.target(), flags.options()
     prepared = prepare(src, opened, target, out.selection(out.remove_keys), recoding(out.dequant, out.requant))

@@ -89,9 +89,11 @@ class _Meter:
 class _Watch:
     """Counts; what is shown of it, and when, is for others to say."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: float = 0) -> None:
+        now = time.monotonic()
         self._phase = "read"
-        self._meter = _Meter(0, 0, time.monotonic())
+        self._meter = _Meter(0, 0, now)
+        self._shown_at = now + wait
 
     def start(self, total_bytes: int, files: int) -> None:
         del files
@@ -104,44 +106,41 @@ class _Watch:
     def file_done(self, name: str, nbytes: int) -> None:
         pass
 
-
-class Lines(_Watch):
-    """A line every ten seconds: ``write 38%, 1.20 GB of 3.10 GB, 210.00 MB/s, 0:09 left``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said = time.monotonic()
-
-    def advance(self, nbytes: int) -> None:
-        meter, now = self._meter, time.monotonic()
-        meter.done += nbytes
-        if now - self._said >= LINE_S:
-            self._said = now
-            meter.look(now)
-            message(f"{self._phase} {meter.percent}%, {meter}")
-
     def note(self, text: str) -> None:
         message(f"note: {plain(text)}")
 
     def finish(self) -> None:
         pass
 
+    def _is_due(self, nbytes: int, every: float) -> bool:
+        """Count bytes. Whether it is ``every`` seconds ago that something was shown."""
+        meter, now = self._meter, time.monotonic()
+        meter.done += nbytes
+        if now - self._shown_at < every:
+            return False
+        self._shown_at = now
+        meter.look(now)
+        return True
+
+
+class Lines(_Watch):
+    """A line every ten seconds: ``write 38%, 1.20 GB of 3.10 GB, 210.00 MB/s, 0:09 left``."""
+
+    def advance(self, nbytes: int) -> None:
+        if self._is_due(nbytes, LINE_S):
+            message(f"{self._phase} {self._meter.percent}%, {self._meter}")
+
 
 class _Drawn(_Watch):
     """What is drawn again and again, and is gone when the run ends. A run that is done at once never shows anything."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._drawn = time.monotonic() + PATIENCE_S - REFRESH_S
+        super().__init__(PATIENCE_S - REFRESH_S)
 
     def advance(self, nbytes: int) -> None:
-        meter, now = self._meter, time.monotonic()
-        meter.done += nbytes
         # Drawn from here and not by a thread of its own: at most a few times a second, and never after an error.
-        if now - self._drawn >= REFRESH_S:
-            self._drawn = now
-            meter.look(now)
-            self._draw(meter)
+        if self._is_due(nbytes, REFRESH_S):
+            self._draw(self._meter)
 
     @abstractmethod
     def _draw(self, meter: _Meter) -> None: ...
@@ -164,9 +163,6 @@ class Cell(_Drawn):
             self._shown = import_module("IPython.display").display(what, raw=True, display_id=True)
         else:
             self._shown.update(what, raw=True)
-
-    def note(self, text: str) -> None:
-        message(f"note: {plain(text)}")
 
     def finish(self) -> None:
         if self._shown is not None:
@@ -229,7 +225,7 @@ class Bar(_Drawn):
 
     def note(self, text: str) -> None:
         if self._rich is None:
-            message(f"note: {plain(text)}")
+            super().note(text)
             return
         with self._drawing():
             self._rich.console.print(f"note: {plain(text)}", markup=False, highlight=False)

@@ -25,11 +25,6 @@ INDEX_SCHEMA = "ckpttool.index/1"
 HEADER_SCHEMA = "ckpttool.header/1"
 
 
-def show_text(data: str) -> None:
-    """Data for stdout."""
-    text.write(data)
-
-
 # -- programs
 
 

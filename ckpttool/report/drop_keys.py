@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.reshard import files_of, target_of
-from ckpttool.report.tables import table, wrapped
+from ckpttool.report.reshard import files_of, show_written, target_of
+from ckpttool.report.tables import table
 from ckpttool.report.text import dump, message, pick
 from ckpttool.words import count, short
 
@@ -88,11 +88,6 @@ def show_drop(prepared: PreparedDrop, result: ReshardResult, *, as_json: bool, q
     if quiet:
         return
     text.notes(notes)
-    text.write(
-        wrapped(
-            f"{plain(str(result.dst))}: {_summary(prepared)}; {count(len(target.views), 'tensor')} left in"
-            f" {count(len(target.plan.outputs), 'file')}, {short(target.plan.bytes_written)}{text.times(run)}\n"
-        )
-    )
-    if result.verified:
-        text.write("verified: every element is equal to the source\n")
+    files = count(len(target.plan.outputs), "file")
+    left = f"{count(len(target.views), 'tensor')} left in {files}, {short(target.plan.bytes_written)}"
+    show_written(result, f"{_summary(prepared)}; {left}", "every element is equal to the source")

@@ -1,20 +1,15 @@
-"""What went wrong, for people on stderr and for programs on stdout."""
+"""What went wrong, for programs on stdout."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpttool.report.text import dump, message
+from ckpttool.report.text import dump
 
 if TYPE_CHECKING:
     from ckpttool.errors import CkptError
 
 SCHEMA = "ckpttool.error/1"
-
-
-def show_error(text: str) -> None:
-    """An error as ``CkptError.render`` has it."""
-    message(text)
 
 
 def show_failure(error: CkptError, *, kind: str, exit_code: int) -> None:

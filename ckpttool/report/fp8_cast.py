@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.reshard import files_of, plan_files, target_of
-from ckpttool.report.tables import wrapped
+from ckpttool.report.reshard import files_of, held, plan_files, show_written, target_of
 from ckpttool.report.text import dump, message
 from ckpttool.words import count, short
 
@@ -65,9 +63,8 @@ def show_cast_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet:
     if not quiet:
         text.notes(prepared.notes)
         message(_summary(prepared))
-        message(
-            f"{short(sum(f.size for f in prepared.source.catalog.files))} become {short(prepared.plan.bytes_written)}"
-        )
+        before = sum(f.size for f in prepared.source.catalog.files)
+        message(f"{short(before)} become {short(prepared.plan.bytes_written)}")
     plan_files(prepared.plan)
 
 
@@ -95,12 +92,5 @@ def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
         return
     text.notes(notes)
     message(_summary(prepared))
-    text.write(
-        wrapped(
-            f"{plain(str(result.dst))}: {prepared.format}, {count(len(prepared.views), 'tensor')} in"
-            f" {count(len(prepared.plan.outputs), 'file')}, {short(prepared.plan.bytes_written)}{text.times(run)}\n"
-        )
-    )
-    if result.verified:
-        text.write("verified: every tensor was worked out again and is equal\n")
+    show_written(result, f"{prepared.format}, {held(prepared)}", "every tensor was worked out again and is equal")
     text.next_step(prepared.next_step(result.dst))

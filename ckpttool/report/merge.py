@@ -5,10 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import plain
 from ckpttool.report import text
-from ckpttool.report.reshard import files_of, peak_memory, plan_files, ranked, target_of
-from ckpttool.report.tables import wrapped
+from ckpttool.report.reshard import files_of, held, peak_memory, plan_files, ranked, show_written, target_of
 from ckpttool.report.text import dump, message, pick
 from ckpttool.words import count, short
 
@@ -101,22 +99,15 @@ def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool, 
         plan_files(plan)
         return
     text.notes(target.notes)
-    rows = [
-        (
-            "method",
-            prepared.method + (f", seed {prepared.provenance.seed}" if prepared.provenance.seed is not None else ""),
-        )
-    ]
+    seed = prepared.provenance.seed
+    rows = [("method", prepared.method + (f", seed {seed}" if seed is not None else ""))]
     for i, o in enumerate(prepared.provenance.origins):
-        held = f"{count(o.tensors, 'tensor')} in {count(len(o.files), 'file')}, {short(sum(n for _, n in o.files))}"
-        rows.append(("" if i else "source", f"{o.label}: {o.format}, {held}"))
+        has = f"{count(o.tensors, 'tensor')} in {count(len(o.files), 'file')}, {short(sum(n for _, n in o.files))}"
+        rows.append(("" if i else "source", f"{o.label}: {o.format}, {has}"))
     rows += [
         ("work", f"{count(prepared.merged, 'tensor')} to merge, {prepared.copied} to copy"),
         ("target", f"{target.format}, {ranked(target.mesh, target.sharding)}"),
-        (
-            "",
-            f"{count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')}, {short(plan.bytes_written)}",
-        ),
+        ("", held(target)),
         ("memory", f"{short(peak_memory(run))} at most, of which {short(run.memory)} are buffers (--memory)"),
     ]
     text.overview(rows)
@@ -156,15 +147,7 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
         message(f"note: {short(run.bytes_skipped)} were already written by the interrupted run")
     if verbose:
         message(f"read {short(run.bytes_read)}; writes: {run.policy}")
-    models = len(prepared.provenance.origins)
-    what = prepared.method if prepared.single else f"{prepared.method} of {count(models, 'model')}"
-    text.write(
-        wrapped(
-            f"{plain(str(result.dst))}: {what}, {target.format}, {ranked(target.mesh, target.sharding)},"
-            f" {count(len(target.views), 'tensor')} in {count(len(plan.outputs), 'file')},"
-            f" {short(plan.bytes_written)}{text.times(run)}\n"
-        )
-    )
-    if result.verified:
-        text.write("verified: every element is what the merge of the sources gives\n")
+    models = "" if prepared.single else f" of {count(len(prepared.provenance.origins), 'model')}"
+    said = f"{prepared.method}{models}, {target.format}, {ranked(target.mesh, target.sharding)}, {held(target)}"
+    show_written(result, said, "every element is what the merge of the sources gives")
     text.next_step(target.next_step(result.dst))

@@ -16,6 +16,7 @@ from ckpttool.words import count, short
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
     from ckpttool.mesh import Mesh
+    from ckpttool.ops.merge import MergeResult
     from ckpttool.ops.reshard import ReshardResult
     from ckpttool.plan import Output, Plan
     from ckpttool.targeting.build import Prepared
@@ -123,7 +124,7 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet: bool
         plan_files(plan)
         return
     text.notes(prepared.notes)
-    src, files = _source(prepared), count(len(plan.outputs), "file")
+    src = _source(prepared)
     text.overview(
         [
             (
@@ -132,12 +133,25 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet: bool
             ),
             ("", f"{count(src['tensors'], 'tensor')} in {count(src['files'], 'file')}, {short(src['bytes'])}"),
             ("target", f"{prepared.format}, {ranked(prepared.mesh, prepared.sharding)}"),
-            ("", f"{count(len(prepared.views), 'tensor')} in {files}, {short(plan.bytes_written)}"),
+            ("", held(prepared)),
             ("work", f"{count(plan.boxes, 'slice')} to copy"),
             ("memory", f"{short(peak_memory(run))} at most, of which {short(run.memory)} are buffers (--memory)"),
         ]
     )
     plan_files(plan)
+
+
+def held(target: Prepared) -> str:
+    """``39 tensors in 4 files, 440.00 kB``: what DST has."""
+    files = count(len(target.plan.outputs), "file")
+    return f"{count(len(target.views), 'tensor')} in {files}, {short(target.plan.bytes_written)}"
+
+
+def show_written(result: ReshardResult | MergeResult, said: str, proven: str) -> None:
+    """The last lines about DST: what it is and how fast it was written, and what ``--verify`` has proven."""
+    text.write(wrapped(f"{plain(str(result.dst))}: {said}{text.times(result.run)}\n"))
+    if result.verified:
+        text.write(f"verified: {proven}\n")
 
 
 @text.of_a_result()
@@ -175,15 +189,7 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
     if verbose:
         message(f"read {short(run.bytes_read)}; {count(plan.boxes, 'slice')}; writes: {run.policy};")
         message(f"at most {short(run.peak_buffer)} of buffers")
-    text.write(
-        wrapped(
-            f"{plain(str(result.dst))}: {prepared.format}, {ranked(prepared.mesh, prepared.sharding)},"
-            f" {count(len(prepared.views), 'tensor')} in {count(len(plan.outputs), 'file')},"
-            f" {short(plan.bytes_written)}{text.times(run)}\n"
-        )
-    )
-    if result.verified:
-        recoded = prepared.recoded is not None
-        what = "every tensor was worked out again and is equal" if recoded else "every element is equal to the source"
-        text.write(f"verified: {what}\n")
+    recoded = prepared.recoded is not None
+    proven = "every tensor was worked out again and is equal" if recoded else "every element is equal to the source"
+    show_written(result, f"{prepared.format}, {ranked(prepared.mesh, prepared.sharding)}, {held(prepared)}", proven)
     text.next_step(prepared.next_step(result.dst))

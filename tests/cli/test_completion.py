@@ -113,7 +113,6 @@ def test_families_are_those_that_are_built_in() -> None:
 
 
 def test_choices_are_those_of_the_code() -> None:
-    from ckpttool import report
     from ckpttool.catalog import COMPONENTS
     from ckpttool.dtypes import CASTABLE, DTYPES
     from ckpttool.formats.paddle.config import TARGETS
@@ -123,6 +122,7 @@ def test_choices_are_those_of_the_code() -> None:
     from ckpttool.ops.fp8_size.answer import BY
     from ckpttool.ops.fp8_size.devices import GPUS
     from ckpttool.quant import keep, scheme
+    from ckpttool.report.fp8_size import UNITS
     from ckpttool.targeting.recode import HIGH
 
     assert tuple(WRITERS) == choices.FORMATS
@@ -141,4 +141,4 @@ def test_choices_are_those_of_the_code() -> None:
     assert choices.CACHES == cache.KINDS
     assert tuple(GPUS) == choices.GPUS
     assert choices.GROUPINGS == BY
-    assert set(choices.UNITS) == set(report.UNITS)
+    assert set(choices.UNITS) == set(UNITS)
