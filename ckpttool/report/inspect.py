@@ -21,7 +21,7 @@ from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.findings import CheckResult, Finding
-    from ckpttool.ops.inspect.answer import LayoutView, TensorListing, TensorSlices, TensorStats, Totalled
+    from ckpttool.ops.inspect.answer import TensorStats, Totalled, View
     from ckpttool.ops.inspect.diff import Changed, DiffResult
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.identity import Identity
@@ -34,21 +34,13 @@ BAR = 50
 """Characters of the longest bar of a histogram."""
 
 
-def show_inspect(
-    answer: TensorListing | LayoutView | TensorStats | Totalled | TensorSlices | CheckResult | DiffResult,
-    *,
-    as_json: bool,
-    quiet: bool = False,
-) -> None:
+def show_inspect(answer: View | CheckResult | DiffResult, *, as_json: bool, quiet: bool = False) -> None:
     """Print what ``ops.inspect`` answered; ``quiet`` leaves notes out."""
-    from ckpttool.ops.inspect.answer import LayoutView, TensorListing, TensorSlices, TensorStats, Totalled
+    from ckpttool.findings import CheckResult
+    from ckpttool.ops.inspect.answer import LayoutView, TensorListing, TensorSlices, TensorStats, Totalled, View
 
     if not as_json and not quiet:
-        text.notes(
-            answer.listing.notes
-            if isinstance(answer, TensorListing | LayoutView | TensorStats | Totalled | TensorSlices)
-            else answer.notes
-        )
+        text.notes(answer.listing.notes if isinstance(answer, View) else answer.notes)
     if isinstance(answer, TensorListing):
         listing, question = answer.listing, answer.question
         if question.list:
@@ -67,13 +59,10 @@ def show_inspect(
         show_total(answer, as_json=as_json, quiet=quiet)
     elif isinstance(answer, TensorSlices):
         show_slices(answer.listing, answer.slices, as_json=as_json)
-    else:
-        from ckpttool.findings import CheckResult
-
-        if isinstance(answer, CheckResult):
-            show_check(answer, as_json=as_json, quiet=quiet)
-        else:
-            show_diff(answer, as_json=as_json, quiet=quiet)
+    elif isinstance(answer, CheckResult):
+        show_check(answer, as_json=as_json, quiet=quiet)
+    elif not isinstance(answer, View):
+        show_diff(answer, as_json=as_json, quiet=quiet)
 
 
 def _head(listing: Listing, view: str) -> dict[str, Any]:
@@ -549,7 +538,7 @@ def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None
             what = f"{d.elements:,} of {d.total:,} elements, first at [{at}]{gap}"
             rows.append(("values", plain(d.name), what, _number(d.relative), _number(d.cosine)))
         columns = 5 if result.values else 3
-        text.table(("difference", "name", "what", "relative", "cosine")[:columns], [r[:columns] for r in rows])
+        table(("difference", "name", "what", "relative", "cosine")[:columns], [r[:columns] for r in rows])
     sys.stdout.flush()  # what follows may go to stderr, and comes last
     parts = ", ".join(f"{n:,} {c}" for c, n in result.by_component.items())
     parts = f" ({parts})" if set(result.by_component) - {"model"} else ""

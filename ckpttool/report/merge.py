@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, held, peak_memory, plan_files, ranked, show_written, target_of
+from ckpttool.report.tables import table
 from ckpttool.report.text import dump, message, pick
 from ckpttool.words import count, short
 
@@ -51,7 +52,7 @@ def show_methods(*, as_json: bool) -> None:
         for m in METHODS.values()
     ]
     if not text.on_terminal():
-        text.table(("method", "formula", "parameters"), rows)
+        table(("method", "formula", "parameters"), rows)
         return
     for name, formula, parameters in rows:
         lines = [*textwrap.wrap(formula, 58), *textwrap.wrap(parameters and f"parameters: {parameters}", 58)]

@@ -30,12 +30,13 @@ def table(
     drop: Sequence[str] = (),
     right: Iterable[int] = (),
 ) -> None:
-    """As ``text.table``; on a terminal, columns in ``drop`` go, first come first, until the rest fits.
+    """Aligned columns on a terminal; elsewhere tab-separated values with a header line.
 
-    ``names`` is the column whose texts may be shortened.
+    On a terminal, integers are aligned to the right and have commas between thousands; ``right`` aligns other columns.
+    Columns in ``drop`` go, first come first, until the rest fits; texts of the column ``names`` may be shortened.
     """
     if not text.on_terminal():
-        text.table(header, rows)
+        text.write("\n".join(["\t".join(header), *["\t".join(map(str, row)) for row in rows]]) + "\n")
         return
     numbers = {i for row in rows for i, cell in enumerate(row) if isinstance(cell, int)}
     cells = [[f"{c:,}" if isinstance(c, int) else c for c in row] for row in rows]

@@ -161,19 +161,6 @@ def notes(lines: Iterable[str]) -> None:
         message(f"note: {plain(line)}")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str | int]], *, right: Iterable[int] = ()) -> None:
-    """Aligned columns on a terminal; elsewhere tab-separated values with a header line.
-
-    Integers are aligned to the right and have commas between thousands, in TSV neither. ``right`` aligns other columns.
-    """
-    if not on_terminal():
-        write("\n".join(["\t".join(header), *["\t".join(map(str, row)) for row in rows]]) + "\n")
-        return
-    numbers = {i for row in rows for i, cell in enumerate(row) if isinstance(cell, int)}
-    cells = [[f"{c:,}" if isinstance(c, int) else c for c in row] for row in rows]
-    write(aligned([header, *cells], right={*numbers, *right}))
-
-
 def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = (), *, indent: str = "") -> str:
     """Rows as columns two spaces apart."""
     if not rows:

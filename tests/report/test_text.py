@@ -11,6 +11,7 @@ import pytest
 
 from ckpttool.errors import plain
 from ckpttool.report import text
+from ckpttool.report.tables import table
 from ckpttool.words import count, either, short, some
 
 
@@ -45,13 +46,13 @@ def test_small_formats() -> None:
 
 
 def test_table_off_a_terminal_is_tsv(capsys: pytest.CaptureFixture[str]) -> None:
-    text.table(("name", "n"), [("a", 1000), ("b, c", "-")])
+    table(("name", "n"), [("a", 1000), ("b, c", "-")])
     assert capsys.readouterr().out == "name\tn\na\t1000\nb, c\t-\n"
 
 
 def test_table_on_a_terminal_is_aligned(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "on_terminal", lambda: True)
-    text.table(("name", "n", "x"), [("a", 1000, "1.5"), ("long", 2, "-")], right=(2,))
+    table(("name", "n", "x"), [("a", 1000, "1.5"), ("long", 2, "-")], right=(2,))
     assert capsys.readouterr().out == "name      n    x\na     1,000  1.5\nlong      2    -\n"
 
 

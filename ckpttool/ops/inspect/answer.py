@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CorruptError, UsageError
@@ -61,59 +61,53 @@ class InspectRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorListing:
+class View:
+    """What is seen of one checkpoint."""
+
+    question: InspectRequest
+    listing: Listing
+    ok: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorListing(View):
     """Headers only: the tree, the list, the files or their metadata."""
 
-    question: InspectRequest
-    listing: Listing
     files: tuple[FileRow, ...] = ()
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
-    ok: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutView:
+class LayoutView(View):
     """Who holds what."""
 
-    question: InspectRequest
-    listing: Listing
     layout: Layout
-    ok: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class TensorStats:
+class TensorStats(View):
     """Statistics, histograms, checksums."""
 
-    question: InspectRequest
-    listing: Listing
     values: tuple[Values, ...]
-    ok: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Totalled:
+class Totalled(View):
     """One digest of everything."""
 
-    question: InspectRequest
-    listing: Listing
     total: Total
-    ok: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSlices:
+class TensorSlices(View):
     """Elements."""
 
-    question: InspectRequest
-    listing: Listing
     slices: tuple[Slice, ...]
-    ok: bool = True
 
 
 def inspect(
     src: str | Place, options: OpenOptions, question: InspectRequest, progress: Progress | None = None
-) -> TensorListing | LayoutView | TensorStats | Totalled | TensorSlices | CheckResult | DiffResult:
+) -> View | CheckResult | DiffResult:
     """Look into ``src``. ``ok`` of the answer is False when a check found an error or two checkpoints differ.
 
     Raises UsageError for a question that makes no sense, CorruptError when what is looked at changes meanwhile, and
@@ -123,11 +117,7 @@ def inspect(
     roots = [parse_place(p) for p in (src, question.diff) if p is not None]
     before = [number(p) for p in roots]
     answer = _answer(src, options, question, progress)
-    files = (
-        list(answer.listing.files)
-        if isinstance(answer, TensorListing | LayoutView | TensorStats | Totalled | TensorSlices)
-        else []
-    )
+    files = list(answer.listing.files) if isinstance(answer, View) else []
     for side in ("left", "right"):  # of a DiffResult, whose module is loaded only where it is needed
         checkpoint = getattr(answer, side, None)
         files += source_files(checkpoint.stored.files) if checkpoint is not None else []
@@ -140,7 +130,7 @@ def inspect(
 
 def _answer(
     src: str | Place, options: OpenOptions, question: InspectRequest, progress: Progress | None
-) -> TensorListing | LayoutView | TensorStats | Totalled | TensorSlices | CheckResult | DiffResult:
+) -> View | CheckResult | DiffResult:
     if question.check:
         from ckpttool.execute import NoProgress
         from ckpttool.ops.inspect.check import check
@@ -170,24 +160,21 @@ def _answer(
 
         listing = list_tensors(src, options)
         return TensorSlices(question, listing, tuple(show(listing, question.show)))
-    if question.total:
-        from ckpttool.execute import NoProgress
-        from ckpttool.ops.inspect.total import total
-
-        listing = list_tensors(src, options, question.choice, stored_too=False)
-        return Totalled(question, listing, total(listing, progress or NoProgress()))
-    if question.reads_values:
-        from ckpttool.execute import NoProgress
-        from ckpttool.ops.inspect.values import Wanted, measure
-
-        listing = list_tensors(src, options, question.choice, stored_too=False)
-        wanted = Wanted(question.stats, question.histogram, question.digest)
-        return TensorStats(question, listing, tuple(measure(listing, wanted, progress or NoProgress())))
     if question.ranks:
         from ckpttool.ops.inspect.holdings import layout_of
 
         listing = list_tensors(src, options, question.choice, stored_too=False)
         return LayoutView(question, listing, layout_of(listing))
+    if question.reads_values:
+        from ckpttool.execute import NoProgress
+        from ckpttool.ops.inspect.total import total
+        from ckpttool.ops.inspect.values import Wanted, measure
+
+        listing, watch = list_tensors(src, options, question.choice, stored_too=False), progress or NoProgress()
+        if question.total:
+            return Totalled(question, listing, total(listing, watch))
+        wanted = Wanted(question.stats, question.histogram, question.digest)
+        return TensorStats(question, listing, tuple(measure(listing, wanted, watch)))
     choice = question.choice if question.list else replace(question.choice, sort="")  # the tree has an order of its own
     listing = list_tensors(src, options, choice)
     if not (question.list or question.files or question.metadata):

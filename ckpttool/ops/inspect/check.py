@@ -25,28 +25,14 @@ from ckpttool.catalog import StoredTensor
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.containers.index import IndexRules, index_name, is_member, set_of, sets_of
 from ckpttool.containers.safetensors import examine
-from ckpttool.errors import (
-    CkptError,
-    ConflictError,
-    CorruptError,
-    IncompleteError,
-    LayoutError,
-    UnsupportedError,
-)
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, LayoutError, UnsupportedError
 from ckpttool.execute import Progress
 from ckpttool.execute.hashing import ALGORITHM, hash_range
 from ckpttool.findings import ERROR, CheckResult, Finding
 from ckpttool.formats.base import ChecksItself, OpenOptions, Reader, StoredCheckpoint
 from ckpttool.formats.hf import NOT_WEIGHTS, indexes_of
 from ckpttool.formats.registry import choose, reader
-from ckpttool.index_checks import (
-    ExaminedFile,
-    Index,
-    check_duplicates,
-    check_mapping,
-    check_numbers,
-    parse_index,
-)
+from ckpttool.index_checks import ExaminedFile, Index, check_duplicates, check_mapping, check_numbers, parse_index
 from ckpttool.ops.inspect.code import code_findings
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs
 from ckpttool.ops.inspect.soundness import Named, tensor_findings

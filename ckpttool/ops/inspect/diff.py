@@ -102,8 +102,7 @@ class DiffResult:
     @property
     def ok(self) -> bool:
         """Whether nothing differs that counts."""
-        dtypes = self.dtypes if self.tolerance is None else []
-        return not (self.only_left or self.only_right or dtypes or self.shapes or self.elements)
+        return not (self.only_left or self.only_right or self.changed)
 
 
 def diff(

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import prod
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.catalog import SHARDED, Catalog, StoredTensor, in_order, is_derived
 from ckpttool.containers.safetensors import read_header
@@ -220,23 +220,11 @@ def logical_rows(catalog: Catalog) -> list[Row]:
     """A row for each logical tensor."""
     out = []
     known = {f.place: i for i, f in enumerate(source_files(catalog.files))}
-    places = [known[f.place] for f in catalog.files]
+    places = [*(known[f.place] for f in catalog.files), -1]  # an empty tensor is in file -1
     for key, t in catalog.tensors.items():
         file, offset = (t.pieces[0].stored.file, t.pieces[0].stored.offset) if t.pieces else (-1, 0)
-        out.append(
-            Row(
-                str(key),
-                t.dtype,
-                t.shape,
-                t.nbytes,
-                places[file] if file >= 0 else file,
-                offset,
-                len(t.pieces) + len(t.replicas),
-                key.component,
-                key.state,
-                is_derived(catalog, key),
-            )
-        )
+        place, pieces, derived = places[file], len(t.pieces) + len(t.replicas), is_derived(catalog, key)
+        out.append(Row(str(key), t.dtype, t.shape, t.nbytes, place, offset, pieces, key.component, key.state, derived))
     return out
 
 
@@ -311,7 +299,6 @@ class FileRow:
     tensors: int = 0
     data: int = 0
     """Bytes of tensors in it."""
-    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 def file_rows(listing: Listing) -> list[FileRow]:

@@ -68,21 +68,17 @@ class Slice:
     values: Array
 
 
-def tensors_of(listing: Listing) -> list[tuple[Row, LogicalTensor]]:
-    """The listed rows with their tensors. Raises LayoutError when ranks' tensors cannot be put together."""
-    catalog = listing.checkpoint().catalog
-    by_name = {str(key): t for key, t in catalog.tensors.items()}
-    return [(row, by_name[row.name]) for row in listing.rows]
-
-
 def measure(listing: Listing, wanted: Wanted, progress: Progress, workers: int = 2) -> list[Values]:
-    """Read the listed tensors once (twice for a histogram of wide elements), in order of the listing."""
+    """Read the listed tensors once (twice for a histogram of wide elements), in order of the listing.
+
+    Raises LayoutError when ranks' tensors cannot be put together.
+    """
     catalog = listing.checkpoint().catalog
-    todo = tensors_of(listing)
-    progress.start(sum(row.nbytes for row, _ in todo), len(listing.files))
+    tensors = {str(key): t for key, t in catalog.tensors.items()}
+    progress.start(sum(row.nbytes for row in listing.rows), len(listing.files))
     out = []
     with ThreadPoolExecutor(workers) as pool:
-        for values in pool.map(lambda item: measure_one(catalog, item[0], item[1], wanted), todo):
+        for values in pool.map(lambda row: measure_one(catalog, row, tensors[row.name], wanted), listing.rows):
             out.append(values)
             progress.advance(values.row.nbytes)
     progress.finish()

@@ -78,16 +78,13 @@ def _health(catalog: Catalog, tensor: LogicalTensor) -> Health:
 def _unhealthy(tensor: LogicalTensor, health: Health) -> _Found:
     """Zeros are a finding in matrices of weights only: biases, norms that are stored as 1 + w and moments begin so."""
     total = f"{prod(tensor.shape):,}"
-    if health.nan:
-        text = (
-            f"`{tensor.key}` has {health.nan:,} NaN among {total} elements, the first at {[*(health.first_nan or ())]}"
-        )
-        yield "nan", text, "", "training diverged, or the file was damaged: take an earlier checkpoint"
-    if health.inf:
-        text = (
-            f"`{tensor.key}` has {health.inf:,} Inf among {total} elements, the first at {[*(health.first_inf or ())]}"
-        )
-        yield "inf", text, "", "values were too large for the dtype: cast again, from float32 to bfloat16"
+    diverged = "training diverged, or the file was damaged: take an earlier checkpoint"
+    narrow = "values were too large for the dtype: cast again, from float32 to bfloat16"
+    found = (("NaN", health.nan, health.first_nan, diverged), ("Inf", health.inf, health.first_inf, narrow))
+    for what, n, first, hint in found:
+        if n:
+            text = f"`{tensor.key}` has {n:,} {what} among {total} elements, the first at {[*(first or ())]}"
+            yield what.lower(), text, "", hint
     weights = tensor.key.component in ("model", "adapter", "master_weights")
     if health.zeros and weights and len(tensor.shape) > 1 and not tensor.key.name.endswith("bias"):
         hint = "its layer does nothing: it was never trained, or never filled in by a conversion"
@@ -108,19 +105,13 @@ def _differ(catalog: Catalog, embedding: LogicalTensor, head: LogicalTensor) -> 
 
 def _replicas(catalog: Catalog, tensor: LogicalTensor) -> _Found:
     for copy in tensor.replicas:
-        mine = [
-            p
-            for p in tensor.pieces
-            if p.logical_box == copy.logical_box or not p.logical_box.start or p.logical_box.intersect(copy.logical_box)
-        ]
+        box = copy.logical_box
         found = _compare(catalog, tensor, copy)
         if found is not None:
-            yield (
-                "replica",
-                f"two copies of {found}",
-                f"{catalog.place(mine[0].stored)}; {catalog.place(copy.stored)}",
-                "the ranks are from different checkpoints, or one was not synchronised",
-            )
+            parts = (p for p in tensor.pieces if p.logical_box == box or not box.start or p.logical_box.intersect(box))
+            where = f"{catalog.place(next(parts).stored)}; {catalog.place(copy.stored)}"
+            hint = "the ranks are from different checkpoints, or one was not synchronised"
+            yield "replica", f"two copies of {found}", where, hint
 
 
 def _compare(catalog: Catalog, tensor: LogicalTensor, copy: Piece) -> Difference | None:
