@@ -91,22 +91,11 @@ class _Parser:
         slices = self._slices(top, method)
         whole = settings(top["parameters"], method, of_model=False) if "parameters" in top else {}
         tokenizer = self._tokenizer(top)
-        found = {k: dtype_named(top[k]) for k in ("dtype", "out_dtype") if k in top}
+        dtype, out_dtype = (dtype_named(top[k]) if k in top else "" for k in ("dtype", "out_dtype"))
         template = self._template(top["chat_template"]) if "chat_template" in top else ""
         if method is None or (self.problems.found and not slices):
             return None
-        recipe = Recipe(
-            method.name,
-            slices,
-            base,
-            whole,
-            found.get("dtype", ""),
-            found.get("out_dtype", ""),
-            tokenizer,
-            template,
-            name=name,
-            text=text,
-        )
+        recipe = Recipe(method.name, slices, base, whole, dtype, out_dtype, tokenizer, template, name=name, text=text)
         if not self.problems.found:
             check(recipe, self.problems, WORDS)
             self._donor(recipe, method)

@@ -7,22 +7,3 @@
 The rules (which rows, which ids) are those of mergekit's ``tokenizer:``; the formats are Hugging Face's. No tokenizer
 is run, so none of its libraries is needed.
 """
-
-from ckpttool.vocabulary.chat import chat_template
-from ckpttool.vocabulary.merge import Input, MergedVocabulary, Row, TokenRule, merge_vocabularies
-from ckpttool.vocabulary.read import TOKENIZER_FILES, Added, Vocabulary, read_vocabulary
-from ckpttool.vocabulary.write import tokenizer_files
-
-__all__ = [
-    "TOKENIZER_FILES",
-    "Added",
-    "Input",
-    "MergedVocabulary",
-    "Row",
-    "TokenRule",
-    "Vocabulary",
-    "chat_template",
-    "merge_vocabularies",
-    "read_vocabulary",
-    "tokenizer_files",
-]

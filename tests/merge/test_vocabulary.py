@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import ConflictError, UsageError
 from ckpttool.plan import Gathered, Operand, Run, Stored
-from ckpttool.vocabulary import Added, Input, MergedVocabulary, Row, TokenRule, Vocabulary, merge_vocabularies
+from ckpttool.vocabulary.merge import Input, MergedVocabulary, Row, TokenRule, merge_vocabularies
+from ckpttool.vocabulary.read import Added, Vocabulary
 
 Matrix = npt.NDArray[np.float32]
 

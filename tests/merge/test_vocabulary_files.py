@@ -11,18 +11,11 @@ import jinja2
 import pytest
 
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.vocabulary import (
-    TOKENIZER_FILES,
-    Added,
-    Input,
-    Vocabulary,
-    chat_template,
-    merge_vocabularies,
-    read_vocabulary,
-    tokenizer_files,
-)
 from ckpttool.vocabulary import read as reading
-from ckpttool.vocabulary.chat import BUILTIN
+from ckpttool.vocabulary.chat import BUILTIN, chat_template
+from ckpttool.vocabulary.merge import Input, merge_vocabularies
+from ckpttool.vocabulary.read import TOKENIZER_FILES, Added, Vocabulary, read_vocabulary
+from ckpttool.vocabulary.write import tokenizer_files
 
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import CkptError, UsageError
+from ckpttool.formats.hf import indexes_of
 from ckpttool.index_checks import explain_total
 from ckpttool.layout.shapes import check_sizes
 from ckpttool.mesh import Mesh, default_etp
 from ckpttool.ops.fp8_size.cache import Cache, cache_of
 from ckpttool.ops.fp8_size.devices import Device
-from ckpttool.ops.fp8_size.model import Model, index_of, load
+from ckpttool.ops.fp8_size.model import Model, load
 from ckpttool.ops.fp8_size.resident import Ranks, partition
 from ckpttool.ops.fp8_size.stored import Applied, Disk, Wanted, apply, on_disk
 from ckpttool.ops.fp8_size.training import Training, training_of
@@ -293,8 +294,7 @@ def _fit(out: SizeReport, device: Device) -> Fit:
     if out.training is not None:
         most = out.training.most
         return Fit(most, out.training.held[most].nbytes, memory, device=device.label)
-    if ranks is None:
-        raise AssertionError  # the caller made them
+    assert ranks is not None  # noqa: S101 - the caller made them
     stages = [at.pp for at in ranks.mesh.all_coords()]
     needed = [w.nbytes + (cache.needed(stage) if cache else 0) for w, stage in zip(ranks.held, stages, strict=True)]
     most = needed.index(max(needed))
@@ -313,7 +313,7 @@ def _total_size(model: Model) -> TotalSize:
     if source is None:
         raise UsageError("--check-total-size: SRC is a config, without files", where=str(model.path))
     listing = list_source(model.path)
-    name = index_of(listing)
+    name = next(iter(indexes_of(listing)), "")
     if not name:
         raise UsageError("--check-total-size: SRC has no index", where=str(model.path))
     meta = listing.json(name).get("metadata")

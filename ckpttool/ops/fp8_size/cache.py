@@ -25,17 +25,7 @@ KINDS = ("bf16", "fp8", "fp8_ds_mla")
 DS_MLA = 656
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
-_OTHER_LAYERS = (
-    "mamba",
-    "ssm",
-    "linear_",
-    "recurrent",
-    "lru_",
-    "short_conv",
-    "conv_L_cache",
-    "rwkv",
-    "hybrid_override",
-)
+_STATEFUL = ("mamba", "ssm", "linear_", "recurrent", "lru_", "short_conv", "conv_L_cache", "rwkv", "hybrid_override")
 """Starts of config fields of models with layers that keep a state of constant size."""
 
 
@@ -198,7 +188,7 @@ def _layer_kinds(config: _Fields, layers: int) -> list[str]:
         return [FULL if k == "attention" else k for k in said[:layers]]
     if every := config.number("full_attention_interval"):
         return [FULL if (n + 1) % every == 0 else "linear_attention" for n in range(layers)]
-    other = [k for p in config.places for k in p if k.startswith(_OTHER_LAYERS) and p[k] not in (None, False)]
+    other = [k for p in config.places for k in p if k.startswith(_STATEFUL) and p[k] not in (None, False)]
     if other:
         raise UnsupportedError(
             f"the model has layers that keep a state instead of keys and values (`{other[0]}`), and the config does not"

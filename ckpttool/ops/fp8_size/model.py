@@ -11,7 +11,6 @@ from ckpttool.dtypes import lookup
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import quantization
-from ckpttool.formats.hf import indexes_of
 from ckpttool.formats.registry import detect, read_source
 from ckpttool.layout.family import Family, Transform, inverse
 from ckpttool.layout.names import split_numbers
@@ -21,7 +20,7 @@ from ckpttool.quant.coded import Codes, find_codes
 from ckpttool.quant.keep import Weight, is_conv1d
 from ckpttool.relate import apply_transforms, identity
 from ckpttool.storage.json_file import load_json
-from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import Place
 from ckpttool.targeting.recode import high_precision
 
@@ -285,8 +284,3 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
         packed,
         foreign,
     )
-
-
-def index_of(listing: Listing) -> str:
-    """Name of the index of the model's weights; "" if there is none."""
-    return next(iter(indexes_of(listing)), "")

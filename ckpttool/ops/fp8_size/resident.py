@@ -172,20 +172,9 @@ def _kinds(model: Model, applied: Applied, mesh: Mesh) -> _Counted:
                     rule = model.packing.rule(rule, name, part)
                     blocks = model.packing.blocks(part, len(w.shape))
                     parameters = prod(blocks) if name == part.codes else 0
-                merged, template = _merged(merging, name), split_numbers(name)[0]
+                bias, merged, template = is_bias(name), _merged(merging, name), split_numbers(name)[0]
                 found[key] = _Kind(
-                    rule,
-                    w.shape,
-                    w.dtype,
-                    g.coding,
-                    is_bias(name),
-                    merged,
-                    stages,
-                    owner,
-                    name,
-                    template,
-                    blocks,
-                    parameters,
+                    rule, w.shape, w.dtype, g.coding, bias, merged, stages, owner, name, template, blocks, parameters
                 )
             counts[key] = counts.get(key, 0) + 1
     if missing and mesh.world > 1:

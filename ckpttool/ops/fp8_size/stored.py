@@ -153,10 +153,10 @@ class Applied:
     def rows(self) -> Iterator[Row]:
         """Every stored tensor."""
         for g in self.groups:
-            same = [_row(g, h) for h in g.held]
+            same = [_row(h, g) for h in g.held]
             for i, name in g.each():
                 yield same[i]._replace(name=name)
-        yield from map(_loose, self.loose)
+        yield from map(_row, self.loose)
 
     def unpacked(self) -> int:
         """Stored elements with every 4-bit code counted, where files count the bytes that hold two."""
@@ -165,17 +165,12 @@ class Applied:
         )
 
 
-def _row(g: Group, h: Held) -> Row:
+def _row(h: Held, g: Group | None = None) -> Row:
+    """A stored tensor of a group; one of no group is a scale."""
+    scale = g is None or h.role in ("scales", "factor", "input")
+    kind, parameters = ("scale", 0) if g is None or scale else (g.kind, prod(g.weight.shape))
     elements = prod(h.shape)
-    size = nbytes(h.dtype, elements, where=h.name)
-    if h.role in ("scales", "factor", "input"):
-        return Row(h.name, h.dtype, h.shape, "scale", 0, elements, size)
-    return Row(h.name, h.dtype, h.shape, g.kind, prod(g.weight.shape), elements, size)
-
-
-def _loose(h: Held) -> Row:
-    elements = prod(h.shape)
-    return Row(h.name, h.dtype, h.shape, "scale", 0, elements, nbytes(h.dtype, elements, where=h.name))
+    return Row(h.name, h.dtype, h.shape, kind, parameters, elements, nbytes(h.dtype, elements, where=h.name))
 
 
 def apply(model: Model, wanted: Wanted, *, or_as_it_is: bool = False) -> Applied:
@@ -304,9 +299,9 @@ def _sum(out: Applied) -> None:
         if g.why:
             out.kept[g.why] = out.kept.get(g.why, 0) + len(g.names)
         for h in g.held:
-            add(_row(g, h), module_of(g.weight.name), len(g.names))
+            add(_row(h, g), module_of(g.weight.name), len(g.names))
     for h in out.loose:
-        add(_loose(h), module_of(h.name), 1)
+        add(_row(h), module_of(h.name), 1)
     out.classes = {c: classes[c] for c in CLASSES if c in classes}
     out.dtypes = {d: out.dtypes[d] for d in sorted(out.dtypes, key=list(DTYPES).index, reverse=True)}
 

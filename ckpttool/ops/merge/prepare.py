@@ -40,7 +40,7 @@ from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
 from ckpttool.targeting.verify import verify_output
-from ckpttool.vocabulary import TOKENIZER_FILES
+from ckpttool.vocabulary.read import TOKENIZER_FILES
 from ckpttool.words import some
 
 FACTOR = re.compile(r"(?:\A|\.)(?:lora|hada|lokr|vera)_")
@@ -141,11 +141,7 @@ def prepare(
         written.append(("README.md", _card(donor, provenance)))
     prepared = plan_target(
         _as_checkpoint(recipe, donor, models, builder, config, options, words, form),
-        replace(
-            target,
-            dtype="" if masters else dtype,
-            format=target.format or _usual(target, form, donor.checkpoint),
-        ),
+        replace(target, dtype="" if masters else dtype, format=target.format or _usual(target, form, donor.checkpoint)),
         selection,
         computed=Computed(builder.computed, builder.operands, _randomness(choices, builder, recipe)),
         written=written,
@@ -163,11 +159,7 @@ def prepare(
 
 
 def prepare_one(
-    src: str | Path,
-    options: OpenOptions,
-    target: Target,
-    selection: Selection,
-    recoding: Recoding | None = None,
+    src: str | Path, options: OpenOptions, target: Target, selection: Selection, recoding: Recoding | None = None
 ) -> PreparedMerge:
     """Plan how the shards of one checkpoint become one whole checkpoint, or what ``target`` says.
 
@@ -200,7 +192,6 @@ def execute(
     """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
     path = Path(dst)
     target, plan = prepared.target, prepared.plan
-
     record = PROGRAM_RECORD if writer(target.format).capabilities.exact else RECORD
     options = replace(
         options,

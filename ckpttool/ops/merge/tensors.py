@@ -77,7 +77,7 @@ class Builder:
         for one in resolved.tensors:
             if not one.missing:
                 self._tensor(one)
-            elif missing == "skip" or (one.base is None and self._has_base(one)):
+            elif missing == "skip" or (one.base is None and one.base_at is not None):  # the base decides what there is
                 left += 1
             else:
                 copied += 1
@@ -90,21 +90,14 @@ class Builder:
         self.notes += [f"the filter {u} decides about no tensor" for u in resolved.unused]
         if not self._wrong:
             return
-        shown = list(self._wrong.values())[:_SHOWN]
-        if len(self._wrong) > _SHOWN:
-            shown.append(f"and {len(self._wrong) - _SHOWN} more")
         raise ConflictError(
             f"the models have different shapes in {len(self._wrong)} tensors",
-            where=shown,
+            where=_first(list(self._wrong.values())),
             hint="--vocab min cuts all vocabularies to the smallest, max takes missing rows from the base or the first"
             " model that has them, base keeps the base's rows; or set `tokenizer:` in a recipe"
             if all(has_vocabulary(n) for n in self._wrong)
             else "only models of one architecture and size can be merged",
         )
-
-    def _has_base(self, one: Merged) -> bool:
-        """Whether the tensor's merge has a base, which decides what the output holds."""
-        return one.base_at is not None
 
     def copy(self, name: str, ref: ModelRef, of: str) -> None:
         """A tensor of the output that is one model's, unchanged but for the dtype."""
@@ -147,8 +140,18 @@ class Builder:
         method: str,
         sources: Sequence[tuple[ModelRef, str]],
     ) -> None:
+        """Add a tensor of the output.
+
+        The method's program begins here, as far as its first pass: wrong parameters show before anything is written.
+        """
         shape = shape_of(models[0])
-        self._try(name, shape, models, base, parameters, whole, base_at, method)
+        tried = (method, repr(parameters), repr(whole), base is None, len(shape))
+        if tried not in self._tried:
+            self._tried.add(tried)
+            draws = CounterDraws(0, name)
+            tensor = Tensor(name, shape, tuple(parameters), whole, base is not None, draws, base_at)
+            with contextlib.suppress(StopIteration):
+                next(METHODS[method].program(tensor))
         key = Key(name, self.models.component)
         if not prod(shape):
             self.tensors[key] = LogicalTensor(key, dtype, shape, ())
@@ -156,46 +159,14 @@ class Builder:
         stored = StoredTensor(name, dtype, shape, len(self.models.files) + len(self.computed), 0)
         self.tensors[key] = whole_tensor(stored, key)
         self.names[name] = [(str(ref), of) for ref, of in sources]
-        self.computed.append(
-            Compute(
-                name,
-                shape,
-                dtype,
-                method,
-                models,
-                base,
-                self._one([tuple(sorted(p.items())) for p in parameters]),
-                self._one(sorted(whole.items())),
-                base_at,
-                self.finite,
-            )
-        )
+        each = self._one([tuple(sorted(p.items())) for p in parameters])
+        every = self._one(sorted(whole.items()))
+        self.computed.append(Compute(name, shape, dtype, method, models, base, each, every, base_at, self.finite))
 
     def _one(self, items: Sequence[Any]) -> Any:
         """Equal parameters as one object: most tensors have the same."""
         found = tuple(items)
         return self._shared.setdefault(found, found)
-
-    def _try(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        models: tuple[Operand, ...],
-        base: Operand | None,
-        parameters: Sequence[Mapping[str, float | int | bool]],
-        whole: Mapping[str, float | int | bool],
-        base_at: int | None,
-        method: str,
-    ) -> None:
-        """Begin the method's program as far as its first pass: wrong parameters show before anything is written."""
-        key = (method, repr(parameters), repr(whole), base is None, len(shape))
-        if key in self._tried:
-            return
-        self._tried.add(key)
-        draws = CounterDraws(0, name)
-        tensor = Tensor(name, shape, tuple(parameters), whole, base is not None, draws, base_at)
-        with contextlib.suppress(StopIteration):
-            next(METHODS[method].program(tensor))
 
     def _operand(self, ref: ModelRef, name: str) -> Operand:
         return self.adaptations.operand(ref, name, self.operands)
@@ -264,22 +235,19 @@ class Builder:
 
 def _common(dtypes: Sequence[str]) -> str:
     """The smallest dtype that holds what all of these hold."""
-    kinds = set(dtypes)
-    if len(kinds) == 1:
-        return dtypes[0]
-    return "F64" if "F64" in kinds else "F32"
+    return dtypes[0] if len(set(dtypes)) == 1 else "F64" if "F64" in dtypes else "F32"
+
+
+def _first(texts: Sequence[str]) -> list[str]:
+    more = len(texts) - _SHOWN
+    return [*texts[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _lacking(partial: Sequence[Merged], models: Models) -> ConflictError:
     """The error for models with different tensors."""
-    shown = []
-    for m in partial[:_SHOWN]:
-        without = ", ".join(dict.fromkeys(models[ref].label for ref, _ in m.missing))
-        shown.append(f"`{m.name}` is not in {without}")
-    if len(partial) > _SHOWN:
-        shown.append(f"and {len(partial) - _SHOWN} more")
+    without = {m.name: ", ".join(dict.fromkeys(models[ref].label for ref, _ in m.missing)) for m in partial}
     return ConflictError(
         f"the models do not have the same tensors: {len(partial)} are not in all of them",
-        where=shown,
+        where=_first([f"`{name}` is not in {labels}" for name, labels in without.items()]),
         hint="--missing base takes them from the base or the first model that has them, skip leaves them out",
     )

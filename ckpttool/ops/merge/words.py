@@ -12,17 +12,10 @@ from ckpttool.plan import Operand, shape_of
 from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, TokenizerRecipe
 from ckpttool.recipe.model import TokenRule as Asked
 from ckpttool.storage.place import parse_place
-from ckpttool.vocabulary import (
-    Input,
-    MergedVocabulary,
-    Row,
-    TokenRule,
-    Vocabulary,
-    chat_template,
-    merge_vocabularies,
-    read_vocabulary,
-    tokenizer_files,
-)
+from ckpttool.vocabulary.chat import chat_template
+from ckpttool.vocabulary.merge import Input, MergedVocabulary, Row, TokenRule, merge_vocabularies
+from ckpttool.vocabulary.read import Vocabulary, read_vocabulary
+from ckpttool.vocabulary.write import tokenizer_files
 
 VOCABULARY = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "lm_head.weight", "embed_out.weight")
 """Ends of the names of tensors with one row per token."""
