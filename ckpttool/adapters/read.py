@@ -6,8 +6,9 @@ from ckpttool.adapters import paddle, peft
 from ckpttool.adapters.base import Adapter
 from ckpttool.catalog import Catalog, Key, LogicalTensor, whole_tensor
 from ckpttool.containers.index import NUMBERED
+from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats.base import StoredCheckpoint, read_files
+from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.place import Place, parse_place
@@ -68,10 +69,10 @@ def read_stored(path: Place, name: str) -> StoredCheckpoint:
 
 
 def _catalog(listing: Listing, stem: str, component: str = "model") -> Catalog:
-    files, stored, _ = read_files(listing, [(n, 0) for n in _shards(listing, stem)])
+    heads = [read_header(listing.path(n), at) for at, n in enumerate(_shards(listing, stem))]
+    files = [h.file for h in heads]
     tensors: dict[Key, LogicalTensor] = {}
-    for found in stored:
-        t = found._replace(component=component)
+    for t in (t._replace(component=component) for h in heads for t in h.tensors):
         key = t.key
         if key in tensors:
             first = tensors[key].pieces[0].stored.file

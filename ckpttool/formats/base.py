@@ -317,19 +317,21 @@ class TransposedOnDisk(Protocol):
         """Whether the files for ``version`` (--target) hold this model weight with its two axes exchanged."""
 
 
-def read_files(
-    listing: Listing, names: Iterable[tuple[str, int]]
-) -> tuple[list[DataFile], list[StoredTensor], list[dict[str, str]]]:
-    """Headers of (file name, rank) pairs, in order: files, stored tensors, metadata of each file."""
-    files: list[DataFile] = []
-    tensors: list[StoredTensor] = []
-    metadata = []
-    for name, rank in names:
-        head = read_header(listing.path(name), len(files), rank)
-        files.append(head.file)
-        tensors += head.tensors
-        metadata.append(head.metadata)
-    return files, tensors, metadata
+def read_files(format_name: str, listing: Listing, named: Sequence[tuple[str, int]], mesh: Mesh) -> StoredCheckpoint:
+    """The checkpoint of (file name, rank) pairs, in order; its metadata is that of the first file."""
+    heads = [read_header(listing.path(name), at, rank) for at, (name, rank) in enumerate(named)]
+    carried, notes = companions(listing, [name for name, _ in named])
+    return StoredCheckpoint(
+        format_name,
+        listing.root,
+        [h.file for h in heads],
+        [t for h in heads for t in h.tensors],
+        mesh,
+        config=listing.json("config.json"),
+        companions=carried,
+        notes=notes,
+        metadata=heads[0].metadata if heads else {},
+    )
 
 
 def file_now(path: Place) -> DataFile:

@@ -13,34 +13,10 @@ from math import prod
 from typing import Any
 
 from ckpttool.catalog import Catalog, RankTensor, StoredTensor
-from ckpttool.containers.index import (
-    LOADED,
-    NUMBERED,
-    IndexRules,
-    gaps,
-    index_name,
-    misplaced,
-    set_of,
-    sets_of,
-    shard_name,
-    weight_map,
-)
+from ckpttool.containers import index as index_files
 from ckpttool.containers.safetensors import tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
-from ckpttool.formats.base import (
-    Capabilities,
-    FileLayout,
-    KeptFile,
-    OutFile,
-    ReadOptions,
-    Remainder,
-    StoredCheckpoint,
-    WriteRequest,
-    build_files,
-    companions,
-    fill_files,
-    read_files,
-)
+from ckpttool.formats import base
 from ckpttool.mesh import Mesh
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import INDEX, Listing, is_index, list_source, lost
@@ -69,7 +45,7 @@ class FileNames:
     @property
     def index(self) -> str:
         """When there are several."""
-        return index_name(self.stem)
+        return index_files.index_name(self.stem)
 
 
 def _set_of(name: str) -> tuple[str, str]:
@@ -80,7 +56,7 @@ def _set_of(name: str) -> tuple[str, str]:
         stem, variant = m["base"], m["variant"] or ""
     else:
         return "", ""
-    return (stem, variant) if stem in LOADED else ("", "")
+    return (stem, variant) if stem in index_files.LOADED else ("", "")
 
 
 _PARAMETERS = "total_parameters"
@@ -94,7 +70,7 @@ class HuggingFace:
 
     name = "hf"
     dialect = "hf"
-    capabilities = Capabilities(shards=True, keeps_form=True, indexes=IndexRules())
+    capabilities = base.Capabilities(shards=True, keeps_form=True, indexes=index_files.IndexRules())
 
     def detect(self, listing: Listing) -> int:
         names = listing.safetensors()
@@ -102,12 +78,12 @@ class HuggingFace:
             return int(listing.single.endswith(".safetensors") or INDEX.match(listing.single) is not None)
         return int(
             any(
-                n == "model.safetensors" or NUMBERED.match(n) or INDEX.match(n)
+                n == "model.safetensors" or index_files.NUMBERED.match(n) or INDEX.match(n)
                 for n in (*names, *(x for x in listing.names if x.endswith(".json")))
             )
         )
 
-    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (a shard is missing), ConflictError (a tensor twice, two checkpoints in one place)."""
         wrong = {k: v for k, v in options.from_flags().items() if v != 1}
         if wrong:
@@ -118,12 +94,12 @@ class HuggingFace:
                 hint=f"drop --{k}, or give --rank-pattern when these are one rank's tensors each",
             )
         names, found, index, notes = _shards(listing)
-        files, tensors, metadata = read_files(listing, [(n, 0) for n in names])
+        stored = base.read_files(self.name, listing, [(n, 0) for n in names], Mesh())
         mapped: Mapping[str, str] = index or {}
-        shards = [f.place.name for f in files]
+        shards = [f.place.name for f in stored.files]
         seen: dict[str, int] = {}
         keep = []
-        for t in tensors:
+        for t in stored.tensors:
             other = seen.get(t.name)
             if other is None:
                 seen[t.name] = t.file
@@ -133,7 +109,7 @@ class HuggingFace:
             if mapped.get(t.name) not in (a, b):
                 raise ConflictError(
                     f"tensor `{t.name}` is in two shards",
-                    where=[str(files[other].place), str(files[t.file].place)],
+                    where=[str(stored.files[other].place), str(stored.files[t.file].place)],
                     hint="remove the stale shard; or drop --from and pass the number of ranks: --tp N",
                 )
             notes.append(f"`{t.name}` is in {a} and {b}; the index says {mapped[t.name]}")
@@ -141,19 +117,9 @@ class HuggingFace:
                 keep = [k for k in keep if k.name != t.name] + [t]
         if index is not None:
             notes += _index_notes(index, {t.name: shards[t.file] for t in keep})
-        carried, more = companions(listing, names)
-        return StoredCheckpoint(
-            self.name,
-            listing.root,
-            files,
-            keep,
-            Mesh(),
-            config=listing.json("config.json"),
-            companions=carried,
-            notes=notes + more,
-            metadata=metadata[0] if metadata else {},
-            native=_file_names(names, found),
-        )
+        stored.tensors, stored.notes = keep, notes + stored.notes
+        stored.native = _file_names(names, found)
+        return stored
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         wrong = [f"--{k}-out {v}" for k, v in said.items() if v != 1]
@@ -164,12 +130,12 @@ class HuggingFace:
             )
         return Mesh()
 
-    def write(self, request: WriteRequest) -> FileLayout:
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
         named = request.native if isinstance(request.native, FileNames) else FileNames()
         file_layout = layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"}, named)
         return file_layout._replace(usage=_usage(request.config, named))
 
-    def without(self, stored: StoredCheckpoint, catalog: Catalog, lost: Collection[str]) -> Remainder:
+    def without(self, stored: base.StoredCheckpoint, catalog: Catalog, lost: Collection[str]) -> base.Remainder:
         held: list[list[StoredTensor]] = [[] for _ in stored.files]
         loses = [False] * len(held)
         for t in stored.tensors:
@@ -179,29 +145,29 @@ class HuggingFace:
                 held[t.file].append(t)
         kept = [i for i, tensors in enumerate(held) if tensors]
         names = _renumbered([stored.files[i].place.name for i in kept], len(held))
-        files = [KeptFile(stored.files[i], n, held[i], loses[i]) for i, n in zip(kept, names, strict=True)]
+        files = [base.KeptFile(stored.files[i], n, held[i], loses[i]) for i, n in zip(kept, names, strict=True)]
         index = stored.native.found or stored.native.index
         old = list_source(stored.root).json(index) if (stored.root / index).is_file() else None
         if len(files) == 1 and old is None:
-            return Remainder(files, [])
-        return Remainder(files, [(index, _index_without(old or {}, files, stored.tensors))])
+            return base.Remainder(files, [])
+        return base.Remainder(files, [(index, _index_without(old or {}, files, stored.tensors))])
 
 
 def _renumbered(kept: Sequence[str], before: int) -> list[str]:
     """Names of the files that stay; numbered shards are renumbered when one of them goes."""
-    stems = [key[0] for n in kept if (key := set_of(n))]
+    stems = [key[0] for n in kept if (key := index_files.set_of(n))]
     if len(kept) == before or len(stems) < len(kept):
         return list(kept)
     if len(kept) == 1:
         return [f"{stems[0]}.safetensors"]
-    return [shard_name(stem, i, len(kept)) for i, stem in enumerate(stems, 1)]
+    return [index_files.shard_name(stem, i, len(kept)) for i, stem in enumerate(stems, 1)]
 
 
 def _elements(tensors: Iterable[StoredTensor]) -> int:
     return sum(prod(t.shape) for t in tensors)
 
 
-def _index_without(old: Mapping[str, Any], files: Iterable[KeptFile], before: Iterable[StoredTensor]) -> bytes:
+def _index_without(old: Mapping[str, Any], files: Iterable[base.KeptFile], before: Iterable[StoredTensor]) -> bytes:
     """The index of what is left; what the old one said besides stays. ``before`` are the tensors of the source."""
     left = {t.name: (k.name, t) for k in files for t in k.tensors}
     metadata = old.get("metadata")
@@ -221,12 +187,12 @@ def _index_without(old: Mapping[str, Any], files: Iterable[KeptFile], before: It
 
 def _usage(config: Mapping[str, Any], named: FileNames) -> str:
     """The line of Python that loads the files; "" where config.json does not say what they are."""
-    base, _, variant = named.stem.partition(".")
-    if base == "model" and isinstance(config.get("model_type"), str):
+    stem, _, variant = named.stem.partition(".")
+    if stem == "model" and isinstance(config.get("model_type"), str):
         architectures = config.get("architectures")
         first = architectures[0] if isinstance(architectures, list) and architectures else ""
         name = "AutoModelForCausalLM" if str(first).endswith(("ForCausalLM", "LMHeadModel")) else "AutoModel"
-    elif base == "diffusion_pytorch_model" and re.fullmatch(r"\w+", str(config.get("_class_name", ""))):
+    elif stem == "diffusion_pytorch_model" and re.fullmatch(r"\w+", str(config.get("_class_name", ""))):
         name = f"diffusers.{config['_class_name']}"
     else:
         return ""
@@ -238,19 +204,19 @@ def layout_published(
     max_shard_size: int | None,
     metadata: Callable[[Sequence[RankTensor]], Mapping[str, str]],
     called: FileNames = FileNames(),
-) -> FileLayout:
+) -> base.FileLayout:
     """``model.safetensors``, or numbered shards and their index; ``metadata`` is what each file's header says."""
-    groups = fill_files(tensors, max_shard_size or SHARD_LIMIT)
+    groups = base.fill_files(tensors, max_shard_size or SHARD_LIMIT)
     if len(groups) == 1:
-        return build_files([(called.single, 0, groups[0], metadata(groups[0]))], 1)
+        return base.build_files([(called.single, 0, groups[0], metadata(groups[0]))], 1)
     n = len(groups)
-    named = [(shard_name(called.stem, i + 1, n), 0, g, metadata(g)) for i, g in enumerate(groups)]
-    file_layout = build_files(named, 1)
+    named = [(index_files.shard_name(called.stem, i + 1, n), 0, g, metadata(g)) for i, g in enumerate(groups)]
+    file_layout = base.build_files(named, 1)
     total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
     mapping = {t.name: name for name, _, group, _ in named for t in group}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(mapping.items()))}
     text = indented(index)
-    file_layout.files.append(OutFile(called.index, len(text), ((0, text),)))
+    file_layout.files.append(base.OutFile(called.index, len(text), ((0, text),)))
     return file_layout
 
 
@@ -303,11 +269,11 @@ def _shards(listing: Listing) -> tuple[list[str], str, dict[str, str] | None, li
         return [listing.single], "", None, []
     notes: list[str] = []
     present = _one_variant(listing, [n for n in listing.safetensors() if not NOT_WEIGHTS.match(n)], notes)
-    sets = sets_of(present)
+    sets = index_files.sets_of(present)
     complete = [k for k, parts in sets.items() if parts == set(range(1, k[1] + 1))]
     indexes = indexes_of(listing)
     meant = {_set_of(n) for n in present}
-    alone = [n for n in present if _set_of(n)[0] and not NUMBERED.match(n)]
+    alone = [n for n in present if _set_of(n)[0] and not index_files.NUMBERED.match(n)]
     alone = [n for n in alone if n == FileNames().single] or alone
     if len(indexes) > 1:  # of other variants, too
         indexes = [n for n in indexes if _set_of(n) in meant] or indexes
@@ -319,9 +285,9 @@ def _shards(listing: Listing) -> tuple[list[str], str, dict[str, str] | None, li
             named = sorted(set(mapping.values()))
             missing = [n for n in named if n not in present]
             if not missing:
-                same = {key for n in named if (key := set_of(n))}
+                same = {key for n in named if (key := index_files.set_of(n))}
                 for n in present:
-                    if n not in named and set_of(n) in same:
+                    if n not in named and index_files.set_of(n) in same:
                         notes.append(f"{n} is not in the index; it is read, and the index rebuilt")
                         named.append(n)
                     elif n not in named:
@@ -341,7 +307,7 @@ def _shards(listing: Listing) -> tuple[list[str], str, dict[str, str] | None, li
         notes += [f"{n} is not part of {alone[0]}; left out" for n in present if n not in names]
     elif len(complete) == 1 and not alone:
         stem, total = complete[0]
-        names = [shard_name(stem, i, total) for i in range(1, total + 1)]
+        names = [index_files.shard_name(stem, i, total) for i in range(1, total + 1)]
         others = [k for k in sets if k != complete[0]]
         notes += [f"{len(sets[k])} shards of another set of {k[1]} are left out: it is not complete" for k in others]
         if not indexes:
@@ -381,8 +347,8 @@ def _instead(listing: Listing) -> str:
 
 def _refuse_gaps(listing: Listing, key: tuple[str, int], parts: set[int]) -> None:
     stem, total = key
-    if missing := gaps(total, parts):
-        first = shard_name(stem, missing[0], total)
+    if missing := index_files.gaps(total, parts):
+        first = index_files.shard_name(stem, missing[0], total)
         raise IncompleteError(
             f"{len(missing)} of {total} shards are missing: {first}",
             where=str(listing.root),
@@ -396,12 +362,12 @@ def _weight_map(listing: Listing, name: str, notes: list[str]) -> dict[str, str]
     except CorruptError as e:
         notes.append(f"{name} is not usable ({e.what}); rebuilt from the headers")
         return None
-    found = weight_map(data)
+    found = index_files.weight_map(data)
     if not found:
         notes.append(f"{name} has no weight_map; rebuilt from the headers")
         return None
     for tensor, file in found.items():
-        if why := misplaced(file):
+        if why := index_files.misplaced(file):
             raise ConflictError(
                 f"the index says that `{tensor}` is in `{file}`, {why}",
                 where=str(listing.path(name)),

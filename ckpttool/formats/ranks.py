@@ -22,18 +22,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, RankTensor, StoredTensor, logical_tensor
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats.base import (
-    Capabilities,
-    FileLayout,
-    ReadOptions,
-    StoredCheckpoint,
-    WriteRequest,
-    build_files,
-    check_mesh,
-    companions,
-    contiguous_ranks,
-    read_files,
-)
+from ckpttool.formats import base
 from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
@@ -52,7 +41,7 @@ class Ranks:
 
     name = "ranks"
     dialect = ""
-    capabilities = Capabilities(meshes="any", records_shapes=True, ragged_experts=True)
+    capabilities = base.Capabilities(meshes="any", records_shapes=True, ragged_experts=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -61,7 +50,7 @@ class Ranks:
             return 2
         return int(any(listing.match(p) for p in _COMMON))
 
-    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         if not options.rank_pattern and (ours := listing.match(_OURS)):
             worlds = {int(m["world"]) for _, m in ours}
             if len(worlds) > 1:
@@ -74,8 +63,10 @@ class Ranks:
             return self._described(listing, options, {int(m["rank"]): n for n, m in ours}, worlds.pop())
         return self._foreign(listing, options)
 
-    def _described(self, listing: Listing, options: ReadOptions, names: dict[int, str], world: int) -> StoredCheckpoint:
-        contiguous_ranks(names, world, listing.root, "rank-NNNNN-of-" + f"{world:05d}.safetensors")
+    def _described(
+        self, listing: Listing, options: base.ReadOptions, names: dict[int, str], world: int
+    ) -> base.StoredCheckpoint:
+        base.contiguous_ranks(names, world, listing.root, "rank-NNNNN-of-" + f"{world:05d}.safetensors")
         files: list[DataFile] = []
         tensors: list[StoredTensor] = []
         groups: dict[str, tuple[tuple[int, ...], list[Piece], list[Pad]]] = {}
@@ -94,7 +85,9 @@ class Ranks:
                     raise ConflictError(
                         f"the files record {mesh}, that is {mesh.world} ranks, not {world}", where=str(listing.root)
                     )
-                check_mesh("ranks", {k: getattr(mesh, k) for k in ("tp", "pp", "ep", "etp")}, options, listing.root)
+                base.check_mesh(
+                    "ranks", {k: getattr(mesh, k) for k in ("tp", "pp", "ep", "etp")}, options, listing.root
+                )
             if mine["mesh"] != rec["mesh"] or mine.get("family") != rec.get("family"):
                 raise ConflictError(
                     f"rank {r} was written for another mesh than rank 0",
@@ -113,8 +106,8 @@ class Ranks:
                 logical[key] = LogicalTensor(key, stored.dtype, shape, ())
             else:
                 logical[key] = logical_tensor(key, shape, pieces, pads, files=files)
-        carried, notes = companions(listing, names.values())
-        return StoredCheckpoint(
+        carried, notes = base.companions(listing, names.values())
+        return base.StoredCheckpoint(
             self.name,
             listing.root,
             files,
@@ -130,7 +123,7 @@ class Ranks:
             metadata=metadata,
         )
 
-    def _foreign(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def _foreign(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         found, said_by_names, shown = _find(listing, options)
         ranks = {tuple(c.items()) for c, _, _ in found}
         mesh, notes = _infer(len(ranks), said_by_names, options, listing.root, shown)
@@ -157,30 +150,19 @@ class Ranks:
                 where=f"{listing.root}/{shown}",
                 hint=f"drop --{silent[0]}, or show where the names have it: --rank-pattern with {{{silent[0]}}}",
             )
-        contiguous_ranks(names, mesh.world, listing.root, shown)
-        files, tensors, metadata = read_files(
-            listing, [(names[r][p], r) for r in range(mesh.world) for p in sorted(names[r])]
-        )
-        carried, more = companions(listing, [n for parts in names.values() for n in parts.values()])
-        return StoredCheckpoint(
-            self.name,
-            listing.root,
-            files,
-            tensors,
-            mesh,
-            config=listing.json("config.json"),
-            companions=carried,
-            notes=notes + more,
-            metadata=metadata[0] if metadata else {},
-        )
+        base.contiguous_ranks(names, mesh.world, listing.root, shown)
+        named = [(names[r][p], r) for r in range(mesh.world) for p in sorted(names[r])]
+        stored = base.read_files(self.name, listing, named, mesh)
+        stored.notes = notes + stored.notes
+        return stored
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return asked
 
-    def write(self, request: WriteRequest) -> FileLayout:
-        return build_files(self._files(request), request.mesh.world)
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
+        return base.build_files(self._files(request), request.mesh.world)
 
-    def _files(self, request: WriteRequest) -> Iterator[tuple[str, int, Sequence[RankTensor], dict[str, str]]]:
+    def _files(self, request: base.WriteRequest) -> Iterator[tuple[str, int, Sequence[RankTensor], dict[str, str]]]:
         """One rank after the other: what is recorded of a large rank takes as much memory as its tensors' names."""
         world = request.mesh.world
         texts: dict[tuple[Any, ...], tuple[str, str]] = {}
@@ -359,7 +341,9 @@ def rank_regex(pattern: str) -> str:
     return "".join(out)
 
 
-def _find(listing: Listing, options: ReadOptions) -> tuple[list[tuple[dict[str, int], int, str]], dict[str, int], str]:
+def _find(
+    listing: Listing, options: base.ReadOptions
+) -> tuple[list[tuple[dict[str, int], int, str]], dict[str, int], str]:
     """(coordinates, part, file) of all rank files, the sizes that the coordinates imply, the pattern for messages."""
     if options.rank_pattern:
         patterns = [rank_regex(options.rank_pattern)]
@@ -401,9 +385,11 @@ def _numbered(listing: Listing) -> dict[int, str]:
     return dict(sorted(out.items())) if alike and out.keys() == set(range(len(names))) else {}
 
 
-def _infer(count: int, named: dict[str, int], options: ReadOptions, root: Place, shown: str) -> tuple[Mesh, list[str]]:
+def _infer(
+    count: int, named: dict[str, int], options: base.ReadOptions, root: Place, shown: str
+) -> tuple[Mesh, list[str]]:
     """The source mesh from flags, file names and their number; what was inferred is noted."""
-    check_mesh(f"file names {shown}", named, options, root)
+    base.check_mesh(f"file names {shown}", named, options, root)
     said = {**named, **options.from_flags()}
     notes = []
     if not said:

@@ -11,18 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
-from ckpttool.formats.base import (
-    Capabilities,
-    FileLayout,
-    ReadOptions,
-    StoredCheckpoint,
-    WriteRequest,
-    build_files,
-    check_mesh,
-    companions,
-    contiguous_ranks,
-    read_files,
-)
+from ckpttool.formats import base
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 
@@ -34,12 +23,12 @@ class DeepSeek:
 
     name = "deepseek"
     dialect = "deepseek"
-    capabilities = Capabilities(meshes="tp = ep", pad_vocab=False, refused=("fuse", "unfuse"))
+    capabilities = base.Capabilities(meshes="tp = ep", pad_vocab=False, refused=("fuse", "unfuse"))
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and listing.match(_NAME) else 0
 
-    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         found = listing.match(_NAME)
         worlds = sorted({int(m["world"]) for _, m in found})
         if len(worlds) > 1:
@@ -57,23 +46,11 @@ class DeepSeek:
             )
         n = worlds[0]
         names = {int(m["rank"]): name for name, m in found if int(m["world"]) == n}
-        contiguous_ranks(names, n, listing.root, f"model*-mp{n}.safetensors")
-        check_mesh(f"mp{n} in the file names", {"tp": n, "pp": 1, "ep": n, "etp": 1}, options, listing.root)
-        files, tensors, metadata = read_files(listing, [(names[r], r) for r in range(n)])
-        carried, notes = companions(listing, names.values())
-        return StoredCheckpoint(
-            self.name,
-            listing.root,
-            files,
-            tensors,
-            Mesh(tp=n, ep=n),
-            dialect="deepseek",
-            config=listing.json("config.json"),
-            companions=carried,
-            family="deepseek",
-            notes=notes,
-            metadata=metadata[0] if metadata else {},
-        )
+        base.contiguous_ranks(names, n, listing.root, f"model*-mp{n}.safetensors")
+        base.check_mesh(f"mp{n} in the file names", {"tp": n, "pp": 1, "ep": n, "etp": 1}, options, listing.root)
+        stored = base.read_files(self.name, listing, [(names[r], r) for r in range(n)], Mesh(tp=n, ep=n))
+        stored.dialect = stored.family = "deepseek"
+        return stored
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         for k, v in said.items():
@@ -84,10 +61,10 @@ class DeepSeek:
                 )
         return Mesh(tp=asked.tp, ep=asked.tp)
 
-    def write(self, request: WriteRequest) -> FileLayout:
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
         n = request.mesh.tp
         groups = [(f"model{r}-mp{n}.safetensors", r, request.ranks[r], None) for r in request.chosen]
-        file_layout = build_files(groups, n)
+        file_layout = base.build_files(groups, n)
         if not request.complete:
             return file_layout
         return file_layout._replace(

@@ -12,18 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats.base import (
-    Capabilities,
-    FileLayout,
-    ReadOptions,
-    StoredCheckpoint,
-    WriteRequest,
-    build_files,
-    check_mesh,
-    companions,
-    contiguous_ranks,
-    read_files,
-)
+from ckpttool.formats import base
 from ckpttool.formats.config import config_fields
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
@@ -64,14 +53,14 @@ class TensorRTLLM:
 
     name = "trtllm"
     dialect = "trtllm"
-    capabilities = Capabilities(
+    capabilities = base.Capabilities(
         meshes="tp x pp; ep x etp = tp", local_layers=True, whole=(_EMBEDDING,), refused=("fuse", "unfuse")
     )
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and listing.match(_NAME) and "mapping" in listing.json("config.json") else 0
 
-    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         config = listing.json("config.json")
         mapping = config.get("mapping")
         if not isinstance(mapping, dict):
@@ -84,32 +73,21 @@ class TensorRTLLM:
             raise UnsupportedError("context-parallel TensorRT-LLM checkpoints are not read", where=str(listing.root))
         tp, pp, ep = (_size(mapping, k, 1, listing) for k in ("tp_size", "pp_size", "moe_ep_size"))
         etp = _size(mapping, "moe_tp_size", max(tp // ep, 1), listing)
-        check_mesh("mapping in config.json", {"tp": tp, "pp": pp, "ep": ep, "etp": etp}, options, listing.root)
+        base.check_mesh("mapping in config.json", {"tp": tp, "pp": pp, "ep": ep, "etp": etp}, options, listing.root)
         mesh = Mesh(tp, pp, ep, etp, options.layout, experts="ep-etp")
         names = {int(m["rank"]): n for n, m in listing.match(_NAME)}
-        contiguous_ranks(names, mesh.world, listing.root, "rank*.safetensors")
-        files, tensors, metadata = read_files(listing, [(names[r], r) for r in range(mesh.world)])
+        base.contiguous_ranks(names, mesh.world, listing.root, "rank*.safetensors")
+        stored = base.read_files(self.name, listing, [(names[r], r) for r in range(mesh.world)], mesh)
         if config.get("use_parallel_embedding") and config.get("embedding_sharding_dim") == 1:
             raise UnsupportedError(
                 "an embedding that is cut over the hidden size is not read",
                 where=str(listing.path("config.json")),
                 hint="convert with --embedding_sharding_dim 0",
             )
-        carried, notes = companions(listing, names.values())
-        return StoredCheckpoint(
-            self.name,
-            listing.root,
-            files,
-            tensors,
-            mesh,
-            dialect="trtllm",
-            config=to_hugging_face(config),
-            companions=carried,
-            whole=() if config.get("use_parallel_embedding") else (_EMBEDDING,),
-            native_config=config,
-            notes=notes,
-            metadata=metadata[0] if metadata else {},
-        )
+        stored.dialect = "trtllm"
+        stored.config, stored.native_config = to_hugging_face(config), config
+        stored.whole = () if config.get("use_parallel_embedding") else (_EMBEDDING,)
+        return stored
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         """Moe_tp x moe_ep is tp, always. Raises UsageError for numbers that flags name and that do not make it."""
@@ -129,7 +107,7 @@ class TensorRTLLM:
             )
         return Mesh(asked.tp, asked.pp, asked.ep, etp, asked.layout, experts="ep-etp")
 
-    def write(self, request: WriteRequest) -> FileLayout:
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
         mesh = request.mesh
         source = request.source
         own = source.native_config if source and source.format == self.name else {}
@@ -148,7 +126,7 @@ class TensorRTLLM:
             config["dtype"] = {"BF16": "bfloat16", "F16": "float16"}.get(request.dtype, "float32")
         groups = [(f"rank{r}.safetensors", r, request.ranks[r], None) for r in request.chosen]
         usage = "trtllm-build --checkpoint_dir {dst} --output_dir ENGINE" if len(groups) == mesh.world else ""
-        return build_files(groups, mesh.world)._replace(config=config, usage=usage)
+        return base.build_files(groups, mesh.world)._replace(config=config, usage=usage)
 
 
 def to_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,20 +18,7 @@ from typing import Any
 from ckpttool.catalog import RankTensor, StoredTensor
 from ckpttool.containers.safetensors import layout_file
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
-from ckpttool.formats.base import (
-    Capabilities,
-    FileLayout,
-    OutFile,
-    ReadOptions,
-    StoredCheckpoint,
-    WriteRequest,
-    build_files,
-    check_mesh,
-    companions,
-    contiguous_ranks,
-    fill_files,
-    read_files,
-)
+from ckpttool.formats import base
 from ckpttool.formats.config import EXPERTS, whole_number
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
@@ -56,14 +43,14 @@ class VLLM:
 
     name = "vllm"
     dialect = "vllm"
-    capabilities = Capabilities(
+    capabilities = base.Capabilities(
         meshes="tp x pp; ep 1 or ep = tp", vocab_multiple=VOCAB_MULTIPLE, shards=True, refused=("unfuse",)
     )
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and (listing.match(_PLAIN) or listing.match(_STAGED)) else 0
 
-    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         found = [(n, {k: int(v) for k, v in m.groupdict().items()}) for n, m in listing.match(_PLAIN)]
         if found:
             world = 1 + max(c["rank"] for _, c in found)
@@ -79,44 +66,31 @@ class VLLM:
             sizes = {"tp": 1 + max(c["tp"] for _, c in found), "pp": 1 + max(c["pp"] for _, c in found)}
             for _, c in found:
                 c["rank"] = c["pp"] * sizes["tp"] + c["tp"]
-        check_mesh("its rank files", sizes, options, listing.root)
+        base.check_mesh("its rank files", sizes, options, listing.root)
         parts: dict[int, dict[int, str]] = {}
         for n, c in found:
             parts.setdefault(c["rank"], {})[c["part"]] = n
-        contiguous_ranks(parts, sizes["tp"] * sizes["pp"], listing.root, "model-rank-*-part-*.safetensors")
+        base.contiguous_ranks(parts, sizes["tp"] * sizes["pp"], listing.root, "model-rank-*-part-*.safetensors")
         for r, have in parts.items():
             gap = next((i for i in range(len(have)) if i not in have), None)
             if gap is not None:
                 raise IncompleteError(f"part {gap} of rank {r} is missing", where=str(listing.root))
-        files, tensors, metadata = read_files(
-            listing, [(parts[r][p], r) for r in sorted(parts) for p in sorted(parts[r])]
-        )
-        carried, notes = companions(listing, [n for n, _ in found])
+        named = [(parts[r][p], r) for r in sorted(parts) for p in sorted(parts[r])]
+        stored = base.read_files(self.name, listing, named, Mesh())
+        stored.dialect = "vllm"
+        if scales := sum(t.name.endswith(_CACHE_SCALES) for t in stored.tensors):
+            stored.notes.append(f"{scales} scales of vLLM's attention cache are left out: they belong to its runtime")
         # Before 0.24 the stacked experts were not a module of their own.
-        tensors = [
-            t._replace(name=re.sub(r"\.experts\.(w13_|w2_)", r".experts.routed_experts.\1", t.name)) for t in tensors
+        stored.tensors = [
+            t._replace(name=re.sub(r"\.experts\.(w13_|w2_)", r".experts.routed_experts.\1", t.name))
+            for t in stored.tensors
+            if not t.name.endswith(_CACHE_SCALES)
         ]
-        scales = sum(t.name.endswith(_CACHE_SCALES) for t in tensors)
-        if scales:
-            tensors = [t for t in tensors if not t.name.endswith(_CACHE_SCALES)]
-            notes.append(f"{scales} scales of vLLM's attention cache are left out: they belong to its runtime")
-        config = listing.json("config.json")
-        ep = options.ep or _expert_ranks(tensors, config, sizes["tp"])
+        ep = options.ep or _expert_ranks(stored.tensors, stored.config, sizes["tp"])
         if ep > 1 and options.ep is None:
-            notes.append(f"ep {ep}: the ranks hold whole experts")
-        mesh = Mesh(sizes["tp"], sizes["pp"], ep, options.etp or (1 if ep > 1 else sizes["tp"]), options.layout)
-        return StoredCheckpoint(
-            self.name,
-            listing.root,
-            files,
-            tensors,
-            mesh,
-            dialect="vllm",
-            config=config,
-            companions=carried,
-            notes=notes,
-            metadata=metadata[0] if metadata else {},
-        )
+            stored.notes.append(f"ep {ep}: the ranks hold whole experts")
+        stored.mesh = Mesh(sizes["tp"], sizes["pp"], ep, options.etp or (1 if ep > 1 else sizes["tp"]), options.layout)
+        return stored
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         etp = 1 if asked.ep > 1 else asked.tp
@@ -131,21 +105,21 @@ class VLLM:
             )
         return Mesh(asked.tp, asked.pp, asked.ep, etp, asked.layout)
 
-    def write(self, request: WriteRequest) -> FileLayout:
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
         limit = request.max_shard_size or PART_LIMIT
         groups = []
         scales = []
         for r in request.chosen:
             at = request.mesh.coords(r)
             stem = f"model-rank-{r}" if request.mesh.pp == 1 else f"model-pp-{at.pp}-tp-{r % request.mesh.width}"
-            parts = fill_files(request.ranks[r], limit)
+            parts = base.fill_files(request.ranks[r], limit)
             groups += [(f"{stem}-part-{p}.safetensors", r, part, None) for p, part in enumerate(parts)]
             scales.append((f"{stem}-part-{len(parts)}.safetensors", _cache_scales(request.ranks[r])))
-        file_layout = build_files(groups, request.mesh.world)
+        file_layout = base.build_files(groups, request.mesh.world)
         for r, (name, data) in zip(request.chosen, scales, strict=True):
             if data:
                 file_layout.rank_files[r].append(len(file_layout.files))
-                file_layout.files.append(OutFile(name, len(data), ((0, data),)))
+                file_layout.files.append(base.OutFile(name, len(data), ((0, data),)))
         if not request.complete:
             return file_layout
         mesh = request.mesh

@@ -28,27 +28,9 @@ from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, RankTensor, Sto
 from ckpttool.containers.pickle_write import Hole, layout_pickle
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats.base import (
-    Capabilities,
-    FileLayout,
-    OutFile,
-    ReadOptions,
-    StoredCheckpoint,
-    WriteRequest,
-    companions,
-)
+from ckpttool.formats import base
+from ckpttool.formats.paddle import flex_files
 from ckpttool.formats.paddle.config import CONFIG_DTYPES, STATES, TARGETS, resume_flags, target_config
-from ckpttool.formats.paddle.flex_files import (
-    DATA,
-    METADATA,
-    PADDLE_DTYPES,
-    Held,
-    Save,
-    Shard,
-    metadata_names,
-    metadata_pickle,
-    read_save,
-)
 from ckpttool.formats.paddle.sharding import flat_slices
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh, share
@@ -80,7 +62,7 @@ class _Source(NamedTuple):
 
     component: str
     """"" where the keys alone say it."""
-    save: Save
+    save: flex_files.Save
 
 
 class Flex:
@@ -88,7 +70,7 @@ class Flex:
 
     name = "flex"
     dialect = "paddle"
-    capabilities = Capabilities(
+    capabilities = base.Capabilities(
         meshes="any",
         records_shapes=True,
         pad_vocab=False,
@@ -99,15 +81,15 @@ class Flex:
     )
 
     def detect(self, listing: Listing) -> int:
-        if listing.single and not METADATA.fullmatch(listing.single):
+        if listing.single and not flex_files.METADATA.fullmatch(listing.single):
             return 0
-        if any(metadata_names(listing.root / d) for d in ("", *PARTS.values())):
+        if any(flex_files.metadata_names(listing.root / d) for d in ("", *PARTS.values())):
             return 2
         # Payloads whose metadata was left behind: reading says what is missing. (torch's begin with underscores.)
         payloads = (n for n in listing.names if n.endswith(".distcp") and not n.startswith("__"))
         return 2 if not listing.single and any(payloads) else 0
 
-    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         files: list[DataFile] = []
         roots = [listing.root, *options.more]
         sources = _sources(roots, files)
@@ -118,10 +100,14 @@ class Flex:
         trained = sources[0].component != ""
         if trained and not options.raw:
             reader.derive_model(_parameters(meta, listing.root))
-        own = [n for n in listing.names if DATA.fullmatch(n) or METADATA.fullmatch(n) or _OWN.fullmatch(n)]
-        carried, more = companions(listing, own)
+        own = [
+            n
+            for n in listing.names
+            if flex_files.DATA.fullmatch(n) or flex_files.METADATA.fullmatch(n) or _OWN.fullmatch(n)
+        ]
+        carried, more = base.companions(listing, own)
         logical = {k: reader.logical[k] for k in sorted(reader.logical, key=lambda k: tuple(PARTS).index(k.component))}
-        return StoredCheckpoint(
+        return base.StoredCheckpoint(
             self.name,
             listing.root,
             files,
@@ -132,7 +118,7 @@ class Flex:
             companions=carried,
             recorded=Catalog(files, logical),
             notes=notes + more,
-            merged_raw=any(metadata_names(listing.root)),
+            merged_raw=any(flex_files.metadata_names(listing.root)),
             dtypes=reader.dtypes,
         )
 
@@ -140,7 +126,7 @@ class Flex:
         # Paddle's experts are whole unless someone wants otherwise; the format itself holds any box.
         return asked if "etp" in said else replace(asked, etp=1 if asked.ep > 1 else asked.tp)
 
-    def write(self, request: WriteRequest) -> FileLayout:
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
         if len(request.chosen) != request.mesh.world:
             raise UsageError(
                 "--to flex has one record of all ranks, so --ranks-out cannot write some of them",
@@ -151,7 +137,7 @@ class Flex:
 
 def _sources(roots: Sequence[Place], files: list[DataFile]) -> list[_Source]:
     """Every save of a checkpoint. A directory of a trainer may also be given on its own."""
-    flat = any(metadata_names(r) for r in roots)
+    flat = any(flex_files.metadata_names(r) for r in roots)
     inside = [c for c, d in PARTS.items() if any(_has_saves(r / d) for r in roots)]
     if flat and inside:
         raise ConflictError(
@@ -160,15 +146,15 @@ def _sources(roots: Sequence[Place], files: list[DataFile]) -> list[_Source]:
             hint="give one of the inner directories, or move the files beside them away",
         )
     if inside:
-        return [_Source(c, read_save([r / PARTS[c] for r in roots], files)) for c in inside]
+        return [_Source(c, flex_files.read_save([r / PARTS[c] for r in roots], files)) for c in inside]
     component = next((c for c, d in PARTS.items() if resolved(roots[0]).name == d), "")
-    return [_Source(component, read_save(roots, files))]
+    return [_Source(component, flex_files.read_save(roots, files))]
 
 
 def _has_saves(directory: Place) -> bool:
     """Also without metadata, which reading then asks for."""
     try:
-        return any(METADATA.fullmatch(e.name) or DATA.fullmatch(e.name) for e in scan(directory))
+        return any(flex_files.METADATA.fullmatch(e.name) or flex_files.DATA.fullmatch(e.name) for e in scan(directory))
     except OSError:
         return False
 
@@ -249,7 +235,12 @@ class _Reader:
             )
 
     def _tensor(
-        self, key: Key, held: Sequence[Held], shape: tuple[int, ...], boxes: Mapped | None, save: Save
+        self,
+        key: Key,
+        held: Sequence[flex_files.Held],
+        shape: tuple[int, ...],
+        boxes: Mapped | None,
+        save: flex_files.Save,
     ) -> LogicalTensor:
         pieces = []
         for h in held:
@@ -318,7 +309,7 @@ def _pieces(stored: StoredTensor, box: Box, boxes: Mapped | None) -> list[Piece]
     return out
 
 
-def _turned(key: Key, held: Sequence[Held], shape: tuple[int, ...], save: Save) -> Mapped | None:
+def _turned(key: Key, held: Sequence[flex_files.Held], shape: tuple[int, ...], save: flex_files.Save) -> Mapped | None:
     """Where the halves of each shard of a fused gate and up belong; None when there is one shard on the last axis."""
     cuts = sorted({(h.shard.offset[-1], h.shard.stop[-1]) for h in held}) if shape else []
     if len(cuts) < 2:
@@ -402,7 +393,7 @@ class _Writer:
     coordinate (``order`` of fleet's hybrid_configs): (stage * sharding + share) * width + place in the stage.
     """
 
-    def __init__(self, request: WriteRequest) -> None:
+    def __init__(self, request: base.WriteRequest) -> None:
         self.request = request
         self.world = request.mesh.world * request.sharding
         model = [t for tensors in request.ranks for t in tensors if t.component == "model"]
@@ -463,14 +454,14 @@ class _Writer:
     def _add(self, rank: int, entry: _Entry) -> None:
         self.entries.setdefault(entry.tensor.component, [[] for _ in range(self.world)])[rank].append(entry)
 
-    def file_layout(self) -> FileLayout:
-        files: list[OutFile] = []
+    def file_layout(self) -> base.FileLayout:
+        files: list[base.OutFile] = []
         ranks: list[list[RankTensor]] = [[] for _ in range(self.world)]
         places: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.world)]
         rank_files: list[list[int]] = [[] for _ in range(self.world)]
         for component, directory in PARTS.items():
             by_rank = self.entries.get(component, [])
-            shards: list[Shard] = []
+            shards: list[flex_files.Shard] = []
             for rank, entries in enumerate(by_rank):
                 if not entries:
                     continue
@@ -483,13 +474,13 @@ class _Writer:
                         ranks[rank].append(part)
                         places[rank][part.slot] = (len(files), at)
                         at += nbytes(t.dtype, prod(part.shape), where=t.name)
-                    shards.append(Shard(e.key, e.offset, t.shape, t.dtype, e.whole, e.run, name))
-                files.append(OutFile(f"{directory}/{name}", written.size, tuple(written.literals)))
+                    shards.append(flex_files.Shard(e.key, e.offset, t.shape, t.dtype, e.whole, e.run, name))
+                files.append(base.OutFile(f"{directory}/{name}", written.size, tuple(written.literals)))
             if shards:
-                data = metadata_pickle(shards, self.boxes.get(component, {}))
-                files.append(OutFile(f"{directory}/0.metadata", len(data), ((0, data),)))
+                data = flex_files.metadata_pickle(shards, self.boxes.get(component, {}))
+                files.append(base.OutFile(f"{directory}/0.metadata", len(data), ((0, data),)))
         usage = resume_flags(self.request, "flex_checkpoint")
-        return FileLayout(
+        return base.FileLayout(
             files, places, self._notes(), rank_files, ranks,
             dropped=tuple(n for n in self.request.companions if _OWN.fullmatch(n)),
             config=target_config(self.request.config, TARGETS[0], self.request.dtype),
@@ -514,7 +505,7 @@ def _check(t: RankTensor) -> None:
             f"`{t.name}` would be padded to {list(t.shape)}, and flex_checkpoint has no padding",
             hint="choose sizes that divide it",
         )
-    if t.dtype not in PADDLE_DTYPES:
+    if t.dtype not in flex_files.PADDLE_DTYPES:
         raise UnsupportedError(f"`{t.name}` is {t.dtype}, which Paddle's files cannot hold")
 
 

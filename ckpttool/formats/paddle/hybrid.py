@@ -43,37 +43,11 @@ from ckpttool.containers.paddle_pickle import PaddleFile, read_paddle
 from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats.base import (
-    Capabilities,
-    FileLayout,
-    ReadOptions,
-    StoredCheckpoint,
-    WriteRequest,
-    check_mesh,
-    companions,
-)
+from ckpttool.formats import base
 from ckpttool.formats.config import whole_number
-from ckpttool.formats.paddle.config import (
-    STATES,
-    TARGETS,
-    base_prefix,
-    config_dtype,
-    fp8_dtype,
-    software,
-    transposed_on_disk,
-)
-from ckpttool.formats.paddle.hybrid_names import (
-    META,
-    CellNames,
-    HybridNames,
-    ModelMeta,
-    ParamMeta,
-    Suffix,
-    cell_key,
-    file_name,
-    parse_file_name,
-    parse_meta,
-)
+from ckpttool.formats.paddle import config as paddle_config
+from ckpttool.formats.paddle import hybrid_names
+from ckpttool.formats.paddle.hybrid_names import META, CellNames, ParamMeta, Suffix
 from ckpttool.formats.paddle.sharding import ALIGNMENT, ITEMSIZE, Param, buffers
 from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import MAX_WORLD, Mesh
@@ -97,7 +71,7 @@ _TRAINER_FILES = re.compile(
 )
 """Small files of the trainer whose names end as weights do."""
 
-_STATES = tuple(sorted(STATES, key=lambda s: (s.startswith("beta"), s)))
+_STATES = tuple(sorted(paddle_config.STATES, key=lambda s: (s.startswith("beta"), s)))
 """Accumulators in the order in which they are listed."""
 
 _UNIFIED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?")
@@ -175,10 +149,10 @@ class Hybrid:
 
     name = "hybrid"
     dialect = "paddle"
-    capabilities = Capabilities(
+    capabilities = base.Capabilities(
         components=COMPONENTS[:3],
         meshes="tp x pp; with experts ep is a multiple of tp, etp 1",
-        targets=TARGETS,
+        targets=paddle_config.TARGETS,
         pad_vocab=False,
         multi_directory=True,
         optimizer_shards=True,
@@ -197,7 +171,7 @@ class Hybrid:
         unified = any(_UNIFIED.fullmatch(n) for n in listing.names)
         return 1 if unified and "model_state" not in kinds else 2
 
-    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (files or tensors are missing), ConflictError (files, meta and flags disagree),
         CorruptError (a file is not what its name says), UnsupportedError (an unknown name or dtype).
         """
@@ -220,7 +194,7 @@ class Hybrid:
             )
         return Mesh(asked.tp, asked.pp, asked.ep, 1, asked.layout)
 
-    def write(self, request: WriteRequest) -> FileLayout:
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
         from ckpttool.formats.paddle.hybrid_write import write_hybrid
 
         return write_hybrid(request, ema=self.name == "zcc")
@@ -236,10 +210,10 @@ class ZeroCost(Hybrid):
 
 def _kinds(listing: Listing) -> set[str]:
     names = [listing.single] if listing.single else listing.names
-    return {found[0] for n in names if (found := parse_file_name(n))}
+    return {found[0] for n in names if (found := hybrid_names.parse_file_name(n))}
 
 
-def _find(listing: Listing, options: ReadOptions, *, ema: bool) -> _Found:
+def _find(listing: Listing, options: base.ReadOptions, *, ema: bool) -> _Found:
     """All files of the checkpoint in all its directories. Raises ConflictError for two that differ."""
     found = _Found()
     named: dict[str, Place] = {}
@@ -247,7 +221,7 @@ def _find(listing: Listing, options: ReadOptions, *, ema: bool) -> _Found:
         found.roots.append(str(at.root))
         for name in at.names:
             path = at.path(name)
-            kind = parse_file_name(name)
+            kind = hybrid_names.parse_file_name(name)
             if kind is None and name != META:
                 continue
             if name in named:
@@ -284,7 +258,7 @@ def _find(listing: Listing, options: ReadOptions, *, ema: bool) -> _Found:
     return found
 
 
-def _degrees(found: _Found, meta: ModelMeta | None, config: Mapping[str, Any]) -> _Degrees:
+def _degrees(found: _Found, meta: hybrid_names.ModelMeta | None, config: Mapping[str, Any]) -> _Degrees:
     """Sizes by the meta where there is one, else by the names. Raises ConflictError where both disagree."""
     most = dict.fromkeys(Suffix._fields, 1)
     for files in found.kinds.values():
@@ -346,7 +320,7 @@ def _complete(found: _Found, sizes: _Degrees) -> None:
         wanted = [Suffix(*ranks) for ranks in product(*every)]
         # Expert ranks lie over the tensor-parallel ranks.
         wanted = [r for r in wanted if r.ep is None or r.ep % sizes.mp == (r.tp or 0)]
-        missing += [file_name(kind, ranks) for ranks in wanted if ranks not in files]
+        missing += [hybrid_names.file_name(kind, ranks) for ranks in wanted if ranks not in files]
     if missing:
         shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
         raise IncompleteError(
@@ -363,10 +337,10 @@ class _Reader:
 
     format: str
     listing: Listing
-    options: ReadOptions
+    options: base.ReadOptions
     ema: bool
     config: dict[str, Any] = field(default_factory=dict)
-    meta: ModelMeta | None = None
+    meta: hybrid_names.ModelMeta | None = None
     sizes: _Degrees = field(default_factory=lambda: _Degrees(1, 1, 1, 1, 1))
     mesh: Mesh = field(default_factory=Mesh)
     cells: dict[tuple[int, int, int], _Cell] = field(default_factory=dict)
@@ -383,13 +357,13 @@ class _Reader:
     _index: dict[DataFile, int] = field(default_factory=dict)
     _ranks: dict[tuple[int, int, int, bool], int] = field(default_factory=dict)
 
-    def read(self) -> StoredCheckpoint:
+    def read(self) -> base.StoredCheckpoint:
         listing = self.listing
         found = _find(listing, self.options, ema=self.ema)
         listings = [listing, *(list_source(p) for p in self.options.more)]
         self.config = shared_config(listings)
         if found.meta is not None:
-            self.meta = parse_meta(list_source(found.meta.parent).json(META), str(found.meta))
+            self.meta = hybrid_names.parse_meta(list_source(found.meta.parent).json(META), str(found.meta))
         self.sizes = _degrees(found, self.meta, self.config)
         _complete(found, self.sizes)
         weights = {ranks: read_paddle(path) for ranks, path in found.kinds.get("model_state", {}).items()}
@@ -409,7 +383,7 @@ class _Reader:
         dtypes = self._derive()
         self._check_all_there(found)
         tensors = self._store()
-        return StoredCheckpoint(
+        return base.StoredCheckpoint(
             self.format,
             listing.root,
             self.files,
@@ -450,7 +424,7 @@ class _Reader:
             return tables
         for pp, tp, rank in product(range(sizes.pp), range(sizes.mp), range(max(sizes.ds, sizes.moe))):
             ep = rank * sizes.mp + tp if sizes.ep > 1 else rank
-            key = cell_key(tp, pp, ep if sizes.ep > 1 else None)
+            key = hybrid_names.cell_key(tp, pp, ep if sizes.ep > 1 else None)
             cell = meta.cells.get(key)
             if cell is None:
                 raise IncompleteError(
@@ -543,7 +517,7 @@ class _Reader:
             etp = sizes.mp if any(p.distributed for p in params) else 1
         self.mesh = Mesh(sizes.mp, sizes.pp, sizes.experts, etp, self.options.layout or self._layout())
         said = {"tp": sizes.mp, "pp": sizes.pp, "ep": sizes.experts, "etp": etp}
-        check_mesh("model_meta.json" if self.meta else "file names", said, self.options, self.listing.root)
+        base.check_mesh("model_meta.json" if self.meta else "file names", said, self.options, self.listing.root)
         if self.options.sharding not in (None, sizes.shards):
             raise ConflictError(
                 f"the optimizer state is shared out over {sizes.shards} ranks, not {self.options.sharding}",
@@ -617,7 +591,7 @@ class _Reader:
             if name is None:
                 continue
             param = self.cells[at].names.params.get(name)
-            dtype = _weight_dtype(name, arrays[0], param, file.info.place, fp8_dtype(self.config))
+            dtype = _weight_dtype(name, arrays[0], param, file.info.place, paddle_config.fp8_dtype(self.config))
             parts = [self._held(a, dtype) for a in arrays]
             if param is None and len(parts) > 1:
                 raise UnsupportedError(
@@ -640,14 +614,14 @@ class _Reader:
         at = self._at(ranks)
         head = read_header(path, len(self.files))
         self._file(head.file)
-        writer = software(self.config)
-        prefix = base_prefix(self.cells[at].by_struct)
+        writer = paddle_config.software(self.config)
+        prefix = paddle_config.base_prefix(self.cells[at].by_struct)
         for t in head.tensors:
             name = self._structured(t.name, at, path)
             if name is None:
                 continue
             held = _Held(t.shape, t.dtype, t.file, t.offset)
-            if transposed_on_disk(t.name, len(t.shape), writer, prefix, self.config):
+            if paddle_config.transposed_on_disk(t.name, len(t.shape), writer, prefix, self.config):
                 held = held._replace(shape=t.shape[::-1], strides=(1, t.shape[1]))
             param = self.cells[at].names.params.get(name)
             if param is not None and param.dtype != t.dtype:
@@ -663,7 +637,10 @@ class _Reader:
                 return None
             raise ConflictError(
                 f"`{written}` is in a file, but {META} does not list it for this rank",
-                where=[str(path), f"{META}: {cell_key(at[1], at[0], at[2] if self.sizes.ep > 1 else None)}"],
+                where=[
+                    str(path),
+                    f"{META}: {hybrid_names.cell_key(at[1], at[0], at[2] if self.sizes.ep > 1 else None)}",
+                ],
                 hint=f"the file and {META} are not of one save, or this kind of save is not known yet",
             )
         return name
@@ -729,7 +706,7 @@ class _Reader:
             self.derived.add(slot.name)
             self.held[slot._replace(component="model")] = held
             param = params.get(slot.name)
-            dtype = param.dtype if param else config_dtype(self.config)
+            dtype = param.dtype if param else paddle_config.config_dtype(self.config)
             if dtype and dtype != held[0].dtype:
                 dtypes[Key(slot.name)] = dtype
         if dtypes:
@@ -929,8 +906,8 @@ class _Reader:
         listing = self.listing
         if listing.single:
             return ()
-        own = [n for n in listing.names if n == META or parse_file_name(n)]
-        carried, notes = companions(listing, own)
+        own = [n for n in listing.names if n == META or hybrid_names.parse_file_name(n)]
+        carried, notes = base.companions(listing, own)
         self.notes += notes
         trainer = {
             n
@@ -939,12 +916,12 @@ class _Reader:
         }
         return tuple(n for n in listing.names if n in trainer or n in carried)
 
-    def _native(self) -> HybridNames:
+    def _native(self) -> hybrid_names.HybridNames:
         sizes, meta = self.sizes, self.meta
-        writer = software(self.config).name
+        writer = paddle_config.software(self.config).name
         if not writer and meta is not None:
             writer = "paddlenlp" if meta.nlp else "paddleformers"
-        return HybridNames(
+        return hybrid_names.HybridNames(
             writer=writer,
             mp=sizes.mp,
             pp=sizes.pp,

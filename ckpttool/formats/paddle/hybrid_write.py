@@ -32,19 +32,9 @@ from ckpttool.containers.pickle_write import Hole, layout_pickle
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.base import FileLayout, OutFile, WriteRequest
+from ckpttool.formats.paddle import hybrid_names
 from ckpttool.formats.paddle.config import base_prefix, resume_flags, target_config
-from ckpttool.formats.paddle.hybrid_names import (
-    DTYPE_INTS,
-    META,
-    STRUCTURED,
-    CellMeta,
-    HybridNames,
-    ModelMeta,
-    ParamMeta,
-    Suffix,
-    cell_key,
-    file_name,
-)
+from ckpttool.formats.paddle.hybrid_names import HybridNames, Suffix
 from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
 from ckpttool.mesh import Coords, Mesh
 
@@ -218,19 +208,19 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
                     continue
                 ranks = Suffix(tp if mesh.tp > 1 else None, pp if mesh.pp > 1 else None, shard if shards > 1 else None)
                 share = shares[cell.rank]
-                build.add(file_name("model_state", ranks), _model_file(share, shard))
+                build.add(hybrid_names.file_name("model_state", ranks), _model_file(share, shard))
                 if cell.masters or cell.states:
                     content = _optimizer_file(share, shard, schedule, zero_cost=ema)
-                    build.add(file_name("optimizer", ranks), content)
+                    build.add(hybrid_names.file_name("optimizer", ranks), content)
                 if averaged:
-                    build.add(file_name("ema", ranks), _ema_file(share, shard))
+                    build.add(hybrid_names.file_name("ema", ranks), _ema_file(share, shard))
     if not any(c.states for c in cells):
         notes.append("the source has no moments: the optimizer starts afresh when training is resumed")
     if ema and not averaged:
         notes.append("the source has no EMA weights: no ema.*.pdopt is written")
     small = [(f"saved_signal_{rank}", b"1") for rank in range(len(build.ranks))]
     if shards > 1:
-        small.append((META, _meta(cells, shares, request, source, nlp=nlp)))
+        small.append((hybrid_names.META, _meta(cells, shares, request, source, nlp=nlp)))
     return FileLayout(
         build.files, build.places, notes, build.rank_files, build.ranks,
         generated=tuple(small),
@@ -561,7 +551,7 @@ def _model_file(share: _Shares, shard: int) -> _Content:
     content = _Content()
     for p in share.weights[shard]:
         content.put((p.written,), [p.local], p.local.shape, None)
-    content.value[STRUCTURED] = {p.written: p.tname for p in share.weights[shard]}
+    content.value[hybrid_names.STRUCTURED] = {p.written: p.tname for p in share.weights[shard]}
     return content
 
 
@@ -639,15 +629,15 @@ def _meta(
     for cell in sorted(cells, key=lambda c: ((c.ep - c.tp) // mesh.tp if mesh.ep > 1 else 0, c.pp, c.tp)):
         params = {}
         for p in cell.params:
-            if p.local.dtype not in DTYPE_INTS:
+            if p.local.dtype not in hybrid_names.DTYPE_INTS:
                 raise UnsupportedError(f"Paddle has no number for the dtype {p.local.dtype} of `{p.name}`")
             # Some models flag experts too: what the source says about them holds for any number of ranks.
             distributed = p.name in flags and flags[p.name].distributed if p.expert else p.is_cut
-            params[p.written] = ParamMeta(p.local.shape, p.local.dtype, distributed, p.expert)
+            params[p.written] = hybrid_names.ParamMeta(p.local.shape, p.local.dtype, distributed, p.expert)
         share = shares[cell.rank]
-        metas[cell_key(cell.tp, cell.pp, cell.ep if mesh.ep > 1 else None)] = CellMeta(
+        metas[hybrid_names.cell_key(cell.tp, cell.pp, cell.ep if mesh.ep > 1 else None)] = hybrid_names.CellMeta(
             {p.written: p.tname for p in cell.params}, params, f"Sharding{share.version.upper()}", share.param2rank
         )
     moe = request.sharding // split if mesh.ep > 1 else 0
-    meta = ModelMeta(mesh.tp, mesh.pp, request.sharding, mesh.ep, moe, metas, nlp)
+    meta = hybrid_names.ModelMeta(mesh.tp, mesh.pp, request.sharding, mesh.ep, moe, metas, nlp)
     return json.dumps(meta.to_json()).encode()

@@ -14,15 +14,7 @@ from typing import NamedTuple
 
 from ckpttool.catalog import RankTensor, StoredTensor
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats.base import (
-    Capabilities,
-    Checked,
-    FileLayout,
-    OutFile,
-    ReadOptions,
-    StoredCheckpoint,
-    WriteRequest,
-)
+from ckpttool.formats import base
 from ckpttool.formats.paddle.pdiparams import Record, match_records, record_head
 from ckpttool.formats.paddle.pdmodel import read_pdmodel
 from ckpttool.formats.paddle.pir import looks_like_pir, read_pir
@@ -165,7 +157,7 @@ _HINTS: Mapping[str, str] = {
 }
 
 
-def check_artifact(path: Place, params: Place | None = None) -> tuple[Checked, Program | None]:
+def check_artifact(path: Place, params: Place | None = None) -> tuple[base.Checked, Program | None]:
     """What is wrong with a program and its parameter file, and what somebody who serves them may want to know.
 
     The program is None where it cannot be read. ``params`` as in ``examine``.
@@ -173,7 +165,7 @@ def check_artifact(path: Place, params: Place | None = None) -> tuple[Checked, P
     try:
         artifact = examine(path, params)
     except CkptError as e:
-        return Checked([("unreadable", e.what, ", ".join(e.where), e.hint or "")], {}), None
+        return base.Checked([("unreadable", e.what, ", ".join(e.where), e.hint or "")], {}), None
     program = artifact.program
     found: list[tuple[str, str, str, str]] = []
 
@@ -205,7 +197,7 @@ def check_artifact(path: Place, params: Place | None = None) -> tuple[Checked, P
         "parameter": len(program.parameters),
         "record": len(artifact.records),
     }
-    return Checked(found, counts), program
+    return base.Checked(found, counts), program
 
 
 class PaddleProgram:
@@ -213,7 +205,7 @@ class PaddleProgram:
 
     name = "program"
     dialect = ""
-    capabilities = Capabilities(exact=True, default_target=True)
+    capabilities = base.Capabilities(exact=True, default_target=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -224,7 +216,7 @@ class PaddleProgram:
         # A program without parameters is nothing but a JSON file.
         return 0 if others else int(any(is_program(listing.path(n)) for n in listing.names))
 
-    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises what ``open_program`` raises, and ConflictError when it is not clear which program is meant."""
         said = options.from_flags()
         if any(n > 1 for n in said.values()):
@@ -232,14 +224,14 @@ class PaddleProgram:
         artifact = open_program(find_program(listing))
         program = artifact.program
         native = native_of(artifact)
-        stored = StoredCheckpoint(self.name, listing.root, [], [], Mesh(), dialect="paddle", native=native)
+        stored = base.StoredCheckpoint(self.name, listing.root, [], [], Mesh(), dialect="paddle", native=native)
         stored.notes += [f"{p.text} ({p.id})" for p in program.problems]
         if artifact.file is not None:
             stored.files = [artifact.file]
             stored.tensors = [stored_tensor(p, r) for p, r in artifact.tensors]
         return stored
 
-    def check(self, listing: Listing) -> Checked:
+    def check(self, listing: Listing) -> base.Checked:
         """Raises what ``find_program`` raises."""
         return check_artifact(find_program(listing))[0]
 
@@ -249,7 +241,7 @@ class PaddleProgram:
             raise UsageError(f"{' '.join(wrong)} cannot be used with --to program: a program holds whole tensors")
         return Mesh()
 
-    def write(self, request: WriteRequest) -> FileLayout:
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
         """Raises UnsupportedError without a program in the source, ConflictError for tensors that are not its own."""
         native = request.native
         if not isinstance(native, Native):
@@ -360,7 +352,7 @@ def refuse_others(program: Program, tensors: Sequence[RankTensor], label: str = 
         )
 
 
-def layout_program(native: Native, tensors: Sequence[RankTensor]) -> FileLayout:
+def layout_program(native: Native, tensors: Sequence[RankTensor]) -> base.FileLayout:
     """The parameter file, and the program's own files beside it."""
     slots = {t.name: t.slot for t in tensors}
     literals: list[tuple[int, bytes]] = []
@@ -371,5 +363,5 @@ def layout_program(native: Native, tensors: Sequence[RankTensor]) -> FileLayout:
         literals.append((at, head))
         places[slots[p.name]] = (0, at + len(head))
         at += len(head) + p.nbytes
-    files = [OutFile(native.params, at, tuple(literals))]
-    return FileLayout(files, [places], [], [[0]], copied=native.beside)
+    files = [base.OutFile(native.params, at, tuple(literals))]
+    return base.FileLayout(files, [places], [], [[0]], copied=native.beside)

@@ -27,32 +27,8 @@ from ckpttool.catalog import SHAPE_FROM_RULES, SHARDED, Catalog, FlatShard, Key,
 from ckpttool.containers.index import gaps, index_name, set_of, shard_name
 from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
-from ckpttool.formats.base import (
-    Capabilities,
-    FileLayout,
-    KeptFile,
-    OutFile,
-    ReadOptions,
-    Remainder,
-    StoredCheckpoint,
-    WriteRequest,
-    build_files,
-    fill_files,
-)
-from ckpttool.formats.paddle.config import (
-    STATES,
-    TARGETS,
-    Software,
-    base_prefix,
-    config_dtype,
-    expected_side,
-    is_linear,
-    resume_flags,
-    software,
-    target_config,
-    target_software,
-    transposed_on_disk,
-)
+from ckpttool.formats import base
+from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle.unified_index import STEMS, UnifiedIndex
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
@@ -99,10 +75,10 @@ class Unified:
 
     name = "unified"
     dialect = "paddle"
-    capabilities = Capabilities(
+    capabilities = base.Capabilities(
         shards=True,
         components=("model", "adapter", "master_weights", "optimizer"),
-        targets=TARGETS,
+        targets=paddle_config.TARGETS,
         default_target=True,
         fp32_masters="added",
         multi_directory=True,
@@ -122,12 +98,12 @@ class Unified:
         stems = [m for m in found if m.groupdict().get("total")]
         if stems:
             try:
-                return 2 if software(listing.json("config.json")).name else 0
+                return 2 if paddle_config.software(listing.json("config.json")).name else 0
             except CorruptError:
                 return 0  # what reads it says so
         return int(not listing.safetensors() and "training_args.bin" in names)
 
-    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (files are missing), ConflictError (contradictions), CorruptError, UsageError."""
         listings = [listing, *(list_source(p) for p in options.more)]
         config = shared_config(listings)
@@ -137,7 +113,7 @@ class Unified:
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return Mesh()
 
-    def write(self, request: WriteRequest) -> FileLayout:
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
         """Whole tensors, shared out to files in model order; every component has a file for each rank asked for."""
         version = request.version
         tensors = request.ranks[0]
@@ -168,27 +144,27 @@ class Unified:
                 index["quant_ckpt_resume_times"] = 0
                 index["master_weights"] = has_master
             indexes.append((f"{stem}.safetensors.index.json", json.dumps(index, indent=4).encode()))
-        file_layout = build_files(groups, 1)
+        file_layout = base.build_files(groups, 1)
         flat = (t for _, _, part, _ in groups for t in part)
         placed = {t.slot: file_layout.places[0][held.slot] for held, t in zip(flat, named, strict=True)}
         for name, data in indexes:
-            file_layout.files.append(OutFile(name, len(data), ((0, data),)))
+            file_layout.files.append(base.OutFile(name, len(data), ((0, data),)))
         return file_layout._replace(
             places=[placed],
-            config=target_config(request.config, version, request.dtype),
+            config=paddle_config.target_config(request.config, version, request.dtype),
             dropped=tuple(n for n in request.companions if _WORLD_BOUND.match(n)),
-            usage=resume_flags(request, "unified_checkpoint"),
+            usage=paddle_config.resume_flags(request, "unified_checkpoint"),
         )
 
     def turned(self, name: str, ndim: int, version: str, prefix: str, config: Mapping[str, Any]) -> bool:
         """Whether the model files of this version hold the weight [out, in]."""
-        return transposed_on_disk(name, ndim, target_software(version), prefix, config)
+        return paddle_config.transposed_on_disk(name, ndim, paddle_config.target_software(version), prefix, config)
 
-    def without(self, stored: StoredCheckpoint, catalog: Catalog, lost: Collection[str]) -> Remainder | None:
+    def without(self, stored: base.StoredCheckpoint, catalog: Catalog, lost: Collection[str]) -> base.Remainder | None:
         """None when a component loses all that it has (the indexes speak of each other), and when the files lie in
         several directories.
         """
-        kept: list[KeptFile] = []
+        kept: list[base.KeptFile] = []
         stems: dict[str, list[int]] = {}
         for f in source_files(stored.files):
             stem = f.place.name.split(".")[0].split("-")[0]
@@ -200,7 +176,7 @@ class Unified:
             # What a rank wrote stays even when nothing is left in it: the files of all ranks must be there.
             if held or not set_of(f.place.name):
                 own.append(len(kept))
-                kept.append(KeptFile(f, f.place.name, held, len(held) < len(tensors)))
+                kept.append(base.KeptFile(f, f.place.name, held, len(held) < len(tensors)))
         listing = list_source(stored.root)
         indexes = []
         for stem, component in STEMS.items():
@@ -215,7 +191,7 @@ class Unified:
                     t.nbytes for k, t in catalog.tensors.items() if k.component == component and k.name not in lost
                 )
                 indexes.append((index_name(stem), _index_without(data, stem, [kept[i] for i in found], lost, moments)))
-        return Remainder(kept, indexes)
+        return base.Remainder(kept, indexes)
 
 
 def _parameter(name: str, stem: str) -> str:
@@ -224,7 +200,7 @@ def _parameter(name: str, stem: str) -> str:
 
 
 def _index_without(
-    data: dict[str, Any], stem: str, kept: Sequence[KeptFile], lost: Collection[str], moments: int
+    data: dict[str, Any], stem: str, kept: Sequence[base.KeptFile], lost: Collection[str], moments: int
 ) -> bytes:
     """The index of one component of what is left; ``moments`` are the bytes that quantised ones stand for."""
     if isinstance(old := data.get("weight_map"), dict):
@@ -266,7 +242,7 @@ def _files(listings: Sequence[Listing]) -> list[_File]:
 class _Reader:
     listing: Listing
     listings: list[Listing]
-    options: ReadOptions
+    options: base.ReadOptions
     config: dict[str, Any]
     found: list[_File]
     notes: list[str] = field(default_factory=list)
@@ -277,7 +253,7 @@ class _Reader:
     turned: frozenset[str] = frozenset()
     """Model tensors that are stored [out, in]."""
 
-    def read(self) -> StoredCheckpoint:
+    def read(self) -> base.StoredCheckpoint:
         self._complete()
         indexes = {stem: self._index(stem) for stem in STEMS}
         held = self._headers(indexes)
@@ -291,7 +267,7 @@ class _Reader:
         tensors = [self._as_paddle(t) for t in tensors]
         self._master_as_model(tensors, dtypes, indexes["optimizer"])
         self._check_index(indexes, held)
-        return StoredCheckpoint(
+        return base.StoredCheckpoint(
             "unified",
             self.listing.root,
             self.files,
@@ -452,16 +428,20 @@ class _Reader:
         it: then the first way that fits all of them counts, and a note says so.
         """
         model = {k.name: e.found[0][0].shape for k, e in held.items() if k.component == "model"}
-        prefix = base_prefix({k.name: None for k in held})
-        writer = software(self.config) if self.formats.get("model") == "pt" else Software("")
+        prefix = paddle_config.base_prefix({k.name: None for k in held})
+        writer = (
+            paddle_config.software(self.config) if self.formats.get("model") == "pt" else paddle_config.Software("")
+        )
         ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
-            ("", lambda n: transposed_on_disk(n, len(model[n]), writer, prefix, self.config)),
+            ("", lambda n: paddle_config.transposed_on_disk(n, len(model[n]), writer, prefix, self.config)),
             ("[in, out]", lambda _: False),
             (
                 "[out, in]",
-                lambda n: transposed_on_disk(n, len(model[n]), Software("paddleformers", (1,)), "", self.config),
+                lambda n: paddle_config.transposed_on_disk(
+                    n, len(model[n]), paddle_config.Software("paddleformers", (1,)), "", self.config
+                ),
             ),
-            ("[out, in]", lambda n: is_linear(n, len(model[n]), self.config)),
+            ("[out, in]", lambda n: paddle_config.is_linear(n, len(model[n]), self.config)),
         )
         seen = {n: s for n, shape in model.items() if (s := self._seen(n, shape, held)) is not None}
         fits = [(text, way) for text, way in ways if all(way(n) == s for n, s in seen.items())]
@@ -494,7 +474,7 @@ class _Reader:
 
     def _seen(self, name: str, shape: tuple[int, ...], held: Mapping[Key, _Held]) -> bool | None:
         """Whether the model's tensor is stored [out, in] by what else is known of it; None when nothing tells."""
-        if len(shape) != 2 or shape[0] == shape[1] or not is_linear(name, 2, self.config):
+        if len(shape) != 2 or shape[0] == shape[1] or not paddle_config.is_linear(name, 2, self.config):
             return None
         a, b = shape
         for component, state in (("master_weights", ""), ("optimizer", "moment1_0")):
@@ -502,7 +482,7 @@ class _Reader:
             if other is not None and len(other.found[0][0].shape) == 2 and not other.found[0][1].coords:
                 paddle = other.found[0][0].shape
                 return paddle == (b, a) if paddle in ((a, b), (b, a)) else None
-        want_in, want_out = expected_side(name, self.config)
+        want_in, want_out = paddle_config.expected_side(name, self.config)
         if want_in is not None and (a == want_in) != (b == want_in):
             return b == want_in
         if want_out is not None and (a == want_out) != (b == want_out):
@@ -595,7 +575,7 @@ class _Reader:
     def _master_as_model(self, tensors: list[StoredTensor], dtypes: dict[Key, str], index: Mapping[str, Any]) -> None:
         """A save without model weights (skip_save_model_weight) has the master weights in the model's files."""
         have = {t.component for t in tensors}
-        want = config_dtype(self.config)
+        want = paddle_config.config_dtype(self.config)
         if (
             "model" in have
             and "master_weights" not in have
@@ -675,7 +655,7 @@ def _key(name: str, component: str) -> Key:
     parameter, slash, state = name.rpartition("/")
     if not slash:
         raise CorruptError(f"`{name}` is not an optimizer state: it has no `/` before the name of an accumulator")
-    if state.split("@")[0] not in STATES and not re.fullmatch(r"\w+_\d+(?:@\w+)?", state):
+    if state.split("@")[0] not in paddle_config.STATES and not re.fullmatch(r"\w+_\d+(?:@\w+)?", state):
         raise CorruptError(f"`{name}` is not an optimizer state: `{state}` is not an accumulator")
     return Key(parameter, component, state)
 
@@ -688,10 +668,10 @@ def _companions(listing: Listing, found: Sequence[_File]) -> tuple[str, ...]:
 # -- writing
 
 
-def _share(tensors: Sequence[RankTensor], request: WriteRequest) -> list[list[RankTensor]]:
+def _share(tensors: Sequence[RankTensor], request: base.WriteRequest) -> list[list[RankTensor]]:
     """Into one file for each rank asked for, in order, by bytes; or by --max-shard-size."""
     if request.max_shard_size:
-        return fill_files(tensors, request.max_shard_size)
+        return base.fill_files(tensors, request.max_shard_size)
     files = min(request.requested.world, max(1, len(tensors)))
     total = sum(tensor_bytes(t.dtype, t.shape) for t in tensors)
     out: list[list[RankTensor]] = [[]]

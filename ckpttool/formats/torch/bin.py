@@ -15,17 +15,7 @@ from ckpttool.catalog import StoredTensor
 from ckpttool.containers.torch_zip import is_torch, lay_out_torch, read_torch
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats.base import (
-    Capabilities,
-    FileLayout,
-    OutFile,
-    ReadOptions,
-    StoredCheckpoint,
-    WriteRequest,
-    check_mesh,
-    companions,
-    fill_files,
-)
+from ckpttool.formats import base
 from ckpttool.formats.torch.tree import select
 from ckpttool.mesh import Mesh
 from ckpttool.storage.identify import identify
@@ -51,7 +41,7 @@ class TorchFiles:
 
     name = "torch-bin"
     dialect = "hf"
-    capabilities = Capabilities(shards=True, views=True, nested=True)
+    capabilities = base.Capabilities(shards=True, views=True, nested=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -61,18 +51,18 @@ class TorchFiles:
         names = _weights(listing)
         return 2 if INDEX in listing.names or any(n.startswith(STEM) for n in names) else int(len(names) == 1)
 
-    def read(self, listing: Listing, options: ReadOptions) -> StoredCheckpoint:
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (a shard is missing), ConflictError (a tensor twice, several dicts of tensors),
         and what reading a file of torch.save raises.
         """
-        check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
+        base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
         names, index = _files(listing)
         single = listing.single if listing.single in names else ""
-        carried, notes = ((), []) if single else companions(listing, names)
+        carried, notes = ((), []) if single else base.companions(listing, names)
         if left := [n for n in listing.names if n.endswith(SUFFIXES) and n not in names]:
             notes.append(f"not part of the model, and left out: {some(left)}")
         config = listing.json("config.json")
-        stored = StoredCheckpoint(self.name, listing.root, [], [], Mesh(), config=config, companions=carried)
+        stored = base.StoredCheckpoint(self.name, listing.root, [], [], Mesh(), config=config, companions=carried)
         found: dict[str, StoredTensor] = {}
         for number, name in enumerate(names):
             path = listing.path(name)
@@ -113,24 +103,24 @@ class TorchFiles:
             )
         return Mesh()
 
-    def write(self, request: WriteRequest) -> FileLayout:
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
         """``pytorch_model.bin``, or numbered shards and their index. Raises UnsupportedError for a dtype."""
-        groups = fill_files(request.ranks[0], request.max_shard_size or SHARD_LIMIT)
-        files: list[OutFile] = []
+        groups = base.fill_files(request.ranks[0], request.max_shard_size or SHARD_LIMIT)
+        files: list[base.OutFile] = []
         places: dict[str, tuple[int, int]] = {}
         weight_map: dict[str, str] = {}
         for i, group in enumerate(groups):
             stem = STEM if len(groups) == 1 else f"{STEM}-{i + 1:05d}-of-{len(groups):05d}"
             laid = lay_out_torch([(t.name, t.dtype, t.shape) for t in group], stem)
-            files.append(OutFile(f"{stem}.bin", laid.size, laid.literals, laid.checksums))
+            files.append(base.OutFile(f"{stem}.bin", laid.size, laid.literals, laid.checksums))
             places |= {t.slot: (i, laid.offsets[t.name]) for t in group}
             weight_map |= {t.name: f"{stem}.bin" for t in group}
         rank_files = list(range(len(files)))
         if len(groups) > 1:
             total = sum(nbytes(t.dtype, prod(t.shape)) for t in request.ranks[0])
             text = indented({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-            files.append(OutFile(INDEX, len(text), ((0, text),)))
-        return FileLayout(files, [places], [], [rank_files], usage=_usage(request.config))
+            files.append(base.OutFile(INDEX, len(text), ((0, text),)))
+        return base.FileLayout(files, [places], [], [rank_files], usage=_usage(request.config))
 
 
 def _usage(config: Mapping[str, Any]) -> str:

@@ -15,21 +15,12 @@ from pathlib import Path
 from ckpttool.errors import CkptError, CorruptError, OutputError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute.files import write_error
 from ckpttool.findings import CheckResult, Finding
-from ckpttool.formats.paddle import (
-    VOID_WRITTEN,
-    Program,
-    beside,
-    check_artifact,
-    match_names,
-    program_of,
-    read_names,
-    read_pir,
-)
+from ckpttool.formats import paddle
 from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
 from ckpttool.storage.place import DataFile, Place, is_same
 
-_WRITTEN = f'"{VOID_WRITTEN}"'.encode()
-_READ = f'"{VOID_WRITTEN.upper()}"'.encode()
+_WRITTEN = f'"{paddle.VOID_WRITTEN}"'.encode()
+_READ = f'"{paddle.VOID_WRITTEN.upper()}"'.encode()
 _KEY = b'"VD"'
 _CHUNK = 1 << 20
 
@@ -48,18 +39,18 @@ def check_program(src: Place, params: Place | None = None, names: Place | None =
 
     ``params`` and ``names`` as in converting.
     """
-    src = program_of(src)
-    checked, program = check_artifact(src, params)
+    src = paddle.program_of(src)
+    checked, program = paddle.check_artifact(src, params)
     result = CheckResult(src, "program", [Finding(*f) for f in checked.found], checked.counts)
     if names is not None and program and not any(f.id in ("json", "magic", "protobuf") for f in result.findings):
         _check_names(program, names, result)
     return result
 
 
-def _check_names(program: Program, path: Place, result: CheckResult) -> None:
+def _check_names(program: paddle.Program, path: Place, result: CheckResult) -> None:
     """Structured names that are to be given to the parameters."""
     try:
-        problems = match_names(program.parameters, read_names(path))[1]
+        problems = paddle.match_names(program.parameters, paddle.read_names(path))[1]
     except CkptError as e:
         result.add("unreadable", e.what, ", ".join(e.where), e.hint)
         return
@@ -75,18 +66,18 @@ def repair(src: Place, out: Path, *, force: bool = False, apart: Sequence[Place 
     Raises UsageError for what is no PIR program, CorruptError for broken JSON, OutputError when ``out`` exists or
     cannot be written, and UnsupportedError where the spelling stands beside a value, which alone counts.
     """
-    src = program_of(src)
+    src = paddle.program_of(src)
     if src.suffix != ".json" or out.suffix != ".json":
         raise UsageError("--fix repairs PIR programs, which are JSON", where=str(out if src.suffix == ".json" else src))
     if out.exists() and is_same(out, src):
         raise UsageError("--fix writes another file, and OUT.json is the program itself", where=str(out))
-    for other in (beside(src), *apart):
+    for other in (paddle.beside(src), *apart):
         if other is not None and out.exists() and other.exists() and is_same(out, other):
             raise UsageError("--fix writes a program, and OUT.json is a file that goes with it", where=str(out))
     if os.path.lexists(out) and not force:
         raise OutputError("the destination exists", where=str(out), hint="use --force to replace it")
     was = _identity(src)
-    before = read_pir(src)
+    before = paddle.read_pir(src)
     for p in before.problems:
         if p.id in ("json", "magic"):
             raise CorruptError(p.text, where=[str(src), p.where] if p.where else str(src))
@@ -103,7 +94,7 @@ def repair(src: Place, out: Path, *, force: bool = False, apart: Sequence[Place 
                 f"{expected - count} NaN are written in a way that is not repaired: with escapes, or far from `VD`",
                 where=str(src),
             )
-        if left := _nans(read_pir(new.temporary)):
+        if left := _nans(paddle.read_pir(new.temporary)):
             raise VerifyError(f"{left} NaN are left that Paddle cannot read", where=str(src))
         model = out if out.exists() else src
         if isinstance(model, Path):
@@ -123,7 +114,7 @@ def _identity(path: Place) -> DataFile | None:
         return None
 
 
-def _nans(program: Program) -> int:
+def _nans(program: paddle.Program) -> int:
     return sum(p.id == "attribute-nan" for p in program.problems) + program.more["attribute-nan"]
 
 

@@ -24,25 +24,9 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedE
 from ckpttool.execute import Advance, Progress, RunOptions, RunResult, run
 from ckpttool.execute.compare import verify_views
 from ckpttool.findings import ERROR, PROGRAM
+from ckpttool.formats import paddle
 from ckpttool.formats.base import FileLayout, ReadOptions, build_files, file_now
 from ckpttool.formats.hf import layout_published
-from ckpttool.formats.paddle import (
-    INFO,
-    LEGACY,
-    Native,
-    Program,
-    head_fits,
-    layout_program,
-    match_names,
-    native_of,
-    open_alone,
-    open_program,
-    params_name,
-    program_of,
-    read_names,
-    refuse_others,
-    stored_tensor,
-)
 from ckpttool.formats.registry import read_source
 from ckpttool.geometry import whole
 from ckpttool.plan import Plan
@@ -60,13 +44,13 @@ _LONGEST = 255
 class Conversion:
     """Everything known before a byte is written."""
 
-    program: Program
+    program: paddle.Program
     source: Place
     plan: Plan
     catalog: Catalog
     names: dict[str, str]
     """Name in the parameter file -> name in safetensors, where they differ."""
-    native: Native
+    native: paddle.Native
     roots: tuple[str, ...]
     """Files that are read."""
     back: bool = False
@@ -107,17 +91,17 @@ def to_safetensors(
         raise UsageError(
             "--max-shard-size makes several files, and DST is one", hint="give a directory: a DST without .safetensors"
         )
-    src = program_of(src)
-    artifact = open_program(src, params)
+    src = paddle.program_of(src)
+    artifact = paddle.open_program(src, params)
     program = artifact.program
     _refuse_empty(program)
     notes = [f"{p.text} ({p.id})" for p in program.problems]
     given = _given_names(program, names, notes)
     catalog = Catalog([artifact.file] if artifact.file else [], {})
     for p, r in artifact.tensors:
-        _add(catalog, given.get(p.name, p.name), stored_tensor(p, r))
+        _add(catalog, given.get(p.name, p.name), paddle.stored_tensor(p, r))
     tensors = [_whole(t.key.name, t.dtype, t.shape) for t in catalog]
-    native = native_of(artifact)
+    native = paddle.native_of(artifact)
     parameter_of = {new: old for old, new in given.items()}
     digest = _digest(program.path)
 
@@ -140,8 +124,8 @@ def from_safetensors(src: Place, dst: Path, program: Place, *, names: Place | No
     Raises ConflictError for tensors that are missing, unexpected, or of another shape or dtype than in the program.
     """
     _refuse_name(dst, (*_OWN, ".safetensors"))
-    program = program_of(program)
-    artifact = open_alone(program)
+    program = paddle.program_of(program)
+    artifact = paddle.open_alone(program)
     found = artifact.program
     _refuse_empty(found)
     stored = read_source(src, "hf", ReadOptions())
@@ -155,7 +139,7 @@ def from_safetensors(src: Place, dst: Path, program: Place, *, names: Place | No
     names = names or (None if parameter_of else _own_names(found))
     if names is not None:
         own = _set(found)
-        parameter_of |= {s: p for p, structured in read_names(names).of.items() for s in structured if p in own}
+        parameter_of |= {s: p for p, structured in paddle.read_names(names).of.items() for s in structured if p in own}
     digests = {way.digest for way in told if way.digest}
     if digests and digests != {_digest(program)}:
         notes.append(f"{program.name} is not the program that the tensors came from, or it has been edited")
@@ -179,19 +163,19 @@ def from_safetensors(src: Place, dst: Path, program: Place, *, names: Place | No
         equal.append((first, whole_tensor(t, Key(t.name))))
     tensors = [_whole(t.key.name, t.dtype, t.shape) for t in catalog]
     try:
-        refuse_others(found, tensors, str(src))
+        paddle.refuse_others(found, tensors, str(src))
     except ConflictError as e:
         _explain(e, found, given, told=bool(digests or parameter_of))
         raise
-    native = _as_told(native_of(artifact), told, heads)
-    file_layout = layout_program(native, tensors)
+    native = _as_told(paddle.native_of(artifact), told, heads)
+    file_layout = paddle.layout_program(native, tensors)
     renamed = {p: n for p, n in given.items() if p != n}
     plan = _plan(catalog, tensors, file_layout, notes, native.beside, equal)
     roots = _roots(src, program, names, *(f.place for f in catalog.files))
     return Conversion(found, src, plan, catalog, renamed, native, roots, back=True)
 
 
-def _refuse_empty(program: Program) -> None:
+def _refuse_empty(program: paddle.Program) -> None:
     if not program.parameters:
         raise UsageError(
             "the program has no parameters, so there is nothing to convert",
@@ -260,7 +244,7 @@ def _digest(path: Place) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def _set(program: Program) -> set[str]:
+def _set(program: paddle.Program) -> set[str]:
     return {p.name for p in program.parameters}
 
 
@@ -281,7 +265,7 @@ class _WayBack:
     heads: dict[str, bytes] = field(default_factory=dict)
 
 
-def _way_back(native: Native, digest: str, names: Sequence[str], parameter_of: Mapping[str, str]) -> str:
+def _way_back(native: paddle.Native, digest: str, names: Sequence[str], parameter_of: Mapping[str, str]) -> str:
     said: dict[str, Any] = {"file": _text(native.program.path.name), "sha256": digest}
     if _is_name(native.params):
         said["params"] = native.params
@@ -327,17 +311,19 @@ def _text(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def _as_told(native: Native, told: Sequence[_WayBack], heads: Mapping[str, bytes]) -> Native:
+def _as_told(native: paddle.Native, told: Sequence[_WayBack], heads: Mapping[str, bytes]) -> paddle.Native:
     """As the tensors' files say it: unusual heads of records, and the parameter file's name where that was one."""
-    names = {way.params for way in told if way.params and way.params != params_name(Path(way.file))}
+    names = {way.params for way in told if way.params and way.params != paddle.params_name(Path(way.file))}
     name = names.pop() if len(names) == 1 else ""
     if not name or name in [p.name for p in native.beside]:
-        name = params_name(native.program.path)
-    fit = {p.name: h for p in native.program.parameters if (h := heads.get(p.name)) is not None and head_fits(h, p)}
+        name = paddle.params_name(native.program.path)
+    fit = {
+        p.name: h for p in native.program.parameters if (h := heads.get(p.name)) is not None and paddle.head_fits(h, p)
+    }
     return native._replace(params=name, heads=fit)
 
 
-def _explain(e: CkptError, program: Program, given: Mapping[str, str], *, told: bool) -> None:
+def _explain(e: CkptError, program: paddle.Program, given: Mapping[str, str], *, told: bool) -> None:
     """Names are the commonest reason. ``told``: SRC or --names says which parameters its tensors are."""
     e.hint = "only values may change: names, dtypes and shapes are the program's"
     if not given.keys() <= _set(program):
@@ -351,17 +337,17 @@ def _explain(e: CkptError, program: Program, given: Mapping[str, str], *, told: 
 # -- structured names
 
 
-def _given_names(program: Program, path: Place | None, notes: list[str]) -> dict[str, str]:
+def _given_names(program: paddle.Program, path: Place | None, notes: list[str]) -> dict[str, str]:
     """Parameter -> structured name, where one is known."""
     path = path or _own_names(program)
     if path is None:
         return {}
     try:
-        said = read_names(path)
+        said = paddle.read_names(path)
     except CorruptError as e:
         e.hint = "names are in a .pdparams of the same run (--names model.pdparams), or in .pdiparams.info"
         raise
-    out, problems = match_names(program.parameters, said)
+    out, problems = paddle.match_names(program.parameters, said)
     for problem in problems:
         if PROGRAM[problem.id] == ERROR:
             raise ConflictError(
@@ -376,9 +362,9 @@ def _given_names(program: Program, path: Place | None, notes: list[str]) -> dict
     return {p: n for p, n in out.items() if p != n}
 
 
-def _own_names(program: Program) -> Place | None:
+def _own_names(program: paddle.Program) -> Place | None:
     """The file that a legacy export has beside it."""
-    path = program.path.parent / (program.path.name.removesuffix(LEGACY) + INFO)
+    path = program.path.parent / (program.path.name.removesuffix(paddle.LEGACY) + paddle.INFO)
     return path if program.kind == "pdmodel" and path.is_file() else None
 
 
@@ -400,12 +386,12 @@ def _verify_safetensors(conversion: Conversion, written: Path, advance: Advance)
 def _verify_program(conversion: Conversion, written: Path, advance: Advance) -> None:
     """The parameters are read as the program in DST says."""
     path = written / conversion.program.path.name
-    again = open_program(path, written / conversion.native.params)
+    again = paddle.open_program(path, written / conversion.native.params)
     if again.program.parameters != conversion.program.parameters or again.file is None:
         raise VerifyError("the program that was written is not the one that was given", where=str(path))
     found = Catalog([again.file], {})
     for p, r in again.tensors:
-        _add(found, p.name, stored_tensor(p, r))
+        _add(found, p.name, paddle.stored_tensor(p, r))
     _compare(conversion, found, written, advance)
 
 
