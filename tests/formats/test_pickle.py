@@ -406,7 +406,7 @@ def test_no_file(tmp_path: Path) -> None:
         (frozenset({1}), "FROZENSET"),
         (bytearray(b"abc"), "builtins.bytearray"),
         ({1.5: 2}, "key of type float"),
-        ({2**40: 2}, "key of type int"),
+        ({2**50: 2}, "key of type int"),
         ({((1, 2), 3): 4}, "key of type tuple"),
         (1j, "builtins.complex"),
         (np.ndarray, "stores `numpy.ndarray` itself"),
