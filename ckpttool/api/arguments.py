@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from operator import index
-from typing import SupportsIndex, overload
+from typing import Any, SupportsIndex, overload
 
 from ckpttool.errors import UsageError
 from ckpttool.words import parse_size
@@ -39,6 +39,11 @@ def whole(said: SupportsIndex | float | None, name: str, least: int = 1) -> int 
     if found < least:
         raise UsageError(f"{name} is {found}", hint=f"{least:,} is the least")
     return found
+
+
+def counts(**said: SupportsIndex | float | None) -> dict[str, Any]:
+    """Numbers of at least 1 under the names of their arguments; None stays None."""
+    return {name: whole(n, name) for name, n in said.items()}
 
 
 def wholes(said: int | Iterable[int], name: str, least: int = 1) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
 
 import numpy as np
 
-from ckpttool.api.arguments import nbytes, several, sides, whole, wholes
+from ckpttool.api.arguments import counts, nbytes, several, sides, whole, wholes
 from ckpttool.api.plans import Dropping, Resharding, watching
 from ckpttool.api.show import table
 from ckpttool.catalog import Catalog, Key, LogicalTensor
@@ -177,7 +177,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if plain in self.catalog.tensors:
             return plain
         component, _, rest = name.partition("/")
-        for key in (Key(rest, component), Key(*_split(rest, component))):
+        parameter, _, state = rest.rpartition("/")
+        for key in (Key(rest, component), Key(parameter, component, state)):
             if key in self.catalog.tensors:
                 return key
         return plain
@@ -343,10 +344,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """
         wanted = Target(
             format=to,
-            tp=whole(tp, "tp"),
-            pp=whole(pp, "pp"),
-            ep=whole(ep, "ep"),
-            etp=whole(etp, "etp"),
+            **counts(tp=tp, pp=pp, ep=ep, etp=etp),
             pp_layout=wholes(pp_layout, "pp_layout", 0),
             ranks=None if ranks is None else wholes(ranks, "ranks", 0),
             max_shard_size=nbytes(max_shard_size, "max_shard_size"),
@@ -463,17 +461,9 @@ def open_(
         UnsupportedError: a dtype, family or format that is not known.
     """
     beside = [also] if isinstance(also, str | Path) else also
-    said = ReadOptions(
-        whole(tp, "tp"),
-        whole(pp, "pp"),
-        whole(ep, "ep"),
-        whole(etp, "etp"),
-        (),
-        rank_pattern,
-        whole(sharding, "sharding"),
-        tuple([parse_place(p) for p in beside]),
-        select=select,
-    )
+    sizes = counts(tp=tp, pp=pp, ep=ep, etp=etp, sharding=sharding)
+    places = tuple([parse_place(p) for p in beside])
+    said = ReadOptions(**sizes, rank_pattern=rank_pattern, more=places, select=select)
     options = OpenOptions(format, said, family, several(replicate, "replicate"), several(split, "split"))
     return Checkpoint(open_checkpoint(parse_place(path), options), options)
 
@@ -491,12 +481,6 @@ def _as_torch(name: str, data: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
     if hasattr(np, data.dtype.name):
         return torch.from_numpy(data)
     return torch.from_numpy(data.view(plain[data.dtype.itemsize])).view(kind)
-
-
-def _split(rest: str, component: str) -> tuple[str, str, str]:
-    """``NAME/STATE`` as the parts of a key."""
-    name, _, state = rest.rpartition("/")
-    return name, component, state
 
 
 def _box(name: str, shape: tuple[int, ...], part: Slices) -> Box:

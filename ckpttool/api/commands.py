@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
-from ckpttool.api.arguments import nbytes, several, sides, whole, wholes
+from ckpttool.api.arguments import counts, nbytes, several, sides, whole, wholes
 from ckpttool.api.checkpoint import Checkpoint, open_
 from ckpttool.api.plans import Conversion, Dropping, Merging, watching
 from ckpttool.api.results import Size
@@ -96,10 +96,7 @@ def merge(
     names = [_named(s, opened) for s in given]
     wanted = Target(
         format=to,
-        tp=whole(tp, "tp"),
-        pp=whole(pp, "pp"),
-        ep=whole(ep, "ep"),
-        etp=whole(etp, "etp"),
+        **counts(tp=tp, pp=pp, ep=ep, etp=etp),
         pp_layout=wholes(pp_layout, "pp_layout", 0),
         max_shard_size=nbytes(max_shard_size, "max_shard_size"),
         dtype=dtype,
@@ -313,25 +310,13 @@ def size(
     if zero is not None and zero not in range(4):
         raise UsageError(f"zero is {zero}", hint="0, 1, 2 or 3")
     memory = nbytes(device_mem, "device_mem")
-    wanted = Wanted(
-        recipe,
-        sides(block),
-        scale_dtype,
-        quant_method,
-        static_act,
-        several(keep, "keep"),
-        several(include, "include"),
-        preset,
-        edge,
-    )
+    shape, kept, included = sides(block), several(keep, "keep"), several(include, "include")
+    wanted = Wanted(recipe, shape, scale_dtype, quant_method, static_act, kept, included, preset, edge)
     question = Question(
         wanted,
         mtp=mtp,
         max_shard_size=nbytes(max_shard_size, "max_shard_size"),
-        tp=whole(tp, "tp"),
-        pp=whole(pp, "pp"),
-        ep=whole(ep, "ep"),
-        etp=whole(etp, "etp"),
+        **counts(tp=tp, pp=pp, ep=ep, etp=etp),
         pp_layout=wholes(pp_layout, "pp_layout", 0),
         vocab_pad=whole(vocab_pad, "vocab_pad"),
         kv=kv,

@@ -128,7 +128,6 @@ class Resharding(Plan):
 
     @property
     def plan(self) -> Steps:
-        """Every file and every step."""
         return self.prepared.plan
 
     @property
@@ -143,7 +142,6 @@ class Resharding(Plan):
 
     @property
     def notes(self) -> list[str]:
-        """What was inferred, left out or derived, in sentences."""
         return list(self.prepared.notes)
 
     def __repr__(self) -> str:
@@ -212,12 +210,10 @@ class Conversion(Plan):
 
     @property
     def plan(self) -> Steps:
-        """Every file and every step."""
         return self.conversion.plan
 
     @property
     def notes(self) -> list[str]:
-        """What was inferred, left out or derived, in sentences."""
         return list(self.conversion.notes)
 
     def __repr__(self) -> str:

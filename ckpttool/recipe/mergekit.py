@@ -7,7 +7,6 @@ slice, and a parameter is looked up at the model, then the slice, then the top.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +81,8 @@ class _Parser:
                 field.wrong(UNSUPPORTED[key], error=UnsupportedError)
         if self.problems.found:
             return None
-        top = document.known(TOP, _misplaced(method))
+        hints = {n: f"it belongs under `parameters`: `parameters: {{{n}: ...}}`" for n in _parameters(method)}
+        top = document.known(TOP, hints)
         if "merge_method" not in top:
             self.problems.add("`merge_method` is missing", hint=nearest("", METHODS))
         elif (word := top["merge_method"].text()) is not None:
@@ -297,9 +297,8 @@ class _Parser:
             taking_part = merged(recipe, method, piece)
             for source in piece.sources:
                 if source.parameters and source not in taking_part:
-                    self.notes.append(
-                        f"{source.model} is the base, where parameters have no effect: {_listed(source.parameters)}"
-                    )
+                    names = ", ".join(f"`{name}`" for name in source.parameters)
+                    self.notes.append(f"{source.model} is the base, where parameters have no effect: {names}")
 
     def _tokens(self, recipe: Recipe) -> None:
         """Tokenizer settings that name models the merge does not have."""
@@ -320,12 +319,3 @@ class _Parser:
 
 def _parameters(method: Method | None) -> dict[str, Any]:
     return {} if method is None else {**method.per_model, **method.whole}
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{n}`" for n in names)
-
-
-def _misplaced(method: Method | None) -> dict[str, str]:
-    """Hints for parameters that stand beside ``parameters`` instead of under it."""
-    return {name: f"it belongs under `parameters`: `parameters: {{{name}: ...}}`" for name in _parameters(method)}

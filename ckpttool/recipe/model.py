@@ -41,9 +41,6 @@ class Condition:
     values: tuple[Scalar, ...]
     """One value, or several that stand at equal distances from the first layer to the last."""
 
-    def matches(self, name: str) -> bool:
-        return self.filter == "*" or self.filter in name
-
     def at(self, t: float, kind: Kind) -> Scalar:
         """The value at ``t``, from 0 (first layer) to 1 (last layer): numbers are interpolated, booleans are not.
 
@@ -77,7 +74,7 @@ class Setting:
 
     def find(self, name: str) -> Condition | None:
         """The condition that counts for a tensor, if any."""
-        return next((c for c in self.conditions if c.matches(name)), None)
+        return next((c for c in self.conditions if c.filter == "*" or c.filter in name), None)
 
     def at(self, name: str, t: float) -> Scalar | None:
         """The value for a tensor; None where no condition matches."""

@@ -196,11 +196,9 @@ def _paths(fields: dict[str, Value], problems: Problems) -> list[tuple[Value, st
 
 
 def _weights(fields: dict[str, Value], count: int, method: Method | None) -> list[float] | None:
-    if "weight_list" not in fields:
+    if "weight_list" not in fields or (method is not None and "weight" not in method.per_model):
         return [1.0] * count
     value = fields["weight_list"]
-    if method is not None and "weight" not in method.per_model:
-        return [1.0] * count
     weights = [_number(v, "float") for v in value.items()]
     if isinstance(value.data, list) and len(weights) != count:
         value.wrong(f"{len(weights)} weights are given for {count} models", error=ConflictError)

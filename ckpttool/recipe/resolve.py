@@ -207,9 +207,7 @@ class _Resolver:
                 inputs.append((source.model, there))
                 own = (source.parameters, *levels)
                 parameters.append(self._values(self.method.per_model, own, there, t, f"`{there}` of {source.model}"))
-        base = None
-        if part.base is not None and found[part.base][1]:
-            base = (part.base, found[part.base][0])
+        base = (part.base, found[part.base][0]) if part.base is not None and found[part.base][1] else None
         return Merged(
             name,
             tuple(inputs),

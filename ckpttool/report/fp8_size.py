@@ -15,7 +15,7 @@ from ckpttool.words import count, short
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size import SizeReport
     from ckpttool.ops.fp8_size.cache import Cache
-    from ckpttool.ops.fp8_size.resident import Misfit, Ranks
+    from ckpttool.ops.fp8_size.resident import Ranks
     from ckpttool.ops.fp8_size.stored import Row, Total
     from ckpttool.ops.fp8_size.training import Training
 
@@ -188,7 +188,7 @@ def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> list[str]:
     if any(g.coding is not None and g.coding.sides[0] for g in report.applied.groups):
         lines.append("scales of blocks are held as F32")
     if found.misfits:
-        lines += [_misfit(m) for m in found.misfits]
+        lines += [f"not possible: `{plain(m.name)}` {shape(m.shape)}: {m.why}" for m in found.misfits]
     elif found.checked:
         lines.append("every cut and every joined part is a multiple of the block")
     out.append("\n".join(lines) + "\n")
@@ -200,10 +200,6 @@ def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> list[str]:
         out.append(_cache(report.cache))
     out.append("not modelled: " + ", ".join(report.not_modelled) + "\n")
     return out
-
-
-def _misfit(m: Misfit) -> str:
-    return f"not possible: `{plain(m.name)}` {shape(m.shape)}: {m.why}"
 
 
 def _groups(rows: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[int]]:

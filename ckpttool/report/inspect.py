@@ -247,17 +247,10 @@ def show_list(listing: Listing, *, as_json: bool) -> None:
     if as_json:
         tensors = [
             {
-                "name": r.name,
-                "dtype": r.dtype,
-                "shape": list(r.shape),
-                "bytes": r.nbytes,
+                **pick(r, "name dtype shape bytes=nbytes"),
                 "file": names[r.file] if r.file >= 0 else None,
                 "offset": r.offset if r.file >= 0 else None,
-                "pieces": r.pieces,
-                "component": r.component,
-                "parameter": r.parameter,
-                "state": r.state or None,
-                "derived": r.derived,
+                **pick(r, "pieces component parameter state? derived"),
             }
             for r in listing.rows
         ]

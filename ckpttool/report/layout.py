@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout, grid
+from ckpttool.ops.inspect.holdings import Group, Held, Layout, grid
 from ckpttool.report.text import ranks, shape, size
 
 _INDENT = "    "
@@ -25,10 +25,9 @@ def draw(layout: Layout) -> str:
         one_line = len(name) + 3 + len(kind) <= WIDTH + len(_INDENT)
         out += ["", f"{name}   {kind}"] if one_line else ["", name, _INDENT + kind]
         axes = h.cut_axes
-        whole = [g for g in h.groups if not _axes(g, h)]
         labels = max((len(g.label) for g in h.groups), default=0)
         for g in h.groups:
-            if g in whole:
+            if all(held.box.shape == h.shape for held in g.held):
                 label = f"{plain(g.label).ljust(labels)}  " if labels else ""
                 out.append(f"{_INDENT}{label}{_who(g.ranks, layout.world)}")
                 continue
@@ -40,17 +39,12 @@ def draw(layout: Layout) -> str:
     return "\n".join(out) + "\n"
 
 
-def _axes(group: Group, holding: Holding) -> bool:
-    """Whether the group is cut at all."""
-    return any(h.box.shape != holding.shape for h in group.held)
-
-
 def _who(numbers: tuple[int, ...], world: int) -> str:
     if not numbers:
         return "no rank: it is empty"
     if len(numbers) == world and world > 1:
         return "whole on every rank"
-    return f"whole on rank {numbers[0]}" if len(numbers) == 1 else f"whole on ranks {ranks(numbers)}"
+    return f"whole on {_holders(numbers)}"
 
 
 def _matrix(group: Group, axes: tuple[int, ...]) -> list[str]:

@@ -42,18 +42,13 @@ def times(run: RunResult) -> str:
     return said + (f", verified in {run.verify_seconds:.1f} s" if run.verify_seconds else "")
 
 
-def phases(run: RunResult) -> dict[str, float]:
-    """The same for JSON, in seconds."""
-    took = {"plan": run.plan_seconds, "write": run.write_seconds, "verify": run.verify_seconds}
-    return {name: round(seconds, 6) for name, seconds in took.items()}
-
-
 def done(run: RunResult) -> dict[str, Any]:
-    """What JSON says of every run."""
+    """What JSON says of every run; the phases in seconds."""
+    took = {"plan": run.plan_seconds, "write": run.write_seconds, "verify": run.verify_seconds}
     return {
         **pick(run, "bytes_written bytes_resumed=bytes_skipped"),
         "seconds": round(run.seconds, 6),
-        "phases": phases(run),
+        "phases": {name: round(seconds, 6) for name, seconds in took.items()},
     }
 
 

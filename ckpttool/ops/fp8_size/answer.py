@@ -162,24 +162,15 @@ def _sizes(model: Model, question: Question) -> SizeReport:
 def _sensible(question: Question) -> None:
     """Options that would do nothing are errors."""
     q = question
-    needs = (
-        ("--kv", q.kv, (("--tokens", q.tokens), ("--batch", q.batch), ("--max-model-len", q.max_model_len))),
-        (
-            "--train",
-            q.train,
-            (
-                ("--zero", q.zero),
-                ("--dp", q.dp),
-                ("--grad", q.grad or None),
-                ("--master", q.master or None),
-                ("--moment", q.moment or None),
-                ("--fp8-transposed", q.fp8_transposed or None),
-            ),
-        ),
-        ("--tp-out, --kv, --train, --gpu or --device-mem", q.per_rank, (("--vocab-pad", q.vocab_pad),)),
+    words = {"--grad": q.grad, "--master": q.master, "--moment": q.moment, "--fp8-transposed": q.fp8_transposed}
+    training = {"--zero": q.zero, "--dp": q.dp, **{option: value or None for option, value in words.items()}}
+    needs: tuple[tuple[str, object, Mapping[str, object]], ...] = (
+        ("--kv", q.kv, {"--tokens": q.tokens, "--batch": q.batch, "--max-model-len": q.max_model_len}),
+        ("--train", q.train, training),
+        ("--tp-out, --kv, --train, --gpu or --device-mem", q.per_rank, {"--vocab-pad": q.vocab_pad}),
     )
     for needed, there, options in needs:
-        for option, value in options:
+        for option, value in options.items():
             if value is not None and not there:
                 raise UsageError(f"{option} has no effect without {needed}", hint=f"also pass {needed}")
     if q.kv and q.train:

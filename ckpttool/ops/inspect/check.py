@@ -70,7 +70,7 @@ def check(
             pass  # reported as for any other source
     result = CheckResult(path)
     stored = _read(path, options)
-    rules = _rules(chosen)
+    rules = IndexRules() if isinstance(chosen, CkptError) else chosen.capabilities.indexes
     names = _names(listing, stored, rules)
     proven = isinstance(stored, StoredCheckpoint)  # by its reader, which reads pickles as a whole
     files = [_examine(listing, name, i, result, proven=proven) for i, name in enumerate(names)]
@@ -122,10 +122,6 @@ def _choose(listing: Listing, options: OpenOptions) -> Reader | CkptError:
         return choose(listing, options.format, options.mesh)
     except CkptError as e:
         return e
-
-
-def _rules(chosen: Reader | CkptError) -> IndexRules | None:
-    return IndexRules() if isinstance(chosen, CkptError) else chosen.capabilities.indexes
 
 
 # -- files
@@ -180,8 +176,7 @@ def _read_pickle(name: str, path: Place, result: CheckResult) -> ExaminedFile:
     try:
         read_pickle(path)
     except CkptError as e:
-        id_ = next((i for c, i in _CLASSES if isinstance(e, c)), "corrupt")
-        result.add(id_, e.what, path, e.hint)
+        result.add(_class_id(e), e.what, path, e.hint)
         return ExaminedFile(name, None, [], sound=False)
     return ExaminedFile(name, DataFile.at(path), [], sound=True)
 
@@ -273,13 +268,9 @@ def _check_stems(
         name = index_name(stem)
         if name not in listing.names or not members:
             continue
-        try:
-            data = listing.json(name)
-        except CorruptError as e:
-            result.add("index-json", e.what, listing.path(name))
-            continue
+        data = _json(listing, name, "index-json", result)
         # An index without a map is how saves say that each rank wrote files of its own.
-        if "weight_map" not in data:
+        if data is None or "weight_map" not in data:
             continue
         index = parse_index(data, rules, listing.path(name), result)
         if index is None:
@@ -312,13 +303,17 @@ def _index(listing: Listing, result: CheckResult, rules: IndexRules) -> Index | 
         if len(shards) > 1 and len(set(shards)) == 1:
             result.add("no-index", f"{len(shards)} shards have no index", listing.root, "`ckpttool reshard` writes one")
         return None
-    where = listing.path(names[0])
+    data = _json(listing, names[0], "index-json", result)
+    return None if data is None else parse_index(data, rules, listing.path(names[0]), result)
+
+
+def _json(listing: Listing, name: str, finding: str, result: CheckResult) -> dict[str, Any] | None:
+    """A JSON file beside the weights; None, and the finding of this name, where it is none."""
     try:
-        data = listing.json(names[0])
+        return listing.json(name)
     except CorruptError as e:
-        result.add("index-json", e.what, where)
+        result.add(finding, e.what, listing.path(name))
         return None
-    return parse_index(data, rules, where, result)
 
 
 # -- opening
@@ -391,11 +386,7 @@ def _config(listing: Listing, stored: StoredCheckpoint | CkptError, result: Chec
             text = "there is no config.json; tensors are not compared with it"
             result.add("config-missing", text, listing.root)
         return {}
-    try:
-        return listing.json("config.json")
-    except CorruptError as e:
-        result.add("config-json", e.what, listing.path("config.json"))
-        return {}
+    return _json(listing, "config.json", "config-json", result) or {}
 
 
 # -- manifest
@@ -413,10 +404,8 @@ def _check_manifest(
     if MANIFEST not in listing.names or listing.single.endswith(".safetensors"):
         return
     where = listing.path(MANIFEST)
-    try:
-        data = listing.json(MANIFEST)
-    except CorruptError as e:
-        result.add("manifest-json", e.what, where)
+    data = _json(listing, MANIFEST, "manifest-json", result)
+    if data is None:
         return
     sizes, sums = data.get("files"), data.get("tensors")
     if (

@@ -7,6 +7,7 @@ needs must be said by the same rule, because a loader fills layers of the other 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ckpttool.errors import UnsupportedError
@@ -25,7 +26,8 @@ def renumbered(config: Fields, count: int, layers: Sequence[int]) -> dict[str, A
             continue
         try:
             wanted = [holds(config, layer, count) for layer in layers]
-            found = next((c for c in choices(wanted) if _says({**config, **c}, holds, wanted)), None)
+            tried = chain([{}], choices(wanted))  # the fields as they are come first
+            found = next((c for c in tried if _says({**config, **c}, holds, wanted)), None)
         except (TypeError, ValueError, ZeroDivisionError):  # another model's field of this name
             continue
         if found is None:
@@ -65,22 +67,15 @@ def _window(config: Fields, layer: int, _: int) -> bool:
 
 
 def _first(field: str) -> Callable[[Sequence[bool]], Iterator[dict[str, Any]]]:
-    """The value as it is, then every layer as the first one."""
-
-    def choices(wanted: Sequence[bool]) -> Iterator[dict[str, Any]]:
-        yield {}
-        yield from ({field: first} for first in range(len(wanted) + 1))
-
-    return choices
+    """Every layer as the first one."""
+    return lambda wanted: ({field: first} for first in range(len(wanted) + 1))
 
 
 def _listed(wanted: Sequence[bool]) -> Iterator[dict[str, Any]]:
-    yield {}
     yield {"mlp_only_layers": [i for i, sparse in enumerate(wanted) if not sparse], "decoder_sparse_step": 1}
 
 
 def _ends(wanted: Sequence[bool]) -> Iterator[dict[str, Any]]:
-    yield {}
     for first in range(len(wanted) + 1):
         for last in range(first, len(wanted)):
             yield {"moe_layer_start_index": first, "moe_layer_end_index": last}
