@@ -139,16 +139,15 @@ def diff(
         wanted = wanted_names(patterns, owners)
         names = [n for n in names if n in wanted]
     # A name that one side only has as another name of stored elements is no difference when the other lacks it.
-    shared_left, shared_right = mine.aliases, theirs.aliases
     both = []
     for name in names:
         if name not in two:
-            if name not in shared_left:
+            if name not in mine.aliases:
                 result.only_left.append(name)
         elif name not in one:
-            if name not in shared_right:
+            if name not in theirs.aliases:
                 result.only_right.append(name)
-        elif name not in shared_left or name not in shared_right:
+        elif name not in mine.aliases or name not in theirs.aliases:
             component = one[name].component
             x, y = one[name].view, two[name].view
             result.compared += 1
@@ -251,8 +250,8 @@ def side(checkpoint: Checkpoint, components: list[str], notes: list[str], *, ren
 def _publish(checkpoint: Checkpoint, components: list[str], out: Side, notes: list[str]) -> None:
     """Tensors under Hugging Face names. Raises LayoutError when the model cannot be brought there."""
     catalog = checkpoint.catalog
-    table = _published(checkpoint, identity(catalog), notes) if "model" in components else None
-    if table is not None:
+    if "model" in components:
+        table = _published(checkpoint, identity(catalog), notes)
         out.tables["model"] = {v.name: Found(v, v.name, "model") for v in table}
     others = [c for c in components if c != "model"]
     if not others:
@@ -276,9 +275,8 @@ def _publish(checkpoint: Checkpoint, components: list[str], out: Side, notes: li
 
 def _published(checkpoint: Checkpoint, views: TensorTable, notes: list[str]) -> TensorTable:
     """The views under Hugging Face names."""
-    family = checkpoint.family
     try:
-        out = apply_transforms(views, inverse(checkpoint.ops), family, checkpoint.ops)
+        out = apply_transforms(views, inverse(checkpoint.ops), checkpoint.family, checkpoint.ops)
     except LayoutError as e:
         e.where = (*e.where, f"while bringing {checkpoint.path} to Hugging Face names")
         raise

@@ -171,8 +171,8 @@ def list_tensors(
     path, choice, options = parse_place(src), choice or Choice(), options or OpenOptions()
     stored = read(path, options)
     listing = Listing(path, stored, [], 0, logical=True, notes=list(stored.notes), options=options)
-    if stored.plain and not _rules(options):
-        rows = _stored_rows(stored.tensors)
+    if stored.plain and not (options.family or options.replicate or options.split):
+        rows = [Row(t[0], t[1], t[2], _size(t[1], t[2]), t[3], t[4], 1) for t in stored.tensors]
     else:
         try:
             checkpoint = listing.checkpoint()
@@ -192,17 +192,9 @@ def list_tensors(
     return listing
 
 
-def _rules(options: OpenOptions) -> bool:
-    return bool(options.family or options.replicate or options.split)
-
-
 @lru_cache(maxsize=65536)
 def _size(dtype: str, shape: tuple[int, ...]) -> int:
     return nbytes(dtype, prod(shape))
-
-
-def _stored_rows(tensors: Iterable[StoredTensor]) -> list[Row]:
-    return [Row(t[0], t[1], t[2], _size(t[1], t[2]), t[3], t[4], 1) for t in tensors]
 
 
 def _distinct(tensors: Iterable[StoredTensor]) -> list[Row]:
@@ -303,10 +295,8 @@ class FileRow:
 
 def file_rows(listing: Listing) -> list[FileRow]:
     """The data files of a source, in reading order."""
-    stored = listing.stored
-    root = stored.root
-    files = listing.files
-    out = [FileRow(relative(f.place, root), f.size) for f in files]
+    stored, files = listing.stored, listing.files
+    out = [FileRow(relative(f.place, stored.root), f.size) for f in files]
     place = {f.place: i for i, f in enumerate(files)}
     ranks: list[set[int]] = [set() for _ in out]
     holders = holders_of(stored)
