@@ -56,6 +56,7 @@ def _use_memory_disk() -> None:
     if shutil.disk_usage(MEMORY_DISK).free >= ROOM:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
         os.environ["TMPDIR"] = others = tempfile.mkdtemp(prefix="ckpttool-tests-", dir=MEMORY_DISK)
+        Path(others).chmod(0o755)  # some tests look with the eyes of another user
         tempfile.tempdir = None
         atexit.register(_remove, others, os.getpid())
 

@@ -325,6 +325,7 @@ def declared_names(found: list[Source], row: str) -> set[str]:
         for node in owner.body
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
         and [getattr(t, "id", "") for t in node.targets] == ["name"]
     } - {""}
 

@@ -22,6 +22,7 @@ from ckpttool.containers.pickle import Array, Record
 from ckpttool.containers.pickle_write import _CODES, Hole, Instance, Written, layout_pickle, plain_pickle
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import UnsupportedError
+from ckpttool.storage.place import DataFile
 
 MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 
@@ -257,7 +258,7 @@ def test_instances_as_keys_do_not_meet_in_one_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [{1}, object(), np.float32(1), 1j, bytearray(b"a"), Array("F32", (), 0, 4, Path("x"))]
+    "value", [{1}, object(), np.float32(1), 1j, bytearray(b"a"), Array("F32", (), 0, 4, DataFile(Path("x"), 4, ""))]
 )
 def test_values_that_cannot_be_written(value: Any) -> None:
     with pytest.raises(UnsupportedError, match="cannot be written") as e:
