@@ -194,17 +194,14 @@ def from_yaml(text: str, source: str) -> Value:
         raise UsageError(f"a recipe has at most {BYTES >> 20} MiB", where=source)
     try:
         loader = yaml.SafeLoader(text)
-        if loader.check_node():
-            root = loader.get_node()
-            if loader.check_node():
-                second = loader.get_node()
-                raise UnsupportedError(
-                    "this file holds several recipes",
-                    where=f"{source}:{second.start_mark.line + 1 if second else 1}",
-                    hint="merge one after the other, each from a file of its own",
-                )
-        else:
-            root = None
+        root = loader.get_node() if loader.check_node() else None
+        if root is not None and loader.check_node():
+            second = loader.get_node()
+            raise UnsupportedError(
+                "this file holds several recipes",
+                where=f"{source}:{second.start_mark.line + 1 if second else 1}",
+                hint="merge one after the other, each from a file of its own",
+            )
         reader = _Reader(loader, source)
         data = None if root is None else reader.read(root, "", 0)
     except yaml.MarkedYAMLError as e:

@@ -305,7 +305,13 @@ def show_metadata(listing: Listing, metadata: dict[str, dict[str, str]], *, as_j
 def show_layout(listing: Listing, layout: Layout, *, svg: Path | None, as_json: bool) -> None:
     """Who holds what: text or JSON on stdout, and a picture in a file."""
     if svg is not None:
-        _write_svg(layout, svg, f"{resolved(listing.path).name}: who holds what")
+        from ckpttool.errors import OutputError
+        from ckpttool.report.svg import picture
+
+        try:
+            svg.write_text(picture(layout, f"{resolved(listing.path).name}: who holds what"), encoding="utf-8")
+        except OSError as e:
+            raise OutputError(f"the picture cannot be written: {e.strerror}", where=str(svg)) from None
     if as_json:
         holdings = [
             {
@@ -326,16 +332,6 @@ def show_layout(listing: Listing, layout: Layout, *, svg: Path | None, as_json: 
     from ckpttool.report.layout import draw
 
     text.write(draw(layout))
-
-
-def _write_svg(layout: Layout, path: Path, title: str) -> None:
-    from ckpttool.errors import OutputError
-    from ckpttool.report.svg import picture
-
-    try:
-        path.write_text(picture(layout, title), encoding="utf-8")
-    except OSError as e:
-        raise OutputError(f"the picture cannot be written: {e.strerror}", where=str(path)) from None
 
 
 def _number(value: float | None) -> str:

@@ -11,6 +11,7 @@ configuration classes of transformers (which layers slide), hf-mem #60 (what eng
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,8 +109,7 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
     if SLIDING in kinds and not window and config.has("sliding_window"):
         # null: layers that slide have no window.
         kinds = [FULL if k == SLIDING else k for k in kinds]
-    if CHUNKED in kinds:
-        kinds = [SLIDING if k == CHUNKED else k for k in kinds]
+    kinds = [SLIDING if k == CHUNKED else k for k in kinds]
     if SLIDING in kinds and not window:
         raise UnsupportedError(
             "the config has layers with sliding windows and no `sliding_window`", where=str(model.path)
@@ -118,10 +118,7 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
         (sum(kinds[n] == FULL for n in numbers), sum(kinds[n] == SLIDING for n in numbers))
         for numbers in mesh.stage_layers(layers)
     )
-    unknown: dict[str, int] = {}
-    for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            unknown[kind] = unknown.get(kind, 0) + 1
+    unknown = Counter(kind for kind in kinds if kind not in (FULL, SLIDING))
     return Cache(
         dtype, bool(latent), per_layer, tokens, batch, length, window if SLIDING in kinds else 0, counts, unknown
     )

@@ -228,7 +228,7 @@ def _held(kinds: _Counted, cutting: PartitionContext) -> list[Weights]:
 
 
 def _of_rank(kinds: _Counted, cutting: PartitionContext, at: Coords, sizes: _Sizes) -> Weights:
-    dense = experts = codes = expert_codes = parameters = expert_parameters = 0
+    dense, experts = [0, 0, 0], [0, 0, 0]  # bytes, those of codes and scales, parameters
     for number, (kind, count) in enumerate(kinds):
         if at.pp not in kind.stages or kind.owner not in (SHARED, at.ep):
             continue
@@ -240,15 +240,11 @@ def _of_rank(kinds: _Counted, cutting: PartitionContext, at: Coords, sizes: _Siz
             elements = prod(shape)
             sizes[where] = (elements, coded or nbytes(kind.dtype, elements, where=kind.name), coded)
         elements, size, coded = sizes[where]
-        if rule.expert:
-            experts += count * size
-            expert_codes += count * coded
-            expert_parameters += count * elements * kind.parameters
-        else:
-            dense += count * size
-            codes += count * coded
-            parameters += count * elements * kind.parameters
-    return Weights(dense, experts, codes, expert_codes, parameters, expert_parameters)
+        held = experts if rule.expert else dense
+        held[0] += count * size
+        held[1] += count * coded
+        held[2] += count * elements * kind.parameters
+    return Weights(dense[0], experts[0], dense[1], experts[1], dense[2], experts[2])
 
 
 def _vocabulary(kinds: _Counted, cutting: PartitionContext) -> tuple[int, int]:

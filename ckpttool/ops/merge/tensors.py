@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Literal
 
@@ -103,7 +103,8 @@ class Builder:
         """A tensor of the output that is one model's, unchanged but for the dtype."""
         operand = self._operand(ref, of)
         dtype = self._dtype([self.adaptations.dtype(ref, of)])
-        self._put(name, dtype, (operand,), None, ({"scale": 1.0},), {}, None, "passthrough", [(ref, of)])
+        as_it_is = Merged(name, ((ref, of),), None, None, ({"scale": 1.0},), {})
+        self._put(as_it_is, dtype, (operand,), None, "passthrough", as_it_is.inputs)
 
     def _tensor(self, m: Merged) -> None:
         everything = [*m.inputs, *([m.base] if m.base is not None else [])]
@@ -124,19 +125,14 @@ class Builder:
         self.common[m.name] = _common(dtypes)
         models = tuple(found[: len(m.inputs)])
         base = found[-1] if m.base is not None else None
-        self._put(
-            m.name, self._dtype(dtypes), models, base, m.parameters, m.whole, m.base_at, self.method.name, everything
-        )
+        self._put(m, self._dtype(dtypes), models, base, self.method.name, everything)
 
     def _put(
         self,
-        name: str,
+        m: Merged,
         dtype: str,
         models: tuple[Operand, ...],
         base: Operand | None,
-        parameters: Sequence[Mapping[str, float | int | bool]],
-        whole: Mapping[str, float | int | bool],
-        base_at: int | None,
         method: str,
         sources: Sequence[tuple[ModelRef, str]],
     ) -> None:
@@ -144,12 +140,12 @@ class Builder:
 
         The method's program begins here, as far as its first pass: wrong parameters show before anything is written.
         """
-        shape = shape_of(models[0])
-        tried = (method, repr(parameters), repr(whole), base is None, len(shape))
+        name, shape = m.name, shape_of(models[0])
+        tried = (method, repr(m.parameters), repr(m.whole), base is None, len(shape))
         if tried not in self._tried:
             self._tried.add(tried)
             draws = CounterDraws(0, name)
-            tensor = Tensor(name, shape, tuple(parameters), whole, base is not None, draws, base_at)
+            tensor = Tensor(name, shape, m.parameters, m.whole, base is not None, draws, m.base_at)
             with contextlib.suppress(StopIteration):
                 next(METHODS[method].program(tensor))
         key = Key(name, self.models.component)
@@ -159,9 +155,9 @@ class Builder:
         stored = StoredTensor(name, dtype, shape, len(self.models.files) + len(self.computed), 0)
         self.tensors[key] = whole_tensor(stored, key)
         self.names[name] = [(str(ref), of) for ref, of in sources]
-        each = self._one([tuple(sorted(p.items())) for p in parameters])
-        every = self._one(sorted(whole.items()))
-        self.computed.append(Compute(name, shape, dtype, method, models, base, each, every, base_at, self.finite))
+        each = self._one([tuple(sorted(p.items())) for p in m.parameters])
+        every = self._one(sorted(m.whole.items()))
+        self.computed.append(Compute(name, shape, dtype, method, models, base, each, every, m.base_at, self.finite))
 
     def _one(self, items: Sequence[Any]) -> Any:
         """Equal parameters as one object: most tensors have the same."""

@@ -59,7 +59,6 @@ class VocabularyPlan:
         if asked is None and not recipe.chat_template:
             return None
         refs = list(recipe.references())
-        merged: MergedVocabulary
         if asked is None:
             own = _vocabulary(models[donor])
             # As many rows as there are tokens: the tokenizer itself stays what it is.
@@ -76,9 +75,8 @@ class VocabularyPlan:
             {token: _rule(rule, refs) for token, rule in asked.tokens.items()},
             asked.pad_to_multiple_of or 1,
         )
-        template = None
-        if recipe.chat_template:
-            template = chat_template(recipe.chat_template, [i.vocabulary for i in inputs])
+        wanted = recipe.chat_template
+        template = chat_template(wanted, [i.vocabulary for i in inputs]) if wanted else None
         return cls(tokenizer_files(merged, template), merged, refs)
 
 
