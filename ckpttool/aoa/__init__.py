@@ -7,9 +7,9 @@ converted by AOA text is planned, written and verified like any other.
 Where Paddle drops a statement without a word, or lets one statement overwrite another's result, there is an error.
 """
 
-from ckpttool.aoa.apply import Shards, apply_aoa
+from ckpttool.aoa.apply import apply_aoa
 from ckpttool.aoa.invert import invert
 from ckpttool.aoa.parse import parse_aoa, parse_statement, read_aoa
 from ckpttool.aoa.statement import Place, Statement, Var
 
-__all__ = ["Place", "Shards", "Statement", "Var", "apply_aoa", "invert", "parse_aoa", "parse_statement", "read_aoa"]
+__all__ = ["Place", "Statement", "Var", "apply_aoa", "invert", "parse_aoa", "parse_statement", "read_aoa"]

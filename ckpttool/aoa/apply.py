@@ -8,7 +8,7 @@ earlier statements made. A name that is read is used up; the outputs are the nam
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Never
 
@@ -18,9 +18,6 @@ from ckpttool.layout.rules import Size
 from ckpttool.layout.scales import weight_of
 from ckpttool.relate import DerivedTensor, TensorTable, concat, deinterleave, interleave, permute, take
 from ckpttool.select import nearest_hint
-
-Shards = int | Callable[[str], int]
-"""On how many ranks a fused tensor is cut; the function gets the tensor's name."""
 
 _NUMBER = r"\d+"
 _OTHER_TOWERS = re.compile(r"vis(ion|ual)|audio|image", re.IGNORECASE)
@@ -109,25 +106,18 @@ class _Bound:
 
 
 def apply_aoa(
-    views: TensorTable,
-    statements: Sequence[Statement],
-    *,
-    source_shards: Shards = 1,
-    target_shards: Shards = 1,
-    sizes: Mapping[str, Size] | None = None,
+    views: TensorTable, statements: Sequence[Statement], *, sizes: Mapping[str, Size] | None = None
 ) -> TensorTable:
     """The views after ``statements``; tensors that no statement names pass through.
 
-    ``source_shards`` and ``target_shards`` say on how many ranks the fused tensors of the source and of the target
-    are cut: fused_ffn is [G0 U0 G1 U1 ...] over them, fused_qkv_old [Q0 K0 V0 Q1 K1 V1 ...]. With 1 (a source or
-    target that is whole, or whose ranks ckpttool has put together part by part) they are [G U] and [Q K V]. ``sizes``
-    are the model's, to hold ``num_heads`` against.
+    Views are whole tensors, put together part by part from their ranks: fused_ffn is [G U], fused_qkv_old [Q K V].
+    ``sizes`` are the model's, to hold ``num_heads`` against.
 
     Raises UsageError for a name that is not there, IncompleteError for a gap in numbered names, ConflictError for two
     tensors of one name and for dtypes and head counts that are not so, LayoutError for shapes that do not fit and
     UnsupportedError for what only Paddle can do. All name file, statement and the names it stood for.
     """
-    run = _Run(views, source_shards, target_shards, sizes or {})
+    run = _Run(views, sizes or {})
     for statement in statements:
         for bound in run.expand(statement):
             run.carry_out(bound)
@@ -137,9 +127,9 @@ def apply_aoa(
 class _Run:
     """The table while statements are carried out."""
 
-    def __init__(self, views: TensorTable, source: Shards, target: Shards, sizes: Mapping[str, Size]) -> None:
+    def __init__(self, views: TensorTable, sizes: Mapping[str, Size]) -> None:
         self.before = views
-        self.source, self.target, self.sizes = source, target, sizes
+        self.sizes = sizes
         self.slots = {v.name: _Slot(v, i) for i, v in enumerate(views)}
         self.dropped: dict[str, _Bound] = {}
         self.gone: list[str] = []
@@ -298,7 +288,13 @@ class _Run:
         if s.axis is not None:
             self._axis(bound, sources[0])  # a join of one, from * or name[a:b]
         if s.permute is not None:
-            return [_permuted(bound, sources[0], s.permute)]
+            view = sources[0]
+            if s.permute and len(s.permute) != len(view.shape):
+                what = (
+                    f"`{view.name}` {list(view.shape)} has {len(view.shape)} axes, and permute names {len(s.permute)}"
+                )
+                bound.wrong(LayoutError, what)
+            return [permute(view.name, view, s.permute) if s.permute else _transposed(view)]
         if s.cast is not None:
             return [_cast(bound, sources[0], s.cast)]
         return [sources[0]]
@@ -323,32 +319,30 @@ class _Run:
         axis = self._axis(bound, sources[0])
         for view in sources[1:]:
             _same_beside(bound, sources[0], view, axis)
-        weights: tuple[int, ...] = (1, 1)
-        if s.macro != "fused_ffn":
-            weights = self._heads(bound, sources, axis)
-        before = after = s.num_key_value_groups  # fused_qkv: a group is some query heads with their key and value head
-        if s.macro != "fused_qkv":
-            before = _shards(bound, self.source, bound.left[0].name) if len(sources) == 1 else 1
-            after = _shards(bound, self.target, bound.right[0].name) if len(bound.right) == 1 else 1
-        parts = list(sources)
-        if len(sources) == 1:
-            self._check_cut(bound, sources[0], axis, before)
-            if before == after and len(bound.right) == 1:
-                self._groups(bound, sources[0].name, sources[0].shape[axis], weights, before)
-                return [sources[0]]
-            parts = self._apart(bound, sources[0], axis, weights, before)
-        elif s.macro == "fused_ffn" and parts[0].shape != parts[1].shape:
-            bound.wrong(
-                LayoutError,
-                f"`{parts[0].name}` {list(parts[0].shape)} and `{parts[1].name}` {list(parts[1].shape)} differ:"
-                " fused_ffn joins two equal halves",
-            )
-        if len(bound.right) > 1:
-            return parts
-        self._groups(bound, bound.right[0].name, sum(p.shape[axis] for p in parts), weights, after)
-        if after == 1:
-            return [_join(bound, parts, axis)]
-        return [interleave(bound.right[0].name, parts, axis, after)]
+        weights = (1, 1) if s.macro == "fused_ffn" else self._heads(bound, sources, axis)
+        # fused_qkv: a group is some query heads with their key and value head
+        groups = s.num_key_value_groups if s.macro == "fused_qkv" else 1
+        names = [v.name for v in bound.right]
+        if len(sources) > 1:
+            a, b = sources[:2]
+            if s.macro == "fused_ffn" and a.shape != b.shape:
+                what = f"`{a.name}` {list(a.shape)} and `{b.name}` {list(b.shape)} differ"
+                bound.wrong(LayoutError, f"{what}: fused_ffn joins two equal halves")
+            return [concat(names[0], sources, axis) if groups == 1 else interleave(names[0], sources, axis, groups)]
+        (view,) = sources
+        length = view.shape[axis]
+        if s.macro == "fused_ffn" and length % 2:
+            what = f"`{view.name}` has {length} on the axis of fused_ffn, which 1 ranks cannot share as gate and up"
+            bound.wrong(LayoutError, what)
+        if len(names) == 1:
+            return [view]
+        out, at, period = [], 0, length // groups
+        for name, weight in zip(names, weights, strict=True):
+            n = period * weight // sum(weights)
+            part = take(name, view, axis, at, at + n)
+            out.append(part if groups == 1 else deinterleave(name, view, axis, groups, at, n, period))
+            at += n
+        return out
 
     def _heads(self, bound: _Bound, sources: Sequence[DerivedTensor], axis: int) -> tuple[int, ...]:
         """Query, key and value heads; the tensors' sizes must be of that proportion."""
@@ -380,60 +374,6 @@ class _Run:
                 f" and {known[1]} heads",
             )
         return weights
-
-    def _groups(self, bound: _Bound, name: str, length: int, weights: Sequence[int], groups: int) -> None:
-        """Whether ``groups`` ranks get equal shares of each part, and no head is torn."""
-        s = bound.statement
-        if s.macro == "fused_ffn":
-            if length % (2 * groups):
-                bound.wrong(
-                    LayoutError,
-                    f"`{name}` has {length} on the axis of fused_ffn, which {groups} ranks cannot share as gate and up",
-                )
-        elif any(w % groups for w in weights):
-            bound.wrong(
-                LayoutError,
-                f"{weights[0]} query and {weights[1]} key/value heads do not divide among {groups} ranks: `{name}`",
-                "fused_qkv_old has no layout for key/value heads that several ranks share",
-            )
-
-    def _apart(
-        self, bound: _Bound, view: DerivedTensor, axis: int, weights: Sequence[int], groups: int
-    ) -> list[DerivedTensor]:
-        """The parts of a fused tensor."""
-        self._groups(bound, view.name, view.shape[axis], weights, groups)
-        period = view.shape[axis] // groups
-        lengths = [period * w // sum(weights) for w in weights]
-        if any(n * sum(weights) != period * w for n, w in zip(lengths, weights, strict=True)):
-            bound.wrong(LayoutError, f"`{view.name}` {list(view.shape)} does not divide evenly on axis {axis}")
-        out, at = [], 0
-        for i, n in enumerate(lengths):
-            name = bound.right[i].name if len(bound.right) > 1 else f"{view.name} (part {i + 1})"
-            if groups == 1:
-                out.append(take(name, view, axis, at, at + n))
-            else:
-                out.append(deinterleave(name, view, axis, groups, at, n, period))
-            at += n
-        return out
-
-    def _check_cut(self, bound: _Bound, view: DerivedTensor, axis: int, groups: int) -> None:
-        """A tensor that ranks hold in blocks is cut on the axis of the blocks.
-
-        ``ffn^T -> ffn, fused_ffn`` on the way from ranks means the axis after the transposition, which is not the one
-        that they are cut on.
-        """
-        if groups == 1 or bound.statement.macro == "fused_qkv":
-            return
-        for part in view.parts:
-            starts = {p.logical_box.start for p in part.source.pieces}
-            cut = {i for i in range(len(part.source.shape)) if len({b[i] for b in starts}) > 1}
-            if cut and part.axes[axis] not in cut:
-                bound.wrong(
-                    LayoutError,
-                    f"`{part.source.key.name}` is cut on axis {min(cut)} among its ranks, and {bound.statement.macro}"
-                    f" would regroup axis {part.axes[axis]} of it",
-                    "regroup first and transpose in a second statement, or choose another `axis=`",
-                )
 
     # -- the end
 
@@ -469,27 +409,10 @@ def _fill(v: Var, values: Mapping[str, str], shift: int) -> Var:
     return Var(PLACEHOLDER.sub(number, v.name), v.transposed, v.column)
 
 
-def _shards(bound: _Bound, shards: Shards, name: str) -> int:
-    n = shards(name) if callable(shards) else shards
-    if n < 1:
-        bound.wrong(UsageError, f"`{name}` cannot be cut into {n}")
-    return n
-
-
 def _transposed(view: DerivedTensor) -> DerivedTensor:
     """All axes in reverse, as Paddle's ^T; one axis or none stays as it is."""
     n = len(view.shape)
     return view if n < 2 else permute(view.name, view, tuple(range(n - 1, -1, -1)))
-
-
-def _permuted(bound: _Bound, view: DerivedTensor, order: tuple[int, ...]) -> DerivedTensor:
-    if not order:
-        return _transposed(view)
-    if len(order) != len(view.shape):
-        bound.wrong(
-            LayoutError, f"`{view.name}` {list(view.shape)} has {len(view.shape)} axes, and permute names {len(order)}"
-        )
-    return permute(view.name, view, order)
 
 
 def _same_beside(bound: _Bound, first: DerivedTensor, other: DerivedTensor, axis: int) -> None:

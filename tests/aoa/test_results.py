@@ -53,38 +53,12 @@ def test_three_axes() -> None:
     assert got == {"y": x["x"].T.tolist(), "w": x["v"].tolist()}
 
 
-@pytest.mark.parametrize(
-    ("text", "source", "target", "expected"),
-    [
-        # [G0 U0 | G1 U1], two columns each, for one rank: [G0 G1 U0 U1]
-        ("ffn -> ffn, fused_ffn", 2, 1, [0, 1, 4, 5, 2, 3, 6, 7]),
-        ("ffn -> ffn, fused_ffn", 2, 4, [0, 2, 1, 3, 4, 6, 5, 7]),
-        ("ffn -> ffn, fused_ffn", 1, 2, [0, 1, 4, 5, 2, 3, 6, 7]),
-        ("ffn -> ffn, fused_ffn", 4, 1, [0, 2, 4, 6, 1, 3, 5, 7]),
-        ("ffn -> ffn, fused_ffn", 2, 2, [0, 1, 2, 3, 4, 5, 6, 7]),
-        ("ffn -> ffn, axis=1, fused_ffn", 2, 1, [0, 1, 4, 5, 2, 3, 6, 7]),
-    ],
-)
-def test_fused_ffn_for_other_ranks(text: str, source: int, target: int, expected: list[float]) -> None:
-    assert run(text, ROW, source, target) == {"ffn": [expected]}
-
-
-def test_fused_ffn_apart_and_together() -> None:
-    halves = {"gate": [[0.0, 1, 4, 5]], "up": [[2.0, 3, 6, 7]]}
-    assert run("ffn -> gate, up, fused_ffn", ROW, 2, 4) == halves  # the parts of a target are whole
+def test_fused_ffn() -> None:
+    assert run("ffn -> ffn, fused_ffn", ROW) == {"ffn": [[0, 1, 2, 3, 4, 5, 6, 7]]}
     assert run("ffn -> gate, up, fused_ffn", ROW) == {"gate": [[0, 1, 2, 3]], "up": [[4, 5, 6, 7]]}
     parts = {"gate": count(1, 4), "up": count(1, 4, start=100)}
-    assert run("gate, up -> ffn, fused_ffn", parts, 2, 1) == {"ffn": [[0, 1, 2, 3, 100, 101, 102, 103]]}
-    assert run("gate, up -> ffn, fused_ffn", parts, 1, 2) == {"ffn": [[0, 1, 100, 101, 2, 3, 102, 103]]}
-    assert run("gate, up -> ffn, fused_ffn", parts, 1, 4) == {"ffn": [[0, 100, 1, 101, 2, 102, 3, 103]]}
-
-
-def test_fused_ffn_asks_for_the_ranks_of_each_tensor() -> None:
-    """Experts are cut among fewer ranks than the rest."""
-    both = {"dense": count(1, 8), "expert": count(1, 8)}
-    text = "dense -> dense, fused_ffn\nexpert -> expert, fused_ffn"
-    got = run(text, both, lambda name: 2 if name == "dense" else 1)
-    assert got == {"dense": [[0, 1, 4, 5, 2, 3, 6, 7]], "expert": [[0, 1, 2, 3, 4, 5, 6, 7]]}
+    assert run("gate, up -> ffn, fused_ffn", parts) == {"ffn": [[0, 1, 2, 3, 100, 101, 102, 103]]}
+    assert run("gate, up -> ffn, axis=0, fused_ffn", parts) == {"ffn": [[0, 1, 2, 3], [100, 101, 102, 103]]}
 
 
 HEADS = {"q": count(1, 4), "k": count(1, 2, start=100), "v": count(1, 2, start=200)}
@@ -110,20 +84,12 @@ def test_fused_qkv_of_wider_heads() -> None:
     assert got == np.concatenate(groups, 1).tolist()
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "before", "after"),
-    [
-        (1, 2, [0, 1, 2, 3, 100, 101, 200, 201], [0, 1, 100, 200, 2, 3, 101, 201]),
-        (2, 1, [0, 1, 100, 200, 2, 3, 101, 201], [0, 1, 2, 3, 100, 101, 200, 201]),
-        (2, 2, [0, 1, 100, 200, 2, 3, 101, 201], [0, 1, 100, 200, 2, 3, 101, 201]),
-    ],
-)
-def test_fused_qkv_old(source: int, target: int, before: list[float], after: list[float]) -> None:
+def test_fused_qkv_old() -> None:
     sizes = "fused_qkv_old, num_heads=4, num_key_value_groups=2"
-    x = {"x": np.array([before])}
-    assert run(f"x -> x, {sizes}", x, source, target) == {"x": [after]}
-    assert run(f"x -> q, k, v, {sizes}", x, source, target) == {k: v.tolist() for k, v in HEADS.items()}
-    assert run(f"q, k, v -> x, {sizes}", HEADS, source, target) == {"x": [after]}
+    x = {"x": np.array([[0, 1, 2, 3, 100, 101, 200, 201]])}
+    assert run(f"x -> x, {sizes}", x) == {"x": x["x"].tolist()}
+    assert run(f"x -> q, k, v, {sizes}", x) == {k: v.tolist() for k, v in HEADS.items()}
+    assert run(f"q, k, v -> x, {sizes}", HEADS) == {"x": x["x"].tolist()}
 
 
 def test_placeholder_finds_its_numbers_in_the_names() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ckpttool.aoa import Statement, apply_aoa, parse_aoa
-from ckpttool.aoa.apply import Shards
 from ckpttool.catalog import Key, LogicalTensor, Piece, StoredTensor
 from ckpttool.geometry import Box
 from ckpttool.relate import NONE, DerivedTensor, TensorTable
@@ -70,11 +69,9 @@ def values(views: TensorTable, sources: Mapping[str, Array]) -> dict[str, Array]
     return {v.name: value(v, sources) for v in views}
 
 
-def run(
-    text: str, sources: Mapping[str, Array], source_shards: Shards = 1, target_shards: Shards = 1
-) -> dict[str, Any]:
+def run(text: str, sources: Mapping[str, Array]) -> dict[str, Any]:
     """What AOA text makes of arrays, as nested lists."""
-    out = apply_aoa(table(sources), parse_aoa(text), source_shards=source_shards, target_shards=target_shards)
+    out = apply_aoa(table(sources), parse_aoa(text))
     return {k: v.tolist() for k, v in values(out, sources).items()}
 
 
