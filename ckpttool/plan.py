@@ -23,11 +23,13 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeVar, overload
 
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.encodings import Contents, Encoding
 from ckpttool.errors import ConflictError
+
+_T = TypeVar("_T")
 
 
 class Block(NamedTuple):
@@ -373,13 +375,8 @@ class Units(Sequence[Unit]):
 
     def append(self, unit: Unit) -> None:
         """Pack a unit."""
-        steps = array("q", [n for s in unit.steps for n in self._pack(s)])
-        self.add(
-            unit.name,
-            steps,
-            [t.name for t in unit.stored_tensors],
-            array("q", [n for t in unit.stored_tensors for n in t[1:]]),
-        )
+        steps, made = [n for s in unit.steps for n in self._pack(s)], unit.stored_tensors
+        self.add(unit.name, array("q", steps), [t.name for t in made], array("q", [n for t in made for n in t[1:]]))
 
     def _pack(self, step: Step) -> tuple[int, int, int, int, int]:
         if isinstance(step, Copy | AssertEqual):
@@ -527,3 +524,21 @@ def merged_axes(shape: Sequence[int], *strides: Sequence[int]) -> tuple[tuple[in
         else:
             dims.append((n, step))
     return tuple([n for n, _ in dims]), [tuple([d[1][i] for d in dims]) for i in range(len(strides))]
+
+
+def joined(things: Sequence[_T], links: Iterable[tuple[int, int]]) -> list[list[_T]]:
+    """What belongs together, directly or through others, when ``links`` are pairs of positions that do; in order."""
+    parent = list(range(len(things)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for a, b in links:
+        parent[root(b)] = root(a)
+    out: dict[int, list[_T]] = {}
+    for i, thing in enumerate(things):
+        out.setdefault(root(i), []).append(thing)
+    return list(out.values())

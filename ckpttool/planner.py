@@ -8,36 +8,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ckpttool import plan
 from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, RankTensor
 from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError
 from ckpttool.formats.base import FileLayout
 from ckpttool.geometry import Box, contiguous_strides, whole
 from ckpttool.layout.scales import is_beside, weight_of
-from ckpttool.plan import (
-    STEP,
-    TARGET,
-    TIED_HINT,
-    AssertEqual,
-    AssertPadding,
-    Block,
-    Compute,
-    Copy,
-    Fill,
-    Gathered,
-    Operand,
-    Output,
-    Plan,
-    Quantize,
-    Randomness,
-    Scaled,
-    Source,
-    Step,
-    Stored,
-    Unit,
-    Units,
-    merged_axes,
-)
 from ckpttool.relate import NONE, DerivedTensor, EqualPair, Region, Tied
 from ckpttool.storage.place import DataFile
 
@@ -71,7 +48,7 @@ def build_plan(
     linked: Collection[str] = (),
     equal: Sequence[EqualPair] = (),
     tied: Sequence[Tied] = (),
-) -> Plan:
+) -> plan.Plan:
     """All steps for writing ``ranks`` (what each rank stores of which view) into the files of ``file_layout``.
 
     ``carried`` are (name, file of the source) of companion files, ``literal_files`` (name, bytes) of generated ones.
@@ -80,8 +57,8 @@ def build_plan(
     Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte,
     ConflictError for tied tensors that cannot be equal.
     """
-    outputs = [Output(f.name, f.size, f.literals, checksums=f.checksums) for f in file_layout.files]
-    units = Units()
+    outputs = [plan.Output(f.name, f.size, f.literals, checksums=f.checksums) for f in file_layout.files]
+    units = plan.Units()
     moves = _Moves(units)
     jobs: dict[str, _Job] = {}
     used: dict[int, LogicalTensor] = {} if computed is None else dict(computed.operands.used)
@@ -111,13 +88,13 @@ def build_plan(
     while work:  # each goes when it is packed
         job = work.pop()
         units.add(job.name, job.steps, job.labels, job.targets)
-    sources = [Source(str(f.place), f.size, f.tag, f.encoding) for f in catalog.files]
+    sources = [plan.Source(str(f.place), f.size, f.tag, f.encoding) for f in catalog.files]
     for name, given in carried:
-        outputs.append(Output(name, given.size, (), str(given.place), name in linked, given.tag))
+        outputs.append(plan.Output(name, given.size, (), str(given.place), name in linked, given.tag))
     for name, data in literal_files:
-        outputs.append(Output(name, len(data), ((0, data),)))
+        outputs.append(plan.Output(name, len(data), ((0, data),)))
     randomness = computed.randomness if computed is not None else None
-    return Plan(sources, outputs, units, list(file_layout.notes), file_layout.rank_files, randomness)
+    return plan.Plan(sources, outputs, units, list(file_layout.notes), file_layout.rank_files, randomness)
 
 
 class _Job:
@@ -131,15 +108,15 @@ class _Job:
         self.labels: list[str] = []
         self.targets = array("q")
 
-    def order(self, units: Units) -> tuple[int, int, int]:
+    def order(self, units: plan.Units) -> tuple[int, int, int]:
         """By output file, then by where the bytes come from, so that sources are read forwards."""
-        first = min(self.targets[::TARGET], default=0)
+        first = min(self.targets[:: plan.TARGET], default=0)
         if not self.steps:
             return (first, 0, 0)
         step = units.computed(self.steps[0])
         if step is not None:
             codes = _codes_of(step.operands[0])
-            if isinstance(codes, Stored) and codes.copies:
+            if isinstance(codes, plan.Stored) and codes.copies:
                 return (first, codes.copies[0].src.file, codes.copies[0].src.offset)
             return (first, 0, 0)
         return (first, self.steps[1], self.steps[2])
@@ -152,35 +129,35 @@ class Operands:
         self.used: dict[int, LogicalTensor] = {}
         self.tied: list[Tied] = []
         """Of the views of the sources, those of which one was left out because it is tied to the other."""
-        self._units = Units()
+        self._units = plan.Units()
         self._moves = _Moves(self._units)
 
-    def stored(self, view: DerivedTensor, label: str) -> Stored:
+    def stored(self, view: DerivedTensor, label: str) -> plan.Stored:
         """All of a view, row-major. Raises LayoutError for elements smaller than a byte."""
         box = whole(view.shape)
         _item(view.dtype, view.name)
         t = RankTensor(view.name, view.dtype, view.shape, view.name, view.shape, ((box, box),))
         steps = [self._units.step(form, src, at, 0, to) for form, src, at, to in self._moves.of(view, t, self.used)]
-        return Stored(view.dtype, view.shape, tuple([s for s in steps if isinstance(s, Copy)]), label)
+        return plan.Stored(view.dtype, view.shape, tuple([s for s in steps if isinstance(s, plan.Copy)]), label)
 
 
 @dataclass(slots=True)
 class Computed:
     """The tensors of a catalog that are in no file yet."""
 
-    steps: Sequence[Compute | Quantize]
+    steps: Sequence[plan.Compute | plan.Quantize]
     operands: Operands
-    randomness: Randomness | None = None
+    randomness: plan.Randomness | None = None
     results: Sequence[tuple[int, int]] | None = None
     """(step, which of its results) of each tensor; None: tensor ``k`` is the one result of step ``k``."""
 
 
-def _codes_of(operand: Operand) -> Operand:
+def _codes_of(operand: plan.Operand) -> plan.Operand:
     """The operand, or the codes of a quantised weight."""
-    return operand.weight if isinstance(operand, Scaled) else operand
+    return operand.weight if isinstance(operand, plan.Scaled) else operand
 
 
-def _with_computed(jobs: Sequence[_Job], units: Units, computed: Computed, real: int) -> list[_Job]:
+def _with_computed(jobs: Sequence[_Job], units: plan.Units, computed: Computed, real: int) -> list[_Job]:
     """The same work with a Compute or Quantize in place of the copies from each computed tensor.
 
     Jobs that take from one computed tensor (a fused tensor that is written apart) become one, and so do all the
@@ -188,38 +165,25 @@ def _with_computed(jobs: Sequence[_Job], units: Units, computed: Computed, real:
     """
     results = computed.results
     home: dict[int, int] = {}
-    group = list(range(len(jobs)))
 
     def result(file: int) -> tuple[int, int]:
         return (file - real, 0) if results is None else results[file - real]
 
-    def root(i: int) -> int:
-        while group[i] != i:
-            group[i] = group[group[i]]
-            i = group[i]
-        return i
-
-    for i, job in enumerate(jobs):
-        for file in job.steps[1::STEP]:
-            if file >= real:
-                group[root(i)] = root(home.setdefault(result(file)[0], i))
-    members: dict[int, list[_Job]] = {}
-    for i, job in enumerate(jobs):
-        members.setdefault(root(i), []).append(job)
+    files = ((i, file) for i, job in enumerate(jobs) for file in job.steps[1 :: plan.STEP] if file >= real)
     out = []
-    for joined in members.values():
-        outputs: dict[int, dict[int, list[Copy]]] = {}
-        one = _Job(joined[0].name)
-        for job in joined:
+    for together in plan.joined(jobs, ((home.setdefault(result(file)[0], i), i) for i, file in files)):
+        outputs: dict[int, dict[int, list[plan.Copy]]] = {}
+        one = _Job(together[0].name)
+        for job in together:
             one.labels += job.labels
             one.targets += job.targets
-            for i in range(0, len(job.steps), STEP):
-                packed = job.steps[i : i + STEP]
+            for i in range(0, len(job.steps), plan.STEP):
+                packed = job.steps[i : i + plan.STEP]
                 if packed[1] < real:
                     one.steps += packed
                     continue
                 copy = units.step(*packed)
-                if isinstance(copy, Copy):
+                if isinstance(copy, plan.Copy):
                     step, which = result(copy.src.file)
                     outputs.setdefault(step, {}).setdefault(which, []).append(copy)
         made = array("q")
@@ -230,8 +194,10 @@ def _with_computed(jobs: Sequence[_Job], units: Units, computed: Computed, real:
     return out
 
 
-def _with_outputs(step: Compute | Quantize, copies: Mapping[int, Sequence[Copy]]) -> Compute | Quantize:
-    if isinstance(step, Compute):
+def _with_outputs(
+    step: plan.Compute | plan.Quantize, copies: Mapping[int, Sequence[plan.Copy]]
+) -> plan.Compute | plan.Quantize:
+    if isinstance(step, plan.Compute):
         return step._replace(outputs=tuple(copies[0]))
     results = [r._replace(outputs=tuple(copies.get(i, ()))) for i, r in enumerate(step.results)]
     return step._replace(results=tuple(results))
@@ -240,7 +206,7 @@ def _with_outputs(step: Compute | Quantize, copies: Mapping[int, Sequence[Copy]]
 class _Moves:
     """Works out what of a view goes where in a rank's tensor, once for all tensors that are cut alike."""
 
-    def __init__(self, units: Units) -> None:
+    def __init__(self, units: plan.Units) -> None:
         self._units = units
         self._whole: dict[tuple[str, int], int] = {}
         self._parts: dict[tuple[Any, ...], tuple[int, tuple[tuple[int, int, int, int], ...]]] = {}
@@ -254,7 +220,7 @@ class _Moves:
     ) -> Iterator[tuple[int, int, int, int]]:
         """(form, source file, byte in it, byte in the rank's tensor) of each copy and fill.
 
-        Source tensors that have something to check are added to ``used``.
+        plan.Source tensors that have something to check are added to ``used``.
         """
         same, dtype = view.same, t.dtype
         if same is not None and len(same.pieces) == 1 and len(t.boxes) == 1 and t.shape == view.shape:
@@ -283,16 +249,16 @@ class _Moves:
         for pad in t.pads:
             if pad.volume:
                 item = _item(dtype, view.name)
-                shape, (steps,) = merged_axes(pad.shape, [s * item for s in strides])
-                yield self._units.form(Fill(Block(0, 0, steps), shape, dtype)), 0, 0, _at(pad, strides) * item
+                shape, (steps,) = plan.merged_axes(pad.shape, [s * item for s in strides])
+                yield self._units.form(plan.Fill(plan.Block(0, 0, steps), shape, dtype)), 0, 0, _at(pad, strides) * item
 
     def _run(self, dtype: str, size: int) -> int:
         """The form of a run of bytes that keeps its dtype."""
         form = self._whole.get((dtype, size))
         if form is None:
             unit, kind = (1, "U8") if lookup(dtype).bits % 8 else (itemsize(dtype), dtype)
-            block = Block(0, 0, (unit,))
-            form = self._whole[dtype, size] = self._units.form(Copy(block, block, (size // unit,), kind, kind))
+            block = plan.Block(0, 0, (unit,))
+            form = self._whole[dtype, size] = self._units.form(plan.Copy(block, block, (size // unit,), kind, kind))
         return form
 
     def _of_part(self, part: Region, t: RankTensor) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
@@ -350,17 +316,17 @@ def _item(dtype: str, name: str) -> int:
 
 def _copy(
     c: Region, piece: Piece, inner: Box, outer: Box, out_strides: Sequence[int], out_item: int, dtype: str
-) -> tuple[Copy, int, int]:
+) -> tuple[plan.Copy, int, int]:
     """The form of a copy, the byte in the stored tensor and the byte in the rank's tensor at which it begins."""
     start, src_strides = _source_block(c, piece)
     dst = sum(
         (at - box + local) * s for at, box, local, s in zip(c.first, outer.start, inner.start, out_strides, strict=True)
     )
     dst_strides = [step * s * out_item for step, s in zip(c.step, out_strides, strict=True)]
-    shape, (a, b) = merged_axes(c.size, src_strides, dst_strides)
+    shape, (a, b) = plan.merged_axes(c.size, src_strides, dst_strides)
     if not shape:
         shape, a, b = (1,), (_item(piece.stored.dtype, piece.stored.name),), (out_item,)
-    return Copy(Block(0, 0, a), Block(0, 0, b), shape, piece.stored.dtype, dtype), start, dst * out_item
+    return plan.Copy(plan.Block(0, 0, a), plan.Block(0, 0, b), shape, piece.stored.dtype, dtype), start, dst * out_item
 
 
 def _source_block(c: Region, piece: Piece) -> tuple[int, list[int]]:
@@ -375,14 +341,14 @@ def _source_block(c: Region, piece: Piece) -> tuple[int, list[int]]:
     ]
 
 
-def _checks(tensors: Iterable[LogicalTensor]) -> list[Unit]:
+def _checks(tensors: Iterable[LogicalTensor]) -> list[plan.Unit]:
     """Replicas must agree and padding must be padding, or the source contradicts itself."""
     units = []
     for tensor in tensors:
         if not tensor.replicas and not tensor.pads:
             continue
         primary = {p.logical_box: p for p in tensor.pieces}
-        steps: list[Step] = []
+        steps: list[plan.Step] = []
         for other in tensor.replicas:
             if (mine := primary.get(other.logical_box)) is not None:
                 steps.append(_same(tensor, mine, other))
@@ -392,7 +358,7 @@ def _checks(tensors: Iterable[LogicalTensor]) -> list[Unit]:
                 if (common := piece.logical_box.intersect(other.logical_box)) is not None:
                     steps.append(_same(tensor, _clipped(piece, common), _clipped(other, common)))
         steps += [_padding(tensor, pad) for pad in tensor.pads if pad.stored_box.volume]
-        units.append(Unit(f"check {tensor.key}", tuple(steps)))
+        units.append(plan.Unit(f"check {tensor.key}", tuple(steps)))
     return units
 
 
@@ -402,11 +368,11 @@ def _clipped(piece: Piece, box: Box) -> Piece:
     return Piece(piece.stored, box.shift(by), box)
 
 
-def _equal(pairs: Iterable[EqualPair]) -> list[Unit]:
+def _equal(pairs: Iterable[EqualPair]) -> list[plan.Unit]:
     """Tensors of which only one is written must hold the same: where dtypes differ, the second one rounded."""
     units = []
     for a, b in pairs:
-        steps: list[Step] = []
+        steps: list[plan.Step] = []
         for one in a.pieces:
             for other in b.pieces:
                 common = one.logical_box.intersect(other.logical_box) if one.logical_box.start else one.logical_box
@@ -417,7 +383,7 @@ def _equal(pairs: Iterable[EqualPair]) -> list[Unit]:
                     continue  # derived from it
                 steps.append(_same(a, mine, its))
         if steps:
-            units.append(Unit(f"check {a.key}", tuple(steps)))
+            units.append(plan.Unit(f"check {a.key}", tuple(steps)))
     return units
 
 
@@ -428,11 +394,11 @@ class Ties:
         self._computed = computed
         self._real = real
 
-    def check(self, copy: DerivedTensor, owner: DerivedTensor) -> Unit:
+    def check(self, copy: DerivedTensor, owner: DerivedTensor) -> plan.Unit:
         """The unit that compares a pair. Raises ConflictError when it cannot be equal."""
-        return Unit(f"check {copy.name} = {owner.name}", tuple(self.steps(copy, owner)))
+        return plan.Unit(f"check {copy.name} = {owner.name}", tuple(self.steps(copy, owner)))
 
-    def steps(self, copy: DerivedTensor, owner: DerivedTensor) -> Iterator[AssertEqual]:
+    def steps(self, copy: DerivedTensor, owner: DerivedTensor) -> Iterator[plan.AssertEqual]:
         """The comparisons of a pair. Raises ConflictError when it cannot be equal."""
         if copy.shape != owner.shape:
             raise self._differ(copy, owner, f"are {list(copy.shape)} and {list(owner.shape)}")
@@ -441,7 +407,7 @@ class Ties:
     def _is_stored(self, view: DerivedTensor) -> bool:
         return all(piece.stored.file < self._real for part in view.parts for piece in part.source.pieces)
 
-    def _stored(self, copy: DerivedTensor, owner: DerivedTensor) -> Iterator[AssertEqual]:
+    def _stored(self, copy: DerivedTensor, owner: DerivedTensor) -> Iterator[plan.AssertEqual]:
         narrow, wide = sorted((owner, copy), key=lambda view: lookup(view.dtype).bits)
         if narrow.dtype != wide.dtype and not (
             {narrow.dtype, wide.dtype} <= CASTABLE and lookup(narrow.dtype).bits < lookup(wide.dtype).bits
@@ -452,12 +418,12 @@ class Ties:
             compared += prod(a.size)
             at, strides = _source_block(a, one)
             its, its_strides = _source_block(b, other)
-            shape, (x, y) = merged_axes(a.size, strides, its_strides)
+            shape, (x, y) = plan.merged_axes(a.size, strides, its_strides)
             if not shape:
                 shape, x, y = (1,), (itemsize(wide.dtype),), (itemsize(narrow.dtype),)
-            yield AssertEqual(
-                Block(one.stored.file, one.stored.offset + at, x),
-                Block(other.stored.file, other.stored.offset + its, y),
+            yield plan.AssertEqual(
+                plan.Block(one.stored.file, one.stored.offset + at, x),
+                plan.Block(other.stored.file, other.stored.offset + its, y),
                 shape,
                 one.stored.dtype,
                 wide.name,
@@ -467,38 +433,38 @@ class Ties:
         if compared != prod(copy.shape):
             raise self._differ(copy, owner, "are cut so that they cannot be compared")
 
-    def _worked_out(self, copy: DerivedTensor, owner: DerivedTensor) -> Iterator[AssertEqual]:
+    def _worked_out(self, copy: DerivedTensor, owner: DerivedTensor) -> Iterator[plan.AssertEqual]:
         one, other = (self._step_of(view) for view in (copy, owner))
         if one is None or other is None or _recipe_of(one) != _recipe_of(other):
             raise self._differ(copy, owner, "are worked out in different ways")
         for a, b in zip(one.operands, other.operands, strict=True):
             for mine, its in self._operands(copy, owner, a, b):
                 for c, d in zip(mine.copies, its.copies, strict=True):
-                    yield AssertEqual(c.src, d.src, c.shape, c.src_dtype, copy.name, "", owner.name)
+                    yield plan.AssertEqual(c.src, d.src, c.shape, c.src_dtype, copy.name, "", owner.name)
 
-    def _step_of(self, view: DerivedTensor) -> Compute | None:
+    def _step_of(self, view: DerivedTensor) -> plan.Compute | None:
         """The step that makes all of a view, and nothing else."""
         files = {piece.stored.file for part in view.parts for piece in part.source.pieces}
         if self._computed is None or len(files) != 1 or min(files) < self._real:
             return None
         results, at = self._computed.results, min(files) - self._real
         step = self._computed.steps[at if results is None else results[at][0]]
-        return step if isinstance(step, Compute) else None
+        return step if isinstance(step, plan.Compute) else None
 
     def _operands(
-        self, copy: DerivedTensor, owner: DerivedTensor, a: Operand, b: Operand
-    ) -> Iterator[tuple[Stored, Stored]]:
+        self, copy: DerivedTensor, owner: DerivedTensor, a: plan.Operand, b: plan.Operand
+    ) -> Iterator[tuple[plan.Stored, plan.Stored]]:
         """What must hold the same so that two operands do."""
-        if isinstance(a, Stored) and isinstance(b, Stored):
+        if isinstance(a, plan.Stored) and isinstance(b, plan.Stored):
             if [c[1:] for c in a.copies] == [c[1:] for c in b.copies]:
                 yield a, b
                 return
-        elif isinstance(a, Gathered) and isinstance(b, Gathered):
+        elif isinstance(a, plan.Gathered) and isinstance(b, plan.Gathered):
             if (a.shape, a.runs, a.means) == (b.shape, b.runs, b.means):
                 for mine, its in zip(a.sources, b.sources, strict=True):
                     yield from self._operands(copy, owner, mine, its)
                 return
-        elif isinstance(a, Scaled) and isinstance(b, Scaled):
+        elif isinstance(a, plan.Scaled) and isinstance(b, plan.Scaled):
             parts, its_parts = ([p for p in (x.weight, x.scale, x.factor) if p is not None] for x in (a, b))
             if (a.block, a.code, a.divides, len(parts)) == (b.block, b.code, b.divides, len(its_parts)):
                 for part, its_part in zip(parts, its_parts, strict=True):
@@ -509,11 +475,11 @@ class Ties:
     @staticmethod
     def _differ(copy: DerivedTensor, owner: DerivedTensor, how: str) -> ConflictError:
         return ConflictError(
-            f"`{copy.name}` and `{owner.name}`, which the config ties to each other, {how}", hint=TIED_HINT
+            f"`{copy.name}` and `{owner.name}`, which the config ties to each other, {how}", hint=plan.TIED_HINT
         )
 
 
-def _recipe_of(step: Compute) -> tuple[object, ...]:
+def _recipe_of(step: plan.Compute) -> tuple[object, ...]:
     """All that decides the result but the operands."""
     return (step.shape, step.dtype, step.method, step.parameters, step.whole, step.base_at, step.base is None)
 
@@ -535,20 +501,22 @@ def _box_of(part: Region) -> Box:
     return Box(part.first, tuple([f + n for f, n in zip(part.first, part.size, strict=True)]))
 
 
-def _same(tensor: LogicalTensor, mine: Piece, other: Piece) -> AssertEqual:
+def _same(tensor: LogicalTensor, mine: Piece, other: Piece) -> plan.AssertEqual:
     """Two pieces that hold the same box."""
     a, b, what = mine.stored, other.stored, str(tensor.key)
     if lookup(a.dtype).bits % 8 and mine.stored_box == whole(a.shape) and other.stored_box == whole(b.shape):
         # Elements that share bytes are never cut, so these are copies of the whole.
-        return AssertEqual(Block(a.file, a.offset, (1,)), Block(b.file, b.offset, (1,)), (a.nbytes,), "U8", what)
+        return plan.AssertEqual(
+            plan.Block(a.file, a.offset, (1,)), plan.Block(b.file, b.offset, (1,)), (a.nbytes,), "U8", what
+        )
     sa = [s * _item(a.dtype, what) for s in a.element_strides]
     sb = [s * _item(b.dtype, what) for s in b.element_strides]
-    shape, (x, y) = merged_axes(other.logical_box.shape, sa, sb)
+    shape, (x, y) = plan.merged_axes(other.logical_box.shape, sa, sb)
     if not shape:
         shape, x, y = (1,), (_item(a.dtype, what),), (_item(b.dtype, what),)
-    return AssertEqual(
-        Block(a.file, a.offset + _at(mine.stored_box, sa), x),
-        Block(b.file, b.offset + _at(other.stored_box, sb), y),
+    return plan.AssertEqual(
+        plan.Block(a.file, a.offset + _at(mine.stored_box, sa), x),
+        plan.Block(b.file, b.offset + _at(other.stored_box, sb), y),
         shape,
         a.dtype,
         what,
@@ -560,22 +528,22 @@ def _at(box: Box, strides: Sequence[int]) -> int:
     return sum(a * s for a, s in zip(box.start, strides, strict=True))
 
 
-def _padding(tensor: LogicalTensor, pad: Pad) -> AssertPadding:
+def _padding(tensor: LogicalTensor, pad: Pad) -> plan.AssertPadding:
     """Zeros or copies of the last true row, which may be in another rank's file."""
     item = _item(pad.stored.dtype, str(tensor.key))
     strides = [s * item for s in pad.stored.element_strides]
     rows, inner = pad.stored_box.shape[0], pad.stored_box.shape[1:]
-    shape, (tail,) = merged_axes(inner, strides[1:])
+    shape, (tail,) = plan.merged_axes(inner, strides[1:])
     like = None
     ends = [p for p in tensor.pieces if p.logical_box.stop and p.logical_box.stop[0] == tensor.shape[0]]
     if len(ends) == 1 and ends[0].logical_box.shape[1:] == inner and len(pad.stored_box.shape) > 1:
         p = ends[0]
         last = [s * item for s in p.stored.element_strides]
         row = Box((p.stored_box.stop[0] - 1, *p.stored_box.start[1:]), p.stored_box.stop)
-        _, (like_strides,) = merged_axes(inner, last[1:])
-        like = Block(p.stored.file, p.stored.offset + _at(row, last), like_strides)
-    return AssertPadding(
-        Block(pad.stored.file, pad.stored.offset + _at(pad.stored_box, strides), (strides[0], *tail)),
+        _, (like_strides,) = plan.merged_axes(inner, last[1:])
+        like = plan.Block(p.stored.file, p.stored.offset + _at(row, last), like_strides)
+    return plan.AssertPadding(
+        plan.Block(pad.stored.file, pad.stored.offset + _at(pad.stored_box, strides), (strides[0], *tail)),
         (rows, *shape),
         pad.stored.dtype,
         like,

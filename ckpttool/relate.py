@@ -20,23 +20,9 @@ from typing import NamedTuple
 from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError
 from ckpttool.geometry import Box, whole
+from ckpttool.layout import family as transforms
 from ckpttool.layout.assemble import LAYER, is_bias
-from ckpttool.layout.family import (
-    Drop,
-    DropCopy,
-    DropLayers,
-    Family,
-    Fuse,
-    OverrideRules,
-    Refuse,
-    Rename,
-    Squeeze,
-    Stack,
-    Tie,
-    Transform,
-    Transpose,
-    matches,
-)
+from ckpttool.layout.family import Family, Transform, matches
 from ckpttool.layout.names import Renamer, expand, pattern_regex
 from ckpttool.layout.packed import GLOBAL, INPUTS, Packing, find_packing
 from ckpttool.layout.packed import Part as PackedPart
@@ -227,10 +213,10 @@ def concat(name: str, parts: Sequence[DerivedTensor], axis: int) -> DerivedTenso
                 f"`{first.name}` {list(first.shape)} and `{p.name}` {list(p.shape)} differ besides axis {axis}:"
                 f" they cannot be fused into `{name}`",
             )
-    out, at = [], 0
+    out: list[Region] = []
+    at = 0
     for p in parts:
-        for q in p.parts:
-            out.append(q._replace(first=_add(q.first, axis, at)))
+        out += [q._replace(first=_add(q.first, axis, at)) for q in p.parts]
         at += p.shape[axis]
     shape = (*first.shape[:axis], at, *first.shape[axis + 1 :])
     return DerivedTensor(name, first.dtype, shape, None, tuple(out))
@@ -265,16 +251,12 @@ def interleave(name: str, parts: Sequence[DerivedTensor], axis: int, groups: int
     for p, n in zip(parts, each, strict=True):
         if n == 1:
             for q in p.parts:
-                out.append(
-                    q._replace(
-                        first=_set(q.first, axis, q.first[axis] * period + at),
-                        step=_set(q.step, axis, q.step[axis] * period),
-                    )
-                )
+                first = _set(q.first, axis, q.first[axis] * period + at)
+                out.append(q._replace(first=first, step=_set(q.step, axis, q.step[axis] * period)))
         else:
             for g in range(groups):
-                for q in take("", p, axis, g * n, (g + 1) * n).parts:
-                    out.append(q._replace(first=_add(q.first, axis, g * period + at)))
+                share = take("", p, axis, g * n, (g + 1) * n).parts
+                out += [q._replace(first=_add(q.first, axis, g * period + at)) for q in share]
         at += n
     return DerivedTensor(name, joined.dtype, joined.shape, None, tuple(out))
 
@@ -351,10 +333,10 @@ def apply_transforms(
 ) -> TensorTable:
     """Apply the statements of a dialect. ``before`` are those that led to the names ``views`` has now."""
     done = list(before)
-    renames: list[Rename] = []
+    renames: list[transforms.Rename] = []
     packing = find_packing(family.quantization, {n: v.dtype for n, v in views.table.items()}) if ops else None
     for op in [*ops, None]:
-        if isinstance(op, Rename):
+        if isinstance(op, transforms.Rename):
             renames.append(op)  # neighbours are applied in one pass over the names
             continue
         if renames:
@@ -363,23 +345,23 @@ def apply_transforms(
             renames = []
         if op is None:
             break
-        if isinstance(op, Tie):
+        if isinstance(op, transforms.Tie):
             views = _tie(views, op, family)
-        elif isinstance(op, DropCopy):
+        elif isinstance(op, transforms.DropCopy):
             views = _drop_copy(views, op)
-        elif isinstance(op, DropLayers):
+        elif isinstance(op, transforms.DropLayers):
             views = _drop_layers(views, op, family)
-        elif isinstance(op, Drop):
+        elif isinstance(op, transforms.Drop):
             views = _drop(views, op)
-        elif isinstance(op, Fuse):
+        elif isinstance(op, transforms.Fuse):
             views = (_take_apart if op.inverse else _fuse)(views, op, _Axes(views, family, tuple(done), packing))
-        elif isinstance(op, Transpose | Squeeze):
+        elif isinstance(op, transforms.Transpose | transforms.Squeeze):
             if packing is not None:
                 _refuse_packed(views, op.patterns, packing, "transposed")
             views = _reshape(views, op)
-        elif isinstance(op, Refuse):
+        elif isinstance(op, transforms.Refuse):
             _refuse(views, op, family)
-        elif isinstance(op, OverrideRules):
+        elif isinstance(op, transforms.OverrideRules):
             pass  # says how the ranks hold them, and changes nothing about what they are
         else:
             if packing is not None:
@@ -390,7 +372,7 @@ def apply_transforms(
     return views
 
 
-def _all_of(renames: Sequence[Rename]) -> Callable[[str], str]:
+def _all_of(renames: Sequence[transforms.Rename]) -> Callable[[str], str]:
     """One function for several renamings, evaluated per template where no pattern names a number."""
     steps = [op.forward for op in renames]
 
@@ -405,7 +387,7 @@ def _all_of(renames: Sequence[Rename]) -> Callable[[str], str]:
     return lambda name: cached(name) or name
 
 
-def _tie(views: TensorTable, op: Tie, family: Family) -> TensorTable:
+def _tie(views: TensorTable, op: transforms.Tie, family: Family) -> TensorTable:
     owner = views.table.get(op.owner)
     if not family.tied or owner is None:
         return views
@@ -419,7 +401,7 @@ def _tie(views: TensorTable, op: Tie, family: Family) -> TensorTable:
     return replace(views, table={**views.table, op.name: owner.named(op.name)})
 
 
-def _drop_copy(views: TensorTable, op: Tie | DropCopy) -> TensorTable:
+def _drop_copy(views: TensorTable, op: transforms.Tie | transforms.DropCopy) -> TensorTable:
     copy, owner = views.table.get(op.name), views.table.get(op.owner)
     if copy is None or owner is None:
         return views
@@ -428,20 +410,14 @@ def _drop_copy(views: TensorTable, op: Tie | DropCopy) -> TensorTable:
     return replace(views, table={n: v for n, v in views.table.items() if n != op.name})
 
 
-def _drop_layers(views: TensorTable, op: DropLayers, family: Family) -> TensorTable:
+def _drop_layers(views: TensorTable, op: transforms.DropLayers, family: Family) -> TensorTable:
     limit = family.size(op.size)
     if limit is None:
         raise LayoutError(
             f"the size `{op.size}` is not known", hint="put the model's config.json beside the checkpoint"
         )
-    kept, dropped = {}, []
-    for name, view in views.table.items():
-        m = LAYER.search(name)
-        if m and int(m[1]) >= limit:
-            dropped.append(view)
-        else:
-            kept[name] = view
-    if dropped:
+    kept = {n: v for n, v in views.table.items() if not ((m := LAYER.search(n)) and int(m[1]) >= limit)}
+    if dropped := [v for n, v in views.table.items() if n not in kept]:
         size = sum(v.nbytes for v in dropped)
         views.notes.append(
             f"{len(dropped)} tensors ({size:,} bytes) of layers from {limit} on are left out:"
@@ -450,7 +426,7 @@ def _drop_layers(views: TensorTable, op: DropLayers, family: Family) -> TensorTa
     return replace(views, table=kept)
 
 
-def _drop(views: TensorTable, op: Drop) -> TensorTable:
+def _drop(views: TensorTable, op: transforms.Drop) -> TensorTable:
     kept = {n: v for n, v in views.table.items() if not matches(op.patterns, n)}
     if dropped := [v for n, v in views.table.items() if n not in kept]:
         size = sum(v.nbytes for v in dropped)
@@ -461,12 +437,12 @@ def _drop(views: TensorTable, op: Drop) -> TensorTable:
     return replace(views, table=kept)
 
 
-def _reshape(views: TensorTable, op: Transpose | Squeeze) -> TensorTable:
+def _reshape(views: TensorTable, op: transforms.Transpose | transforms.Squeeze) -> TensorTable:
     table: dict[str, DerivedTensor] = {}
     for name, view in views.table.items():
         if not matches(op.patterns, name):
             table[name] = view
-        elif isinstance(op, Transpose):
+        elif isinstance(op, transforms.Transpose):
             axes = range(len(view.shape))
             table[name] = permute(name, view, (*axes[:-2], axes[-1], axes[-2]))
         elif op.inverse:
@@ -478,7 +454,7 @@ def _reshape(views: TensorTable, op: Transpose | Squeeze) -> TensorTable:
     return replace(views, table=table)
 
 
-def _refuse(views: TensorTable, op: Refuse, family: Family) -> None:
+def _refuse(views: TensorTable, op: transforms.Refuse, family: Family) -> None:
     for pattern, why in op.pairs:
         for name in views.table:
             if matches((pattern,), name):
@@ -534,10 +510,10 @@ class _Axes:
             codes = self.views.table[part.codes].shape
             return self.packing.blocks(part, len(shape)), self.packing.base(part, name, shape, codes)
         block = _scale_block(self.views, name, self.family)
-        return block, self.views.table[_weight(self.views, name)].shape if block else shape
+        return block, self.views.table[weight_of(name, self.views.table) or name].shape if block else shape
 
 
-def _fuse(views: TensorTable, op: Fuse, axes: _Axes) -> TensorTable:
+def _fuse(views: TensorTable, op: transforms.Fuse, axes: _Axes) -> TensorTable:
     first = pattern_regex(op.parts[0])
     others = [pattern_regex(p) for p in op.parts[1:]]
     table: dict[str, DerivedTensor] = {}
@@ -563,38 +539,41 @@ def _fuse(views: TensorTable, op: Fuse, axes: _Axes) -> TensorTable:
         whole_name = expand(op.whole, m.groupdict())
         part = axes.packed(name)
         if part is not None and part.place in (INPUTS, GLOBAL):
-            used.update(names)
-            for n in names:
-                table.pop(n, None)
-            table[whole_name] = _one_for_all(views, parts, part, whole_name)
-            continue
-        block, _ = axes.grid(name)
-        if not view.shape or (prod(view.shape) == 1 and not block):
-            raise LayoutError(
-                f"`{name}` is one scale for its whole tensor; the fused `{whole_name}` has only one for all parts",
-                hint="keep the parts apart: a target that does not fuse, or without --fuse",
-            )
-        axis = axes.output(name)
-        for n in names[:-1] if block else ():
-            rows = axes.grid(n)[1][axis]
-            if block[axis] and rows % block[axis]:
-                raise LayoutError(
-                    f"`{n}` cannot be fused into `{whole_name}`: its weight's {rows} rows end inside a scale block"
-                    f" of {block[axis]}",
-                    hint="keep the parts apart: a target that does not fuse, or without --fuse",
-                )
-        if op.groups:
-            size = unit_count(op.groups, axes.family.sizes, _no_rule(op))
-            if size is None or (block and block[axis] != 1):
-                raise LayoutError(f"`{name}` cannot be interleaved into `{whole_name}`: one scale is for several rows")
-            fused = interleave(whole_name, parts, axis, size.value)
+            fused = _one_for_all(views, parts, part, whole_name)
         else:
-            fused = concat(whole_name, parts, axis)
+            fused = _joined(op, parts, whole_name, axes)
         used.update(names)
         for n in names:
             table.pop(n, None)
         table[whole_name] = fused
     return replace(views, table=table)
+
+
+def _joined(op: transforms.Fuse, parts: Sequence[DerivedTensor], whole_name: str, axes: _Axes) -> DerivedTensor:
+    """The parts one after the other, or interleaved. Raises LayoutError where a scale would be for two of them."""
+    first = parts[0]
+    name = first.name
+    block, _ = axes.grid(name)
+    if not first.shape or (prod(first.shape) == 1 and not block):
+        raise LayoutError(
+            f"`{name}` is one scale for its whole tensor; the fused `{whole_name}` has only one for all parts",
+            hint="keep the parts apart: a target that does not fuse, or without --fuse",
+        )
+    axis = axes.output(name)
+    for n in [p.name for p in parts[:-1]] if block else ():
+        rows = axes.grid(n)[1][axis]
+        if block[axis] and rows % block[axis]:
+            raise LayoutError(
+                f"`{n}` cannot be fused into `{whole_name}`: its weight's {rows} rows end inside a scale block"
+                f" of {block[axis]}",
+                hint="keep the parts apart: a target that does not fuse, or without --fuse",
+            )
+    if op.groups:
+        size = unit_count(op.groups, axes.family.sizes, _no_rule(op))
+        if size is None or (block and block[axis] != 1):
+            raise LayoutError(f"`{name}` cannot be interleaved into `{whole_name}`: one scale is for several rows")
+        return interleave(whole_name, parts, axis, size.value)
+    return concat(whole_name, parts, axis)
 
 
 def _one_for_all(views: TensorTable, parts: Sequence[DerivedTensor], packed: PackedPart, name: str) -> DerivedTensor:
@@ -611,14 +590,9 @@ def _one_for_all(views: TensorTable, parts: Sequence[DerivedTensor], packed: Pac
     return first.named(name)
 
 
-def _no_rule(op: Fuse) -> Rule:
+def _no_rule(op: transforms.Fuse) -> Rule:
     """Where a size is needed by a fusion and not by a rule."""
     return Rule("fused", text=f"fusion {op.name}")
-
-
-def _weight(views: TensorTable, name: str) -> str:
-    """The weight that a scale belongs to, or the name itself."""
-    return weight_of(name, views.table) or name
 
 
 def _scale_block(views: TensorTable, name: str, family: Family) -> tuple[int, ...]:
@@ -633,7 +607,7 @@ def _scale_block(views: TensorTable, name: str, family: Family) -> tuple[int, ..
     return block if block and len(block) == len(shape) else ()
 
 
-def _take_apart(views: TensorTable, op: Fuse, axes: _Axes) -> TensorTable:
+def _take_apart(views: TensorTable, op: transforms.Fuse, axes: _Axes) -> TensorTable:
     regex = pattern_regex(op.whole)
     table: dict[str, DerivedTensor] = {}
     for name, view in views.table.items():
@@ -670,25 +644,25 @@ def _take_apart(views: TensorTable, op: Fuse, axes: _Axes) -> TensorTable:
                 hint="keep it fused, or dequantise first",
             )
         lengths = [-(-x // rows) for x in lengths]
+        groups = 0
         if op.groups:
             size = unit_count(op.groups, axes.family.sizes, _no_rule(op))
             if size is None or rows != 1:
                 raise LayoutError(f"`{name}` cannot be taken apart: one scale is for rows of several parts")
-            each = [x // size.value for x in lengths]
-            at = 0
-            for part, length in zip(names, each, strict=True):
-                got = deinterleave(part, view, axis, size.value, at, length, sum(each))
-                _put(table, got, f"fusion {op.name}")
-                at += length
-            continue
+            groups = size.value
+            lengths = [x // groups for x in lengths]
         at = 0
         for part, length in zip(names, lengths, strict=True):
-            _put(table, take(part, view, axis, at, at + length), f"fusion {op.name}")
+            if groups:
+                got = deinterleave(part, view, axis, groups, at, length, sum(lengths))
+            else:
+                got = take(part, view, axis, at, at + length)
+            _put(table, got, f"fusion {op.name}")
             at += length
     return replace(views, table=table)
 
 
-def _stack_all(views: TensorTable, op: Stack) -> TensorTable:
+def _stack_all(views: TensorTable, op: transforms.Stack) -> TensorTable:
     regex = pattern_regex(op.part)
     groups: dict[str, dict[int, DerivedTensor]] = {}
     table: dict[str, DerivedTensor] = {}
@@ -710,7 +684,7 @@ def _stack_all(views: TensorTable, op: Stack) -> TensorTable:
     return replace(views, table=table)
 
 
-def _unstack_all(views: TensorTable, op: Stack) -> TensorTable:
+def _unstack_all(views: TensorTable, op: transforms.Stack) -> TensorTable:
     regex = pattern_regex(op.whole)
     table: dict[str, DerivedTensor] = {}
     for name, view in views.table.items():
@@ -760,12 +734,12 @@ def propagate_to_component(
             continue
         parts = view.parts if view.same is None else ()
         sources = [view.same] if view.same is not None else list({id(p.source): p.source for p in parts}.values())
-        mine = {id(s): catalog.tensors.get(Key(s.key.name, component, state)) for s in sources}
-        there = [t for t in mine.values() if t is not None]
+        found = [catalog.tensors.get(Key(s.key.name, component, state)) for s in sources]
+        there = [t for t in found if t is not None]
         if not there:
             continue
         if len(there) < len(sources):
-            lost = next(s for s in sources if mine[id(s)] is None)
+            lost = sources[found.index(None)]
             raise IncompleteError(
                 f"`{view.name}` is made of several tensors, and `{lost.key.name}` has no {state or component}",
                 hint="keep the tensors apart (--unfuse), or leave the component out with --only",
@@ -782,14 +756,9 @@ def propagate_to_component(
                     f"`{t.key}` is {list(t.shape)}, its parameter is {list(s.shape)}",
                     where=[catalog.place(p.stored) for p in t.pieces[:1]],
                 )
-        if view.same is not None:
-            out[view.name] = DerivedTensor(str(key), view.dtype if weights else there[0].dtype, view.shape, there[0])
-        else:
-            moved = []
-            for p in parts:
-                counterpart = mine[id(p.source)]
-                if counterpart is not None:
-                    moved.append(p._replace(source=counterpart))
-            dtype = view.dtype if weights else there[0].dtype
-            out[view.name] = DerivedTensor(str(key), dtype, view.shape, None, tuple(moved))
+        mine = {id(s): t for s, t in zip(sources, there, strict=True)}
+        moved = tuple(p._replace(source=mine[id(p.source)]) for p in parts)
+        same = there[0] if view.same is not None else None
+        dtype = view.dtype if weights else there[0].dtype
+        out[view.name] = DerivedTensor(str(key), dtype, view.shape, same, moved)
     return out

@@ -20,23 +20,9 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize
 from ckpttool.encodings import Contents, Encoding
+from ckpttool.execute import moves
 from ckpttool.execute.files import IOV_MAX, SECTOR, UNCACHED_FROM, Medium
 from ckpttool.execute.hashing import Sums
-from ckpttool.execute.moves import (
-    TILES,
-    ZEROS,
-    Batch,
-    ByteRun,
-    FileRows,
-    Item,
-    Move,
-    RowBlock,
-    TransposeTile,
-    arrange_row,
-    by_strips,
-    tiles,
-    untangle,
-)
 from ckpttool.execute.permute import Array, Permuter, store
 from ckpttool.execute.reader import GAPS, Bytes, kinds, offsets, read_strided, read_turned
 
@@ -147,14 +133,14 @@ class Mover:
 
     # -- items
 
-    def carry(self, items: Sequence[Item]) -> None:
+    def carry(self, items: Sequence[moves.Item]) -> None:
         """Carry out the items, in order; small ones that follow each other share a block."""
         limit = min(BLOCK, self.arena.room(2 + self.arena.size // UNCACHED_FROM))
-        runs: list[ByteRun] = []
-        small: list[RowBlock] = []
+        runs: list[moves.ByteRun] = []
+        small: list[moves.RowBlock] = []
         room = limit
         for item in items:
-            if isinstance(item, Batch):
+            if isinstance(item, moves.Batch):
                 for run in item.runs:
                     rest = run
                     while rest.nbytes > room:
@@ -168,7 +154,7 @@ class Mover:
             if need is None or need > room:
                 self._block(runs, small)
                 runs, small, room = [], [], limit
-            if isinstance(item, TransposeTile):
+            if isinstance(item, moves.TransposeTile):
                 with self.pool.short_calls:
                     self._tile(item.move)
             elif need is None:
@@ -178,7 +164,7 @@ class Mover:
                 room -= need
         self._block(runs, small)
 
-    def _block(self, runs: Sequence[ByteRun], small: Sequence[RowBlock]) -> None:
+    def _block(self, runs: Sequence[moves.ByteRun], small: Sequence[moves.RowBlock]) -> None:
         """Read everything, rearrange the rows, write everything; each in as few calls as the places allow."""
         self.arena.reset()
         pieces = [*runs, *[_lane_run(lane, item) for item in small for lane in item.writes]]
@@ -204,7 +190,7 @@ class Mover:
             here = write[3] + run.to - write[1]
             if run.src >= 0:
                 places.append((run.src, run.start, here, run.nbytes, run.again))
-            elif run.src == ZEROS:
+            elif run.src == moves.ZEROS:
                 zeros.append((here, run.nbytes))
             else:
                 targets[run.dst, run.to] = here
@@ -246,22 +232,22 @@ class Mover:
             buffers.append(view[first:last])
             self.read(src, start, buffers, once=not again)
 
-    def _rows(self, item: RowBlock) -> None:
+    def _rows(self, item: moves.RowBlock) -> None:
         plan = self._row_blocks(item)
         if item.turned:
             decoded = any(self._is_decoded(item.moves[i]) for i in item.turned)
-            if decoded or by_strips(item, self.arena.size - plan[1] if plan else 0) == TILES:
-                self.carry(list(untangle(item)))
+            if decoded or moves.by_strips(item, self.arena.size - plan[1] if plan else 0) == moves.TILES:
+                self.carry(list(moves.untangle(item)))
                 return
         if plan is None:
             for i in range(item.start, item.stop):
-                self.carry(arrange_row(item, i))
+                self.carry(moves.arrange_row(item, i))
             return
         rows, scratch = plan
         for a in range(item.start, item.stop, rows):
             self._row_block(item, a, min(a + rows, item.stop), scratch)
 
-    def _row_blocks(self, item: RowBlock) -> tuple[int, int] | None:
+    def _row_blocks(self, item: moves.RowBlock) -> tuple[int, int] | None:
         """(rows in a block, bytes to read at once), or None when a row is too long for the memory."""
         size = self.arena.room(len(item.writes) + 2)
         longest = max([lane.width for lane in item.reads], default=0)
@@ -275,7 +261,7 @@ class Mover:
         rows = room // item.row_bytes if room > 0 else 0
         return (rows, scratch) if rows else None
 
-    def _row_block(self, item: RowBlock, start: int, stop: int, scratch_bytes: int) -> None:
+    def _row_block(self, item: moves.RowBlock, start: int, stop: int, scratch_bytes: int) -> None:
         arena = self.arena
         arena.reset()
         n = stop - start
@@ -288,7 +274,7 @@ class Mover:
                 move = item.moves[member.move]
                 shape, strides = (n, *move.shape[1:]), (lane.width, *member.strides)
                 view: Array = np.ndarray(shape, kinds(move)[1], memory.data, member.offset, strides)
-                if move.src == ZEROS:
+                if move.src == moves.ZEROS:
                     view[...] = 0
                 else:
                     targets[member.move] = view
@@ -310,7 +296,7 @@ class Mover:
         for lane, memory in zip(item.writes, held, strict=True):
             self._write_rows(item, lane, start, n, memory)
 
-    def _read_rows(self, item: RowBlock, lane: FileRows, start: int, n: int, memory: Bytes) -> None:
+    def _read_rows(self, item: moves.RowBlock, lane: moves.FileRows, start: int, n: int, memory: Bytes) -> None:
         offset = lane.offset + start * lane.stride
         view = memory.data
         if lane.joined:
@@ -330,7 +316,7 @@ class Mover:
             size = itemsize(move.src_dtype)
             read_strided(read, offset, strides, shape, size, memory[: n * lane.width], memory[:0])
 
-    def _write_rows(self, item: RowBlock, lane: FileRows, start: int, n: int, memory: Bytes) -> None:
+    def _write_rows(self, item: moves.RowBlock, lane: moves.FileRows, start: int, n: int, memory: Bytes) -> None:
         offset = lane.offset + start * lane.stride
         view = memory.data
         if lane.joined:
@@ -357,25 +343,25 @@ class Mover:
             self.write(file, offset + start, view[at : at + run], scattered=run < nbytes)
             at += run
 
-    def _read_turned(self, move: Move, target: Array, scratch: Bytes) -> None:
+    def _read_turned(self, move: moves.Move, target: Array, scratch: Bytes) -> None:
         def read(at: int, buffer: memoryview) -> None:
             # The next strip lies in the same pages, so they may stay in the page cache.
             self.read(move.src, at, (buffer,), once=False)
 
         read_turned(read, move, target, scratch, self._turn)
 
-    def _is_decoded(self, move: Move) -> bool:
-        return move.src != ZEROS and isinstance(self.sources[move.src], Encoding)
+    def _is_decoded(self, move: moves.Move) -> bool:
+        return move.src != moves.ZEROS and isinstance(self.sources[move.src], Encoding)
 
-    def _tile(self, move: Move) -> None:
+    def _tile(self, move: moves.Move) -> None:
         size = itemsize(move.dst_dtype)
         room = self.arena.room(2)
         decoded = self._is_decoded(move)
         scratch_bytes = max(itemsize(move.src_dtype), min(GAPS if decoded else BLOCK, room // 4))
-        for part in tiles(move, max(1, (room - scratch_bytes) // size), decoded=decoded):
+        for part in moves.tiles(move, max(1, (room - scratch_bytes) // size), decoded=decoded):
             self.arena.reset()
             memory = self.arena.take(prod(part.shape) * size)
-            if part.src == ZEROS:
+            if part.src == moves.ZEROS:
                 memory[...] = 0
             else:
                 target: Array = np.ndarray(part.shape, kinds(part)[1], memory.data)
@@ -383,25 +369,31 @@ class Mover:
             self._write_strided(part.dst, part.to, part.dst_strides, part.shape, size, memory.data)
 
 
-def _room_for(item: RowBlock | TransposeTile, most: int) -> int | None:
+def _room_for(item: moves.RowBlock | moves.TransposeTile, most: int) -> int | None:
     """Memory for doing an item in one block with others, None when it is better done by itself."""
-    if isinstance(item, TransposeTile) or item.turned or not all(lane.joined for lane in (*item.writes, *item.reads)):
+    if (
+        isinstance(item, moves.TransposeTile)
+        or item.turned
+        or not all(lane.joined for lane in (*item.writes, *item.reads))
+    ):
         return None
     rows = item.stop - item.start
     need = item.row_bytes * rows + sum([lane.nbytes(rows) for lane in item.reads])
     return need if need <= most else None
 
 
-def _lane_run(lane: FileRows, item: RowBlock) -> ByteRun:
-    return ByteRun(lane.file, lane.offset + item.start * lane.stride, lane.nbytes(item.stop - item.start), _ROWS, 0)
+def _lane_run(lane: moves.FileRows, item: moves.RowBlock) -> moves.ByteRun:
+    return moves.ByteRun(
+        lane.file, lane.offset + item.start * lane.stride, lane.nbytes(item.stop - item.start), _ROWS, 0
+    )
 
 
-def _lane_read(lane: FileRows, item: RowBlock) -> tuple[int, int, int]:
+def _lane_read(lane: moves.FileRows, item: moves.RowBlock) -> tuple[int, int, int]:
     return lane.file, lane.offset + item.start * lane.stride, lane.nbytes(item.stop - item.start)
 
 
 def _rearrange(
-    item: RowBlock, memory: Bytes, targets: dict[tuple[int, int], int], sources: dict[tuple[int, int], int]
+    item: moves.RowBlock, memory: Bytes, targets: dict[tuple[int, int], int], sources: dict[tuple[int, int], int]
 ) -> None:
     """Move the rows from where they were read to where they are written, all in ``memory``."""
     rows = item.stop - item.start
@@ -418,7 +410,7 @@ def _rearrange(
             move = item.moves[member.move]
             shape, strides = (rows, *move.shape[1:]), (lane.width, *member.strides)
             target: Array = np.ndarray(shape, kinds(move)[1], memory.data, base + member.offset, strides)
-            if move.src == ZEROS:
+            if move.src == moves.ZEROS:
                 target[...] = 0
             else:
                 store(found[member.move], target)

@@ -18,9 +18,9 @@ from ckpttool.catalog import Catalog, LogicalTensor, Piece
 from ckpttool.dtypes import itemsize, lookup, numpy_dtype
 from ckpttool.errors import UnsupportedError, VerifyError
 from ckpttool.execute.options import Advance, unwatched
+from ckpttool.execute.permute import store
 from ckpttool.execute.reader import blocks, read_block
 from ckpttool.geometry import Box
-from ckpttool.kernels.cast import cast as cast_block
 from ckpttool.relate import NONE, DerivedTensor
 
 BLOCK = 4 << 20
@@ -61,15 +61,8 @@ def read_tensor(catalog: Catalog, tensor: LogicalTensor, box: Box, dtype: str = 
             inside = common.relative_to(box.start)
             where = tuple([slice(a, b) for a, b in zip(inside.start, inside.stop, strict=True)])
             target: Array = out[where] if where else out
-            _store(read_piece(catalog, piece, common), target)
+            store(read_piece(catalog, piece, common), target)
     return out
-
-
-def _store(data: Array, out: Array) -> None:
-    if data.dtype == out.dtype:
-        np.copyto(out, data)
-    else:
-        cast_block(data, out)
 
 
 def read_view(catalog: Catalog, view: DerivedTensor, box: Box, dtype: str = "") -> Array:
@@ -91,13 +84,8 @@ def read_view(catalog: Catalog, view: DerivedTensor, box: Box, dtype: str = "") 
         data = read_tensor(catalog, p.source, Box(tuple(low), tuple(high)), dtype)[tuple(picks)]
         rest = [a for a in range(data.ndim) if a not in order]
         data = data.transpose([*order, *rest]).reshape(p.size)
-        where = tuple(
-            [
-                slice(f - o, f - o + (n - 1) * s + 1, s)
-                for f, o, n, s in zip(p.first, box.start, p.size, p.step, strict=True)
-            ]
-        )
-        out[where] = data
+        steps = zip(p.first, box.start, p.size, p.step, strict=True)
+        out[tuple([slice(f - o, f - o + (n - 1) * s + 1, s) for f, o, n, s in steps])] = data
     return out
 
 
@@ -191,7 +179,7 @@ def verify_views(
             def written(box: Box, copy: Piece = copy, start: tuple[int, ...] = start) -> Array:
                 data = read_piece(other, copy, box.shift(start))
                 out = np.empty(data.shape, numpy_dtype(want))
-                _store(data, out)
+                store(data, out)
                 return out
 
             found.append(compare_one(view.name, copy.logical_box.shape, want, shifted, written, advance))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,9 @@ class Computing:
         base = readers[-1] if compute.base is not None else None
         chunk = _Chunk(models, base, step, self._arrays, shared=shared is not None and method.one_at_a_time)
         first = readers[0]
-        if isinstance(first, StoredReader) and _moves_raw(compute):
-            before, fill = 0, _raw(first)
-        elif isinstance(first, StoredReader) and _only_rounds(compute):
-            before, fill = 0, _rounded(first)
+        fill: Callable[[int, int, Array], None]
+        if isinstance(first, StoredReader) and _passes_through(compute):
+            before, fill = 0, partial(first.read, last=True)
         else:
             before = size * method.passes(dict(compute.whole), len(models))
             fill = self._passes(compute, method, chunk, step, lambda at: seen(min(at, before), before + size))
@@ -290,39 +290,17 @@ class Computing:
         )
 
 
-def _moves_raw(compute: Compute) -> bool:
-    """A tensor that passes through unchanged: its bytes are moved, whatever they mean."""
-    return (
-        compute.method == "passthrough"
-        and dict(compute.parameters[0]).get("scale") == 1
-        and isinstance(compute.models[0], Stored)
-        and compute.models[0].dtype == compute.dtype
-    )
-
-
-def _only_rounds(compute: Compute) -> bool:
-    """A tensor that passes through with fewer bits: by way of the operands' float32 it would be rounded twice."""
+def _passes_through(compute: Compute) -> bool:
+    """A tensor that is only copied: its bytes are moved, whatever they mean; and one that is copied with fewer bits,
+    which by way of the operands' float32 would be rounded twice."""
     first = compute.models[0]
-    return (
-        compute.method == "passthrough"
-        and dict(compute.parameters[0]).get("scale") == 1
-        and isinstance(first, Stored)
-        and (first.dtype, compute.dtype) in (("F64", "F16"), ("F64", "BF16"))
-    )
-
-
-def _rounded(source: StoredReader) -> Callable[[int, int, Array], None]:
-    def fill(lo: int, hi: int, out: Array) -> None:
-        cast(source.raw(lo, hi, last=True), out)
-
-    return fill
-
-
-def _raw(source: StoredReader) -> Callable[[int, int, Array], None]:
-    def fill(lo: int, hi: int, out: Array) -> None:
-        np.copyto(out, source.raw(lo, hi, last=True))
-
-    return fill
+    if (
+        compute.method != "passthrough"
+        or dict(compute.parameters[0]).get("scale") != 1
+        or not isinstance(first, Stored)
+    ):
+        return False
+    return first.dtype == compute.dtype or (first.dtype == "F64" and compute.dtype in ("F16", "BF16"))
 
 
 _EXPONENTS: dict[str, tuple[Any, int]] = {

@@ -59,11 +59,9 @@ class _Parent(Protocol):
 
     def status(self, number: int) -> int:
         """Wait for a worker that has ended. Returns its exit code, or minus the signal that killed it."""
-        ...
 
     def end(self, *, now: bool) -> None:
         """Wait until all have ended; with ``now``, kill them."""
-        ...
 
 
 class Worker:

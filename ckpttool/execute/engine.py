@@ -33,7 +33,7 @@ from ckpttool.execute.checks import check
 from ckpttool.execute.commit import MANIFEST, Destination
 from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import Medium, SourceReadError, create, open_medium, share, write_error
+from ckpttool.execute.files import Medium, SourceReadError, create, open_medium, remove_file, share, write_error
 from ckpttool.execute.hashing import ALGORITHM, CRC32, Sums
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
@@ -327,13 +327,15 @@ class _Run:
         if jobs and not hands:
             job = self._job(max(memory // 2, _COMPUTING_MEMORY))
             hands = [ComputeWorker(job, tensor_draws(job.randomness), pool, self.stop).serve]
-        threads = []
-        for i, work in enumerate(hands):
-            threads.append(threading.Thread(target=self._foreman, args=(work,), name=f"foreman-{i}", daemon=True))
+        duties = [("foreman", i, self.computing, partial(self._compute, work)) for i, work in enumerate(hands)]
         for i in range(workers):
             carrier = Mover(self.sources, self.paths, pool, memory // workers, self.stop)
             self.carriers.append(carrier)
-            threads.append(threading.Thread(target=self._worker, args=(carrier,), name=f"worker-{i}", daemon=True))
+            duties.append(("worker", i, self.tasks, partial(self._move, carrier)))
+        threads = [
+            threading.Thread(target=self._work_off, args=(tasks, do), name=f"{name}-{i}", daemon=True)
+            for name, i, tasks, do in duties
+        ]
         with signals.later():  # an interrupted `start` leaves a thread that runs and cannot be joined
             for thread in threads:
                 thread.start()
@@ -350,23 +352,27 @@ class _Run:
                 parts = [p for p in task.parts if p.number not in finished.parts] if done else task.parts
                 yield Task(parts, targets)
 
-    def _foreman(self, work: Serve) -> None:
-        """Give orders to one process until there is nothing left to compute."""
+    def _work_off(self, tasks: deque[Task], do: Callable[[Task], None]) -> None:
+        """The life of a thread: carry out one task after the other until there is none left."""
         try:
             while not self.stop.is_set():
                 try:
-                    task = self.computing.popleft()
+                    task = tasks.popleft()
                 except IndexError:
                     break
-                parts = {p.number: p for p in task.parts}
-                unit, done = self.plan.units[task.computing], parts.keys() & self.done
-                work(order(unit, task.computing, task, done), partial(self._heard, task, parts))
+                do(task)
         except Stopped:
             pass
         except BaseException as e:  # noqa: BLE001 - raised again by the thread that called run
             self.failures.append(e)
             self.stop.set()
         self.ledger.wake.set()
+
+    def _compute(self, work: Serve, task: Task) -> None:
+        """Order one tensor from a process."""
+        parts = {p.number: p for p in task.parts}
+        unit, done = self.plan.units[task.computing], parts.keys() & self.done
+        work(order(unit, task.computing, task, done), partial(self._heard, task, parts))
 
     def _heard(self, task: Task, parts: Mapping[int, Part], answer: Answer) -> None:
         """Something is done of a task."""
@@ -383,22 +389,7 @@ class _Run:
                 self.computed[1] += answer["written"]
                 self.ledger.post(_Record([], answer["sums"]), self.stop)
 
-    def _worker(self, carrier: Mover) -> None:
-        try:
-            while not self.stop.is_set():
-                try:
-                    task = self.tasks.popleft()
-                except IndexError:
-                    break
-                self._task(task, carrier)
-        except Stopped:
-            pass
-        except BaseException as e:  # noqa: BLE001 - raised again by the thread that called run
-            self.failures.append(e)
-            self.stop.set()
-        self.ledger.wake.set()
-
-    def _task(self, task: Task, carrier: Mover) -> None:
+    def _move(self, carrier: Mover, task: Task) -> None:
         carrier.sums = sums = Sums(task.targets) if task.targets else None
         whole = [p for p in task.parts if p.unit >= 0]
         if whole:
@@ -526,8 +517,7 @@ class _Run:
 
     def _verify(self, verify: Callable[[Path, Advance], None]) -> None:
         """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""
-        meter, total = _Meter(self.stop), self.plan.bytes_written
-        phased = isinstance(self.progress, PhasedProgress)
+        meter, total, phased = _Meter(self.stop), self.plan.bytes_written, isinstance(self.progress, PhasedProgress)
         if isinstance(self.progress, PhasedProgress):
             self.progress.phase("verify", total, 0)
             self.shown = 0
@@ -573,12 +563,8 @@ class _Run:
         self._write_small(pool, MANIFEST, data)
 
     def _write_small(self, pool: Medium, name: str, data: bytes) -> None:
-        target = self.destination.partial / name
-        path = str(target)
-        try:
-            target.unlink(missing_ok=True)
-        except OSError as e:
-            raise write_error(e, path, 0, 0) from e
+        path = str(self.destination.partial / name)
+        remove_file(path)
         create(path, len(data))
         pool.expect_writes(path)
         pool.write(path, 0, memoryview(data))

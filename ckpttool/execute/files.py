@@ -71,15 +71,7 @@ def span(offset: int, nbytes: int) -> str:
     return f"[bytes {offset:,}..{offset + nbytes:,})"
 
 
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    for name in ("sync_file_range", "fallocate"):
-        if hasattr(libc, name):
-            getattr(libc, name).restype = ctypes.c_int
-    return libc
-
-
-_LIBC = _libc()
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def descriptor_limit() -> int:
@@ -316,10 +308,7 @@ class FilePool:
 
     def _write_behind(self, fd: int, path: str, offset: int, nbytes: int) -> None:
         """Start writing this piece to disk; drop the one before last, which has had time to get there."""
-        if not hasattr(_LIBC, "sync_file_range"):
-            self._indirect = "plain"
-            return
-        if not self._sync_range(fd, offset, nbytes, _SYNC_WRITE):
+        if not hasattr(_LIBC, "sync_file_range") or not self._sync_range(fd, offset, nbytes, _SYNC_WRITE):
             self._indirect = "plain"
             return
         with self._lock:
@@ -424,18 +413,19 @@ def share(source: str, path: str) -> str:
     """Make ``path`` a file that shares the bytes of ``source``: ``reflinked``, ``hard-linked``, or "" where neither
     works (another filesystem, no permission). Raises OutputError when a file that is in the way cannot be removed.
     """
-    _remove(path)
+    remove_file(path)
     with contextlib.suppress(OSError), Path(source).open("rb") as f, Path(path).open("xb") as g:
         fcntl.ioctl(g.fileno(), _FICLONE, f.fileno())
         return "reflinked"
-    _remove(path)
+    remove_file(path)
     with contextlib.suppress(OSError):
         os.link(os.path.realpath(source), path)
         return "hard-linked"
     return ""
 
 
-def _remove(path: str) -> None:
+def remove_file(path: str) -> None:
+    """Raises OutputError when a file that is there cannot be removed."""
     try:
         Path(path).unlink(missing_ok=True)
     except OSError as e:

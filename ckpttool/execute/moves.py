@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
 from ckpttool.errors import UnsupportedError
-from ckpttool.plan import Copy, Fill, merged_axes
+from ckpttool.plan import Copy, Fill, joined, merged_axes
 
 ZEROS = -1
 """Source number of a Fill."""
@@ -352,10 +352,7 @@ def _grouped(moves: Sequence[_Placed]) -> Iterator[RowBlock | TransposeTile]:
 
 def untangle(rows: RowBlock) -> Iterator[RowBlock | TransposeTile]:
     """The same work with a Tile for each move that transposes."""
-    cut = []
-    for m in rows.moves:
-        stop = (rows.stop, *m.shape[1:])
-        cut.append(m.cut((rows.start, *[0] * len(m.shape[1:])), stop))
+    cut = [m.cut((rows.start, *[0] * len(m.shape[1:])), (rows.stop, *m.shape[1:])) for m in rows.moves]
     for i in rows.turned:
         yield TransposeTile(cut[i])
     yield from _grouped([_Placed.of(m) for i, m in enumerate(cut) if i not in rows.turned])
@@ -406,22 +403,8 @@ def _components(moves: Sequence[_Placed]) -> list[list[_Placed]]:
     """Moves that interleave in a file, directly or through others, belong together."""
     if len(moves) < 2:
         return [[m] for m in moves]
-    parent = list(range(len(moves)))
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    for group in (*_overlapping(_targets(moves)), *_overlapping(_sources(moves))):
-        first = root(group[0])
-        for i in group[1:]:
-            parent[root(i)] = first
-    out: dict[int, list[_Placed]] = {}
-    for i, m in enumerate(moves):
-        out.setdefault(root(i), []).append(m)
-    return list(out.values())
+    groups = (*_overlapping(_targets(moves)), *_overlapping(_sources(moves)))
+    return joined(moves, ((group[0], i) for group in groups for i in group[1:]))
 
 
 def _targets(moves: Sequence[_Placed]) -> list[tuple[int, int, int, int]]:
@@ -466,13 +449,8 @@ def _rows(group: Sequence[_Placed]) -> Iterator[RowBlock]:
 
 def _unmerge(m: Move, n: int) -> _Placed:
     inner = m.shape[0] // n
-    return _Placed.of(
-        m._replace(
-            shape=(n, inner, *m.shape[1:]),
-            dst_strides=(inner * m.dst_strides[0], *m.dst_strides),
-            src_strides=(inner * m.src_strides[0], *m.src_strides),
-        )
-    )
+    dst, src = ((inner * strides[0], *strides) for strides in (m.dst_strides, m.src_strides))
+    return _Placed.of(m._replace(shape=(n, inner, *m.shape[1:]), dst_strides=dst, src_strides=src))
 
 
 class _RowSpan(NamedTuple):

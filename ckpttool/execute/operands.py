@@ -18,7 +18,7 @@ import xxhash
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute.blocks import Mover
-from ckpttool.execute.permute import Array
+from ckpttool.execute.permute import Array, store
 from ckpttool.execute.reader import Bytes
 from ckpttool.execute.strided import gather, is_turned
 from ckpttool.kernels.cast import cast
@@ -49,15 +49,12 @@ class Reader(Protocol):
 
     def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
         """Put elements ``[lo, hi)`` into the float32 ``out``; ``last`` says that nobody will ask for them again."""
-        ...
 
     def pass_over(self, lo: int, hi: int) -> None:
         """Take elements into the hash that nobody asks for."""
-        ...
 
     def digest(self, size: int) -> str | None:
         """The hash of all ``size`` elements as they are stored, if they have passed in order."""
-        ...
 
 
 class Buffer:
@@ -160,11 +157,7 @@ class StoredReader:
             lo += n // item
 
     def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
-        raw = self.raw(lo, hi, last=last)
-        if raw.dtype == out.dtype:
-            np.copyto(out, raw)
-        else:
-            cast(raw, out)
+        store(self.raw(lo, hi, last=last), out)
 
     def pass_over(self, lo: int, hi: int) -> None:
         self.raw(lo, hi, last=True)

@@ -178,14 +178,8 @@ def _files(items: Sequence[Item]) -> tuple[int, ...]:
 
 def separate(unit: Unit) -> tuple[list[Copy | Fill], list[AssertEqual | AssertPadding]]:
     """What a unit moves, and what it checks."""
-    moves: list[Copy | Fill] = []
-    checks: list[AssertEqual | AssertPadding] = []
-    for step in unit.steps:
-        if isinstance(step, Copy | Fill):
-            moves.append(step)
-        elif isinstance(step, AssertEqual | AssertPadding):
-            checks.append(step)
-    return moves, checks
+    moves = [step for step in unit.steps if isinstance(step, Copy | Fill)]
+    return moves, [step for step in unit.steps if isinstance(step, AssertEqual | AssertPadding)]
 
 
 def _measure(unit: Unit) -> tuple[int, int, tuple[int, ...]]:
@@ -193,11 +187,9 @@ def _measure(unit: Unit) -> tuple[int, int, tuple[int, ...]]:
     written = checked = 0
     files = set()
     for step in unit.steps:
-        if isinstance(step, Copy):
-            written += prod(step.shape) * lookup(step.dst_dtype).bits // 8
-            files.add(step.dst.file)
-        elif isinstance(step, Fill):
-            written += prod(step.shape) * lookup(step.dtype).bits // 8
+        if isinstance(step, Copy | Fill):
+            dtype = step.dst_dtype if isinstance(step, Copy) else step.dtype
+            written += prod(step.shape) * lookup(dtype).bits // 8
             files.add(step.dst.file)
         elif isinstance(step, AssertEqual | AssertPadding):
             checked += prod(step.shape) * lookup(step.dtype).bits // 8
@@ -215,12 +207,5 @@ def _slices(step: AssertEqual | AssertPadding, limit: int) -> Iterator[Check]:
     rows = max(1, limit * 8 // bits // row)
     for a in range(0, step.shape[0], rows):
         shape = (min(rows, step.shape[0] - a), *step.shape[1:])
-        x, y = step.a, step.b
-        yield Check(
-            step._replace(
-                a=x._replace(offset=x.offset + a * x.strides[0]),
-                b=y._replace(offset=y.offset + a * y.strides[0]),
-                shape=shape,
-            ),
-            a * row,
-        )
+        x, y = (block._replace(offset=block.offset + a * block.strides[0]) for block in (step.a, step.b))
+        yield Check(step._replace(a=x, b=y, shape=shape), a * row)

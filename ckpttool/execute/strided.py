@@ -15,7 +15,7 @@ from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import VerifyError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import SECTOR, UNCACHED_FROM, span
-from ckpttool.execute.permute import Array
+from ckpttool.execute.permute import Array, store
 from ckpttool.execute.reader import Bytes, offsets, read_block
 from ckpttool.kernels.cast import cast
 from ckpttool.plan import Block, Copy
@@ -106,10 +106,7 @@ def _gather_block(carrier: Mover, c: Copy, lo: int, buffer: Bytes, *, once: bool
         block = read_block(path, c.src.offset, c.src.strides, c.shape, c.src_dtype, files=carrier.pool)
         carrier.bytes_read += block.nbytes
     target: Array = np.ndarray(c.shape, kinds[1], buffer.data, c.dst.offset - lo, c.dst.strides)
-    if kinds[0] == kinds[1]:
-        target[...] = block
-    else:
-        cast(block, target)
+    store(block, target)
 
 
 def _bounded(c: Copy) -> Iterator[Copy]:

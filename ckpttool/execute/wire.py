@@ -8,35 +8,11 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+from ckpttool import plan
 from ckpttool.encodings import Encoding, Moment, Span, Text
-from ckpttool.plan import (
-    Adapted,
-    AssertEqual,
-    AssertPadding,
-    Block,
-    Compute,
-    Copy,
-    Fill,
-    Gathered,
-    LowRank,
-    Quantize,
-    Randomness,
-    Result,
-    Rounding,
-    Run,
-    Scaled,
-    Stored,
-    Target,
-    Unit,
-)
 
-_CLASSES: dict[str, Any] = {
-    c.__name__: c
-    for c in (
-        *(Adapted, Block, Compute, Copy, Fill, Gathered, LowRank, AssertPadding, Quantize),
-        *(Randomness, Result, Rounding, Run, AssertEqual, Scaled, Stored, Target, Unit),
-        *(Encoding, Moment, Span, Text),
-    )
+_CLASSES: dict[str, Any] = {name: c for name, c in vars(plan).items() if hasattr(c, "_fields")} | {
+    c.__name__: c for c in (Encoding, Moment, Span, Text)
 }
 
 

@@ -127,15 +127,8 @@ class ComputeWorker:
         if sums is not None:
             carrier.arena.reset()
             found |= sums.finish(carrier.read_back, carrier.arena.take(min(_MIB, carrier.arena.size)).data)
-        tell(
-            {
-                "end": True,
-                "at": meter.at,
-                "sums": found,
-                "read": carrier.bytes_read - before[0],
-                "written": carrier.bytes_written - before[1],
-            }
-        )
+        moved = {"read": carrier.bytes_read - before[0], "written": carrier.bytes_written - before[1]}
+        tell({"end": True, "at": meter.at, "sums": found, **moved})
 
 
 class _Meter:
