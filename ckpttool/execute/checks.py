@@ -100,16 +100,10 @@ def _same(step: AssertEqual, carrier: Mover, done: int) -> None:
             where = [f"{carrier.sources[block.file]} {span(_at(block, index), size)}" for block in (step.a, step.b)]
             place = f"differ, first at element {done + at:,}: {values[0]} and {values[1]}"
             if step.tied:
-                raise ConflictError(
-                    f"`{step.what}` and `{step.tied}`, which the config ties to each other, {place}",
-                    where=where,
-                    hint=TIED_HINT,
-                )
+                what = f"`{step.what}` and `{step.tied}`, which the config ties to each other, {place}"
+                raise ConflictError(what, where=where, hint=TIED_HINT)
             copies = f"two copies of `{step.what}`" if other == step.dtype else f"`{step.what}` and its master weight"
-            raise CorruptError(
-                f"{copies} {place}",
-                where=where,
-            )
+            raise CorruptError(f"{copies} {place}", where=where)
         done += prod(box.shape)
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -46,19 +47,15 @@ class Chunk(Protocol):
 
     def model(self, i: int) -> Array:
         """The elements of model ``i``, counted without the base."""
-        ...
 
     def base(self) -> Array:
         """The elements of the base model."""
-        ...
 
     def delta(self, i: int) -> Array:
         """``model(i) - base()``, in model ``i``'s buffer; the base is subtracted as zero when there is none."""
-        ...
 
     def scratch(self, i: int, dtype: Any = np.float32) -> Array:
         """A buffer of the chunk's length that keeps nothing from one chunk to the next."""
-        ...
 
 
 class Draws(Protocol):
@@ -69,7 +66,6 @@ class Draws(Protocol):
 
         ``probability`` of True is one number or one per element.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +86,7 @@ class Tensor:
     @property
     def size(self) -> int:
         """Elements."""
-        n = 1
-        for axis in self.shape:
-            n *= axis
-        return n
+        return prod(self.shape)
 
     @property
     def columns(self) -> int:
@@ -125,8 +118,8 @@ Passes = Callable[[Mapping[str, Any], int], int]
 class Method:
     """A merge method and what recipes may say to it."""
 
-    name: str
     program: Callable[[Tensor], Program]
+    """Its name is the method's."""
     formula: str
     """One line, for docs and --help."""
     paper: str = ""
@@ -144,6 +137,16 @@ class Method:
     """Uses a model's array only until it asks for the next one, so that hundreds of models share one buffer."""
     passes: Passes = lambda _whole, _models: 0
     """How often the program sees a large tensor before it is combined, as a rule: for the progress that is shown."""
+
+    @property
+    def name(self) -> str:
+        return self.program.__name__
+
+
+def add_base(tensor: Tensor, chunk: Chunk, out: Array) -> None:
+    """Add the base to a chunk of the result, if there is one."""
+    if tensor.has_base:
+        np.add(out, chunk.base(), out=out)
 
 
 def one_pass(_whole: Mapping[str, Any], _models: int) -> int:

@@ -24,6 +24,7 @@ from ckpttool.kernels.merge.base import (
     Passes,
     Program,
     Tensor,
+    add_base,
     one_pass,
 )
 from ckpttool.kernels.merge.order import Rank, cuts
@@ -37,11 +38,6 @@ Merge = Callable[[Tensor, Take], Combine]
 
 CODE_BITS = 20
 """Of a magnitude's 31 bits, how many tell ranks apart: the exponent and 12 bits of mantissa."""
-
-
-def _add_base(tensor: Tensor, chunk: Chunk, out: Array) -> None:
-    if tensor.has_base:
-        np.add(out, chunk.base(), out=out)
 
 
 def _all(_: Tensor) -> Generator[Pass, None, Take]:
@@ -185,7 +181,7 @@ def _linear(tensor: Tensor, take: Take) -> Combine:
             t = take(chunk, i)
             np.multiply(t, np.float32(weights[i]), out=t)
             np.add(out, t, out=out)
-        _add_base(tensor, chunk, out)
+        add_base(tensor, chunk, out)
 
     return combine
 
@@ -219,7 +215,7 @@ def _ties(tensor: Tensor, take: Take) -> Combine:
         if tensor.whole["normalize"]:
             divisor[np.abs(divisor) < 1e-8] = 1
             np.divide(out, divisor, out=out)
-        _add_base(tensor, chunk, out)
+        add_base(tensor, chunk, out)
 
     return combine
 
@@ -239,7 +235,7 @@ def paddle_slerp(tensor: Tensor) -> Program:
 
     def combine(chunk: Chunk, out: Array) -> None:
         weigh(vectors(chunk), coefficients, out)
-        _add_base(tensor, chunk, out)
+        add_base(tensor, chunk, out)
 
     return combine
 
@@ -268,63 +264,27 @@ def _method(
     program.__name__ = program.__qualname__ = name
     program.__doc__ = f"{merge.__doc__}\n\nof differences thinned so: {thin.__doc__}" if thin.__doc__ else merge.__doc__
     passes = _PASSES.get(thin, lambda _whole, _models: 0)
-    return Method(name, program, formula, paper, per_model=_WEIGHT, whole=whole, random=random, passes=passes)
+    return Method(program, formula, paper, per_model=_WEIGHT, whole=_NORMALIZE | whole, random=random, passes=passes)
 
 
 _SUM = "b + sum w_i t_i / sum w_i"
 _ELECTED = "b + sum w_i t_i / sum w_i over the t_i of the elected sign"
+_DRAWN = ", t_i kept with reserve_p"
+_RANKED = f"{_DRAWN} +- epsilon / 2 by rank"
 _TIES, _DARE, _DELLA = (f"https://arxiv.org/abs/{n}" for n in ("2306.01708", "2311.03099", "2406.11617"))
 
 METHODS = {
     m.name: m
     for m in (
-        _method("paddle_linear", _all, _linear, _SUM, "", _NORMALIZE),
+        _method("paddle_linear", _all, _linear, _SUM, "", {}),
         _method(
-            "paddle_ties",
-            _trim,
-            _ties,
-            f"{_ELECTED}, |t_i| from its quantile 1 - reserve_p on",
-            _TIES,
-            _NORMALIZE | _COUNT | _THIN,
+            "paddle_ties", _trim, _ties, f"{_ELECTED}, |t_i| from its quantile 1 - reserve_p on", _TIES, _COUNT | _THIN
         ),
-        _method(
-            "paddle_dare_linear",
-            _dare,
-            _linear,
-            f"{_SUM}, t_i kept with reserve_p",
-            _DARE,
-            _NORMALIZE | _THIN,
-            random=True,
-        ),
-        _method(
-            "paddle_dare_ties",
-            _dare,
-            _ties,
-            f"{_ELECTED}, t_i kept with reserve_p",
-            _DARE,
-            _NORMALIZE | _COUNT | _THIN,
-            random=True,
-        ),
-        _method(
-            "paddle_della_linear",
-            _magprune,
-            _linear,
-            f"{_SUM}, t_i kept with reserve_p +- epsilon / 2 by rank",
-            _DELLA,
-            _NORMALIZE | _PRUNE,
-            random=True,
-        ),
-        _method(
-            "paddle_della",
-            _magprune,
-            _ties,
-            f"{_ELECTED}, t_i kept with reserve_p +- epsilon / 2 by rank",
-            _DELLA,
-            _NORMALIZE | _COUNT | _PRUNE,
-            random=True,
-        ),
+        _method("paddle_dare_linear", _dare, _linear, _SUM + _DRAWN, _DARE, _THIN, random=True),
+        _method("paddle_dare_ties", _dare, _ties, _ELECTED + _DRAWN, _DARE, _COUNT | _THIN, random=True),
+        _method("paddle_della_linear", _magprune, _linear, _SUM + _RANKED, _DELLA, _PRUNE, random=True),
+        _method("paddle_della", _magprune, _ties, _ELECTED + _RANKED, _DELLA, _COUNT | _PRUNE, random=True),
         Method(
-            "paddle_slerp",
             paddle_slerp,
             "b + [sin((1-alpha)a) t_1 + sin(alpha a) t_2] / sin(a), a the angle between t_1 and t_2",
             "https://en.wikipedia.org/wiki/Slerp",

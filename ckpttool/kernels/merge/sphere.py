@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import numpy as np
 
 from ckpttool.errors import UsageError
-from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Pass, Program, Tensor, one_pass
+from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Pass, Program, Tensor, add_base, one_pass
 
 STRETCH = 4096
 """Elements of one float32 dot product: few enough to lose nothing, many enough to be fast."""
@@ -72,8 +72,7 @@ def _flat(tensor: Tensor, coefficients: Sequence[Array] | Array) -> Callable[[Ch
 
     def combine(chunk: Chunk, out: Array) -> None:
         weigh(vectors(chunk), coefficients, out)
-        if tensor.has_base:
-            np.add(out, chunk.base(), out=out)
+        add_base(tensor, chunk, out)
 
     return combine
 
@@ -185,8 +184,7 @@ def nuslerp(tensor: Tensor) -> Program:
             for part, place in _turns(chunk.start, chunk.stop, period):
                 shape = (-1, place.stop - place.start)
                 weigh([v[part].reshape(shape) for v in pair], [c[place] for c in ends], out[part].reshape(shape))
-            if tensor.has_base:
-                np.add(out, chunk.base(), out=out)
+            add_base(tensor, chunk, out)
 
         return combine
 
@@ -194,8 +192,7 @@ def nuslerp(tensor: Tensor) -> Program:
         a, b = (v.reshape(-1, tensor.columns) for v in vectors(chunk))
         ends = nuslerp_coefficients(row_dots(a, a), row_dots(b, b), row_dots(a, b), t)
         weigh((a, b), [c.astype(np.float32) for c in ends], out.reshape(a.shape))
-        if tensor.has_base:
-            np.add(out, chunk.base(), out=out)
+        add_base(tensor, chunk, out)
 
     return combine_rows
 
@@ -351,7 +348,6 @@ METHODS = {
     m.name: m
     for m in (
         Method(
-            "slerp",
             slerp,
             "[sin((1-t)a) b + sin(t a) x] / sin(a), a the angle between b and x",
             "https://en.wikipedia.org/wiki/Slerp",
@@ -361,7 +357,6 @@ METHODS = {
             passes=one_pass,
         ),
         Method(
-            "nuslerp",
             nuslerp,
             "slerp of two models [of x_i - b], t = w_2 / (w_1 + w_2)",
             per_model={"weight": Parameter("float", None, "share of the model")},
@@ -374,7 +369,6 @@ METHODS = {
             passes=lambda whole, _: int(whole["nuslerp_flatten"] or whole["nuslerp_row_wise"]),
         ),
         Method(
-            "multislerp",
             multislerp,
             "b + sum w_i |d_i| * m / |m|, m = sum w_i d_i / |d_i|",
             "https://goddard.blog/posts/multislerp-wow-what-a-cool-idea",
@@ -386,7 +380,6 @@ METHODS = {
             passes=one_pass,
         ),
         Method(
-            "karcher",
             karcher,
             "the Karcher mean of x_i / |x_i|, times the mean of |x_i|",
             "https://arxiv.org/abs/2603.04972",
@@ -398,7 +391,6 @@ METHODS = {
             passes=one_pass,
         ),
         Method(
-            "model_stock",
             model_stock,
             "t mean(x_i) + (1 - t) b, t = n c / (1 + (n - 1) c), c the mean cosine of x_i - b",
             "https://arxiv.org/abs/2403.19522",
