@@ -30,6 +30,7 @@ shared many times over, are refused (whoever walks them would not come back).
 from __future__ import annotations
 
 import gc
+import pickletools
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.encodings import Encoding, Span, Text, latin1
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import DataFile, OpenFile, Place, open_file
+from ckpttool.storage.place import DataFile, OpenFile, Place, open_file, readable
 
 MAX_VALUES = 1 << 26
 """Values in containers, remembered values and stack entries, each: metadata of a million shards has 45 million."""
@@ -185,38 +186,6 @@ _DTYPE_VERSIONS = (0, 1, 2, 3, 4)
 _PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple, bytes, complex, slice, Array, Record})
 _CONTAINERS = frozenset({dict, list, tuple, Record})
 _KEYS = frozenset({str, int, bool, type(None), bytes, Global})
-
-_REFUSED = {
-    b"i": "INST",
-    b"o": "OBJ",
-    b"\x92": "NEWOBJ_EX",
-    b"\x82": "EXT1",
-    b"\x83": "EXT2",
-    b"\x84": "EXT4",
-    b"P": "PERSID",
-    b"Q": "BINPERSID",
-    b"\x97": "NEXT_BUFFER",
-    b"\x98": "READONLY_BUFFER",
-    b"\x96": "BYTEARRAY8",
-    b"\x8f": "EMPTY_SET",
-    b"\x90": "ADDITEMS",
-    b"\x91": "FROZENSET",
-    b"0": "POP",
-    b"1": "POP_MARK",
-    b"2": "DUP",
-    b"I": "INT",
-    b"L": "LONG",
-    b"F": "FLOAT",
-    b"S": "STRING",
-    b"T": "BINSTRING",
-    b"U": "SHORT_BINSTRING",
-    b"V": "UNICODE",
-    b"g": "GET",
-    b"p": "PUT",
-    b"d": "DICT",
-    b"l": "LIST",
-}
-"""Opcodes that are refused, by the names of pickletools."""
 
 
 def printable(text: str, most: int = 120) -> str:
@@ -438,7 +407,7 @@ class Machine:
     def unknown(self, code: bytes) -> NoReturn:
         if code == b"\x80":
             self.corrupt("a second pickle begins inside the first")
-        name = _REFUSED.get(code)
+        name = next((o.name for o in pickletools.opcodes if o.code == code.decode("latin-1")), None)
         if name is None:
             self.corrupt(f"0x{code.hex()} is not a pickle opcode")
         self.refuse(f"the pickle uses the opcode {name}, which {self.vocabulary.writer} does not")
@@ -540,15 +509,6 @@ class Machine:
 
     # Opcodes that push.
 
-    def push_none(self) -> None:
-        self.stack.append(None)
-
-    def push_true(self) -> None:
-        self.stack.append(True)
-
-    def push_false(self) -> None:
-        self.stack.append(False)
-
     def int1(self) -> None:
         self.stack.append(self.take(1)[0])
 
@@ -596,9 +556,6 @@ class Machine:
     def empty_list(self) -> None:
         self.made += 1
         self.stack.append([])
-
-    def empty_tuple(self) -> None:
-        self.stack.append(())
 
     # Opcodes that take and put.
 
@@ -912,9 +869,9 @@ class Machine:
 
 
 _TABLE: dict[bytes, Callable[[Machine], None]] = {
-    b"N": Machine.push_none,
-    b"\x88": Machine.push_true,
-    b"\x89": Machine.push_false,
+    b"N": lambda m: m.stack.append(None),
+    b"\x88": lambda m: m.stack.append(True),
+    b"\x89": lambda m: m.stack.append(False),
     b"K": Machine.int1,
     b"M": Machine.int2,
     b"J": Machine.int4,
@@ -929,7 +886,7 @@ _TABLE: dict[bytes, Callable[[Machine], None]] = {
     b"\x8e": lambda m: m.blob(8),
     b"}": Machine.empty_dict,
     b"]": Machine.empty_list,
-    b")": Machine.empty_tuple,
+    b")": lambda m: m.stack.append(()),
     b"(": Machine.mark,
     b"t": Machine.tuple_marked,
     b"\x85": lambda m: m.tuple_n(1),
@@ -971,19 +928,9 @@ builtins. bytes: only as bytes(), which is how protocol 2 says b"", the elements
 
 @contextmanager
 def opened(path: Place) -> Iterator[OpenFile]:
-    """A file that is read.
-
-    Raises IncompleteError when it is not there, CorruptError when it cannot be read.
-    """
-    try:
-        with open_file(path) as f:
-            yield f
-    except FileNotFoundError:
-        raise IncompleteError("the file does not exist", where=str(path)) from None
-    except IsADirectoryError:
-        raise CorruptError("this is a directory, not a pickle", where=str(path)) from None
-    except OSError as e:
-        raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
+    """A file that is read. Raises what ``readable`` raises."""
+    with readable(path, "a pickle"), open_file(path) as f:
+        yield f
 
 
 def interpret(

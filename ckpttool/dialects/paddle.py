@@ -117,7 +117,8 @@ class PaddleDialect(Dialect):
         have = {op.name for op in own if isinstance(op, Fuse)}
         module = "gate_up_fused_proj" if any(isinstance(op, Rename) for op in own) else "up_gate_proj"
         more = [f for f in _fusions(context.family, {"qkv_proj", module}) if f.name not in have]
-        wholes = {pattern_of(n) for f in more for n in _wholes(f, _hf_names(rest, shapes())) if n.endswith(".weight")}
+        published = {hf_name(rest, name): shape for name, shape in shapes().items()}
+        wholes = {pattern_of(n) for f in more for n in _wholes(f, published) if n.endswith(".weight")}
         turned = [
             replace(op, patterns=tuple(sorted({*op.patterns, *wholes}))) if isinstance(op, Transpose) else op
             for op in rest
@@ -246,10 +247,6 @@ def _apart(op: Fuse, patterns: tuple[str, ...]) -> set[str]:
     """Patterns of the parts of fused tensors that are among ``patterns``."""
     word = op.whole.split("{a}")[1].split("{b}")[0]
     return {p.replace(word, part.split("{a}")[1].split("{b}")[0]) for p in patterns if word in p for part in op.parts}
-
-
-def _hf_names(ops: Sequence[Transform], shapes: Shapes) -> Shapes:
-    return {hf_name(ops, name): shape for name, shape in shapes.items()}
 
 
 def head_in_out(shape: tuple[int, ...], prefix: str, config: Mapping[str, Any], *, tied: bool) -> bool:

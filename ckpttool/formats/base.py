@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 from ckpttool.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.containers.index import IndexRules
 from ckpttool.containers.safetensors import lay_out, read_header, tensor_bytes
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, Listing, is_index
 from ckpttool.storage.place import DataFile, Place
@@ -373,6 +373,16 @@ def check_mesh(format_name: str, read: Mapping[str, int], options: ReadOptions, 
                 where=str(where),
                 hint=f"drop --{name}: it is read from the checkpoint. What is written is --{name}-out",
             )
+
+
+_CUT = "use --to ranks (or vllm, deepseek, trtllm) for a cut checkpoint"
+
+
+def whole_mesh(said: Mapping[str, int], target: str, *, hint: str | None = _CUT) -> Mesh:
+    """The mesh of a target of whole tensors. Raises UsageError for parallel sizes that flags name."""
+    if wrong := [f"--{k}-out {v}" for k, v in said.items() if v != 1]:
+        raise UsageError(f"{' '.join(wrong)} cannot be used with --to {target}", hint=hint)
+    return Mesh()
 
 
 def contiguous_ranks(found: Mapping[int, Any], world: int, where: Place, naming: str) -> None:

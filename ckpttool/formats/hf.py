@@ -15,7 +15,7 @@ from typing import Any
 from ckpttool.catalog import Catalog, RankTensor, StoredTensor
 from ckpttool.containers import index as index_files
 from ckpttool.containers.safetensors import tensor_bytes
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
 from ckpttool.mesh import Mesh
 from ckpttool.storage.json_file import indented
@@ -122,13 +122,7 @@ class HuggingFace:
         return stored
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
-        wrong = [f"--{k}-out {v}" for k, v in said.items() if v != 1]
-        if wrong:
-            raise UsageError(
-                f"{' '.join(wrong)} cannot be used with --to hf: Hugging Face files hold whole tensors",
-                hint="use --to ranks (or vllm, deepseek, trtllm) for a cut checkpoint",
-            )
-        return Mesh()
+        return base.whole_mesh(said, "hf: Hugging Face files hold whole tensors")
 
     def write(self, request: base.WriteRequest) -> base.FileLayout:
         named = request.native if isinstance(request.native, FileNames) else FileNames()

@@ -13,8 +13,7 @@ import shlex
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from ckpttool.errors import CorruptError, IncompleteError
-from ckpttool.storage.place import Place, open_file
+from ckpttool.storage.place import Place, open_file, readable
 
 
 class KnownUnsupported(NamedTuple):
@@ -133,13 +132,8 @@ def sniff(path: Place) -> str:
 
     Raises IncompleteError or CorruptError for a file that cannot be read.
     """
-    try:
-        with open_file(path) as f:
-            size, head = f.info.size, f.pread(512, 0)
-    except FileNotFoundError:
-        raise IncompleteError("the file does not exist", where=str(path)) from None
-    except OSError as e:
-        raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
+    with readable(path), open_file(path) as f:
+        size, head = f.info.size, f.pread(512, 0)
     # A header of 640 bytes begins as a pickle of protocol 2 does, but no pickle has zeros and a brace there.
     if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
         return "safetensors"

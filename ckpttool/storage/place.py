@@ -11,13 +11,14 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
 from ckpttool.encodings import Contents, Encoding
-from ckpttool.errors import UsageError
+from ckpttool.errors import CorruptError, IncompleteError, UsageError
 
 
 class Entry(Protocol):
@@ -149,6 +150,22 @@ def is_same(first: Place, second: Place) -> bool:
 def open_file(place: Place) -> OpenFile:
     """Open a file of a source. Raises OSError; for a directory when the first bytes are read."""
     return _LocalFile(place) if isinstance(place, Path) else place.open_file()
+
+
+@contextmanager
+def readable(place: Place, kind: str = "") -> Iterator[None]:
+    """Raises IncompleteError for a file that does not exist and CorruptError for one that cannot be read.
+
+    ``kind`` completes "this is a directory, not ...".
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise IncompleteError("the file does not exist", where=str(place)) from None
+    except OSError as e:
+        directory = kind and isinstance(e, IsADirectoryError)
+        what = f"this is a directory, not {kind}" if directory else f"the file cannot be read: {e.strerror}"
+        raise CorruptError(what, where=str(place)) from None
 
 
 def is_link(place: Place) -> TypeGuard[Path]:

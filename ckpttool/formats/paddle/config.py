@@ -35,6 +35,9 @@ TARGETS = ("paddleformers-1.2", "paddleformers-0.4", "paddlenlp-3.0")
 """What --target may say."""
 
 
+_GATE_UP = ("up_gate_proj", "gate_up_fused_proj")
+
+
 class Software(NamedTuple):
     """What wrote a checkpoint, or shall read it."""
 
@@ -97,15 +100,10 @@ def expected_side(name: str, config: Mapping[str, Any]) -> tuple[int | None, int
     """(in, out) of a linear weight as far as the config tells; None where it does not."""
     hidden = whole_number(config, "hidden_size")
     module = module_of(name)
-    if hidden is None:
-        return None, None
     if module in ("o_proj", "down_proj"):
         return None, hidden
-    if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj", "up_gate_proj", "gate", "router"):
-        return hidden, None
-    if module == "gate_up_fused_proj":
-        return hidden, None
-    return None, None
+    takes_hidden = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate", "router", *_GATE_UP)
+    return hidden if module in takes_hidden else None, None
 
 
 def clean_architecture(name: str) -> str:

@@ -401,7 +401,8 @@ def _held(shard: Shard, array: _Array, info: DataFile, file: int, metadata: Plac
             where=where,
             hint="two saves went into one directory, and Paddle keeps the first one's metadata: save again elsewhere",
         )
-    dtype = shard.dtype or _plain(array)
+    # Where only the file says it: Paddle itself has no uint16.
+    dtype = shard.dtype or ("BF16" if array.pickled and array.dtype == "U16" else array.dtype)
     if array.dtype != (DISGUISE.get(dtype, dtype) if array.pickled else dtype):
         raise ConflictError(
             f"tensor `{shard.key}` is {array.dtype} in its file and {dtype} in the metadata", where=where
@@ -420,11 +421,6 @@ def _held(shard: Shard, array: _Array, info: DataFile, file: int, metadata: Plac
         blocks.append((stored._replace(shape=box.shape, offset=at), box))
         at += box.volume * item
     return Held(shard, tuple(blocks))
-
-
-def _plain(array: _Array) -> str:
-    """The dtype when only the file says it: Paddle itself has no uint16."""
-    return "BF16" if array.pickled and array.dtype == "U16" else array.dtype
 
 
 def _whole(held: Sequence[Held], path: Place) -> tuple[tuple[int, ...], bool]:

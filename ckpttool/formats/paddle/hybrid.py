@@ -48,7 +48,7 @@ from ckpttool.formats.config import whole_number
 from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle import hybrid_names
 from ckpttool.formats.paddle.hybrid_names import META, CellNames, ParamMeta, Suffix
-from ckpttool.formats.paddle.sharding import ALIGNMENT, ITEMSIZE, Param, buffers
+from ckpttool.formats.paddle.sharding import ALIGNMENT, ITEMSIZE, Param, buffers, end_to_end
 from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.select import exactly
@@ -105,9 +105,6 @@ class _Found:
     kinds: dict[str, dict[Suffix, Place]] = field(default_factory=dict)
     meta: Place | None = None
     roots: list[str] = field(default_factory=list)
-
-    def axes(self, kind: str) -> tuple[str, ...]:
-        return next(iter(self.kinds[kind])).axes
 
 
 @dataclass(slots=True)
@@ -308,7 +305,7 @@ def _complete(found: _Found, sizes: _Degrees) -> None:
     """Every combination of ranks has its files. Raises IncompleteError with the names of those missing."""
     missing = []
     for kind, files in found.kinds.items():
-        axes = set(found.axes(kind))
+        axes = set(next(iter(files)).axes)
         needed = {a for a in ("tp", "pp", "shard", "moe") if sizes.of(a) > 1}
         if kind in ("model_state", "model"):
             # The classic save writes weights once and shares only the optimizer out.
@@ -393,7 +390,7 @@ class _Reader:
             config=self.config,
             companions=self._companions(),
             whole=self._whole(),
-            records_cuts=self._records_cuts,
+            records_cuts=self.meta is not None or self.sizes.mp == 1,
             notes=self.notes,
             shards=self.shards,
             dtypes=dtypes,
@@ -457,7 +454,7 @@ class _Reader:
                     where=[where, *gathered[:4]],
                     hint="files of some data-parallel ranks (_moeNN) are missing, or those of another save are there",
                 )
-            own = sorted(gathered, key=_expert_number)[rank]
+            own = sorted(gathered, key=lambda n: int(m[1]) if (m := _EXPERT.search(n)) else -1)[rank]
             others |= set(gathered) - {own}
         return {name: tname for name, tname in names.items() if name not in others}
 
@@ -553,13 +550,8 @@ class _Reader:
         key = (*at, name in self.cells[at].experts)
         if key not in self._ranks:
             pp, tp, ep, expert = key
-            if not expert:
-                rank = self.mesh.rank_of(pp=pp, tp=tp)
-            elif self.mesh.etp > 1:
-                rank = self.mesh.rank_of(pp=pp, ep=ep, etp=tp)
-            else:
-                rank = self.mesh.rank_of(pp=pp, ep=ep)
-            self._ranks[key] = rank
+            coords = {"ep": ep, "etp": tp if self.mesh.etp > 1 else 0} if expert else {"tp": tp}
+            self._ranks[key] = self.mesh.rank_of(pp=pp, **coords)
         return self._ranks[key]
 
     # Arrays: what each file holds.
@@ -790,14 +782,9 @@ class _Reader:
                 order.setdefault(name, len(order))
         states = ("", *_STATES)
 
-        def place(slot: _Slot) -> tuple[int, int, int, int, int]:
-            return (
-                COMPONENTS.index(slot.component),
-                states.index(slot.state),
-                order[slot.name],
-                slot.rank,
-                slot.copy,
-            )
+        def place(slot: _Slot) -> tuple[int, ...]:
+            kind = COMPONENTS.index(slot.component), states.index(slot.state)
+            return (*kind, order[slot.name], slot.rank, slot.copy)
 
         return [t for slot in sorted(self.held, key=place) for t in self._stored(slot, self.held[slot])]
 
@@ -851,16 +838,10 @@ class _Reader:
                 where=self._lengths(held),
                 hint=f"the shards and {META} are not of one save",
             )
-        runs, start = [], 0
-        for h in held:
-            run = StoredTensor(
-                slot.name, h.dtype, h.shape, h.file, h.offset, slot.rank, None, slot.component, slot.state
-            )
-            runs.append(FlatShard(start, run))
-            start += h.shape[0]
-        self.shards.append(tuple(runs))
-        at = len(self.shards) - 1
-        return StoredTensor(slot.name, held[0].dtype, shape, SHARDED, at, slot.rank, None, slot.component, slot.state)
+        belongs = slot.rank, None, slot.component, slot.state
+        runs = [StoredTensor(slot.name, h.dtype, h.shape, h.file, h.offset, *belongs) for h in held]
+        self.shards.append(end_to_end(runs))
+        return StoredTensor(slot.name, held[0].dtype, shape, SHARDED, len(self.shards) - 1, *belongs)
 
     def _lengths(self, held: Sequence[_Held]) -> list[str]:
         return [f"{self.files[h.file].place} [{h.shape[0]:,} elements]" for h in held]
@@ -877,11 +858,6 @@ class _Reader:
         return next((c.strategy for c in self.meta.cells.values()), "") if self.meta else ""
 
     # The rest of what is known.
-
-    @property
-    def _records_cuts(self) -> bool:
-        """Whether the files say which tensors tensor parallelism cuts."""
-        return self.meta is not None or self.sizes.mp == 1
 
     def _whole(self) -> tuple[str, ...]:
         """Patterns of the tensors that the files say are not cut."""
@@ -962,11 +938,6 @@ def _has_arrays(value: Any) -> bool:
         return any(_has_arrays(v) for v in value.values())
     # An array is a tuple itself.
     return isinstance(value, Array) or (isinstance(value, list | tuple) and any(_has_arrays(v) for v in value))
-
-
-def _expert_number(name: str) -> int:
-    m = _EXPERT.search(name)
-    return int(m[1]) if m else -1
 
 
 def _split_state(key: str, path: Place) -> tuple[str, str]:

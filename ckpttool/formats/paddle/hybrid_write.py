@@ -33,7 +33,7 @@ from ckpttool.dtypes import nbytes
 from ckpttool.errors import IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.base import FileLayout, OutFile, WriteRequest
 from ckpttool.formats.paddle import hybrid_names
-from ckpttool.formats.paddle.config import base_prefix, resume_flags, target_config
+from ckpttool.formats.paddle.config import base_prefix, module_of, resume_flags, target_config
 from ckpttool.formats.paddle.hybrid_names import HybridNames, Suffix
 from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
 from ckpttool.mesh import Coords, Mesh
@@ -349,7 +349,7 @@ def _order_key(tables: _Tables) -> Callable[[int, _Param], tuple[Any, ...]]:
     end = len(at)
 
     def module(name: str) -> tuple[int, int]:
-        owner = _module(name)
+        owner = module_of(name)
         return (_MODULES.index(owner) if owner in _MODULES else len(_MODULES), int(name.endswith(".bias")))
 
     def key(stage: int, p: _Param) -> tuple[Any, ...]:
@@ -370,13 +370,8 @@ def _order_key(tables: _Tables) -> Callable[[int, _Param], tuple[Any, ...]]:
 # Names.
 
 
-def _module(name: str) -> str:
-    """``a.b.q_proj.weight`` -> ``q_proj``."""
-    return name.split(".")[-2] if "." in name else name
-
-
 def _is_embedding(name: str) -> bool:
-    return "embed" in _module(name) or _module(name) in ("wte", "wpe")
+    return "embed" in module_of(name) or module_of(name) in ("wte", "wpe")
 
 
 def _local_experts(cell: _Cell, *, local: bool) -> None:
@@ -464,7 +459,7 @@ class _Counter:
 
 def _kind(p: _Param) -> str:
     """The name of the layer class that usually makes such a parameter."""
-    module, dims = _module(p.name), len(p.local.shape)
+    module, dims = module_of(p.name), len(p.local.shape)
     if module == "lm_head":
         return "lm_head"
     if _is_embedding(p.name):

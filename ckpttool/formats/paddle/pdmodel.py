@@ -39,12 +39,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.containers.protobuf import message_classes, parsed
-from ckpttool.errors import CorruptError, IncompleteError
+from ckpttool.errors import CorruptError
 from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
-from ckpttool.storage.place import Place, open_file
+from ckpttool.storage.place import Place, open_file, readable
 
 KIND = "pdmodel"
 VERSION = 3_003_001
@@ -132,35 +134,22 @@ class _Taken(NamedTuple):
     """The operator has blocks inside."""
 
 
+@dataclass(slots=True)
 class _Block:
     """One block, read."""
 
-    __slots__ = (
-        "carriers",
-        "forward",
-        "idx",
-        "ops",
-        "parent",
-        "taken",
-        "twice",
-        "types",
-        "vars",
-        "written",
-    )
-
-    def __init__(self) -> None:
-        self.idx: int | None = None
-        self.parent: int | None = None
-        self.forward = -1
-        self.ops = 0
-        self.vars: dict[bytes, int] = {}
-        self.types: dict[bytes, _Type] = {}
-        """Of what is fed or fetched, or might be: block 0 only."""
-        self.written: set[bytes] = set()
-        self.taken: dict[bytes, _Taken] = {}
-        self.carriers: list[tuple[int, bytes, list[int]]] = []
-        """Operators with blocks inside: number, type, blocks."""
-        self.twice: list[bytes] = []
+    idx: int | None = None
+    parent: int | None = None
+    forward: int = -1
+    ops: int = 0
+    vars: dict[bytes, int] = field(default_factory=dict)
+    types: dict[bytes, _Type] = field(default_factory=dict)
+    """Of what is fed or fetched, or might be: block 0 only."""
+    written: set[bytes] = field(default_factory=set)
+    taken: dict[bytes, _Taken] = field(default_factory=dict)
+    carriers: list[tuple[int, bytes, list[int]]] = field(default_factory=list)
+    """Operators with blocks inside: number, type, blocks."""
+    twice: list[bytes] = field(default_factory=list)
 
 
 def read_pdmodel(path: Place) -> Program:
@@ -170,18 +159,14 @@ def read_pdmodel(path: Place) -> Program:
     """
     program = Program(path, KIND)
     try:
-        with open_file(path) as f:
+        with readable(path, "a program"), open_file(path) as f:
             size = f.info.size
             if not size:
                 raise CorruptError("the file is empty", where=str(path), hint="fetch or write the file again")
             with f.map() as data:
                 _Reader(program, data, size).read()
-    except FileNotFoundError:
-        raise IncompleteError("the file does not exist", where=str(path)) from None
-    except IsADirectoryError:
-        raise CorruptError("this is a directory, not a program", where=str(path)) from None
-    except (OSError, ValueError) as e:  # ValueError: of mmap, when the file has shrunk since
-        raise CorruptError(f"the file cannot be read: {getattr(e, 'strerror', None) or e}", where=str(path)) from None
+    except ValueError as e:  # of mmap, when the file has shrunk since
+        raise CorruptError(f"the file cannot be read: {e}", where=str(path)) from None
     return program
 
 
@@ -201,7 +186,6 @@ class _Reader:
         """Something was in the file that only a program has."""
         self.forgotten = 0
         self.steps = 0
-        self.defined: set[bytes] | None = None
 
     def read(self) -> None:
         """Fill the program."""
@@ -532,7 +516,7 @@ class _Reader:
             for name, taken in block.taken.items():
                 where = _where(place, taken.number, taken.operator)
                 flags = self.declared(place, name)
-                if flags is None and name not in self.everything():
+                if flags is None and name not in self.everything:
                     if name not in told:
                         text = f"`{_shown(name)}` is taken, and neither declared nor defined"
                         self.program.report("value-undefined", text, where)
@@ -552,11 +536,10 @@ class _Reader:
                     text = f"`{_shown(name)}` is taken, and is neither fed nor defined by an operator"
                     self.program.report("value-order", text, where)
 
+    @cached_property
     def everything(self) -> set[bytes]:
         """All names that any operator defines."""
-        if self.defined is None:
-            self.defined = set().union(*(b.written for b in self.blocks))
-        return self.defined
+        return set().union(*(b.written for b in self.blocks))
 
     def declared(self, place: int, name: bytes) -> int | None:
         """What a block knows of a variable, by itself, its ancestors, and the block that it goes back through."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpttool.catalog import SHARDED, FlatShard, StoredTensor
+from ckpttool.catalog import SHARDED, StoredTensor
 from ckpttool.containers.paddle_pickle import CHUNKED, STRUCTURED, read_paddle, read_pickle
 from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import IncompleteError, UnsupportedError
 from ckpttool.formats.base import Capabilities, ReadOptions, StoredCheckpoint, companions
 from ckpttool.formats.paddle.config import fp8_dtype
+from ckpttool.formats.paddle.sharding import end_to_end
 from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import Mesh
 from ckpttool.storage.identify import sniff
@@ -52,17 +53,8 @@ class PaddleFile:
             )
         path = listing.path(names[0])
         carried, notes = ((), []) if listing.single else companions(listing, names)
-        stored = StoredCheckpoint(
-            self.name,
-            listing.root,
-            [],
-            [],
-            Mesh(),
-            dialect="paddle",
-            config=listing.json("config.json"),
-            companions=carried,
-            notes=notes,
-        )
+        stored = StoredCheckpoint(self.name, listing.root, [], [], Mesh(), dialect="paddle", notes=notes)
+        stored.config, stored.companions = listing.json("config.json"), carried
         kind = sniff(path)
         if kind == "safetensors":
             head = read_header(path, 0)
@@ -127,14 +119,9 @@ class _Reader:
         return StoredTensor(name, dtype, a.shape, self._file(a.file), a.offset, 0, strides)
 
     def _chunked(self, name: str, shape: tuple[int, ...], parts: tuple[Array, ...]) -> None:
-        at, shards = 0, []
-        for a in parts:
-            run = self._tensor(name, a)
-            shards.append(FlatShard(at, run))
-            at += run.shape[0]
-        self.stored.shards.append(tuple(shards))
-        index = len(self.stored.shards) - 1
-        self.stored.tensors.append(StoredTensor(name, shards[0].stored.dtype, shape, SHARDED, index))
+        runs = [self._tensor(name, a) for a in parts]
+        self.stored.tensors.append(StoredTensor(name, runs[0].dtype, shape, SHARDED, len(self.stored.shards)))
+        self.stored.shards.append(end_to_end(runs))
 
 
 def _leaves(value: Any, at: str) -> Iterator[tuple[str, Any]]:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from ckpttool.containers.json_stream import JsonError, JsonStream
-from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats.paddle.program_parts import BY_PIR, Parameter, Program
-from ckpttool.storage.place import Place
+from ckpttool.storage.place import Place, readable
 
 MAGIC = "pir"
 NEWEST = 4
@@ -39,23 +39,11 @@ _DIST = "4."
 _TESTS = ("-1", "-2")
 _ATTRIBUTES: dict[str, tuple[type, ...]] = {
     "0.a_bool": (bool,),
-    "0.a_f32": (int, float),
-    "0.a_f64": (int, float),
-    "0.a_i32": (int, float),
-    "0.a_i64": (int, float),
-    "0.a_index": (int, float),
     "0.a_pointer": (object,),
-    "0.a_str": (str,),
-    "0.a_tensorname": (str,),
-    "0.a_array": (list,),
-    "0.a_c64": (list,),
-    "0.a_c128": (list,),
     "0.a_type": (dict,),
-    "1.a_intarray": (list,),
-    "1.a_scalar": (list,),
-    "1.a_dtype": (str,),
-    "1.a_layout": (str,),
-    "1.a_place": (list,),
+    **dict.fromkeys(("0.a_f32", "0.a_f64", "0.a_i32", "0.a_i64", "0.a_index"), (int, float)),
+    **dict.fromkeys(("0.a_str", "0.a_tensorname", "1.a_dtype", "1.a_layout"), (str,)),
+    **dict.fromkeys(("0.a_array", "0.a_c64", "0.a_c128", "1.a_intarray", "1.a_scalar", "1.a_place"), (list,)),
 }
 """What the value of an attribute is in Python; of the dialects 0 and 1, which Paddle lists completely."""
 _TYPES = ("0.t_vec", "0.t_tensorname", "0.t_undefined")
@@ -101,25 +89,20 @@ def read_pir(path: Place) -> Program:
 
     Raises IncompleteError when there is no such file and CorruptError when it cannot be read at all.
     """
-    try:
-        with path.open("rb", buffering=0) as f:
-            reader = _Reader(Program(path, "pir"))
-            try:
-                stream = JsonStream(f)
-                reader.top(stream)
-                stream.end()
-            except JsonError as e:
-                reader.give_up(f"the file cannot be read as JSON: {e.what}", f"byte {e.at:,}")
-            except RecursionError:
-                reader.give_up("blocks lie in one another too deeply to be read", "")
-            except _StopError:
-                pass
-            else:
-                reader.finish()
-    except FileNotFoundError:
-        raise IncompleteError("the file does not exist", where=str(path)) from None
-    except OSError as e:
-        raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
+    reader = _Reader(Program(path, "pir"))
+    with readable(path), path.open("rb", buffering=0) as f:
+        try:
+            stream = JsonStream(f)
+            reader.top(stream)
+            stream.end()
+        except JsonError as e:
+            reader.give_up(f"the file cannot be read as JSON: {e.what}", f"byte {e.at:,}")
+        except RecursionError:
+            reader.give_up("blocks lie in one another too deeply to be read", "")
+        except _StopError:
+            pass
+        else:
+            reader.finish()
     return reader.program
 
 
@@ -131,16 +114,14 @@ class _StructureError(Exception):
     """An object is not what it must be; the reader says where."""
 
 
+@dataclass(slots=True)
 class _Block:
     """One block that is being read."""
 
-    __slots__ = ("defined", "label", "pending")
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.defined: list[int] = []
-        self.pending: list[tuple[int, str]] = []
-        """Block arguments that were taken before they were seen, with the operator."""
+    label: str
+    defined: list[int] = field(default_factory=list)
+    pending: list[tuple[int, str]] = field(default_factory=list)
+    """Block arguments that were taken before they were seen, with the operator."""
 
 
 def operator_name(compressed: str) -> str:

@@ -236,10 +236,7 @@ class PaddleProgram:
         return check_artifact(find_program(listing))[0]
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
-        wrong = [f"--{k}-out {v}" for k, v in said.items() if v != 1]
-        if wrong:
-            raise UsageError(f"{' '.join(wrong)} cannot be used with --to program: a program holds whole tensors")
-        return Mesh()
+        return base.whole_mesh(said, "program: a program holds whole tensors", hint=None)
 
     def write(self, request: base.WriteRequest) -> base.FileLayout:
         """Raises UnsupportedError without a program in the source, ConflictError for tensors that are not its own."""

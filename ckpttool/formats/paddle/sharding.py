@@ -16,10 +16,11 @@ Sources: ``DygraphShardingOptimizer._partition_parameters`` and ``DygraphShardin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.catalog import RankTensor
+from ckpttool.catalog import FlatShard, RankTensor, StoredTensor
 from ckpttool.geometry import Box, from_flat
 
 BUFFER_BYTES = 256 << 20
@@ -146,3 +147,9 @@ def flat_slices(t: RankTensor, start: int, stop: int) -> list[RankTensor]:
     if rest > 0:
         out.append(t._replace(shape=(rest,), boxes=(), pads=(Box((0,), (rest,)),), part=len(out)))
     return out
+
+
+def end_to_end(runs: Sequence[StoredTensor]) -> tuple[FlatShard, ...]:
+    """Flat runs, one behind the other."""
+    starts = accumulate((t.shape[0] for t in runs), initial=0)
+    return tuple(FlatShard(start, t) for start, t in zip(starts, runs, strict=False))

@@ -29,6 +29,7 @@ from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
 from ckpttool.formats.paddle import config as paddle_config
+from ckpttool.formats.paddle.sharding import end_to_end
 from ckpttool.formats.paddle.unified_index import STEMS, UnifiedIndex
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
@@ -63,11 +64,8 @@ class _File(NamedTuple):
     total: int
 
 
-@dataclass(slots=True)
-class _Held:
-    """What the files hold for one key."""
-
-    found: list[tuple[StoredTensor, _File]] = field(default_factory=list)
+_Held = list[tuple[StoredTensor, _File]]
+"""What the files hold for one key."""
 
 
 class Unified:
@@ -221,20 +219,13 @@ def _files(listings: Sequence[Listing]) -> list[_File]:
             m = _MERGED.match(name) or _RANKED.match(name)
             if m is None:
                 continue
+            if name in out:
+                check_copies(out[name].path, at.path(name))
+                continue
             got = m.groupdict()
             coords = {k: int(v) for k, v in _COORDINATE.findall(got.get("suffix") or "")}
-            file = _File(
-                at.path(name),
-                STEMS[got["stem"]],
-                got["stem"],
-                coords,
-                int(got.get("part") or 0),
-                int(got.get("total") or 0),
-            )
-            if name in out:
-                check_copies(out[name].path, file.path)
-                continue
-            out[name] = file
+            part, total = int(got["part"] or 0), int(got.get("total") or 0)
+            out[name] = _File(at.path(name), STEMS[got["stem"]], got["stem"], coords, part, total)
     return list(out.values())
 
 
@@ -267,6 +258,7 @@ class _Reader:
         tensors = [self._as_paddle(t) for t in tensors]
         self._master_as_model(tensors, dtypes, indexes["optimizer"])
         self._check_index(indexes, held)
+        own = {f.path.name for f in self.found}
         return base.StoredCheckpoint(
             "unified",
             self.listing.root,
@@ -275,7 +267,7 @@ class _Reader:
             Mesh(),
             dialect="paddle",
             config=self.config,
-            companions=_companions(self.listing, self.found),
+            companions=tuple(n for n in self.listing.names if n not in own and not _OWN.match(n) and _CARRIED.match(n)),
             notes=self.notes,
             metadata={"format": self.formats.get("model", "")},
             shards=self.shards,
@@ -346,9 +338,9 @@ class _Reader:
                 where=str(self.listing.root),
                 hint="copy the missing files beside the others; directories of other nodes go with --also",
             )
-        parts = {tuple(f.coords.items()): set() for f in ranked}  # type: ignore[var-annotated]
+        parts: dict[tuple[tuple[str, int], ...], set[int]] = {}
         for f in ranked:
-            parts[tuple(f.coords.items())].add(f.part)
+            parts.setdefault(tuple(f.coords.items()), set()).add(f.part)
         most = max((max(p) for p in parts.values()), default=0)
         for coords, p in parts.items():
             if most and p != set(range(1, most + 1)):
@@ -408,7 +400,7 @@ class _Reader:
                 key = _key(t.name, f.component)
                 dtype = "BF16" if t.dtype == "U16" else t.dtype
                 stored = t._replace(name=key.name, component=key.component, state=key.state, dtype=dtype)
-                held.setdefault(key, _Held()).found.append((stored, f))
+                held.setdefault(key, []).append((stored, f))
         return held
 
     @staticmethod
@@ -427,7 +419,7 @@ class _Reader:
         What the writer's version says about the orientation of the model's files is believed unless shapes contradict
         it: then the first way that fits all of them counts, and a note says so.
         """
-        model = {k.name: e.found[0][0].shape for k, e in held.items() if k.component == "model"}
+        model = {k.name: e[0][0].shape for k, e in held.items() if k.component == "model"}
         prefix = paddle_config.base_prefix({k.name: None for k in held})
         writer = (
             paddle_config.software(self.config) if self.formats.get("model") == "pt" else paddle_config.Software("")
@@ -467,7 +459,7 @@ class _Reader:
             self.notes.append(
                 f"linear weights of the model are stored {text}, by their shapes and not by the version in config.json"
             )
-        out = {k.name: e.found[0][0].shape for k, e in held.items() if k.component == "adapter"}
+        out = {k.name: e[0][0].shape for k, e in held.items() if k.component == "adapter"}
         out |= {n: shape[::-1] if len(shape) == 2 and way(n) else shape for n, shape in model.items()}
         self.turned = frozenset(n for n in model if len(model[n]) == 2 and way(n))
         return out
@@ -479,8 +471,8 @@ class _Reader:
         a, b = shape
         for component, state in (("master_weights", ""), ("optimizer", "moment1_0")):
             other = held.get(Key(name, component, state))
-            if other is not None and len(other.found[0][0].shape) == 2 and not other.found[0][1].coords:
-                paddle = other.found[0][0].shape
+            if other is not None and len(other[0][0].shape) == 2 and not other[0][1].coords:
+                paddle = other[0][0].shape
                 return paddle == (b, a) if paddle in ((a, b), (b, a)) else None
         want_in, want_out = paddle_config.expected_side(name, self.config)
         if want_in is not None and (a == want_in) != (b == want_in):
@@ -491,58 +483,52 @@ class _Reader:
 
     def _tensors(self, key: Key, entry: _Held, shape: tuple[int, ...] | None, cut: Mesh) -> list[StoredTensor]:
         """Stored tensors of one key: whole ones, those of ranks, or flat shards."""
-        if entry.found[0][1].coords:
+        if entry[0][1].coords:
             return self._ranked(key, entry, shape, cut)
-        first = entry.found[0][0]
-        if key.component in ("model", "adapter"):
-            return [t for t, _ in entry.found] if self._same(key, entry) else []
-        if key.state and prod(first.shape) == 1 and shape != first.shape:
-            return [t for t, _ in entry.found]
-        flat = shape is not None and len(first.shape) == 1 and (len(shape) > 1 or first.shape != shape)
-        if flat and shape is not None:
-            return [self._flat(key, shape, [t for t, _ in entry.found], 0)]
+        first = entry[0][0]
+        if key.component not in ("model", "adapter"):
+            if key.state and prod(first.shape) == 1 and shape != first.shape:
+                return [t for t, _ in entry]
+            if shape is not None and len(first.shape) == 1 and (len(shape) > 1 or first.shape != shape):
+                return [self._flat(key, shape, [t for t, _ in entry], 0)]
         self._same(key, entry)
-        return [t for t, _ in entry.found]
+        return [t for t, _ in entry]
 
-    def _same(self, key: Key, entry: _Held) -> bool:
+    def _same(self, key: Key, entry: _Held) -> None:
         """Copies in several files (data-parallel experts, tied weights) have one shape."""
-        shapes = {t.shape for t, _ in entry.found}
+        shapes = {t.shape for t, _ in entry}
         if len(shapes) > 1:
             raise ConflictError(
                 f"`{key}` is {' and '.join(str(list(s)) for s in shapes)} in different files",
-                where=[str(f.path) for _, f in entry.found],
+                where=[str(f.path) for _, f in entry],
                 hint="the files of two saves were mixed",
             )
-        if len(entry.found) > 1 and (name := self._by_index(key, entry)):
+        if len(entry) > 1 and (name := self._by_index(key, entry)):
             # What another file holds under this name is what an earlier or partial save left there.
-            entry.found = [x for x in entry.found if x[1].path.name == name]
-        return True
+            entry[:] = [x for x in entry if x[1].path.name == name]
 
     def _by_index(self, key: Key, entry: _Held) -> str:
         """The one file that the index names for the key, when it leaves out the file of another copy entirely."""
-        named = self._named_by_index(entry.found[0][1].stem)
-        inside = [f.path.name for _, f in entry.found if f.path.name in named]
-        return inside[0] if len(inside) == 1 and len(inside) < len(entry.found) else ""
+        named = self._named_by_index(entry[0][1].stem)
+        inside = [f.path.name for _, f in entry if f.path.name in named]
+        return inside[0] if len(inside) == 1 and len(inside) < len(entry) else ""
 
     def _flat(self, key: Key, shape: tuple[int, ...], runs: Sequence[StoredTensor], rank: int) -> StoredTensor:
         """Runs of elements one behind the other, the last one padded."""
-        at, shards = 0, []
-        for t in runs:
-            shards.append(FlatShard(at, t))
-            at += t.shape[0]
+        at = sum(t.shape[0] for t in runs)
         if shape != SHAPE_FROM_RULES and at < prod(shape):
             raise IncompleteError(
                 f"the pieces of `{key}` hold {at:,} elements, {list(shape)} has {prod(shape):,}",
                 where=[str(self.files[t.file].place) for t in runs],
                 hint="the file of a sharding rank is missing",
             )
-        self.shards.append(tuple(shards))
+        self.shards.append(end_to_end(runs))
         return runs[0]._replace(shape=shape, file=SHARDED, offset=len(self.shards) - 1, rank=rank)
 
     def _ranked(self, key: Key, entry: _Held, shape: tuple[int, ...] | None, cut: Mesh) -> list[StoredTensor]:
         """Tensors of rank files: sharding ranks hold other parameters (or runs of them), tp ranks other boxes."""
         ranks: dict[int, list[StoredTensor]] = {}
-        for t, f in sorted(entry.found, key=lambda x: self._shard_order(x[1])):
+        for t, f in sorted(entry, key=lambda x: self._shard_order(x[1])):
             c = f.coords
             if "moe" in c and ".experts." in key.name:
                 rank = cut.rank_of(pp=c.get("pp", 0), ep=c["moe"])
@@ -558,10 +544,8 @@ class _Reader:
             )
             if flat and not (key.state and prod(group[0].shape) == 1) and shape is not None:
                 # What a tensor-parallel rank holds of it follows from the rules, and is filled in with them.
-                if cut.tp > 1 or cut.ep > 1:
-                    out.append(self._flat(key, SHAPE_FROM_RULES, group, rank))
-                    continue
-                out.append(self._flat(key, shape, group, rank))
+                known = cut.tp == cut.ep == 1
+                out.append(self._flat(key, shape if known else SHAPE_FROM_RULES, group, rank))
             else:
                 out += group
         return out
@@ -576,12 +560,7 @@ class _Reader:
         """A save without model weights (skip_save_model_weight) has the master weights in the model's files."""
         have = {t.component for t in tensors}
         want = paddle_config.config_dtype(self.config)
-        if (
-            "model" in have
-            and "master_weights" not in have
-            and "optimizer" in have
-            and index.get("master_weights", True)
-        ):
+        if have >= {"model", "optimizer"} and "master_weights" not in have and index.get("master_weights", True):
             model = [t for t in tensors if t.component == "model"]
             if want in ("BF16", "F16") and all(t.dtype == "F32" for t in model):
                 tensors += [t._replace(component="master_weights") for t in model]
@@ -603,14 +582,14 @@ class _Reader:
             return {}
         from ckpttool.formats.paddle.quant import dequantise
 
-        stored = {k: [t for t, _ in e.found] for k, e in held.items() if k.component == "optimizer"}
-        file_of = {t.file: f for k in stored for t, f in held[k].found}
+        stored = {k: [t for t, _ in e] for k, e in held.items() if k.component == "optimizer"}
+        file_of = {t.file: f for k in stored for t, f in held[k]}
         made, gone, note = dequantise(stored, self.files)
         for k in gone:
             del held[k]
         self.notes.append(note)
         any_file = next(iter(file_of.values()))
-        return {k: _Held([(t, any_file)]) for k, t in made.items()}
+        return {k: [(t, any_file)] for k, t in made.items()}
 
     def _check_index(self, indexes: Mapping[str, dict[str, Any]], held: Mapping[Key, _Held]) -> None:
         """What each index gets wrong, as notes; the headers count."""
@@ -658,11 +637,6 @@ def _key(name: str, component: str) -> Key:
     if state.split("@")[0] not in paddle_config.STATES and not re.fullmatch(r"\w+_\d+(?:@\w+)?", state):
         raise CorruptError(f"`{name}` is not an optimizer state: `{state}` is not an accumulator")
     return Key(parameter, component, state)
-
-
-def _companions(listing: Listing, found: Sequence[_File]) -> tuple[str, ...]:
-    skip = {f.path.name for f in found}
-    return tuple(n for n in listing.names if n not in skip and not _OWN.match(n) and _CARRIED.match(n))
 
 
 # -- writing

@@ -14,7 +14,7 @@ from typing import Any
 from ckpttool.catalog import StoredTensor
 from ckpttool.containers.torch_zip import is_torch, lay_out_torch, read_torch
 from ckpttool.dtypes import nbytes
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.tree import select
 from ckpttool.mesh import Mesh
@@ -96,12 +96,7 @@ class TorchFiles:
         return stored
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
-        if wrong := [f"--{k}-out {v}" for k, v in said.items() if v != 1]:
-            raise UsageError(
-                f"{' '.join(wrong)} cannot be used with --to {self.name}: its files hold whole tensors",
-                hint="use --to ranks (or vllm, deepseek, trtllm) for a cut checkpoint",
-            )
-        return Mesh()
+        return base.whole_mesh(said, f"{self.name}: its files hold whole tensors")
 
     def write(self, request: base.WriteRequest) -> base.FileLayout:
         """``pytorch_model.bin``, or numbered shards and their index. Raises UnsupportedError for a dtype."""

@@ -26,7 +26,7 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteEr
 from ckpttool.execute.commit import SLACK
 from ckpttool.execute.files import PIECE, create, span, write_error
 from ckpttool.ops.convert_json.durable import Replacement, lock, resolved, sync_names, write_all
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, readable
 
 UNCHANGED, IN_PLACE, COPIED, RESTORED = "unchanged", "in place", "copied", "restored"
 
@@ -233,22 +233,9 @@ def apply(
             _write_in_place(target, header)
         else:
             _write_copy(target, header, destination, force=force or out is None)
-    renamed, changed, added, removed = _differences(target.old, new)
-    return HeaderResult(
-        file,
-        out if out is not None else file,
-        how,
-        dry_run,
-        len(new) - (_METADATA in new),
-        len(header),
-        size,
-        renamed,
-        changed,
-        added,
-        removed,
-        _metadata_changes(target.old, new),
-        tuple(notes),
-    )
+    changes = (*_differences(target.old, new), _metadata_changes(target.old, new))
+    tensors = len(new) - (_METADATA in new)
+    return HeaderResult(file, out or file, how, dry_run, tensors, len(header), size, *changes, tuple(notes))
 
 
 def restore(backup: Path, file: Path, *, dry_run: bool = False) -> HeaderResult:
@@ -337,14 +324,9 @@ def _target(file: Path) -> _Target:
 
 def _edited(path: Path) -> dict[str, Any]:
     """The edited header. Raises IncompleteError (no such file), CorruptError (it is not JSON, or has a name twice)."""
-    try:
-        with path.open("rb") as f:
-            # Indented JSON is longer than the header that it becomes. One long read would take all of that at once.
-            raw = b"".join(takewhile(bool, (f.read(PIECE) for _ in range(2 * MAX_HEADER // PIECE + 1))))
-    except FileNotFoundError:
-        raise IncompleteError("the file does not exist", where=str(path)) from None
-    except OSError as e:
-        raise CorruptError(f"the file cannot be read: {e.strerror}", where=str(path)) from None
+    with readable(path), path.open("rb") as f:
+        # Indented JSON is longer than the header that it becomes. One long read would take all of that at once.
+        raw = b"".join(takewhile(bool, (f.read(PIECE) for _ in range(2 * MAX_HEADER // PIECE + 1))))
     if len(raw) > 2 * MAX_HEADER:
         raise UsageError(
             "this is too long for a header", where=str(path), hint="first the JSON file, then the safetensors file"
@@ -495,7 +477,8 @@ def _write_in_place(target: _Target, header: bytes) -> None:
             saved.publish()
         try:
             sync_names([backup.parent])
-            _check_alone(fd, target)
+            if os.fstat(fd).st_nlink != 1:  # a name that was linked to the file meanwhile would change with it
+                raise ConflictError("the file changed during the run", where=str(target.given), hint="try again")
             write_all(fd, header, 8)
         except BaseException as e:
             _undo(fd, target, backup)
@@ -522,12 +505,6 @@ def _write_in_place(target: _Target, header: bytes) -> None:
         sync_names([backup.parent])
     finally:
         os.close(fd)
-
-
-def _check_alone(fd: int, target: _Target) -> None:
-    """A name that was linked to the file meanwhile would change with it. Raises ConflictError."""
-    if os.fstat(fd).st_nlink != 1:
-        raise ConflictError("the file changed during the run", where=str(target.given), hint="try again")
 
 
 def _undo(fd: int, target: _Target, backup: Path) -> None:
@@ -649,8 +626,8 @@ def _metadata_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[M
     found = old.get(_METADATA, {})
     before: Mapping[str, Any] = found if isinstance(found, dict) else {}
     after: Mapping[str, str] = new.get(_METADATA, {})
-    out = []
-    for key in dict.fromkeys((*before, *after)):
-        if key not in before or key not in after or before[key] != after[key]:
-            out.append(MetadataChange(key, _shown(before[key]) if key in before else None, after.get(key)))
-    return tuple(out)
+    return tuple(
+        MetadataChange(key, _shown(before[key]) if key in before else None, after.get(key))
+        for key in dict.fromkeys((*before, *after))
+        if key not in before or key not in after or before[key] != after[key]
+    )

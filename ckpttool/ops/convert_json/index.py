@@ -98,9 +98,11 @@ class IndexResult:
 class _Group:
     """An index and the files that it is, or would be, about."""
 
+    listing: Listing
+    rules: IndexRules
     stem: str
     index: str
-    files: list[str]
+    files: list[str] = field(default_factory=list)
     """Merged files and shards in natural order."""
     ranked: list[str] = field(default_factory=list)
     """Files of ranks, which no map speaks of."""
@@ -121,6 +123,10 @@ class _Group:
         """What the index says; None where there is none that can be read."""
         return None if self.raw is None or self.broken else self.data
 
+    @property
+    def path(self) -> Place:
+        return self.listing.path(self.index)
+
 
 class _Chosen(NamedTuple):
     """Which file an index names for each tensor."""
@@ -139,13 +145,13 @@ def rebuild(directory: Path, *, dry_run: bool = False) -> IndexResult:
     IncompleteError (shards are missing), CorruptError (a header is broken), UnsupportedError (a dtype is not known),
     ConflictError (a tensor in two shards, shards of two sets), OutputError; then nothing was written.
     """
-    listing, _, rules, groups, others = _look(directory)
+    listing, _, groups, others = _look(directory)
     result = IndexResult(directory, dry_run)
     if others:
         result.notes.append(_left_alone(others))
     kept, notes = [], []
     for g in groups:
-        names, said = _members(listing, g, rules)
+        names, said = _members(g)
         kept.append(names)
         notes.append(said)
     wanted = list(dict.fromkeys(n for g, names in zip(groups, kept, strict=True) for n in (*names, *g.ranked)))
@@ -154,12 +160,12 @@ def rebuild(directory: Path, *, dry_run: bool = False) -> IndexResult:
     tensors = {n: head.tensors for n, head in heads.items()}
     files: dict[Path, bytes] = {}
     for g, names, said in zip(groups, kept, notes, strict=True):
-        state, data = _plan(listing, g, names, tensors, said, rules)
+        state, data = _plan(g, names, tensors, said)
         result.indexes.append(state)
         if data is not None:
-            files[_inside(listing, g.index)] = data
+            files[_inside(g)] = data
     if files and not dry_run:
-        _unchanged(listing, heads, groups)
+        _unchanged(heads, groups)
         replace_all(files)
     return result
 
@@ -169,7 +175,7 @@ def verify(directory: Path) -> CheckResult:
 
     Raises UsageError (no directory, or one without safetensors files); everything else is a finding.
     """
-    listing, name, rules, groups, others = _look(directory)
+    listing, name, groups, others = _look(directory)
     result = CheckResult(directory, name)
     if others:
         result.notes.append(_left_alone(others))
@@ -183,7 +189,7 @@ def verify(directory: Path) -> CheckResult:
         tensors = head.tensors if head is not None else []
         files[name] = ExaminedFile(name, head.file if head is not None else None, tensors, sound=not problems)
     for g in groups:
-        _check_group(listing, g, files, result, rules)
+        _check_group(g, files, result)
     result.findings = [f._replace(hint=_ANEW) if "`ckpttool reshard`" in f.hint else f for f in result.findings]
     result.checked = {
         "index": sum(g.raw is not None for g in groups),
@@ -196,7 +202,7 @@ def verify(directory: Path) -> CheckResult:
 # -- what is there
 
 
-def _look(directory: Path) -> tuple[Listing, str, IndexRules, list[_Group], list[str]]:
+def _look(directory: Path) -> tuple[Listing, str, list[_Group], list[str]]:
     """The format that has rules of its own for its indexes, the sets of files, and the files that are in none."""
     if directory.is_file():
         raise UsageError("this is a file", where=str(directory), hint="give the directory that holds the shards")
@@ -209,7 +215,8 @@ def _look(directory: Path) -> tuple[Listing, str, IndexRules, list[_Group], list
             sets.setdefault(key[0], []).append(n)
         elif stem := rules.of_rank(n)[0]:
             ranked.setdefault(stem, []).append(n)
-    groups = [_indexed(listing, n, stem, sets, ranked) for n in listing.names if (stem := stem_of_index(n))]
+    found = (_Group(listing, rules, stem, n) for n in listing.names if (stem := stem_of_index(n)))
+    groups = [_indexed(g, sets, ranked) for g in found]
     taken = {n for g in groups for n in (*g.files, *g.ranked)}
     made: dict[str, _Group] = {}
     others = []
@@ -219,12 +226,12 @@ def _look(directory: Path) -> tuple[Listing, str, IndexRules, list[_Group], list
         key = set_of(n)
         stem = key[0] if key else n.removesuffix(".safetensors")
         if key or stem in _SINGLE:
-            made.setdefault(stem, _Group(stem, index_name(stem), [])).files.append(n)
+            made.setdefault(stem, _Group(listing, rules, stem, index_name(stem))).files.append(n)
         else:
             others.append(n)
     for stem, names in ranked.items():
         if not any(n in taken for n in names):
-            made.setdefault(stem, _Group(stem, index_name(stem), [])).ranked += names
+            made.setdefault(stem, _Group(listing, rules, stem, index_name(stem))).ranked += names
     groups += made.values()
     if not groups and not others:
         raise UsageError("there are no safetensors files here", where=str(directory))
@@ -234,7 +241,7 @@ def _look(directory: Path) -> tuple[Listing, str, IndexRules, list[_Group], list
             where=[str(directory), *others[:3]],
             hint="shards are called PREFIX-00001-of-00004.safetensors; `ckpttool inspect FILE --check` checks a file",
         )
-    return listing, format_, rules, sorted(groups, key=lambda g: natural(g.index)), others
+    return listing, format_, sorted(groups, key=lambda g: natural(g.index)), others
 
 
 def _rules(listing: Listing) -> tuple[str, IndexRules]:
@@ -247,21 +254,19 @@ def _rules(listing: Listing) -> tuple[str, IndexRules]:
     return (found.name, rules) if rules and rules.stems else ("", IndexRules())
 
 
-def _indexed(
-    listing: Listing, name: str, stem: str, sets: Mapping[str, list[str]], ranked: Mapping[str, list[str]]
-) -> _Group:
+def _indexed(g: _Group, sets: Mapping[str, list[str]], ranked: Mapping[str, list[str]]) -> _Group:
     """An index that exists, with its own files, those that it names, and the fellows of these."""
-    g = _Group(stem, name, [], list(ranked.get(stem, ())))
+    stem, g.ranked = g.stem, list(ranked.get(g.stem, ()))
     try:
-        g.raw = read_all(listing.path(g.index))
-        g.data = listing.json(g.index)
+        g.raw = read_all(g.path)
+        g.data = g.listing.json(g.index)
     except CorruptError as e:
         g.broken = e.what
     except OSError as e:
-        raise CorruptError(f"the index cannot be read: {e.strerror}", where=str(listing.path(g.index))) from None
+        raise CorruptError(f"the index cannot be read: {e.strerror}", where=str(g.path)) from None
     mapped = weight_map(g.data) or {}
     g.mapped = mapped if not any(map(misplaced, set(mapped.values()))) else {}
-    present = set(listing.safetensors())
+    present = set(g.listing.safetensors())
     own = [*sets.get(stem, ()), *([f"{stem}.safetensors"] if f"{stem}.safetensors" in present else [])]
     named = [n for n in dict.fromkeys(g.mapped.values()) if n in present]
     same = {key for n in named if (key := set_of(n))}
@@ -279,11 +284,10 @@ def _left_alone(names: Sequence[str]) -> str:
 # -- rebuilding
 
 
-def _members(listing: Listing, g: _Group, rules: IndexRules) -> tuple[list[str], list[str]]:
+def _members(g: _Group) -> tuple[list[str], list[str]]:
     """The files that an index is to speak of, and notes. Raises IncompleteError, ConflictError."""
-    root = str(listing.root)
-    mapped = g.mapped
-    named = set(mapped.values())
+    listing, root = g.listing, str(g.listing.root)
+    named = set(g.mapped.values())
     notes: list[str] = []
     if g.files and g.ranked:
         raise ConflictError(
@@ -325,7 +329,7 @@ def _members(listing: Listing, g: _Group, rules: IndexRules) -> tuple[list[str],
             )
         lost = gaps(total, parts)
         # An asynchronous save writes no file for a rank that holds nothing, and its index names none.
-        if rules.runs and named & set(names):
+        if g.rules.runs and named & set(names):
             empty = [i for i in lost if shard_name(stem, i, total) not in named]
             if empty:
                 notes.append(f"{len(empty)} of {total} files are not there, and the index names none of them")
@@ -346,7 +350,7 @@ def _members(listing: Listing, g: _Group, rules: IndexRules) -> tuple[list[str],
     return names, notes
 
 
-def _choose(g: _Group, tensors: Mapping[str, Sequence[StoredTensor]], rules: IndexRules) -> _Chosen:
+def _choose(g: _Group, tensors: Mapping[str, Sequence[StoredTensor]]) -> _Chosen:
     """The file of each of the tensors, which are those of each file."""
     places: dict[str, list[str]] = {}
     for n, held in tensors.items():
@@ -354,33 +358,28 @@ def _choose(g: _Group, tensors: Mapping[str, Sequence[StoredTensor]], rules: Ind
             places.setdefault(t.name, []).append(n)
     mapping = {name: held[0] for name, held in places.items()}
     several = {name: held for name, held in places.items() if len(held) > 1}
-    chosen = rules.choose(g.stem, several, g.mapped, tensors) if several else {}
+    chosen = g.rules.choose(g.stem, several, g.mapped, tensors) if several else {}
     refused = {name: held for name, held in several.items() if name not in chosen}
     return _Chosen(mapping | chosen, refused, {n: h for n, h in several.items() if n in chosen})
 
 
 def _plan(
-    listing: Listing,
-    g: _Group,
-    names: Sequence[str],
-    tensors: Mapping[str, Sequence[StoredTensor]],
-    notes: list[str],
-    rules: IndexRules,
+    g: _Group, names: Sequence[str], tensors: Mapping[str, Sequence[StoredTensor]], notes: list[str]
 ) -> tuple[IndexState, bytes | None]:
     """What is to become of one index, and its bytes if it is to be written. Raises ConflictError, IncompleteError.
 
     ``tensors`` are those of all files.
     """
     if g.ranked:
-        return _plan_ranked(listing, g, tensors, notes, rules)
+        return _plan_ranked(g, tensors, notes)
     own = {n: tensors[n] for n in names}
-    chosen = _choose(g, own, rules)
+    chosen = _choose(g, own)
     if chosen.refused:
         name, held = next(iter(chosen.refused.items()))
         more = f" (and {len(chosen.refused) - 1} more)" if len(chosen.refused) > 1 else ""
         raise ConflictError(
             f"tensor `{name}` is in {len(held)} shards{more}",
-            where=[str(listing.path(n)) for n in held],
+            where=[str(g.listing.path(n)) for n in held],
             hint="remove the stale shard, or the stale copies with `ckpttool drop-keys`",
         )
     if chosen.copies:
@@ -389,65 +388,52 @@ def _plan(
         notes.append(f"{text}; the index names {chosen.mapping[name]}")
     if g.raw is None and not any(map(set_of, names)):
         return IndexState(g.index, tuple(names), len(chosen.mapping), None, NONE_NEEDED, (), tuple(notes)), None
-    _refuse_lost(listing, g, chosen.mapping, names, notes)
-    size = sum(t.nbytes for t in counted(own, rules))
-    settled = rules.settle(listing, g.stem, g.old, Settled(chosen.mapping, size, {}, []), names, tensors)
-    return _state(g, names, len(chosen.mapping), settled.total, _new_index(g, settled), [*notes, *settled.notes], rules)
+    _refuse_lost(g, chosen.mapping, names, notes)
+    settled = Settled(chosen.mapping, sum(t.nbytes for t in counted(own, g.rules)), {}, [])
+    settled = g.rules.settle(g.listing, g.stem, g.old, settled, names, tensors)
+    return _state(g, names, len(chosen.mapping), settled.total, _new_index(g, settled), [*notes, *settled.notes])
 
 
 def _plan_ranked(
-    listing: Listing,
-    g: _Group,
-    tensors: Mapping[str, Sequence[StoredTensor]],
-    notes: list[str],
-    rules: IndexRules,
+    g: _Group, tensors: Mapping[str, Sequence[StoredTensor]], notes: list[str]
 ) -> tuple[IndexState, bytes | None]:
     """Files of ranks, of whose index the rules know."""
     names = {t.name for n in g.ranked for t in tensors[n]}
-    new = rules.of_ranks(g.stem, g.old, names, max(rules.of_rank(n)[1] for n in g.ranked))
+    new = g.rules.of_ranks(g.stem, g.old, names, max(g.rules.of_rank(n)[1] for n in g.ranked))
     if new is None:
         state = NONE_NEEDED if g.old is None else RIGHT
         return IndexState(g.index, tuple(g.ranked), len(names), None, state, (), tuple(notes)), None
     if "weight_map" in g.data:
         raise ConflictError(
             f"{g.index} has a weight_map, and the files are those of ranks: {g.ranked[0]}",
-            where=str(listing.path(g.index)),
+            where=str(g.path),
             hint="the index is of another save: move it away",
         )
     notes.append("each rank wrote files of its own: the index has no weight_map")
-    return _state(g, g.ranked, len(names), None, new, notes, rules)
+    return _state(g, g.ranked, len(names), None, new, notes)
 
 
 def _state(
-    g: _Group,
-    names: Sequence[str],
-    tensors: int,
-    total: int | None,
-    new: Mapping[str, Any],
-    notes: Sequence[str],
-    rules: IndexRules,
+    g: _Group, names: Sequence[str], tensors: int, total: int | None, new: Mapping[str, Any], notes: Sequence[str]
 ) -> tuple[IndexState, bytes | None]:
     changes = _changes(g, new)
     state = WRITTEN if changes else RIGHT
     found = IndexState(g.index, tuple(names), tensors, total, state, tuple(changes), tuple(notes))
-    return found, _encode(g, new, rules) if changes else None
+    return found, _encode(g, new) if changes else None
 
 
-def _refuse_lost(
-    listing: Listing, g: _Group, mapping: Mapping[str, str], names: Sequence[str], notes: list[str]
-) -> None:
+def _refuse_lost(g: _Group, mapping: Mapping[str, str], names: Sequence[str], notes: list[str]) -> None:
     """A file that the index names and that is not there may hold what no other file does."""
-    mapped = g.mapped
-    missing = sorted({f for f in mapped.values() if f not in names and f not in listing.names}, key=natural)
+    missing = sorted({f for f in g.mapped.values() if f not in names and f not in g.listing.names}, key=natural)
     if not missing:
         return
-    lost = [n for n, f in mapped.items() if f in missing and n not in mapping]
+    lost = [n for n, f in g.mapped.items() if f in missing and n not in mapping]
     if lost:
         raise IncompleteError(
             f"{missing[0]} is missing: the index names it for `{lost[0]}`"
             + (f" and {len(lost) - 1} more tensors" if len(lost) > 1 else "")
             + ", which no shard holds",
-            where=str(listing.path(g.index)),
+            where=str(g.path),
             hint="fetch the file; or remove the index, when these tensors are really gone",
         )
     notes.append(f"the index named {missing[0]}, which is not there; all of its tensors are in other files")
@@ -505,19 +491,19 @@ def _changes(g: _Group, new: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _encode(g: _Group, new: Mapping[str, Any], rules: IndexRules) -> bytes:
+def _encode(g: _Group, new: Mapping[str, Any]) -> bytes:
     """The index in the style of the old one, else in that of its software."""
     if g.raw is None or g.broken:
-        return (json.dumps(new, indent=rules.indent, ensure_ascii=False) + rules.end).encode()
+        return (json.dumps(new, indent=g.rules.indent, ensure_ascii=False) + g.rules.end).encode()
     m = re.match(rb"\s*\{[^\S\n]*\n([ \t]*)\S", g.raw)
     indent = m[1].decode() if m else None
     text = json.dumps(new, indent=indent, ensure_ascii=rb"\u" in g.raw)
     return (text + ("\n" if g.raw.endswith(b"\n") else "")).encode()
 
 
-def _inside(listing: Listing, name: str) -> Path:
+def _inside(g: _Group) -> Path:
     """The index, or the file of this directory that it is a link to. Raises OutputError for one of another place."""
-    path = local_path(listing.path(name))
+    path = local_path(g.path)
     real = resolved(path)
     if not real.is_relative_to(resolved(path.parent)):
         raise OutputError(
@@ -528,19 +514,18 @@ def _inside(listing: Listing, name: str) -> Path:
     return path
 
 
-def _unchanged(listing: Listing, heads: Mapping[str, Header], groups: Iterable[_Group]) -> None:
+def _unchanged(heads: Mapping[str, Header], groups: Iterable[_Group]) -> None:
     """Raises ConflictError when a file is no longer the one that was read."""
     for head in heads.values():
         if not head.file.is_unchanged():
             raise ConflictError("a shard changed while it was read", where=str(head.file.place), hint="try again")
     for g in groups:
-        where = listing.path(g.index)
         try:
-            raw = read_all(where)
+            raw = read_all(g.path)
         except OSError:
             raw = None
         if raw != g.raw:
-            raise ConflictError("the index changed during the run", where=str(where), hint="try again")
+            raise ConflictError("the index changed during the run", where=str(g.path), hint="try again")
 
 
 # -- checking
@@ -554,15 +539,13 @@ def _examine(path: Place) -> tuple[Header | None, list[tuple[str, str]]]:
     return head, [(p.id, p.text) for p in problems]
 
 
-def _check_group(
-    listing: Listing, g: _Group, found: Mapping[str, ExaminedFile], result: CheckResult, rules: IndexRules
-) -> None:
+def _check_group(g: _Group, found: Mapping[str, ExaminedFile], result: CheckResult) -> None:
     """One index against its files."""
-    where = listing.path(g.index)
+    listing, rules, where = g.listing, g.rules, g.path
     if g.broken:
         result.add("index-json", g.broken, where, _ANEW)
     if g.ranked:
-        _check_ranked(g, where, result, rules)
+        _check_ranked(g, result)
         if not g.files:
             return
         text = f"merged {g.stem} files and {g.stem} files of ranks lie in one directory"
@@ -601,7 +584,7 @@ def _check_group(
     if mixed:
         return
     if rules.runs:
-        refused = _choose(g, {f.name: f.tensors for f in members}, rules).refused
+        refused = _choose(g, {f.name: f.tensors for f in members}).refused
         for name, held in refused.items():
             text = f"tensor `{name}` is in {' and in '.join(held)}"
             result.add("duplicate-tensor", text, listing.root, "remove the stale copy")
@@ -616,17 +599,17 @@ def _check_group(
     check_mapping(listing, members, index, missing, result, rules)
 
 
-def _check_ranked(g: _Group, where: Place, result: CheckResult, rules: IndexRules) -> None:
+def _check_ranked(g: _Group, result: CheckResult) -> None:
     """The index of files of ranks, where these have one."""
-    new = rules.of_ranks(g.stem, g.data, (), max(rules.of_rank(n)[1] for n in g.ranked))
+    new = g.rules.of_ranks(g.stem, g.data, (), max(g.rules.of_rank(n)[1] for n in g.ranked))
     if new is None:
         return
     if g.raw is None:
-        result.add("no-index", f"{len(g.ranked)} {g.stem} files of ranks have no index", where.parent, _ANEW)
+        result.add("no-index", f"{len(g.ranked)} {g.stem} files of ranks have no index", g.path.parent, _ANEW)
     elif "weight_map" in g.data:
         text = f"{g.index} has a weight_map, and the files are those of ranks: {g.ranked[0]}"
-        result.add("conflict", text, where, "the index is of another save: move it away")
+        result.add("conflict", text, g.path, "the index is of another save: move it away")
     elif not g.broken:
         for name, value in new.items():
             if g.data.get(name) != value:
-                result.add("index-json", f"{g.index} does not say that {name} is {value}", where, _ANEW)
+                result.add("index-json", f"{g.index} does not say that {name} is {value}", g.path, _ANEW)
