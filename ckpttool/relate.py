@@ -18,7 +18,8 @@ from math import prod
 from typing import NamedTuple
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor
-from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError
+from ckpttool.dtypes import nbytes
+from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.geometry import Box, whole
 from ckpttool.layout import family as transforms
 from ckpttool.layout.assemble import LAYER, is_bias
@@ -28,7 +29,7 @@ from ckpttool.layout.packed import GLOBAL, INPUTS, Packing, find_packing
 from ckpttool.layout.packed import Part as PackedPart
 from ckpttool.layout.rules import Rule, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
-from ckpttool.select import bounded, renamer
+from ckpttool.select import bounded, nearest_hint, renamer
 
 EqualPair = tuple[LogicalTensor, LogicalTensor]
 """Two tensors that become one, and must hold the same."""
@@ -130,8 +131,6 @@ class DerivedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        from ckpttool.dtypes import nbytes
-
         return nbytes(self.dtype, prod(self.shape), where=self.name)
 
 
@@ -185,9 +184,6 @@ def rename_by_rules(views: TensorTable, rules: Sequence[str]) -> TensorTable:
         with bounded(f"--rename {text}"):
             hits = [n for n in views.table if regex.search(n)]
         if not hits:
-            from ckpttool.errors import UsageError
-            from ckpttool.select import nearest_hint
-
             raise UsageError(f"--rename `{text}` matches no tensor", hint=nearest_hint(text.split("=")[0], views.table))
         views = rename(views, lambda n, r=regex, to=replacement: r.sub(to, n), f"--rename {text}")  # type: ignore[misc]
     return views

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from ckpttool.catalog import Catalog
 from ckpttool.dtypes import CASTABLE
-from ckpttool.errors import ConflictError, UnsupportedError
+from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.relate import DerivedTensor, permute
 from ckpttool.storage.place import DataFile
 
@@ -162,6 +162,14 @@ def check_dtypes(catalog: Catalog) -> None:
                 where=[catalog.place(p.stored) for p in t.pieces],
                 hint="save the adapter in float32, bfloat16 or float16",
             )
+
+
+def both_sides(sides: Mapping[str, str], where: str) -> tuple[str, str]:
+    """The names of A and B. Raises IncompleteError when one is missing."""
+    for side, other in (("A", "B"), ("B", "A")):
+        if side not in sides:
+            raise IncompleteError(f"`{sides[other]}` has no lora_{side} beside it", where=where)
+    return sides["A"], sides["B"]
 
 
 def check_rank(catalog: Catalog, a: str, b: str, found: tuple[int, int], expected: int, where: str) -> None:

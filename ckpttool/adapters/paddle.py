@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckpttool.adapters.base import Adapter, Factors, Kind, Pair, check_dtypes, check_rank, number, scaling
+from ckpttool.adapters.base import Adapter, Factors, Kind, Pair, both_sides, check_dtypes, check_rank, number, scaling
 from ckpttool.catalog import Catalog, whole_tensor
-from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
+from ckpttool.errors import ConflictError, UnsupportedError
 from ckpttool.relate import unstack
 
 CONFIG = "lora_config.json"
@@ -86,11 +86,7 @@ def _with_bfloat16(catalog: Catalog) -> Catalog:
 
 
 def _pair(target: str, sides: Mapping[str, str], rank: int, factor: float, catalog: Catalog, path: str) -> Pair:
-    if len(sides) < 2:
-        (side,) = sides
-        missing = "B" if side == "A" else "A"
-        raise IncompleteError(f"`{sides[side]}` has no lora_{missing} beside it", where=path)
-    a, b = sides["A"], sides["B"]
+    a, b = both_sides(sides, path)
     shapes = catalog[a].shape, catalog[b].shape
     kinds: dict[int, Kind] = {2: "linear", 3: "stacked"}
     kind = kinds.get(len(shapes[0]))

@@ -19,6 +19,7 @@ from ckpttool.adapters.base import (
     Factors,
     Kind,
     Pair,
+    both_sides,
     check_dtypes,
     check_rank,
     number,
@@ -26,7 +27,7 @@ from ckpttool.adapters.base import (
     scaling,
 )
 from ckpttool.catalog import Catalog
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
 from ckpttool.relate import deinterleave, take
 
 CONFIG = "adapter_config.json"
@@ -128,13 +129,7 @@ def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
         in_place |= {plain for plain, name in whole.items() if shapes[catalog[name].shape] > 1}
     pairs = [_pair(module, kind, sides, config, catalog, path) for (module, kind), sides in factors.items()]
     return PeftAdapter(
-        where,
-        catalog,
-        tuple(pairs),
-        whole,
-        bool(config.get("fan_in_fan_out")),
-        tuple(notes),
-        frozenset(in_place),
+        where, catalog, tuple(pairs), whole, bool(config.get("fan_in_fan_out")), tuple(notes), frozenset(in_place)
     )
 
 
@@ -177,11 +172,7 @@ def _factor(name: str, path: str) -> _Factor | None:
 def _pair(
     module: str, kind: Kind, sides: Mapping[str, str], config: Mapping[str, Any], catalog: Catalog, path: str
 ) -> Pair:
-    if len(sides) < 2:
-        (side,) = sides
-        missing = "B" if side == "A" else "A"
-        raise IncompleteError(f"`{sides[side]}` has no lora_{missing} beside it", where=path)
-    a, b = sides["A"], sides["B"]
+    a, b = both_sides(sides, path)
     plain = module.replace(".base_layer", "")
     choices = _parameters(plain, config, path)
     rank, factor = _rank(plain, choices, config, path)

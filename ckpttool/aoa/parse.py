@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 from ckpttool.aoa.invert import invert
 from ckpttool.aoa.statement import DTYPES, MACROS, NOTHING, PLACEHOLDER, Cast, Place, Statement, Var
@@ -34,13 +34,14 @@ _LARGEST = 64 << 20
 """Bytes of text; the rules of the largest models are some MB when they are written out per expert."""
 
 
-class _Token:
-    """One token, with the column (from 1) where it starts."""
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    column: int
+    """Where it starts, from 1."""
 
-    __slots__ = ("column", "kind", "text")
 
-    def __init__(self, kind: str, text: str, column: int) -> None:
-        self.kind, self.text, self.column = kind, text, column
+_Attributes = Mapping[str, tuple[_Token, str | int]]
 
 
 class _Reader:
@@ -332,9 +333,7 @@ def _value(reader: _Reader, key: _Token) -> str | int:
     return reader.blame(f"`{key.text}` is not an attribute", key, f"known: {known}")
 
 
-def _statement(
-    reader: _Reader, left: list[Var], right: list[Var], attributes: Mapping[str, tuple[_Token, str | int]]
-) -> Statement:
+def _statement(reader: _Reader, left: list[Var], right: list[Var], attributes: _Attributes) -> Statement:
     """Check what can be checked without a checkpoint."""
 
     def number(key: str) -> int | None:
@@ -384,14 +383,10 @@ def _statement(
         )
     if (many or unknown) and "axis" not in attributes:
         reader.wrong("joining and taking apart need `axis=`", len(reader.text) + 1, hint="add `, axis=0`")
-    if not many and not unknown and "axis" in attributes and not _is_span(reader):
+    spans = any(t.text == "[" for t in reader.tokens)  # with one element it is a join all the same
+    if not many and not unknown and "axis" in attributes and not spans:
         reader.blame("`axis` has no effect in a statement with one source and one target", attributes["axis"][0])
     return statement
-
-
-def _is_span(reader: _Reader) -> bool:
-    """Whether a ``name[a:b]`` stands in the statement: with one element it is a join all the same."""
-    return any(t.text == "[" for t in reader.tokens)
 
 
 def _check_names(reader: _Reader, left: list[Var], right: list[Var]) -> None:
@@ -434,9 +429,7 @@ def _check_names(reader: _Reader, left: list[Var], right: list[Var]) -> None:
             reader.blame(f"`{v.name}` lacks {missing[0]}: every name of the statement must have it", v)
 
 
-def _check_macro(
-    reader: _Reader, s: Statement, attributes: Mapping[str, tuple[_Token, str | int]], *, unknown: bool
-) -> None:
+def _check_macro(reader: _Reader, s: Statement, attributes: _Attributes, *, unknown: bool) -> None:
     token = attributes[str(s.macro)][0]
     sides = (len(s.left), len(s.right))
     allowed = {
@@ -473,7 +466,7 @@ def _permutation(reader: _Reader, key: _Token, value: str | int) -> tuple[int, .
     return order
 
 
-def _cast(reader: _Reader, attributes: Mapping[str, tuple[_Token, str | int]]) -> Cast | None:
+def _cast(reader: _Reader, attributes: _Attributes) -> Cast | None:
     given = [k for k in ("dtype", "src_dtype", "dst_dtype") if k in attributes]
     if not given:
         return None

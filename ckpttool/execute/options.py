@@ -80,7 +80,6 @@ class PhasedProgress(Progress, Protocol):
     def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
         """From now on ``advance`` counts the bytes of ``name``: ``write``, then ``verify``. An earlier, interrupted run
         has done ``done_bytes`` of ``total_bytes`` already."""
-        ...
 
 
 class NoProgress:

@@ -247,7 +247,7 @@ class _Work:
         for matrix, r0, r1 in self.grid.rows_of(number):
             factor = self._factor(matrix)
             if "factor" in self.results and r0 == 0 and matrix == self._factor_of(matrix):
-                self._write_factor(matrix)
+                self._emit(self.results["factor"], 4 * matrix, np.array([factor], np.float32).view(np.uint8))
             if self._is_local(r0, r1):
                 self._local(matrix, r0, r1, factor)
             else:
@@ -381,11 +381,6 @@ class _Work:
                 place = ", ".join([str(int(i)) for i in np.unravel_index(lo + e.column, shape_of(operand))])
                 raise self._refused(source.label, panel[0, e.column], place, source.label) from None
         return most
-
-    def _write_factor(self, matrix: int) -> None:
-        data = np.array([self._factor(matrix)], np.float32).view(np.uint8)
-        at = 4 * self._factor_of(matrix)
-        self._emit(self.results["factor"], at, data)
 
     # -- in and out
 

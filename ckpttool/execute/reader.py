@@ -90,13 +90,7 @@ def read_turned(read: ReadAt, move: Move, target: Array, scratch: Bytes, turn: P
 
 
 def read_strided(
-    read: ReadAt,
-    offset: int,
-    strides: Sequence[int],
-    shape: Sequence[int],
-    size: int,
-    out: Bytes,
-    scratch: Bytes,
+    read: ReadAt, offset: int, strides: Sequence[int], shape: Sequence[int], size: int, out: Bytes, scratch: Bytes
 ) -> None:
     """Fill ``out`` with the block's elements in the order of its axes. Falling strides make the longest runs.
 

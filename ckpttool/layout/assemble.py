@@ -14,16 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import (
-    SHAPE_FROM_RULES,
-    Catalog,
-    Key,
-    LogicalTensor,
-    Pad,
-    Piece,
-    StoredTensor,
-    logical_tensor,
-)
+from ckpttool.catalog import SHAPE_FROM_RULES, Catalog, Key, LogicalTensor, Pad, Piece, StoredTensor, logical_tensor
 from ckpttool.catalog import whole_tensor as whole_logical
 from ckpttool.errors import CkptError, ConflictError, LayoutError
 from ckpttool.formats.config import quantization

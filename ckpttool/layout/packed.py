@@ -197,12 +197,8 @@ def _described(method: str, quant: Mapping[str, Any]) -> Packing:
         return Packing("bitsandbytes 8-bit", why, beside=("SCB", "weight_format"))
     if method == "auto-round" and (inner := _text(quant, "packing_format").rpartition("auto_")[2]) in ("gptq", "awq"):
         method = inner
-    if method == "gptq":
-        return _gptq(quant)
-    if method == "awq":
-        return _awq(quant)
-    if method == "compressed-tensors":
-        return _compressed(quant)
+    if (described := {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}.get(method)) is not None:
+        return described(quant)
     if not method:
         return Packing("packed integer", "no quantization_config in config.json says how they are packed")
     return Packing(method, "what their integers are to the weight is not known")

@@ -155,10 +155,7 @@ def _entries(tree: Mapping[Any, Any], section: str, family: Family) -> list[_Ent
 
 
 def _walk(
-    tree: Mapping[Any, Any],
-    path: tuple[str, ...],
-    conditions: tuple[tuple[str, tuple[str, ...]], ...],
-    family: Family,
+    tree: Mapping[Any, Any], path: tuple[str, ...], conditions: tuple[tuple[str, tuple[str, ...]], ...], family: Family
 ) -> Iterator[_Entry]:
     for key, value in tree.items():
         here = (*path, str(key))

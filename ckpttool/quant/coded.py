@@ -95,11 +95,7 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
             scales[weight] = name
     packing = find_packing(quantization(config), {n: dtype for n, (dtype, _) in table.items()})
     if packing is not None and packing.example not in scales:
-        raise UnsupportedError(
-            f"`{packing.example}` is {packing.software}: packed integers, which are not dequantised",
-            where=where,
-            hint="take the model as it was before it was quantised",
-        )
+        raise _foreign(f"`{packing.example}` is {packing.software}: packed integers, which are not dequantised", where)
     bare = []
     block = config_block(config)
     for name, (dtype, shape) in table.items():
@@ -109,11 +105,7 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
         elif dtype in FP8 and len(shape) > 1 and "scale" not in name:
             bare.append(name)
         elif lookup(dtype).bits < 8 or (dtype == "U8" and name.endswith(("_blocks", "_packed"))):
-            raise UnsupportedError(
-                f"`{name}` is {dtype} {list(shape)}, and has no scales that are known",
-                where=where,
-                hint="take the model as it was before it was quantised",
-            )
+            raise _foreign(f"`{name}` is {dtype} {list(shape)}, and has no scales that are known", where)
     if bare and (scales or quantization(config)):
         raise IncompleteError(
             f"FP8 weight `{bare[0]}` has no scales" + (f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""),
@@ -127,6 +119,10 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
         parts = out.parts
         out.beside = [n for n, (_, shape) in table.items() if n not in parts and is_beside(n) and prod(shape) == 1]
     return out
+
+
+def _foreign(what: str, where: str) -> UnsupportedError:
+    return UnsupportedError(what, where=where, hint="take the model as it was before it was quantised")
 
 
 def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, where: str, fp8: str) -> Coded:
@@ -151,10 +147,8 @@ def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, 
             raise ConflictError(f"the scales `{scale}` {list(grid)} do not fit `{codes}` {list(shape)}", where=where)
         group = logical[-1] // grid[-1]
         if group != {"F8_E8M0": 32, "U8": 32, "F8_E4M3": 16}.get(scale_dtype):
-            raise UnsupportedError(
-                f"`{codes}` has {scale_dtype} scales for groups of {group}: integers, and not F4 codes",
-                where=where,
-                hint="take the model as it was before it was quantised",
+            raise _foreign(
+                f"`{codes}` has {scale_dtype} scales for groups of {group}: integers, and not F4 codes", where
             )
         factor = next((f for f in (f"{name}_global_scale", f"{name}_scale_2") if f in table), "")
         as_read = "F8_E8M0" if scale_dtype == "U8" else scale_dtype
@@ -164,11 +158,7 @@ def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, 
         )  # fmt: skip
     if dtype in BYTES:
         if not fp8:
-            raise UnsupportedError(
-                f"`{codes}` is {dtype} with scales: integers, and no FP8 by config.json",
-                where=where,
-                hint="take the model as it was before it was quantised",
-            )
+            raise _foreign(f"`{codes}` is {dtype} with scales: integers, and no FP8 by config.json", where)
         dtype = fp8
     if scale_dtype == "U8":
         scale_dtype = "F8_E8M0"

@@ -187,11 +187,9 @@ def treat(weights: Iterable[Weight], scheme: Scheme | None, keep: Keep) -> list[
     with bounded("--keep and --include, or the modules that config.json does not quantise", len(weights)):
         reasons = [keep.why(w) for w in weights]
     out = []
+    skips = scheme.edge == "skip" and scheme.recipe == "block"
     for w, reason in zip(weights, reasons, strict=True):
-        why = reason or ("--edge skip" if scheme.edge == "skip" and _ragged(scheme, w) else "")
+        ragged = skips and any(n % b for n, b in zip(w.shape[-2:], scheme.block, strict=True))
+        why = reason or ("--edge skip" if ragged else "")
         out.append(Treated(w, () if why else forms(scheme, w.name, w.shape, in_out=w.in_out), why))
     return out
-
-
-def _ragged(scheme: Scheme, w: Weight) -> bool:
-    return scheme.recipe == "block" and any(n % b for n, b in zip(w.shape[-2:], scheme.block, strict=True))

@@ -18,13 +18,7 @@ from ckpttool.errors import UsageError
 from ckpttool.kernels.merge import linear, paddle, pick, sparse, sphere
 from ckpttool.kernels.merge.base import Method
 
-METHODS: dict[str, Method] = {
-    **linear.METHODS,
-    **sphere.METHODS,
-    **sparse.METHODS,
-    **pick.METHODS,
-    **paddle.METHODS,
-}
+METHODS: dict[str, Method] = {**linear.METHODS, **sphere.METHODS, **sparse.METHODS, **pick.METHODS, **paddle.METHODS}
 """Every method by name."""
 
 
