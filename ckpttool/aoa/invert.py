@@ -1,4 +1,4 @@
-"""TransposedOnDisk AOA text round, for ``aoa_config_reverse``.
+"""Turning AOA text round, for ``aoa_config_reverse``.
 
 Statements are undone from the last to the first, each by its own inverse. A text with one statement that has no
 inverse is refused as a whole: half of it undone would be a checkpoint of neither naming.

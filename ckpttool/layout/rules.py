@@ -195,7 +195,7 @@ def _guard(rule: Rule, cutting: PartitionContext) -> Size | None:
 
 
 def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisShare:
-    """Equal shares of an axis; ``word`` names what is shared. Raises Uneven with the divisors that would work."""
+    """Equal shares of an axis; ``word`` names what is shared. Raises IndivisibleError with the divisors that would work."""
     count = units.value if units else n
     if n % max(count, 1):
         raise IndivisibleError(f"an axis of {n} does not divide into {count} {word}", ())
@@ -249,7 +249,7 @@ def part_lengths(rule: Rule, n: int, sizes: Sizes) -> list[int]:
 
 
 def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
-    """What rank ``index`` of ``ways`` holds of an axis of ``n`` elements. Raises Uneven."""
+    """What rank ``index`` of ``ways`` holds of an axis of ``n`` elements. Raises IndivisibleError."""
     if rule.verb == "vocab":
         if not cutting.pad_vocab and n % ways:
             raise IndivisibleError(f"{n} rows are not a multiple of {ways}, and this format does not pad", _divisors(n))
@@ -279,7 +279,7 @@ def whole_axis(n: int) -> AxisShare:
 def blocked(got: AxisShare, n: int, block: int) -> AxisShare:
     """The share of a scale axis, given the share of the weight's axis of ``n`` elements in blocks of ``block``.
 
-    A block of 0 is all of the axis. Raises Uneven when a cut does not fall between two blocks: one scale would belong
+    A block of 0 is all of the axis. Raises IndivisibleError when a cut does not fall between two blocks: one scale would belong
     to two ranks.
     """
     if not block:
@@ -310,7 +310,7 @@ def local_boxes(
     """What the rank at ``at`` stores of a logical tensor of ``shape``, and which boxes of it.
 
     With ``blocks`` the tensor is a weight's scale grid: ``shape`` is the weight's, blocks[i] its elements per scale
-    along axis i (0: the whole axis has one), and the result is in scales. Raises Uneven; which pipeline stage and
+    along axis i (0: the whole axis has one), and the result is in scales. Raises IndivisibleError; which pipeline stage and
     which single expert a rank holds is not decided here.
     """
     mesh = cutting.mesh
@@ -350,7 +350,7 @@ def local_boxes(
 
 
 def global_axis(rule: Rule, local: int, ways: int, cutting: PartitionContext) -> int:
-    """Length of the whole cut axis from one rank's share (files that do not record it). Raises Uneven."""
+    """Length of the whole cut axis from one rank's share (files that do not record it). Raises IndivisibleError."""
     sizes = cutting.sizes
     if rule.verb == "vocab":
         vocab = sizes.get("vocab")
