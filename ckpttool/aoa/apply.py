@@ -157,13 +157,9 @@ class _Run:
         found = {tuple(hit[m] for m in marks) for v in s.left for hit in self.names.find(v.name)}
         if not found:
             name = s.left[0].name
-            raise UsageError(
-                f"no tensor matches `{name}`",
-                where=s.where,
-                hint=nearest_hint(PLACEHOLDER.sub("0", name), self.names.all)
-                if self.names.all
-                else "the checkpoint has no tensors",
-            )
+            known = self.names.all
+            hint = nearest_hint(PLACEHOLDER.sub("0", name), known) if known else "the checkpoint has no tensors"
+            raise UsageError(f"no tensor matches `{name}`", where=s.where, hint=hint)
         out = []
         # With an offset, each layer moves to the number that the one before it has left.
         for numbers in sorted(found, key=lambda t: [int(n) for n in t], reverse=s.inverted):
@@ -195,18 +191,14 @@ class _Run:
                 continue
             numbers = sorted((hit["*"] for hit in self.names.find(v.name)), key=int)
             if not numbers:
-                raise UsageError(
-                    f"no tensor matches `{v.name}`", where=s.where, hint=nearest_hint(v.name, self.names.all)
-                )
+                hint = nearest_hint(v.name, self.names.all)
+                raise UsageError(f"no tensor matches `{v.name}`", where=s.where, hint=hint)
             there = {int(n) for n in numbers}
             gap = next((n for n in range(min(there), max(there)) if n not in there), None)
             if gap is not None or len(there) < len(numbers):
-                missing = (
-                    v.name.replace("*", str(gap)) if gap is not None else f"{v.name} (a number with leading zeros)"
-                )
-                raise IncompleteError(
-                    f"`{v.name}` matches {len(numbers)} tensors, and `{missing}` is not among them", where=s.where
-                )
+                missing = f"{v.name} (a number with leading zeros)" if gap is None else v.name.replace("*", str(gap))
+                what = f"`{v.name}` matches {len(numbers)} tensors, and `{missing}` is not among them"
+                raise IncompleteError(what, where=s.where)
             out += [Var(v.name.replace("*", n), v.transposed, v.column) for n in numbers]
         return _Bound(s, tuple(out), tuple(right))
 
@@ -234,11 +226,8 @@ class _Run:
 
     def _get(self, bound: _Bound, name: str) -> _Slot:
         if name in self.dropped:
-            bound.wrong(
-                ConflictError,
-                f"`{name}` is read after it was dropped",
-                f"it was dropped by `{self.dropped[name].statement.text}`",
-            )
+            hint = f"it was dropped by `{self.dropped[name].statement.text}`"
+            bound.wrong(ConflictError, f"`{name}` is read after it was dropped", hint)
         slot = self.slots.get(name)
         if slot is None:
             bound.wrong(UsageError, f"there is no tensor `{name}`", nearest_hint(name, self.slots))
@@ -305,9 +294,8 @@ class _Run:
         if axis >= len(view.shape):
             where = f"`{view.name}` {list(view.shape)} has no axis {axis}"
             if s.axis is None:
-                bound.wrong(
-                    LayoutError, f"{where}, which {s.macro} takes where none is said", "for a bias write `axis=0`"
-                )
+                what = f"{where}, which {s.macro} takes where none is said"
+                bound.wrong(LayoutError, what, "for a bias write `axis=0`")
             bound.wrong(LayoutError, where, "axes count from 0")
         return axis
 
@@ -418,10 +406,8 @@ def _transposed(view: DerivedTensor) -> DerivedTensor:
 def _same_beside(bound: _Bound, first: DerivedTensor, other: DerivedTensor, axis: int) -> None:
     """Paddle makes a tensor of the first one's shape and leaves rows of it wrong."""
     if other.dtype != first.dtype:
-        bound.wrong(
-            ConflictError,
-            f"`{first.name}` is {first.dtype} and `{other.name}` is {other.dtype}: cast one of them first",
-        )
+        what = f"`{first.name}` is {first.dtype} and `{other.name}` is {other.dtype}: cast one of them first"
+        bound.wrong(ConflictError, what)
     fits = len(first.shape) == len(other.shape) and all(
         a == b or i == axis for i, (a, b) in enumerate(zip(first.shape, other.shape, strict=True))
     )
@@ -454,24 +440,15 @@ def _cast(bound: _Bound, view: DerivedTensor, cast: Cast) -> DerivedTensor:
     """The view with another dtype; what it is made of keeps its own, and copying converts."""
     to = DTYPES[cast.to]
     if cast.of is not None and DTYPES[cast.of] != view.dtype:
-        bound.wrong(
-            ConflictError,
-            f"`{view.name}` is {view.dtype}, and src_dtype says {cast.of}",
-            "the two ends of the text were perhaps meant for another checkpoint",
-        )
+        hint = "the two ends of the text were perhaps meant for another checkpoint"
+        bound.wrong(ConflictError, f"`{view.name}` is {view.dtype}, and src_dtype says {cast.of}", hint)
     if view.dtype not in DTYPES.values():
-        bound.wrong(
-            UnsupportedError,
-            f"`{view.name}` is {view.dtype}, which AOA text cannot cast",
-            f"it can cast between {', '.join(DTYPES)}",
-        )
+        what = f"`{view.name}` is {view.dtype}, which AOA text cannot cast"
+        bound.wrong(UnsupportedError, what, f"it can cast between {', '.join(DTYPES)}")
     if to == view.dtype:
         return view
     # A copy converts once, from the stored dtype. By way of F32 that is the same; by way of less it is not.
     if view.dtype != "F32" and any(p.source.dtype != view.dtype for p in view.parts):
-        bound.wrong(
-            UnsupportedError,
-            f"`{view.name}` is already cast to {view.dtype} and cannot be cast again to {to}",
-            "cast once, to the last dtype",
-        )
+        what = f"`{view.name}` is already cast to {view.dtype} and cannot be cast again to {to}"
+        bound.wrong(UnsupportedError, what, "cast once, to the last dtype")
     return DerivedTensor(view.name, to, view.shape, None, view.parts)

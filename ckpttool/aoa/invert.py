@@ -45,17 +45,11 @@ def _refuse_copies(statements: Sequence[Statement]) -> None:
 
 def _inverse(s: Statement) -> Statement:
     if s.right[0].name == NOTHING:
-        _refuse(
-            s,
-            f"what `{s.left[0].name}` held is dropped and cannot come back",
-            "write the way back out, or remove the statement",
-        )
+        why = f"what `{s.left[0].name}` held is dropped and cannot come back"
+        _refuse(s, why, "write the way back out, or remove the statement")
     if s.cast is not None and s.cast.of is None:
-        _refuse(
-            s,
-            "`dtype=` does not say what the dtype was before",
-            f"write `src_dtype='...', dst_dtype='{s.cast.to}'` instead of `dtype='{s.cast.to}'`",
-        )
+        hint = f"write `src_dtype='...', dst_dtype='{s.cast.to}'` instead of `dtype='{s.cast.to}'`"
+        _refuse(s, "`dtype=` does not say what the dtype was before", hint)
     if any("*" in v.name for v in s.left):
         _refuse(s, "nothing says how many names * stands for on the way back", "write the names out")
     if len(s.left) != len({v.name for v in s.left}):

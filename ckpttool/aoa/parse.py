@@ -90,12 +90,8 @@ class _Reader:
             self.wrong(f"the string that starts with {c} has no end", at + 1)
         if c == "<" and self.text[at : at + 2] == "<-":
             self.wrong("`<-` is not AOA", at + 1, length=2, hint="sources stand on the left: `source -> target`")
-        self.wrong(
-            f"`{c}` cannot stand here",
-            at + 1,
-            hint="names of AOA text start with a letter or _ and have letters, digits, . and _;"
-            " for other names use --rename",
-        )
+        hint = "names of AOA text start with a letter or _ and have letters, digits, . and _"
+        self.wrong(f"`{c}` cannot stand here", at + 1, hint=f"{hint}; for other names use --rename")
 
     def peek(self, ahead: int = 0) -> _Token | None:
         i = self.next + ahead
@@ -217,11 +213,8 @@ def parse_statement(text: str, place: Place = Place("<text>", number=1)) -> Stat
     if not arrows:
         reader.wrong("a statement needs `->`", len(text) + 1, hint="`source -> target`")
     if len(arrows) > 1:
-        reader.blame(
-            "a second `->`: two statements are glued together",
-            arrows[1],
-            "give each its own line; in a Python list a comma is missing between two strings",
-        )
+        hint = "give each its own line; in a Python list a comma is missing between two strings"
+        reader.blame("a second `->`: two statements are glued together", arrows[1], hint)
     left = _names(reader)
     reader.expect("->")
     right, attributes = _right_side(reader)
@@ -253,9 +246,8 @@ def _name(reader: _Reader) -> list[Var]:
     if "^" in name:
         reader.blame(f"`{token.text}`: ^T can only stand at the end of a name", token)
     if rest := re.search(r"\$[A-Z_]*", PLACEHOLDER.sub("", name)):
-        reader.blame(
-            f"`{rest.group()}` is not a placeholder", token, "known: $LAYER_ID, $EXPERT_ID and $LAYER_ID_OFFSET"
-        )
+        known = "known: $LAYER_ID, $EXPERT_ID and $LAYER_ID_OFFSET"
+        reader.blame(f"`{rest.group()}` is not a placeholder", token, known)
     if name.count("*") > 1:
         reader.blame(f"`{name}` has two *", token, "one * stands for one number; write one statement for each layer")
     if "*" in name and PLACEHOLDER.search(name):
@@ -364,11 +356,9 @@ def _statement(reader: _Reader, left: list[Var], right: list[Var], attributes: _
     many = len(left) > 1 or len(right) > 1
     unknown = any("*" in v.name for v in left)
     if operators and (macro or many or unknown or "axis" in attributes or len(operators) > 1):
-        reader.blame(
-            f"`{operators[-1]}` cannot be combined with what else the statement does",
-            attributes[operators[-1]][0],
-            "one operation per statement: give the result a name and use it in a second statement",
-        )
+        what = f"`{operators[-1]}` cannot be combined with what else the statement does"
+        hint = "one operation per statement: give the result a name and use it in a second statement"
+        reader.blame(what, attributes[operators[-1]][0], hint)
     if macro:
         _check_macro(reader, statement, attributes, unknown=unknown)
         return statement
@@ -392,18 +382,11 @@ def _statement(reader: _Reader, left: list[Var], right: list[Var], attributes: _
 def _check_names(reader: _Reader, left: list[Var], right: list[Var]) -> None:
     for v in right:
         if v.transposed:
-            reader.blame(
-                f"`{v}` cannot be a target: ^T is a way to read a tensor",
-                v,
-                f"first `... -> {v.name}`, then `{v.name}^T -> {v.name}`",
-            )
+            hint = f"first `... -> {v.name}`, then `{v.name}^T -> {v.name}`"
+            reader.blame(f"`{v}` cannot be a target: ^T is a way to read a tensor", v, hint)
         if "*" in v.name:
-            reader.blame(
-                f"`{v.name}`: nothing says how many targets * stands for",
-                v,
-                "Paddle looks them up in the model that it loads into; here write the names out",
-                UnsupportedError,
-            )
+            hint = "Paddle looks them up in the model that it loads into; here write the names out"
+            reader.blame(f"`{v.name}`: nothing says how many targets * stands for", v, hint, UnsupportedError)
     names = [v.name for v in right]
     for i, v in enumerate(right):
         if v.name in names[:i]:
@@ -449,11 +432,8 @@ def _check_macro(reader: _Reader, s: Statement, attributes: _Attributes, *, unkn
             at = attributes[key][0] if given else token
             reader.blame(f"{s.macro} needs `{key}=`, a number above 0", at)
     if s.num_key_value_groups and s.num_heads % s.num_key_value_groups:
-        reader.blame(
-            f"num_heads={s.num_heads} is not a multiple of num_key_value_groups={s.num_key_value_groups}",
-            attributes["num_heads"][0],
-            "num_key_value_groups is the number of key/value heads",
-        )
+        what = f"num_heads={s.num_heads} is not a multiple of num_key_value_groups={s.num_key_value_groups}"
+        reader.blame(what, attributes["num_heads"][0], "num_key_value_groups is the number of key/value heads")
 
 
 def _permutation(reader: _Reader, key: _Token, value: str | int) -> tuple[int, ...]:
@@ -476,12 +456,9 @@ def _cast(reader: _Reader, attributes: _Attributes) -> Cast | None:
         )
     for key in given:
         if attributes[key][1] not in DTYPES:
-            reader.blame(
-                f"AOA text cannot cast to or from `{attributes[key][1]}`",
-                attributes[key][0],
-                f"it can cast between {', '.join(DTYPES)}",
-                UnsupportedError,
-            )
+            token, dtype = attributes[key]
+            hint = f"it can cast between {', '.join(DTYPES)}"
+            reader.blame(f"AOA text cannot cast to or from `{dtype}`", token, hint, UnsupportedError)
     if given == ["dtype"]:
         return Cast(str(attributes["dtype"][1]))
     return Cast(str(attributes["dst_dtype"][1]), str(attributes["src_dtype"][1]))

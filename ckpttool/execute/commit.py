@@ -72,17 +72,11 @@ class Destination:
         if not parent.is_dir():
             if parent.exists():
                 raise OutputError("what is to hold the destination is a file, not a directory", where=str(parent))
-            raise OutputError(
-                "the directory that is to hold the destination does not exist",
-                where=str(parent),
-                hint=f"mkdir -p {shlex.quote(str(parent))}",
-            )
+            what = "the directory that is to hold the destination does not exist"
+            raise OutputError(what, where=str(parent), hint=f"mkdir -p {shlex.quote(str(parent))}")
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise OutputError(
-                "the directory that is to hold the destination cannot be written",
-                where=str(parent),
-                hint="choose a DST in a directory that you may write",
-            )
+            what = "the directory that is to hold the destination cannot be written"
+            raise OutputError(what, where=str(parent), hint="choose a DST in a directory that you may write")
         resolved = [os.path.realpath(s) for s in sources]
         holders = [os.path.realpath(r) for r in roots] or sorted({str(Path(s).parent) for s in resolved})
         self._check_apart([*resolved, *[os.path.realpath(c) for c in carried]], holders)
@@ -95,37 +89,27 @@ class Destination:
                 raise OutputError(what, where=str(self.given))
             here = Path(os.path.realpath(Path.cwd()))
             if here.is_relative_to(self.path):
-                raise OutputError(
-                    "the destination holds the current directory and is not replaced", where=str(self.given)
-                )
+                what = "the destination holds the current directory and is not replaced"
+                raise OutputError(what, where=str(self.given))
 
     def check_absent(self, *, force: bool, appeared: bool = False) -> None:
         """Raises OutputError when there is a DST that is not to be replaced; ``appeared`` since the run began."""
         if force or not os.path.lexists(self.path) or (not self.single and self._is_empty_directory()):
             return
-        raise OutputError(
-            "the destination appeared during the run" if appeared else "the destination exists",
-            where=str(self.given),
-            hint="choose another DST, or use --force to replace it",
-        )
+        what = "the destination appeared during the run" if appeared else "the destination exists"
+        raise OutputError(what, where=str(self.given), hint="choose another DST, or use --force to replace it")
 
     def _check_apart(self, sources: Sequence[str], holders: Sequence[str]) -> None:
         for target in {self.path, self.partial, Path(os.path.realpath(self.path))}:
             for s in [*sources, *holders]:
                 if Path(s).is_relative_to(target):
                     same = str(target) in holders and target.is_dir()
-                    raise OutputError(
-                        "SRC and DST are the same" if same else "the source lies inside the destination",
-                        where=[str(self.given), s],
-                        hint="choose another DST",
-                    )
+                    what = "SRC and DST are the same" if same else "the source lies inside the destination"
+                    raise OutputError(what, where=[str(self.given), s], hint="choose another DST")
             for holder in holders:
                 if Path(holder).is_dir() and target.is_relative_to(holder):
-                    raise OutputError(
-                        "the destination lies inside the source",
-                        where=[str(self.given), holder],
-                        hint="choose a DST outside",
-                    )
+                    what = "the destination lies inside the source"
+                    raise OutputError(what, where=[str(self.given), holder], hint="choose a DST outside")
 
     def _is_empty_directory(self) -> bool:
         try:
@@ -195,11 +179,8 @@ class Destination:
         with tempfile.TemporaryFile(dir=self.partial) as own:  # NFS gives root's files to nobody, FUSE to who mounted
             mapped = os.fstat(own.fileno()).st_uid
         if owner != mapped:
-            raise OutputError(
-                "the partial destination belongs to somebody else",
-                where=str(self.partial),
-                hint="choose a DST in a directory that only you can write",
-            )
+            hint = "choose a DST in a directory that only you can write"
+            raise OutputError("the partial destination belongs to somebody else", where=str(self.partial), hint=hint)
 
     def _check_left(self, own: Collection[str], *, left: bool, force: bool, resume: bool) -> None:
         """Raises OutputError when what is in the partial directory is not to be touched."""
@@ -217,11 +198,8 @@ class Destination:
                 where=str(self.partial / strange[0]),
                 hint="move it away, or use --force to remove it",
             )
-        raise OutputError(
-            "an interrupted run left a partial destination",
-            where=str(self.partial),
-            hint="--resume continues it, --force starts over",
-        )
+        what = "an interrupted run left a partial destination"
+        raise OutputError(what, where=str(self.partial), hint="--resume continues it, --force starts over")
 
     def _put_back(self, *, force: bool) -> None:
         """Undo the first of two renames that a crash came between; remove an old DST that was to go."""
@@ -242,13 +220,9 @@ class Destination:
 
     def _locked(self, path: Path, flags: int) -> int:
         if path.is_symlink():
-            raise OutputError(
-                "a link lies where the output is to be made, and is not followed",
-                where=[str(path), os.path.realpath(path)],
-                hint="remove the link, or choose another DST",
-            )
+            what, where = "a link lies where the output is to be made, and is not followed", os.path.realpath(path)
+            raise OutputError(what, where=[str(path), where], hint="remove the link, or choose another DST")
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-        held, finished = False, False
         info = os.fstat(fd)
         if not stat.S_ISDIR(info.st_mode) and (not stat.S_ISREG(info.st_mode) or info.st_nlink > 1):
             os.close(fd)
@@ -257,29 +231,22 @@ class Destination:
                 where=str(path),
                 hint="remove the directory that it lies in, or choose another DST",
             )
+        what, hint = "another run has just finished with this destination", "repeat the command"
         try:
             _flock(fd)
-            held = os.path.samestat(os.fstat(fd), path.lstat())
-            finished = not held
+            if os.path.samestat(os.fstat(fd), path.lstat()):
+                return fd
         except BlockingIOError:
-            pass
+            what, hint = "another run is writing this destination", "wait until it has finished, or choose another DST"
         except FileNotFoundError:
-            finished = True
+            pass
         except OSError as e:
-            if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF):
-                os.close(fd)
-                raise
-            held = True  # a filesystem without locks: the partial directory alone has to do
-        if not held:
+            if e.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF):
+                return fd  # a filesystem without locks: the partial directory alone has to do
             os.close(fd)
-            raise OutputError(
-                "another run has just finished with this destination"
-                if finished
-                else "another run is writing this destination",
-                where=str(self.partial),
-                hint="repeat the command" if finished else "wait until it has finished, or choose another DST",
-            )
-        return fd
+            raise
+        os.close(fd)
+        raise OutputError(what, where=str(self.partial), hint=hint)
 
     def _clear(self) -> None:
         """Remove everything but the journal, which is locked."""

@@ -292,7 +292,7 @@ class Assembler:
         return logical_tensor(Key(name), shape, pieces, pads, files=self.files)
 
     def _shaped(self, name: str, group: list[StoredTensor], rule: Rule) -> list[StoredTensor]:
-        """The tensors with the shapes that their ranks hold of a tensor whose whole shape is known. Raises Uneven."""
+        """The tensors with their ranks' shares of a known whole shape. Raises LayoutError and IndivisibleError."""
         if name not in self.wholes:
             raise LayoutError(
                 f"the shape of `{name}` is not known: its files hold runs of elements, and there is no such weight",

@@ -195,7 +195,7 @@ def _guard(rule: Rule, cutting: PartitionContext) -> Size | None:
 
 
 def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisShare:
-    """Equal shares of an axis; ``word`` names what is shared. Raises IndivisibleError with the divisors that would work."""
+    """Equal shares of an axis of what ``word`` names. Raises IndivisibleError with the divisors that would work."""
     count = units.value if units else n
     if n % max(count, 1):
         raise IndivisibleError(f"an axis of {n} does not divide into {count} {word}", ())
@@ -279,8 +279,8 @@ def whole_axis(n: int) -> AxisShare:
 def blocked(got: AxisShare, n: int, block: int) -> AxisShare:
     """The share of a scale axis, given the share of the weight's axis of ``n`` elements in blocks of ``block``.
 
-    A block of 0 is all of the axis. Raises IndivisibleError when a cut does not fall between two blocks: one scale would belong
-    to two ranks.
+    A block of 0 is all of the axis. Raises IndivisibleError when a cut does not fall between two blocks: one scale
+    would belong to two ranks.
     """
     if not block:
         return whole_axis(1)
@@ -310,8 +310,8 @@ def local_boxes(
     """What the rank at ``at`` stores of a logical tensor of ``shape``, and which boxes of it.
 
     With ``blocks`` the tensor is a weight's scale grid: ``shape`` is the weight's, blocks[i] its elements per scale
-    along axis i (0: the whole axis has one), and the result is in scales. Raises IndivisibleError; which pipeline stage and
-    which single expert a rank holds is not decided here.
+    along axis i (0: the whole axis has one), and the result is in scales. Raises IndivisibleError; which pipeline
+    stage and which single expert a rank holds is not decided here.
     """
     mesh = cutting.mesh
     ways, index = (mesh.etp, at.etp) if rule.expert else (mesh.tp, at.tp)
