@@ -189,7 +189,7 @@ def treat(weights: Iterable[Weight], scheme: Scheme | None, keep: Keep) -> list[
     out = []
     skips = scheme.edge == "skip" and scheme.recipe == "block"
     for w, reason in zip(weights, reasons, strict=True):
-        ragged = skips and any(n % b for n, b in zip(w.shape[-2:], scheme.block, strict=True))
-        why = reason or ("--edge skip" if ragged else "")
+        ragged = skips and not reason and any(n % b for n, b in zip(w.shape[-2:], scheme.block, strict=True))
+        why = "--edge skip" if ragged else reason
         out.append(Treated(w, () if why else forms(scheme, w.name, w.shape, in_out=w.in_out), why))
     return out

@@ -206,7 +206,7 @@ OWN = """
         return (yield from METHODS["linear"].program(tensor))
 
     here = Path(sys.argv[1])
-    METHODS["mine"] = replace(METHODS["linear"], program=mine)
+    METHODS["mine"] = replace(METHODS["linear"], name="mine", program=mine)
     if len(sys.argv) > 2:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     plan, want = merge_plan(here / "src", method="mine")

@@ -118,8 +118,8 @@ Passes = Callable[[Mapping[str, Any], int], int]
 class Method:
     """A merge method and what recipes may say to it."""
 
+    name: str
     program: Callable[[Tensor], Program]
-    """Its name is the method's."""
     formula: str
     """One line, for docs and --help."""
     paper: str = ""
@@ -137,10 +137,6 @@ class Method:
     """Uses a model's array only until it asks for the next one, so that hundreds of models share one buffer."""
     passes: Passes = lambda _whole, _models: 0
     """How often the program sees a large tensor before it is combined, as a rule: for the progress that is shown."""
-
-    @property
-    def name(self) -> str:
-        return self.program.__name__
 
 
 def add_base(tensor: Tensor, chunk: Chunk, out: Array) -> None:

@@ -127,6 +127,7 @@ METHODS = {
     m.name: m
     for m in (
         Method(
+            "linear",
             linear,
             "sum w_i x_i [/ sum w_i]",
             "https://arxiv.org/abs/2203.05482",
@@ -136,6 +137,7 @@ METHODS = {
             one_at_a_time=True,
         ),
         Method(
+            "passthrough",
             passthrough,
             "scale x",
             per_model={"scale": Parameter("float", 1.0, "factor of the tensor")},
@@ -143,6 +145,7 @@ METHODS = {
             models=(1, 1),
         ),
         Method(
+            "nearswap",
             nearswap,
             "w x + (1 - w) b, w = clamp(t / |b - x|, 0, 1)",
             "https://huggingface.co/alchemonaut/QuartetAnemoi-70B-t0.0001",
@@ -151,6 +154,7 @@ METHODS = {
             models=(1, 1),
         ),
         Method(
+            "average",
             average,
             "sum x_i / N",
             "https://arxiv.org/abs/1803.05407",
@@ -158,6 +162,7 @@ METHODS = {
             one_at_a_time=True,
         ),
         Method(
+            "ema",
             ema,
             "e_0 = x_0, e_i = decay e_(i-1) + (1 - decay) x_i",
             whole={"decay": Parameter("float", None, "share of the average so far, 0 to 1")},

@@ -264,7 +264,9 @@ def _method(
     program.__name__ = program.__qualname__ = name
     program.__doc__ = f"{merge.__doc__}\n\nof differences thinned so: {thin.__doc__}" if thin.__doc__ else merge.__doc__
     passes = _PASSES.get(thin, lambda _whole, _models: 0)
-    return Method(program, formula, paper, per_model=_WEIGHT, whole=_NORMALIZE | whole, random=random, passes=passes)
+    return Method(
+        name, program, formula, paper, per_model=_WEIGHT, whole=_NORMALIZE | whole, random=random, passes=passes
+    )
 
 
 _SUM = "b + sum w_i t_i / sum w_i"
@@ -285,6 +287,7 @@ METHODS = {
         _method("paddle_della_linear", _magprune, _linear, _SUM + _RANKED, _DELLA, _PRUNE, random=True),
         _method("paddle_della", _magprune, _ties, _ELECTED + _RANKED, _DELLA, _COUNT | _PRUNE, random=True),
         Method(
+            "paddle_slerp",
             paddle_slerp,
             "b + [sin((1-alpha)a) t_1 + sin(alpha a) t_2] / sin(a), a the angle between t_1 and t_2",
             "https://en.wikipedia.org/wiki/Slerp",

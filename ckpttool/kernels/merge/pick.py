@@ -232,6 +232,7 @@ METHODS = {
     m.name: m
     for m in (
         Method(
+            "sce",
             sce,
             "b + sum w_i d_i / sum w_i over the d_i of the elected sign, w_i their mean squares",
             "https://arxiv.org/abs/2408.07990",
@@ -243,6 +244,7 @@ METHODS = {
             passes=lambda whole, _: 4 if whole["select_topk"] < 1 else 1,
         ),
         Method(
+            "arcee_fusion",
             arcee_fusion,
             "x where |x - b| KL(x || b) >= median + 1.5 IQR, else b",
             "https://arcee.ai",
@@ -252,6 +254,7 @@ METHODS = {
             passes=lambda _whole, _models: 3,
         ),
         Method(
+            "ram",
             ram,
             "b + sum m_i d_i / max(1, sum m_i), m_i = |d_i| > epsilon",
             "https://arxiv.org/abs/2601.13572",
@@ -259,6 +262,7 @@ METHODS = {
             base="needed",
         ),
         Method(
+            "ramplus_tl",
             ramplus_tl,
             "ram, with what only model i changes times 1 + r min(alpha, s_i / u_i)",
             "https://arxiv.org/abs/2601.13572",

@@ -416,6 +416,7 @@ def _method(
     if elect:
         formula += ", both sums over the models with the sum's sign"
     return Method(
+        program.__name__,
         program,
         formula + (f"; m_i: {stays}" if stays else ""),
         f"https://arxiv.org/abs/{paper}",

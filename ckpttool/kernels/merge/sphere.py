@@ -348,6 +348,7 @@ METHODS = {
     m.name: m
     for m in (
         Method(
+            "slerp",
             slerp,
             "[sin((1-t)a) b + sin(t a) x] / sin(a), a the angle between b and x",
             "https://en.wikipedia.org/wiki/Slerp",
@@ -357,6 +358,7 @@ METHODS = {
             passes=one_pass,
         ),
         Method(
+            "nuslerp",
             nuslerp,
             "slerp of two models [of x_i - b], t = w_2 / (w_1 + w_2)",
             per_model={"weight": Parameter("float", None, "share of the model")},
@@ -369,6 +371,7 @@ METHODS = {
             passes=lambda whole, _: int(whole["nuslerp_flatten"] or whole["nuslerp_row_wise"]),
         ),
         Method(
+            "multislerp",
             multislerp,
             "b + sum w_i |d_i| * m / |m|, m = sum w_i d_i / |d_i|",
             "https://goddard.blog/posts/multislerp-wow-what-a-cool-idea",
@@ -380,6 +383,7 @@ METHODS = {
             passes=one_pass,
         ),
         Method(
+            "karcher",
             karcher,
             "the Karcher mean of x_i / |x_i|, times the mean of |x_i|",
             "https://arxiv.org/abs/2603.04972",
@@ -391,6 +395,7 @@ METHODS = {
             passes=one_pass,
         ),
         Method(
+            "model_stock",
             model_stock,
             "t mean(x_i) + (1 - t) b, t = n c / (1 + (n - 1) c), c the mean cosine of x_i - b",
             "https://arxiv.org/abs/2403.19522",
