@@ -7,6 +7,7 @@ tensors and headers out of offset order are valid; holes, overlaps and trailing 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import sys
@@ -342,14 +343,26 @@ def layout_file(
     return b"".join((length, *pieces)), offsets, size
 
 
+def _key(name: str) -> bytes:
+    """The bytes of a tensor's name in a header."""
+    with contextlib.suppress(UnicodeEncodeError):
+        if name != "__metadata__":
+            return name.encode()
+    raise UnsupportedError(
+        f"{name!a} cannot be the name of a tensor in a safetensors file",
+        hint="--rename OLD=NEW gives it another one",
+    )
+
+
 def lay_out(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]],
     metadata: Mapping[str, str] | None,
     put: Callable[[bytes], object],
 ) -> tuple[bytes, dict[str, int], int]:
     """The same, with the header in two parts: its first 8 bytes are returned; all others go to ``put``, piece by piece,
-    because a header of a hundred thousand tensors is large."""
-    ordered = sorted(tensors, key=lambda t: (-ORDER[t[1]], t[0].encode("utf-8", "surrogateescape")))
+    because a header of a hundred thousand tensors is large. Raises UnsupportedError for a name that a header cannot
+    have."""
+    ordered = sorted(tensors, key=lambda t: (-ORDER[t[1]], _key(t[0])))
     length = 1
     put(b"{")
     comma = ""

@@ -53,7 +53,7 @@ class FamilyDialect(Dialect):
             known = ", ".join([PUBLISHED, *family.spec.namings])
             raise UnsupportedError(
                 f"family `{family.name}` has no {self.name} naming",
-                where=family.origin,
+                where=family.origin or (),
                 hint=f"it has: {known}. Add a `namings: {self.name}:` section in a file given with --family",
             )
         return family.statements(self.name, staged=staged)

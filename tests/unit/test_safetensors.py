@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from ckpttool.catalog import RankTensor
 from ckpttool.containers.safetensors import Header, layout_file, problems, read_header
 from ckpttool.dtypes import DTYPES
-from ckpttool.errors import CkptError, CorruptError, IncompleteError
+from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.base import build_files, fill_files
 from ckpttool.storage.listing import natural
 from tests.helpers.sample import examples
@@ -158,6 +158,13 @@ def test_a_header_longer_than_one_read(tmp_path: Path) -> None:
 
 def stored(name: str, size: int) -> RankTensor:
     return RankTensor(name, "U8", (size,), name, (size,), ())
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
+def test_names_that_no_header_has(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be the name of a tensor") as e:
+        layout_file([(name, "F32", (2,))], None)
+    assert "--rename" in str(e.value.hint)
 
 
 def test_files_are_filled_in_order() -> None:
