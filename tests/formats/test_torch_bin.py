@@ -150,6 +150,14 @@ def quantized() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
 
 
+class Named(torch.Tensor):
+    """A subclass, which torch.save stores by its class."""
+
+
+class Settings(dict[str, Any]):
+    """What looks like a dict."""
+
+
 ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: {"a": torch.eye(3).to_sparse()}, "`a` is not a plain tensor (sparse tensor)"),
     "quantised": (lambda: {"a": quantized()}, "`a` is not a plain tensor (qtensor)"),
@@ -157,6 +165,13 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "a module": (lambda: torch.nn.Linear(2, 2), "a whole module (torch.nn.modules.linear.Linear)"),
     "complex128": (lambda: {"a": torch.ones(2, dtype=torch.complex128)}, "`a` is of torch's type ComplexDoubleStorage"),
     "conjugate": (lambda: {"a": torch.ones(2, dtype=torch.complex64).conj()}, "a conjugate or negative bit"),
+    "a subclass": (lambda: {"a": torch.ones(2).as_subclass(Named), "b": torch.ones(2)}, f"({__name__}.Named)"),
+    "an array": (lambda: {"a": np.ones(3), "b": torch.ones(2)}, "`a` is a numpy array"),
+    "an array below": (lambda: {"a": {"c": np.ones(3)}, "b": torch.ones(2)}, "`a.c` is a numpy array"),
+    "a storage": (lambda: {"a": torch.ones(2).untyped_storage(), "b": torch.ones(2)}, "`a` is a storage"),
+    "no values yet": (lambda: {"a": torch.nn.UninitializedParameter(), "b": torch.ones(2)}, "UninitializedParameter)"),
+    "a class of dicts": (lambda: {"a": Settings(w=torch.ones(2))}, f"`a` is of class {__name__}.Settings, not a plain"),
+    "of a class": (lambda: Settings(w=torch.ones(2)), "hint: save what it holds: dict(x)"),
     "no tensors": (lambda: {"a": 1, "b": "text"}, "there are no tensors here"),
     "a few bytes for ever": (lambda: {"a": torch.ones(1).expand(1 << 40)}, "repeats the 4 bytes of its storage"),
 }
@@ -168,6 +183,15 @@ def test_what_is_refused_by_name(case: str, src: Path, tmp_path: Path) -> None:
     make, words = ODD[case]
     torch.save(make(), src / "pytorch_model.bin")
     assert words in refused(src, tmp_path / "out")
+
+
+def test_subclasses_elsewhere(tmp_path: Path) -> None:
+    """Their tensors are tensors, so the dict to read is asked for; arrays beside the one that is read are none."""
+    path = tmp_path / "a.pt"
+    torch.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2).as_subclass(Named)}}, path)
+    assert "2 places of the file: model, ema" in refused(path, tmp_path / "out")
+    torch.save({"model": {"w": torch.ones(2)}, "rng": ("MT19937", np.ones(3))}, path)
+    same(as_read(path, tmp_path / "out"), {"w": torch.ones(2)})
 
 
 def test_torchscript(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpttool.containers.pickle import Record, printable
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.pickle import Array, Record, printable
+from ckpttool.containers.torch_pickle import Storage, Tensor
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.words import some
 
 _NODES = (dict, list, tuple)
+_KINDS = ("torch._utils._rebuild_", "torch._tensor._rebuild_", "torch.nn.parameter.")
+"""What makes tensors of other kinds."""
 ALL = "."
 """The --select of everything, under names with all their dicts."""
 
@@ -22,7 +24,7 @@ def select(value: Any, path: str, where: str) -> tuple[dict[str, Tensor], list[s
     """The tensors at ``path`` ("" for the only dict that has some), by name, and notes.
 
     Raises UsageError for a path that is not there, ConflictError for several candidates, IncompleteError when there are
-    none, UnsupportedError for tensors of other kinds.
+    none, UnsupportedError for tensors of other kinds and for arrays of numpy.
     """
     chosen, node = (path, _at(value, path, where)) if path else _only(value, where)
     tensors: dict[str, Tensor] = {}
@@ -32,7 +34,7 @@ def select(value: Any, path: str, where: str) -> tuple[dict[str, Tensor], list[s
             if name in tensors:
                 raise ConflictError(f"two tensors are called `{printable(name)}`", where=where)
             tensors[name or "tensor"] = v
-        elif _holds(v):
+        elif isinstance(v, Array) or _holds(v):
             raise _odd(name, v, where)
         else:
             left.append(printable(name, 40))
@@ -95,10 +97,10 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _holds(value: Any) -> bool:
     """Whether there are tensors of a model in it; those of optimizers are none."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, Storage)):
         return True
     if isinstance(value, Record):
-        return value.cls.startswith("torch._utils._rebuild_") or any(map(_holds, value.fields.values()))
+        return value.cls.startswith(_KINDS) or any(map(_holds, value.fields.values()))
     if isinstance(value, dict) and "param_groups" in value and "state" in value:
         return False
     return any(_holds(v) for _, v in _items(value))
@@ -115,15 +117,30 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
             yield name, v
 
 
-def _odd(name: str, v: Record, where: str) -> UnsupportedError:
+def _odd(name: str, v: Any, where: str) -> UnsupportedError:
     """The error for what is a tensor of another kind, or has tensors inside."""
-    kind = next((str(a) for a in v.fields.get("args", ())[1:2]), "") if v.cls.endswith("_from_type_v2") else ""
-    if "_parameters" in v.fields or "_modules" in v.fields:
+    if isinstance(v, Array):
+        what = "a numpy array, not a tensor"
+        hint = "make it a tensor, torch.from_numpy(array), and save the file again"
+    elif isinstance(v, Storage):
+        what = "a storage, not a tensor"
+        hint = "save the tensor"
+    elif "_parameters" in v.fields or "_modules" in v.fields:
         what = f"a whole module ({printable(v.cls)}), not a dict of tensors"
         hint = "save its weights where its class is known: torch.save(module.state_dict(), 'pytorch_model.bin')"
-    else:
-        kind = kind or v.cls.removeprefix("torch._utils._rebuild_").removesuffix("_no_storage").replace("_", " ")
+    elif v.cls.startswith(_KINDS):
+        kind = v.cls
+        if kind.endswith("_from_type_v2"):
+            kind = next((str(a) for a in v.fields.get("args", ())[1:2]), kind)
+        elif kind.startswith(_KINDS[0]):
+            kind = kind.removeprefix(_KINDS[0]).removesuffix("_no_storage").replace("_", " ")
         what = f"not a plain tensor ({printable(kind)})"
-        hint = "save it as a plain one: .to_dense(), .dequantize() or .full_tensor(); a meta tensor has no values"
+        hint = (
+            "save it as a plain one: .to_dense(), .dequantize(), .full_tensor() or .as_subclass(torch.Tensor); "
+            "a meta tensor has no values"
+        )
+    else:
+        what = f"of class {printable(v.cls)}, not a plain dict or list"
+        hint = "save what it holds: dict(x), list(x) or x.state_dict()"
     at = f"`{printable(name)}`" if name else "the object in the file"
     return UnsupportedError(f"{at} is {what}", where=where, hint=hint)
