@@ -112,8 +112,8 @@ def _shards(listing: Listing, stem: str) -> list[str]:
     weights = next((n for n in pickled if n.startswith((stem, "lora_model_state"))), None)
     if weights:
         raise UnsupportedError(
-            f"{weights} is pickled, and reading it could run what it holds",
+            f"{weights} is pickled; adapters are read as safetensors only",
             where=str(listing.path(weights)),
-            hint="save the adapter as safetensors",
+            hint="save the adapter as safetensors (PEFT's save_pretrained does so by default)",
         )
     raise IncompleteError(f"the adapter has no {stem}.safetensors", where=where)

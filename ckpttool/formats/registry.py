@@ -98,7 +98,7 @@ def detect(listing: Listing) -> Reader:
     stranger = None if below else foreign(listing.root, [listing.single] if listing.single else listing.names, folders)
     if stranger:
         raise UnsupportedError(
-            f"this is {stranger.what}, which ckpttool does not read",
+            f"this is {stranger.what}, {stranger.why}",
             where=str(listing.path(listing.single)),
             hint=stranger.hint,
         )
@@ -188,7 +188,7 @@ def read_source(path: Place, name: str, options: ReadOptions) -> StoredCheckpoin
     found = choose(listing, name, options)
     if options.select and not found.capabilities.nested:
         raise UsageError(
-            f"--select has no effect on {found.name}, whose tensors do not lie in nested dicts", where=str(path)
+            f"--select has no effect on {found.name}", where=str(path), hint="it is for files of torch.save"
         )
     stored = found.read(listing, options)
     stored.notes += [f"{n} is left out: it is a link out of the checkpoint, to {to}" for n, to in listing.away.items()]

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from ckpttool.storage.place import Place, open_file, readable
+from ckpttool.words import some
 
 
 class KnownUnsupported(NamedTuple):
@@ -23,6 +24,8 @@ class KnownUnsupported(NamedTuple):
     """Completes "this is ..."."""
     hint: str
     """A hint."""
+    why: str = "which ckpttool does not read"
+    """Completes "this is ..., "."""
 
 
 _AGAIN = "the download failed or was not allowed; log in where the model asks for it, and fetch the file again"
@@ -92,7 +95,11 @@ _NAMES = (
     ),
     (
         r".*\.(pt|pth|ckpt|bin)",
-        KnownUnsupported("no model, but files of torch.save", "give the path of the one with the weights"),
+        KnownUnsupported(
+            "a directory with files of torch.save ({names})",
+            "give the path of the one with the weights",
+            "and it is unclear which one is the model",
+        ),
     ),
     (
         r"_CHECKPOINT_METADATA|manifest\.ocdbt|.*\.(npz|npy|msgpack|h5|onnx|tflite|pb|keras)",
@@ -118,11 +125,12 @@ def foreign(root: Place, names: Iterable[str], folders: Collection[str]) -> Know
         found = next((n for n in here if rx.fullmatch(n)), None)
         if found is not None:
             fields = {
+                "names": some([n for n in here if rx.fullmatch(n)]),
                 "root": shlex.quote(str(root)),
                 "found": shlex.quote(str(root / found)) if found in folders else found,
                 "out": re.sub(r"[^\w.-]", "-", root.name) + "-safetensors",
             }
-            return KnownUnsupported(stranger.what.format(**fields), stranger.hint.format(**fields))
+            return KnownUnsupported(stranger.what.format(**fields), stranger.hint.format(**fields), stranger.why)
     return None
 
 

@@ -312,6 +312,20 @@ def test_beside_safetensors(tmp_path: Path) -> None:
     assert "not part of the model, and left out: optimizer.pt" in done.err
 
 
+def test_which_file_is_the_model(src: Path) -> None:
+    """transformers' training_args.bin makes nothing Paddle's; of several files, or none, the error says the truth."""
+    assert "there are no files of torch.save" in command("inspect", src, "--from", "torch-bin").err
+    torch.save({"w": torch.ones(1)}, src / "weights.pt")
+    torch.save({"lr": 1.0}, src / "training_args.bin")
+    (src / "config.json").write_text("{}")
+    done = command("inspect", src)
+    assert done.code == 0, done.err
+    assert "not part of the model, and left out: training_args.bin" in done.err
+    torch.save({"w": torch.ones(1)}, src / "again.pt")
+    error = command("inspect", src).err
+    assert "files of torch.save (again.pt, training_args.bin, weights.pt), and it is unclear which one" in error
+
+
 def test_tied_weights_are_written_once(src: Path, tmp_path: Path) -> None:
     """Where config.json ties them and the file stores them in one place; else both are tensors of their own."""
     words = torch.arange(8.0).reshape(4, 2)
@@ -338,7 +352,7 @@ def test_shards(src: Path, tmp_path: Path) -> None:
     one, two = (f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2))
     index.write_text(json.dumps({"weight_map": {"a": two, "b": one}}))
     done = reshard(src, tmp_path / "noted", "--to", "hf")
-    assert "the index does not say where a, b is" in done.err
+    assert "the index puts 2 tensors in the wrong shard (a, b); read from the files" in done.err
     index.write_text(json.dumps({"weight_map": {"a": one, "c": two}}))
     assert "in no file: c" in refused(src, tmp_path / "no")
     index.write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))

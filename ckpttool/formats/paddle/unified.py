@@ -99,7 +99,9 @@ class Unified:
                 return 2 if paddle_config.software(listing.json("config.json")).name else 0
             except CorruptError:
                 return 0  # what reads it says so
-        return int(not listing.safetensors() and "training_args.bin" in names)
+        # A save that failed may have left only what is carried; transformers writes a training_args.bin, too.
+        carried = all(_CARRIED.match(n) for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt")))
+        return int(carried and not listing.safetensors() and "training_args.bin" in names)
 
     def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (files are missing), ConflictError (contradictions), CorruptError, UsageError."""

@@ -21,7 +21,7 @@ from ckpttool.mesh import Mesh
 from ckpttool.storage.identify import identify
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import Listing
-from ckpttool.words import some
+from ckpttool.words import count, some
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 STEM = "pytorch_model"
@@ -87,8 +87,7 @@ class TorchFiles:
                 if key not in found or index[key] == name:
                     found[key] = t
         stored.tensors, stored.notes = list(found.values()), notes
-        if index and (wrong := [k for k, t in found.items() if index.get(k) != names[t.file]]):
-            stored.notes.append(f"the index does not say where {some(wrong)} is; read from the files")
+        stored.notes += _index_notes(index, {k: names[t.file] for k, t in found.items()})
         if missing := [k for k in index if k not in found]:
             raise IncompleteError(
                 f"{len(missing)} tensors that the index names are in no file: {missing[0]}", where=str(listing.root)
@@ -116,6 +115,17 @@ class TorchFiles:
             text = indented({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
             files.append(base.OutFile(INDEX, len(text), ((0, text),)))
         return base.FileLayout(files, [places], [], [rank_files], usage=_usage(request.config))
+
+
+def _index_notes(index: Mapping[str, str], real: Mapping[str, str]) -> list[str]:
+    notes = []
+    if index and (extra := [n for n in real if n not in index]):
+        notes.append(f"the index lacks {count(len(extra), 'tensor')} ({some(extra)}); read from the files")
+    if moved := [n for n in real if n in index and index[n] != real[n]]:
+        notes.append(
+            f"the index puts {count(len(moved), 'tensor')} in the wrong shard ({some(moved)}); read from the files"
+        )
+    return notes
 
 
 def _usage(config: Mapping[str, Any]) -> str:
@@ -154,7 +164,9 @@ def _files(listing: Listing) -> tuple[list[str], dict[str, str]]:
             names = present
         else:
             raise IncompleteError(
-                f"there are {len(present)} files of torch.save here, and it is unclear which one to read",
+                f"there are {len(present)} files of torch.save here, and it is unclear which one to read"
+                if present
+                else "there are no files of torch.save with weights here",
                 where=[str(listing.root), *present[:4]],
                 hint="give the path of the file",
             )
