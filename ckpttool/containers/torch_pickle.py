@@ -26,6 +26,12 @@ _CLASSES = {
 }
 STORAGE_CLASS = {dtype: name for name, dtype in _CLASSES.items()}
 """Dtypes that have a class of storages; tensors of the others lie in untyped ones."""
+OTHER_SIZES = {
+    "ComplexDoubleStorage": 16,
+    "QInt32Storage": 4,
+    **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
+}
+"""Bytes of an element of storages that are not read, but may lie before others that are."""
 TORCH_DTYPE = {d.name: d.numpy for d in DTYPES.values() if d.bits >= 8}
 """Attribute of ``torch``."""
 _BY_TORCH = {name: dtype for dtype, name in TORCH_DTYPE.items()}
@@ -81,8 +87,11 @@ def _refused(name: Global) -> bool:
 
 
 def _persistent(storages: dict[str, Storage], machine: Machine) -> None:
-    pid = machine.stack.pop()
+    pid = machine.plain(machine.stack.pop())  # the source of a class is a long text
     kinds = [str, Global, str, str, int]
+    if type(pid) is tuple and len(pid) == 4 and pid[0] == "module" and type(pid[1]) is Global:  # before torch 1.6
+        machine.stack.append(pid[1])
+        return
     if type(pid) is not tuple or [type(p) for p in pid[:5]] != kinds or pid[0] != "storage" or pid[4] < 0:
         machine.corrupt("the pickle names a storage in a way that torch.save does not")
     if pid[5:] not in ((), (None,)):

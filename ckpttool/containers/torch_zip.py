@@ -21,7 +21,7 @@ from zlib import crc32
 
 from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import interpret, opened, printable
-from ckpttool.containers.torch_pickle import STORAGE_CLASS, TORCH_DTYPE, Storage, Tensor, vocabulary
+from ckpttool.containers.torch_pickle import OTHER_SIZES, STORAGE_CLASS, TORCH_DTYPE, Storage, Tensor, vocabulary
 from ckpttool.dtypes import DTYPES, itemsize, nbytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import contiguous_strides
@@ -43,7 +43,11 @@ _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _FULL = 0xFFFFFFFF
+_STEP = 1 << 20
+"""Bytes that are in memory while a CRC is taken."""
 _UTF8 = 0x800
+_OLD_PROTOCOLS = f"L{MAGIC}L\n".encode()
+"""How protocols 0 and 1 write MAGIC, before torch 1.6."""
 _AGAIN = "the download or save was interrupted; fetch or write the file again"
 
 
@@ -94,7 +98,9 @@ class TorchFile:
 
 def is_torch(head: bytes) -> bool:
     """Whether a file that begins so may be one of torch.save: a zip or a pickle."""
-    return head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"))
+    return head.startswith((b"PK\x03\x04", _OLD_PROTOCOLS)) or (
+        head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    )
 
 
 def read_torch(path: Place, begin: int = 0, end: int | None = None) -> TorchFile:
@@ -133,6 +139,14 @@ class _Source(NamedTuple):
     def corrupt(self, what: str) -> NoReturn:
         raise CorruptError(what, where=str(self.info.place), hint="fetch or write the file again")
 
+    def begins_pickle(self, at: int) -> None:
+        """Refuse a pickle of protocol 0 or 1, which does not say so."""
+        if self.pread(at, 1) != b"\x80":
+            self.unsupported(
+                "this is not a pickle of protocol 2 to 5; protocols 0 and 1 are not read",
+                "save the file again with torch's default protocol: torch.save without pickle_protocol",
+            )
+
     def unsupported(self, what: str, hint: str) -> NoReturn:
         raise UnsupportedError(what, where=str(self.info.place), hint=hint)
 
@@ -154,6 +168,8 @@ class _Source(NamedTuple):
 class _Member(NamedTuple):
     header: int
     size: int
+    crc: int
+    """CRC-32; 0 where the writer did not take it."""
     packed: bool
     """Compressed or encrypted."""
 
@@ -197,11 +213,21 @@ def _read_zip(source: _Source) -> TorchFile:
                 f"the tensors are {printable(order.decode('latin-1'))}-endian", "save them on x86 or ARM"
             )
     at, n = place(pickles[0])
+    if (said := members[pickles[0]].crc) and (crc := _crc(source, at, n)) != said:
+        source.corrupt(f"`{printable(pickles[0])}` is damaged: its CRC-32 is {crc:08x}, the zip says {said:08x}")
+    source.begins_pickle(at)
     storages: dict[str, Storage] = {}
     value, _ = interpret(source.file, vocabulary(storages), begin=at, end=at + n)
     places = {key: place(f"{top}data/{key}") for key in storages if f"{top}data/{key}" in members}
     source.checked(storages, places)
     return TorchFile(source.info, value, places)
+
+
+def _crc(source: _Source, at: int, n: int) -> int:
+    crc = 0
+    for i in range(at, at + n, _STEP):
+        crc = crc32(source.pread(i, min(_STEP, at + n - i)), crc)
+    return crc
 
 
 def _members(source: _Source) -> tuple[dict[str, _Member], int]:
@@ -238,7 +264,7 @@ def _members(source: _Source) -> tuple[dict[str, _Member], int]:
                 where=str(source.info.place),
                 hint="write the file again: it is undefined which of them counts",
             )
-        found[name] = _Member(header, full, method != 0 or flags & 1 != 0 or packed != full)
+        found[name] = _Member(header, full, fields[7], method != 0 or flags & 1 != 0 or packed != full)
     return found, source.begin + start
 
 
@@ -271,6 +297,7 @@ def _read_legacy(source: _Source) -> TorchFile:
         found, at = interpret(source.file, words, begin=at, end=source.end, whole=False)
         return found
 
+    source.begins_pickle(at)
     if value() != MAGIC:
         source.unsupported(
             "this is a pickle, but not one of torch.save", "give the file of weights; nothing in it was executed"
@@ -285,12 +312,19 @@ def _read_legacy(source: _Source) -> TorchFile:
         source.corrupt("the list of storages is not a list of different names")
     places = {}
     for key in keys:
-        if key not in storages or storages[key].dtype not in DTYPES:
-            source.unsupported(f"the storage `{printable(key)}` has no known dtype", "save the file with a newer torch")
+        if key not in storages:
+            source.corrupt(f"the storage `{printable(key)}` is in the file, but not in the pickle")
+        dtype = storages[key].dtype
+        size = itemsize(dtype) if dtype in DTYPES else OTHER_SIZES.get(dtype)
+        if size is None:
+            source.unsupported(
+                f"the storage `{printable(key)}` is of torch's type {printable(dtype)}, whose size is not known",
+                "save the file with a newer torch",
+            )
         count = int.from_bytes(source.pread(at, 8), "little", signed=True)
         if count != storages[key].elements:
             source.corrupt(f"the storage `{printable(key)}` has {count:,} elements, not {storages[key].elements:,}")
-        places[key] = (at + 8, count * itemsize(storages[key].dtype))
+        places[key] = (at + 8, count * size)
         at += 8 + places[key][1]
         source.pread(at, 0)
     source.checked(storages, places)

@@ -177,11 +177,13 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:Couldn't retrieve source")
+@pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("case", ODD)
-def test_what_is_refused_by_name(case: str, src: Path, tmp_path: Path) -> None:
+def test_what_is_refused_by_name(case: str, zipped: bool, src: Path, tmp_path: Path) -> None:
+    """In words that do not depend on the form of the file."""
     make, words = ODD[case]
-    torch.save(make(), src / "pytorch_model.bin")
+    torch.save(make(), src / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     assert words in refused(src, tmp_path / "out")
 
 
@@ -192,6 +194,39 @@ def test_subclasses_elsewhere(tmp_path: Path) -> None:
     assert "2 places of the file: model, ema" in refused(path, tmp_path / "out")
     torch.save({"model": {"w": torch.ones(2)}, "rng": ("MT19937", np.ones(3))}, path)
     same(as_read(path, tmp_path / "out"), {"w": torch.ones(2)})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_before_torch_1_6(src: Path, tmp_path: Path) -> None:
+    """Classes of modules come with their source, and storages of types that are not read lie before those that are."""
+    value = {"w": torch.arange(3.0), "class": torch.nn.Linear}
+    torch.save(value, src / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    same(as_read(src, tmp_path / "class"), {"w": torch.arange(3.0)})
+    unread = {"a": torch.ones(3, dtype=torch.complex128), "b": quantized(), "c": {"w": torch.arange(3.0)}}
+    torch.save(unread, src / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    same(as_read(src, tmp_path / "types", "--select", "c"), {"w": torch.arange(3.0)})
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_protocols_that_are_not_read(protocol: int, zipped: bool, src: Path, tmp_path: Path) -> None:
+    path = src / "pytorch_model.bin"
+    torch.save({"a": torch.ones(2)}, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    assert "protocols 0 and 1 are not read" in refused(src, tmp_path / "out")
+
+
+def test_the_pickles_checksum(src: Path, tmp_path: Path) -> None:
+    """A name with another letter is a model that nobody saved; a writer that takes no checksums writes 0."""
+    path = src / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(2)}, path)
+    path.write_bytes(path.read_bytes().replace(b"weight", b"weighs"))
+    assert "data.pkl` is damaged: its CRC-32 is" in refused(src, tmp_path / "out")
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        torch.save({"weight": torch.ones(2)}, path)
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    same(as_read(src, tmp_path / "out"), {"weight": torch.ones(2)})
 
 
 def test_torchscript(tmp_path: Path) -> None:
