@@ -460,6 +460,8 @@ def open_(
         LayoutError: a tensor has no rule.
         UnsupportedError: a dtype, family or format that is not known.
     """
+    if not isinstance(select, str):
+        raise UsageError(f"select is {select!r}", hint="give the dotted path of a dict, such as 'model.ema'")
     beside = [also] if isinstance(also, str | Path) else also
     sizes = counts(tp=tp, pp=pp, ep=ep, etp=etp, sharding=sharding)
     places = tuple([parse_place(p) for p in beside])

@@ -50,6 +50,9 @@ ALSO_CALLED = {
     **dict.fromkeys(("torch", "pytorch", "bin", "pth", "pt", "ckpt"), "torch-bin"),
 }
 """What people say for a format; only for hints."""
+_NO_SELECT = (
+    "it is for files of torch.save; to use one beside other sources, `ckpttool reshard FILE DIR --select PATH` first"
+)
 
 
 def reader(name: str) -> Reader:
@@ -187,9 +190,7 @@ def read_source(path: Place, name: str, options: ReadOptions) -> StoredCheckpoin
     listing = list_source(path)
     found = choose(listing, name, options)
     if options.select and not found.capabilities.nested:
-        raise UsageError(
-            f"--select has no effect on {found.name}", where=str(path), hint="it is for files of torch.save"
-        )
+        raise UsageError(f"--select has no effect on {found.name}", where=str(path), hint=_NO_SELECT)
     stored = found.read(listing, options)
     stored.notes += [f"{n} is left out: it is a link out of the checkpoint, to {to}" for n, to in listing.away.items()]
     if not stored.config and stored.mesh.world > 1 and (listing.root.parent / "config.json").is_file():

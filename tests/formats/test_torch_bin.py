@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.containers.torch_zip import lay_out_torch, read_torch
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, UsageError
 from tests.helpers.command import ckpttool as command
 from tests.helpers.command import refused, reshard
 
@@ -124,6 +124,10 @@ def test_several_dicts(tmp_path: Path) -> None:
     same(as_read(path, tmp_path / "all", "--select", "."), everything)
     assert "there is no `modle`" in refused(path, tmp_path / "no", "--select", "modle", code=2)
     assert ckpttool.open(path, select="ema")["w"].shape == (2, 2)
+    with pytest.raises(UsageError, match="select is 3"):
+        ckpttool.open(path, select=3)  # type: ignore[arg-type]
+    error = command("inspect", path, "--select", "ema", "--diff", path).err
+    assert "for OTHER of --diff, and one source of several, `ckpttool reshard FILE DIR --select PATH` first" in error
 
 
 def test_the_only_dict_is_found(tmp_path: Path) -> None:
@@ -143,7 +147,8 @@ def test_the_only_dict_is_found(tmp_path: Path) -> None:
 
 def test_select_is_for_nested_files(tmp_path: Path) -> None:
     error = refused(FIXTURES / "sharded.safetensors", tmp_path / "out", "--select", "model", code=2)
-    assert "--select has no effect on hf" in error
+    assert "--select has no effect on hf\n" in error
+    assert "reshard FILE DIR --select PATH` first" in error
 
 
 def quantized() -> torch.Tensor:

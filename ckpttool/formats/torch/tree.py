@@ -67,7 +67,8 @@ def _only(value: Any, where: str) -> tuple[str, Any]:
             raise ConflictError(
                 f"tensors lie in {len(names)} places of the file: {some([printable(n) for n in names], 6)}",
                 where=where,
-                hint=f"choose one: --select {printable(names[0])}; --select {ALL} takes all, with dotted names",
+                hint=f"choose one: --select {printable(names[0])}; --select {ALL} takes all, with dotted names; for"
+                " OTHER of --diff, and one source of several, `ckpttool reshard FILE DIR --select PATH` first",
             )
         return ".".join(path), value
 
