@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -58,7 +59,7 @@ def transposed(view: DerivedTensor) -> DerivedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(ABC):
     """One adapter directory; each library that writes adapters has a class of its own."""
 
     dialect: ClassVar[str]
@@ -88,13 +89,13 @@ class Adapter:
         """The same with ``by`` added to every file number, for a table of files that others share."""
         return replace(self, catalog=self.catalog.shifted(by))
 
+    @abstractmethod
     def factors(self, pair: Pair) -> Factors:
         """Of a linear layer or a convolution."""
-        raise NotImplementedError
 
+    @abstractmethod
     def experts(self, pair: Pair) -> list[Factors]:
         """Of each expert of a stacked weight. Raises ConflictError for shapes that are no stack."""
-        raise NotImplementedError
 
     def view(self, tensor: str) -> DerivedTensor:
         """One of its tensors."""

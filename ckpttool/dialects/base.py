@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class NamingContext(NamedTuple):
     """Of the software that shall read it (--target), or ""."""
 
 
-class Dialect:
+class Dialect(ABC):
     """What is asked of each dialect. The answers here are those of software that follows Hugging Face."""
 
     name = ""
@@ -58,9 +59,9 @@ class Dialect:
         """What leads to the names of a checkpoint whose tensors have these shapes on a rank."""
         return self.target(context, shapes)
 
+    @abstractmethod
     def target(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
         """What leads to this dialect's names; ``shapes`` are those of all tensors under Hugging Face's names."""
-        raise NotImplementedError
 
     def keep(self, context: NamingContext, own: Statements, shapes: Callable[[], Shapes]) -> Statements:
         """The same for a source in this dialect, which has ``shapes`` after ``own``: its names stay."""
