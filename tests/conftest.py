@@ -34,6 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "product(one_in=None, first=0): the cases are all pairs of something. `make test` runs so many that every "
         "value of every argument is met, or one in so many from the first on; `make test-all` runs all.",
     )
+    config.addinivalue_line(
+        "markers",
+        "thorough: tries for long what a test of `make test` tries for short; only `make test-all` runs it.",
+    )
     sample.everything = config.getoption("all")
     # No time limit for an example (machines are shared), and the same examples in every run: what passes here passes
     # there.
@@ -90,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("product"):
             products[item.nodeid.partition("[")[0]].append(item)
-    left: set[pytest.Item] = set()
+    left: set[pytest.Item] = {item for item in items if item.get_closest_marker("thorough")}
     for cases in products.values():
         marker = cases[0].get_closest_marker("product")
         how = marker.kwargs if marker else {}
