@@ -3,6 +3,7 @@
     DataFile.encoding   Encoding   the bytes that its file stands for; stored tensors are strided blocks of these
       parts             Text       characters in UTF-8 whose code points are the bytes (pickles of protocol 2)
                         Moment     8-bit codes with scales (quantised optimizer state)
+                        Given      bytes that are in no file (a step, worked out from what the file says)
 
 Any byte can be asked for, in any order: a part says where it may be cut, and little more than what is wanted is
 decoded. Opening a checkpoint decodes nothing to a file, nor does anything else.
@@ -166,15 +167,37 @@ class Moment(NamedTuple):
         return np.repeat(load(first, -(-(column + columns) // inner)), inner)[column - first * inner :][:columns]
 
 
+class Given(NamedTuple):
+    """Few bytes that are known already."""
+
+    start: int
+    data: str
+    """Hexadecimal, as processes that compute are told it."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.data) // 2
+
+    def block(self, at: int, want: int) -> tuple[int, int]:
+        """See ``Text``."""
+        del at, want
+        return self.start, self.stop
+
+    def decode(self, lo: int, hi: int, read: Read) -> bytes:
+        """See ``Text``."""
+        del read
+        return bytes.fromhex(self.data)[lo - self.start : hi - self.start]
+
+
 @dataclass(eq=False, slots=True)
 class Encoding:
     """The bytes that a file is decoded to."""
 
     name: str
-    """What is decoded: ``text`` or ``moments``."""
+    """What is decoded: ``text``, ``moments`` or ``given``."""
     path: str
     """Of the file, for errors."""
-    parts: list[Text | Moment] = field(default_factory=list)
+    parts: list[Text | Moment | Given] = field(default_factory=list)
     """One behind the other."""
 
     def __str__(self) -> str:

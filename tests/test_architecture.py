@@ -30,7 +30,7 @@ PACKAGE = "ckpttool"
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     ("words",),
-    ("dtypes",),
+    ("dtypes", "states"),
     ("geometry",),
     ("mesh",),
     ("encodings",),

@@ -54,6 +54,37 @@ class OpenOptions:
     split: Sequence[str] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """Parameters that an optimizer treats alike."""
+
+    parameters: tuple[str, ...]
+    """Their names, in the optimizer's order."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """``lr``, ``betas``, ``eps``, ``weight_decay`` and so on, as torch calls them: plain values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a trainer keeps beside tensors."""
+
+    groups: tuple[ParamGroup, ...] = ()
+    step: int | None = None
+    """Of the optimizer, where there is one for all parameters."""
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    """State of anything else (learning-rate schedule, counters, ...), by its name: plain values."""
+    left: tuple[str, ...] = ()
+    """Names of what is no plain data (random number generators, objects), and is not carried."""
+
+    def betas(self, parameter: str) -> tuple[float, float] | None:
+        """Of Adam for a parameter, or None where nothing says them."""
+        for group in self.groups:
+            said = group.values.get("betas")
+            if parameter in group.parameters and isinstance(said, (tuple, list)) and len(said) == 2:
+                return float(said[0]), float(said[1])
+        return None
+
+
 @dataclass(slots=True)
 class StoredCheckpoint:
     """What a format's ``read`` returns: headers turned into stored tensors."""
@@ -93,6 +124,8 @@ class StoredCheckpoint:
     """Ranks that share the optimizer state of one model-parallel rank."""
     native: Any = None
     """What the format's own writer wants to know again (names of parameters in the optimizer's files, ...)."""
+    training: Training | None = None
+    """What else a trainer resumes from; its parameters have the names of the catalog."""
 
     @property
     def plain(self) -> bool:
@@ -124,6 +157,8 @@ class WriteRequest:
     """``v1``, ``v2`` or "" (not said)."""
     version: str = ""
     """Of the software that shall read it (--target), or ""."""
+    training: Training | None = None
+    """What a trainer resumes from beside tensors; its parameters have the names of the output."""
     source: StoredCheckpoint | None = None
     """Where the tensors come from: its ``native``, its own config and its sidecar files may be of use."""
 
@@ -188,6 +223,8 @@ class Capabilities(NamedTuple):
     """Tensors may share bytes, and repeat them; their reader has checked that they lie inside of their files."""
     nested: bool = False
     """Tensors may lie in dicts inside other dicts; --select names one."""
+    states: str = ""
+    """Whose names the states of optimizers have, ``torch`` or ``paddle`` (see ``ckpttool.states``); "" keeps them."""
     instead: str = ""
     """What may be written in place of a format that is only read."""
 

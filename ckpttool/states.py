@@ -1,0 +1,26 @@
+"""What each software calls the state that Adam and its relatives keep of a parameter. Pure.
+
+    torch         Paddle          what
+    exp_avg       moment1_0       the average of the gradients
+    exp_avg_sq    moment2_0       the average of their squares
+    max_exp_avg_sq  moment2_max_0 the largest of those (AMSGrad)
+    momentum_buffer velocity_0    of SGD with momentum
+    step          beta1_pow_acc_0, beta2_pow_acc_0    how many steps were taken; Paddle has beta ** (steps + 1)
+
+A step is one number (torch: float32, no axes); a power of beta is one float32 with the shape [1], which Paddle's
+kernels multiply by beta once in each step, in float32, beginning with beta itself.
+Source: torch/optim/adam.py (torch 2.13); paddle/phi/kernels/funcs/adam_functors.h and python/paddle/optimizer/adam.py.
+"""
+
+from __future__ import annotations
+
+PADDLE = {
+    "exp_avg": "moment1_0",
+    "exp_avg_sq": "moment2_0",
+    "max_exp_avg_sq": "moment2_max_0",
+    "momentum_buffer": "velocity_0",
+}
+"""torch's name -> Paddle's, of the states that hold the same."""
+TORCH = {theirs: ours for ours, theirs in PADDLE.items()}
+STEP = "step"
+BETA_POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
