@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -45,8 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("sample", settings.get_profile("ci"), max_examples=sample.examples(100))
     settings.load_profile("all" if sample.everything else "sample")
     _use_memory_disk()
+    _compute_here()
     if hasattr(config, "workerinput"):
-        _compute_beside_xdist(config)
+        _fork_beside_xdist(config)
 
 
 def _use_memory_disk() -> None:
@@ -71,15 +73,27 @@ def _remove(folder: str, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compute_beside_xdist(config: pytest.Config) -> None:
-    """Let commands fork the worker that computes beside the thread of xdist, which no fork has to do with.
+def _compute_here() -> None:
+    """One worker computes, where a test does not say --workers: each process of the tests has one processor.
 
-    Otherwise each merge and each cast in a test would start an interpreter for it, which takes longer than itself. One
-    worker, where a test does not say --workers: each process of xdist has one processor.
+    And it is no process, as where none can be started: a fork of all that tests have loaded takes longer than most of
+    them. Tests that say --workers fork, and all do in `make test-all`.
     """
-    from ckpttool.execute import crew, options
+    from ckpttool.execute import crew, engine, options
 
     options.default_processes = lambda: 1
+    if not sample.everything:
+        spawn = crew.spawn
+        patch.object(engine, "spawn", lambda count, *job: spawn(count, *job) if count > 1 else None).start()
+
+
+def _fork_beside_xdist(config: pytest.Config) -> None:
+    """Let commands fork beside the thread of xdist, which no fork has to do with.
+
+    Otherwise each merge and each cast in a test would start an interpreter for it, which takes longer than itself.
+    """
+    from ckpttool.execute import crew
+
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
     crew.can_fork = lambda: len(os.listdir("/proc/self/task")) <= threads  # noqa: PTH208
     config.addinivalue_line("filterwarnings", "ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -281,6 +281,14 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
     assert hashes[0] == hashes[1]
 
 
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process computes, however many there are and whatever threads."""
+    monkeypatch.setattr(engine, "spawn", crew.spawn)
+    monkeypatch.setattr(crew, "can_fork", lambda: True)
+
+
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("unsynced", [False, True])
 def test_a_sync_that_fails_in_a_worker(tmp_path: Path, *, unsynced: bool) -> None:
     """The kernel has told the worker, and will not tell again: what is not recorded yet is not believed."""
@@ -297,12 +305,12 @@ def test_a_sync_that_fails_in_a_worker(tmp_path: Path, *, unsynced: bool) -> Non
         patched.setattr(compute, "CHUNK", 18)
         patched.setattr(compute, "PART", 54)
         patched.setattr(compute, "scatter", scatter)
-        patched.setattr(crew, "can_fork", lambda: True)
         with pytest.raises(OutputError, match="the disk is gone"):
             run(plan, tmp_path / "dst", RunOptions(processes=1))
     assert (tmp_path / "dst.partial").exists() == (not unsynced)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
     """Nothing is left that looks like a result, and the error says how the worker ended."""
     plan, _ = merge_plan(tmp_path / "src")
@@ -310,30 +318,27 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    forks = patch.object(crew, "can_fork", lambda: True)
-    with forks, patch.object(compute, "scatter", die), pytest.raises(OutputError) as caught:
+    with patch.object(compute, "scatter", die), pytest.raises(OutputError) as caught:
         run(plan, tmp_path / "dst", RunOptions(processes=2))
     assert "killed by SIGKILL" in str(caught.value)
     assert not (tmp_path / "dst").exists()
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_error_in_a_worker_arrives_whole(tmp_path: Path) -> None:
     plan, _ = merge_plan(tmp_path / "src")
     error = CorruptError("what", where=["here", "there"], hint="so")
-    forks = patch.object(crew, "can_fork", lambda: True)
-    with forks, patch.object(compute, "scatter", side_effect=error), pytest.raises(CorruptError) as caught:
+    with patch.object(compute, "scatter", side_effect=error), pytest.raises(CorruptError) as caught:
         run(plan, tmp_path / "dst", RunOptions())
     assert (caught.value.what, caught.value.where, caught.value.hint) == ("what", ("here", "there"), "so")
     assert not (tmp_path / "dst.partial").exists()
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_fault_in_a_worker_shows_its_traceback(tmp_path: Path) -> None:
     plan, _ = merge_plan(tmp_path / "src")
-    with (
-        patch.object(crew, "can_fork", lambda: True),
-        patch.object(compute, "scatter", side_effect=KeyError("a fault")),
-        pytest.raises(RuntimeError, match="a fault"),
-    ):
+    fault = patch.object(compute, "scatter", side_effect=KeyError("a fault"))
+    with fault, pytest.raises(RuntimeError, match=r"in a worker process:\n(.*\n)+KeyError: 'a fault'"):
         run(plan, tmp_path / "dst", RunOptions())
     assert not (tmp_path / "dst").exists()
 
