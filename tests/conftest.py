@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -19,6 +20,9 @@ from tests.helpers import sample
 # and has to start an interpreter for them. The same goes for torch.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Collecting makes a million objects and no garbage, through which Python would look again and again.
+gc.disable()
 
 MEMORY_DISK = Path("/dev/shm")  # noqa: S108 - pytest makes a directory of this user there
 ROOM = 4 << 30
@@ -97,6 +101,12 @@ def _fork_beside_xdist(config: pytest.Config) -> None:
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
     crew.can_fork = lambda: len(os.listdir("/proc/self/task")) <= threads  # noqa: PTH208
     config.addinivalue_line("filterwarnings", "ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def pytest_collection_finish() -> None:
+    """Let Python look for garbage again, but not among what stays to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
