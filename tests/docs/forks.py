@@ -1,7 +1,7 @@
 """Runs `ckpttool` commands in forks of one process that has imported it.
 
 Starting Python and importing takes longer than most examples; a fork has both behind it. The process listens at a
-socket and serves all pages that a test process runs. Each order (client.py) brings arguments, folder, environment and
+socket and serves all shells that the pages of a test process start. Each order (client.py) brings arguments, folder, environment and
 the three streams; a fork of its own becomes the command and answers with the exit status.
 """
 
@@ -57,14 +57,6 @@ class Forks:
         words = [sys.executable, "-IS", client.__file__, self._server]
         (self.bin / "ckpttool").write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
         (self.bin / "ckpttool").chmod(0o755)
-
-    def run(self, arguments: list[str], folder: Path, environment: dict[str, str], timeout: float) -> tuple[str, int]:
-        """What the command prints, to either stream, and its exit status."""
-        with tempfile.TemporaryFile() as printed, Path(os.devnull).open("rb") as nothing:
-            streams = (nothing.fileno(), printed.fileno(), printed.fileno())
-            status = client.order(self._server, arguments, str(folder), environment, streams, timeout)
-            printed.seek(0)
-            return printed.read().decode("utf-8"), status
 
     def close(self) -> None:
         """End the process."""

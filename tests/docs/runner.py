@@ -15,10 +15,10 @@ A `console` block holds commands and what they print:
   means that there must be none. stderr is merged into stdout.
 - A trailing `[exit N]` says that the command must end with that status; otherwise it must be 0.
 
-Each command is a bash of its own, started in the page's folder, which holds a copy of the repository's fixtures. A line
-that is nothing but a ckpttool command, and the `ckpttool` that such a bash finds on its PATH, run in forks of a process
-that has it imported (forks.py), which is faster; limits of a shell do not reach there, so a line that sets some has the
-console script on its PATH. A `python` block runs in one namespace per page, in the same folder and in order with the
+Each command is a bash of its own, started in the page's folder, which holds a copy of the fixtures that the page names.
+A line that is nothing but a ckpttool command runs in this process, and the `ckpttool` that a bash finds on its PATH in
+forks of a process that has it imported (forks.py), which is faster; limits of a shell do not reach there, so a line
+that sets some has the console script on its PATH. A `python` block runs in one namespace per page, in the same folder and in order with the
 commands; it must not raise.
 """
 
@@ -36,16 +36,18 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from tests.docs.forks import FIXED, forks
+from tests.helpers.command import ckpttool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 
-# Folders of the repository that the examples may name, each copied so that no example can change the original.
-SHOWN_FOLDERS = ("fixtures", "examples")
+# What the examples may name of the repository, each copied so that no example can change the original.
+SHOWN = re.compile(r"\bfixtures/[\w.]+")
 
 ELLIPSIS = "..."
 COMMAND_TIMEOUT_S = 120
@@ -149,6 +151,11 @@ def commands(block: Block) -> list[Command]:
     return found
 
 
+def printed(text: str) -> tuple[str, ...]:
+    """The lines of what a command prints."""
+    return tuple(without_blank_end([line.rstrip() for line in text.splitlines()]))
+
+
 def without_blank_end(lines: list[str]) -> list[str]:
     """The lines up to the last one that is not blank."""
     while lines and not lines[-1].strip():
@@ -209,21 +216,31 @@ class Session:
     def __init__(self, folder: Path, *, root: Path = ROOT) -> None:
         self.folder = folder
         self.namespace: dict[str, object] = {"__name__": "__page__"}
-        for name in SHOWN_FOLDERS:
-            if (root / name).is_dir():
-                shutil.copytree(root / name, folder / name)
+        self.root = root
+        self.copied: set[str] = set()
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
         self.environment = {"PATH": path, "HOME": str(folder), "TERM": "dumb", **FIXED}
 
+    def copy_shown(self, text: str) -> None:
+        """Copy what an example names of the repository, unless an earlier one had it copied."""
+        for name in set(SHOWN.findall(text)) - self.copied:
+            self.copied.add(name)
+            source, copy = self.root / name, self.folder / name
+            copy.parent.mkdir(exist_ok=True)
+            if source.exists():
+                (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
+
     def run(self, command: Command) -> Outcome:
         """Run a command in the page's folder."""
+        self.copy_shown(command.text)
         if (arguments := plain_arguments(command.text)) is not None:
-            text, status = forks().run(arguments, self.folder, self.environment, COMMAND_TIMEOUT_S)
-            return Outcome(tuple(without_blank_end([line.rstrip() for line in text.splitlines()])), status)
+            with contextlib.chdir(self.folder), patch.dict(os.environ, self.environment, clear=True):
+                done = ckpttool(*arguments, merged=True)
+            return Outcome(printed(done.out), done.code)
         environment = self.environment
         if "ulimit" not in command.text:
             environment = environment | {"PATH": f"{forks().bin}{os.pathsep}{environment['PATH']}"}
-        done = subprocess.run(
+        run = subprocess.run(
             ["bash", "-c", command.text],
             cwd=self.folder,
             env=environment,
@@ -234,13 +251,13 @@ class Session:
             timeout=COMMAND_TIMEOUT_S,
             check=False,
         )
-        output = without_blank_end([line.rstrip() for line in done.stdout.splitlines()])
-        return Outcome(tuple(output), done.returncode)
+        return Outcome(printed(run.stdout), run.returncode)
 
     def run_python(self, block: Block, page: str) -> None:
         """Run a Python block in the page's folder and namespace; what it prints is dropped."""
         # The blank lines make a traceback name the lines of the page.
         source = "\n" * (block.line - 1) + "\n".join(block.lines)
+        self.copy_shown(source)
         with contextlib.chdir(self.folder), contextlib.redirect_stdout(io.StringIO()):
             exec(compile(source, page, "exec"), self.namespace)  # noqa: S102  # running the page is the point
 

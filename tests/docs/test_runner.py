@@ -245,19 +245,20 @@ def test_what_needs_no_shell(text: str, arguments: list[str] | None) -> None:
     assert plain_arguments(text) == arguments
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [
         ("inspect nowhere", 2),
         ("--version", 0),
+        ("inspect < fixtures/f.txt; cd fixtures; COLUMNS=40 ckpttool inspect -h", 0),
         ("reshard", 2),
         ("inspect -h", 0),
         ("inspect fixtures --json 2>&1 | tail -n 3", 0),
-        ("inspect < fixtures/f.txt; cd fixtures; COLUMNS=40 ckpttool inspect -h", 0),
     ],
 )
-def test_forks_do_what_the_console_script_does(session: Session, arguments: str, status: int) -> None:
-    """By themselves, on the PATH of a shell, and the script itself, which a line gets that names a limit."""
+def test_all_ways_do_what_the_console_script_does(session: Session, arguments: str, status: int) -> None:
+    """In this process, on the PATH of a shell, and the script itself, which a line gets that names a limit."""
     outcomes = []
     for text in (f"ckpttool {arguments}", f"true; ckpttool {arguments}", f": ulimit; ckpttool {arguments}"):
         (command,) = commands(Block("console", 1, (f"$ {text}",)))

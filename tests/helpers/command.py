@@ -21,14 +21,19 @@ class Done(NamedTuple):
     err: str
 
 
-def ckpttool(*arguments: object) -> Done:
-    """Run with these arguments. An exception that ``main`` does not turn into an exit code passes through."""
-    out, err = io.StringIO(), io.StringIO()
+def ckpttool(*arguments: object, merged: bool = False) -> Done:
+    """Run with these arguments. An exception that ``main`` does not turn into an exit code passes through.
+
+    ``merged``: ``out`` holds both streams, as they were written.
+    """
+    out = io.StringIO()
+    err = out if merged else io.StringIO()
     collecting = gc.isenabled()
     code = 0
     try:
         with (
             patch.object(sys, "argv", ["ckpttool", *map(str, arguments)]),
+            patch.object(sys.modules["__main__"], "__package__", None),  # or usage would be of `python -m pytest`
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
