@@ -1,8 +1,8 @@
 """Runs `ckpttool` commands in forks of one process that has imported it.
 
 Starting Python and importing takes longer than most examples; a fork has both behind it. The process listens at a
-socket and serves all shells that the pages of a test process start. Each order (client.py) brings arguments, folder, environment and
-the three streams; a fork of its own becomes the command and answers with the exit status.
+socket and serves all shells that the pages of a test process start. Each order (client.py) brings arguments, folder,
+environment and the three streams; a fork of its own becomes the command and answers with the exit status.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ A `console` block holds commands and what they print:
 Each command is a bash of its own, started in the page's folder, which holds a copy of the fixtures that the page names.
 A line that is nothing but a ckpttool command runs in this process, and the `ckpttool` that a bash finds on its PATH in
 forks of a process that has it imported (forks.py), which is faster; limits of a shell do not reach there, so a line
-that sets some has the console script on its PATH. A `python` block runs in one namespace per page, in the same folder and in order with the
-commands; it must not raise.
+that sets some has the console script on its PATH. A `python` block runs in one namespace per page, in the same folder
+and in order with the commands; it must not raise.
 """
 
 from __future__ import annotations
