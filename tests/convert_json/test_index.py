@@ -21,7 +21,7 @@ from ckpttool.findings import ERROR, SEVERITY
 from ckpttool.ops.convert_json.index import NONE_NEEDED, RIGHT, WRITTEN, IndexResult, IndexState, rebuild, verify
 from tests.helpers.command import ckpttool
 from tests.helpers.paddle import write_file
-from tests.helpers.sample import examples
+from tests.helpers.sample import examples, some
 from tests.helpers.tensorfile import Raw, origin, write
 from tests.inspect.models import CONFIG, FIRST, INDEX, SECOND, edit_header, edit_json, llama, save_shards
 
@@ -592,9 +592,10 @@ def test_every_finding_is_one_of_inspect() -> None:
 
 def test_large_checkpoints_are_quick(tmp_path: Path) -> None:
     """300 shards of 100 tensors: a tenth of the time that is granted here, which is for machines that are shared."""
-    for i in range(300):
+    count = some(300, 100)
+    for i in range(count):
         part = {f"model.layers.{i}.mlp.experts.{j}.w": Raw("U8", np.zeros(1, np.uint8)) for j in range(100)}
-        write(tmp_path / f"model-{i + 1:05d}-of-00300.safetensors", part)
+        write(tmp_path / f"model-{i + 1:05d}-of-{count:05d}.safetensors", part)
     start = time.perf_counter()
-    assert only(rebuild(tmp_path)).tensors == 30_000
-    assert time.perf_counter() - start < 5
+    assert only(rebuild(tmp_path)).tensors == 100 * count
+    assert time.perf_counter() - start < some(5, 2)

@@ -19,6 +19,7 @@ from ckpttool.errors import CkptError, CorruptError, IncompleteError
 from ckpttool.formats.paddle import pdmodel as _pdmodel
 from ckpttool.formats.paddle.pdmodel import PROBLEMS, VERSION, read_pdmodel
 from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
+from tests.helpers.sample import examples, some
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "paddle_programs" / "legacy" / "model.pdmodel"
 
@@ -514,7 +515,7 @@ def test_cut_anywhere(tmp_path: Path) -> None:
     shutil.copy(FIXTURE, path)
     path.chmod(0o600)
     kept = [9]
-    for stop in reversed(range(0, path.stat().st_size, 5)):
+    for stop in reversed(range(0, path.stat().st_size, some(5, 23))):
         os.truncate(path, stop)
         try:
             found = read_pdmodel(path)
@@ -540,7 +541,7 @@ def _survives(read: Read, data: bytes) -> None:
 def test_flipped_bytes(read: Read) -> None:
     data = FIXTURE.read_bytes()
     rng = random.Random(3)  # noqa: S311
-    for _ in range(300):
+    for _ in range(examples(300)):
         changed = bytearray(data)
         for _ in range(rng.choice((1, 1, 1, 4))):
             changed[rng.randrange(len(data))] = rng.randrange(256)
@@ -585,12 +586,12 @@ def test_deep_blocks(read: Read) -> None:
 
 
 def test_large_program(tmp_path: Path) -> None:
-    n = 29_999
+    n = some(29_999, 5_999)
     same = [attr(f"a{i}", STRING, message(5, b"value")) for i in range(6)]
-    constant = attr("values", FLOATS, b"\x3d\x00\x00\x80\x3f" * 2_000_000)
+    constant = attr("values", FLOATS, b"\x3d\x00\x00\x80\x3f" * some(2_000_000, 400_000))
     step = var("t<next>") + op("mul", ["t<last>", "w<any>"], ["t<next>"], *same)
     numbers = [f"{i:05}_".encode() for i in range(n + 1)]
-    parts = [*ENDS, var(f"t{0:05}_"), *(var(f"w{i:04}_", saved=True) for i in range(10_000)), var("c")]
+    parts = [*ENDS, var(f"t{0:05}_"), *(var(f"w{i:04}_", saved=True) for i in range(min(n + 1, 10_000))), var("c")]
     parts.append(feed(f"t{0:05}_"))
     for last, after in pairwise(numbers):
         parts.append(step.replace(b"<next>", after).replace(b"<last>", last).replace(b"<any>", last[1:]))
@@ -602,8 +603,8 @@ def test_large_program(tmp_path: Path) -> None:
     took = time.perf_counter() - start
     assert found.problems == []
     assert found.operators["mul"] == n
-    assert len(found.parameters) == 10_000
-    assert took < 10, "seconds, on any machine; 0.4 on two cores of 2024"
+    assert len(found.parameters) == min(n + 1, 10_000)
+    assert took < some(10, 3), "seconds, on any machine; 0.4 for all on two cores of 2024"
 
 
 def test_memory_does_not_grow_with_constants(tmp_path: Path) -> None:

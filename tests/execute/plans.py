@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.plan import Block, Copy, Fill, Output, Plan, Source, Target, Unit, merged_axes
+from ckpttool.plan import Block, Copy, Output, Plan, Source, Target, Unit, merged_axes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -65,14 +63,6 @@ def expected(plan: Plan) -> dict[str, bytes]:
 
 def written(dst: Path, plan: Plan) -> dict[str, bytes]:
     return {o.name: (dst / o.name).read_bytes() for o in plan.outputs}
-
-
-def slabs(shape: Sequence[int], axis: int, cuts: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    edges = [0, *cuts, shape[axis]]
-    for a, b in itertools.pairwise(edges):
-        start, stop = [0] * len(shape), list(shape)
-        start[axis], stop[axis] = a, b
-        yield start, stop
 
 
 class Store:
@@ -153,70 +143,3 @@ def reshard(
         units.append(Unit(f"t{t}", tuple(steps), tuple(targets)))
     found = [source(directory / f"rank_{f}.bin", have.contents(f)) for f in range(sources)]
     return Plan(found, [Output(f"rank_{f}.bin", n) for f, n in enumerate(want.sizes)], units)
-
-
-# -- any plan
-
-
-@st.composite
-def recipes(draw: st.DrawFn) -> Callable[[Path], Plan]:
-    """A function that writes random sources into a directory and returns a random plan over them."""
-    casts = draw(st.booleans())
-    dtype = draw(
-        st.sampled_from(("BF16", "F16", "F32", "F64") if casts else ("U8", "I16", "BF16", "F32", "I64", "C64"))
-    )
-    dst_dtype = draw(st.sampled_from(("BF16", "F16", "F32", "F64"))) if casts else dtype
-    size, out_size = itemsize(dtype), itemsize(dst_dtype)
-    have, want = Store(draw(st.integers(1, 4))), Store(draw(st.integers(1, 4)))
-    units: list[Unit] = []
-    for t in range(draw(st.integers(1, 3))):
-        shape = draw(st.lists(st.sampled_from((1, 2, 3, 5, 8, 13, 40)), max_size=4).map(tuple))
-        steps: list[Copy | Fill] = []
-        sides = []
-        for store, item in ((have, size), (want, out_size)):
-            files = len(store.sizes)
-            axis = draw(st.integers(0, max(0, len(shape) - 1)))
-            order = draw(st.permutations(range(len(shape)))) if draw(st.booleans()) else list(range(len(shape)))
-            if shape:
-                cuts = sorted(draw(st.lists(st.integers(0, shape[axis]), min_size=files - 1, max_size=files - 1)))
-                boxes = list(slabs(shape, axis, cuts))
-            else:
-                boxes = [([], [])]
-            side = []
-            for f, (start, stop) in enumerate(boxes):
-                local = [b - a for a, b in zip(start, stop, strict=True)]
-                strides = [0] * len(shape)
-                for axis_, stride in zip(order, row_major([local[i] for i in order], item), strict=True):
-                    strides[axis_] = stride
-                at = store.add(f, draw(st.sampled_from((0, 0, 1, 2, 7))) * item, prod(local) * item)
-                side.append((start, stop, f, at, strides))
-            sides.append(side)
-        for start, stop, f, at, strides in sides[0]:
-            for start2, stop2, f2, at2, strides2 in sides[1]:
-                lo = [max(a, b) for a, b in zip(start, start2, strict=True)]
-                hi = [min(a, b) for a, b in zip(stop, stop2, strict=True)]
-                if any(a >= b for a, b in zip(lo, hi, strict=True)):
-                    continue
-                a = at + sum((x - y) * s for x, y, s in zip(lo, start, strides, strict=True))
-                b = at2 + sum((x - y) * s for x, y, s in zip(lo, start2, strides2, strict=True))
-                box, (ss, ds) = merged_axes([y - x for x, y in zip(lo, hi, strict=True)], strides, strides2)
-                if draw(st.integers(0, 9)):
-                    steps.append(Copy(Block(f, a, ss), Block(f2, b, ds), box, dtype, dst_dtype))
-                else:
-                    steps.append(Fill(Block(f2, b, ds), box, dst_dtype))
-        targets = [
-            Target(f"t{t}", f, at, prod(b - a for a, b in zip(start, stop, strict=True)) * out_size)
-            for start, stop, f, at, _ in sides[1]
-        ]
-        half = len(steps) // 2 if draw(st.booleans()) else 0
-        if half:  # two units that write to one stored tensor
-            units += [Unit(f"t{t}a", tuple(steps[:half])), Unit(f"t{t}b", tuple(steps[half:]))]
-        else:
-            units.append(Unit(f"t{t}", tuple(steps), tuple(targets)))
-
-    def make(directory: Path) -> Plan:
-        found = [source(directory / f"s{f}", have.contents(f)) for f in range(len(have.sizes))]
-        outputs = [Output(f"d{f}" if f else "sub/d0", n) for f, n in enumerate(want.sizes)]
-        return Plan(found, outputs, units)
-
-    return make

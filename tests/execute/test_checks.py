@@ -34,6 +34,7 @@ def test_equal_replicas(tmp_path: Path) -> None:
     check(tmp_path / "empty", replicas((0, 3), (2, 2), (2, 2)), b"12345", b"12345")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("memory", [1 << 16, 1 << 26])
 @pytest.mark.parametrize("cut", [False, True])
 def test_different_replicas(tmp_path: Path, memory: int, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:

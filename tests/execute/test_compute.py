@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import tempfile
-import threading
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import CorruptError, OutputError, VerifyError
-from ckpttool.execute import RunOptions, blocks, compute, crew, engine, run, strided
-from ckpttool.execute.files import FilePool
+from ckpttool.execute import RunOptions, compute, crew, engine, run, strided
 from ckpttool.execute.operands import Buffer, reader
 from ckpttool.execute.schedule import operand_keys, schedule
 from ckpttool.execute.strided import clip
@@ -33,39 +30,14 @@ from ckpttool.plan import (
     Gathered,
     LowRank,
     Operand,
-    Output,
-    Plan,
     Run,
     Scaled,
-    Stored,
-    Target,
-    Unit,
 )
-from tests.execute.plans import row_major, source
+from tests.execute.merges import Files, merge_plan, written
+from tests.execute.plans import row_major
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-class Files:
-    """Source files that arrays are put into, and operands that read them."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.sources: list[Any] = []
-
-    def stored(self, array: Array, dtype: str, label: str = "x", *, head: int = 8) -> Stored:
-        """The whole of an array as one operand, in a file of its own."""
-        array = np.ascontiguousarray(array.astype(numpy_dtype(dtype)))
-        number = len(self.sources)
-        data = b"\1" * head + array.tobytes()
-        self.sources.append(source(self.directory / f"{number}.bin", data))
-        item = array.itemsize
-        copy = Copy(Block(number, head, (item,)), Block(0, 0, (item,)), (array.size,), dtype, dtype)
-        return Stored(dtype, array.shape, (copy,), f"`{label}` of source {number}")
-
-    def carrier(self) -> blocks.Mover:
-        return blocks.Mover([s.path for s in self.sources], [], FilePool(), 1 << 20, threading.Event())
 
 
 def addresses(copy: Copy, side: str) -> list[int]:
@@ -167,57 +139,20 @@ def read_any_stretch(data: st.DataObject, directory: Path) -> None:
     carrier.pool.close()
 
 
-def merge_plan(directory: Path, *, rows: int = 40, dtype: str = "BF16", **changes: Any) -> tuple[Plan, bytes]:
-    """Two tensors, each the mean of two: one stays whole, one is cut by columns over two files. And what they are."""
-    files = Files(directory)
-    rng = np.random.default_rng(1)
-    units: list[Unit] = []
-    want = b""
-    item = numpy_dtype(dtype).itemsize
-    halves = [b"", b""]
-    for k in range(2):
-        a, b = rng.standard_normal((2, rows, 6)).astype(np.float32)
-        x, y = files.stored(a, dtype, "a"), files.stored(b, dtype, "b")
-        mean = ((a.astype(numpy_dtype(dtype)).astype("f8") + b.astype(numpy_dtype(dtype)).astype("f8")) / 2).astype(
-            numpy_dtype(dtype)
-        )
-        if k == 0:
-            copies: tuple[Copy, ...] = (Copy(Block(0, 0, (item,)), Block(0, 0, (item,)), (rows * 6,), dtype, dtype),)
-            targets: tuple[Target, ...] = (Target("t0", 0, 0, rows * 6 * item),)
-            want = mean.tobytes()
-        else:
-            size = rows * 3 * item
-            copies = tuple(
-                Copy(
-                    Block(0, 3 * half * item, (6 * item, item)),
-                    Block(half, rows * 6 * item if half == 0 else 0, (3 * item, item)),
-                    (rows, 3),
-                    dtype,
-                    dtype,
-                )
-                for half in range(2)
-            )
-            targets = tuple(Target("t1", half, rows * 6 * item if half == 0 else 0, size) for half in range(2))
-            halves = [np.ascontiguousarray(mean[:, :3]).tobytes(), np.ascontiguousarray(mean[:, 3:]).tobytes()]
-        one = Compute(
-            f"t{k}", (rows, 6), dtype, "linear", (x, y), None,
-            ((("weight", 1.0),), (("weight", 1.0),)), (("normalize", True),), None, True, copies,
-        )  # fmt: skip
-        units.append(Unit(f"t{k}", (one._replace(**changes),), targets))
-    data = want + halves[0], halves[1]
-    outputs = [Output(f"{i}.bin", len(d)) for i, d in enumerate(data)]
-    return Plan(files.sources, outputs, units), b"|".join(data)
-
-
-def written(dst: Path) -> bytes:
-    return b"|".join((dst / f"{i}.bin").read_bytes() for i in range(2))
+A_HELPER = pytest.param("a helper", False, marks=pytest.mark.thorough)  # test_crew.py has runs with one
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("manifest", [True, False])
 @pytest.mark.parametrize(
     ("how", "small"),
-    [("forks", True), ("forks", False), ("a thread", True), ("a thread", False), ("a helper", False)],
+    [
+        ("forks", True),
+        ("forks", False),
+        ("a thread", True),
+        ("a thread", False),
+        A_HELPER,
+    ],
 )
 def test_bytes_do_not_depend_on_how(tmp_path: Path, how: str, *, manifest: bool, small: bool) -> None:
     plan, want = merge_plan(tmp_path / "src")
@@ -343,7 +278,7 @@ def test_a_fault_in_a_worker_shows_its_traceback(tmp_path: Path) -> None:
     assert not (tmp_path / "dst").exists()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.thorough), -np.inf])
 def test_what_is_not_finite_is_named(tmp_path: Path, value: float) -> None:
     plan, _ = merge_plan(tmp_path / "src")
     path = Path(plan.sources[1].path)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import ConflictError, OutputError
-from ckpttool.execute import RunOptions, crew, engine, run, worker
-from ckpttool.execute.crew import Answer, Order, ProcessPool, Serve
+from ckpttool.execute import RunOptions, crew, engine, run
+from ckpttool.execute.crew import Answer, ProcessPool, Serve
 from ckpttool.execute.wire import decode, encode
 from ckpttool.plan import Adapted, Compute, Gathered, LowRank, Randomness, Scaled, Stored
 from ckpttool.plan import Run as RowBlock
-from tests.execute.test_compute import merge_plan, written
+from tests.execute.merges import merge_plan, written
 
-HERE = "tests.execute.test_crew"
+HELPERS = "tests.execute.helpers_of_crews"
 
 
 @pytest.fixture
@@ -40,27 +40,11 @@ def beside() -> Iterator[threading.Thread]:
     thread.join()
 
 
-def serve(order: Order, tell: Callable[[Answer], None]) -> None:
-    """What the workers of these tests do."""
-    if order.get("fail"):
-        raise ConflictError("what", where=["here"], hint="so")
-    if order.get("die"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(order.get("wait", 0))
-    tell({"pid": os.getpid(), "parent": os.getppid()})
-    tell({"end": True})
-
-
-def main() -> None:
-    """The helper of these tests."""
-    crew.help_out(lambda _job: lambda: serve)
-
-
 def hired(count: int = 2, keep: tuple[int, ...] = ()) -> ProcessPool:
     def no_serve() -> Serve:
         raise AssertionError("forked beside a thread")
 
-    found = crew.spawn(count, {}, no_serve, f"{HERE}:main", keep)
+    found = crew.spawn(count, {}, no_serve, f"{HELPERS}:main", keep)
     assert found is not None
     return found
 
@@ -158,32 +142,11 @@ def test_no_interpreter_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [n for n in result.notes if n.startswith("one thread computes")]
 
 
-def noting() -> None:
-    """The helper of a run: its workers leave a file with their number when they get an order."""
-
-    def server(said: dict[str, Any]) -> Callable[[], Serve]:
-        make = worker.server(worker.Job.from_json(said))
-
-        def noted() -> Serve:
-            work = make()
-
-            def serve(order: Order, tell: Callable[[Answer], None]) -> None:
-                (Path(said["paths"][0]).parents[1] / f"pid {os.getpid()}").touch()
-                time.sleep(0.3)  # so that one of them does not get all
-                work(order, tell)
-
-            return serve
-
-        return noted
-
-    crew.help_out(server)
-
-
 @pytest.mark.usefixtures("beside")
 def test_a_run_beside_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes, and more than one process has worked."""
     plan, want = merge_plan(tmp_path / "src")
-    monkeypatch.setattr(engine, "_ENTRY", f"{HERE}:noting")
+    monkeypatch.setattr(engine, "_ENTRY", f"{HELPERS}:noting")
     result = run(plan, tmp_path / "dst", RunOptions(processes=2, manifest=True))
     assert written(tmp_path / "dst") == want
     assert not result.notes
@@ -200,27 +163,26 @@ OWN = """
     from ckpttool.execute import RunOptions, run
     from ckpttool.kernels.merge import METHODS
     from ckpttool.plan import Unit
-    from tests.execute.test_compute import merge_plan, written
+    from tests.execute.merges import merge_plan, written
 
     def mine(tensor):
         return (yield from METHODS["linear"].program(tensor))
 
     here = Path(sys.argv[1])
     METHODS["mine"] = replace(METHODS["linear"], name="mine", program=mine)
-    if len(sys.argv) > 2:
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
     plan, want = merge_plan(here / "src", method="mine")
-    print(run(plan, here / "dst", RunOptions(processes=2)).notes)
-    assert written(here / "dst") == want
+    for dst in here / "alone", here / "beside":
+        print(run(plan, dst, RunOptions(processes=2)).notes)
+        assert written(dst) == want
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_method_of_the_program(tmp_path: Path, *, beside: bool) -> None:
+def test_a_method_of_the_program(tmp_path: Path) -> None:
     """No fresh interpreter knows it. Threads of numpy's library alone do not keep the program from forking."""
     environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
-    out, err = script(OWN, tmp_path, *["thread"] * beside, env=environment).communicate(timeout=60)
-    assert out == (f"{['one thread computes: no other process can be started here']}\n" if beside else "[]\n")
+    out, err = script(OWN, tmp_path, env=environment).communicate(timeout=60)
+    assert out.splitlines() == ["[]", "['one thread computes: no other process can be started here']"]
     assert not err
 
 
@@ -228,34 +190,19 @@ SCRIPT = """
     import sys, threading, time
     from pathlib import Path
     from ckpttool.execute import RunOptions, engine, run
-    from tests.execute.test_compute import merge_plan, written
+    from tests.execute.merges import merge_plan, written
 
     here = Path(sys.argv[1])
     print("begin", flush=True)
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     plan, want = merge_plan(here / "src")
-    engine._ENTRY = "tests.execute.test_crew:slow" if len(sys.argv) > 2 else engine._ENTRY
-    run(plan, here / "dst", RunOptions(processes=2))
-    assert written(here / "dst") == want
-    print("end")
+    if sys.argv[2] == "whole":
+        run(plan, here / "dst", RunOptions(processes=2))
+        assert written(here / "dst") == want
+    print("end", flush=True)
+    engine._ENTRY = "tests.execute.helpers_of_crews:slow"
+    run(plan, here / "killed", RunOptions(processes=2))
 """
-
-
-def slow() -> None:
-    """A helper whose workers take long."""
-
-    def serve(order: Order, tell: Callable[[Answer], None]) -> None:
-        del order, tell
-        time.sleep(60)
-
-    def server(said: dict[str, Any]) -> Callable[[], Serve]:
-        def made() -> Serve:
-            (Path(said["paths"][0]).parents[1] / f"pid {os.getpid()}").touch()
-            return serve
-
-        return made
-
-    crew.help_out(server)
 
 
 def script(text: str, *arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
@@ -276,15 +223,10 @@ def script(text: str, *arguments: object, env: dict[str, str] | None = None) -> 
     return process
 
 
-def test_a_script_on_stdin(tmp_path: Path) -> None:
-    out, err = script(SCRIPT, tmp_path).communicate(timeout=60)
-    assert (out, err) == ("begin\nend\n", "")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_workers_of_a_program_that_ends(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C and kill -9 leave no process behind, and nobody holds the lock."""
-    process = script(SCRIPT, tmp_path, "slow")
+    """Ctrl-C and kill -9 leave no process behind, and nobody holds the lock. One of the two writes something before."""
+    process = script(SCRIPT, tmp_path, "whole" if number == signal.SIGKILL else "")
     pids: list[int] = []
     for _ in range(3000):
         if len(pids := [int(p.name.split()[1]) for p in tmp_path.glob("pid *")]) == 2:
@@ -294,13 +236,14 @@ def test_the_workers_of_a_program_that_ends(tmp_path: Path, number: signal.Signa
     assert len(pids) == 2
     assert all(map(is_alive, pids))
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
+    assert out == "begin\nend\n"
     assert process.returncode != 0
     assert gone(*pids)
     assert "KeyboardInterrupt" in err if number == signal.SIGINT else not err
     plan, want = merge_plan(tmp_path / "src")
-    run(plan, tmp_path / "dst", RunOptions(force=True))
-    assert written(tmp_path / "dst") == want
+    run(plan, tmp_path / "killed", RunOptions(force=True))
+    assert written(tmp_path / "killed") == want
 
 
 def test_a_unit_as_json_and_back(tmp_path: Path) -> None:

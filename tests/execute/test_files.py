@@ -79,7 +79,7 @@ def test_many_files_under_a_low_limit(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("refused_at", ["open", "write"])
 def test_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: str, refused_at: str) -> None:
     """What the kernel or the filesystem refuses is found out by trying; the bytes are the same."""
-    plan = reshard(tmp_path / "src", [((2048, 2048), 0), ((2048, 2048), 1)], 2, 2)
+    plan = reshard(tmp_path / "src", [((768, 1024), 0), ((1024, 768), 1)], 2, 2)
     pwrite, pwritev, preadv, opened = os.pwrite, os.pwritev, os.preadv, os.open
 
     def refuse(call: Any) -> Any:

@@ -27,8 +27,8 @@ from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Tensor
 from ckpttool.kernels.merge.draws import CounterDraws
 from ckpttool.plan import Block, Compute, Copy, Output, Plan, Step, Unit
+from tests.execute.merges import merge_plan
 from tests.execute.plans import pattern, reshard, source
-from tests.execute.test_compute import merge_plan
 from tests.execute.test_quantize import plain_plan
 from tests.merge.driver import ArrayChunk
 from tests.unit.test_fp8_kernels import SCHEMES

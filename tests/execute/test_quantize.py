@@ -37,8 +37,8 @@ from ckpttool.plan import (
     Target,
     Unit,
 )
+from tests.execute.merges import Files
 from tests.execute.plans import row_major
-from tests.execute.test_compute import Files
 from tests.unit.test_fp8_kernels import SCHEMES, plainly
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -367,6 +367,7 @@ def test_what_is_worked_out_is_quantised(tmp_path: Path, kind: str, panel: int) 
         step = step_of(SCHEMES[name], shape, operand)
         plan = plan_of(files, step)
         with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine, "spawn", lambda *_: None)
             patched.setattr(quantize, "_LEAST", 64)
             patched.setattr(quantize, "_PANEL", panel)
             run(plan, tmp_path / name, RunOptions())
