@@ -163,7 +163,7 @@ def test_every_family_comes_back(kind: str, unusual: str, tp: int, tmp_path: Pat
         if name in ranks[0] and not fused.search(name):
             parts = [r[name].view(raw.bits.dtype) for r in ranks]
             assert joined(parts, raw.bits), name
-    reshard(tmp_path / "ranks", tmp_path / "back", "--to", "hf", "--verify")
+    reshard(tmp_path / "ranks", tmp_path / "back", "--to", "hf")
     assert_same(read_all(tmp_path / "back"), want)
 
 
@@ -206,7 +206,7 @@ def test_the_optimizer_state_follows(kind: str, unusual: str, target: tuple[Any,
     want = {n: t._replace(dtype="BF16", bits=t.bits.astype("<u2") & 0xBFFF) for n, t in tensors_of(config).items()}
     written(save_hf(tmp_path / "src", want, config), tmp_path / "ranks", "--unfuse", *target)
     train(tmp_path / "ranks")
-    reshard(tmp_path / "ranks", tmp_path / "one", "--to", "unified", "--tp-out", 1, "--verify")
+    reshard(tmp_path / "ranks", tmp_path / "one", "--to", "unified", "--tp-out", 1)
     masters = read_all(tmp_path / "one", "master_weights-*.safetensors")
     moments = read_all(tmp_path / "one", "optimizer-*.safetensors")
     assert masters.keys() == want.keys()
@@ -285,7 +285,7 @@ def test_the_head_of_paddlenlp_comes_back(vocab: int, form: tuple[Any, ...], *, 
         parts = [load(p)["lm_head.weight"] for p in sorted((tmp_path / "paddle").glob("model_state*"))]
         held = parts[0] if vocab % 2 else np.concatenate(parts, axis=1)
     assert np.array_equal(held, want["lm_head.weight"].bits.T)
-    reshard(tmp_path / "paddle", tmp_path / "back", "--to", "hf", "--verify")
+    reshard(tmp_path / "paddle", tmp_path / "back", "--to", "hf")
     assert_same(read_all(tmp_path / "back"), want)
 
 
@@ -302,14 +302,14 @@ def test_a_vocabulary_that_contradicts_the_config(vocab: int, form: tuple[Any, .
     src = save_hf(tmp_path / "src", want, config | {"vocab_size": vocab})
     if vocab == 131:
         reshard(src, tmp_path / "ranks", "--tp-out", 2, "--to", *form)
-        reshard(tmp_path / "ranks", tmp_path / "back", "--to", "hf", "--tp-out", 1, "--verify")
+        reshard(tmp_path / "ranks", tmp_path / "back", "--to", "hf", "--tp-out", 1)
         assert_same(read_all(tmp_path / "back"), want)
         return
     error = refused(src, tmp_path / "dst", "--tp-out", 2, "--to", *form)
     assert f"has {rows:,} tokens, config.json says a vocabulary of {vocab:,}" in error
     assert f"set vocab_size to {rows}" in error
     assert not (tmp_path / "dst").exists()
-    reshard(src, tmp_path / "whole", "--to", "unified", "--tp-out", 1, "--verify")
+    reshard(src, tmp_path / "whole", "--to", "unified", "--tp-out", 1)
 
 
 @pytest.mark.parametrize(("vocab", "form"), [(48, ("unified",)), (48, ("flex",)), (96, ("hybrid", "--tp-out", 2))])
@@ -323,6 +323,6 @@ def test_a_head_that_would_be_read_transposed(vocab: int, form: tuple[Any, ...],
     error = refused(tmp_path / "nlp", tmp_path / "out", *options)
     assert "`lm_head.weight` [48, 48] would be read transposed" in error
     assert "--native-names" in error
-    reshard(tmp_path / "nlp", tmp_path / "out", *options, "--native-names", "--verify")
-    reshard(tmp_path / "out", tmp_path / "back", "--to", "hf", "--tp-out", 1, "--verify")
+    reshard(tmp_path / "nlp", tmp_path / "out", *options, "--native-names")
+    reshard(tmp_path / "out", tmp_path / "back", "--to", "hf", "--tp-out", 1)
     assert_same(read_all(tmp_path / "back"), want)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +79,37 @@ SOURCES = [
 ]
 
 
+PLAIN = ("--to", "unified", "--target", "paddlenlp-3.0", "--tp-out", 1, "--pp-out", 1, "--ep-out", 1, "-q")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Whole tensors of a source, made once."""
+
+    @cache
+    def made(source: str) -> Path:
+        out = tmp_path_factory.mktemp("straight") / "out"
+        reshard(FIXTURES / source, out, *PLAIN)
+        return out
+
+    return made
+
+
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("source", "target"),
     [(s, t) for s, targets in SOURCES for t in targets],
     ids=lambda v: " ".join(v[:9]) if isinstance(v, tuple) else v,
 )
-def test_there_and_back(source: str, target: tuple[str, ...], tmp_path: Path) -> None:
+def test_there_and_back(source: str, target: tuple[str, ...], straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Any mesh and back to whole tensors gives the bytes that the source gives directly."""
-    src, straight, cut, back = FIXTURES / source, tmp_path / "straight", tmp_path / "cut", tmp_path / "back"
-    plain = ("--to", "unified", "--target", "paddlenlp-3.0", "--tp-out", 1, "--pp-out", 1, "--ep-out", 1, "-q")
-    reshard(src, straight, *plain)
+    cut, back = tmp_path / "cut", tmp_path / "back"
     ones = [f for flag in ("--pp-out", "--ep-out") if flag not in target for f in (flag, 1)]
-    reshard(src, cut, "--to", *target, *ones, "--verify", "-q")
-    reshard(cut, back, *plain, "--verify")
-    for f in straight.glob("*.safetensors*"):
+    reshard(FIXTURES / source, cut, "--to", *target, *ones, "--verify", "-q")
+    reshard(cut, back, *PLAIN)
+    for f in straight(source).glob("*.safetensors*"):
         assert (back / f.name).read_bytes() == f.read_bytes(), f.name
-    assert {f.name for f in back.glob("*.safetensors")} == {f.name for f in straight.glob("*.safetensors")}
+    assert {f.name for f in back.glob("*.safetensors")} == {f.name for f in straight(source).glob("*.safetensors")}
 
 
 def test_ranks_are_cut_whatever_the_source_was_cut_for(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.execute.reader import read_block
 from ckpttool.storage.identify import sniff
+from tests.helpers import sample
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle_pickles"
 PICKLES = sorted(p for p in FIXTURES.iterdir() if p.suffix != ".npz" and "binary" not in p.name)
@@ -360,7 +361,7 @@ def test_wrong_names(tmp_path: Path, names: Any) -> None:
 def test_cut_off_anywhere(tmp_path: Path, name: str) -> None:
     data = (FIXTURES / name).read_bytes()
     path = tmp_path / "x"
-    for size in range(len(data)):
+    for size in range(0, len(data), sample.some(1, 3)):
         path.write_bytes(data[:size])
         with pytest.raises(IncompleteError) as e:
             read_pickle(path)
@@ -471,11 +472,11 @@ print(time.perf_counter() - start, a.offset)
 
 def test_many_tensors_in_little_time(tmp_path: Path) -> None:
     one = np.zeros(3, "f4")
-    path = dump(tmp_path / "x", {f"model.layers.{i}.weight": one.copy() for i in range(20_000)})
+    path = dump(tmp_path / "x", {f"model.layers.{i}.weight": one.copy() for i in range(5_000)})
     start = time.perf_counter()
-    assert len(read_paddle(path).tensors) == 20_000
-    # Half a second on an idle core.
-    assert time.perf_counter() - start < 20
+    assert len(read_paddle(path).tensors) == 5_000
+    # An eighth of a second on an idle core.
+    assert time.perf_counter() - start < 5
 
 
 # -- anything

@@ -48,19 +48,19 @@ def table(
 
 
 def value(view: DerivedTensor, sources: Mapping[str, Array]) -> Array:
-    """What a view holds, element by element; every element must come from one part."""
+    """What a view holds; every element must come from one part."""
     out = np.full(view.shape, np.nan)
     hits = np.zeros(view.shape, int)
     for p in view.parts:
         source = sources[p.source.key.name]
-        for step in np.ndindex(*p.size):
-            there = tuple(f + s * k for f, s, k in zip(p.first, p.step, step, strict=True))
-            here = list(p.origin)
-            for k, axis, stride in zip(step, p.axes, p.stride, strict=True):
-                if axis != NONE:
-                    here[axis] += k * stride
-            out[there] = source[tuple(here)]
-            hits[there] += 1
+        steps = np.indices(p.size, sparse=True)
+        there = tuple(f + s * k for f, s, k in zip(p.first, p.step, steps, strict=True))
+        here: list[Any] = list(p.origin)
+        for k, axis, stride in zip(steps, p.axes, p.stride, strict=True):
+            if axis != NONE:
+                here[axis] = here[axis] + k * stride
+        out[there] = source[tuple(here)]
+        hits[there] += 1
     assert (hits == 1).all()
     return out
 

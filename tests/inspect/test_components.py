@@ -97,7 +97,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("converted")
     out = {"zcc": ZCC}
     for fmt in ("hybrid", "unified", "flex", "hf"):
-        reshard(ZCC, root / fmt, "--to", fmt, "--quiet")
+        reshard(ZCC, root / fmt, "--to", fmt, "--manifest", "--quiet")
         out[fmt] = root / fmt
     return out
 
@@ -221,7 +221,7 @@ def test_filter_means_a_tensor_or_a_parameter() -> None:
     }
 
 
-@pytest.mark.product
+@pytest.mark.product(one_in=13)
 @pytest.mark.parametrize("folder", ALL, ids=lambda p: p.name)
 @pytest.mark.parametrize("view", ["--list", "--files", "--ranks", "--metadata", "--stats", "--hist", "--hash"])
 def test_every_view_of_every_fixture(folder: Path, view: str) -> None:
@@ -465,7 +465,7 @@ def test_headers_of_every_component_are_checked(tmp_path: Path) -> None:
 
 def test_the_same_state_in_every_format_is_equal(converted: dict[str, Path]) -> None:
     expected = {c: len(t) for c, t in truth().items()}
-    for left, right in (("zcc", "flex"), ("zcc", "hybrid"), ("hybrid", "unified"), ("unified", "flex")):
+    for left, right in (("zcc", "hybrid"), ("hybrid", "unified"), ("unified", "flex")):
         answer = ask(converted[left], "--diff", converted[right], "--values")
         assert answer["equal"]
         compared = {c: n for c, n in answer["components"].items() if c != "master_weights"}
@@ -539,11 +539,9 @@ def test_components_that_nothing_has_in_common() -> None:
     assert "the two have no component in common" in done.err
 
 
-def test_manifests_of_components(tmp_path: Path) -> None:
-    for fmt in ("unified", "zcc", "flex"):
-        reshard(ZCC, tmp_path / fmt, "--to", fmt, "--manifest", "--quiet")
-        assert findings(tmp_path / fmt) == []
-    folder = tmp_path / "unified"
+def test_manifests_of_components(converted: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy(converted["unified"], tmp_path / "unified")
+    assert (folder / "ckpttool.manifest.json").exists()
     path = next(folder.glob("master_weights-00001*"))
     overwrite(path, path.stat().st_size - 4, b"\1\2\3\4")
     assert [i for i, _ in findings(folder)] == ["manifest-checksum"]

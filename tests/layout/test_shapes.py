@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ CONFIGS: dict[str, dict[str, Any]] = RECORD["variants"]
 LISTS = {variant: listed.tensors for (_, variant), listed in all_lists().items() if variant in CONFIGS}
 
 Shapes = dict[str, list[int]]
+
+
+@cache
+def published(name: str) -> list[Declared]:
+    return tensors_of(PUBLIC[name]["config"])
 
 
 def tensors_of(config: dict[str, Any], *, mtp: bool = True) -> list[Declared]:
@@ -93,7 +99,7 @@ def test_experts_stand_one_after_the_other() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_published_totals(name: str) -> None:
     known = PUBLIC[name]
-    found = tensors_of(known["config"])
+    found = published(name)
     assert sum(prod(t.shape) for t in found) == known["elements"]
     if "tensors" in known:
         assert len(found) == known["tensors"]
@@ -107,7 +113,7 @@ def test_published_totals(name: str) -> None:
 
 def test_deepseek_v3_by_dtype_and_number() -> None:
     """Its published files: 91,991 tensors with scale grids, and this many elements of each dtype."""
-    found = tensors_of(PUBLIC["DeepSeek-V3"]["config"])
+    found = published("DeepSeek-V3")
     fp8 = [t for t in found if ".layers." in t.name and t.name.endswith(("_proj.weight", "_mqa.weight"))]
     fp8 = [t for t in fp8 if "eh_proj" not in t.name]
     scales = sum(prod(-(-n // 128) for n in t.shape) for t in fp8)
@@ -119,7 +125,7 @@ def test_deepseek_v3_by_dtype_and_number() -> None:
 
 
 def test_deepseek_prediction_layer() -> None:
-    names = {t.name: t.shape for t in tensors_of(PUBLIC["DeepSeek-V3.2"]["config"]) if ".layers.61." in t.name}
+    names = {t.name: t.shape for t in published("DeepSeek-V3.2") if ".layers.61." in t.name}
     at = "model.layers.61."
     assert {n.removeprefix(at): s for n, s in names.items() if "self_attn" not in n and "mlp" not in n} == {
         "input_layernorm.weight": (7168,),
