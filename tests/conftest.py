@@ -104,8 +104,7 @@ def _fork_beside_xdist(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let Python look for garbage again, but not among what stays to the end."""
-    gc.freeze()
+    """Let Python look for garbage again. No `gc.freeze()`: each run of the engine would count what is frozen."""
     gc.enable()
 
 
