@@ -1,7 +1,7 @@
 """Runs mergekit once for a list of recipes: ``python mergekit_runs.py RUNS.json``. Importing it takes seconds.
 
 RUNS.json is a list of {"recipe": PATH, "out": DIR, "tokenizer": BOOL}; the current directory is where the recipes'
-paths count from. A recipe that fails ends the run.
+paths count from. A recipe that fails ends the run. The names of mergekit's methods are left in methods.json.
 
 Sorts of whole tensors are made stable. mergekit's own are not, so that which of two equal magnitudes it keeps depends
 on the machine, and nothing else could be held against it bit by bit. Those of rows stay as they are: ckpttool sorts
@@ -35,11 +35,13 @@ def main() -> None:
     import yaml
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
+    from mergekit.merge_methods.registry import registered_methods
     from mergekit.options import MergeOptions
 
     torch.set_num_threads(1)
     torch.sort = stable(torch.sort)
     torch.argsort = stable(torch.argsort)
+    Path("methods.json").write_text(json.dumps([m.spec.name for m in registered_methods()]), encoding="utf-8")
     for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         text = Path(job["recipe"]).read_text(encoding="utf-8")
         options = MergeOptions(

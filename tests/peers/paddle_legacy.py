@@ -1,4 +1,4 @@
-"""Programs of before PIR, written by Paddle: ``python -m tests.peers.paddle_legacy FOLDER/job``, in ``.venv-paddle``.
+"""Programs of before PIR, written by Paddle: what a ``paddle_server`` does with FOLDER/job.
 
 Each becomes FOLDER/NAME.pdmodel and NAME.pdiparams, and a line of JSON with what protobuf and Paddle say about it.
 """
@@ -142,7 +142,3 @@ def main() -> None:
     for name, write in PROGRAMS.items():
         write(folder / name)
         print("CKPTTOOL", json.dumps({"name": name, **told(folder / f"{name}.pdmodel")}), flush=True)  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Inference programs in Paddle: ``python -m tests.peers.paddle_programs FOLDER/job.json``, in ``.venv-paddle``.
+"""Inference programs in Paddle: what a ``paddle_server`` does with FOLDER/job.json.
 
 A job is a list of tasks. ``export`` writes models; every other task loads one program and runs it, in a process of its
 own, because some broken programs crash Paddle or never end. Each task tells one line of JSON, in the order of the job.
@@ -448,7 +448,3 @@ def main() -> None:
     for line in told:
         print("CKPTTOOL", json.dumps(line), flush=True)  # noqa: T201
     print("CKPTTOOL", json.dumps({"version": paddle.__version__}), flush=True)  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()

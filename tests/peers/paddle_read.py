@@ -1,8 +1,7 @@
-"""Checkpoints read by Paddle's own functions: ``python -m tests.peers.paddle_read JOBS.json``, in ``.venv-paddle``.
+"""Checkpoints read by Paddle's own functions: what a ``paddle_server`` does with JOBS.json.
 
 JOBS.json is a list of ``{"do": ..., "path": ..., "out": ...}``. Each job puts the tensors that it finds into the file
-``out`` (.npz) and prints a line of JSON about them. One process does many jobs because Paddle takes seconds to start.
-With PADDLE_TRAINERS_NUM in the environment, as Paddle's launcher sets it, this is one rank of several.
+``out`` (.npz) and prints a line of JSON about them. With PADDLE_TRAINERS_NUM in the environment, as Paddle's launcher sets it, this is one rank of several.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from paddle import distributed
 
 from tests.peers.paddle_software import flatten, on_the_processor, only_checkpoints, save
 
-RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-RANKS = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+
+def place() -> tuple[int, int]:
+    """Rank and number of ranks."""
+    return int(os.environ.get("PADDLE_TRAINER_ID", "0")), int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
 def fast_safe_open() -> Any:
@@ -71,15 +72,16 @@ def flex(path: str, out: str) -> dict[str, Any]:
     """``paddle.distributed.load_state_dict`` into whole tensors, or into this rank's rows where they can be shared."""
     from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
+    rank, ranks = place()
     (metadata,) = Path(path).glob("*.metadata")
     state, pieces = {}, {}
     for key, parts in paddle.load(str(metadata)).state_dict_metadata.items():
         shape = tuple(
             max(p.global_offset[i] + p.local_shape[i] for p in parts) for i in range(len(parts[0].local_shape))
         )
-        cut = RANKS > 1 and len(shape) > 1 and shape[0] % RANKS == 0
-        local = (shape[0] // RANKS, *shape[1:]) if cut else shape
-        offset = (RANK * local[0], *(0,) * (len(shape) - 1)) if cut else (0,) * len(shape)
+        cut = ranks > 1 and len(shape) > 1 and shape[0] % ranks == 0
+        local = (shape[0] // ranks, *shape[1:]) if cut else shape
+        offset = (rank * local[0], *(0,) * (len(shape) - 1)) if cut else (0,) * len(shape)
         target = paddle.zeros([prod(local)], dtype="float32").reshape(local).astype(parts[0].dtype)
         state[key] = ShardedWeight(key, target, local, shape, offset)
         pieces[key] = cut
@@ -100,19 +102,16 @@ DO = {"unified": unified, "pickles": pickles, "flex": flex, "flex_merge": flex_m
 
 def main() -> None:
     """Do the jobs; a job that fails says so in its line."""
+    rank, ranks = place()
     on_the_processor()
-    if RANKS > 1:
+    if ranks > 1:
         distributed.init_parallel_env()
     for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         do = DO[job.pop("do")]
-        if RANKS > 1:
-            job["out"] += f".rank{RANK}.npz"
+        if ranks > 1:
+            job["out"] += f".rank{rank}.npz"
         try:
             done = do(**job)
         except Exception as error:  # noqa: BLE001
             done = {"error": f"{type(error).__name__}: {error}"}
         print("CKPTTOOL", json.dumps({"out": job["out"], **done}), flush=True)  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A trainer resumes from a checkpoint: ``python -m tests.peers.paddle_resume JOB.json``, in ``.venv-paddle``.
+"""A trainer resumes from a checkpoint: what a ``paddle_server`` does with JOB.json.
 
 The Trainer of paddlenlp or paddleformers loads model, optimizer and scheduler as before any training; where it would
 begin, this writes what it holds: ``model/NAME``, ``master_weights/NAME`` and ``optimizer/NAME/STATE`` of this rank, as
@@ -136,7 +136,3 @@ def main() -> None:
         print("CKPTTOOL", json.dumps({"dtypes": dtypes, "scheduler_step": step}), flush=True)  # noqa: T201
     else:
         raise RuntimeError("the trainer trained")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 240
-"""Seconds that one program may take."""
+"""Seconds that one job may take."""
 SOFTWARE = ("paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2")
 
 Bits = np.ndarray[Any, np.dtype[Any]]
@@ -38,13 +41,43 @@ def python() -> Path:
 
 
 def start(module: str, argument: Path, software: str = SOFTWARE[-1], ranks: int = 1) -> list[list[dict[str, Any]]]:
-    """Run ``python -m module argument`` on so many ranks; what each rank told, one dictionary for each line.
+    """Run ``main`` of a module with an argument on so many ranks; what each rank told, one dictionary for each line.
 
     Raises RuntimeError with the end of what they said when a rank fails.
     """
+    paths = [argument.with_name(f"{argument.stem}.rank{r}.log") for r in range(ranks)]
+    given = [{"log": str(p), "environment": e} for p, e in zip(paths, _ranks(ranks), strict=True)]
+    codes = _answer(module, software, {"argument": str(argument), "ranks": given})
+    logs = [path.read_text(encoding="utf-8") for path in paths]
+    if any(codes):
+        ends = "\n".join(f"rank {r}:\n{log[-2500:]}" for r, log in enumerate(logs) if codes[r])
+        raise RuntimeError(f"{module} ended with {codes}\n{ends}")
+    return [[json.loads(x.split(" ", 1)[1]) for x in log.splitlines() if x.startswith("CKPTTOOL ")] for log in logs]
+
+
+def _answer(module: str, software: str, job: Mapping[str, Any]) -> list[int]:
+    """The exit codes of a job's ranks. Raises RuntimeError when there is none in time."""
+    server = _server(module, software)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(job) + "\n")
+    server.stdin.flush()
+    in_time = select.select([server.stdout], [], [], LIMIT)[0]
+    answer = server.stdout.readline() if in_time else ""
+    if not answer:
+        _server.cache_clear()
+        os.killpg(server.pid, signal.SIGKILL)  # with its ranks
+        raise RuntimeError(f"{module} {'ended' if in_time else f'took longer than {LIMIT} s'}; its job was {job}")
+    codes: list[int] = json.loads(answer)
+    return codes
+
+
+@cache
+def _server(module: str, software: str) -> subprocess.Popen[str]:
+    """A process that has imported a module, see ``paddle_server``. It ends with this one."""
     program = python()
     paths = [str(ROOT)] if software == SOFTWARE[-1] else [str(program.parents[1] / "older"), str(ROOT)]
-    common = {
+    environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("PADDLE_", "PYTEST_"))},
         "PYTHONPATH": os.pathsep.join(paths),
         "CKPTTOOL_PADDLE_SOFTWARE": software,
@@ -52,23 +85,14 @@ def start(module: str, argument: Path, software: str = SOFTWARE[-1], ranks: int 
         "OMP_NUM_THREADS": "1",
         "PADDLE_DISTRI_BACKEND": "gloo",
     }
-    started = []
-    for rank, more in enumerate(_ranks(ranks)):
-        log = argument.with_name(f"{argument.stem}.rank{rank}.log").open("w", encoding="utf-8")
-        command = [str(program), "-W", "ignore", "-m", module, str(argument)]
-        with log:
-            started.append(subprocess.Popen(command, cwd=argument.parent, env=common | more, stdout=log, stderr=log))
-    try:
-        codes = [p.wait(LIMIT) for p in started]
-    finally:
-        for p in started:
-            p.kill()
-            p.wait()
-    logs = [argument.with_name(f"{argument.stem}.rank{r}.log").read_text(encoding="utf-8") for r in range(ranks)]
-    if any(codes):
-        ends = "\n".join(f"rank {r}:\n{log[-2500:]}" for r, log in enumerate(logs) if codes[r])
-        raise RuntimeError(f"{module} ended with {codes}\n{ends}")
-    return [[json.loads(x.split(" ", 1)[1]) for x in log.splitlines() if x.startswith("CKPTTOOL ")] for log in logs]
+    return subprocess.Popen(
+        [str(program), "-W", "ignore", "-m", "tests.peers.paddle_server", module],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def _ranks(ranks: int) -> list[dict[str, str]]:

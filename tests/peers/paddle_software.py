@@ -5,6 +5,7 @@ Runs in ``.venv-paddle`` only. Checkpoint code stays as it is; what is replaced 
 * The sizes to which buffers are padded are known for GPUs only; the processor gets theirs.
 * Tensors are moved to the GPU before they are sent; here they are where they have to be.
 * gloo cannot reduce on a computation stream; it reduces without.
+* What Paddle read of its rank while it was imported, which was before this process was forked, is forgotten.
 
 ``only_checkpoints`` stands in for libraries that paddlenlp 3.0.0b4 imports for tokenizers, metrics and servers.
 """
@@ -53,10 +54,12 @@ def only_checkpoints() -> None:
 def on_the_processor() -> None:
     """Call before loading."""
     import paddle
+    from paddle.distributed import parallel
     from paddle.distributed.fleet.utils import tensor_fusion_helper
     from paddle.optimizer import fusion_utils
 
     warnings.simplefilter("ignore")
+    parallel._global_parallel_env = None
     for module in (tensor_fusion_helper, fusion_utils):
         module.alignment["unknown"] = module.alignment["gpu"]  # "unknown" is what they call a processor
     paddle.Tensor.cuda = lambda tensor, *_, **__: tensor

@@ -6,6 +6,7 @@ work, but share the processors with other tests.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import pytest
 
 from tests.peers import paddle_model, paddle_side
 from tests.peers.paddle_model import STATE, bare, cut, is_power, joined, upright
+from tests.peers.paddle_side import Bits
 from tests.peers.tool import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle_zcc"
@@ -126,19 +128,26 @@ REAL = [
 ]
 
 
+REAL_SAVE = FIXTURES / "sharding2_v1"
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Bits]:
+    """What the two sharding ranks (v1) of paddleformers 1.2 hold, resumed from their own files."""
+    folder = tmp_path_factory.mktemp("truth")
+    first, second = paddle_side.resume(REAL_SAVE, folder, "sharding_io", sharding=2, version="v1")
+    return second | first
+
+
 @pytest.mark.parametrize("case", REAL, ids=str)
-def test_resumes_from_another_form_of_a_real_save(case: Case, tmp_path: Path) -> None:
-    """Two sharding ranks (v1) of paddleformers 1.2 saved this: they hold the truth, resumed from their own files."""
-    source = FIXTURES / "sharding2_v1"
+def test_resumes_from_another_form_of_a_real_save(case: Case, truth: Mapping[str, Bits], tmp_path: Path) -> None:
     whole_state: list[str | int] = ["--sharding-out", 1] if case.to == "hybrid" and case.sharding == 1 else []
-    reshard(source, tmp_path / "checkpoint", *case.options, *whole_state)
-    truth = paddle_side.resume(source, tmp_path / "source", "sharding_io", sharding=2, version="v1")
+    reshard(REAL_SAVE, tmp_path / "checkpoint", *case.options, *whole_state)
     held = paddle_side.resume(
         tmp_path / "checkpoint", tmp_path / "resumed", case.kind, tp=case.tp, sharding=case.sharding
     )
-    wanted = truth[1] | truth[0]
-    assert {k for one in held for k in one} == wanted.keys()
-    for key, whole in wanted.items():
+    assert {k for one in held for k in one} == truth.keys()
+    for key, whole in truth.items():
         for place in range(case.tp):
             want = cut(key, whole, place, case.tp)
             mine = [held[place]] if case.tp > 1 else held
