@@ -1,7 +1,8 @@
 """Checkpoints read by Paddle's own functions: what a ``paddle_server`` does with JOBS.json.
 
 JOBS.json is a list of ``{"do": ..., "path": ..., "out": ...}``. Each job puts the tensors that it finds into the file
-``out`` (.npz) and prints a line of JSON about them. With PADDLE_TRAINERS_NUM in the environment, as Paddle's launcher sets it, this is one rank of several.
+``out`` (.npz) and prints a line of JSON about them. With PADDLE_TRAINERS_NUM in the environment, as Paddle's launcher
+sets it, this is one rank of several.
 """
 
 from __future__ import annotations

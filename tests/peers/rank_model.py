@@ -1,22 +1,20 @@
 """One rank of a tensor-parallel transformers model, fed with one rank's file: the judge of the layout rules.
 
-Started once per rank by ``rank_group.py`` and given a list of jobs. For each it builds the transformers model with
-the sizes that a rank has (heads, key/value heads, widths and vocabulary divided), lets transformers load the rank's
-file into it, and runs it as tensor parallelism is defined: an embedding row that lies elsewhere counts as zero, the
-outputs of row-parallel layers and of experts are summed over the ranks, the logits are joined. Nothing here knows
-the rules under test: a tensor that is cut wrongly does not fit, or gives other logits.
+``rank_group.py`` forks a process for each rank, which gets a list of jobs. For each it builds the transformers model
+with the sizes that a rank has (heads, key/value heads, widths and vocabulary divided), lets transformers load the
+rank's file into it, and runs it as tensor parallelism is defined: an embedding row that lies elsewhere counts as
+zero, the outputs of row-parallel layers and of experts are summed over the ranks, the logits are joined. Nothing here
+knows the rules under test: a tensor that is cut wrongly does not fit, or gives other logits.
 """
 
 from __future__ import annotations
 
 import copy
 import datetime as dt
-import json
 import re
-import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -270,19 +268,9 @@ def run(jobs: list[Job], rank: int, world: int, folder: Path) -> None:
             save_file({"logits": logits.contiguous()}, folder / f"{job.name}.logits")
 
 
-def main() -> None:
-    """``rank_model RANK WORLD FOLDER``: the jobs lie in FOLDER/jobs.json."""
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+def main(rank: int, world: int, folder: Path, jobs: list[Job]) -> None:
+    """Run all jobs as one rank of a group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", TIMEOUT, world, rank)
-    jobs = [Job(**j) for j in json.loads((folder / "jobs.json").read_text(encoding="utf-8"))]
     run(jobs, rank, world, folder)
     dist.destroy_process_group()
-
-
-def write_jobs(jobs: list[Job], folder: Path) -> None:
-    (folder / "jobs.json").write_text(json.dumps([asdict(j) for j in jobs]), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def ran(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path
     return folders
 
 
+@cache
 def expected(whole: Path, variant: str) -> Any:
     """The logits of the whole model, as transformers loads and runs it."""
     import torch
