@@ -1,24 +1,26 @@
-"""Files of torch.save: what torch writes is read as torch reads it, what is written is loaded by torch."""
+"""Files of torch.save: what torch wrote is read as torch reads it, what is written is what its own unpickler finds.
+
+``fixtures/torch/written`` has what torch.save makes of many things (tests/peers/torch_files.py); tests/peers lets torch
+itself load what is written, and write anew what is read here.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import pickle
+import shutil
 import struct
 import zipfile
-from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import reduce
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.containers.torch_zip import lay_out_torch, read_torch
@@ -27,11 +29,13 @@ from tests.helpers.command import ckpttool as command
 from tests.helpers.command import refused, reshard
 
 FIXTURES = Path("fixtures/torch")
-DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
-    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
-)
+WRITTEN = FIXTURES / "written"
+FORMS = ("bin", "old.bin")
+"""Names of a zip, and of the form before torch 1.6."""
+Array = np.ndarray[Any, np.dtype[Any]]
+W = {"w": np.ones((2, 2), "<f4")}
+TWO = np.ones(2, "<f4")
+RANGE = {"a": np.arange(6, dtype="<f4").reshape(2, 3)}
 
 
 def headers(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -46,9 +50,49 @@ def headers(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return out
 
 
-def raw(t: torch.Tensor) -> bytes:
-    flat = t.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+class Unpickler(pickle.Unpickler):
+    """torch's, as far as plain tensors go: Python's own, and the elements behind each other in their storage."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self.zip = archive
+        (name,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))
+        self.top = name.removesuffix("data.pkl")
+        super().__init__(io.BytesIO(archive.read(name)))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.storage"):
+            return name
+        if module == "torch._utils":
+            assert name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
+            return self.tensor
+        assert (module, name) == ("collections", "OrderedDict")
+        return OrderedDict
+
+    def persistent_load(self, pid: Any) -> bytes:
+        kind, _, key, place, _ = pid
+        assert (kind, place) == ("storage", "cpu")
+        return self.zip.read(f"{self.top}data/{key}")
+
+    def tensor(self, storage: bytes, offset: int, shape: Any, strides: Any, *_: Any) -> tuple[Any, bytes]:
+        assert strides == tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        assert offset == 0
+        return shape, storage
+
+
+def loaded(path: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
+    with zipfile.ZipFile(path) as z:
+        assert z.testzip() is None
+        found: dict[str, tuple[tuple[int, ...], bytes]] = Unpickler(z).load()
+        return found
+
+
+def held(safetensors: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
+    return {name: (shape, data) for name, (_, shape, data) in headers(safetensors).items()}
+
+
+def put(name: str, path: Path) -> Path:
+    """A file that torch wrote, at another place."""
+    return Path(shutil.copy(WRITTEN / name, path))
 
 
 def as_read(src: Path, dst: Path, *options: object) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -56,8 +100,8 @@ def as_read(src: Path, dst: Path, *options: object) -> dict[str, tuple[str, tupl
     return headers(dst / "model.safetensors")
 
 
-def same(got: Mapping[str, tuple[str, tuple[int, ...], bytes]], want: Mapping[str, torch.Tensor]) -> None:
-    assert {k: (v[1], v[2]) for k, v in got.items()} == {k: (tuple(t.shape), raw(t)) for k, t in want.items()}
+def same(got: Mapping[str, tuple[str, tuple[int, ...], bytes]], want: Mapping[str, Array]) -> None:
+    assert {k: (v[1], v[2]) for k, v in got.items()} == {k: (a.shape, a.tobytes()) for k, a in want.items()}
 
 
 @pytest.fixture
@@ -72,55 +116,30 @@ def test_what_torch_wrote(name: str, tmp_path: Path) -> None:
     assert as_read(FIXTURES / name, tmp_path / "out") == headers(FIXTURES / f"{name}.safetensors")
 
 
-def odd_tensors() -> dict[str, torch.Tensor]:
-    big = torch.arange(320, dtype=torch.float32).reshape(20, 16)
-    return {
-        **{str(d): (torch.arange(12) % 2).to(d).reshape(3, 4) for d in DTYPES if "e8m0" not in str(d)},
-        "columns": big[:, 2:5],
-        "transposed": big.t(),
-        "expanded": torch.arange(4.0).reshape(4, 1).expand(4, 5),
-        "windows": torch.arange(6.0).as_strided((4, 3), (1, 1)),
-        "number": big[4, 7],
-        "empty": torch.empty(3, 0, 2),
-        "tied": big,
-        "parameter": torch.nn.Parameter(torch.ones(2, 3)),
-        "with.dots and spaces é": torch.ones(1),
-    }
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_protocols(protocol: int, zipped: bool, tmp_path: Path) -> None:
-    want = odd_tensors()
-    path = tmp_path / "a.pt"
-    torch.save(want, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
-    same(as_read(path, tmp_path / "out"), want)
+@pytest.mark.parametrize("form", FORMS)
+def test_protocols(protocol: int, form: str, tmp_path: Path) -> None:
+    got = as_read(WRITTEN / f"protocol_{protocol}.{form}", tmp_path / "out")
+    assert {k: v[1:] for k, v in got.items()} == held(WRITTEN / "protocol.safetensors")
 
 
-def test_a_module(src: Path, tmp_path: Path) -> None:
+def test_a_module(tmp_path: Path) -> None:
     """Its state dict is an OrderedDict with an attribute, and has buffers."""
-    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
-    torch.save(module.state_dict(), src / "pytorch_model.bin")
-    same(as_read(src, tmp_path / "out"), module.state_dict())
-
-
-def trained() -> dict[str, Any]:
-    model, ema = {"w": torch.ones(2, 2)}, {"w": torch.zeros(2, 2)}
-    return {"model": {"state_dict": model, "version": 3}, "ema": OrderedDict(ema), "epoch": 7}
+    assert as_read(WRITTEN / "state_dict.bin", tmp_path / "out") == headers(WRITTEN / "state_dict.safetensors")
 
 
 def test_several_dicts(tmp_path: Path) -> None:
     """None is guessed: the error names them, --select takes one, and the note says what was left out."""
-    path = tmp_path / "last.ckpt"
-    torch.save(trained(), path)
+    path = put("trained.bin", tmp_path / "last.ckpt")
     error = refused(path, tmp_path / "out")
     assert "2 places of the file: model, ema" in error
     assert "--select model" in error
     done = reshard(path, tmp_path / "out", "--to", "hf", "--select", "model.state_dict")
     assert "read from `model.state_dict`; left out: ema, epoch" in done.err
-    same(headers(tmp_path / "out/model.safetensors"), {"w": torch.ones(2, 2)})
-    same(as_read(path, tmp_path / "ema", "--select", "ema"), {"w": torch.zeros(2, 2)})
-    everything = {"model.state_dict.w": torch.ones(2, 2), "ema.w": torch.zeros(2, 2)}
+    same(headers(tmp_path / "out/model.safetensors"), W)
+    average = np.zeros((2, 2), "<f4")
+    same(as_read(path, tmp_path / "ema", "--select", "ema"), {"w": average})
+    everything = {"model.state_dict.w": W["w"], "ema.w": average}
     same(as_read(path, tmp_path / "all", "--select", "."), everything)
     assert "there is no `modle`" in refused(path, tmp_path / "no", "--select", "modle", code=2)
     assert ckpttool.open(path, select="ema")["w"].shape == (2, 2)
@@ -132,16 +151,11 @@ def test_several_dicts(tmp_path: Path) -> None:
 
 def test_the_only_dict_is_found(tmp_path: Path) -> None:
     """The optimizer's tensors are no model; what a trainer keeps beside is not needed to read it."""
-    module = torch.nn.Linear(3, 2)
-    optimizer = {"state": {0: {"step": torch.ones(()), "exp_avg": torch.ones(2, 3)}}, "param_groups": [{"params": [0]}]}
-    args = Namespace(lr=1e-3, path=Path("x"), sizes={1, 2}, dtype=torch.bfloat16, rng=np.random.default_rng(0).random())
-    path = tmp_path / "step.pth"
-    beside = {"optimizer": optimizer, "scheduler": {"last_epoch": 1}, "args": args, "step": 1}
-    torch.save({"net": {"module": module.state_dict()}, **beside}, path)
+    path = put("step.bin", tmp_path / "step.pth")
     done = command("inspect", path)
     assert done.code == 0, done.err
     assert "read from `net.module`; left out: optimizer, scheduler, args and 1 more" in done.err
-    same(as_read(path, tmp_path / "out"), module.state_dict())
+    assert as_read(path, tmp_path / "out") == headers(WRITTEN / "state_dict.safetensors")
     assert command("inspect", path, "--check").code == 0
 
 
@@ -151,93 +165,65 @@ def test_select_is_for_nested_files(tmp_path: Path) -> None:
     assert "reshard FILE DIR --select PATH` first" in error
 
 
-def quantized() -> torch.Tensor:
-    return torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
-
-
-class Named(torch.Tensor):
-    """A subclass, which torch.save stores by its class."""
-
-
-class Settings(dict[str, Any]):
-    """What looks like a dict."""
-
-
-ODD: dict[str, tuple[Callable[[], Any], str]] = {
-    "sparse": (lambda: {"a": torch.eye(3).to_sparse()}, "`a` is not a plain tensor (sparse tensor)"),
-    "quantised": (lambda: {"a": quantized()}, "`a` is not a plain tensor (qtensor)"),
-    "meta": (lambda: {"a": torch.empty(2, device="meta")}, "`a` is not a plain tensor (meta tensor)"),
-    "a module": (lambda: torch.nn.Linear(2, 2), "a whole module (torch.nn.modules.linear.Linear)"),
-    "complex128": (lambda: {"a": torch.ones(2, dtype=torch.complex128)}, "`a` is of torch's type ComplexDoubleStorage"),
-    "conjugate": (lambda: {"a": torch.ones(2, dtype=torch.complex64).conj()}, "a conjugate or negative bit"),
-    "a subclass": (lambda: {"a": torch.ones(2).as_subclass(Named), "b": torch.ones(2)}, f"({__name__}.Named)"),
-    "an array": (lambda: {"a": np.ones(3), "b": torch.ones(2)}, "`a` is a numpy array"),
-    "an array below": (lambda: {"a": {"c": np.ones(3)}, "b": torch.ones(2)}, "`a.c` is a numpy array"),
-    "a storage": (lambda: {"a": torch.ones(2).untyped_storage(), "b": torch.ones(2)}, "`a` is a storage"),
-    "no values yet": (lambda: {"a": torch.nn.UninitializedParameter(), "b": torch.ones(2)}, "UninitializedParameter)"),
-    "a class of dicts": (lambda: {"a": Settings(w=torch.ones(2))}, f"`a` is of class {__name__}.Settings, not a plain"),
-    "of a class": (lambda: Settings(w=torch.ones(2)), "hint: save what it holds: dict(x)"),
-    "no tensors": (lambda: {"a": 1, "b": "text"}, "there are no tensors here"),
-    "a few bytes for ever": (lambda: {"a": torch.ones(1).expand(1 << 40)}, "repeats the 4 bytes of its storage"),
+CLASSES = "tests.peers.torch_files"
+ODD = {
+    "sparse": "`a` is not a plain tensor (sparse tensor)",
+    "quantised": "`a` is not a plain tensor (qtensor)",
+    "meta": "`a` is not a plain tensor (meta tensor)",
+    "a module": "a whole module (torch.nn.modules.linear.Linear)",
+    "complex128": "`a` is of torch's type ComplexDoubleStorage",
+    "conjugate": "a conjugate or negative bit",
+    "a subclass": f"({CLASSES}.Named)",
+    "an array": "`a` is a numpy array",
+    "an array below": "`a.c` is a numpy array",
+    "a storage": "`a` is a storage",
+    "no values yet": "UninitializedParameter)",
+    "a class of dicts": f"`a` is of class {CLASSES}.Settings, not a plain",
+    "of a class": "hint: save what it holds: dict(x)",
+    "no tensors": "there are no tensors here",
+    "a few bytes for ever": "repeats the 4 bytes of its storage",
 }
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:Couldn't retrieve source")
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("case", ODD)
-def test_what_is_refused_by_name(case: str, zipped: bool, src: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_refused_by_name(form: str, tmp_path: Path) -> None:
     """In words that do not depend on the form of the file."""
-    make, words = ODD[case]
-    torch.save(make(), src / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    assert words in refused(src, tmp_path / "out")
+    for case, words in ODD.items():
+        assert words in refused(WRITTEN / f"{case.replace(' ', '_')}.{form}", tmp_path / "out"), case
 
 
 def test_subclasses_elsewhere(tmp_path: Path) -> None:
     """Their tensors are tensors, so the dict to read is asked for; arrays beside the one that is read are none."""
-    path = tmp_path / "a.pt"
-    torch.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2).as_subclass(Named)}}, path)
-    assert "2 places of the file: model, ema" in refused(path, tmp_path / "out")
-    torch.save({"model": {"w": torch.ones(2)}, "rng": ("MT19937", np.ones(3))}, path)
-    same(as_read(path, tmp_path / "out"), {"w": torch.ones(2)})
+    error = refused(WRITTEN / "a_subclass_elsewhere.bin", tmp_path / "out")
+    assert "2 places of the file: model, ema" in error
+    same(as_read(WRITTEN / "an_array_elsewhere.bin", tmp_path / "out"), {"w": TWO})
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize")
-def test_before_torch_1_6(src: Path, tmp_path: Path) -> None:
+def test_before_torch_1_6(tmp_path: Path) -> None:
     """Classes of modules come with their source, and storages of types that are not read lie before those that are."""
-    value = {"w": torch.arange(3.0), "class": torch.nn.Linear}
-    torch.save(value, src / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    same(as_read(src, tmp_path / "class"), {"w": torch.arange(3.0)})
-    unread = {"a": torch.ones(3, dtype=torch.complex128), "b": quantized(), "c": {"w": torch.arange(3.0)}}
-    torch.save(unread, src / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    same(as_read(src, tmp_path / "types", "--select", "c"), {"w": torch.arange(3.0)})
+    want = {"w": np.arange(3, dtype="<f4")}
+    same(as_read(WRITTEN / "a_class_beside.old.bin", tmp_path / "class"), want)
+    same(as_read(WRITTEN / "unread_types_before.old.bin", tmp_path / "types", "--select", "c"), want)
 
 
-@pytest.mark.parametrize("protocol", [0, 1])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_protocols_that_are_not_read(protocol: int, zipped: bool, src: Path, tmp_path: Path) -> None:
-    path = src / "pytorch_model.bin"
-    torch.save({"a": torch.ones(2)}, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
-    assert "protocols 0 and 1 are not read" in refused(src, tmp_path / "out")
+@pytest.mark.parametrize("form", FORMS)
+def test_protocols_that_are_not_read(form: str, tmp_path: Path) -> None:
+    for protocol in (0, 1):
+        error = refused(WRITTEN / f"protocol_{protocol}.{form}", tmp_path / "out")
+        assert "protocols 0 and 1 are not read" in error, protocol
 
 
 def test_the_pickles_checksum(src: Path, tmp_path: Path) -> None:
     """A name with another letter is a model that nobody saved; a writer that takes no checksums writes 0."""
-    path = src / "pytorch_model.bin"
-    torch.save({"weight": torch.ones(2)}, path)
+    path = put("tied.bin", src / "pytorch_model.bin")
     path.write_bytes(path.read_bytes().replace(b"weight", b"weighs"))
     assert "data.pkl` is damaged: its CRC-32 is" in refused(src, tmp_path / "out")
-    torch.serialization.set_crc32_options(compute_crc32=False)
-    try:
-        torch.save({"weight": torch.ones(2)}, path)
-    finally:
-        torch.serialization.set_crc32_options(compute_crc32=True)
-    same(as_read(src, tmp_path / "out"), {"weight": torch.ones(2)})
+    same(as_read(WRITTEN / "no_checksums.bin", tmp_path / "out"), {"a": TWO})
 
 
 def test_torchscript(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(1)}, tmp_path / "model.pt")
-    with zipfile.ZipFile(tmp_path / "model.pt", "a") as z:
-        z.writestr("model/constants.pkl", b"\x80\x02).")
+    with zipfile.ZipFile(put("a.bin", tmp_path / "model.pt"), "a") as z:
+        z.writestr("archive/constants.pkl", b"\x80\x02).")
     assert "TorchScript module" in refused(tmp_path / "model.pt", tmp_path / "out")
 
 
@@ -247,7 +233,7 @@ def test_hostile(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = path.absolute()
     monkeypatch.chdir(tmp_path)
     if path.stem == "zip_slip":
-        same(as_read(path, Path("out")), {"a": torch.arange(6.0).reshape(2, 3)})
+        same(as_read(path, Path("out")), RANGE)
     else:
         refused(path, "out")
         assert command("inspect", path, "--stats").code == 1
@@ -257,9 +243,8 @@ def test_hostile(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def crafted(pickled: bytes = b"", *, twice: bool = False, lies: int = 0) -> bytes:
     """A file of torch.save with another pickle, a storage that is there twice, or another size in the directory."""
-    plain, out = io.BytesIO(), io.BytesIO()
-    torch.save({"a": torch.arange(6.0).reshape(2, 3)}, plain)
-    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(out, "w") as new:
+    out = io.BytesIO()
+    with zipfile.ZipFile(WRITTEN / "range.bin") as old, zipfile.ZipFile(out, "w") as new:
         for i in old.infolist():
             new.writestr(i.filename, pickled if pickled and i.filename.endswith(".pkl") else old.read(i))
         if twice:
@@ -303,18 +288,16 @@ def test_crafted(case: str, src: Path, tmp_path: Path) -> None:
 def test_crafted_as_it_should_be(src: Path, tmp_path: Path) -> None:
     """Honest numbers in the same form are read; so are keys of optimizers before torch 1.6, and Python 2's strings."""
     (src / "pytorch_model.bin").write_bytes(crafted(tensor_pickle()))
-    same(as_read(src, tmp_path / "out"), {"a": torch.arange(6.0).reshape(2, 3)})
+    same(as_read(src, tmp_path / "out"), RANGE)
     (src / "pytorch_model.bin").write_bytes(crafted(tensor_pickle().replace(b"X\x01\0\0\0a", b"U\x01a")))
-    same(as_read(src, tmp_path / "again"), {"a": torch.arange(6.0).reshape(2, 3)})
-    torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": {1 << 46: {}}}}, src / "pytorch_model.bin")
-    same(as_read(src, tmp_path / "old"), {"w": torch.ones(2)})
+    same(as_read(src, tmp_path / "again"), RANGE)
+    same(as_read(WRITTEN / "old_keys.bin", tmp_path / "old"), {"w": TWO})
 
 
 def test_cut_off_anywhere(tmp_path: Path) -> None:
     """Every prefix of both forms is refused; not one is half a model."""
-    for zipped in (True, False):
-        torch.save({"a": torch.arange(6.0)}, tmp_path / "whole", _use_new_zipfile_serialization=zipped)
-        data = (tmp_path / "whole").read_bytes()
+    for form in FORMS:
+        data = (WRITTEN / f"range.{form}").read_bytes()
         for n in range(0, len(data) - 1, 7):
             (tmp_path / "part").write_bytes(data[:n])
             with pytest.raises(CkptError):
@@ -339,10 +322,10 @@ def test_names_lie(tmp_path: Path) -> None:
 def test_beside_safetensors(tmp_path: Path) -> None:
     """Safetensors are read, as ever; a trainer's other files are no models."""
     reshard(FIXTURES / "sharded", tmp_path / "src", "--to", "hf")
-    torch.save({"a": torch.ones(1)}, tmp_path / "src/pytorch_model.bin")
+    put("a.bin", tmp_path / "src/pytorch_model.bin")
     assert len(as_read(tmp_path / "src", tmp_path / "out")) == 21
-    torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.pt")
+    put("a.bin", tmp_path / "pytorch_model.bin")
+    put("optimizer.bin", tmp_path / "optimizer.pt")
     done = reshard(tmp_path / "pytorch_model.bin", tmp_path / "one", "--to", "hf")
     assert "optimizer" not in done.err
     (tmp_path / "train").mkdir()
@@ -355,38 +338,37 @@ def test_beside_safetensors(tmp_path: Path) -> None:
 def test_which_file_is_the_model(src: Path) -> None:
     """transformers' training_args.bin makes nothing Paddle's; of several files, or none, the error says the truth."""
     assert "there are no files of torch.save" in command("inspect", src, "--from", "torch-bin").err
-    torch.save({"w": torch.ones(1)}, src / "weights.pt")
-    torch.save({"lr": 1.0}, src / "training_args.bin")
+    put("a.bin", src / "weights.pt")
+    put("no_tensors.bin", src / "training_args.bin")
     (src / "config.json").write_text("{}")
     done = command("inspect", src)
     assert done.code == 0, done.err
     assert "not part of the model, and left out: training_args.bin" in done.err
-    torch.save({"w": torch.ones(1)}, src / "again.pt")
+    put("a.bin", src / "again.pt")
     error = command("inspect", src).err
     assert "files of torch.save (again.pt, training_args.bin, weights.pt), and it is unclear which one" in error
 
 
 def test_tied_weights_are_written_once(src: Path, tmp_path: Path) -> None:
     """Where config.json ties them and the file stores them in one place; else both are tensors of their own."""
-    words = torch.arange(8.0).reshape(4, 2)
     fields = {"model_type": "qwen2", "num_hidden_layers": 1, "hidden_size": 2, "vocab_size": 4}
     (src / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": True}))
-    torch.save({"model.embed_tokens.weight": words, "lm_head.weight": words}, src / "pytorch_model.bin")
+    put("tied.bin", src / "pytorch_model.bin")
     done = reshard(src, tmp_path / "out", "--to", "torch-bin", "--verify")
     assert "`lm_head.weight` has the bytes of `model.embed_tokens.weight`" in done.err
-    assert torch.load(tmp_path / "out/pytorch_model.bin").keys() == {"model.embed_tokens.weight"}
-    torch.save({"model.embed_tokens.weight": words, "lm_head.weight": words.clone()}, src / "pytorch_model.bin")
+    assert loaded(tmp_path / "out/pytorch_model.bin").keys() == {"model.embed_tokens.weight"}
+    put("apart.bin", src / "pytorch_model.bin")
     assert len(as_read(src, tmp_path / "two")) == 2
     (src / "config.json").unlink()
-    torch.save({"model.embed_tokens.weight": words, "lm_head.weight": words}, src / "pytorch_model.bin")
+    put("tied.bin", src / "pytorch_model.bin")
     assert len(as_read(src, tmp_path / "both")) == 2
 
 
 def test_shards(src: Path, tmp_path: Path) -> None:
     """A shard that is missing is an error; an index that is wrong, a note; two files with one tensor, an error."""
-    torch.save({"a": torch.ones(2)}, src / "pytorch_model-00001-of-00002.bin")
+    put("a.bin", src / "pytorch_model-00001-of-00002.bin")
     assert "1 of 2 files are missing" in refused(src, tmp_path / "out")
-    torch.save({"b": torch.ones(2)}, src / "pytorch_model-00002-of-00002.bin")
+    put("b.bin", src / "pytorch_model-00002-of-00002.bin")
     assert as_read(src, tmp_path / "out").keys() == {"a", "b"}
     index = src / "pytorch_model.bin.index.json"
     one, two = (f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2))
@@ -398,7 +380,7 @@ def test_shards(src: Path, tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))
     assert "missing: ../x.bin" in refused(src, tmp_path / "no")
     index.unlink()
-    torch.save({"a": torch.ones(2)}, src / two)
+    put("a.bin", src / two)
     assert "tensor `a` is in two files" in refused(src, tmp_path / "no")
 
 
@@ -407,22 +389,20 @@ def test_shards(src: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--max-shard-size", "20KB"), ("--workers", 1, "--manifest")])
 def test_written_files_are_torchs(options: tuple[object, ...], tmp_path: Path) -> None:
-    """torch loads them with the strictest settings, zipfile finds every checksum right, the tool reads them back."""
+    """Python's unpickler finds every tensor, zipfile every checksum right, and the tool reads them back."""
     out = tmp_path / "out"
     reshard(FIXTURES / "sharded", out, "--to", "torch-bin", "--verify", *options)
     files = sorted(out.glob("pytorch_model*.bin"))
     assert (len(files) > 1) == ("--max-shard-size" in options)
-    loaded: dict[str, torch.Tensor] = {}
+    found: dict[str, tuple[tuple[int, ...], bytes]] = {}
     for path in files:
-        loaded |= torch.load(path, weights_only=True, mmap=True)
-        assert torch.load(path, weights_only=True).keys() <= loaded.keys()
+        found |= loaded(path)
         with zipfile.ZipFile(path) as z:
-            assert z.testzip() is None
             assert all(data_offset(path, i) % 64 == 0 for i in z.infolist())
-    same(headers(FIXTURES / "sharded.safetensors"), loaded)
+    assert found == held(FIXTURES / "sharded.safetensors")
     if len(files) > 1:
         index = json.loads((out / "pytorch_model.bin.index.json").read_text())
-        assert index["metadata"]["total_size"] == sum(t.nbytes for t in loaded.values())
+        assert index["metadata"]["total_size"] == sum(len(data) for _, data in found.values())
         assert {f.name for f in files} == set(index["weight_map"].values())
     assert command("inspect", out, "--check").code == 0
     assert as_read(out, tmp_path / "back") == headers(FIXTURES / "sharded.safetensors")
@@ -436,14 +416,11 @@ def data_offset(path: Path, info: zipfile.ZipInfo) -> int:
 def test_every_dtype_is_written(tmp_path: Path) -> None:
     """And computed tensors get their checksums, too: merged ones are written by other processes."""
     reshard(FIXTURES / "dtypes", tmp_path / "out", "--to", "torch-bin")
-    loaded = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
-    same(headers(FIXTURES / "dtypes.safetensors"), loaded)
+    assert loaded(tmp_path / "out/pytorch_model.bin") == held(FIXTURES / "dtypes.safetensors")
     reshard(FIXTURES / "sharded", tmp_path / "hf", "--to", "hf")
     done = command("merge", FIXTURES / "sharded", tmp_path / "hf", "-o", tmp_path / "merged", "--to", "torch-bin")
     assert done.code == 0, done.err
-    with zipfile.ZipFile(tmp_path / "merged/pytorch_model.bin") as z:
-        assert z.testzip() is None
-    same(headers(FIXTURES / "sharded.safetensors"), torch.load(tmp_path / "merged/pytorch_model.bin"))
+    assert loaded(tmp_path / "merged/pytorch_model.bin") == held(FIXTURES / "sharded.safetensors")
 
 
 def test_what_torch_has_not(src: Path, tmp_path: Path) -> None:
@@ -465,46 +442,5 @@ def test_beyond_4_gib(tmp_path: Path) -> None:
     file = read_torch(path)
     for name, t in file.value.items():
         assert file.place(t, name, 0).offset == laid.offsets[name]
-    loaded = torch.load(path, weights_only=True, mmap=True)
-    assert [(t.shape, t.dtype) for t in loaded.values()] == [
-        *(((1 << 30, 1), torch.float32), ((3,), torch.int8), ((5 << 30,), torch.float8_e4m3fn)),
-    ]
     with zipfile.ZipFile(path) as z:
         assert [i.file_size for i in z.infolist() if "/data/" in i.filename] == [4 << 30, 3, 5 << 30]
-
-
-def views() -> st.SearchStrategy[torch.Tensor]:
-    """Any view of a storage: offsets, strides of 0, overlaps, no elements."""
-
-    def make(shape: list[int], strides: list[int], offset: int, dtype: torch.dtype) -> torch.Tensor:
-        reach = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=False)) + 1
-        base = torch.arange(max(reach, 1)).to(dtype)
-        return base.as_strided(shape, strides[: len(shape)], offset) if 0 not in shape else torch.empty(shape)
-
-    return st.builds(
-        make,
-        st.lists(st.integers(0, 4), max_size=4),
-        st.lists(st.integers(0, 9), min_size=4, max_size=4),
-        st.integers(0, 9),
-        st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.int8, torch.uint16]),
-    )
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("views")
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.dictionaries(st.text(min_size=1, max_size=8), views(), min_size=1, max_size=4), st.booleans())
-def test_any_views(scratch: Path, tensors: dict[str, torch.Tensor], zipped: bool) -> None:
-    path = scratch / "a.bin"
-    torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
-    file = read_torch(path)
-    data = np.fromfile(path, np.uint8)
-    for name, tensor in file.value.items():
-        t = file.place(tensor, name, 0)
-        size = tensors[name].element_size()
-        strides = [s * size for s in t.element_strides]
-        cells = np.ndarray(t.shape, f"V{size}", data, t.offset, strides) if 0 not in t.shape else np.empty(0, "V1")
-        assert (t.shape, cells.tobytes()) == (tuple(tensors[name].shape), raw(tensors[name]))
