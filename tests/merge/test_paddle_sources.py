@@ -513,18 +513,17 @@ def test_wide_transposes_are_read_in_strips(tmp_path: Path) -> None:
     config = llama_config(layers=1, vocab=64, hidden_size=1024, intermediate_size=1536)
     shapes = {
         "model.embed_tokens.weight": (64, 1024),
-        "model.layers.0.self_attn.q_proj.weight": (1024, 1024),
         "model.layers.0.mlp.down_proj.weight": (1024, 1536),
         "model.layers.0.mlp.up_proj.weight": (1536, 1024),
     }
     for name in "ab":
-        model = {n: rounded(rng.standard_normal(s)) for n, s in shapes.items()}
+        model = {n: rounded(rng.standard_normal(s, np.float32)) for n, s in shapes.items()}
         save_hf(tmp_path / name, bits(model), config)
         reshard(tmp_path / name, tmp_path / f"{name}1", "--to", "unified", "--target", "paddlenlp-3.0")
         reshard(tmp_path / name, tmp_path / f"{name}2", "--to", "hybrid", "--sharding-out", 2)
     words = ("--method", "ties", "--weights", "1,1", "--param", "density=0.3", "--memory", "4MiB", "--to", "hf")
     merge(tmp_path / "a", tmp_path / "b", "--base", tmp_path / "a", "-o", tmp_path / "want", *words)
-    for first, second in (("a1", "b1"), ("a1", "b2"), ("a2", "b1")):
+    for first, second in (("a1", "b2"), ("a2", "b1")):
         out = tmp_path / (first + second)
         merge(tmp_path / first, tmp_path / second, "--base", tmp_path / first, "-o", out, *words, "--verify")
         assert_same(read_all(out), read_all(tmp_path / "want"))

@@ -24,6 +24,7 @@ from ckpttool.recipe.model import (
     TokenRule,
     reference,
 )
+from tests.helpers.sample import some
 
 TWO = "models: [{model: a}, {model: b}]\n"
 LINEAR = f"merge_method: linear\n{TWO}parameters: {{weight: 1}}\n"
@@ -577,7 +578,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("a: {<<: 3}", UsageError, "merges only mappings"),
         ("a: " + "1" * 5000, UsageError, "not a value of the type"),
         ("a: &a [*a]", UsageError, "aliases written out"),
-        ("[" * 30_000, UsageError, "deeper than|no YAML"),
+        ("[" * some(30_000, 1000), UsageError, "deeper than|no YAML"),
         ("[" * 60 + "]" * 60, UsageError, "levels deep"),
         (LAUGHS, UsageError, "at most 100,000 values"),
         (MERGES, UsageError, "at most 100,000 values"),

@@ -48,21 +48,20 @@ def chosen(name: str, delta: Array, p: Mapping[str, Any], uniform: Array) -> Arr
     elif density == 0:
         pass
     elif name == "ties":
-        mask[sorted(range(n), key=lambda i: (-flat[i], i))[: max(1, int(density * n))]] = True
+        mask[(-flat).argsort(kind="stable")[: max(1, int(density * n))]] = True
     elif name.startswith("breadcrumbs"):
         kept = int(density * n)
         lowest = max(0, n - kept - int(p["gamma"] * n))
-        mask[sorted(range(n), key=lambda i: (flat[i], i))[lowest : lowest + kept]] = True
+        mask[flat.argsort(kind="stable")[lowest : lowest + kept]] = True
     elif name.startswith("dare"):
         mask[:] = uniform < density
     else:
         columns = delta.shape[-1] if delta.ndim else 1
+        share = np.arange(columns, dtype=F) / F(max(columns - 1, 1))
+        chances = share * 2 * F(p["epsilon"]) + F(density - p["epsilon"]) if columns > 1 else np.full(1, density, F)
         for a in range(0, n, columns):
-            for rank, i in enumerate(sorted(range(columns), key=lambda i: (flat[a + i], i))):
-                share = F(rank) / F(columns - 1) if columns > 1 else F(0)
-                spread = share * 2 * F(p["epsilon"])
-                chance = spread + F(density - p["epsilon"]) if columns > 1 else F(density)
-                mask[a + i] = uniform[a + i] < chance
+            order = a + flat[a : a + columns].argsort(kind="stable")
+            mask[order] = uniform[order] < chances
     return mask.reshape(delta.shape)
 
 
