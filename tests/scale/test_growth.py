@@ -36,7 +36,7 @@ from tests.helpers.hollow import CONFIGS, program, published, shards
 STEEPEST = 1.1
 """Slope of log(cost) over log(size)."""
 
-SMALL, LARGE = 5, 11
+WARM, SMALL, LARGE = 4, 5, 8
 """Layers of a DeepSeek-V3 with 32 experts: 3 without experts, then 217 tensors each (in FP8, with their scales)."""
 
 
@@ -45,16 +45,29 @@ def model(root: Path, layers: int, *, fp8: bool = False) -> int:
     return published(root, {**config, "n_routed_experts": 32}, files=layers, fp8=fp8)
 
 
+Sized = tuple[Path, int]
+"""A model and the number of its tensors."""
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[tuple[Path, int], tuple[Path, int]]]:
-    """The path and the number of tensors of a small and of a large model."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Sized, Sized]]:
+    """A small and a large model."""
     root = tmp_path_factory.mktemp("models")
 
-    def two(name: str, *, fp8: bool) -> tuple[tuple[Path, int], tuple[Path, int]]:
+    def two(name: str, *, fp8: bool) -> tuple[Sized, Sized]:
         small, large = root / f"{name}-small", root / f"{name}-large"
         return (small, model(small, SMALL, fp8=fp8)), (large, model(large, LARGE, fp8=fp8))
 
     return {"fp8": two("fp8", fp8=True), "bf16": two("bf16", fp8=False)}
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Smaller ones, for what is read and worked out once in a process."""
+    root = tmp_path_factory.mktemp("warm")
+    for name in ("fp8", "bf16"):
+        model(root / name, WARM, fp8=name == "fp8")
+    return {name: root / name for name in ("fp8", "bf16")}
 
 
 @contextmanager
@@ -99,12 +112,9 @@ JOBS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_calls_grow_as_the_tensors_do(
-    job: str, models: dict[str, tuple[tuple[Path, int], tuple[Path, int]]], tmp_path: Path
-) -> None:
+def test_calls_grow_as_the_tensors_do(job: str, models: dict[str, tuple[Sized, Sized]], warm: dict[str, Path]) -> None:
     kind, do = JOBS[job]
-    model(tmp_path / "warm", 4, fp8=kind == "fp8")
-    do(tmp_path / "warm")  # what is read and worked out once in a process
+    do(warm[kind])
     cost = []
     for path, _ in models[kind]:
         with counted() as count:
@@ -118,9 +128,7 @@ def test_calls_grow_as_the_tensors_do(
 MOST_CALLS = 600
 
 
-def test_a_merge_and_a_program_likewise(
-    models: dict[str, tuple[tuple[Path, int], tuple[Path, int]]], tmp_path: Path
-) -> None:
+def test_a_merge_and_a_program_likewise(models: dict[str, tuple[Sized, Sized]], tmp_path: Path) -> None:
     (small, few), (large, many) = models["bf16"]
     cost = []
     for path, layers in ((small, SMALL), (small, SMALL), (large, LARGE)):
@@ -142,7 +150,7 @@ def test_a_merge_and_a_program_likewise(
 
 
 @pytest.mark.parametrize("target", ["ranks", "vllm"])
-def test_calls_grow_as_the_ranks_do(target: str, models: dict[str, tuple[tuple[Path, int], tuple[Path, int]]]) -> None:
+def test_calls_grow_as_the_ranks_do(target: str, models: dict[str, tuple[Sized, Sized]]) -> None:
     """Copies are what a plan for more ranks has more of, so calls for each copy count."""
     (path, _), _ = models["bf16"]
     prepare(path, OpenOptions(), Target(format=target, tp=2, pp=1, ep=2, etp=1))
@@ -155,11 +163,11 @@ def test_calls_grow_as_the_ranks_do(target: str, models: dict[str, tuple[tuple[P
     assert slope(cost, 16) <= STEEPEST, (cost, boxes)
 
 
-def test_memory_of_a_plan(models: dict[str, tuple[tuple[Path, int], tuple[Path, int]]]) -> None:
+def test_memory_of_a_plan(models: dict[str, tuple[Sized, Sized]], warm: dict[str, Path]) -> None:
     """Bytes for each tensor, at the worst moment."""
+    prepare(warm["fp8"], OpenOptions(), EP8)
     peaks = []
     for path, count in models["fp8"]:
-        prepare(path, OpenOptions(), EP8)
         gc.collect()
         tracemalloc.start()
         prepare(path, OpenOptions(), EP8)
@@ -169,7 +177,7 @@ def test_memory_of_a_plan(models: dict[str, tuple[tuple[Path, int], tuple[Path, 
     assert peaks[1] < 2600, f"{peaks[1]:.0f} bytes for each tensor"
 
 
-def test_memory_of_a_box(models: dict[str, tuple[tuple[Path, int], tuple[Path, int]]]) -> None:
+def test_memory_of_a_box(models: dict[str, tuple[Sized, Sized]]) -> None:
     """What a plan keeps of one copy more: five numbers, and no tuple."""
     (path, _), _ = models["bf16"]
     sizes, boxes = [], []
@@ -200,7 +208,7 @@ def test_what_is_looked_up_in_lists_shows_in_time(tmp_path: Path) -> None:
 
 
 def test_a_check_of_many_tensors_grows_as_they_do(
-    models: dict[str, tuple[tuple[Path, int], tuple[Path, int]]],
+    models: dict[str, tuple[Sized, Sized]],
 ) -> None:
     cost = []
     for path, _ in models["fp8"]:
