@@ -46,7 +46,8 @@ def work(name: str, share: tuple[int, int], wanted: int, start: int, pipe: Any, 
         subject = next(s for s in subjects() if s.name == name)
         bench = Bench(subject, Path(scratch))
         number = -1
-        for file, cases in bench.cases().items():
+        for file, every in bench.cases().items():
+            cases = list(every)
             for at, i in enumerate(evenly(len(cases), wanted, seed)):
                 number += 1
                 if number < start or number % share[1] != share[0]:

@@ -133,9 +133,9 @@ class Bench:
             if any(plain[k] != v for k, v in self.golden.items() if k in plain):
                 raise AssertionError(f"{subject.name}: the other reader disagrees with ckpttool on undamaged files")
 
-    def cases(self) -> dict[str, list[Case]]:
+    def cases(self) -> dict[str, Iterator[Case]]:
         """Everything that is done to each of the files."""
-        return {file: list(KINDS[kind](self.files[file])) for file, kind in self.subject.damaged.items()}
+        return {file: KINDS[kind](self.files[file]) for file, kind in self.subject.damaged.items()}
 
     def run(self, file: str, damaged: bytes, *, thorough: bool) -> str:
         """``refused``, ``same`` or ``told``. Raises FindingError."""

@@ -37,14 +37,14 @@ def _supervised() -> None:
 
 
 def test_a_sample() -> None:
-    chosen = ("reshard --force", "merge, two", "convert-json --header, in place")
+    chosen = ("reshard --force", "convert-json --header, in place")
     words = ["--every", "41", "--jobs", "1", "--kind", "faults", *[w for name in chosen for w in ("--only", name)]]
     command = [sys.executable, "-m", "tests.torture", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (total,) = [line for line in done.stdout.splitlines() if line.startswith("all ")]
     points, runs, killed, failed, *_ = (int(n.replace(",", "")) for n in total.split()[1:])
-    assert points > 200
+    assert points > 150
     assert runs > 8
     assert killed
     assert failed
@@ -137,7 +137,23 @@ def test_no_call_goes_past(tmp_path: Path) -> None:
     source = ROOT / "fixtures/merge/inputs/ft1"
     words = ["drop-keys", source, tmp_path / "dst", "*.0.mlp.*", "--workers", "1", "--manifest"]
     log = tmp_path.with_name(tmp_path.name + ".strace")
-    command = ["strace", "-f", "-qq", "-y", "-o", log, sys.executable, "-c", textwrap.dedent(CONVERT), *words]
+    # What is ignored anyway does not stop the process, which reads much while it imports.
+    others = "trace=!" + ",".join(f"?{name}" for name in sorted(READS - {"openat"}))
+    command = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-e",
+        others,
+        "-qq",
+        "-y",
+        "-o",
+        log,
+        sys.executable,
+        "-c",
+        textwrap.dedent(CONVERT),
+        *words,
+    ]
     traced = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
     if traced.returncode and "ptrace" in traced.stderr.lower():
         pytest.skip("strace may not trace here")
@@ -154,4 +170,5 @@ def test_no_call_goes_past(tmp_path: Path) -> None:
     done = python(WATCHED, tmp_path, *words)
     noticed = {line.split()[0] for line in done.stdout.splitlines()}
     assert {"openat", "pwrite64", "fsync", "fdatasync", "rename", "unlink", "mkdir"} <= noticed, done.stderr
-    assert seen - {"", *READS - {"openat"}} - noticed == set()
+    assert seen
+    assert seen - {""} - noticed == set()

@@ -14,7 +14,9 @@ ROOT = HERE.parents[1]
 
 
 def test_sample() -> None:
-    command = [sys.executable, "-m", "tests.walk", "--chains", some("8", "4"), "-j", "1"]
+    # In chain 7 a command works, one is refused, and one is killed and resumed.
+    chains = some(["--chains", "8"], ["--from", "7", "--chains", "1"])
+    command = [sys.executable, "-m", "tests.walk", *chains, "-j", "1"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
 
