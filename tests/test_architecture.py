@@ -6,6 +6,7 @@ Everything but the last part reads the sources with `ast` and imports nothing of
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import os
 import shutil
@@ -131,6 +132,12 @@ def is_type_checking(test: ast.expr) -> bool:
 
 
 @cache
+def nodes(source: Source) -> list[ast.AST]:
+    """Every node of a file."""
+    return list(ast.walk(source.tree))
+
+
+@cache
 def imports(source: Source) -> list[Import]:
     """Every import of a file, wherever it stands, with relative ones made absolute."""
     package = source.module.split(".")
@@ -234,7 +241,7 @@ def size_problems(found: list[Source]) -> Iterator[str]:
     Options of the command line and the keyword arguments of the Python API are as many as they are.
     """
     for source in found:
-        for node in ast.walk(source.tree):
+        for node in nodes(source):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
@@ -303,7 +310,7 @@ def execution_problems(found: list[Source]) -> Iterator[str]:
         for imported in imports(source):
             if top(imported.target) in BANNED_MODULES:
                 yield f"{source.module}:{imported.line}: imports {top(imported.target)}, which runs what it reads"
-        for node in ast.walk(source.tree):
+        for node in nodes(source):
             if not isinstance(node, ast.Call):
                 continue
             if isinstance(node.func, ast.Name) and node.func.id in BANNED_CALLS:
@@ -320,7 +327,7 @@ def declared_names(found: list[Source], row: str) -> set[str]:
         node.value.value
         for source in found
         if row_name(source.module) == row
-        for owner in ast.walk(source.tree)
+        for owner in nodes(source)
         if isinstance(owner, ast.ClassDef)
         for node in owner.body
         if isinstance(node, ast.Assign)
@@ -336,7 +343,7 @@ def name_problems(found: list[Source]) -> Iterator[str]:
     for source in found:
         if row_name(source.module) in {"formats", "dialects", "cli"}:
             continue
-        for node in ast.walk(source.tree):
+        for node in nodes(source):
             if isinstance(node, ast.Compare):
                 sides: list[ast.AST] = [node]
             elif isinstance(node, ast.Match):
@@ -369,7 +376,7 @@ def place_problems(found: list[Source]) -> Iterator[str]:
     for source in found:
         if row_name(source.module) in LOCAL_ROWS or source.module in LOCAL_MODULES:
             continue
-        for node in ast.walk(source.tree):
+        for node in nodes(source):
             match node:
                 case ast.Call(func=ast.Name(id="open")):
                     called = "open"
@@ -399,11 +406,17 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_package(check):  # type: ignore[no-untyped-def]  # the type of a parametrised function says nothing more
-    found = sources(ROOT)
-    assert len(found) > 1, "the package was not found"
-    problems = list(check(found))
+def test_package() -> None:
+    """One test: several processes of a run would each parse the whole package."""
+    gc.disable()  # a million nodes and no garbage
+    try:
+        found = sources(ROOT)
+        assert len(found) > 1, "the package was not found"
+        problems = [f"{check.__name__}: {problem}" for check in CHECKS for problem in check(found)]
+    finally:
+        for remembered in (sources, imports, nodes):
+            remembered.cache_clear()  # or all later tests would have them in memory
+        gc.enable()
     assert not problems, "\n".join(problems)
 
 
