@@ -6,24 +6,20 @@ never tensor data (copies of one file in two directories are compared, though).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor
-from ckpttool.containers.safetensors import MAX_NAME
+from ckpttool.catalog import Catalog
 from ckpttool.dialects import Dialect, NamingContext, dialect
-from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
-from ckpttool.formats.registry import read_source, reader, refuse_part
-from ckpttool.layout.assemble import EXPERT, LAYER, Assembler, whole_catalog
-from ckpttool.layout.family import Family, Transform, family_names, find_family, load_family, no_family
-from ckpttool.layout.rules import PartitionContext
-from ckpttool.layout.shards import join_shards
+from ckpttool.formats.registry import read_source, reader
+from ckpttool.layout.components import catalog_of, family_of
+from ckpttool.layout.family import Family, Transform
 from ckpttool.mesh import Mesh
 from ckpttool.storage.place import Place, parse_place
 
-__all__ = ["Checkpoint", "OpenOptions", "assemble", "open_checkpoint", "pick_family"]
+__all__ = ["Checkpoint", "OpenOptions", "assemble", "open_checkpoint"]
 
 
 @dataclass(slots=True)
@@ -67,15 +63,6 @@ class Checkpoint:
         return tuple(dict.fromkeys(k.component for k in self.catalog.tensors))
 
 
-def pick_family(name: str, recorded: str, config: Mapping[str, Any]) -> Family:
-    """The named family, else the recorded one, else the one that the config names, else one without rules.
-
-    A recorded name that is not known is that of a user's file. Raises UnsupportedError for an unknown ``name``.
-    """
-    chosen = name or (recorded if recorded in family_names() else "") or find_family(config)
-    return load_family(chosen, config) if chosen and chosen != "none" else no_family()
-
-
 def open_checkpoint(path: str | Place, options: OpenOptions | None = None) -> Checkpoint:
     """Index a checkpoint.
 
@@ -83,10 +70,8 @@ def open_checkpoint(path: str | Place, options: OpenOptions | None = None) -> Ch
     header is wrong), ConflictError (flags, config and files disagree), LayoutError (a tensor has no rule),
     UnsupportedError.
     """
-    options = options or OpenOptions()
-    if not options.format and not options.mesh.rank_pattern:
-        refuse_part(parse_place(path))
-    return assemble(read_source(parse_place(path), options.format, options.mesh), parse_place(path), options)
+    options, place = options or OpenOptions(), parse_place(path)
+    return assemble(read_source(place, options.format, options.mesh, complete=True), place, options)
 
 
 def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family: Family | None = None) -> Checkpoint:
@@ -94,11 +79,7 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
 
     ``family`` is for callers that have one already.
     """
-    notes = list(stored.notes)
-    family = family or pick_family(options.family, stored.family, stored.config)
-    _check_numbers(stored, family, str(root))
-    if options.replicate or options.split:
-        family = family.with_overrides(options.replicate, options.split)
+    family = family_of(stored, options, str(root), family)
     capabilities = reader(stored.format).capabilities
     if options.mesh.more and not capabilities.multi_directory:
         raise UsageError(
@@ -114,55 +95,15 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
         )
     said = dialect(stored.dialect)
     if said.published and stored.recorded is None:
-        stored.dialect, stored.fused = said.form(family, (t.name for t in stored.tensors))
+        naming, stored.fused = family.published_form([t.name for t in stored.tensors])
+        stored.dialect = naming or stored.dialect
     context = NamingContext(family, stored.config, stored.mesh, stored.fused)
     ops = dialect(stored.dialect).detect(context, lambda: _shapes(stored))
-    if stored.recorded is not None:
-        catalog = stored.recorded
-    else:
-        catalog = Catalog(stored.files, {})
-        for component, tensors in _by_component(stored.tensors).items():
-            mesh = stored.cut.get(component[0], stored.mesh)
-            if mesh.world == 1 and said.whole_alone:
-                catalog.tensors |= whole_catalog(stored.files, tensors, copies=not said.published).tensors
-                continue
-            rules = family.with_whole(stored.whole)
-            cutting = PartitionContext(mesh, family.sizes, optional=family.guards(), pad_vocab=capabilities.pad_vocab)
-            wholes = {k.name: t.shape for k, t in catalog.tensors.items() if k.component in ("model", "adapter")}
-            if not stored.records_cuts:
-                found_whole = said.found_whole(context._replace(family=rules), ops, cutting, wholes, tensors)
-                rules = rules.with_whole(found_whole)
-            assembler = Assembler(
-                stored.files, rules, ops, cutting, stored.config, capabilities.local_layers, wholes=wholes
-            )
-            try:
-                found = assembler.run(tensors)
-            except CkptError as e:
-                e.where = (*e.where, f"while reading {root} as {stored.format} ({mesh})")
-                raise
-            for t in found:
-                t.key = Key(t.key.name, *component)
-                catalog.tensors[t.key] = t
-            notes += [n for n in assembler.notes if n not in notes]
-        catalog = join_shards(catalog, stored.shards)
-    stored.mesh = _with_uneven_stages(catalog, stored.mesh, family.size("layers") or 0)
-    for key, dtype in stored.dtypes.items():
-        if key in catalog.tensors:
-            catalog.tensors[key].dtype = dtype
-    tied = family.tied
-    head, embedding = (catalog.tensors.get(Key(n)) for n in ("lm_head.weight", "model.embed_tokens.weight"))
-    if tied and head and embedding and _bytes_of(head) == _bytes_of(embedding):
-        notes.append("`lm_head.weight` has the bytes of `model.embed_tokens.weight`, to which it is tied; read once")
-        del catalog.tensors[head.key]
-    names = {k.name for k in catalog.tensors}
-    if tied and "lm_head.weight" not in names and "model.embed_tokens.weight" in names:
-        catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}
-    return Checkpoint(root, stored, family, catalog, notes, ops)
-
-
-def _bytes_of(tensor: LogicalTensor) -> list[Piece]:
-    """Where its elements lie, whatever the stored tensors are called: formats with views may store two in one place."""
-    return [p._replace(stored=p.stored._replace(name="")) for p in tensor.pieces]
+    catalog, notes = catalog_of(
+        stored, family, ops, capabilities, str(root), copies=not said.published, whole_alone=said.whole_alone,
+        found_whole=lambda rules, *held: said.found_whole(context._replace(family=rules), ops, *held),
+    )  # fmt: skip
+    return Checkpoint(root, stored, family, catalog, [*stored.notes, *notes], ops)
 
 
 def refuse_empty(checkpoint: Checkpoint) -> None:
@@ -173,58 +114,6 @@ def refuse_empty(checkpoint: Checkpoint) -> None:
             where=str(checkpoint.path),
             hint="its files have headers and nothing else: save or fetch it again",
         )
-
-
-def _with_uneven_stages(catalog: Catalog, mesh: Mesh, layers: int) -> Mesh:
-    """The mesh with the layers of each stage, where they do not divide and only the ranks' tensors say them."""
-    if mesh.pp == 1 or mesh.layout or layers % mesh.pp == 0:
-        return mesh
-    stages: dict[int, set[int]] = {}
-    for key, t in catalog.tensors.items():
-        if m := LAYER.search(key.name):
-            stages.setdefault(int(m[1]), set()).update(p.stored.rank // mesh.width for p in t.pieces)
-    runs: list[list[int]] = []
-    for layer in range(layers):
-        if len(found := stages.get(layer, set())) != 1:
-            return mesh
-        (stage,) = found
-        if not runs or runs[-1][0] != stage:
-            runs.append([stage, 0])
-        runs[-1][1] += 1
-    if len(runs) % mesh.pp or any(stage != i % mesh.pp for i, (stage, _) in enumerate(runs)):
-        return mesh
-    return mesh.with_layout([n for _, n in runs])
-
-
-MOST = 1 << 20
-"""Layers, and experts of a layer. A name or a config may say any number, and there are tables of all of them."""
-_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
-
-
-def _check_numbers(stored: StoredCheckpoint, family: Family, where: str) -> None:
-    """Raises UnsupportedError for names that are too long, and for more layers or experts than any model has."""
-    names = [t.name for t in stored.tensors] if stored.recorded is None else [k.name for k in stored.recorded.tensors]
-    longest = max(map(len, names), default=0)
-    if longest > MAX_NAME:
-        raise UnsupportedError(f"the name of a tensor has {longest:,} characters: {MAX_NAME} at most", where=where)
-    # A look at all names together is quick, and nearly always enough.
-    text = "\n".join(names)
-    suspects = () if text.isascii() and b"0" * len(str(MOST)) not in text.encode().translate(_ZEROS) else names
-    for what, numbered in (("layers", LAYER), ("experts", EXPERT)):
-        count, place = family.size(what) or 0, "config.json"
-        for name in suspects:
-            if (m := numbered.search(name)) and int(m[1]) >= count:
-                count, place = int(m[1]) + 1, name
-        if count > MOST:
-            raise UnsupportedError(f"{count:,} {what} are more than any model has", where=[where, place])
-
-
-def _by_component(tensors: Sequence[StoredTensor]) -> dict[tuple[str, str], list[StoredTensor]]:
-    """Tensors by (component, state); each is assembled by itself, because names repeat from one to the next."""
-    out: dict[tuple[str, str], list[StoredTensor]] = {}
-    for t in tensors:
-        out.setdefault((t.component, t.state), []).append(t)
-    return out
 
 
 def _shapes(stored: StoredCheckpoint) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,26 +14,8 @@ from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError
 from ckpttool.formats.base import FileLayout
 from ckpttool.geometry import Box, contiguous_strides, whole
-from ckpttool.layout.scales import is_beside, weight_of
 from ckpttool.relate import NONE, DerivedTensor, EqualPair, Region, Tied
 from ckpttool.storage.place import DataFile
-
-
-def output_dtype(names: Collection[str], wanted: str, packed: Collection[str] = ()) -> Callable[[str, str], str]:
-    """(name, dtype) -> the dtype that ``--dtype`` makes of it.
-
-    Floats of 16 bits and more are cast. Scales are not, those of ``packed`` weights neither: their weights were rounded
-    with just these values.
-    """
-
-    def cast(name: str, dtype: str) -> str:
-        if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None or is_beside(name):
-            return dtype
-        if name in packed:
-            return dtype
-        return wanted
-
-    return cast
 
 
 def build_plan(
@@ -287,15 +269,10 @@ class _Moves:
         strides, item = contiguous_strides(t.shape), _item(t.dtype, t.key)
         found, copies = 0, []
         for inner, outer in t.boxes:
-            clipped = part.clip(outer)
-            if clipped is None:
-                continue
-            for i, piece in enumerate(part.source.pieces):
-                c = clipped.clip_source(piece.logical_box)
-                if c is not None:
-                    found += prod(c.size)
-                    form, at, to = _copy(c, piece, inner, outer, strides, item, t.dtype)
-                    copies.append((i, self._units.form(form), at, to))
+            for i, piece, c in part.pieces_in(outer):
+                found += prod(c.size)
+                form, at, to = _copy(c, piece, inner, outer, strides, item, t.dtype)
+                copies.append((i, self._units.form(form), at, to))
         return found, tuple(copies)
 
 
@@ -487,13 +464,10 @@ def _recipe_of(step: plan.Compute) -> tuple[object, ...]:
 def _common_parts(a: DerivedTensor, b: DerivedTensor) -> Iterator[tuple[Region, Piece, Region, Piece]]:
     """The boxes of two views of one shape that lie in one piece on either side; steps between elements are 1."""
     for part in a.parts:
-        for piece in part.source.pieces:
-            mine = part.clip_source(piece.logical_box)
-            for other in b.parts if mine is not None else ():
-                for its_piece in other.source.pieces:
-                    its = other.clip_source(its_piece.logical_box)
-                    both = its and mine and its.clip(_box_of(mine))
-                    if both and mine and (same := mine.clip(_box_of(both))) is not None:
+        for _, piece, mine in part.pieces_in(whole(a.shape)):
+            for other in b.parts:
+                for _, its_piece, both in other.pieces_in(_box_of(mine)):
+                    if (same := mine.clip(_box_of(both))) is not None:
                         yield same, piece, both, its_piece
 
 

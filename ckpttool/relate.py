@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor
+from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.geometry import Box, whole
@@ -84,6 +84,14 @@ class Region(NamedTuple):
             if lo or hi != n:
                 size[i], first[i], origin[axis] = hi - lo, first[i] + lo * self.step[i], at + lo * stride
         return self._replace(size=tuple(size), first=tuple(first), origin=tuple(origin))
+
+    def pieces_in(self, box: Box) -> Iterator[tuple[int, Piece, Region]]:
+        """What of the part lies in ``box`` of the view: number and piece of the source, and the part in that piece."""
+        if (inside := self.clip(box)) is None:
+            return
+        for i, piece in enumerate(self.source.pieces):
+            if (found := inside.clip_source(piece.logical_box)) is not None:
+                yield i, piece, found
 
 
 @dataclass(slots=True)

@@ -1,10 +1,11 @@
 """How often the path of a reshard goes from one room of the package to another, until its plan is made.
 
-    python scripts/count_room_moves.py [CHECKOUT] [-- ckpttool reshard's arguments]
+    python scripts/count_room_moves.py [-v] [CHECKOUT] [-- ckpttool reshard's arguments]
 
 A room is a module or package directly below `ckpttool/`. Counted are first calls of functions, for a helper that is
 called again tells nothing new: a call into another room, and one that comes back up, to a room that a row of
 tests/test_architecture.py puts below the caller's. Functions that run because a module is imported do not count.
+-v prints the moves one by one, in their order.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Moves:
     def __init__(self, package: Path, row: dict[str, int]) -> None:
         self.package, self.row = package, row
         self.moves: Counter[tuple[str, str]] = Counter()
+        self.walk: list[str] = []
         self._seen: set[Any] = set()
         self.done = False
 
@@ -42,6 +44,12 @@ class Moves:
         if not path.is_relative_to(self.package) or frame.f_code.co_name == "<module>":
             return ""
         return path.relative_to(self.package).parts[0].removesuffix(".py")
+
+    def function(self, frame: FrameType) -> str:
+        """File, line and name of a function."""
+        code = frame.f_code
+        path = Path(code.co_filename).relative_to(self.package)
+        return f"{path}:{frame.f_lineno} {getattr(code, 'co_qualname', code.co_name)}"
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if event == "return" and frame.f_code.co_name == "build_plan":
@@ -54,6 +62,7 @@ class Moves:
             caller = caller.f_back
         if here and caller is not None and here != there:
             self.moves[there, here] += 1
+            self.walk.append(f"{self.function(caller)} -> {self.function(frame)}")
 
     @property
     def upwards(self) -> int:
@@ -63,7 +72,8 @@ class Moves:
 
 def main() -> None:
     """Print the moves of one reshard."""
-    given, _, arguments = " ".join(sys.argv[1:]).partition("--")
+    verbose = "-v" in sys.argv[1:2]
+    given, _, arguments = " ".join(sys.argv[1 + verbose :]).partition("--")
     root = Path(given.strip() or Path(__file__).parents[1]).resolve()
     sys.path.insert(0, str(root))
     package = importlib.import_module("ckpttool")
@@ -80,6 +90,8 @@ def main() -> None:
             command.main(["reshard", *words, "--dry-run", "-q"], standalone_mode=False)
         finally:
             sys.setprofile(None)
+    if verbose:
+        print("\n".join(counter.walk), end="\n\n")
     for (a, b), n in counter.moves.most_common():
         print(f"{n:4}  {a} -> {b}{'  (up)' if counter.row[b] > counter.row[a] else ''}")
     print(f"{counter.moves.total()} moves between rooms, {counter.upwards} of them upwards")

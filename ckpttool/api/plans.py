@@ -13,7 +13,6 @@ from ckpttool.api.results import Written
 from ckpttool.api.show import table
 from ckpttool.errors import UsageError
 from ckpttool.execute import NoProgress, Progress, RunOptions, RunResult
-from ckpttool.execute.options import default_processes, default_workers
 from ckpttool.mesh import Mesh
 from ckpttool.ops import reshard as _reshard
 from ckpttool.ops.convert_json import convert as _convert
@@ -97,11 +96,11 @@ class Plan(ABC):
             ConflictError: copies on different ranks differ.
             VerifyError: the output differs from the sources; nothing is kept.
         """
-        wanted = whole(workers, "workers")
+        workers = whole(workers, "workers")
         options = RunOptions(
             memory=nbytes(memory, "memory", LEAST_MEMORY),
-            workers=wanted or default_workers(),
-            processes=wanted or default_processes(),
+            workers=workers,
+            processes=workers,
             force=force,
             resume=resume,
             manifest=manifest,

@@ -307,15 +307,14 @@ class RunFlags:
     def options(self) -> RunOptions:
         """What they say together."""
         from ckpttool.execute import RunOptions
-        from ckpttool.execute.options import default_processes, default_workers
 
         size = parse_size(self.memory, "--memory")
         if size < 4 << 20:
             raise UsageError(f"--memory {self.memory} is too small", hint="4MiB is the least, 64MiB the default")
         return RunOptions(
             memory=size,
-            workers=self.workers or default_workers(),
-            processes=self.workers or default_processes(),
+            workers=self.workers,
+            processes=self.workers,
             force=self.force,
             resume=self.resume,
             manifest=self.manifest,

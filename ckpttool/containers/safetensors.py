@@ -11,12 +11,13 @@ import contextlib
 import json
 import struct
 import sys
+import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from ckpttool.catalog import StoredTensor
 from ckpttool.dtypes import DTYPES, ORDER, nbytes
@@ -28,6 +29,8 @@ MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 MAX_NAME = 16_384
 """Characters of a tensor's name; published ones have 200 at most."""
+_LARGE = 1 << 16
+"""Bytes of a header that is deflated until it is written."""
 MAX_AXES = 64
 """The limit of numpy and torch. Without one, the size of a shape takes hours to work out."""
 
@@ -338,9 +341,40 @@ def layout_file(
     Order and padding are those of the safetensors library (dtype descending in its enum, then name; header padded with
     spaces to 8), so that a file written here is byte-identical to one that the library writes.
     """
-    pieces: list[bytes] = []
-    length, offsets, size = lay_out(tensors, metadata, pieces.append)
-    return b"".join((length, *pieces)), offsets, size
+    (literal,), offsets, size = lay_out(tensors, metadata)
+    return literal[1], offsets, size
+
+
+class CompressedHeader(Sequence[tuple[int, bytes]]):
+    """One run of literal bytes at the beginning of a file, small while it waits: names repeat each other."""
+
+    __slots__ = ("_deflate", "_first", "_parts")
+
+    def __init__(self) -> None:
+        self._first = b""
+        self._parts: list[bytes] = []
+        self._deflate = zlib.compressobj(1)
+
+    def put(self, piece: bytes) -> None:
+        """The next bytes behind the first ones."""
+        if part := self._deflate.compress(piece):
+            self._parts.append(part)
+
+    def close(self, first: bytes) -> None:
+        """No more will come; ``first`` are the first bytes of all."""
+        self._first = first
+        self._parts = [b"".join((*self._parts, self._deflate.flush()))]
+        del self._deflate  # 256 KB
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, bytes]: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[tuple[int, bytes]]: ...
+    def __getitem__(self, at: int | slice) -> tuple[int, bytes] | Sequence[tuple[int, bytes]]:
+        return ((0, self._first + zlib.decompress(self._parts[0])),)[at]
 
 
 def _key(name: str) -> bytes:
@@ -355,23 +389,21 @@ def _key(name: str) -> bytes:
 
 
 def lay_out(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
-    metadata: Mapping[str, str] | None,
-    put: Callable[[bytes], object],
-) -> tuple[bytes, dict[str, int], int]:
-    """The same, with the header in two parts: its first 8 bytes are returned; all others go to ``put``, piece by piece,
-    because a header of a hundred thousand tensors is large. Raises UnsupportedError for a name that a header cannot
-    have."""
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None
+) -> tuple[Sequence[tuple[int, bytes]], dict[str, int], int]:
+    """The same, with the header as (0, its bytes), made when it is asked for, because that of a hundred thousand
+    tensors is large. Raises UnsupportedError for a name that a header cannot have."""
     ordered = sorted(tensors, key=lambda t: (-ORDER[t[1]], _key(t[0])))
+    header = CompressedHeader()
+    header.put(b"{")
     length = 1
-    put(b"{")
     comma = ""
     if metadata:
         text = json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)
         piece = b'"__metadata__":' + text.encode()
         del text
         length += len(piece)
-        put(piece)
+        header.put(piece)
         del piece
         comma = ","
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
@@ -388,10 +420,12 @@ def lay_out(
         begin, at = at, at + kind[1]
         piece = f"{comma}{encode_basestring(name)}{kind[0]}{begin},{at}]}}".encode()
         length += len(piece)
-        put(piece)
+        header.put(piece)
         comma = ","
     pad = -(length + 1) % 8
-    put(b"}" + b" " * pad)
+    header.put(b"}" + b" " * pad)
     length += 1 + pad
     base = 8 + length
-    return struct.pack("<Q", length), {t[0]: base + start for t, start in zip(ordered, starts, strict=True)}, base + at
+    header.close(struct.pack("<Q", length))
+    offsets = {t[0]: base + start for t, start in zip(ordered, starts, strict=True)}
+    return header if length > _LARGE else tuple(header), offsets, base + at

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from ckpttool.dialects.base import Dialect, NamingContext, Shapes, Statements, differ
+from ckpttool.dialects.base import Dialect, NamingContext, Shapes, Statements
 from ckpttool.dialects.family import FamilyDialect
 from ckpttool.dialects.paddle import PaddleDialect
 
-__all__ = ["Dialect", "NamingContext", "Shapes", "Statements", "dialect", "differ"]
+__all__ = ["Dialect", "NamingContext", "Shapes", "Statements", "dialect"]
 
 _COMPUTED = {PaddleDialect.name: PaddleDialect}
 """Dialects that no family file describes."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import RankTensor, StoredTensor
-from ckpttool.layout.family import Family, Fuse, Rename, Transform, Transpose
+from ckpttool.layout.family import Family, Transform
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.mesh import Mesh
 
@@ -71,10 +71,6 @@ class Dialect(ABC):
         """Whether its own software knows the tensors that ``target`` makes with all fusions, or without any."""
         return True
 
-    def form(self, family: Family, names: Iterable[str]) -> tuple[str, str]:
-        """Of published names: the dialect that they have in fact, and ``fuse`` or ``unfuse`` as for a target."""
-        return self.name, ""
-
     def check_known(self, family: Family, shapes: Shapes, where: str) -> None:
         """Raises LayoutError for tensors that may lie either way, before they become another dialect's, or this one's
         of another's."""
@@ -130,17 +126,3 @@ class Dialect(ABC):
     def coordinates(self, file_name: str) -> dict[str, int]:
         """The coordinates of a rank that its file's name says: tp, pp, shard, moe."""
         return {}
-
-
-def differ(ours: Statements, others: Statements) -> list[str]:
-    """In which of names, fused projections and the head's orientation the results of these differ."""
-
-    def traits(ops: Statements) -> dict[str, object]:
-        return {
-            "names": [op.pairs for op in ops if isinstance(op, Rename)],
-            "fused projections": {op.whole for op in ops if isinstance(op, Fuse)},
-            "the head's orientation": any("lm_head.weight" in op.patterns for op in ops if isinstance(op, Transpose)),
-        }
-
-    a, b = traits(ours), traits(others)
-    return [k for k in a if a[k] != b[k]]

@@ -297,7 +297,7 @@ class _Run:
         if not jobs:
             return
         memory = max(self.options.memory, _COMPUTING_MEMORY)
-        count = max(1, min(self.options.processes, memory // _COMPUTING_MEMORY, len(jobs)))
+        count = max(1, min(self.options.computers, memory // _COMPUTING_MEMORY, len(jobs)))
         job = self._job(memory // count)
         known = all(is_known(self.plan.units[t.computing]) for t in jobs)
         self.crew = spawn(count, job.to_json() if known else None, server(job), _ENTRY, self.destination.locks)
@@ -318,11 +318,11 @@ class _Run:
         self.done = finished.parts
         self.tasks = deque(self._remaining([t for t in self.tasks if t.computing < 0], finished))
         # Long tasks first, or the last one would keep all others waiting; the rest in the order of the files.
-        long = sum([t.nbytes for t in jobs]) // (4 * max(1, self.options.processes))
+        long = sum([t.nbytes for t in jobs]) // (4 * self.options.computers)
         jobs.sort(key=lambda t: -t.nbytes if t.nbytes > long else 0)
         self.computing = deque(jobs)
         memory = max(self.options.memory, _SMALLEST_ARENA)
-        workers = min(self.options.workers, memory // _SMALLEST_ARENA, len(self.tasks))
+        workers = min(self.options.movers, memory // _SMALLEST_ARENA, len(self.tasks))
         hands = [w.do for w in self.crew.workers] if self.crew else []
         if jobs and not hands:
             job = self._job(max(memory // 2, _COMPUTING_MEMORY))

@@ -12,13 +12,8 @@ from typing import Protocol, runtime_checkable
 MIB = 1 << 20
 
 
-def default_workers() -> int:
-    """Threads that move bytes: four keep a disk busy that is written directly, as most of them wait for it."""
-    return max(2, min(4, 2 * len(os.sched_getaffinity(0))))
-
-
 def default_processes() -> int:
-    """Processes that compute: as many as there are cores."""
+    """As many as there are cores."""
     return len(os.sched_getaffinity(0))
 
 
@@ -36,9 +31,10 @@ class RunOptions:
 
     memory: int = 64 * MIB
     """Bytes for all buffers together."""
-    workers: int = field(default_factory=default_workers)
-    processes: int = field(default_factory=default_processes)
-    """Workers for tensors that are computed and not only moved."""
+    workers: int | None = None
+    """Threads that move bytes; None is as many as suit the machine."""
+    processes: int | None = None
+    """The same of the workers for tensors that are computed and not only moved."""
     force: bool = False
     """Replace an existing DST, and drop what an interrupted run left."""
     resume: bool = False
@@ -57,6 +53,16 @@ class RunOptions:
     """Directories the caller named as SRC; DST may not lie inside. Empty: the directories that hold the sources."""
     begun: float = field(default_factory=time.perf_counter)
     """When planning began, on the clock of ``time.perf_counter``."""
+
+    @property
+    def movers(self) -> int:
+        """Threads that move bytes: four keep a disk busy that is written directly, as most of them wait for it."""
+        return self.workers or max(2, min(4, 2 * len(os.sched_getaffinity(0))))
+
+    @property
+    def computers(self) -> int:
+        """Processes that compute: as many as there are cores."""
+        return self.processes or default_processes()
 
 
 class Progress(Protocol):

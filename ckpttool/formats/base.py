@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpttool.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.containers.index import IndexRules
@@ -16,9 +15,6 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageE
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, Listing, is_index
 from ckpttool.storage.place import DataFile, Place
-
-_LARGE = 1 << 16
-"""Bytes of a header that is deflated until it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,38 +476,6 @@ class Places(Mapping[str, tuple[int, int]]):
         return len(self._index)
 
 
-class CompressedHeader(Sequence[tuple[int, bytes]]):
-    """One run of literal bytes at the beginning of a file, small while it waits: names repeat each other."""
-
-    __slots__ = ("_deflate", "_first", "_parts")
-
-    def __init__(self) -> None:
-        self._first = b""
-        self._parts: list[bytes] = []
-        self._deflate = zlib.compressobj(1)
-
-    def put(self, piece: bytes) -> None:
-        """The next bytes behind the first ones."""
-        if part := self._deflate.compress(piece):
-            self._parts.append(part)
-
-    def close(self, first: bytes) -> None:
-        """No more will come; ``first`` are the first bytes of all."""
-        self._first = first
-        self._parts = [b"".join((*self._parts, self._deflate.flush()))]
-        del self._deflate  # 256 KB
-
-    def __len__(self) -> int:
-        return 1
-
-    @overload
-    def __getitem__(self, at: int) -> tuple[int, bytes]: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[tuple[int, bytes]]: ...
-    def __getitem__(self, at: int | slice) -> tuple[int, bytes] | Sequence[tuple[int, bytes]]:
-        return ((0, self._first + zlib.decompress(self._parts[0])),)[at]
-
-
 def build_files(
     groups: Iterable[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]], ranks: int
 ) -> FileLayout:
@@ -520,12 +484,9 @@ def build_files(
     rank_files: list[list[int]] = [[] for _ in range(ranks)]
     columns: list[tuple[list[str], array[int], array[int]]] = [([], array("q"), array("q")) for _ in range(ranks)]
     for name, rank, tensors, metadata in groups:
-        header = CompressedHeader()
-        first, offset_of, size = lay_out(((t.name, t.dtype, t.shape) for t in tensors), metadata, header.put)
-        header.close(first)
+        header, offset_of, size = lay_out([(t.name, t.dtype, t.shape) for t in tensors], metadata)
         at = len(files)
-        large = int.from_bytes(first, "little") > _LARGE
-        files.append(OutFile(name, size, header if large else tuple(header)))
+        files.append(OutFile(name, size, header))
         rank_files[rank].append(at)
         slots, where, offsets = columns[rank]
         for t in tensors:

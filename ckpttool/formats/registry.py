@@ -17,7 +17,7 @@ from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
 from ckpttool.formats.ranks import Ranks
-from ckpttool.formats.torch.bin import TorchFiles
+from ckpttool.formats.torch import TorchFiles
 from ckpttool.storage.identify import foreign
 from ckpttool.storage.listing import Listing, is_index, list_source, lost, natural
 from ckpttool.storage.place import Place, scan
@@ -156,7 +156,7 @@ def choose(listing: Listing, name: str, options: ReadOptions) -> Reader:
     return found
 
 
-def refuse_part(path: Place) -> None:
+def _refuse_part(path: Place) -> None:
     """Raises UsageError when ``path`` is one file of several that make up a checkpoint.
 
     Its tensors are whole to look at, but a part of a model (or of each tensor) to anything that is written.
@@ -181,12 +181,15 @@ def refuse_part(path: Place) -> None:
         )
 
 
-def read_source(path: Place, name: str, options: ReadOptions) -> StoredCheckpoint:
-    """Index the headers of a checkpoint; ``name`` is what --from says, or "".
+def read_source(path: Place, name: str, options: ReadOptions, *, complete: bool = False) -> StoredCheckpoint:
+    """Index the headers of a checkpoint; ``name`` is what --from says, or "". With ``complete`` one file of several is
+    refused, unless the flags say what it is.
 
     Raises UsageError (no such path or format), IncompleteError (a file is missing), CorruptError (a header is wrong),
     ConflictError (flags and files disagree, several formats fit), UnsupportedError (no format fits).
     """
+    if complete and not name and not options.rank_pattern:
+        _refuse_part(path)
     listing = list_source(path)
     found = choose(listing, name, options)
     if options.select and not found.capabilities.nested:

@@ -7,6 +7,7 @@ scales.py     which tensor is the scale grid of which weight, and its block
 packed.py     the same for integers that share a word: GPTQ, AWQ, compressed-tensors
 shapes.py     the tensors that a family has for a config, without any file
 shards.py     runs of elements of a sharded optimizer -> boxes
+components.py all that a checkpoint stores -> its catalog: each component assembled by itself
 assemble.py   stored tensors of ranks -> logical tensors
 partition.py  logical tensors -> stored tensors of ranks; the inverse, through the same local_boxes()
 """

@@ -9,11 +9,11 @@ key with an example.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,6 +24,8 @@ from ckpttool.layout.names import expand, has_literal_number, pattern_regex, sam
 from ckpttool.layout.rules import Rule, Size, Sizes, fused_rule, parse_rule, part_rule
 from ckpttool.layout.scales import config_block
 from ckpttool.select import compile_pattern
+
+_T = TypeVar("_T")
 
 FAMILIES = Path(__file__).with_name("families")
 
@@ -328,8 +330,18 @@ class Family:
         found = [t for spec in self.spec.namings.values() for op in spec for t in (op.tie, op.tie_as) if t]
         return {copy: owner for pairs in found for copy, owner in pairs.items()} if self.tied else {}
 
-    def statements(self, naming: str, *, staged: bool) -> tuple[Transform, ...]:
-        """What leads from the names of the rules to those of a naming; ``staged``: over pipeline stages."""
+    def statements(self, naming: str, *, staged: bool = False) -> tuple[Transform, ...]:
+        """What leads from the names of the rules to those of a naming; ``staged``: over pipeline stages.
+
+        Raises UnsupportedError for a naming that the family does not have.
+        """
+        if naming not in self.spec.namings:
+            known = ", ".join(["hf", *self.spec.namings])
+            raise UnsupportedError(
+                f"family `{self.name}` has no {naming} naming",
+                where=self.origin or (),
+                hint=f"it has: {known}. Add a `namings: {naming}:` section in a file given with --family",
+            )
         out: list[Transform] = []
         for spec in self.spec.namings[naming]:
             if spec.only_for and self.model_type not in spec.only_for:
@@ -382,6 +394,26 @@ class Family:
         patterns = [*spec.first, *(spec.layers.prefix + p for p in spec.layers.rules), *spec.last]
         whole = pattern_regex(spec.fusions[name].whole)
         return any(whole.match(sample) for pattern in patterns for sample in samples(pattern))
+
+    def published_form(self, names: Iterable[str]) -> tuple[str, str]:
+        """Which of ``hf_namings`` published names have ("" is none), and ``fuse`` or ``unfuse`` where they have not the
+        fusions that are usual."""
+        known = {split_numbers(n)[0].replace("#", "0") for n in names}
+        naming = next((n for n in self.spec.hf_namings if self._has_naming(n, known)), "")
+        for name, spec in self.spec.fusions.items():
+            wholes = any(matches((spec.whole,), s) for s in known)
+            parts = any(matches(spec.parts, s) for s in known)
+            if not spec.only_named and wholes != parts and wholes != self.publishes_fused(name):
+                return naming, "fuse" if wholes else "unfuse"
+        return naming, ""
+
+    def _has_naming(self, naming: str, known: Collection[str]) -> bool:
+        """Whether some of the names are those of a naming, and none is the one that it replaces."""
+        ops = self.statements(naming)
+        pairs = [pair for op in ops if isinstance(op, Rename) for pair in op.pairs]
+        pairs += [(op.part, op.whole) for op in ops if isinstance(op, Stack)]
+        before, after = ([pair[i] for pair in pairs] for i in (0, 1))
+        return any(matches(after, s) for s in known) and not any(matches(before, s) for s in known)
 
     def guards(self) -> frozenset[str]:
         """Sizes that are not needed to put ranks together: no rank ever holds another's share of them."""
@@ -495,18 +527,20 @@ class Family:
                 return Placement(rule, stage, layer, expert, position)
         return None
 
-    def model_order(self, ops: tuple[Transform, ...]) -> Callable[[str], tuple[int, int, int, int, str]]:
-        """Sort key for model order: embedding, layers with their tensors as the file lists them, head."""
+    def in_model_order(
+        self, items: Iterable[_T], ops: tuple[Transform, ...], name: Callable[[_T], str] = str
+    ) -> list[_T]:
+        """Sorted by their names: embedding, layers with their tensors as the file lists them, head."""
         place_of = self.placer(ops)
         stages = {"first": 0, "layers": 1, "last": 2}
 
-        def key(name: str) -> tuple[int, int, int, int, str]:
-            place = place_of(name)
+        def key(item: _T) -> tuple[int, int, int, int, str]:
+            place = place_of(said := name(item))
             if place is None:
-                return (1, 1 << 30, 0, 0, name)
-            return (stages[place.stage], place.layer or 0, place.position, place.expert or 0, name)
+                return (1, 1 << 30, 0, 0, said)
+            return (stages[place.stage], place.layer or 0, place.position, place.expert or 0, said)
 
-        return key
+        return sorted(items, key=key)
 
     def with_whole(self, patterns: Sequence[str]) -> Family:
         """The same family in which tensors with these names are never cut; earlier overrides stay ahead of it."""
@@ -559,6 +593,15 @@ def find_family(config: Mapping[str, Any]) -> str | None:
             if any(w in data.get(known, []) for w in wanted):
                 return name
     return None
+
+
+def pick_family(name: str, recorded: str, config: Mapping[str, Any]) -> Family:
+    """The named family, else the recorded one, else the one that the config names, else one without rules.
+
+    A recorded name that is not known is that of a user's file. Raises UnsupportedError for an unknown ``name``.
+    """
+    chosen = name or (recorded if recorded in family_names() else "") or find_family(config)
+    return load_family(chosen, config) if chosen and chosen != "none" else no_family()
 
 
 def load_family(name: str, config: Mapping[str, Any]) -> Family:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import gcd
@@ -61,8 +61,8 @@ class Partitioner:
     ops: tuple[Transform, ...]
     cutting: PartitionContext
     config: Mapping[str, Any]
-    dtype_of: Callable[[Whole], str] = lambda t: t.dtype
-    """Dtype that a tensor is stored as."""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """What tensors are stored as, by name, where that is not their own dtype."""
     local_layers: bool = False
     tied: bool = False
     """The last stage needs the input embedding too, as its output head."""
@@ -84,7 +84,7 @@ class Partitioner:
             for t in tensors:
                 box = whole(t.shape)
                 name = self.names.get(t.name, t.name)
-                out[0].append(RankTensor(name, self.dtype_of(t), t.shape, name, t.shape, ((box, box),)))
+                out[0].append(RankTensor(name, self.dtypes.get(t.name, t.dtype), t.shape, name, t.shape, ((box, box),)))
             return out
         chosen = set(range(mesh.world) if ranks is None else ranks)
         coords = [c for c in mesh.all_coords() if c.rank in chosen]
@@ -108,7 +108,7 @@ class Partitioner:
             name = logical = self.names.get(t.name, t.name)
             if self.local_layers and place.layer is not None:
                 name = shift_layer(name, -first_layer[stage])
-            bias, dtype = is_bias(t.name), self.dtype_of(t)
+            bias, dtype = is_bias(t.name), self.dtypes.get(t.name, t.dtype)
             mine = mesh.ep > 1 and (place.expert is not None or place.rule.grouped)
             for at in holders:
                 key = (id(place.rule), base, blocks, bias, at.tp, at.ep, at.etp)

@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from io import BufferedReader
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -42,8 +42,6 @@ class OpenFile(Protocol):
         """All bytes, in memory only where they are used. Raises OSError, and ValueError for an empty file."""
 
     def close(self) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 class Remote(Protocol):
@@ -147,9 +145,11 @@ def is_same(first: Place, second: Place) -> bool:
     return first == second
 
 
-def open_file(place: Place) -> OpenFile:
+@contextmanager
+def open_file(place: Place) -> Iterator[OpenFile]:
     """Open a file of a source. Raises OSError; for a directory when the first bytes are read."""
-    return _LocalFile(place) if isinstance(place, Path) else place.open_file()
+    with closing(_LocalFile(place) if isinstance(place, Path) else place.open_file()) as file:
+        yield file
 
 
 @contextmanager
@@ -234,12 +234,6 @@ class _LocalFile:
 
     def map(self) -> mmap.mmap:
         return mmap.mmap(self._fd, self.info.size, access=mmap.ACCESS_READ)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         os.close(self._fd)

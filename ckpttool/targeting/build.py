@@ -133,12 +133,12 @@ def _decide(source: Checkpoint, target: Target, notes: list[str]) -> Goal:
     """Format, mesh, names and dtype of the output. Raises UsageError for what cannot be asked of them."""
     if target.fuse and target.unfuse:
         raise UsageError("--fuse and --unfuse exclude each other")
-    writer, mesh, requested = target_mesh(source, target, notes)
+    writer, mesh, requested = target_mesh(source.stored, target, notes)
     dtype = castable(target.dtype)
     check_target(target, writer, source)
-    version = choose_version(source, target, writer)
+    version = choose_version(source.stored, target, writer)
     dialect, fused = choose_dialect(source, target, writer)
-    context = NamingContext(source.family, source.config, mesh, fused, version)
+    context = NamingContext(source.family, source.stored.config, mesh, fused, version)
     return Goal(target, writer, mesh, requested, dtype, dialect, context)
 
 
@@ -148,8 +148,8 @@ def _named(source: Checkpoint, goal: Goal, selection: Selection, notes: list[str
     views, removed = select(parameters(source.catalog), selection, notes)
     views, after = renamed(source, goal.target, views, goal.dialect, goal.context, notes)
     _check_overrides(family, {t.name for t in source.stored.tensors} | {*views.table})
-    views.table = {n: views.table[n] for n in sorted(views.table, key=family.model_order(after))}
-    ruled = list(views)
+    views.table = {n: views.table[n] for n in family.in_model_order(views.table, after)}
+    ruled = list(views.table.values())
     views = rename_by_rules(views, selection.rename)
     notes += views.notes
     names = dict(zip((v.name for v in ruled), views.table, strict=True))
@@ -170,7 +170,7 @@ def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes
         family=source.family.name,
         dialect=goal.dialect.name,
         fused=goal.context.fused,
-        config=target_config(source, goal.dialect, named.views.table, goal.mesh, goal.dtype),
+        config=target_config(source.dialect, goal, named.views.table),
         dtype=goal.dtype,
         max_shard_size=target.max_shard_size,
         sharding=sharding,

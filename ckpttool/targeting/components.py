@@ -6,10 +6,10 @@ A parameter is cut once. Its master weight, moments and average have its shape a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor
+from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor, RankTensors
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Writer
@@ -107,21 +107,22 @@ def _ema_as_model(catalog: Catalog) -> Catalog:
 
 def share_of(
     held: Sequence[RankTensor],
-    part: tuple[str, str],
-    table: Mapping[str, DerivedTensor],
+    tables: Mapping[Component, Mapping[str, DerivedTensor]],
     cast: Callable[[str, str], str],
-) -> Iterator[RankTensor]:
-    """What a rank stores of one component, given what it stores of the parameters."""
-    component, state = part
-    for r in held:
-        view = table.get(r.key)
-        if view is None:
-            continue
-        dtype = cast(r.key, view.dtype) if component in WEIGHTS else view.dtype
-        if view.shape != r.whole:  # a scalar is held by every rank that holds some of its parameter
-            box = whole(view.shape)
-            yield RankTensor(r.name, dtype, view.shape, view.name, view.shape, ((box, box),), (), component, state)
-        elif component == "model" and dtype == r.dtype:
-            yield r
-        else:
-            yield r._replace(dtype=dtype, key=view.name, component=component, state=state)
+    out: RankTensors,
+) -> RankTensors:
+    """What a rank stores of all components, given what it stores of the parameters; added to ``out``."""
+    for (component, state), table in tables.items():
+        for r in held:
+            view = table.get(r.key)
+            if view is None:
+                continue
+            dtype = cast(r.key, view.dtype) if component in WEIGHTS else view.dtype
+            if view.shape != r.whole:  # a scalar is held by every rank that holds some of its parameter
+                cut = ((whole(view.shape),) * 2,)
+                out.append(RankTensor(r.name, dtype, view.shape, view.name, view.shape, cut, (), component, state))
+            elif component == "model" and dtype == r.dtype:
+                out.append(r)
+            else:
+                out.append(r._replace(dtype=dtype, key=view.name, component=component, state=state))
+    return out

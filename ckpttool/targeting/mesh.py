@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import UsageError
 from ckpttool.formats import registry
-from ckpttool.formats.base import Writer
+from ckpttool.formats.base import StoredCheckpoint, Writer
 from ckpttool.mesh import Mesh, default_etp
 from ckpttool.targeting.target import Target
 
 
-def target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[Writer, Mesh, Mesh]:
+def target_mesh(source: StoredCheckpoint, target: Target, notes: list[str]) -> tuple[Writer, Mesh, Mesh]:
     """Who writes DST, its mesh, and the mesh that the flags ask for. What is not said stays as it is in SRC."""
     said = target.from_flags()
     src = source.mesh
@@ -35,10 +34,10 @@ def target_mesh(source: Checkpoint, target: Target, notes: list[str]) -> tuple[W
         elif asked.world == 1:
             name = "hf"
         else:
-            name = source.format if source.stored.mesh.world > 1 or was.sharded else "ranks"
+            name = source.format if src.world > 1 or was.sharded else "ranks"
         notes.append(f"written as {name}" + ("" if name == source.format else " (--to chooses another format)"))
     writer = registry.writer(name)
-    mesh = writer.target_mesh(asked if writer.capabilities.sharded else Mesh(), said)
+    mesh = writer.target_mesh(asked, said)
     return writer, mesh, asked
 
 

@@ -8,11 +8,11 @@ from functools import cache
 
 from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.dialects import Dialect, NamingContext, Shapes, Statements, dialect, differ
+from ckpttool.dialects import Dialect, NamingContext, Shapes, Statements, dialect
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import Writer
+from ckpttool.formats.base import StoredCheckpoint, Writer
 from ckpttool.formats.config import quantization
-from ckpttool.layout.family import inverse
+from ckpttool.layout.family import Fuse, Rename, Transpose, inverse
 from ckpttool.layout.packed import find_packing
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms
 from ckpttool.targeting.target import Target
@@ -39,7 +39,7 @@ def renamed(
 ) -> tuple[TensorTable, Statements]:
     """The views under the names of ``ours``, and the statements that lead there from Hugging Face names."""
     family, before, same = source.family, source.ops, ours.name == source.dialect.name
-    packing = find_packing(quantization(source.config), {n: v.dtype for n, v in views.table.items()})
+    packing = find_packing(quantization(context.config), {n: v.dtype for n, v in views.table.items()})
     if packing is not None and (target.aoa is not None or not (same or ours.packs)):
         raise replace(packing, why=packing.why or "Hugging Face and vLLM have them, others do not").refuse(
             "rearranged by --aoa" if target.aoa is not None else f"brought into the names of {ours.name}"
@@ -67,12 +67,26 @@ def renamed(
     else:
         after = ours.keep(context, before, held)
         usual = ours.target(context, lambda: shapes_of(canonical())) if target.version and not context.fused else after
-        if found := differ(after, usual):  # trainers skip names that they do not know
+        if found := _differ(after, usual):  # trainers skip names that they do not know
             notes.append(
                 f"{', '.join(found)}: kept as the source has them; the models of {context.version} have others, which"
                 " --native-names writes"
             )
     return views if before == after else apply_transforms(canonical(), after, family), after
+
+
+def _differ(ours: Statements, others: Statements) -> list[str]:
+    """In which of names, fused projections and the head's orientation the results of these differ."""
+
+    def traits(ops: Statements) -> dict[str, object]:
+        return {
+            "names": [op.pairs for op in ops if isinstance(op, Rename)],
+            "fused projections": {op.whole for op in ops if isinstance(op, Fuse)},
+            "the head's orientation": any("lm_head.weight" in op.patterns for op in ops if isinstance(op, Transpose)),
+        }
+
+    a, b = traits(ours), traits(others)
+    return [k for k in a if a[k] != b[k]]
 
 
 @dataclass(slots=True)
@@ -95,7 +109,7 @@ def shapes_of(views: TensorTable) -> dict[str, tuple[int, ...]]:
     return {n: v.shape for n, v in views.table.items()}
 
 
-def choose_version(source: Checkpoint, target: Target, writer: Writer) -> str:
+def choose_version(source: StoredCheckpoint, target: Target, writer: Writer) -> str:
     """What --target says; else the version that wrote the source, else the newest. "" where there are no versions."""
     capabilities = writer.capabilities
     if target.version:

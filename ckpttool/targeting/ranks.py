@@ -9,6 +9,7 @@ from math import lcm
 
 from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.dtypes import CASTABLE
 from ckpttool.errors import ConflictError
 from ckpttool.formats.base import TransposedOnDisk
 from ckpttool.formats.config import quantization
@@ -17,7 +18,7 @@ from ckpttool.layout.family import Family, Tie
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import PartitionContext
-from ckpttool.planner import output_dtype
+from ckpttool.layout.scales import is_beside, weight_of
 from ckpttool.relate import DerivedTensor, EqualPair, permute, propagate_to_component
 from ckpttool.targeting.components import Component, share_of
 from ckpttool.targeting.mesh import chosen_ranks
@@ -52,13 +53,13 @@ def share_out(
     Raises LayoutError for a tensor that cannot be cut, ConflictError for a vocabulary that no reader would find again.
     """
     capabilities, views = goal.writer.capabilities, named.views
-    packing = find_packing(quantization(source.config), {v.name: v.dtype for v in views})
-    cast = output_dtype(named.names, goal.dtype, packing.parts(named.names) if packing is not None else ())
+    packing = find_packing(quantization(goal.context.config), {n: v.dtype for n, v in views.table.items()})
+    cast = _output_dtype(named.names, goal.dtype, packing.parts(named.names) if packing is not None else ())
     shapes = {v.name: v.shape for v in named.ruled}
     uncut = goal.dialect.uncut(goal.context, named.statements, shapes, source.stored.whole)
     family = source.family.with_whole((*capabilities.whole, *uncut))
     chosen = chosen_ranks(goal.target, goal.mesh)
-    held = _partitioner(family, source, goal, named, cast).run(named.ruled, chosen)
+    held = _partitioner(family, goal, named, cast).run(named.ruled, chosen)
     if capabilities.pad_vocab and capabilities.sharded and not capabilities.records_shapes:
         _check_vocabulary(held, _vocabulary(family, named), source)
     tables = {c: propagate_to_component(views, source.catalog, *c, equal) for c in components}
@@ -69,21 +70,31 @@ def share_out(
         for n, v in table.items()
     }
     like = held[0]
-    ranks = [
-        RankTensors((r for c in components for r in share_of(rank, c, tables[c], cast)), share_index_with=like)
-        for rank in held
-    ]
+    ranks = [share_of(rank, tables, cast, RankTensors(share_index_with=like)) for rank in held]
     stored = dict(read)
     if isinstance(goal.writer, TransposedOnDisk):
         prefix = goal.dialect.prefix(views.table)
-        turned = partial(goal.writer.turned, version=goal.context.version, prefix=prefix, config=source.config)
+        turned = partial(goal.writer.turned, version=goal.context.version, prefix=prefix, config=goal.context.config)
         ranks = [RankTensors((_turned(turned, r, stored) for r in rank), share_index_with=like) for rank in ranks]
     return Shares(family, chosen, ranks, tables, read, stored, dtypes)
 
 
-def _partitioner(
-    family: Family, source: Checkpoint, goal: Goal, named: Named, cast: Callable[[str, str], str]
-) -> Partitioner:
+def _output_dtype(names: Collection[str], wanted: str, packed: Collection[str]) -> Callable[[str, str], str]:
+    """(name, dtype) -> the dtype that ``--dtype`` makes of it.
+
+    Floats of 16 bits and more are cast. Scales are not, those of ``packed`` weights neither: their weights were rounded
+    with just these values.
+    """
+
+    def cast(name: str, dtype: str) -> str:
+        if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None or is_beside(name):
+            return dtype
+        return dtype if name in packed else wanted
+
+    return cast
+
+
+def _partitioner(family: Family, goal: Goal, named: Named, cast: Callable[[str, str], str]) -> Partitioner:
     capabilities = goal.writer.capabilities
     context = PartitionContext(
         goal.mesh,
@@ -96,8 +107,8 @@ def _partitioner(
         family,
         named.statements,
         context,
-        source.config,
-        lambda t: cast(t.name, t.dtype),
+        goal.context.config,
+        {t.name: cast(t.name, t.dtype) for t in named.ruled} if goal.dtype else {},
         local_layers=capabilities.local_layers,
         tied=family.tied and not any(isinstance(op, Tie) for op in named.statements),
         names=named.names,

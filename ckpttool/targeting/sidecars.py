@@ -11,12 +11,12 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.dialects import Dialect
 from ckpttool.dtypes import DTYPES
 from ckpttool.formats.base import FileLayout, file_now
-from ckpttool.mesh import Mesh
 from ckpttool.quant.config import DTYPE_FIELDS, with_fields
 from ckpttool.storage.below import files_below
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import is_index
 from ckpttool.storage.place import DataFile
+from ckpttool.targeting.target import Goal
 from ckpttool.words import some
 
 PARALLEL_FIELDS = {
@@ -46,7 +46,7 @@ def beside(
     made = [*file_layout.generated, *written]
     own = root / "config.json"
     carried = [root / n for n in source.stored.companions]
-    if own.is_file() and config == (source.stored.native_config or source.config):
+    if own.is_file() and config == (source.stored.native_config or source.stored.config):
         carried.insert(0, own)
     elif config:
         made.insert(0, ("config.json", indented(config)))
@@ -84,14 +84,14 @@ def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str])
     return carried
 
 
-def target_config(source: Checkpoint, ours: Dialect, names: Iterable[str], mesh: Mesh, dtype: str) -> dict[str, Any]:
+def target_config(theirs: Dialect, goal: Goal, names: Iterable[str]) -> dict[str, Any]:
     """config.json for the target, whose tensors are called ``names``: fields that name parallel sizes, the dtype or the
-    form of the model are updated, the rest is kept."""
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep}
+    form of the model are updated, the rest is kept. ``theirs`` is the dialect of the source."""
+    sizes = {"tp": goal.mesh.tp, "pp": goal.mesh.pp, "ep": goal.mesh.ep}
     values: dict[str, Any] = {f: sizes[d] for d, fields in PARALLEL_FIELDS.items() for f in fields}
-    if dtype:
-        values |= dict.fromkeys(DTYPE_FIELDS, DTYPES[dtype].numpy)
-    config = with_fields(source.config, values)
-    if ours.name != source.dialect.name:
-        config = source.dialect.published_config(config)
-    return ours.own_config(config, names)
+    if goal.dtype:
+        values |= dict.fromkeys(DTYPE_FIELDS, DTYPES[goal.dtype].numpy)
+    config = with_fields(goal.context.config, values)
+    if goal.dialect.name != theirs.name:
+        config = theirs.published_config(config)
+    return goal.dialect.own_config(config, names)

@@ -262,5 +262,5 @@ def test_no_units(tmp_path: Path) -> None:
 def test_defaults() -> None:
     options = RunOptions()
     assert options.memory == 64 << 20
-    assert 2 <= options.workers <= 4
+    assert 2 <= options.movers <= 4
     assert np.dtype("u1").itemsize == 1

@@ -49,8 +49,7 @@ def published(root: Path, config: Mapping[str, Any], *, files: int, fp8: bool = 
         plain.unlink()
     else:
         tensors = [(t.name, t.dtype, t.shape) for t in declared_tensors(family, config)]
-    order = family.model_order(())
-    tensors.sort(key=lambda t: (order(t[0].removesuffix("_scale_inv")), t[0]))
+    tensors = family.in_model_order(sorted(tensors), (), lambda t: t[0].removesuffix("_scale_inv"))
     shards(root, tensors, files)
     return len(tensors)
 

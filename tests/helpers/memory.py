@@ -100,12 +100,6 @@ class MemoryFile(NamedTuple):
     def close(self) -> None:
         pass
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 @contextmanager
 def in_memory(directory: Path) -> Iterator[str]:

@@ -78,7 +78,7 @@ def loaded(family: str, variant: str) -> tuple[Family, Listed, dict[str, tuple[i
 def canonical(family: Family, shapes: dict[str, tuple[int, ...]]) -> tuple[TensorTable, dict[str, Array]]:
     """The tensors under the names from which namings start, and their arrays."""
     catalog, arrays = catalog_of(shapes)
-    ops = FamilyDialect(FamilyDialect("hf").form(family, shapes)[0]).statements(family)
+    ops = FamilyDialect(family.published_form(shapes)[0] or "hf").statements(family)
     return apply_transforms(identity(catalog), inverse(ops), family, ops), arrays
 
 
@@ -419,14 +419,14 @@ def test_the_names_of_transformers(family: str, variant: str) -> None:
 def test_the_form_of_a_hugging_face_checkpoint_is_seen_from_its_names() -> None:
     for family, variant in LISTS:
         got, listed, shapes = loaded(family, variant)
-        want = "transformers" if "@" in variant else "bare" if variant == "gpt2_published" else "hf"
-        assert FamilyDialect("hf").form(got, listed.tensors) == (want, ""), variant
+        want = "transformers" if "@" in variant else "bare" if variant == "gpt2_published" else ""
+        assert got.published_form(listed.tensors) == (want, ""), variant
         for name in fusions(got):
             apart = got.publishes_fused(name)
             op = replace(got.fusion(name), inverse=apart)
             views = apply_transforms(identity(catalog_of(shapes)[0]), (op,), got)
             fusing = "" if set(views.table) == set(shapes) else "unfuse" if apart else "fuse"
-            assert FamilyDialect("hf").form(got, views.table) == (want, fusing), (variant, name)
+            assert got.published_form(views.table) == (want, fusing), (variant, name)
 
 
 # Finding and reading

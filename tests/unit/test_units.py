@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.formats.base import CompressedHeader
+from ckpttool.containers.safetensors import CompressedHeader
 from ckpttool.plan import (
     AssertEqual,
     AssertPadding,

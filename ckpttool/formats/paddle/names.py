@@ -58,7 +58,8 @@ def match_names(parameters: Sequence[Parameter], said: StructuredNames) -> tuple
 def read_names(path: Place) -> StructuredNames:
     """Raises what reading a pickle raises, and UnsupportedError for a file without such names."""
     try:
-        open_file(path).close()
+        with open_file(path):
+            pass
     except FileNotFoundError:
         raise IncompleteError("the file of names does not exist", where=str(path)) from None
     except OSError as e:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, pick_family, refuse_empty
+from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, refuse_empty
 from ckpttool.dtypes import lookup
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import quantization
 from ckpttool.formats.registry import detect, read_source
-from ckpttool.layout.family import Family, Transform, inverse
+from ckpttool.layout.family import Family, Transform, inverse, pick_family
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.packed import Packing, Part, find_packing
 from ckpttool.layout.shapes import declared_tensors

@@ -330,8 +330,7 @@ class Disk:
 
 def in_order(model: Model, applied: Applied) -> list[Row]:
     """What is stored, in model order."""
-    key = model.family.model_order(model.ops)
-    return sorted(applied.rows(), key=lambda r: key(r.name))
+    return model.family.in_model_order(applied.rows(), model.ops, lambda r: r.name)
 
 
 def on_disk(model: Model, applied: Applied, max_shard_size: int | None) -> Disk:
@@ -344,10 +343,9 @@ def on_disk(model: Model, applied: Applied, max_shard_size: int | None) -> Disk:
         own = _own_files(source)
         if own is not None:
             return own
-    key = model.family.model_order(model.ops)
     stored = [(name, g.held[i]) for g in applied.groups for i, name in g.each()]
     stored += [(h.name, h) for h in applied.loose]
-    stored.sort(key=lambda t: key(t[0]))
+    stored = model.family.in_model_order(stored, model.ops, lambda t: t[0])
     tensors = [RankTensor(name, h.dtype, h.shape, name, h.shape, ()) for name, h in stored]
     request = WriteRequest(ranks=[tensors], max_shard_size=max_shard_size)
     file_layout = writer("hf").write(request)

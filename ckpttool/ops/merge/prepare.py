@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckpttool.catalog import Catalog, Key
-from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, pick_family
+from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.dtypes import parse
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
@@ -21,6 +21,7 @@ from ckpttool.formats.registry import writer
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.sparse import drawing
 from ckpttool.layout.assemble import LAYER
+from ckpttool.layout.family import pick_family
 from ckpttool.mesh import Mesh
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
