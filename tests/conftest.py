@@ -85,7 +85,7 @@ def _compute_here() -> None:
     """
     from ckpttool.execute import crew, engine, options
 
-    options.default_processes = lambda: 1
+    options.RunOptions.computers = property(lambda run: run.workers or 1)  # type: ignore[assignment]
     if not sample.everything:
         spawn = crew.spawn
         patch.object(engine, "spawn", lambda count, *job: spawn(count, *job) if count > 1 else None).start()

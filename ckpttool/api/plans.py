@@ -96,11 +96,9 @@ class Plan(ABC):
             ConflictError: copies on different ranks differ.
             VerifyError: the output differs from the sources; nothing is kept.
         """
-        workers = whole(workers, "workers")
         options = RunOptions(
             memory=nbytes(memory, "memory", LEAST_MEMORY),
-            workers=workers,
-            processes=workers,
+            workers=whole(workers, "workers"),
             force=force,
             resume=resume,
             manifest=manifest,

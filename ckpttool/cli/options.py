@@ -314,7 +314,6 @@ class RunFlags:
         return RunOptions(
             memory=size,
             workers=self.workers,
-            processes=self.workers,
             force=self.force,
             resume=self.resume,
             manifest=self.manifest,

@@ -12,11 +12,6 @@ from typing import Protocol, runtime_checkable
 MIB = 1 << 20
 
 
-def default_processes() -> int:
-    """As many as there are cores."""
-    return len(os.sched_getaffinity(0))
-
-
 Advance = Callable[[int], None]
 """Takes the number of bytes that somebody is done with. May be called by any thread."""
 
@@ -32,9 +27,7 @@ class RunOptions:
     memory: int = 64 * MIB
     """Bytes for all buffers together."""
     workers: int | None = None
-    """Threads that move bytes; None is as many as suit the machine."""
-    processes: int | None = None
-    """The same of the workers for tensors that are computed and not only moved."""
+    """Threads that move bytes, and processes that compute tensors; None is as many as suit the machine."""
     force: bool = False
     """Replace an existing DST, and drop what an interrupted run left."""
     resume: bool = False
@@ -62,7 +55,7 @@ class RunOptions:
     @property
     def computers(self) -> int:
         """Processes that compute: as many as there are cores."""
-        return self.processes or default_processes()
+        return self.workers or len(os.sched_getaffinity(0))
 
 
 class Progress(Protocol):

@@ -78,14 +78,14 @@ def catalog_of(
 
 def _tie(catalog: Catalog) -> list[str]:
     """Take a head for the embedding that it is tied to, where it is not stored, or has the same bytes (a note)."""
-    notes, owner = [], Key("model.embed_tokens.weight")
-    head, embedding = catalog.tensors.get(Key("lm_head.weight")), catalog.tensors.get(owner)
+    copy, owner, notes = Key("lm_head.weight"), Key("model.embed_tokens.weight"), []
+    head, embedding = catalog.tensors.get(copy), catalog.tensors.get(owner)
     if head and embedding and _bytes_of(head) == _bytes_of(embedding):
         notes.append("`lm_head.weight` has the bytes of `model.embed_tokens.weight`, to which it is tied; read once")
-        del catalog.tensors[head.key]
+        del catalog.tensors[copy]
     names = {k.name for k in catalog.tensors}
-    if "lm_head.weight" not in names and owner.name in names:
-        catalog.aliases = {Key("lm_head.weight"): owner}
+    if copy.name not in names and owner.name in names:
+        catalog.aliases = {copy: owner}
     return notes
 
 

@@ -171,7 +171,7 @@ def test_bytes_do_not_depend_on_how(tmp_path: Path, how: str, *, manifest: bool,
         if how == "a thread":
             patched.setattr(engine, "spawn", lambda *_: None)
         result = run(
-            plan, tmp_path / "dst", RunOptions(manifest=manifest, late_files={"note.txt": late_files}, processes=2)
+            plan, tmp_path / "dst", RunOptions(manifest=manifest, late_files={"note.txt": late_files}, workers=2)
         )
     assert written(tmp_path / "dst") == want
     assert (tmp_path / "dst/note.txt").read_bytes() == b"said at the end"
@@ -241,7 +241,7 @@ def test_a_sync_that_fails_in_a_worker(tmp_path: Path, *, unsynced: bool) -> Non
         patched.setattr(compute, "PART", 54)
         patched.setattr(compute, "scatter", scatter)
         with pytest.raises(OutputError, match="the disk is gone"):
-            run(plan, tmp_path / "dst", RunOptions(processes=1))
+            run(plan, tmp_path / "dst", RunOptions(workers=1))
     assert (tmp_path / "dst.partial").exists() == (not unsynced)
 
 
@@ -254,7 +254,7 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with patch.object(compute, "scatter", die), pytest.raises(OutputError) as caught:
-        run(plan, tmp_path / "dst", RunOptions(processes=2))
+        run(plan, tmp_path / "dst", RunOptions(workers=2))
     assert "killed by SIGKILL" in str(caught.value)
     assert not (tmp_path / "dst").exists()
 

@@ -137,7 +137,7 @@ def test_no_interpreter_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A program that embeds Python: one thread computes, and says so."""
     plan, want = merge_plan(tmp_path / "src")
     monkeypatch.setattr(sys, "executable", executable)
-    result = run(plan, tmp_path / "dst", RunOptions(processes=2))
+    result = run(plan, tmp_path / "dst", RunOptions(workers=2))
     assert written(tmp_path / "dst") == want
     assert [n for n in result.notes if n.startswith("one thread computes")]
 
@@ -147,7 +147,7 @@ def test_a_run_beside_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The same bytes, and more than one process has worked."""
     plan, want = merge_plan(tmp_path / "src")
     monkeypatch.setattr(engine, "_ENTRY", f"{HELPERS}:noting")
-    result = run(plan, tmp_path / "dst", RunOptions(processes=2, manifest=True))
+    result = run(plan, tmp_path / "dst", RunOptions(workers=2, manifest=True))
     assert written(tmp_path / "dst") == want
     assert not result.notes
     pids = [int(p.name.split()[1]) for p in tmp_path.glob("pid *")]
@@ -172,7 +172,7 @@ OWN = """
     METHODS["mine"] = replace(METHODS["linear"], name="mine", program=mine)
     plan, want = merge_plan(here / "src", method="mine")
     for dst in here / "alone", here / "beside":
-        print(run(plan, dst, RunOptions(processes=2)).notes)
+        print(run(plan, dst, RunOptions(workers=2)).notes)
         assert written(dst) == want
         threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
@@ -197,11 +197,11 @@ SCRIPT = """
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     plan, want = merge_plan(here / "src")
     if sys.argv[2] == "whole":
-        run(plan, here / "dst", RunOptions(processes=2))
+        run(plan, here / "dst", RunOptions(workers=2))
         assert written(here / "dst") == want
     print("end", flush=True)
     engine._ENTRY = "tests.execute.helpers_of_crews:slow"
-    run(plan, here / "killed", RunOptions(processes=2))
+    run(plan, here / "killed", RunOptions(workers=2))
 """
 
 

@@ -182,7 +182,7 @@ def plain_plan(directory: Path, r: Rounding, shape: tuple[int, ...] = (40, 64), 
 
 def test_processes_write_what_a_thread_writes(tmp_path: Path) -> None:
     plan, want = plain_plan(tmp_path / "src", BLOCK)
-    result = run(plan, tmp_path / "dst", RunOptions(manifest=True, processes=2))
+    result = run(plan, tmp_path / "dst", RunOptions(manifest=True, workers=2))
     assert written(tmp_path / "dst") == want
     assert [c.tensor for c in result.manifest] == ["codes", "scales", "codes"]
 

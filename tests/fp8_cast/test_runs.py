@@ -74,7 +74,7 @@ from ckpttool.quant.scheme import scheme
 src, dst, recipe = sys.argv[1:]
 prepared = fp8_cast.prepare(src, OpenOptions(), Recoding(scheme(recipe)), reshard.Selection())
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-result = reshard.execute(prepared, dst, RunOptions(memory=16 << 20, workers=2, processes=2), NoProgress())
+result = reshard.execute(prepared, dst, RunOptions(memory=16 << 20, workers=2), NoProgress())
 kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 print(before, max(resource.getrusage(k).ru_maxrss for k in kinds))
 """
