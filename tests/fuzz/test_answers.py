@@ -300,7 +300,7 @@ def test_a_manifest_of_nonsense(files: Any, id_: str, tmp_path: Path) -> None:
     assert (done.code, id_ in done.out) == (3, True), done
 
 
-@pytest.mark.parametrize("text", [b"[" * 2000, b"a: 2001-99-99", b"\xff", b"? [1]\n: 2", b"a: &x [*x]"])
+@pytest.mark.parametrize("text", [b"[" * 1100, b"a: 2001-99-99", b"\xff", b"? [1]\n: 2", b"a: &x [*x]"])
 def test_a_family_file_of_nonsense(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_bytes(text)
@@ -308,7 +308,7 @@ def test_a_family_file_of_nonsense(text: bytes, tmp_path: Path) -> None:
         load_family(str(path), {})
 
 
-@pytest.mark.parametrize("value", ["2001-99-99", "[" * 2000])
+@pytest.mark.parametrize("value", ["2001-99-99", "[" * 1100])
 def test_a_parameter_of_nonsense(value: str) -> None:
     with pytest.raises(CkptError):
         recipe_of(["a", "b"], method="slerp", weights="", base=None, params=[f"t={value}"])
