@@ -171,6 +171,7 @@ CASTS: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("wanted", CASTS)
 @pytest.mark.parametrize("given", CASTS)
 def test_dtype(given: str, wanted: str, tmp_path: Path, dst: Path) -> None:

@@ -136,6 +136,7 @@ def test_what_the_safetensors_library_reads(tmp_path: Path) -> None:
             assert slices == {n: (r.dtype, list(r.bits.shape)) for n, r in read(path).items()}
 
 
+@pytest.mark.thorough  # importing torch takes long; test_contents.py and the two libraries above say the same
 def test_what_torch_reads(tmp_path: Path) -> None:
     """The tensors of the source as torch sees them, cut by torch: what our rank files hold."""
     import torch

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from tests.helpers.command import reshard
 from tests.helpers.tensorfile import origin, read_all, save_hf
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
+LIMIT = ("--max-shard-size", "10MB")
 
 
 def command(*arguments: object) -> list[str]:
@@ -23,6 +26,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), capture_output=True, text=True, check=False, timeout=60)
 
 
+@pytest.mark.thorough  # test_interrupt and tests/first_contact start the tool, too; tests/docs reads such an answer
 def test_success(tmp_path: Path) -> None:
     done = run("reshard", FIXTURES / "llama_tp8", tmp_path / "dst", "--tp-out", 2, "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -40,6 +44,7 @@ def test_failure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough  # tests/first_contact/test_streams.py closes each stream of a run
 def test_a_reader_that_goes_away(tmp_path: Path) -> None:
     """``ckpttool reshard --dry-run | head -1``."""
     arguments = command("reshard", FIXTURES / "llama_tp8", tmp_path / "dst", "--tp-out", 2, "-n")
@@ -55,9 +60,9 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
 
 def test_interrupt(tmp_path: Path) -> None:
     """Ctrl-C ends with 130 and one word; no DST, or all of it."""
-    tensors = {f"t{i}": origin(i, "F64", (1 << 21,)) for i in range(6)}
+    tensors = {f"t{i}": origin(i, "F64", (1 << 20,)) for i in range(6)}
     save_hf(tmp_path / "src", tensors)
-    arguments = command("reshard", tmp_path / "src", tmp_path / "dst", "--max-shard-size", "20MB")
+    arguments = command("reshard", tmp_path / "src", tmp_path / "dst", *LIMIT)
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as tool:
         partial = tmp_path / "dst.partial"
         while tool.poll() is None and not partial.exists():
@@ -69,5 +74,5 @@ def test_interrupt(tmp_path: Path) -> None:
     if tool.returncode == 130:
         assert "interrupted" in error
         assert not (tmp_path / "dst").exists()
-        assert run("reshard", *map(os.fspath, arguments[4:6]), "--max-shard-size", "20MB", "--resume").returncode == 0
+        reshard(tmp_path / "src", tmp_path / "dst", *LIMIT, "--resume")
     assert read_all(tmp_path / "dst").keys() == tensors.keys()

@@ -7,6 +7,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,35 @@ NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
 
+@cache
+def made(make: Callable[..., Path], *options: object) -> tuple[Path, dict[Path, bytes]]:
+    """What it makes in a directory, and the files there."""
+    with tempfile.TemporaryDirectory() as name:
+        at = Path(name)
+        path = make(at, *options).relative_to(at)
+        return path, {p.relative_to(at): p.read_bytes() for p in at.rglob("*") if p.is_file()}
+
+
+def once(make: Callable[..., Path]) -> Callable[..., Path]:
+    """Let it make the same only once; then the files are copied."""
+
+    def copied(at: Path, *options: object) -> Path:
+        path, files = made(make, *options)
+        for name, data in files.items():
+            (at / name).parent.mkdir(parents=True, exist_ok=True)
+            (at / name).write_bytes(data)
+        return at / path
+
+    return copied
+
+
+@once
 def hf(at: Path) -> Path:
     """One file, its config, at ``at``/src."""
     return save_hf(at / "src", LLAMA.tensors(), LLAMA.config)
 
 
+@once
 def shards(at: Path) -> Path:
     """Two files and an index."""
     reshard(hf(at), at / "two", "--to", "hf", "--max-shard-size", "130KB", "-q")
@@ -36,11 +61,13 @@ def shards(at: Path) -> Path:
     return at / "two"
 
 
+@once
 def ranks(at: Path, tp: int = 2) -> Path:
     """Another tool's rank files."""
     return write_ranks(at / "src", LLAMA, Grid(tp=tp), "model_tp{tp}.safetensors")
 
 
+@once
 def our_ranks(at: Path, *options: object) -> Path:
     """Self-describing rank files."""
     reshard(hf(at), at / "ours", "-q", *(options or ("--tp-out", 2)))
