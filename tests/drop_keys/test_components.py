@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from fnmatch import fnmatchcase
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,12 @@ def ask(folder: Path, *options: object) -> dict[str, Any]:
     return answer
 
 
+@cache  # no folder changes here
 def digests(folder: Path) -> dict[str, str]:
     return {t["name"]: t["digest"] for t in ask(folder, "--hash")["list"]}
 
 
+@cache
 def parameters(folder: Path) -> dict[str, str]:
     """Tensor -> parameter."""
     return {t["name"]: t["parameter"] for t in ask(folder, "--list")["list"]}

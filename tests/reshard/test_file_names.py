@@ -104,6 +104,7 @@ def test_other_formats_and_other_names_are_as_before(tmp_path: Path) -> None:
     assert names(tmp_path / "own") == {"model.safetensors"}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
 @pytest.mark.parametrize(("shards", "others"), [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_variants_are_not_mixed(tmp_path: Path, stem: str, shards: int, others: int) -> None:

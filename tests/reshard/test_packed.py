@@ -311,6 +311,7 @@ def test_files_without_packed_weights_are_left_alone(tmp_path: Path) -> None:
     assert_same(read_all(tmp_path / "out"), {n: r for n, r in model(KINDS[0]).items() if ".o_proj." not in n})
 
 
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_fp8_size_counts_what_the_ranks_hold(kind: Kind, tmp_path: Path) -> None:
     source = saved_as(kind, tmp_path / "src")

@@ -15,7 +15,7 @@ from tests.helpers.command import reshard
 from tests.helpers.tensorfile import origin, read_all, save_hf
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-LIMIT = ("--max-shard-size", "10MB")
+LIMIT = ("--max-shard-size", "5MB")
 
 
 def command(*arguments: object) -> list[str]:
@@ -60,7 +60,7 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
 
 def test_interrupt(tmp_path: Path) -> None:
     """Ctrl-C ends with 130 and one word; no DST, or all of it."""
-    tensors = {f"t{i}": origin(i, "F64", (1 << 20,)) for i in range(6)}
+    tensors = {f"t{i}": origin(i, "F64", (1 << 19,)) for i in range(6)}
     save_hf(tmp_path / "src", tensors)
     arguments = command("reshard", tmp_path / "src", tmp_path / "dst", *LIMIT)
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as tool:

@@ -28,6 +28,7 @@ def built(src: Path, dst: Path, fields: dict[str, Any]) -> tuple[dict[str, Any],
     return theirs, back
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["plain", "llama3"])
 @pytest.mark.parametrize("new", [False, True], ids=["rope_theta", "rope_parameters"])
 def test_rotary_base(tmp_path: Path, scaling: dict[str, Any] | None, new: bool) -> None:
