@@ -9,13 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 from ckpttool.dtypes import CASTABLE, numpy_dtype
 from ckpttool.kernels import cast as module
 from ckpttool.kernels.cast import cast
 
-TORCH = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -36,10 +34,13 @@ def every(dtype: str) -> Array:
 
 
 def torch_cast(src: Array, src_dtype: str, dst_dtype: str) -> Array:
+    import torch  # takes longer than these tests, and not every worker runs one
+
     tensor = torch.from_numpy(src.view(np.int16) if src_dtype == "BF16" else src)
     if src_dtype == "BF16":
         tensor = tensor.view(torch.bfloat16)
-    out = tensor.to(TORCH[dst_dtype])
+    types = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+    out = tensor.to(types[dst_dtype])
     return (out.view(torch.int16) if dst_dtype == "BF16" else out).numpy().view(numpy_dtype(dst_dtype))
 
 
@@ -112,6 +113,8 @@ def test_every_number_of_float16(src_dtype: str, dst_dtype: str) -> None:
 @pytest.mark.parametrize(("src_dtype", "dst_dtype"), [("F16", "F32"), ("F32", "F16")])
 def test_where_subnormal_numbers_are_zero(src_dtype: str, dst_dtype: str) -> None:
     """A program that uses this one may have told the processor so; F16 has numbers of models there."""
+    import torch
+
     src = np.arange(1, 1 << 10, dtype=np.uint16).view(np.float16).astype(numpy_dtype(src_dtype))
     want = src.astype(numpy_dtype(dst_dtype))
     found = np.empty_like(want)

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,12 @@ def rounded(bits: Bits) -> Bits:
     return ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
+@cache
 def state_of(name: str, kind: str, shape: tuple[int, ...]) -> Bits:
     seed = int.from_bytes(hashlib.sha256(f"{name}/{kind}".encode()).digest()[:4], "little")
-    return np.random.default_rng(seed).standard_normal(shape).astype("<f4").view("<u4")
+    made = np.random.default_rng(seed).standard_normal(shape).astype("<f4").view("<u4")
+    made.flags.writeable = False  # the ranks share it
+    return made
 
 
 @dataclass
