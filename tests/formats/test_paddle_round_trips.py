@@ -64,9 +64,10 @@ DENSE: tuple[tuple[str, ...], ...] = (
     ("flex", "--tp-out", "1", "--pp-out", "2"),
     ("unified", "--tp-out", "4"),
 )
+MOST = ("hybrid", "--tp-out", "2", "--ep-out", "4", "--sharding-out", "4")
 EXPERTS: tuple[tuple[str, ...], ...] = (
     ("hybrid", "--tp-out", "1", "--ep-out", "2", "--sharding-out", "2"),
-    ("hybrid", "--tp-out", "2", "--ep-out", "4", "--sharding-out", "4"),
+    MOST,
     ("zcc", "--tp-out", "1", "--ep-out", "4", "--sharding-out", "4"),
     ("flex", "--tp-out", "2", "--ep-out", "2"),
 )
@@ -98,7 +99,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(s, t) for s, targets in SOURCES for t in targets],
+    [pytest.param(s, t, marks=[pytest.mark.thorough] * (t is MOST)) for s, targets in SOURCES for t in targets],
     ids=lambda v: " ".join(v[:9]) if isinstance(v, tuple) else v,
 )
 def test_there_and_back(source: str, target: tuple[str, ...], straight: Callable[[str], Path], tmp_path: Path) -> None:

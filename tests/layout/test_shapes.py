@@ -60,30 +60,29 @@ def test_every_family_is_recorded() -> None:
     assert sorted({find_family(c) or "" for c in CONFIGS.values()}) == family_names()
 
 
-@pytest.mark.parametrize("variant", CONFIGS)
-def test_variants(variant: str) -> None:
-    assert shapes_of(CONFIGS[variant]) == LISTS[variant]
+def test_variants() -> None:
+    for variant, config in CONFIGS.items():
+        assert shapes_of(config) == LISTS[variant], variant
 
 
-@pytest.mark.parametrize("case", RECORD["variations"], ids=lambda c: f"{c['variant']}-{c['config']}")
-def test_variations(case: dict[str, Any]) -> None:
-    expected = dict(LISTS[case["variant"]])
-    for name in expanded({line: [] for line in case["without"]}):
-        del expected[name]
-    expected |= expanded(case["with"])
-    assert shapes_of({**CONFIGS[case["variant"]], **case["config"]}) == expected
+def test_variations() -> None:
+    for case in RECORD["variations"]:
+        expected = dict(LISTS[case["variant"]])
+        for name in expanded({line: [] for line in case["without"]}):
+            del expected[name]
+        expected |= expanded(case["with"])
+        assert shapes_of({**CONFIGS[case["variant"]], **case["config"]}) == expected, case
 
 
-@pytest.mark.parametrize("variant", CONFIGS)
-def test_every_tensor_has_a_rule_and_stands_in_model_order(variant: str) -> None:
-    config = CONFIGS[variant]
-    family = load_family(find_family(config) or "", config)
-    found = [family.placement(t.name) for t in declared_tensors(family, config)]
-    places = [p for p in found if p is not None]
-    assert len(places) == len(found)
-    stages = ["first", "layers", "last"]
-    order = [(stages.index(p.stage), p.layer or 0) for p in places]
-    assert order == sorted(order)
+def test_every_tensor_has_a_rule_and_stands_in_model_order() -> None:
+    for variant, config in CONFIGS.items():
+        family = load_family(find_family(config) or "", config)
+        found = [family.placement(t.name) for t in declared_tensors(family, config)]
+        places = [p for p in found if p is not None]
+        assert len(places) == len(found), variant
+        stages = ["first", "layers", "last"]
+        order = [(stages.index(p.stage), p.layer or 0) for p in places]
+        assert order == sorted(order), variant
 
 
 def test_experts_stand_one_after_the_other() -> None:
