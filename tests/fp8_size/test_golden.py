@@ -144,6 +144,11 @@ def test_header_of_a_published_shard() -> None:
     assert (len(shard), len(header) - 8, size) == (wanted["tensors"], wanted["header_bytes"], wanted["file_bytes"])
 
 
+def test_tensors_of_deepseek_v3() -> None:
+    assert applied("DeepSeek-V3", RECIPES["block128_f32"]).total.tensors == 91_991
+
+
+@pytest.mark.thorough
 def test_the_whole_of_deepseek_v3_on_the_command_line(tmp_path: Path) -> None:
     options = ("--recipe", "block", "--scale-dtype", "f32")
     done = ckpttool("fp8-size", write_config(tmp_path, "DeepSeek-V3"), *options, "--json")

@@ -42,7 +42,7 @@ def test_blocks_that_a_cut_would_tear(name: str, size: int, local: str, possible
     [
         ("Qwen3-30B-A3B", tp(2)),
         ("Qwen3-30B-A3B", Mesh(tp=4, ep=4)),
-        ("DeepSeek-V3", tp(8)),
+        pytest.param("DeepSeek-V3", tp(8), marks=pytest.mark.thorough),
         ("DeepSeek-V3", tp(16)),
         ("DeepSeek-V3", Mesh(tp=16, ep=16)),
     ],

@@ -342,10 +342,10 @@ def test_the_config_is_always_the_same_models(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A base and a model large enough that a merge takes a while: 12 tensors of 0.5 MB."""
+    """A base and a model large enough that a merge takes a while: 8 tensors of 0.5 MB."""
     work = tmp_path_factory.mktemp("large")
     rng = np.random.default_rng(0)
-    base = {f"w{i}": bf16(rng.standard_normal((256, 1024), np.float32)) for i in range(12)}
+    base = {f"w{i}": bf16(rng.standard_normal((256, 1024), np.float32)) for i in range(8)}
     noise = 0.1 * rng.standard_normal((256, 1024), np.float32)
     tuned = {n: bf16(floats(r).astype(np.float32) + noise) for n, r in base.items()}
     return save(work / "base", base, {"model_type": "x"}), save(work / "ft", tuned, {"model_type": "x"})
