@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers import sample
+from tests.helpers.memory_disk import memory_disk
 
 # As the command line does it, and before numpy is imported: a process with threads cannot fork the workers of a merge,
 # and has to start an interpreter for them. The same goes for torch.
@@ -23,10 +24,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Collecting makes a million objects and no garbage, through which Python would look again and again.
 gc.disable()
-
-MEMORY_DISK = Path("/dev/shm")  # noqa: S108 - pytest makes a directory of this user there
-ROOM = 4 << 30
-"""Bytes that must be free on it; the tests need some hundred MB at a time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,11 +58,9 @@ def _use_memory_disk() -> None:
     ``tmp_path`` lies there as pytest does it; other temporary files in a directory that goes at the end, with what
     commands that tests kill leave in it.
     """
-    if "TMPDIR" in os.environ or not os.access(MEMORY_DISK, os.W_OK):
-        return
-    if shutil.disk_usage(MEMORY_DISK).free >= ROOM:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
-        os.environ["TMPDIR"] = others = tempfile.mkdtemp(prefix="ckpttool-tests-", dir=MEMORY_DISK)
+    if (disk := memory_disk()) is not None:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(disk))
+        os.environ["TMPDIR"] = others = tempfile.mkdtemp(prefix="ckpttool-tests-", dir=disk)
         Path(others).chmod(0o755)  # some tests look with the eyes of another user
         tempfile.tempdir = None
         atexit.register(_remove, others, os.getpid())

@@ -27,7 +27,10 @@ from typing import Any
 import ckpttool
 from tests.fuzz.harness import Bench, FindingError
 from tests.fuzz.subjects import subjects
+from tests.helpers.memory_disk import memory_disk
 
+SHARED = 200
+"""Cases of a file from which on processes share them: each lists all the cases of a subject first."""
 THOROUGH = 5
 """Every so many of the cases that can be opened are also written out again."""
 
@@ -42,7 +45,7 @@ def evenly(count: int, wanted: int, seed: int = 0) -> list[int]:
 def work(name: str, share: tuple[int, int], wanted: int, start: int, pipe: Any, seed: int) -> None:
     """Runs one subject's cases from ``start`` on; sends (case, file, kind, verdict, text) for each."""
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - for the life of this process
-    with tempfile.TemporaryDirectory(prefix="ckpttool-fuzz-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="ckpttool-fuzz-", dir=memory_disk()) as scratch:
         subject = next(s for s in subjects() if s.name == name)
         bench = Bench(subject, Path(scratch))
         number = -1
@@ -108,7 +111,8 @@ def main() -> int:
     parser.add_argument("--findings", type=Path, help="write them here, as JSON")
     asked = parser.parse_args()
     began = time.monotonic()
-    jobs = [(s.name, (i, asked.workers)) for s in subjects() if asked.only in s.name for i in range(asked.workers)]
+    shares = 1 if 0 < asked.cases < SHARED else asked.workers
+    jobs = [(s.name, (i, shares)) for s in subjects() if asked.only in s.name for i in range(shares)]
     total: collections.Counter[Any] = collections.Counter()
     by_subject: dict[str, collections.Counter[str]] = {}
     findings: list[str] = []

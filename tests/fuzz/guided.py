@@ -14,17 +14,21 @@ import argparse
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-NAMES = (
-    *("safetensors", "index", "pickle", "torch", "flex", "pdmodel", "pir", "pdiparams", "json stream", "mergekit"),
-    *("merge_config", "aoa", "patterns", "renames", "peft", "quant", "journal", "family", "tokenizer", "manifest"),
-)
+from tests.helpers.memory_disk import memory_disk
+
+if TYPE_CHECKING:  # what runs imports it where its coverage counts
+    from tests.fuzz.targets import Target
+
 MEMORY = 600
 """MiB that a process may take, the interpreter and numpy included."""
 SECONDS = 10
@@ -40,14 +44,24 @@ class Ran(NamedTuple):
     finding: str
 
 
-def fuzz(name: str, arguments: list[str]) -> None:
+def instrumented() -> dict[str, Callable[[], Target]]:
+    """The targets, for which all that they import counts its coverage: once for the processes forked from this one."""
+    import atheris
+
+    with redirect_stderr(None), atheris.instrument_imports(include=["ckpttool"]):  # it lists every module
+        from tests.fuzz.targets import TARGETS
+    return TARGETS
+
+
+def fuzz(target: Target, arguments: list[str], log: Path) -> None:
     """Runs one target in this process, for as long as libFuzzer's arguments say; never returns."""
     import atheris
 
-    with atheris.instrument_imports(include=["ckpttool"]):
-        from tests.fuzz.targets import TARGETS, guarded
-    target = TARGETS[name]()
-    run = guarded(target)
+    from tests.fuzz.targets import guarded
+
+    with log.open("wb") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         import random
@@ -61,7 +75,7 @@ def fuzz(name: str, arguments: list[str]) -> None:
         return bytes(atheris.Mutate(data, most))
 
     options: dict[str, Any] = {"custom_mutator": mutate} if target.mutate is not None else {}
-    atheris.Setup([sys.argv[0], *arguments], run, **options)
+    atheris.Setup([sys.argv[0], *arguments], guarded(target), **options)
     atheris.Fuzz()
 
 
@@ -69,41 +83,54 @@ def one(name: str, data: bytes) -> None:
     """One input again. Raises what the reader raises."""
     from tests.fuzz.targets import TARGETS, guarded
 
-    guarded(TARGETS[name]())(data)
+    guarded(next(make for n, make in TARGETS.items() if name in n)())(data)
 
 
-def start(name: str, seconds: int, corpus: Path) -> Ran:
+class Run:
     """One target in a process of its own."""
-    from tests.fuzz.targets import TARGETS
 
-    folder = corpus / name.replace(" ", "_")
-    folder.mkdir(parents=True, exist_ok=True)
-    target = TARGETS[name]()
-    for i, seed in enumerate(target.seeds):
-        (folder / f"seed{i}").write_bytes(seed)
-    words = folder.with_suffix(".dict")
-    words.write_text("".join('"' + "".join(f"\\x{b:02x}" for b in w) + '"\n' for w in target.words))
-    longest = 4 * max(len(s) for s in target.seeds) + 1024
-    command = [sys.executable, "-m", "tests.fuzz.guided", "--target", name, "--"]
-    command += [f"-max_total_time={seconds}", f"-max_len={longest}", f"-rss_limit_mb={MEMORY}", f"-timeout={SECONDS}"]
-    command += [
-        f"-artifact_prefix={corpus}/broken-{folder.name}-",
-        *([f"-dict={words}"] if target.words else []),
-        "-print_final_stats=1",
-        str(folder),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    said = done.stdout + done.stderr
-    runs = re.findall(r"stat::number_of_executed_units:\s*(\d+)", said)
-    coverage = re.findall(r"cov: (\d+)", said)
-    finding = ""
-    if done.returncode:
-        said = re.sub(r"(?m)^(?:INFO|WARNING): .*\n", "", said)
-        at = (
-            max(said.find("=== Uncaught"), 0) or max(said.find("Traceback"), 0) or max(said.find("ERROR: libFuzzer"), 0)
-        )
-        finding = said[at : at + 3000]
-    return Ran(name, int(runs[-1]) if runs else 0, int(coverage[-1]) if coverage else 0, finding)
+    def __init__(self, name: str, target: Target, seconds: int, corpus: Path, log: Path) -> None:
+        self.name, self.log = name, log
+        folder = corpus / name.replace(" ", "_")
+        folder.mkdir(parents=True, exist_ok=True)
+        for i, seed in enumerate(target.seeds):
+            (folder / f"seed{i}").write_bytes(seed)
+        words = folder.with_suffix(".dict")
+        words.write_text("".join('"' + "".join(f"\\x{b:02x}" for b in w) + '"\n' for w in target.words))
+        longest = 4 * max(len(s) for s in target.seeds) + 1024
+        arguments = [
+            *(f"-max_total_time={seconds}", f"-max_len={longest}", f"-rss_limit_mb={MEMORY}", f"-timeout={SECONDS}"),
+            f"-artifact_prefix={corpus}/broken-{folder.name}-",
+            *([f"-dict={words}"] if target.words else []),
+            "-print_final_stats=1",
+            str(folder),
+        ]
+        self.process = get_context("fork").Process(target=fuzz, args=(target, arguments, log))
+        self.process.start()
+
+    def came_to(self) -> Ran:
+        """After the process has ended."""
+        self.process.join()
+        said = self.log.read_text(errors="replace")
+        runs = re.findall(r"stat::number_of_executed_units:\s*(\d+)", said)
+        coverage = re.findall(r"cov: (\d+)", said)
+        finding = ""
+        if self.process.exitcode or not runs:
+            said = re.sub(r"(?m)^(?:INFO|WARNING): .*\n", "", said)
+            starts = (said.find(start) for start in ("=== Uncaught", "Traceback", "ERROR: libFuzzer"))
+            at = next((i for i in starts if i > 0), 0)
+            finding = said[at : at + 3000] or f"ended with exit code {self.process.exitcode}"
+        return Ran(self.name, int(runs[-1]) if runs else 0, int(coverage[-1]) if coverage else 0, finding)
+
+
+def side_by_side(starts: Iterable[Callable[[], Run]], workers: int) -> list[Ran]:
+    """So many at a time, each as another ends."""
+    runs: list[Run] = []
+    for start in starts:
+        while len(going := [r.process.sentinel for r in runs if r.process.is_alive()]) >= workers:
+            wait(going)
+        runs.append(start())
+    return [run.came_to() for run in runs]
 
 
 def main() -> int:
@@ -114,21 +141,22 @@ def main() -> int:
     parser.add_argument("--corpus", type=Path, help="where inputs are kept; a temporary folder by default")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--input", type=Path, help="run the target once on this file")
-    parser.add_argument("--target", help=argparse.SUPPRESS)
-    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.target:
-        fuzz(asked.target, asked.arguments)
-    names = [n for n in NAMES if asked.only in n]
     if asked.input:
-        one(names[0], asked.input.read_bytes())
+        one(asked.only, asked.input.read_bytes())
         return 0
     if importlib.util.find_spec("atheris") is None:
         print("skipped: atheris is not installed; it has builds for Linux on x86-64")  # noqa: T201 - what it is for
         return 0
-    with tempfile.TemporaryDirectory(prefix="ckpttool-fuzz-") as scratch, ThreadPoolExecutor(asked.workers) as pool:
+    with tempfile.TemporaryDirectory(prefix="ckpttool-fuzz-", dir=memory_disk()) as scratch:
+        tempfile.tempdir = scratch  # for the files that the targets rewrite
         corpus = asked.corpus or Path(scratch)
-        found = list(pool.map(lambda n: start(n, asked.seconds, corpus), names))
+        starts = [
+            partial(Run, name, make(), asked.seconds, corpus, Path(scratch) / f"{name}.log")
+            for name, make in instrumented().items()
+            if asked.only in name
+        ]
+        found = side_by_side(starts, asked.workers)
     print(f"{'reader':<14}{'inputs':>10}{'coverage':>10}")  # noqa: T201 - what it is for
     for ran in found:
         print(f"{ran.name:<14}{ran.runs:>10,}{ran.coverage:>10,}" + ("  BROKEN" if ran.finding else ""))  # noqa: T201

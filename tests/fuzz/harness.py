@@ -6,7 +6,6 @@ An answer is ``refused`` (a CkptError, a clean exit code, one message), ``same``
 
 from __future__ import annotations
 
-import faulthandler
 import resource
 import shutil
 import signal
@@ -30,7 +29,7 @@ from tests.helpers.command import Done, ckpttool
 SECONDS = 8.0
 """Longest that anything may take on these files of kilobytes."""
 STUCK = 60.0
-"""After this the process ends, wherever it is."""
+"""After this on the processor the process ends, wherever it is."""
 MEMORY = 300 << 20
 """Bytes that one case may add to the process."""
 
@@ -55,8 +54,9 @@ def watched() -> Iterator[None]:
     before = _peak(reset=True)
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    # A loop in C looks at no signals: the process ends, and the campaign says at which case.
-    faulthandler.dump_traceback_later(STUCK, exit=True)
+    # A loop in C looks at no signals: this one kills the process, and the campaign says at which case. A watchdog
+    # thread would do it, too, but no command could fork its workers beside it.
+    signal.setitimer(signal.ITIMER_PROF, STUCK)
     try:
         yield
     except HungError as e:
@@ -64,7 +64,7 @@ def watched() -> Iterator[None]:
         raise FindingError(f"still at it after {SECONDS:g} s\n{frame}") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_PROF, 0)
     if (grown := _peak() - before) > MEMORY:
         raise FindingError(f"took {grown >> 20} MiB of memory")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import CorruptError
-from tests.fuzz import harness
+from tests.fuzz import campaign, harness
 from tests.fuzz.campaign import evenly
 from tests.fuzz.harness import Bench, FindingError
 from tests.fuzz.subjects import CHECK, subjects
@@ -94,6 +96,22 @@ def test_what_must_not_be_is_found(
     monkeypatch.setattr(harness, "read", read)
     with pytest.raises(FindingError, match=what):
         bench.run("model.safetensors", data[:-1], thorough=True)
+
+
+def test_a_loop_that_looks_at_no_signals_is_found_at_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = harness.read
+    undamaged = iter([True])  # those come first, in each process that goes on behind a case
+
+    def read(folder: Path, options: Any) -> Any:
+        if not next(undamaged, False):
+            collections.deque(itertools.repeat(0), maxlen=0)
+        return real(folder, options)
+
+    monkeypatch.setattr(harness, "read", read)
+    monkeypatch.setattr(harness, "STUCK", 0.5)
+    _, findings = campaign.run("hf", (0, 1), 1, 0)
+    assert [f.split(":")[1].strip() for f in findings] == list(SUBJECTS["hf"].damaged)
+    assert all("ended the process with exit code -27" in f for f in findings)
 
 
 def test_other_elements_than_the_files_hold_are_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
