@@ -638,3 +638,10 @@ def test_writers_do_not_load_torch(tmp_path: Path) -> None:
     assert loaded_by(HEAVY_FOR_RESHARD, runs, tmp_path) == [(arguments, 0, []) for arguments in runs]
     for i in (1, 2, 3, 4, 5):
         assert any((tmp_path / f"dst{i}").iterdir())
+
+
+def test_a_reshard_goes_only_down() -> None:
+    """Until its plan is made, no room calls one that stands below it in ROWS: nothing is handed down to be called."""
+    script = ROOT / "scripts/count_room_moves.py"
+    done = subprocess.run([sys.executable, script, "-v"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.endswith(" moves between rooms, 0 of them upwards\n"), done.stdout + done.stderr

@@ -24,15 +24,7 @@ from ckpttool.dialects.base import Dialect, NamingContext, Shapes, Statements
 from ckpttool.dialects.paddle_whole import WholeTensors, hf_name, kept_whole
 from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.formats.config import whole_number
-from ckpttool.formats.paddle import (
-    TARGETS,
-    TRANSPOSED,
-    base_prefix,
-    is_linear,
-    module_of,
-    software,
-    target_config,
-)
+from ckpttool.formats.paddle import TARGETS, TRANSPOSED, base_prefix, is_linear, module_of, software, target_config
 from ckpttool.layout.family import Family, Fuse, Rename, Transform, Transpose
 from ckpttool.layout.names import expand, pattern_of, pattern_regex
 from ckpttool.layout.rules import PartitionContext

@@ -20,13 +20,7 @@ from ckpttool.layout.family import Family, Transform
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan
-from ckpttool.relate import (
-    DerivedTensor,
-    EqualPair,
-    TensorTable,
-    parameters,
-    rename_by_rules,
-)
+from ckpttool.relate import DerivedTensor, EqualPair, TensorTable, parameters, rename_by_rules
 from ckpttool.select import bounded, nearest_hint
 from ckpttool.targeting.components import chosen_components
 from ckpttool.targeting.mesh import target_mesh

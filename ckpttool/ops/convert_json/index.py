@@ -38,14 +38,7 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteEr
 from ckpttool.findings import CheckResult
 from ckpttool.formats.base import ReadOptions
 from ckpttool.formats.registry import READERS, choose
-from ckpttool.index_checks import (
-    ExaminedFile,
-    check_duplicates,
-    check_mapping,
-    check_numbers,
-    counted,
-    parse_index,
-)
+from ckpttool.index_checks import ExaminedFile, check_duplicates, check_mapping, check_numbers, counted, parse_index
 from ckpttool.ops.convert_json.durable import replace_all, resolved
 from ckpttool.storage.listing import Listing, list_source, natural
 from ckpttool.storage.place import Place, local_path, read_all
