@@ -26,7 +26,7 @@ from math import prod
 from typing import NamedTuple, TypeVar, overload
 
 from ckpttool.dtypes import itemsize, lookup
-from ckpttool.encodings import Contents, Encoding
+from ckpttool.encodings import Contents, Encoding, Given
 from ckpttool.errors import ConflictError
 
 _T = TypeVar("_T")
@@ -498,6 +498,9 @@ class Plan:
         # File names need not be UTF-8, and tensor names come from other people's headers.
         for s in self.sources:
             yield os.fsencode(f"source {s.contents} {s.size} {s.tag}\n")
+            for part in s.encoding.parts if s.encoding is not None else ():
+                if isinstance(part, Given):
+                    yield f"given {part.start} {part.data}\n".encode()
         for o in self.outputs:
             yield os.fsencode(f"output {o.name} {o.size} {o.carried} {o.tag}{' link' if o.link else ''}\n")
             for offset, data in o.literals:

@@ -30,6 +30,7 @@ from ckpttool.layout.packed import Part as PackedPart
 from ckpttool.layout.rules import Rule, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
 from ckpttool.select import bounded, nearest_hint, renamer
+from ckpttool.states import SCALARS
 
 EqualPair = tuple[LogicalTensor, LogicalTensor]
 """Two tensors that become one, and must hold the same."""
@@ -720,6 +721,11 @@ def parameters(catalog: Catalog) -> TensorTable:
     return TensorTable({name: DerivedTensor(name, t.dtype, t.shape, t) for name, (_, t) in best.items()})
 
 
+def _is_number(t: LogicalTensor, parameter: LogicalTensor) -> bool:
+    """Whether the tensor is one number about a parameter, and not its one element."""
+    return prod(t.shape) == 1 and (prod(parameter.shape) != 1 or t.key.state in SCALARS)
+
+
 def propagate_to_component(
     views: TensorTable, catalog: Catalog, component: str, state: str, equal: list[EqualPair]
 ) -> dict[str, DerivedTensor]:
@@ -749,7 +755,7 @@ def propagate_to_component(
                 hint="keep the tensors apart (--unfuse), or leave the component out with --only",
             )
         key = Key(view.name, component, state)
-        if all(prod(t.shape) == 1 and prod(s.shape) != 1 for s, t in zip(sources, there, strict=True)):
+        if all(_is_number(t, s) for s, t in zip(sources, there, strict=True)):
             first = there[0]
             equal += [(first, t) for t in there[1:]]
             out[view.name] = DerivedTensor(str(key), first.dtype, first.shape, first)

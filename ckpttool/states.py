@@ -24,3 +24,5 @@ PADDLE = {
 TORCH = {theirs: ours for ours, theirs in PADDLE.items()}
 STEP = "step"
 BETA_POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
+SCALARS = frozenset({STEP, *BETA_POWERS})
+"""What is one number, whatever shape the parameter has."""

@@ -60,6 +60,14 @@ def nbytes(said: float | str | None, name: str, least: int = 1) -> int | None:
     return whole(parse_size(said, name) if isinstance(said, str) else said, name, least)
 
 
+def pair_of_betas(said: Iterable[float]) -> tuple[float, float]:
+    """The two betas of Adam."""
+    found = tuple(said)
+    if len(found) != 2 or not all(0 <= b < 1 for b in found):
+        raise UsageError(f"betas is {said!r}", hint="give two numbers from 0 to below 1: (0.9, 0.999)")
+    return float(found[0]), float(found[1])
+
+
 def sides(said: Iterable[int] | None) -> tuple[int, int] | None:
     """Rows and columns of a block."""
     found = () if said is None else wholes(said, "block")

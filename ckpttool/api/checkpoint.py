@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
 
 import numpy as np
 
-from ckpttool.api.arguments import counts, nbytes, several, sides, whole, wholes
+from ckpttool.api.arguments import counts, nbytes, pair_of_betas, several, sides, whole, wholes
 from ckpttool.api.plans import Dropping, Resharding, watching
 from ckpttool.api.show import table
 from ckpttool.catalog import Catalog, Key, LogicalTensor
@@ -306,6 +306,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         ema: bool = False,
         native_names: bool = False,
         aoa: str | Path | None = None,
+        betas: Sequence[float] | None = None,
         remove: Sequence[str] = (),
         keep: Sequence[str] = (),
         rename: Sequence[str] = (),
@@ -333,6 +334,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             ema: write the averaged weights as the model.
             native_names: names as the models of ``target`` have them.
             aoa: a file of AOA statements.
+            betas: those of Adam, where the checkpoint does not say them: ``(0.9, 0.999)``.
             remove: patterns of tensors to leave out.
             keep: patterns of the only tensors to keep.
             rename: ``OLD=NEW`` with globs or ``re:`` patterns.
@@ -359,6 +361,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             ema=ema,
             native_names=native_names,
             aoa=None if aoa is None else Path(aoa),
+            betas=None if betas is None else pair_of_betas(betas),
         )
         selection = Selection(several(remove, "remove"), several(keep, "keep"), several(rename, "rename"))
         if dequant:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from ckpttool.cli import choices
-from ckpttool.cli.values import numbers
+from ckpttool.cli.values import betas, numbers
 from ckpttool.errors import UsageError
 from ckpttool.words import either, parse_size
 
@@ -189,6 +189,7 @@ class TargetOptions(MeshOptions):
     keep_keys: KeepKeys = None
     rename: Annotated[list[str] | None, value("--rename", "OLD=NEW", "Rename; * on both sides, or re:OLD=NEW.")] = None
     dtype: Annotated[str, value("--dtype", "DTYPE", f"Cast floats to {either(choices.CASTS)}.", choices.CASTS)] = ""
+    betas: Annotated[str, value("--betas", "B1,B2", "Betas of Adam, where SRC does not say them: 0.9,0.999.")] = ""
 
     def target(self) -> Target:
         """What they say together."""
@@ -203,6 +204,7 @@ class TargetOptions(MeshOptions):
             pp_layout=self.layers(),
             max_shard_size=bytes_of(self.max_shard_size),
             dtype=self.dtype,
+            betas=betas(self.betas) if self.betas else None,
         )
 
     def selection(self, remove: Sequence[str] | None) -> Selection:

@@ -29,6 +29,19 @@ def numbers(text: str, option: str, *, runs: bool = False) -> tuple[int, ...]:
     return tuple(out)
 
 
+def betas(text: str) -> tuple[float, float]:
+    """``0.9,0.999``."""
+    try:
+        first, second = map(float, text.split(","))
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"--betas `{text}` is not two numbers from 0 to below 1", hint="for example 0.9,0.999"
+        ) from None
+    return first, second
+
+
 def sides(text: str, option: str) -> tuple[int, int] | None:
     """``128x128``."""
     if not text:

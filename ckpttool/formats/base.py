@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpttool.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
@@ -477,14 +478,16 @@ class Places(Mapping[str, tuple[int, int]]):
 
 
 def build_files(
-    groups: Iterable[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]], ranks: int
+    groups: Iterable[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]],
+    ranks: int,
+    name_of: Callable[[RankTensor], str] = attrgetter("name"),
 ) -> FileLayout:
-    """A skeleton of safetensors files from (file name, rank, tensors, metadata)."""
+    """A skeleton of safetensors files from (file name, rank, tensors, metadata); ``name_of`` names them in a file."""
     files: list[OutFile] = []
     rank_files: list[list[int]] = [[] for _ in range(ranks)]
     columns: list[tuple[list[str], array[int], array[int]]] = [([], array("q"), array("q")) for _ in range(ranks)]
     for name, rank, tensors, metadata in groups:
-        header, offset_of, size = lay_out([(t.name, t.dtype, t.shape) for t in tensors], metadata)
+        header, offset_of, size = lay_out([(name_of(t), t.dtype, t.shape) for t in tensors], metadata)
         at = len(files)
         files.append(OutFile(name, size, header))
         rank_files[rank].append(at)
@@ -492,7 +495,7 @@ def build_files(
         for t in tensors:
             slots.append(t.slot)
             where.append(at)
-            offsets.append(offset_of[t.name])
+            offsets.append(offset_of[name_of(t)])
     places: list[Places] = []
     known: list[str] = []
     index: dict[str, int] = {}

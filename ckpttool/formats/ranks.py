@@ -7,7 +7,11 @@ One file per rank, ``rank-00003-of-00008.safetensors``. ``__metadata__["ckpttool
                      {"shape": [4096, 11008], "boxes": [[[0, 0], [0, 4128], [4096, 1376]]]}}}
 
 Each box is (start in the stored tensor, start in the logical tensor, extent), so reading needs neither flags nor a
-family: geometry that is recorded can be checked. Tensors that a rank holds whole are not listed.
+family: geometry that is recorded can be checked. Model weights that a rank holds whole are not listed.
+
+Files that hold more than model weights have version 2. Their other tensors are called ``master_weights/NAME`` or
+``optimizer/NAME/exp_avg`` and are all listed, with ``component`` and ``state``. ``training``, in the first file that is
+written, is what ``base.Training`` says.
 """
 
 from __future__ import annotations
@@ -19,7 +23,17 @@ from json.encoder import encode_basestring
 from math import lcm, prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, RankTensor, StoredTensor, logical_tensor
+from ckpttool.catalog import (
+    COMPONENTS,
+    Catalog,
+    Key,
+    LogicalTensor,
+    Pad,
+    Piece,
+    RankTensor,
+    StoredTensor,
+    logical_tensor,
+)
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
@@ -41,7 +55,7 @@ class Ranks:
 
     name = "ranks"
     dialect = ""
-    capabilities = base.Capabilities(meshes="any", records_shapes=True, ragged_experts=True)
+    capabilities = base.Capabilities(meshes="any", records_shapes=True, ragged_experts=True, components=COMPONENTS)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -69,7 +83,8 @@ class Ranks:
         base.contiguous_ranks(names, world, listing.root, "rank-NNNNN-of-" + f"{world:05d}.safetensors")
         files: list[DataFile] = []
         tensors: list[StoredTensor] = []
-        groups: dict[str, tuple[tuple[int, ...], list[Piece], list[Pad]]] = {}
+        groups: _Groups = {}
+        training: base.Training | None = None
         cuts: dict[Any, _Cut] = {}
         rec: dict[str, Any] = {}
         metadata: dict[str, str] = {}
@@ -78,6 +93,8 @@ class Ranks:
             head = read_header(listing.path(names[r]), r, r)
             mine = _record(head.metadata, head.file.place, r)
             recorded = mine.pop("tensors")  # not kept: it is larger than what becomes of it
+            said = _training(mine.pop("training", None), head.file.place)
+            training = training or said
             if not r:
                 rec, mesh = mine, Mesh.from_json(mine["mesh"])
                 metadata = {k: v for k, v in head.metadata.items() if k != "ckpttool"}
@@ -95,12 +112,10 @@ class Ranks:
                     hint="the files belong to different checkpoints",
                 )
             files.append(head.file)
-            tensors += head.tensors
             for t in head.tensors:
-                _add(groups, t, recorded.get(t.name), head.file.place, cuts)
+                tensors.append(_add(groups, t, recorded.get(t.name), head.file.place, cuts))
         logical: dict[Key, LogicalTensor] = {}
-        for name, (shape, pieces, pads) in groups.items():
-            key = Key(name)
+        for key, (shape, pieces, pads) in groups.items():
             if not pieces or prod(shape) == 0:
                 stored = pieces[0].stored if pieces else next(p.stored for p in pads)
                 logical[key] = LogicalTensor(key, stored.dtype, shape, ())
@@ -121,6 +136,7 @@ class Ranks:
             Catalog(files, logical),
             notes=notes,
             metadata=metadata,
+            training=training,
         )
 
     def _foreign(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
@@ -160,21 +176,27 @@ class Ranks:
         return asked
 
     def write(self, request: base.WriteRequest) -> base.FileLayout:
-        return base.build_files(self._files(request), request.mesh.world)
+        training, notes = _training_record(request.training)
+        layout = base.build_files(self._files(request, training), request.mesh.world, _file_name)
+        return layout._replace(notes=notes)
 
-    def _files(self, request: base.WriteRequest) -> Iterator[tuple[str, int, Sequence[RankTensor], dict[str, str]]]:
+    def _files(
+        self, request: base.WriteRequest, training: dict[str, Any]
+    ) -> Iterator[tuple[str, int, Sequence[RankTensor], dict[str, str]]]:
         """One rank after the other: what is recorded of a large rank takes as much memory as its tensors' names."""
         world = request.mesh.world
         texts: dict[tuple[Any, ...], tuple[str, str]] = {}
+        more = training or any(t.component != "model" for r in request.chosen for t in request.ranks[r])
         for r in request.chosen:
             record = _json(
                 {
-                    "version": 1,
+                    "version": 2 if more else 1,
                     "rank": r,
                     "mesh": request.mesh.to_json(),
                     "family": request.family,
                     "naming": request.dialect,
                     "fused": request.fused,
+                    **({"training": training} if training and r == request.chosen[0] else {}),
                     "tensors": {},
                 }
             )
@@ -184,8 +206,18 @@ class Ranks:
             yield f"rank-{r:05d}-of-{world:05d}.safetensors", r, request.ranks[r], meta
 
 
+def _file_name(t: RankTensor) -> str:
+    return t.name if t.component == "model" else str(Key(t.name, t.component, t.state))
+
+
 def _is_whole(t: RankTensor) -> bool:
-    return t.shape == t.whole and t.key == t.name and len(t.boxes) == 1 and t.boxes[0][0] == t.boxes[0][1]
+    return (
+        t.component == "model"
+        and t.shape == t.whole
+        and t.key == t.name
+        and len(t.boxes) == 1
+        and t.boxes[0][0] == t.boxes[0][1]
+    )
 
 
 def _box_record(t: RankTensor, texts: dict[tuple[Any, ...], tuple[str, str]]) -> str:
@@ -193,9 +225,64 @@ def _box_record(t: RankTensor, texts: dict[tuple[Any, ...], tuple[str, str]]) ->
     known = texts.get((t.whole, t.boxes))
     if known is None:
         boxes = [[a.start, b.start, a.shape] for a, b in t.boxes]
-        known = texts[t.whole, t.boxes] = (f':{{"shape":{_json(t.whole)},', f'"boxes":{_json(boxes)}}}')
-    key = f'"key":{_json(t.key)},' if t.key != t.name else ""
-    return f"{encode_basestring(t.name)}{known[0]}{key}{known[1]}"
+        known = texts[t.whole, t.boxes] = (f'"shape":{_json(t.whole)},', f'"boxes":{_json(boxes)}}}')
+    name = _file_name(t)
+    part = f'"component":{_json(t.component)},' if t.component != "model" else ""
+    state = f'"state":{_json(t.state)},' if t.state else ""
+    key = f'"key":{_json(t.key)},' if t.key != name else ""
+    return f"{encode_basestring(name)}:{{{part}{state}{known[0]}{key}{known[1]}"
+
+
+_MOST = 32 << 20
+"""Characters of what is recorded for a trainer. Readers of safetensors take headers of up to 100 MB."""
+
+
+def _training_record(training: base.Training | None) -> tuple[dict[str, Any], list[str]]:
+    """What JSON can hold of it, and notes about the rest."""
+    if training is None:
+        return {}, []
+    left = list(training.left)
+    groups = []
+    for n, group in enumerate(training.groups):
+        values = {k: v for k, v in group.values.items() if _is_plain(v)}
+        left += [f"param_groups.{n}.{k}" for k in group.values if k not in values]
+        groups.append({"parameters": group.parameters, "values": values})
+    plain = {k: v for k, v in training.plain.items() if _is_plain(v)}
+    left += [k for k in training.plain if k not in plain]
+    record = {"groups": groups, "step": training.step, "plain": plain, "left": left}
+    if len(_json(record)) > _MOST:
+        return {}, ["param_groups and the state of the trainer are larger than a header holds, and are left out"]
+    notes = [f"left out, because it is not plain data: {', '.join(left)}"] if left != [*training.left] else []
+    return record, notes
+
+
+def _is_plain(value: object) -> bool:
+    """Whether JSON gives it back, tuples as lists."""
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _training(rec: Any, path: Place) -> base.Training | None:
+    """The inverse. Raises CorruptError."""
+    if rec is None:
+        return None
+    try:
+        groups = tuple([base.ParamGroup(tuple(map(_text, g["parameters"])), dict(g["values"])) for g in rec["groups"]])
+        step = rec["step"]
+        if step is not None and type(step) is not int:
+            raise TypeError
+        return base.Training(groups, step, dict(rec["plain"]), tuple(map(_text, rec["left"])))
+    except (KeyError, TypeError, ValueError):
+        raise CorruptError("what the `ckpttool` metadata says for a trainer is not valid", where=str(path)) from None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
 
 
 def _json(value: object) -> str:
@@ -218,7 +305,7 @@ def _record(metadata: Mapping[str, str], path: Place, rank: int) -> dict[str, An
             raise TypeError
     except (ValueError, KeyError, TypeError, UsageError, RecursionError):
         raise CorruptError("the `ckpttool` metadata is not valid", where=str(path)) from None
-    if version != 1:
+    if version not in (1, 2):
         raise UnsupportedError(f"the file was written by a newer ckpttool (version {version})", where=str(path))
     if rec["rank"] != rank:
         raise ConflictError(f"the file is named rank {rank} but records rank {rec['rank']}", where=str(path))
@@ -237,44 +324,59 @@ class _Cut(NamedTuple):
     """The rest of the stored tensor."""
 
 
+_Groups = dict[Key, tuple[tuple[int, ...], list[Piece], list[Pad]]]
+"""Shape, pieces and padding of each logical tensor."""
+
+
 def _add(
-    groups: dict[str, tuple[tuple[int, ...], list[Piece], list[Pad]]],
-    t: StoredTensor,
-    rec: dict[str, Any] | None,
-    path: Place,
-    cuts: dict[Any, _Cut],
-) -> None:
-    """Add what one rank's record says about one stored tensor."""
+    groups: _Groups, t: StoredTensor, rec: dict[str, Any] | None, path: Place, cuts: dict[Any, _Cut]
+) -> StoredTensor:
+    """Add what one rank's record says about one stored tensor, which is returned with its component and state."""
     if rec is None:
         box = whole(t.shape)
-        name, cut = t.name, _Cut(t.shape, ((box, box),), ())
+        key, cut = Key(t.name), _Cut(t.shape, ((box, box),), ())
     else:
         try:
-            if not isinstance(rec, dict):
-                raise TypeError
-            name = rec.get("key", t.name)
+            key = _key(rec.get("key", t.name), rec)
+            if key.component != "model":
+                own = _key(t.name, rec)
+                t = t._replace(name=own.name, component=own.component, state=own.state)
             shape = tuple(rec["shape"])
             boxes = tuple([(tuple(a), tuple(b), tuple(size)) for a, b, size in rec["boxes"]])
-            if not isinstance(name, str):
-                raise TypeError
             known = cuts.get((t.shape, shape, boxes))
             if known is None:
                 if any(type(n) is not int for n in shape):
                     raise TypeError
                 known = cuts[t.shape, shape, boxes] = _cut(t, shape, boxes, path)
             cut = known  # with sizes that are integers, also where this record has an equal 8.0
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise CorruptError(f"the record of tensor `{t.name}` is not valid", where=str(path)) from None
-    group = groups.get(name)
+    group = groups.get(key)
     if group is None:
-        group = groups[name] = (cut.shape, [], [])
+        group = groups[key] = (cut.shape, [], [])
     if group[0] != cut.shape:
         raise ConflictError(
-            f"tensor `{name}` is {list(cut.shape)} by one rank's record and {list(group[0])} by another's",
+            f"tensor `{key}` is {list(cut.shape)} by one rank's record and {list(group[0])} by another's",
             where=str(path),
         )
     group[1].extend([Piece(t, inner, outer) for inner, outer in cut.boxes])
     group[2].extend([Pad(t, gap) for gap in cut.pads])
+    return t
+
+
+def _key(text: Any, rec: Mapping[str, Any]) -> Key:
+    """What ``str(Key)`` stands for, given the record with its component and state. Raises ValueError, TypeError."""
+    component, state = rec.get("component", "model"), rec.get("state", "")
+    if not isinstance(text, str) or not isinstance(state, str):
+        raise TypeError
+    if component not in COMPONENTS or (state and component == "model"):
+        raise ValueError
+    key = Key(text, component, state)
+    if component != "model":
+        key = key._replace(name=text.removeprefix(f"{component}/").removesuffix(f"/{state}" if state else ""))
+    if str(key) != text or not key.name:
+        raise ValueError
+    return key
 
 
 def _cut(

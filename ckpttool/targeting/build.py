@@ -15,7 +15,7 @@ from ckpttool.catalog import Catalog, Key, RankTensor
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dialects import NamingContext
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import WriteRequest
+from ckpttool.formats.base import Training, WriteRequest
 from ckpttool.layout.family import Family, Transform
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
@@ -29,7 +29,9 @@ from ckpttool.targeting.ranks import Shares, share_out
 from ckpttool.targeting.recode import Recoded, Recoding, recode
 from ckpttool.targeting.select import Selection, select
 from ckpttool.targeting.sidecars import beside, target_config
+from ckpttool.targeting.states import Translation, translated
 from ckpttool.targeting.target import Goal, Target, castable, check_target
+from ckpttool.targeting.training import training_of
 
 
 @dataclass(slots=True)
@@ -58,6 +60,8 @@ class Prepared:
     selection: Selection = field(default_factory=Selection)
     statements: tuple[Transform, ...] = ()
     """What leads from Hugging Face names to those of the output."""
+    translation: Translation | None = None
+    """What was worked out of the optimizer's state."""
     sharding: int = 1
     """Ranks that share the optimizer state of the output, for each of the mesh."""
     usage: str = ""
@@ -72,11 +76,15 @@ class Prepared:
 
 def plan_recoded(source: Checkpoint, recoding: Recoding, target: Target, selection: Selection) -> Prepared:
     """Plan how a checkpoint whose weights change their precision becomes ``target``."""
+    # Before weights are worked out: these have the numbers behind all files of the source.
+    writer, _, _ = target_mesh(source, target, [])
+    source, translation = translated(source, target, writer.capabilities, source.notes)
     recoded = recode(source, recoding, remove=selection.remove, keep=selection.keep)
     prepared = plan_target(
         recoded.checkpoint, target, replace(selection, remove=(), keep=()),
         computed=recoded.computed, written=recoded.written,
     )  # fmt: skip
+    prepared.translation = translation
     prepared.recoded = recoded
     prepared.removed = recoded.removed
     return prepared
@@ -98,6 +106,7 @@ def plan_target(
     notes = list(source.notes)
     equal: list[EqualPair] = []
     goal = _decide(source, target, notes)
+    source, translation = translated(source, target, goal.writer.capabilities, notes)
     source, components = chosen_components(source, target, goal.writer, notes, equal)
     named = _named(source, goal, selection, notes)
     equal += named.views.equal
@@ -119,7 +128,8 @@ def plan_target(
     return Prepared(
         source, target, goal.writer.name, goal.mesh, shares.family, TensorTable(shares.read), plan, goal.dtype,
         shares.dtypes, notes, named.removed, computed=computed, selection=selection, statements=named.statements,
-        sharding=request.sharding, usage=file_layout.usage if goal.dialect.reads(context) else "",
+        translation=translation, sharding=request.sharding,
+        usage=file_layout.usage if goal.dialect.reads(context) else "",
     )  # fmt: skip
 
 
@@ -170,8 +180,15 @@ def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes
         sharding=sharding,
         sharding_version=target.sharding_version,
         version=goal.context.version,
+        training=_training(source, target, named, shares),
         source=source.stored,
     )
+
+
+def _training(source: Checkpoint, target: Target, named: Named, shares: Shares) -> Training | None:
+    """What a trainer resumes from, where the output holds the state of an optimizer."""
+    trained = {n for (component, _), table in shares.tables.items() if component == "optimizer" for n in table}
+    return training_of(source, named.views.table, trained, target.betas) if trained else None
 
 
 def _left_to_masters(

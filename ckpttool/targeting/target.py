@@ -48,6 +48,8 @@ class Target:
     """Names as the models of ``version`` have them, not those of a Paddle source."""
     aoa: Path | None = None
     """A file of AOA statements that says which tensors are written."""
+    betas: tuple[float, float] | None = None
+    """Of Adam, where nothing in SRC says them."""
 
     def from_flags(self) -> dict[str, int]:
         return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}
@@ -106,6 +108,8 @@ def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tu
         if asked and not can.optimizer_shards:
             what = f"{flag} {asked} has no effect with {to}, which does not share out optimizer state"
             yield what, "omit it, or use --to hybrid, zcc or flex"
+    if target.betas is not None and "optimizer" not in can.components:
+        yield f"--betas has no effect with {to}, which holds no optimizer", "omit it"
     if target.native_names and not dialect(writer.dialect).versions:
         yield f"--native-names has no effect with {to}", "omit it"
     if target.sharding_version and (sharding == 1 or not can.sharding_versions):

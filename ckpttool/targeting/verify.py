@@ -55,6 +55,8 @@ def verify_output(prepared: Prepared, written: Path, advance: Advance, *, memory
         advance=advance,
         total=len(expected),
     )
+    if prepared.translation is not None:
+        prepared.translation.check(expected, found)
 
 
 def _verify_nothing_lost(prepared: Prepared) -> None:

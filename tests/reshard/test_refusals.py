@@ -449,7 +449,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], Path], tuple[object, ...], tupl
     "config has more rows": (_wrong_vocabulary, (), ("has 260 rows on 2 ranks, config.json says 300", "hint: ")),
     "not our mesh": (_metadata(lambda r: r.update(mesh={"tp": 4})), (), ("another mesh",)),
     "not our rank": (_metadata(lambda r: r.update(rank=0)), (), ("named rank 1 but records rank 0",)),
-    "newer version": (_metadata(lambda r: r.update(version=2)), (), ("newer ckpttool",)),
+    "newer version": (_metadata(lambda r: r.update(version=3)), (), ("newer ckpttool",)),
     "record without mesh": (_metadata(lambda r: r.pop("mesh") and None), (), ("metadata is not valid",)),
     "record is a list": (_metadata(lambda r: [r]), (), ("metadata is not valid",)),
     "record of another mesh type": (_metadata(lambda r: r.update(mesh={"tp": "2"})), (), ("metadata is not valid",)),

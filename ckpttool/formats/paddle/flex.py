@@ -32,6 +32,7 @@ from ckpttool.formats import base
 from ckpttool.formats.paddle import flex_files
 from ckpttool.formats.paddle.config import CONFIG_DTYPES, STATES, TARGETS, resume_flags, target_config
 from ckpttool.formats.paddle.sharding import flat_slices
+from ckpttool.formats.paddle.training import read_training
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh, share
 from ckpttool.storage.listing import Listing, list_source
@@ -77,6 +78,7 @@ class Flex:
         components=tuple(PARTS),
         optimizer_shards=True,
         default_target=True,
+        states="paddle",
         multi_directory=True,
     )
 
@@ -120,6 +122,7 @@ class Flex:
             notes=notes + more,
             merged_raw=any(flex_files.metadata_names(listing.root)),
             dtypes=reader.dtypes,
+            training=read_training(listing) if trained else None,
         )
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:

@@ -49,6 +49,7 @@ from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle import hybrid_names
 from ckpttool.formats.paddle.hybrid_names import META, CellNames, ParamMeta, Suffix
 from ckpttool.formats.paddle.sharding import ALIGNMENT, ITEMSIZE, Param, buffers, end_to_end
+from ckpttool.formats.paddle.training import read_training
 from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.select import exactly
@@ -156,6 +157,7 @@ class Hybrid:
         sharding_versions=("v1", "v2"),
         fp32_masters="dropped",
         default_target=True,
+        states="paddle",
     )
     ema = False
 
@@ -380,6 +382,7 @@ class _Reader:
         dtypes = self._derive()
         self._check_all_there(found)
         tensors = self._store()
+        native = self._native()
         return base.StoredCheckpoint(
             self.format,
             listing.root,
@@ -395,7 +398,8 @@ class _Reader:
             shards=self.shards,
             dtypes=dtypes,
             sharding=self.sizes.shards,
-            native=self._native(),
+            native=native,
+            training=read_training(listing, native.schedule),
         )
 
     # Cells: which parameter a name means.

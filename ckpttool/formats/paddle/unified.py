@@ -30,6 +30,7 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
 from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle.sharding import end_to_end
+from ckpttool.formats.paddle.training import read_training
 from ckpttool.formats.paddle.unified_index import STEMS, UnifiedIndex
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
@@ -78,6 +79,7 @@ class Unified:
         components=("model", "adapter", "master_weights", "optimizer"),
         targets=paddle_config.TARGETS,
         default_target=True,
+        states="paddle",
         fp32_masters="added",
         multi_directory=True,
         indexes=UnifiedIndex(),
@@ -121,7 +123,6 @@ class Unified:
         indexes: list[tuple[str, bytes]] = []
         has_master = any(t.component == "master_weights" for t in tensors)
         model_format = "np" if version.startswith("paddlenlp") else "pt"
-        named: list[RankTensor] = []
         for stem, component in STEMS.items():
             own = [t for t in tensors if t.component == component]
             if not own:
@@ -131,11 +132,9 @@ class Unified:
             weight_map: dict[str, str] = {}
             for i, part in enumerate(shared):
                 file = shard_name(stem, i + 1, total)
-                stored = [t._replace(name=f"{t.name}/{t.state}" if t.state else t.name) for t in part]
-                named += part
                 meta = {"format": model_format if component in ("model", "adapter") else "np"}
-                groups.append((file, 0, stored, meta))
-                weight_map |= {t.name: file for t in stored}
+                groups.append((file, 0, part, meta))
+                weight_map |= {_file_name(t): file for t in part}
             size = sum(tensor_bytes(t.dtype, t.shape) for t in own)
             index: dict[str, Any] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
             if component == "adapter":
@@ -144,13 +143,10 @@ class Unified:
                 index["quant_ckpt_resume_times"] = 0
                 index["master_weights"] = has_master
             indexes.append((f"{stem}.safetensors.index.json", json.dumps(index, indent=4).encode()))
-        file_layout = base.build_files(groups, 1)
-        flat = (t for _, _, part, _ in groups for t in part)
-        placed = {t.slot: file_layout.places[0][held.slot] for held, t in zip(flat, named, strict=True)}
+        file_layout = base.build_files(groups, 1, _file_name)
         for name, data in indexes:
             file_layout.files.append(base.OutFile(name, len(data), ((0, data),)))
         return file_layout._replace(
-            places=[placed],
             config=paddle_config.target_config(request.config, version, request.dtype),
             dropped=tuple(n for n in request.companions if _WORLD_BOUND.match(n)),
             usage=paddle_config.resume_flags(request, "unified_checkpoint"),
@@ -276,6 +272,7 @@ class _Reader:
             dtypes=dtypes,
             cut=dict.fromkeys(("optimizer", "master_weights"), cut) if cut.world > 1 else {},
             records_cuts=cut.world == 1,
+            training=read_training(self.listing),
         )
 
     def _complete(self) -> None:
@@ -642,6 +639,10 @@ def _key(name: str, component: str) -> Key:
 
 
 # -- writing
+
+
+def _file_name(t: RankTensor) -> str:
+    return f"{t.name}/{t.state}" if t.state else t.name
 
 
 def _share(tensors: Sequence[RankTensor], request: base.WriteRequest) -> list[list[RankTensor]]:

@@ -1,0 +1,57 @@
+"""What a trainer resumes from beside tensors, under the names of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.errors import ConflictError
+from ckpttool.formats.base import ParamGroup, Training
+from ckpttool.relate import DerivedTensor
+from ckpttool.targeting.states import Betas
+
+
+def training_of(
+    source: Checkpoint, views: Mapping[str, DerivedTensor], trained: Collection[str], betas: Betas | None
+) -> Training | None:
+    """``StoredCheckpoint.training`` with the names of ``views``, which are those of the output.
+
+    A parameter that is gone leaves its group, one that repeats another (a tie) is in none. ``trained`` are the
+    parameters of the output with optimizer state: they are a group where only ``betas`` are known. Raises ConflictError
+    where tensors are joined whose groups differ.
+    """
+    training = source.stored.training
+    if training is not None and training.groups:
+        return replace(training, groups=_renamed(training.groups, views))
+    if betas is None:
+        return training
+    group = ParamGroup(tuple(n for n in views if n in trained), {"betas": list(betas)})
+    return replace(training or Training(), groups=(group,))
+
+
+def _renamed(groups: Sequence[ParamGroup], views: Mapping[str, DerivedTensor]) -> tuple[ParamGroup, ...]:
+    place = {name: (g, i) for g, group in enumerate(groups) for i, name in enumerate(group.parameters)}
+    members: list[list[tuple[int, int, str]]] = [[] for _ in groups]
+    seen: set[object] = set()
+    for order, (name, view) in enumerate(views.items()):
+        parts = view.parts
+        elements = [(id(p.source), p.origin, p.axes, p.stride, p.size) for p in parts]
+        if seen.issuperset(elements):
+            continue
+        seen.update(elements)
+        found = sorted({place[p.source.key.name] for p in parts if p.source.key.name in place})
+        if not found:
+            continue
+        first, at = found[0]
+        if any(dict(groups[g].values) != dict(groups[first].values) for g, _ in found):
+            names = [groups[g].parameters[i] for g, i in found]
+            raise ConflictError(
+                f"`{name}` is made of tensors that the optimizer treats differently: `{names[0]}` and `{names[-1]}`",
+                hint="keep the tensors apart (--unfuse), or leave the optimizer out with --only model",
+            )
+        members[first].append((at, order, name))
+    return tuple(
+        replace(group, parameters=tuple(name for _, _, name in sorted(held)))
+        for group, held in zip(groups, members, strict=True)
+    )

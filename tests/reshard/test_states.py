@@ -1,0 +1,393 @@
+"""Optimizer state from torch's words into Paddle's and back, against powers that numpy multiplies one by one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ckpttool.checkpoint import OpenOptions
+from ckpttool.formats.ranks import Ranks
+from ckpttool.ops.reshard import prepare
+from ckpttool.states import BETA_POWERS
+from ckpttool.targeting import states
+from ckpttool.targeting.target import Target
+from tests.helpers.command import ckpttool, refused, reshard
+from tests.helpers.paddle import Array, read_folder
+from tests.helpers.tensorfile import header, read
+from tests.helpers.training_run import CONFIG, NAMES, SHAPES, groups, names, save_run
+
+PADDLE_NAMES = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
+LINEAR = re.compile(r"_proj\.weight$")
+
+
+def multiplied(beta: float, steps: int, kind: Any = np.float32) -> Any:
+    """beta times beta, ``steps`` times, as a kernel that steps would."""
+    with np.errstate(under="ignore"):
+        power = kind(beta)
+        for _ in range(steps):
+            power = kind(power * kind(beta))
+    return power
+
+
+def of_ranks(folder: Path) -> dict[str, Array]:
+    """What the one file of a mesh of one rank holds."""
+    (path,) = folder.glob("rank-*.safetensors")
+    return {n: raw.bits.view(NAMES[raw.dtype]) for n, raw in read(path).items()}
+
+
+def training(folder: Path) -> Any:
+    """What the first file says for a trainer."""
+    found = json.loads(header(min(folder.glob("rank-*")))["__metadata__"]["ckpttool"])
+    return found.get("training")
+
+
+def same(a: Array, b: Array) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@pytest.fixture
+def torch_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ranks`` as a format of torch."""
+    monkeypatch.setattr(Ranks, "capabilities", Ranks.capabilities._replace(states="torch"))
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.999, 0.95, 0.8, 0.5, 0.25, 0.1, 0.0])
+def test_powers_are_those_of_a_loop(beta: float) -> None:
+    powers = states.Powers(beta, "F32")
+    power = np.float32(beta)
+    with np.errstate(under="ignore"):
+        for n in range(2500):
+            assert powers.after(n).tobytes() == power.tobytes(), n
+            power = np.float32(power * np.float32(beta))
+
+
+@pytest.mark.parametrize(("beta", "told"), [(0.9, 945), (0.95, 1900), (0.999, 84_000), (0.9999, 300_000)])
+def test_a_power_tells_its_step(beta: float, told: int) -> None:
+    """As long as it goes on changing; afterwards it tells that there were many."""
+    powers = states.Powers(beta, "F32")
+    for n in (0, 1, 2, 10, 500, told):
+        assert powers.steps(float(powers.after(n))) == (n, n)
+    first, last = powers.steps(float(powers.after(2_000_000))) or (0, 0)
+    assert last == float("inf")
+    assert told < first
+    assert powers.after(first).tobytes() == powers.after(2_000_000).tobytes() != powers.after(first - 1).tobytes()
+    assert powers.steps(0.0) is not None  # of a device without numbers that small
+    assert powers.steps(0.123456789) is None
+
+
+@pytest.mark.usefixtures("torch_words")
+@pytest.mark.parametrize("fmt", ["unified", "flex", "hybrid", "zcc"])
+@pytest.mark.parametrize("masters", [True, False], ids=["bf16", "f32"])
+def test_torch_to_paddle_and_back(fmt: str, masters: bool, tmp_path: Path) -> None:
+    """Through each of Paddle's formats, cut and shared out, everything comes back: steps differ by parameter."""
+    tensors = names(step={"lm_head.weight": 3, "model.norm.weight": 0}, masters=masters)
+    config = {**CONFIG, "torch_dtype": "bfloat16" if masters else "float32"}
+    run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)), config=config)
+    cut = () if fmt == "unified" else ("--tp-out", 2, "--sharding-out", 2)
+    reshard(run, tmp_path / "paddle", "--to", fmt, *cut, "--verify")
+    back = ("--to", "ranks", "--tp-out", 1, "--betas", "0.9,0.95")
+    reshard(tmp_path / "paddle", tmp_path / "back", *back, "--verify")
+    names_back = ckpttool("reshard", tmp_path / "back", tmp_path / "hf", "--to", "hf")
+    assert names_back.code == 0, names_back.err
+    found = of_ranks(tmp_path / "back")
+    for key, array in tensors.items():
+        # Names and orientation are still Paddle's.
+        component, _, rest = key.partition("/")
+        name = rest.rpartition("/")[0] if component == "optimizer" else rest or key
+        theirs = key.replace("model.", "llama.") if f"llama.{name[6:]}" in found else key
+        want = array.T if LINEAR.search(name) and array.ndim == 2 else array
+        assert same(np.ascontiguousarray(found[theirs]).reshape(want.shape), np.array(want)), key
+    kept = {k for k in found if not k.startswith("master_weights/")}
+    assert len(kept) == len([k for k in tensors if not k.startswith("master_weights/")])
+
+
+def test_what_paddle_reads(tmp_path: Path) -> None:
+    """The unified files: [1] float32 powers, moments under Paddle's names, orientation as of the weights."""
+    tensors = names(step={"lm_head.weight": 1000})
+    run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.999), (0.8, 0.95)))
+    done = reshard(run, tmp_path / "out", "--to", "unified", "--target", "paddlenlp-3.0", "--verify")
+    assert "left out" not in done.err
+    found = read_folder(tmp_path / "out", "optimizer-*.safetensors")
+    assert len(found) == 4 * len(SHAPES)
+    for name, shape in SHAPES.items():
+        theirs = name.replace("model.", "llama.")
+        steps = 1000 if name == "lm_head.weight" else 7
+        for state, beta in zip(BETA_POWERS, (0.9, 0.999) if len(shape) == 2 else (0.8, 0.95), strict=True):
+            assert same(found[f"{theirs}/{state}"], np.array([multiplied(beta, steps)])), name
+        for ours, state in PADDLE_NAMES.items():
+            want = tensors[f"optimizer/{name}/{ours}"]
+            turned = LINEAR.search(name) or name == "lm_head.weight"
+            assert same(found[f"{theirs}/{state}"], np.ascontiguousarray(want.T) if turned else want), name
+
+
+def test_betas_are_needed_and_told(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", names())
+    text = refused(run, tmp_path / "out", "--to", "unified")
+    assert "nothing in the checkpoint says the betas of Adam" in text
+    assert "--betas 0.9,0.999; --only model" in text
+    reshard(run, tmp_path / "given", "--to", "unified", "--betas", "0.9,0.98", "--verify")
+    found = read_folder(tmp_path / "given", "optimizer-*.safetensors")
+    assert found["model.norm.weight/beta2_pow_acc_0"] == [multiplied(0.98, 7)]
+    reshard(run, tmp_path / "weights", "--to", "unified", "--only", "model", "--only", "master_weights")
+    assert not list((tmp_path / "weights").glob("optimizer*"))
+
+
+def test_betas_that_contradict(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", names(), groups=groups((0.9, 0.95)))
+    text = refused(run, tmp_path / "out", "--to", "unified", "--betas", "0.9,0.999")
+    assert "--betas 0.9,0.999 contradicts the checkpoint, whose optimizer has 0.9,0.95" in text
+    assert "drop --betas" in text
+    reshard(run, tmp_path / "out", "--to", "unified", "--betas", "0.9,0.95")
+
+
+@pytest.mark.parametrize("text", ["0.9", "0.9,1", "0.9,0.99,0.999", "a,b", "-0.1,0.9", "nan,0.9"])
+def test_what_are_no_betas(text: str, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", names())
+    assert f"--betas `{text}` is not two numbers" in refused(
+        run, tmp_path / "out", "--to", "unified", f"--betas={text}", code=2
+    )
+
+
+def test_betas_have_no_effect_on_weights_alone(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", names())
+    text = refused(run, tmp_path / "out", "--to", "hf", "--betas", "0.9,0.95", code=2)
+    assert "--betas has no effect with --to hf, which holds no optimizer" in text
+
+
+@pytest.mark.parametrize("step", [3.5, -1.0])
+def test_a_step_that_is_none(step: float, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", names(step={"model.norm.weight": step}), groups=groups((0.9, 0.95)))
+    text = refused(run, tmp_path / "out", "--to", "unified")
+    assert f"`optimizer/model.norm.weight/step` is {step}, which is not a number of steps" in text
+
+
+@pytest.mark.usefixtures("torch_words")
+@pytest.mark.parametrize("steps", [944, 20_000, 86_000])
+def test_one_power_that_still_tells_is_enough(steps: int, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", names(step=steps), groups=groups((0.9, 0.999)))
+    reshard(run, tmp_path / "paddle", "--to", "unified", "--verify")
+    reshard(tmp_path / "paddle", tmp_path / "back", "--to", "ranks", "--betas", "0.9,0.999", "--verify")
+    assert {float(a) for n, a in of_ranks(tmp_path / "back").items() if n.endswith("/step")} == {steps}
+
+
+@pytest.mark.usefixtures("torch_words")
+def test_powers_that_tell_nothing_any_more(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", names(step=5000), groups=groups((0.9, 0.95)))
+    reshard(run, tmp_path / "paddle", "--to", "unified", "--verify")
+    text = refused(tmp_path / "paddle", tmp_path / "back", "--to", "ranks", "--betas", "0.9,0.95")
+    assert "have become too small to tell the step: it is 1," in text
+    assert "--only model and --only master_weights leave the optimizer out" in text
+    # What the trainer says decides, where the powers allow it, and only there.
+    (tmp_path / "paddle/trainer_state.json").write_text('{"global_step": 5000}')
+    reshard(tmp_path / "paddle", tmp_path / "back", "--to", "ranks", "--betas", "0.9,0.95", "--verify")
+    assert {float(a) for n, a in of_ranks(tmp_path / "back").items() if n.endswith("/step")} == {5000}
+    (tmp_path / "paddle/trainer_state.json").write_text('{"global_step": 500}')
+    refused(tmp_path / "paddle", tmp_path / "again", "--to", "ranks", "--betas", "0.9,0.95")
+
+
+@pytest.mark.usefixtures("torch_words")
+def test_betas_of_another_run(tmp_path: Path) -> None:
+    """The error knows which betas they are, where these are usual ones."""
+    run = save_run(tmp_path / "run", names(step=123), groups=groups((0.9, 0.95)))
+    reshard(run, tmp_path / "paddle", "--to", "unified")
+    wrong = refused(tmp_path / "paddle", tmp_path / "back", "--to", "ranks", "--betas", "0.9,0.999")
+    assert "are not those of betas 0.9,0.999 after any number of steps" in wrong
+    for text in (wrong, refused(tmp_path / "paddle", tmp_path / "back", "--to", "ranks")):
+        assert "they are those of --betas 0.9,0.95 after 123 steps" in text
+
+
+def test_other_states(tmp_path: Path) -> None:
+    """AMSGrad and momentum have names; what Paddle has no name for is left out, and a note says so."""
+    tensors = names()
+    for name, shape in SHAPES.items():
+        tensors[f"optimizer/{name}/max_exp_avg_sq"] = np.full(shape, 2, np.float32)
+        tensors[f"optimizer/{name}/momentum_buffer"] = np.full(shape, 3, np.float32)
+    tensors["optimizer/model.norm.weight/prev_grad"] = np.full((8,), 4, np.float32)
+    run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)))
+    done = reshard(run, tmp_path / "out", "--to", "flex", "--verify", "-v")
+    assert "Paddle's optimizers have no such state: optimizer/model.norm.weight/prev_grad" in done.err + done.out
+    listed = ckpttool("inspect", tmp_path / "out", "--list").out
+    assert "optimizer/model.norm.weight/moment2_max_0" in listed
+    assert "optimizer/model.norm.weight/velocity_0" in listed
+    assert "prev_grad" not in listed
+
+
+@pytest.mark.usefixtures("torch_words")
+@pytest.mark.parametrize("off", [1, -1])
+def test_verify_finds_a_wrong_power(off: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways; what is compared does not go through the powers that were worked out."""
+    run = save_run(tmp_path / "run", names(step=400), groups=groups((0.9, 0.999)))
+    reshard(run, tmp_path / "right", "--to", "unified")
+    after, steps = states.Powers.after, states.Powers.steps
+
+    def moved(self: states.Powers, power: float) -> tuple[int, float] | None:
+        found = steps(self, power)
+        return found and (found[0] + off, found[1] + off)
+
+    monkeypatch.setattr(states.Powers, "after", lambda self, n: after(self, n + off))
+    monkeypatch.setattr(states.Powers, "steps", moved)
+    text = refused(run, tmp_path / "wrong", "--to", "unified", "--verify", code=3)
+    assert "_pow_acc_0` is" in text
+    text = refused(tmp_path / "right", tmp_path / "wrong", "--to", "ranks", "--betas", "0.9,0.999", "--verify", code=3)
+    assert f"/step` is {400 + off}.0 in the output" in text
+
+
+def test_resume_knows_the_betas(tmp_path: Path) -> None:
+    """What was worked out with other betas is another plan."""
+
+    run = save_run(tmp_path / "run", names())
+    digests = {
+        prepare(run, OpenOptions(), Target(format="unified", betas=b)).plan.digest()
+        for b in ((0.9, 0.95), (0.9, 0.999), (0.9, 0.95))
+    }
+    assert len(digests) == 2
+
+
+@pytest.mark.usefixtures("torch_words")
+def test_a_parameter_of_one_element(tmp_path: Path) -> None:
+    """Its step is not its one element."""
+    tensors = names()
+    for key in [k for k in tensors if "model.norm.weight" in k]:
+        tensors[key.replace("model.norm.weight", "gate.scale")] = tensors[key].reshape(-1)[:1].copy()
+    tensors["optimizer/gate.scale/step"] = np.array(9, np.float32)
+    run = save_run(
+        tmp_path / "run", tensors, groups=[{"parameters": [*SHAPES, "gate.scale"], "values": {"betas": [0.9, 0.95]}}]
+    )
+    reshard(run, tmp_path / "copy", "--to", "ranks", "--verify")
+    assert of_ranks(tmp_path / "copy")["optimizer/gate.scale/step"].shape == ()
+
+
+def test_groups_get_the_names_of_the_output(tmp_path: Path) -> None:
+    """Renamed, fused, without what is removed; in the order of the optimizer."""
+    plain = {"lr_scheduler": {"last_epoch": 7}}
+    run = save_run(tmp_path / "run", names(), groups=groups((0.9, 0.95)), step=7, plain=plain)
+    rename = ("--rename", "model.norm.weight=final.weight")
+    reshard(run, tmp_path / "out", "--to", "ranks", "--fuse", "--remove-keys", "lm_head.weight", *rename, "--verify")
+    said = training(tmp_path / "out")
+    assert [g["values"]["weight_decay"] for g in said["groups"]] == [0.1, 0.0]
+    assert said["step"] == 7
+    assert said["plain"] == plain
+    matrices, rest = (g["parameters"] for g in said["groups"])
+    assert matrices[0] == "model.embed_tokens.weight"
+    assert "lm_head.weight" not in matrices
+    assert rest[-1] == "final.weight"
+    stored = of_ranks(tmp_path / "out")
+    assert {*matrices, *rest} == {n for n in stored if not n.startswith(("optimizer/", "master_weights/"))}
+    assert any("qkv" in n for n in matrices)
+
+
+def test_groups_that_cannot_be_joined(tmp_path: Path) -> None:
+    parts = groups((0.9, 0.95))
+    key = "model.layers.1.self_attn.k_proj.weight"
+    parts[0]["parameters"].remove(key)
+    run = save_run(tmp_path / "run", names(), groups=[*parts, {"parameters": [key], "values": {"lr": 1e-5}}])
+    text = refused(run, tmp_path / "out", "--to", "ranks", "--fuse")
+    assert "made of tensors that the optimizer treats differently: " in text
+    assert key in text
+    assert "--unfuse" in text
+    reshard(run, tmp_path / "out", "--to", "ranks", "--fuse", "--only", "model")
+    assert training(tmp_path / "out") is None
+
+
+def test_steps_that_cannot_be_joined(tmp_path: Path) -> None:
+    step = {"model.layers.1.self_attn.k_proj.weight": 8}
+    run = save_run(tmp_path / "run", names(step=step), groups=groups((0.9, 0.95)))
+    text = refused(run, tmp_path / "out", "--to", "ranks", "--fuse")
+    assert "self_attn.q_proj.weight/step` differ, first at element 0: 7.0 and 8.0" in text
+
+
+def test_betas_that_are_given_are_kept(tmp_path: Path) -> None:
+    """--betas of a source that has no groups: a reader of the output need not be told again."""
+    run = save_run(tmp_path / "run", names())
+    reshard(run, tmp_path / "paddle", "--to", "unified", "--betas", "0.9,0.98")
+    reshard(tmp_path / "paddle", tmp_path / "kept", "--to", "ranks", "--tp-out", 2, "--betas", "0.9,0.98", "--verify")
+    (group,) = training(tmp_path / "kept")["groups"]
+    assert group["values"] == {"betas": [0.9, 0.98]}
+    assert len(group["parameters"]) == len(SHAPES)
+    reshard(tmp_path / "kept", tmp_path / "again", "--to", "unified", "--tp-out", 1, "--verify")
+    for a in (tmp_path / "paddle").glob("*.safetensors"):
+        assert a.read_bytes() == (tmp_path / "again" / a.name).read_bytes()
+
+
+@pytest.mark.parametrize("mesh", [(), ("--tp-out", 2), ("--tp-out", 2, "--pp-out", 2), ("--tp-out", 4, "--fuse")])
+def test_ranks_hold_every_component(mesh: tuple[object, ...], tmp_path: Path) -> None:
+    """Cut and put together again, bit for bit, with what a trainer needs."""
+    tensors = names(step={"lm_head.weight": 3})
+    del tensors["optimizer/lm_head.weight/exp_avg"]
+    for name in SHAPES:
+        tensors[f"ema/{name}"] = tensors[f"master_weights/{name}"] * 2
+    left = ["rng_state"]
+    run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)), step=7, left=left)
+    reshard(run, tmp_path / "cut", "--to", "ranks", *mesh, "--verify")
+    for path in (tmp_path / "cut").glob("rank-*"):
+        record = json.loads(header(path)["__metadata__"]["ckpttool"])
+        assert record["version"] == 2
+        entries = record["tensors"]
+        for n in read(path):
+            component, _, rest = n.partition("/")
+            if component in ("optimizer", "master_weights", "ema"):
+                assert entries[n]["component"] == component
+                assert entries[n].get("state", "") == (rest.rpartition("/")[2] if component == "optimizer" else "")
+    unfuse = ("--unfuse",) if "--fuse" in mesh else ()
+    reshard(tmp_path / "cut", tmp_path / "back", "--to", "ranks", "--tp-out", 1, "--pp-out", 1, *unfuse, "--verify")
+    found = of_ranks(tmp_path / "back")
+    assert found.keys() == tensors.keys()
+    for name, array in tensors.items():
+        assert same(found[name], array), name
+    said = training(tmp_path / "back")
+    assert said["left"] == left
+    assert [[*g["parameters"]] for g in said["groups"]] == [g["parameters"] for g in groups((0.9, 0.95))]
+
+
+def test_ranks_of_weights_alone_stay_what_they_were(tmp_path: Path) -> None:
+    """Version 1, so that what is written for weights is read by whatever read it before."""
+    run = save_run(tmp_path / "run", names())
+    reshard(run, tmp_path / "out", "--to", "ranks", "--only", "model", "--tp-out", 2)
+    for path in (tmp_path / "out").glob("rank-*"):
+        record = json.loads(header(path)["__metadata__"]["ckpttool"])
+        assert record["version"] == 1
+        assert "training" not in record
+        assert all("component" not in e for e in record["tensors"].values())
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"component": "optimiser"},
+        {"component": "optimizer", "state": "step"},
+        {"component": 3},
+        {"key": "x"},
+        7,
+    ],
+)
+def test_a_record_that_contradicts_a_name(entry: Any, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", names())
+    path = next(run.glob("rank-*"))
+    name = "optimizer/model.norm.weight/exp_avg"
+    data, size = path.read_bytes(), len(json.dumps(header(path)).encode())
+    head = header(path)
+    record = json.loads(head["__metadata__"]["ckpttool"])
+    record["tensors"][name] = {**record["tensors"][name], **entry} if isinstance(entry, dict) else entry
+    head["__metadata__"]["ckpttool"] = json.dumps(record)
+    text = json.dumps(head).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    assert f"the record of tensor `{name}` is not valid" in refused(run, tmp_path / "out", "--to", "hf")
+
+
+def test_bfloat16_moments_stay(tmp_path: Path) -> None:
+    """Pure bfloat16 training has no masters, and moments of its own dtype."""
+    tensors = {n: a.astype(ml_dtypes.bfloat16) if a.ndim else a for n, a in names(masters=False).items()}
+    run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)))
+    reshard(run, tmp_path / "out", "--to", "unified", "--verify")
+    assert not list((tmp_path / "out").glob("master_weights*"))
+    index = json.loads((tmp_path / "out/optimizer.safetensors.index.json").read_text())
+    assert index["master_weights"] is False
+    found = read_folder(tmp_path / "out", "optimizer-*.safetensors")
+    assert found["model.norm.weight/moment1_0"].dtype == ml_dtypes.bfloat16
+    assert found["model.norm.weight/beta1_pow_acc_0"].dtype == np.float32
