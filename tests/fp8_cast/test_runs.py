@@ -116,7 +116,7 @@ def killed(wait: float, *arguments: object) -> int:
     partial = dst.with_name(dst.name + ".partial")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as tool:
         while tool.poll() is None and not any(partial.glob("*.safetensors*")):
-            time.sleep(0.001)
+            time.sleep(0.005)
         time.sleep(wait)
         tool.send_signal(signal.SIGKILL)
     return tool.returncode

@@ -369,7 +369,7 @@ def started(out: Path, words: list[object]) -> subprocess.Popen[str]:
     tool = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     partial = out.with_name(out.name + ".partial")
     while tool.poll() is None and not any(partial.glob("*.safetensors*")):
-        time.sleep(0.001)
+        time.sleep(0.005)
     return tool
 
 
