@@ -175,10 +175,10 @@ def test_old_pickles_are_operands_in_other_processes(tmp_path: Path, monkeypatch
     """Where no process is forked, an encoding is told as JSON."""
     new, old = FIXTURES / "paddle_zcc" / "nlp_tp2", old_pickles(tmp_path / "old")
     other = shutil.copytree(new, tmp_path / "other")
-    options = ("--weights", "0.7,0.3", "--to", "hf", "--workers", 1, "--verify")
-    for name, source in (("a", new), ("b", old)):
-        made = command("merge", source, other, "-o", tmp_path / name, *options)
-        monkeypatch.setattr("ckpttool.execute.crew.can_fork", lambda: False)
+    monkeypatch.setattr("ckpttool.execute.crew.can_fork", lambda: False)
+    options = ("--weights", "0.7,0.3", "--to", "hf", "--verify")
+    for name, source, workers in (("a", new, 1), ("b", old, 2)):  # one needs no process
+        made = command("merge", source, other, "-o", tmp_path / name, *options, "--workers", workers)
         assert made.code == 0, made.err
     assert written(tmp_path / "a") == written(tmp_path / "b") != {}
 
