@@ -60,14 +60,18 @@ def _answer(module: str, software: str, job: Mapping[str, Any]) -> list[int]:
     server = _server(module, software)
     assert server.stdin is not None
     assert server.stdout is not None
-    server.stdin.write(json.dumps(job) + "\n")
-    server.stdin.flush()
-    in_time = select.select([server.stdout], [], [], LIMIT)[0]
-    answer = server.stdout.readline() if in_time else ""
+    answer = ""
+    try:
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        if select.select([server.stdout], [], [], LIMIT)[0]:
+            answer = server.stdout.readline()
+    finally:
+        if not answer:
+            _server.cache_clear()
+            os.killpg(server.pid, signal.SIGKILL)  # with its ranks
     if not answer:
-        _server.cache_clear()
-        os.killpg(server.pid, signal.SIGKILL)  # with its ranks
-        raise RuntimeError(f"{module} {'ended' if in_time else f'took longer than {LIMIT} s'}; its job was {job}")
+        raise RuntimeError(f"{module} ended or took longer than {LIMIT} s; its job was {job}")
     codes: list[int] = json.loads(answer)
     return codes
 
