@@ -6,6 +6,7 @@ it is not there. A bare pytest skips, and says how to get it.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -69,7 +70,7 @@ def _answer(module: str, software: str, job: Mapping[str, Any]) -> list[int]:
     finally:
         if not answer:
             _server.cache_clear()
-            os.killpg(server.pid, signal.SIGKILL)  # with its ranks
+            _end(server)
     if not answer:
         raise RuntimeError(f"{module} ended or took longer than {LIMIT} s; its job was {job}")
     codes: list[int] = json.loads(answer)
@@ -78,7 +79,7 @@ def _answer(module: str, software: str, job: Mapping[str, Any]) -> list[int]:
 
 @cache
 def _server(module: str, software: str) -> subprocess.Popen[str]:
-    """A process that has imported a module, see ``paddle_server``. It ends with this one."""
+    """A process that has imported a module, see ``paddle_server``."""
     program = python()
     paths = [str(ROOT)] if software == SOFTWARE[-1] else [str(program.parents[1] / "older"), str(ROOT)]
     environment = {
@@ -89,7 +90,7 @@ def _server(module: str, software: str) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
         "PADDLE_DISTRI_BACKEND": "gloo",
     }
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [str(program), "-W", "ignore", "-m", "tests.peers.paddle_server", module],
         env=environment,
         stdin=subprocess.PIPE,
@@ -97,6 +98,15 @@ def _server(module: str, software: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    """Kill it with its ranks, unless that was done."""
+    with server:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def _ranks(ranks: int) -> list[dict[str, str]]:
