@@ -278,7 +278,7 @@ CASES: dict[str, Case] = {
     "incomplete": Case(ranks, lambda f: (f / RANK1).unlink()),
     "conflict": Case(ranks, record(lambda r: r["mesh"].update(tp=3))),
     "layout": Case(foreign, config(architectures=["Unknown"], model_type="unknown"), ("config-architecture",)),
-    "unsupported": Case(ranks, record(lambda r: r.update(version=2))),
+    "unsupported": Case(ranks, record(lambda r: r.update(version=99))),
     "adapter-kind": Case(adapter, lambda f: edit_json(f / "adapter_config.json", lambda c: c.update(use_dora=True))),
     "remote-code": Case(shards, both(config(auto_map={"AutoModel": "modeling_x.X"}), python)),
     "pickle-code": Case(shards, lambda f: (f / "training_args.bin").write_bytes(pickle.dumps(os.getcwd))),
