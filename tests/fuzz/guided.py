@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -48,7 +49,7 @@ def instrumented() -> dict[str, Callable[[], Target]]:
     """The targets, for which all that they import counts its coverage: once for the processes forked from this one."""
     import atheris
 
-    with redirect_stderr(None), atheris.instrument_imports(include=["ckpttool"]):  # it lists every module
+    with redirect_stderr(io.StringIO()), atheris.instrument_imports(include=["ckpttool"]):  # it lists every module
         from tests.fuzz.targets import TARGETS
     return TARGETS
 
