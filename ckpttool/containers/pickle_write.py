@@ -76,6 +76,15 @@ class Instance(NamedTuple):
         return hash((self.module, self.cls, *self.fields.values()))
 
 
+class Call(NamedTuple):
+    """What a function or class makes of arguments, and the pairs that are put into it then."""
+
+    module: str
+    name: str
+    args: tuple[Any, ...] = ()
+    items: Mapping[Any, Any] = {}
+
+
 class Written(NamedTuple):
     """A pickle file before its payloads are there."""
 

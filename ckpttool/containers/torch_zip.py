@@ -1,4 +1,4 @@
-"""One file of ``torch.save``: a zip, or five pickles and bytes before torch 1.6. Read and laid out, never unpickled.
+"""One file of ``torch.save``: a zip, or five pickles and bytes before torch 1.6. Read, never unpickled; ``torch_write`` lays one out.
 
     pytorch_model/data.pkl      the object; a tensor names a storage       magic, version, system    three pickles
     pytorch_model/byteorder     little                                     the object                a pickle
@@ -13,7 +13,7 @@ a tensor is a byte range of the file. Source: torch/serialization.py, caffe2/ser
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -21,8 +21,8 @@ from zlib import crc32
 
 from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import interpret, opened, printable
-from ckpttool.containers.torch_pickle import OTHER_SIZES, STORAGE_CLASS, TORCH_DTYPE, Storage, Tensor, vocabulary
-from ckpttool.dtypes import DTYPES, itemsize, nbytes
+from ckpttool.containers.torch_pickle import OTHER_SIZES, Storage, Tensor, vocabulary
+from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import contiguous_strides
 from ckpttool.storage.place import DataFile, OpenFile, Place
@@ -37,15 +37,14 @@ MAX_DIRECTORY = 1 << 28
 MAX_STRETCH = 1 << 30
 """Bytes that a view may have beyond 64 times its storage: expanded tensors repeat elements, but not a few for ever."""
 
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR = struct.Struct("<4sIQI")
-_FULL = 0xFFFFFFFF
+LOCAL = struct.Struct("<4s5H3I2H")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+END = struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR = struct.Struct("<4sIQI")
+FULL = 0xFFFFFFFF
 _STEP = 1 << 20
 """Bytes that are in memory while a CRC is taken."""
-_UTF8 = 0x800
 _OLD_PROTOCOLS = f"L{MAGIC}L\n".encode()
 """How protocols 0 and 1 write MAGIC, before torch 1.6."""
 _AGAIN = "the download or save was interrupted; fetch or write the file again"
@@ -196,9 +195,9 @@ def _read_zip(source: _Source) -> TorchFile:
                 f"`{printable(name)}` is compressed (deflated) in the zip: torch.save stores all members as they are",
                 "unpack the archive and pack it again with `zip -0 -r`, or load and save it with torch",
             )
-        local = _LOCAL.unpack(source.pread(source.begin + m.header, _LOCAL.size))
-        at = source.begin + m.header + _LOCAL.size + local[9] + local[10]
-        called = source.pread(source.begin + m.header + _LOCAL.size, local[9])
+        local = LOCAL.unpack(source.pread(source.begin + m.header, LOCAL.size))
+        at = source.begin + m.header + LOCAL.size + local[9] + local[10]
+        called = source.pread(source.begin + m.header + LOCAL.size, local[9])
         if local[0] != b"PK\x03\x04" or called != name.encode("utf-8", "surrogateescape"):
             source.corrupt(f"the zip's directory and the member `{printable(name)}` contradict each other")
         if at + m.size > limit:
@@ -232,15 +231,15 @@ def _crc(source: _Source, at: int, n: int) -> int:
 
 def _members(source: _Source) -> tuple[dict[str, _Member], int]:
     """The members of a zip by name, and the byte where their data ends."""
-    tail_at = max(source.begin, source.end - _END.size - 0xFFFF)
+    tail_at = max(source.begin, source.end - END.size - 0xFFFF)
     tail = source.pread(tail_at, source.end - tail_at)
     at = tail.rfind(b"PK\x05\x06")
-    if at < 0 or at + _END.size > len(tail):
+    if at < 0 or at + END.size > len(tail):
         raise IncompleteError("the zip is cut off: its directory is missing", where=str(source.info.place), hint=_AGAIN)
-    *_, count, size, start, _ = _END.unpack_from(tail, at)
-    if at >= _LOCATOR.size and tail[at - _LOCATOR.size :][:4] == b"PK\x06\x07":
-        _, _, place, _ = _LOCATOR.unpack_from(tail, at - _LOCATOR.size)
-        end = _END64.unpack(source.pread(source.begin + place, _END64.size))
+    *_, count, size, start, _ = END.unpack_from(tail, at)
+    if at >= LOCATOR.size and tail[at - LOCATOR.size :][:4] == b"PK\x06\x07":
+        _, _, place, _ = LOCATOR.unpack_from(tail, at - LOCATOR.size)
+        end = END64.unpack(source.pread(source.begin + place, END64.size))
         if end[0] != b"PK\x06\x06":
             source.corrupt("the zip64 directory is not where the zip says")
         count, size, start = end[7:]
@@ -250,11 +249,11 @@ def _members(source: _Source) -> tuple[dict[str, _Member], int]:
     found: dict[str, _Member] = {}
     at = 0
     for _ in range(count):
-        if at + _CENTRAL.size > size or data[at : at + 4] != b"PK\x01\x02":
+        if at + CENTRAL.size > size or data[at : at + 4] != b"PK\x01\x02":
             source.corrupt("the zip's directory is damaged")
-        fields = _CENTRAL.unpack_from(data, at)
+        fields = CENTRAL.unpack_from(data, at)
         flags, method, (packed, full, n, extra, comment), header = fields[3], fields[4], fields[8:13], fields[16]
-        at += _CENTRAL.size
+        at += CENTRAL.size
         name = data[at : at + n].decode("utf-8", "surrogateescape")
         full, packed, header = _zip64(data[at + n : at + n + extra], full, packed, header)
         at += n + extra + comment
@@ -277,7 +276,7 @@ def _zip64(extra: bytes, *numbers: int) -> Iterator[int]:
             large = extra[at + 4 : at + 4 + n]
         at += 4 + n
     for number in numbers:
-        if number == _FULL and len(large) >= 8:
+        if number == FULL and len(large) >= 8:
             yield int.from_bytes(large[:8], "little")
             large = large[8:]
         else:
@@ -329,131 +328,3 @@ def _read_legacy(source: _Source) -> TorchFile:
         source.pread(at, 0)
     source.checked(storages, places)
     return TorchFile(source.info, held, places)
-
-
-# -- writing
-
-
-class TorchLayout(NamedTuple):
-    """A zip of one dict of tensors that is to be written."""
-
-    size: int
-    literals: list[tuple[int, bytes]]
-    offsets: dict[str, int]
-    """Byte at which each tensor begins."""
-    checksums: Mapping[int, tuple[int, ...]]
-    """Byte at which a tensor begins -> bytes where its CRC-32 belongs (4 bytes, little-endian)."""
-
-
-def lay_out_torch(tensors: Iterable[tuple[str, str, tuple[int, ...]]], top: str) -> TorchLayout:
-    """Place (name, dtype, shape) in the order given. Raises UnsupportedError for a dtype that torch does not have."""
-    described = list(tensors)
-    zip_ = _ZipLayout(top)
-    zip_.put("data.pkl", _pickle(described))
-    zip_.put(".format_version", b"1")
-    zip_.put(".storage_alignment", str(ALIGNMENT).encode())
-    zip_.put("byteorder", b"little")
-    offsets = {
-        name: zip_.member(f"data/{i}", nbytes(dtype, prod(shape), where=name))
-        for i, (name, dtype, shape) in enumerate(described)
-    }
-    zip_.put("version", b"3\n")
-    return zip_.close(offsets)
-
-
-class _ZipLayout:
-    """Members one behind the other; every one begins at a multiple of ALIGNMENT."""
-
-    def __init__(self, top: str) -> None:
-        self.top, self.at = top, 0
-        self.literals: list[tuple[int, bytes]] = []
-        self.directory = bytearray()
-        self.members = 0
-        self.holes: list[tuple[int, int, int]] = []
-        """Of each tensor: where it begins, and where its checksum is in its header and in the directory."""
-
-    def put(self, name: str, data: bytes) -> None:
-        """A member whose bytes are known."""
-        self.literals.append((self.member(name, len(data), crc32(data), known=True), data))
-
-    def member(self, name: str, size: int, crc: int = 0, *, known: bool = False) -> int:
-        """The byte at which a member begins."""
-        path = f"{self.top}/{name}".encode()
-        wide = struct.pack("<2H2Q", 1, 16, size, size) if size >= _FULL else b""
-        begin = self.at + _LOCAL.size + len(path) + len(wide) + 4
-        begin += -begin % ALIGNMENT
-        pad = begin - self.at - _LOCAL.size - len(path) - len(wide) - 4
-        extra = wide + struct.pack("<2H", 0x4246, pad) + b"Z" * pad  # "FB", as torch pads
-        short = min(size, _FULL)
-        # Version 4.5, no flags but UTF-8, stored, 1980-01-01.
-        common = (45, _UTF8, 0, 0, 33, crc, short, short, len(path))
-        self.literals.append((self.at, _LOCAL.pack(b"PK\x03\x04", *common, len(extra)) + path + extra))
-        large = [n for n in (size, size, self.at) if n >= _FULL]
-        wide = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-        if not known and size:
-            self.holes.append((begin, self.at + 14, len(self.directory) + 16))
-        entry = _CENTRAL.pack(b"PK\x01\x02", 45, *common, len(wide), 0, 0, 0, 0, min(self.at, _FULL))
-        self.directory += entry + path + wide
-        self.members += 1
-        self.at = begin + size
-        return begin
-
-    def close(self, offsets: dict[str, int]) -> TorchLayout:
-        """The directory, and what there is."""
-        start, size, count = self.at, len(self.directory), self.members
-        end = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
-        end += _LOCATOR.pack(b"PK\x06\x07", 0, start + size, 1)
-        few = min(count, 0xFFFF)
-        end += _END.pack(b"PK\x05\x06", 0, 0, few, few, size, min(start, _FULL), 0)
-        self.literals.append((start, bytes(self.directory) + end))
-        checksums = {begin: (local, start + central) for begin, local, central in self.holes}
-        return TorchLayout(start + size + len(end), self.literals, offsets, checksums)
-
-
-def _pickle(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Protocol 2: a dict of tensors, each the whole of a storage of its own."""
-    out = bytearray(b"\x80\x02}(")
-    memo: dict[str, bytes] = {}
-
-    def name(module: str, attribute: str) -> bytes:
-        text = f"c{module}\n{attribute}\n"
-        if text not in memo:
-            memo[text] = b"h" + bytes((len(memo),))
-            return text.encode() + b"q" + memo[text][1:]
-        return memo[text]
-
-    for i, (called, dtype, shape) in enumerate(tensors):
-        if dtype not in TORCH_DTYPE:
-            raise UnsupportedError(
-                f"tensor `{called}` is {dtype}, which torch.save does not write",
-                where=called,
-                hint="write it as another dtype, or use --to hf",
-            )
-        count = prod(shape)
-        typed = dtype in STORAGE_CLASS
-        out += _text(called) + name("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
-        out += b"((" + _text("storage")
-        out += name("torch", STORAGE_CLASS[dtype]) if typed else name("torch.storage", "UntypedStorage")
-        out += _text(str(i)) + _text("cpu") + _number(count if typed else count * itemsize(dtype)) + b"tQK\x00"
-        out += _numbers(shape) + _numbers(contiguous_strides(shape)) + b"\x89"
-        out += name("collections", "OrderedDict") + b")R"
-        out += (b"" if typed else name("torch", TORCH_DTYPE[dtype])) + b"tR"
-    return bytes(out) + b"u."
-
-
-def _text(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(data)) + data
-
-
-def _number(n: int) -> bytes:
-    if n < 256:
-        return b"K" + bytes((n,))
-    if n < 1 << 31:
-        return b"J" + struct.pack("<i", n)
-    data = n.to_bytes(9, "little")
-    return b"\x8a" + bytes((len(data),)) + data
-
-
-def _numbers(numbers: tuple[int, ...]) -> bytes:
-    return b"(" + b"".join(map(_number, numbers)) + b"t"

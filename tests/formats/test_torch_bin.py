@@ -23,7 +23,9 @@ import numpy as np
 import pytest
 
 import ckpttool
-from ckpttool.containers.torch_zip import lay_out_torch, read_torch
+from ckpttool.containers.pickle_write import Hole
+from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.containers.torch_zip import read_torch
 from ckpttool.errors import CkptError, UsageError
 from tests.helpers.command import ckpttool as command
 from tests.helpers.command import refused, reshard
@@ -432,7 +434,9 @@ def test_what_torch_has_not(src: Path, tmp_path: Path) -> None:
 
 def test_beyond_4_gib(tmp_path: Path) -> None:
     """Sizes and offsets of zip64; the bytes of the tensors are a hole in the file."""
-    laid = lay_out_torch([("a", "F32", (1 << 30, 1)), ("b", "I8", (3,)), ("c", "F8_E4M3", (5 << 30,))], "big")
+    laid = lay_out_torch(
+        {"a": Hole("F32", (1 << 30, 1)), "b": Hole("I8", (3,)), "c": Hole("F8_E4M3", (5 << 30,))}, "big"
+    )
     path = tmp_path / "big.bin"
     with path.open("wb") as f:
         f.truncate(laid.size)
@@ -441,6 +445,6 @@ def test_beyond_4_gib(tmp_path: Path) -> None:
             f.write(data)
     file = read_torch(path)
     for name, t in file.value.items():
-        assert file.place(t, name, 0).offset == laid.offsets[name]
+        assert file.place(t, name, 0).offset == laid.offsets[name,]
     with zipfile.ZipFile(path) as z:
         assert [i.file_size for i in z.infolist() if "/data/" in i.filename] == [4 << 30, 3, 5 << 30]

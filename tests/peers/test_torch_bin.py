@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ckpttool.containers.torch_zip import lay_out_torch, read_torch
+from ckpttool.containers.pickle_write import Hole
+from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.containers.torch_zip import read_torch
 from tests.helpers.command import ckpttool, reshard
 from tests.peers.torch_files import WRITTEN, written
 
@@ -76,7 +78,9 @@ def test_torch_loads_what_is_merged_and_tied(tmp_path: Path) -> None:
 
 def test_beyond_4_gib(tmp_path: Path) -> None:
     """Sizes and offsets of zip64; the bytes of the tensors are a hole in the file."""
-    laid = lay_out_torch([("a", "F32", (1 << 30, 1)), ("b", "I8", (3,)), ("c", "F8_E4M3", (5 << 30,))], "big")
+    laid = lay_out_torch(
+        {"a": Hole("F32", (1 << 30, 1)), "b": Hole("I8", (3,)), "c": Hole("F8_E4M3", (5 << 30,))}, "big"
+    )
     path = tmp_path / "big.bin"
     with path.open("wb") as f:
         f.truncate(laid.size)

@@ -12,7 +12,9 @@ from math import prod
 from typing import Any
 
 from ckpttool.catalog import StoredTensor
-from ckpttool.containers.torch_zip import is_torch, lay_out_torch, read_torch
+from ckpttool.containers.pickle_write import Hole
+from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.containers.torch_zip import is_torch, read_torch
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
@@ -105,9 +107,9 @@ class TorchFiles:
         weight_map: dict[str, str] = {}
         for i, group in enumerate(groups):
             stem = STEM if len(groups) == 1 else f"{STEM}-{i + 1:05d}-of-{len(groups):05d}"
-            laid = lay_out_torch([(t.name, t.dtype, t.shape) for t in group], stem)
+            laid = lay_out_torch({t.name: Hole(t.dtype, t.shape) for t in group}, stem)
             files.append(base.OutFile(f"{stem}.bin", laid.size, laid.literals, laid.checksums))
-            places |= {t.slot: (i, laid.offsets[t.name]) for t in group}
+            places |= {t.slot: (i, laid.offsets[t.name,]) for t in group}
             weight_map |= {t.name: f"{stem}.bin" for t in group}
         rank_files = list(range(len(files)))
         if len(groups) > 1:
