@@ -1,4 +1,4 @@
-"""One file of ``torch.save``: a zip, or five pickles and bytes before torch 1.6. Read, never unpickled; ``torch_write`` lays one out.
+"""One file of ``torch.save``: a zip, or five pickles and bytes before torch 1.6. Read, never unpickled.
 
     pytorch_model/data.pkl      the object; a tensor names a storage       magic, version, system    three pickles
     pytorch_model/byteorder     little                                     the object                a pickle
