@@ -63,6 +63,8 @@ DENSE: tuple[tuple[str, ...], ...] = (
     ("flex", "--tp-out", "2", "--sharding-out", "2"),
     ("flex", "--tp-out", "1", "--pp-out", "2"),
     ("unified", "--tp-out", "4"),
+    ("ranks", "--tp-out", "2"),
+    ("ranks", "--tp-out", "2", "--pp-out", "2"),
 )
 MOST = ("hybrid", "--tp-out", "2", "--ep-out", "4", "--sharding-out", "4")
 EXPERTS: tuple[tuple[str, ...], ...] = (
@@ -70,6 +72,7 @@ EXPERTS: tuple[tuple[str, ...], ...] = (
     MOST,
     ("zcc", "--tp-out", "1", "--ep-out", "4", "--sharding-out", "4"),
     ("flex", "--tp-out", "2", "--ep-out", "2"),
+    ("ranks", "--tp-out", "2", "--ep-out", "2"),
 )
 SOURCES = [
     ("paddle_unified/nlp_llamafused_bf16_tp2", DENSE),

@@ -22,6 +22,7 @@ from tests.helpers.paddle import Array, read_folder
 from tests.helpers.tensorfile import header, read
 from tests.helpers.training_run import CONFIG, NAMES, SHAPES, groups, names, save_run
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 PADDLE_NAMES = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
 LINEAR = re.compile(r"_proj\.weight$")
 
@@ -200,6 +201,23 @@ def test_betas_of_another_run(tmp_path: Path) -> None:
     assert "are not those of betas 0.9,0.999 after any number of steps" in wrong
     for text in (wrong, refused(tmp_path / "paddle", tmp_path / "back", "--to", "ranks")):
         assert "they are those of --betas 0.9,0.95 after 123 steps" in text
+
+
+SAVED = ("paddle_unified/nlp_llamafused_bf16_tp2", "paddle_unified/nlp_qwen2moe_bf16_tp2", "paddle_zcc/nlp_tp2")
+
+
+@pytest.mark.usefixtures("torch_words")
+@pytest.mark.parametrize("name", SAVED)
+def test_what_trainers_of_paddle_saved(name: str, tmp_path: Path) -> None:
+    """Two steps with the usual betas, by the powers alone."""
+    one = ("--to", "ranks", "--tp-out", 1, "--pp-out", 1, "--ep-out", 1)
+    text = refused(FIXTURES / name, tmp_path / "out", *one)
+    assert "they are those of --betas 0.9,0.999 after 2 steps" in text
+    reshard(FIXTURES / name, tmp_path / "out", *one, "--betas", "0.9,0.999", "--verify")
+    found = of_ranks(tmp_path / "out")
+    steps = {n: a for n, a in found.items() if n.endswith("/step")}
+    assert len(steps) == len([n for n in found if n.endswith("/exp_avg")]) > 10
+    assert all(same(a, np.array(2, np.float32)) for a in steps.values())
 
 
 def test_other_states(tmp_path: Path) -> None:
