@@ -186,8 +186,13 @@ class Ranks:
         """One rank after the other: what is recorded of a large rank takes as much memory as its tensors' names."""
         world = request.mesh.world
         texts: dict[tuple[Any, ...], tuple[str, str]] = {}
-        more = training or any(t.component != "model" for r in request.chosen for t in request.ranks[r])
         for r in request.chosen:
+            own = training if r == request.chosen[0] else {}
+            more, entries = bool(own), []
+            for t in request.ranks[r]:
+                if not _is_whole(t):
+                    entries.append(_box_record(t, texts))
+                    more = more or t.component != "model"
             record = _json(
                 {
                     "version": 2 if more else 1,
@@ -196,11 +201,10 @@ class Ranks:
                     "family": request.family,
                     "naming": request.dialect,
                     "fused": request.fused,
-                    **({"training": training} if training and r == request.chosen[0] else {}),
+                    **({"training": own} if own else {}),
                     "tensors": {},
                 }
             )
-            entries = [_box_record(t, texts) for t in request.ranks[r] if not _is_whole(t)]
             meta = {"format": "pt", "ckpttool": f"{record[:-2]}{','.join(entries)}}}}}"}
             del entries
             yield f"rank-{r:05d}-of-{world:05d}.safetensors", r, request.ranks[r], meta

@@ -76,15 +76,11 @@ class Prepared:
 
 def plan_recoded(source: Checkpoint, recoding: Recoding, target: Target, selection: Selection) -> Prepared:
     """Plan how a checkpoint whose weights change their precision becomes ``target``."""
-    # Before weights are worked out: these have the numbers behind all files of the source.
-    writer, _, _ = target_mesh(source, target, [])
-    source, translation = translated(source, target, writer.capabilities, source.notes)
     recoded = recode(source, recoding, remove=selection.remove, keep=selection.keep)
     prepared = plan_target(
         recoded.checkpoint, target, replace(selection, remove=(), keep=()),
         computed=recoded.computed, written=recoded.written,
     )  # fmt: skip
-    prepared.translation = translation
     prepared.recoded = recoded
     prepared.removed = recoded.removed
     return prepared

@@ -157,9 +157,21 @@ def translated(
         work = _Translator(source, target.betas, medium)
         tensors = work.run(capabilities.states)
     notes += work.notes
-    files = [*source.catalog.files, *work.files]
-    changed = replace(source, catalog=Catalog(files, tensors, source.catalog.aliases))
-    return changed, Translation(source.catalog, len(source.catalog.files), work.used) if work.files else None
+    before = source.catalog
+    if not work.files:
+        return replace(source, catalog=Catalog(before.files, tensors, before.aliases)), None
+    file = len(before.files)
+    tensors = {k: t if k in work.made else _behind(t, file) for k, t in tensors.items()}
+    changed = replace(source, catalog=Catalog([*before.files, *work.files], tensors, before.aliases))
+    return changed, Translation(before, file, work.used)
+
+
+def _behind(t: LogicalTensor, file: int) -> LogicalTensor:
+    """The tensor behind one more file: what is computed has the numbers from ``file`` on."""
+    if all(p.stored.file < file for p in t.pieces):
+        return t
+    pieces = [p._replace(stored=p.stored._replace(file=p.stored.file + 1)) for p in t.pieces]
+    return replace(t, pieces=tuple(pieces))
 
 
 @dataclass(slots=True)
@@ -171,6 +183,8 @@ class _Translator:
     notes: list[str] = field(default_factory=list)
     files: list[DataFile] = field(default_factory=list)
     """One, where something was worked out."""
+    made: set[Key] = field(default_factory=set)
+    """Those of the tensors that it holds."""
     left: list[str] = field(default_factory=list)
     _betas: dict[str, Betas] = field(default_factory=dict)
     _powers: dict[tuple[float, str], Powers] = field(default_factory=dict)
@@ -293,6 +307,7 @@ class _Translator:
             self._given[data] = Given(encoding.size, data.hex())
             encoding.parts.append(self._given[data])
         key = was.key._replace(state=state)
+        self.made.add(key)
         number, offset = len(self.source.catalog.files), self._given[data].start
         return whole_tensor(StoredTensor(key.name, dtype, shape, number, offset, 0, None, *key[1:]), key)
 

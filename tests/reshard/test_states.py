@@ -409,3 +409,46 @@ def test_bfloat16_moments_stay(tmp_path: Path) -> None:
     found = read_folder(tmp_path / "out", "optimizer-*.safetensors")
     assert found["model.norm.weight/moment1_0"].dtype == ml_dtypes.bfloat16
     assert found["model.norm.weight/beta1_pow_acc_0"].dtype == np.float32
+
+
+def test_beside_weights_that_are_worked_out(tmp_path: Path) -> None:
+    """Weights come out of codes and steps become powers in one run; each is in no file of the source."""
+    run = save_run(tmp_path / "run", names(), groups=groups((0.9, 0.95)))
+    reshard(run, tmp_path / "fp8", "--to", "ranks", "--tp-out", 1, "--requant", "channel")
+    reshard(tmp_path / "fp8", tmp_path / "both", "--to", "unified", "--dequant", "bf16", "--verify")
+    reshard(run, tmp_path / "state", "--to", "unified")
+    reshard(tmp_path / "fp8", tmp_path / "weights", "--to", "hf", "--dequant", "bf16")
+    reshard(tmp_path / "weights", tmp_path / "weights_unified", "--to", "unified")
+    (optimizer,) = (tmp_path / "both").glob("optimizer-*.safetensors")
+    assert optimizer.read_bytes() == (tmp_path / "state" / optimizer.name).read_bytes()
+    found, want = (read_folder(tmp_path / p, "model-*.safetensors") for p in ("both", "weights_unified"))
+    assert found.keys() == want.keys() == SHAPES.keys()
+    assert all(same(found[n], want[n]) for n in want)
+
+
+def test_a_step_of_integers(tmp_path: Path) -> None:
+    """As some optimizers count; 16,777,217 is more than float32 counts to."""
+    tensors = names()
+    for name in SHAPES:
+        tensors[f"optimizer/{name}/step"] = np.array([12], np.int64)
+    tensors["optimizer/lm_head.weight/step"] = np.array(16_777_217, np.int64)
+    run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)))
+    reshard(run, tmp_path / "out", "--to", "unified", "--verify")
+    found = read_folder(tmp_path / "out", "optimizer-*.safetensors")
+    assert same(found["model.norm.weight/beta1_pow_acc_0"], np.array([multiplied(0.9, 12)]))
+    assert same(found["lm_head.weight/beta1_pow_acc_0"], np.array([multiplied(0.9, 3000)]))
+
+
+def test_copies_of_a_step_that_differ(tmp_path: Path) -> None:
+    """Two ranks of tensor parallelism have each counted; what they counted must be the same."""
+    run = save_run(tmp_path / "run", names(), groups=groups((0.9, 0.95)))
+    reshard(run, tmp_path / "cut", "--to", "ranks", "--tp-out", 2)
+    path = max((tmp_path / "cut").glob("rank-*"))
+    head = header(path)
+    at = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    at += head["optimizer/model.norm.weight/step"]["data_offsets"][0]
+    with path.open("r+b") as f:
+        f.seek(at)
+        f.write(np.float32(8).tobytes())
+    text = refused(tmp_path / "cut", tmp_path / "out", "--to", "unified", "--tp-out", 1)
+    assert "`optimizer/model.norm.weight/step` is different on different ranks" in text
