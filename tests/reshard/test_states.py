@@ -113,7 +113,7 @@ def test_what_paddle_reads(tmp_path: Path) -> None:
     tensors = names(step={"lm_head.weight": 1000})
     run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.999), (0.8, 0.95)))
     done = reshard(run, tmp_path / "out", "--to", "unified", "--target", "paddlenlp-3.0", "--verify")
-    assert "left out" not in done.err
+    assert "optimizer" not in done.err
     found = read_folder(tmp_path / "out", "optimizer-*.safetensors")
     assert len(found) == 4 * len(SHAPES)
     for name, shape in SHAPES.items():
@@ -137,6 +137,16 @@ def test_betas_are_needed_and_told(tmp_path: Path) -> None:
     assert found["model.norm.weight/beta2_pow_acc_0"] == [multiplied(0.98, 7)]
     reshard(run, tmp_path / "weights", "--to", "unified", "--only", "model", "--only", "master_weights")
     assert not list((tmp_path / "weights").glob("optimizer*"))
+
+
+@pytest.mark.parametrize("to", [("unified",), ("flex",), ("hybrid",), ("zcc", "--sharding-out", "2")])
+def test_what_paddle_has_no_place_for(to: tuple[str, ...], tmp_path: Path) -> None:
+    plain, left = {"lr_scheduler": {"last_epoch": 7}}, ["rng_state"]
+    run = save_run(tmp_path / "run", names(), groups=groups((0.9, 0.95)), step=7, plain=plain, left=left)
+    said = reshard(run, tmp_path / "out", "--to", *to).err
+    assert "note: param_groups, lr_scheduler, rng_state left out: Paddle's trainers take them from their own" in said
+    bare = save_run(tmp_path / "bare", names())
+    assert "left out" not in reshard(bare, tmp_path / "quiet", "--to", *to, "--betas", "0.9,0.95").err
 
 
 def test_betas_that_contradict(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from ckpttool.formats import base
 from ckpttool.formats.paddle import flex_files
 from ckpttool.formats.paddle.config import CONFIG_DTYPES, STATES, TARGETS, resume_flags, target_config
 from ckpttool.formats.paddle.sharding import flat_slices
-from ckpttool.formats.paddle.training import read_training
+from ckpttool.formats.paddle.training import left_out, read_training
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh, share
 from ckpttool.storage.listing import Listing, list_source
@@ -491,10 +491,11 @@ class _Writer:
         )  # fmt: skip
 
     def _notes(self) -> list[str]:
+        notes = left_out(self.request.training)
         dtypes = {e.tensor.dtype for by_rank in self.entries.values() for entries in by_rank for e in entries}
         if dtypes & {"F8_E4M3", "F8_E5M2"}:
-            return ["Paddle 3.3.1 takes float8 for int8 when it resumes on the ranks that are written here"]
-        return []
+            notes.append("Paddle 3.3.1 takes float8 for int8 when it resumes on the ranks that are written here")
+        return notes
 
 
 def _same(t: RankTensor) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ from ckpttool.formats.paddle import hybrid_names
 from ckpttool.formats.paddle.config import base_prefix, module_of, resume_flags, target_config
 from ckpttool.formats.paddle.hybrid_names import HybridNames, Suffix
 from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
+from ckpttool.formats.paddle.training import left_out
 from ckpttool.mesh import Coords, Mesh
 
 MASTER = "_fp32_master_0"
@@ -177,7 +178,7 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
     nlp = (request.version or (source.writer if source else "")).startswith("paddlenlp")
     _check_sizes(request, version, nlp=nlp, ema=ema)
     split = mesh.ep // mesh.tp if mesh.ep > 1 else 1
-    notes: list[str] = []
+    notes = left_out(request.training)
     cells = [_cell(request, c) for c in mesh.all_coords()]
     _settle_masters(cells, shards, notes)
     tables = source.tables if source is not None else {}

@@ -1,4 +1,7 @@
-"""What Paddle's trainers keep beside tensors: trainer_state.json and scheduler.pdparams."""
+"""What Paddle's trainers keep beside tensors: trainer_state.json and scheduler.pdparams.
+
+Both are carried along as the small files that they are. What another trainer keeps has no place in Paddle's files.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,12 @@ def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -
     if step is None and not schedule:
         return None
     return Training(step=step, plain={SCHEDULE: dict(schedule)} if schedule else {})
+
+
+def left_out(training: Training | None) -> list[str]:
+    """A note about what another trainer keeps."""
+    if training is None:
+        return []
+    names = ["param_groups"] if any({*g.values} - {"betas"} for g in training.groups) else []
+    names += [n for n in (*training.plain, *training.left) if n != SCHEDULE]
+    return [f"{', '.join(names)} left out: Paddle's trainers take them from their own arguments"] if names else []
