@@ -360,6 +360,8 @@ def apply_transforms(
             views = _drop(views, op)
         elif isinstance(op, transforms.Fuse):
             views = (_take_apart if op.inverse else _fuse)(views, op, _Axes(views, family, tuple(done), packing))
+        elif isinstance(op, transforms.RotaryPairs):
+            views = _rotate(views, op, family)
         elif isinstance(op, transforms.Transpose | transforms.Squeeze):
             if packing is not None:
                 _refuse_packed(views, op.patterns, packing, "transposed")
@@ -457,6 +459,44 @@ def _reshape(views: TensorTable, op: transforms.Transpose | transforms.Squeeze) 
         else:
             raise LayoutError(f"the first axis of `{name}` {list(view.shape)} has not one element")
     return replace(views, table=table)
+
+
+def _rotate(views: TensorTable, op: transforms.RotaryPairs, family: Family) -> TensorTable:
+    table = dict(views.table)
+    for pattern, size in op.pairs:
+        for name in [n for n in table if matches((pattern,), n)]:
+            view, heads = table[name], family.size(size)
+            if heads is None:
+                raise LayoutError(
+                    f"the rows of `{name}` are in the order of rotary pairs, and the number of heads is not known",
+                    hint=f"put a config.json with {size} beside the files, or name them as they are with --family none",
+                )
+            if not view.shape or view.shape[0] % (2 * heads):
+                raise LayoutError(f"`{name}` {list(view.shape)} does not divide into {heads} heads of an even size")
+            if view.dtype not in _FLOATS:
+                raise UnsupportedError(
+                    f"`{name}` is {view.dtype}: rows of quantised weights are not put into another order",
+                    hint="dequantise it first: ckpttool fp8-cast SRC DST --to bf16",
+                )
+            table[name] = _paired(view, heads, apart=op.inverse)
+    return replace(views, table=table)
+
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+def _paired(view: DerivedTensor, heads: int, *, apart: bool) -> DerivedTensor:
+    """Rows of each head: those of a pair side by side, or (``apart``) the second ones behind the first ones."""
+    rows = view.shape[0] // heads
+    out = []
+    for head in range(heads):
+        one = take("", view, 0, head * rows, (head + 1) * rows)
+        if apart:
+            out += [deinterleave("", one, 0, rows // 2, member, 1, 2) for member in (0, 1)]
+        else:
+            halves = [take("", one, 0, i * rows // 2, (i + 1) * rows // 2) for i in (0, 1)]
+            out.append(interleave("", halves, 0, rows // 2))
+    return concat(view.name, out, 0)
 
 
 def _refuse(views: TensorTable, op: transforms.Refuse, family: Family) -> None:

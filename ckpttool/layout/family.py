@@ -68,6 +68,8 @@ class OpSpec(_Strict):
     """whole pattern: part pattern with {expert}."""
     transpose: list[str] | None = None
     """Patterns of tensors whose last two axes are exchanged."""
+    rotary_pairs: dict[str, str] | None = None
+    """Pattern: size that counts the heads. The rows of a head that rotary embeddings turn together lie side by side."""
     squeeze: list[str] | None = None
     """Patterns of tensors without their first axis, which has one element."""
     rules: dict[str, str] | None = None
@@ -217,6 +219,19 @@ class Transpose:
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryPairs:
+    """The rows of each head that rotary embeddings turn together lie side by side (or, with ``inverse``, the second
+    ones of all pairs behind the first ones, as Hugging Face has them).
+
+        rows of a head of 6:   0 1 2 3 4 5  ->  0 3 1 4 2 5
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    """(pattern, size that counts the heads)."""
+    inverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Squeeze:
     """A first axis of one element is left out (or, with ``inverse``, put in)."""
 
@@ -269,7 +284,20 @@ class Tie:
     inverse: bool = False
 
 
-Transform = Rename | Fuse | Stack | Transpose | Squeeze | OverrideRules | Refuse | DropLayers | Drop | DropCopy | Tie
+Transform = (
+    Rename
+    | Fuse
+    | Stack
+    | Transpose
+    | RotaryPairs
+    | Squeeze
+    | OverrideRules
+    | Refuse
+    | DropLayers
+    | Drop
+    | DropCopy
+    | Tie
+)
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
@@ -292,7 +320,7 @@ def inverse(ops: Sequence[Transform]) -> tuple[Transform, ...]:
             out.append(Rename(tuple((b, a) for a, b in op.pairs)))
         elif isinstance(op, Transpose):
             out.append(op)
-        elif isinstance(op, Fuse | Stack | Squeeze | Tie):
+        elif isinstance(op, Fuse | Stack | RotaryPairs | Squeeze | Tie):
             out.append(replace(op, inverse=not op.inverse))
     return tuple(out)
 
@@ -356,6 +384,8 @@ class Family:
                 out += [Stack(w, p) for w, p in spec.stack.items()]
             elif spec.transpose is not None:
                 out.append(Transpose(tuple(spec.transpose)))
+            elif spec.rotary_pairs is not None:
+                out.append(RotaryPairs(tuple(spec.rotary_pairs.items())))
             elif spec.squeeze is not None:
                 out.append(Squeeze(tuple(spec.squeeze)))
             elif spec.rules is not None:
