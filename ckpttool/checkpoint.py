@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.catalog import Catalog
-from ckpttool.dialects import Dialect, NamingContext, dialect
+from ckpttool.dialects import PUBLISHED, Dialect, NamingContext, dialect
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import read_source, reader
@@ -93,9 +93,15 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
             where=str(root),
             hint="drop --sharding: it is read from the checkpoint",
         )
+    names = {t.name for t in stored.tensors} if stored.recorded is None else {k.name for k in stored.recorded.tensors}
+    by_names = not stored.dialect
+    if by_names:
+        stored.dialect = family.trainer_naming(names) or PUBLISHED
+        if stored.dialect != PUBLISHED:
+            stored.notes.append(f"the tensors have the names of {stored.dialect}")
     said = dialect(stored.dialect)
-    if said.published and stored.recorded is None:
-        naming, stored.fused = family.published_form([t.name for t in stored.tensors])
+    if said.published and (by_names or stored.recorded is None):
+        naming, stored.fused = family.published_form(names)
         stored.dialect = naming or stored.dialect
     context = NamingContext(family, stored.config, stored.mesh, stored.fused)
     ops = dialect(stored.dialect).detect(context, lambda: _shapes(stored))

@@ -361,14 +361,14 @@ def apply_transforms(
         elif isinstance(op, transforms.Fuse):
             views = (_take_apart if op.inverse else _fuse)(views, op, _Axes(views, family, tuple(done), packing))
         elif isinstance(op, transforms.RotaryPairs):
-            views = _rotate(views, op, family)
+            views = _rotate(views, op, family, packing)
         elif isinstance(op, transforms.Transpose | transforms.Squeeze):
             if packing is not None:
                 _refuse_packed(views, op.patterns, packing, "transposed")
             views = _reshape(views, op)
         elif isinstance(op, transforms.Refuse):
             _refuse(views, op, family)
-        elif isinstance(op, transforms.OverrideRules):
+        elif isinstance(op, transforms.OverrideRules | transforms.Own):
             pass  # says how the ranks hold them, and changes nothing about what they are
         else:
             if packing is not None:
@@ -461,23 +461,27 @@ def _reshape(views: TensorTable, op: transforms.Transpose | transforms.Squeeze) 
     return replace(views, table=table)
 
 
-def _rotate(views: TensorTable, op: transforms.RotaryPairs, family: Family) -> TensorTable:
+def _rotate(views: TensorTable, op: transforms.RotaryPairs, family: Family, packing: Packing | None) -> TensorTable:
+    patterns = [pattern for pattern, _ in op.pairs]
+    for name in views.table if packing is not None else ():
+        if packing is not None and (part := packing.part(name, views.table)) and matches(patterns, part.weight):
+            raise replace(packing, example=name).refuse("put into the order of rotary pairs, or out of it")
     table = dict(views.table)
     for pattern, size in op.pairs:
         for name in [n for n in table if matches((pattern,), n)]:
             view, heads = table[name], family.size(size)
-            if heads is None:
-                raise LayoutError(
-                    f"the rows of `{name}` are in the order of rotary pairs, and the number of heads is not known",
-                    hint=f"put a config.json with {size} beside the files, or name them as they are with --family none",
-                )
-            if not view.shape or view.shape[0] % (2 * heads):
-                raise LayoutError(f"`{name}` {list(view.shape)} does not divide into {heads} heads of an even size")
             if view.dtype not in _FLOATS:
                 raise UnsupportedError(
                     f"`{name}` is {view.dtype}: rows of quantised weights are not put into another order",
                     hint="dequantise it first: ckpttool fp8-cast SRC DST --to bf16",
                 )
+            if heads is None:
+                raise LayoutError(
+                    f"the rows of `{name}` are in the order of rotary pairs, and the number of heads is not known",
+                    hint="put the model's config.json beside the weights",
+                )
+            if not view.shape or view.shape[0] % (2 * heads):
+                raise LayoutError(f"`{name}` {list(view.shape)} does not divide into {heads} heads of an even size")
             table[name] = _paired(view, heads, apart=op.inverse)
     return replace(views, table=table)
 

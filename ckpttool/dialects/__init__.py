@@ -11,10 +11,10 @@ from __future__ import annotations
 from functools import cache
 
 from ckpttool.dialects.base import Dialect, NamingContext, Shapes, Statements
-from ckpttool.dialects.family import FamilyDialect
+from ckpttool.dialects.family import PUBLISHED, FamilyDialect
 from ckpttool.dialects.paddle import PaddleDialect
 
-__all__ = ["Dialect", "NamingContext", "Shapes", "Statements", "dialect"]
+__all__ = ["PUBLISHED", "Dialect", "NamingContext", "Shapes", "Statements", "dialect"]
 
 _COMPUTED = {PaddleDialect.name: PaddleDialect}
 """Dialects that no family file describes."""

@@ -92,7 +92,8 @@ class StoredCheckpoint:
     tensors: list[StoredTensor]
     mesh: Mesh
     dialect: str = "hf"
-    """Whose names, fusions and orientation the tensors have."""
+    """Whose names, fusions and orientation the tensors have; "" is whichever of those that the family knows has such
+    names, else Hugging Face's."""
     fused: str = ""
     """``fuse`` or ``unfuse`` when the family's fusions were applied on top of these names."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -127,7 +128,7 @@ class StoredCheckpoint:
     @property
     def plain(self) -> bool:
         """Whether these are whole tensors under published names, so that nothing has to be worked out."""
-        return self.dialect == "hf" and self.mesh.world == 1 and self.recorded is None
+        return self.dialect in ("hf", "") and self.mesh.world == 1 and self.recorded is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,6 +80,8 @@ class OpSpec(_Strict):
     """Layers numbered from this size on do not exist in this naming (MTP)."""
     drop: list[str] | None = None
     """Patterns of tensors that do not exist in this naming."""
+    own: list[str] | None = None
+    """Patterns of tensors that exist in this naming only; every rank holds them whole."""
     tie: dict[str, str] | None = None
     """name: owner. With tie_word_embeddings this naming stores a copy of the owner under the name."""
     tie_as: dict[str, str] | None = None
@@ -156,6 +158,8 @@ class FamilySpec(_Strict):
     namings: dict[str, list[OpSpec]] = {}
     hf_namings: list[str] = []
     """Namings that checkpoints in the Hugging Face format have too."""
+    trainer_namings: list[str] = []
+    """Namings that are told by the names alone, in files of formats that say nothing about names."""
     tensors: TensorsSpec | None = None
 
 
@@ -268,6 +272,13 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Own:
+    """These tensors exist from here on only, and are left out on the way back."""
+
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DropCopy:
     """A tied tensor is stored by its owner only: a copy under its own name is left out, and must hold the same."""
 
@@ -295,6 +306,7 @@ Transform = (
     | Refuse
     | DropLayers
     | Drop
+    | Own
     | DropCopy
     | Tie
 )
@@ -320,6 +332,8 @@ def inverse(ops: Sequence[Transform]) -> tuple[Transform, ...]:
             out.append(Rename(tuple((b, a) for a, b in op.pairs)))
         elif isinstance(op, Transpose):
             out.append(op)
+        elif isinstance(op, Own):
+            out.append(Drop(op.patterns))
         elif isinstance(op, Fuse | Stack | RotaryPairs | Squeeze | Tie):
             out.append(replace(op, inverse=not op.inverse))
     return tuple(out)
@@ -397,6 +411,8 @@ class Family:
                 out.append(DropLayers(spec.drop_layers_from))
             elif spec.drop is not None:
                 out.append(Drop(tuple(spec.drop)))
+            elif spec.own is not None:
+                out.append(Own(tuple(spec.own)))
             elif spec.tie is not None:
                 out += [Tie(n, owner) for n, owner in spec.tie.items()]
             elif spec.tie_as is not None and self.tied:
@@ -436,6 +452,19 @@ class Family:
             if not spec.only_named and wholes != parts and wholes != self.publishes_fused(name):
                 return naming, "fuse" if wholes else "unfuse"
         return naming, ""
+
+    def trainer_naming(self, names: Iterable[str]) -> str:
+        """Which of ``trainer_namings`` has rules for all these names, some of which are its own; "" is none.
+
+        Of several that fit nothing is guessed: "".
+        """
+        known = {split_numbers(n)[0].replace("#", "0") for n in names}
+        fitting = []
+        for naming in self.spec.trainer_namings:
+            place = self.placer(self.statements(naming))
+            if self._has_naming(naming, known) and all(place(n) is not None for n in known):
+                fitting.append(naming)
+        return fitting[0] if len(fitting) == 1 else ""
 
     def _has_naming(self, naming: str, known: Collection[str]) -> bool:
         """Whether some of the names are those of a naming, and none is the one that it replaces."""
@@ -535,6 +564,8 @@ class Family:
                 got = self._resolve(expand(op.part, {**m.groupdict(), "expert": "0"}), earlier)
                 if got is not None:
                     return got._replace(rule=replace(got.rule, grouped=True), expert=None)
+        if isinstance(op, Own) and matches(op.patterns, name):
+            return Placement(parse_rule("replicate", origin=f"{self.origin}: `{name}` is this naming's own"), "first")
         got = self._resolve(name, earlier)
         if got is None:
             return None
@@ -694,7 +725,14 @@ def _patterns(spec: FamilySpec) -> Iterator[str]:
     for op in (op for naming in spec.namings.values() for op in naming):
         for pairs in (op.rename or {}, op.stack or {}):
             yield from (*pairs.keys(), *pairs.values())
-        yield from (*(op.transpose or ()), *(op.squeeze or ()), *(op.rules or ()), *(op.drop or ()))
+        yield from (
+            *(op.transpose or ()),
+            *(op.rotary_pairs or ()),
+            *(op.squeeze or ()),
+            *(op.rules or ()),
+            *(op.drop or ()),
+            *(op.own or ()),
+        )
 
 
 def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule, str, bool]]:

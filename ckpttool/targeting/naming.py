@@ -8,7 +8,7 @@ from functools import cache
 
 from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.dialects import Dialect, NamingContext, Shapes, Statements, dialect
+from ckpttool.dialects import PUBLISHED, Dialect, NamingContext, Shapes, Statements, dialect
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import StoredCheckpoint, Writer
 from ckpttool.formats.config import quantization
@@ -23,6 +23,8 @@ def choose_dialect(source: Checkpoint, target: Target, writer: Writer) -> tuple[
     stored = source.stored
     fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
     if not writer.dialect:
+        if stored.dialect in source.family.spec.trainer_namings and stored.format != writer.name:
+            return dialect(PUBLISHED), fused
         return source.dialect, fused or stored.fused
     ours = dialect(writer.dialect)
     if ours.published:

@@ -429,6 +429,21 @@ def test_the_form_of_a_hugging_face_checkpoint_is_seen_from_its_names() -> None:
             assert got.published_form(views.table) == (want, fusing), (variant, name)
 
 
+def test_a_trainers_naming_is_seen_from_its_names() -> None:
+    """Of every model under every such naming; published names, and one more tensor, are none."""
+    seen = set()
+    for family, variant in PUBLISHED:
+        got, listed, shapes = loaded(family, variant)
+        assert got.trainer_naming(listed.tensors) == "", variant
+        start, _ = canonical(got, shapes)
+        for naming in got.spec.trainer_namings:
+            views = apply_transforms(start, FamilyDialect(naming).statements(got), got)
+            assert got.trainer_naming(views.table) == naming, variant
+            assert got.trainer_naming([*views.table, "layers.0.attention.other"]) == "", variant
+            seen.add((family, naming))
+    assert seen >= {("llama", "torchtitan"), ("llama", "meta")}
+
+
 # Finding and reading
 
 

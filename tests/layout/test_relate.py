@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from ckpttool.layout.family import (
     FamilySpec,
     Fuse,
     OverrideRules,
+    Own,
     Refuse,
     Rename,
+    RotaryPairs,
     Squeeze,
     Stack,
     Transform,
@@ -28,7 +31,9 @@ from ckpttool.layout.family import (
     _compile,
     inverse,
 )
-from ckpttool.layout.rules import Size, parse_rule
+from ckpttool.layout.partition import Partitioner
+from ckpttool.layout.rules import PartitionContext, Size, parse_rule
+from ckpttool.mesh import Mesh
 from ckpttool.relate import (
     DerivedTensor,
     TensorTable,
@@ -38,13 +43,14 @@ from ckpttool.relate import (
     identity,
     interleave,
     permute,
+    propagate_to_component,
     rename,
     rename_by_rules,
     stack,
     take,
     unstack,
 )
-from tests.helpers.arrays import Array, catalog_of, materialise
+from tests.helpers.arrays import Array, catalog_of, index, materialise
 
 
 def sources(*shapes: tuple[int, ...]) -> tuple[list[DerivedTensor], dict[str, Array]]:
@@ -387,3 +393,114 @@ def test_views_know_their_size() -> None:
     views: Any = TensorTable({"a": DerivedTensor("a", "BF16", (3, 4))})
     assert len(views) == 1
     assert next(iter(views)).nbytes == 24
+
+
+# Rotary pairs
+
+ROTARY = RotaryPairs((("{a}.q.{weight,bias}", "heads"), ("{a}.k.{weight,bias}", "kv")))
+PACKED = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False}
+
+
+def side_by_side(a: Array, heads: int) -> Array:
+    """From the definition: row i of a head's first half beside row i of its second half."""
+    return a.reshape(heads, 2, -1, *a.shape[1:]).swapaxes(1, 2).reshape(a.shape)
+
+
+def test_rows_that_rotary_embeddings_turn_together_lie_side_by_side() -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part, heads in (("q", 6), ("k", 2), ("v", 2)):
+        shapes |= {f"layers.0.{part}.weight": (heads * 10, 7), f"layers.0.{part}.bias": (heads * 10,)}
+    catalog, arrays = catalog_of(shapes)
+    rows = family(heads=6, kv=2)
+    there = apply_transforms(identity(catalog), (ROTARY,), rows)
+    assert materialise(there.table["layers.0.q.bias"], arrays)[:10].tolist() == [
+        arrays["layers.0.q.bias"][i] for i in (0, 5, 1, 6, 2, 7, 3, 8, 4, 9)
+    ]
+    for view in there:
+        a = arrays[view.name]
+        of_part = {"q": 6, "k": 2}.get(view.name.split(".")[2])
+        np.testing.assert_array_equal(materialise(view, arrays), side_by_side(a, of_part) if of_part else a)
+    back = apply_transforms(there, inverse((ROTARY,)), rows, (ROTARY,))
+    for view in back:
+        np.testing.assert_array_equal(materialise(view, arrays), arrays[view.name])
+
+
+def test_moments_and_master_weights_follow_into_rotary_pairs() -> None:
+    catalog, arrays = catalog_of({"layers.0.q.weight": (24, 5)})
+    weight = catalog[Key("layers.0.q.weight")]
+    states = [("master_weights", ""), ("optimizer", "exp_avg"), ("ema", "")]
+    for component, state in states:
+        key = Key(weight.key.name, component, state)
+        catalog.tensors[key] = LogicalTensor(key, "F32", (24, 5), ())
+    step = Key(weight.key.name, "optimizer", "step")
+    catalog.tensors[step] = LogicalTensor(step, "F32", (), ())
+    views = apply_transforms(identity(catalog), (ROTARY,), family(heads=4))
+    views = TensorTable({n: v for n, v in views.table.items() if v.name == weight.key.name})
+    for component, state in states:
+        (moved,) = propagate_to_component(views, catalog, component, state, []).values()
+        assert {p.source.key for p in moved.parts} == {Key(weight.key.name, component, state)}
+        np.testing.assert_array_equal(materialise(moved, arrays), side_by_side(arrays[weight.key.name], 4))
+    (number,) = propagate_to_component(views, catalog, "optimizer", "step", []).values()
+    assert number.shape == ()
+
+
+def test_rotary_pairs_keep_the_rule_and_are_cut_between_heads() -> None:
+    spec = FamilySpec.model_validate(
+        {"family": "test", "layers": {"prefix": "layers.{layer}.", "rules": {"q.*": "column heads"}}}
+    )
+    cut = compiled(spec, heads=4)
+    place = cut.placement("layers.3.q.weight", (ROTARY,))
+    assert place is not None
+    assert (place.rule.text, place.layer) == ("column heads", 3)
+    catalog, arrays = catalog_of({"layers.0.q.weight": (24, 5)})
+    views = apply_transforms(identity(catalog), (ROTARY,), cut)
+    ranks = Partitioner(cut, (ROTARY,), PartitionContext(Mesh(tp=2), cut.sizes), {}).run(list(views))
+    whole = side_by_side(arrays["layers.0.q.weight"], 4)
+    for rank, (tensor,) in enumerate(ranks):
+        ((inner, outer),) = tensor.boxes
+        assert (str(inner), tensor.shape) == ("[0:12, 0:5]", (12, 5))
+        np.testing.assert_array_equal(whole[index(outer)], whole[12 * rank : 12 * rank + 12])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "sizes", "error", "says"),
+    [
+        ("F8_E4M3", (24, 5), {"heads": 4, "kv": 1}, UnsupportedError, "is F8_E4M3: rows of quantised weights"),
+        ("U8", (60, 1), {"heads": 4, "kv": 1}, UnsupportedError, "is U8: rows of quantised weights"),
+        ("F32", (24, 5), {"kv": 1}, LayoutError, "the number of heads is not known"),
+        ("F32", (28, 5), {"heads": 4, "kv": 1}, LayoutError, r"\[28, 5\] does not divide into 4 heads of an even size"),
+    ],
+)
+def test_rows_that_cannot_be_put_into_pairs_are_refused(
+    dtype: str, shape: tuple[int, ...], sizes: dict[str, int], error: type[Exception], says: str
+) -> None:
+    view = DerivedTensor("layers.0.q.weight", dtype, shape, LogicalTensor(Key("layers.0.q.weight"), dtype, shape, ()))
+    for op in (ROTARY, *inverse((ROTARY,))):
+        with pytest.raises(error, match=says):
+            apply_transforms(TensorTable({view.name: view}), (op,), family(**sizes))
+
+
+def test_packed_weights_are_not_put_into_rotary_pairs() -> None:
+    table = {}
+    for end, dtype, shape in (("qweight", "I32", (2, 16)), ("scales", "F16", (2, 16)), ("qzeros", "I32", (2, 2))):
+        for part in ("q", "v"):
+            name = f"layers.0.{part}.{end}"
+            table[name] = DerivedTensor(name, dtype, shape, LogicalTensor(Key(name), dtype, shape, ()))
+    packed = replace(family(heads=4, kv=4), quantization=PACKED)
+    with pytest.raises(UnsupportedError, match="GPTQ weights cannot be put into the order of rotary pairs") as caught:
+        apply_transforms(TensorTable(table), (ROTARY,), packed)
+    assert "`layers.0.q.qweight`" in str(caught.value.where)
+    others = {n: v for n, v in table.items() if ".v." in n}
+    assert apply_transforms(TensorTable(others), (ROTARY,), packed).table == others
+
+
+def test_what_only_a_naming_has_is_whole_there_and_left_out_elsewhere() -> None:
+    ops = (Rename((("layers.{layer}.w", "h.{layer}.w"),)), Own(("{a}.freqs",)))
+    place = family().placement("rope.freqs", ops)
+    assert place is not None
+    assert (place.rule.verb, place.layer) == ("replicate", None)
+    assert family().placement("rope.freqs") is None
+    catalog, _ = catalog_of({"h.0.w": (2, 2), "rope.freqs": (3,)})
+    views = apply_transforms(identity(catalog), inverse(ops), family(), ops)
+    assert list(views.table) == ["layers.0.w"]
+    assert views.notes == ["1 tensors (12 bytes) are left out, which the target does not store: rope.freqs"]

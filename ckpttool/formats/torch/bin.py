@@ -18,6 +18,7 @@ from ckpttool.containers.torch_zip import is_torch, read_torch
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.formats.torch.tree import select
 from ckpttool.mesh import Mesh
 from ckpttool.storage.identify import identify
@@ -64,7 +65,7 @@ class TorchFiles:
         if left := [n for n in listing.names if n.endswith(SUFFIXES) and n not in names]:
             notes.append(f"not part of the model, and left out: {some(left)}")
         config = listing.json("config.json")
-        stored = base.StoredCheckpoint(self.name, listing.root, [], [], Mesh(), config=config, companions=carried)
+        stored = base.StoredCheckpoint(self.name, listing.root, [], [], Mesh(), "", config=config, companions=carried)
         found: dict[str, StoredTensor] = {}
         for number, name in enumerate(names):
             path = listing.path(name)
@@ -88,7 +89,9 @@ class TorchFiles:
                     )
                 if key not in found or index[key] == name:
                     found[key] = t
-        stored.tensors, stored.notes = list(found.values()), notes
+        renamed, note = strip_prefixes(found, str(listing.root))
+        stored.tensors = [t._replace(name=renamed[n]) for n, t in found.items()]
+        stored.notes = [*notes, note] if note else notes
         stored.notes += _index_notes(index, {k: names[t.file] for k, t in found.items()})
         if missing := [k for k in index if k not in found]:
             raise IncompleteError(
