@@ -52,7 +52,7 @@ def build_plan(
             job = jobs.get(view.name)
             if job is None:
                 job = jobs[view.name] = _Job(view.name)
-            job.labels.append(t.name + (f"/{t.state}" if t.state else "") + (f"#{t.part}" if t.part else ""))
+            job.labels.append(file_layout.label(t))
             job.targets.extend((file, offset, nbytes(t.dtype, prod(t.shape), where=t.name)))
             for form, src, at, to in moves.of(view, t, used):
                 job.steps.extend((form, src, at, file, offset + to))

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpttool.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
@@ -243,6 +242,11 @@ class OutFile(NamedTuple):
     """Byte at which a tensor begins -> where the CRC-32 of its bytes is put (4 bytes, little-endian)."""
 
 
+def name_in_file(t: RankTensor) -> str:
+    """What most formats call a tensor in its file."""
+    return t.name + (f"/{t.state}" if t.state else "") + (f"#{t.part}" if t.part else "")
+
+
 class FileLayout(NamedTuple):
     """All files of a target, and where each stored tensor goes."""
 
@@ -261,6 +265,8 @@ class FileLayout(NamedTuple):
     """config.json, where the format changes that of the request."""
     copied: tuple[Place, ...] = ()
     """Files that the format carries over as they are, of any size."""
+    label: Callable[[RankTensor], str] = name_in_file
+    """What a tensor is called in its file; manifests and errors have it."""
     usage: str = ""
     """A command or a line of Python that reads what is written: {dst} is its path for a shell, {text} in quotes;
     "" where there is none."""
@@ -481,7 +487,7 @@ class Places(Mapping[str, tuple[int, int]]):
 def build_files(
     groups: Iterable[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]],
     ranks: int,
-    name_of: Callable[[RankTensor], str] = attrgetter("name"),
+    name_of: Callable[[RankTensor], str] = name_in_file,
 ) -> FileLayout:
     """A skeleton of safetensors files from (file name, rank, tensors, metadata); ``name_of`` names them in a file."""
     files: list[OutFile] = []
@@ -504,4 +510,4 @@ def build_files(
         if slots != known:  # tensor-parallel ranks have the same tensors, and so one index
             known, index = slots, {slot: i for i, slot in enumerate(slots)}
         places.append(Places(index, where, offsets))
-    return FileLayout(files, places, [], rank_files)
+    return FileLayout(files, places, [], rank_files, label=name_of)

@@ -13,9 +13,11 @@ from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Writer
+from ckpttool.formats.registry import WRITERS
 from ckpttool.geometry import whole
 from ckpttool.relate import DerivedTensor, EqualPair
 from ckpttool.targeting.target import WEIGHTS, Target
+from ckpttool.words import either
 
 Component = tuple[str, str]
 """Its name, and the state of an optimizer or ""."""
@@ -62,7 +64,7 @@ def chosen_components(
                 f"--only {c}: --to {fmt} holds {', '.join(capabilities.components)}",
                 hint="the average as the model: --ema"
                 if c == "ema" and "model" in capabilities.components
-                else "use --to unified, hybrid, zcc or flex for the state of an optimizer",
+                else f"--to {either([n for n, w in WRITERS.items() if c in w.capabilities.components])} holds it",
             )
     keep = wanted or tuple(c for c in have if c in capabilities.components)
     if not keep:

@@ -373,6 +373,22 @@ def test_ranks_hold_every_component(mesh: tuple[object, ...], tmp_path: Path) ->
     assert [[*g["parameters"]] for g in said["groups"]] == [g["parameters"] for g in groups((0.9, 0.95))]
 
 
+def test_a_manifest_names_every_component(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", names(), groups=groups((0.9, 0.95)))
+    reshard(run, tmp_path / "cut", "--to", "ranks", "--tp-out", 2, "--manifest")
+    sound = ckpttool("inspect", tmp_path / "cut", "--check", "--values")
+    assert sound.code == 0, sound.err + sound.out
+    path = min((tmp_path / "cut").glob("rank-*"))
+    with path.open("r+b") as f:
+        f.seek(8 + int.from_bytes(path.read_bytes()[:8], "little"))
+        at = header(path)["optimizer/model.norm.weight/exp_avg_sq"]["data_offsets"][0]
+        f.seek(at, 1)
+        f.write(b"\x01")
+    broken = ckpttool("inspect", tmp_path / "cut", "--check")
+    assert broken.code == 3
+    assert "the bytes of tensor `optimizer/model.norm.weight/exp_avg_sq` are not those" in broken.err + broken.out
+
+
 def test_ranks_of_weights_alone_stay_what_they_were(tmp_path: Path) -> None:
     """Version 1, so that what is written for weights is read by whatever read it before."""
     run = save_run(tmp_path / "run", names())

@@ -134,7 +134,7 @@ class Unified:
                 file = shard_name(stem, i + 1, total)
                 meta = {"format": model_format if component in ("model", "adapter") else "np"}
                 groups.append((file, 0, part, meta))
-                weight_map |= {_file_name(t): file for t in part}
+                weight_map |= {base.name_in_file(t): file for t in part}
             size = sum(tensor_bytes(t.dtype, t.shape) for t in own)
             index: dict[str, Any] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
             if component == "adapter":
@@ -143,7 +143,7 @@ class Unified:
                 index["quant_ckpt_resume_times"] = 0
                 index["master_weights"] = has_master
             indexes.append((f"{stem}.safetensors.index.json", json.dumps(index, indent=4).encode()))
-        file_layout = base.build_files(groups, 1, _file_name)
+        file_layout = base.build_files(groups, 1)
         for name, data in indexes:
             file_layout.files.append(base.OutFile(name, len(data), ((0, data),)))
         return file_layout._replace(
@@ -640,10 +640,6 @@ def _key(name: str, component: str) -> Key:
 
 
 # -- writing
-
-
-def _file_name(t: RankTensor) -> str:
-    return f"{t.name}/{t.state}" if t.state else t.name
 
 
 def _share(tensors: Sequence[RankTensor], request: base.WriteRequest) -> list[list[RankTensor]]:
