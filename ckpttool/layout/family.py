@@ -725,14 +725,8 @@ def _patterns(spec: FamilySpec) -> Iterator[str]:
     for op in (op for naming in spec.namings.values() for op in naming):
         for pairs in (op.rename or {}, op.stack or {}):
             yield from (*pairs.keys(), *pairs.values())
-        yield from (
-            *(op.transpose or ()),
-            *(op.rotary_pairs or ()),
-            *(op.squeeze or ()),
-            *(op.rules or ()),
-            *(op.drop or ()),
-            *(op.own or ()),
-        )
+        for patterns in (op.transpose, op.rotary_pairs, op.squeeze, op.rules, op.drop, op.own):
+            yield from patterns or ()
 
 
 def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule, str, bool]]:
