@@ -22,6 +22,7 @@ from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan
 from ckpttool.relate import DerivedTensor, EqualPair, TensorTable, parameters, rename_by_rules
 from ckpttool.select import bounded, nearest_hint
+from ckpttool.states import SCALARS
 from ckpttool.targeting.components import chosen_components
 from ckpttool.targeting.mesh import target_mesh
 from ckpttool.targeting.naming import Named, choose_dialect, choose_version, renamed, shapes_of
@@ -183,8 +184,9 @@ def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes
 
 def _training(source: Checkpoint, target: Target, named: Named, shares: Shares) -> Training | None:
     """What a trainer resumes from, where the output holds the state of an optimizer."""
-    trained = {n for (component, _), table in shares.tables.items() if component == "optimizer" for n in table}
-    return training_of(source, named.views.table, trained, target.betas) if trained else None
+    states = {state: table for (component, state), table in shares.tables.items() if component == "optimizer"}
+    counted = {n for state, table in states.items() if state in SCALARS for n in table}
+    return training_of(source, named.views.table, counted, target.betas) if states else None
 
 
 def _left_to_masters(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
@@ -13,21 +13,22 @@ from ckpttool.targeting.states import Betas
 
 
 def training_of(
-    source: Checkpoint, views: Mapping[str, DerivedTensor], trained: Collection[str], betas: Betas | None
+    source: Checkpoint, views: Mapping[str, DerivedTensor], counted: set[str], betas: Betas | None
 ) -> Training | None:
     """``StoredCheckpoint.training`` with the names of ``views``, which are those of the output.
 
-    A parameter that is gone leaves its group, one that repeats another (a tie) is in none. ``trained`` are the
-    parameters of the output with optimizer state: they are a group where only ``betas`` are known. Raises ConflictError
-    where tensors are joined whose groups differ.
+    A parameter that is gone leaves its group, one that repeats another (a tie) is in none. ``counted`` are the
+    parameters of the output whose steps are counted: ``betas`` are theirs where their groups say none, and they are a
+    group where there is none. Raises ConflictError where tensors are joined whose groups differ.
     """
     training = source.stored.training
-    if training is not None and training.groups:
-        return replace(training, groups=_renamed(training.groups, views))
-    if betas is None:
-        return training
-    group = ParamGroup(tuple(n for n in views if n in trained), {"betas": list(betas)})
-    return replace(training or Training(), groups=(group,))
+    groups = _renamed(training.groups, views) if training is not None else ()
+    if betas is not None:
+        said = {"betas": list(betas)}
+        if not groups:
+            groups = (ParamGroup(tuple(n for n in views if n in counted)),)
+        groups = tuple(replace(g, values={**said, **g.values}) if counted & {*g.parameters} else g for g in groups)
+    return replace(training or Training(), groups=groups) if training is not None or groups else None
 
 
 def _renamed(groups: Sequence[ParamGroup], views: Mapping[str, DerivedTensor]) -> tuple[ParamGroup, ...]:

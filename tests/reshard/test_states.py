@@ -343,6 +343,20 @@ def test_betas_that_are_given_are_kept(tmp_path: Path) -> None:
         assert a.read_bytes() == (tmp_path / "again" / a.name).read_bytes()
 
 
+def test_betas_complete_the_groups(tmp_path: Path) -> None:
+    """A group that says other values gets them; one of another optimizer, which counts no steps, does not."""
+    tensors = {n: a for n, a in names().items() if n != "optimizer/lm_head.weight/step"}
+    parts = [
+        {"parameters": [n for n in SHAPES if n != "lm_head.weight"], "values": {"lr": 0.5}},
+        {"parameters": ["lm_head.weight"], "values": {"momentum": 0.9}},
+    ]
+    run = save_run(tmp_path / "run", tensors, groups=parts)
+    reshard(run, tmp_path / "out", "--to", "ranks", "--tp-out", 2, "--betas", "0.9,0.98")
+    first, second = training(tmp_path / "out")["groups"]
+    assert first["values"] == {"lr": 0.5, "betas": [0.9, 0.98]}
+    assert second == {"parameters": ["lm_head.weight"], "values": {"momentum": 0.9}}
+
+
 @pytest.mark.parametrize("mesh", [(), ("--tp-out", 2), ("--tp-out", 2, "--pp-out", 2), ("--tp-out", 4, "--fuse")])
 def test_ranks_hold_every_component(mesh: tuple[object, ...], tmp_path: Path) -> None:
     """Cut and put together again, bit for bit, with what a trainer needs."""
