@@ -42,6 +42,7 @@ walk: $(DEV) ## write unusual models of every family in random chains of formats
 	@$(BIN)/python -m tests.walk $(ARGS)
 
 fuzz: $(FUZZ) ## damage every structure of every format, and let coverage guide more of it (an hour; FUZZ_ARGS, GUIDED_ARGS)
+	@$(BIN)/python -m pytest -q tests/fuzz/test_guided.py
 	@$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
 	@$(BIN)/python -m tests.fuzz.guided --corpus build/fuzz $(GUIDED_ARGS)
 

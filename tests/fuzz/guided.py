@@ -11,6 +11,7 @@ written to --corpus too, and printed.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import io
 import os
@@ -77,7 +78,13 @@ def fuzz(target: Target, arguments: list[str], log: Path) -> None:
 
     options: dict[str, Any] = {"custom_mutator": mutate} if target.mutate is not None else {}
     atheris.Setup([sys.argv[0], *arguments], guarded(target), **options)
-    atheris.Fuzz()
+    try:
+        atheris.Fuzz()
+    except SystemExit:
+        # multiprocessing would leave with os._exit: libFuzzer writes the input that broke a reader when C exits.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).exit(1)
 
 
 def one(name: str, data: bytes) -> None:
