@@ -93,6 +93,8 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
             where=str(root),
             hint="drop --sharding: it is read from the checkpoint",
         )
+    if stored.unnamed is not None:
+        stored.unnamed(family.parameter_order([t.name for t in stored.tensors if t.component == "model"]))
     names = {t.name for t in stored.tensors} if stored.recorded is None else {k.name for k in stored.recorded.tensors}
     by_names = not stored.dialect
     if by_names:

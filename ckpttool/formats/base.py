@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from ckpttool.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.containers.index import IndexRules
 from ckpttool.containers.safetensors import lay_out, read_header, tensor_bytes
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, Listing, is_index
 from ckpttool.storage.place import DataFile, Place
@@ -123,11 +123,17 @@ class StoredCheckpoint:
     """What the format's own writer wants to know again (names of parameters in the optimizer's files, ...)."""
     training: Training | None = None
     """What else a trainer resumes from; its parameters have the names of the catalog."""
+    unnamed: Callable[[Sequence[str]], None] | None = None
+    """State of an optimizer that only the order of the model's parameters gives to them: called with their names in
+    that order, or () where nobody knows it, it adds the tensors."""
+    refused: dict[str, CkptError] = field(default_factory=dict)
+    """Components that are there and cannot be read, and why; raised where they are asked for."""
 
     @property
     def plain(self) -> bool:
-        """Whether these are whole tensors under published names, so that nothing has to be worked out."""
-        return self.dialect in ("hf", "") and self.mesh.world == 1 and self.recorded is None
+        """Whether these are whole tensors of a model under published names, so that nothing has to be worked out."""
+        alone = self.training is None and self.unnamed is None
+        return alone and self.dialect in ("hf", "") and self.mesh.world == 1 and self.recorded is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +226,8 @@ class Capabilities(NamedTuple):
     """Tensors may share bytes, and repeat them; their reader has checked that they lie inside of their files."""
     nested: bool = False
     """Tensors may lie in dicts inside other dicts; --select names one."""
+    optimizer_beside: bool = False
+    """A file of torch's optimizer may lie beside the model, ``optimizer.pt``."""
     states: str = ""
     """Whose names the states of optimizers have, ``torch`` or ``paddle`` (see ``ckpttool.states``); "" keeps them."""
     instead: str = ""

@@ -70,7 +70,9 @@ class HuggingFace:
 
     name = "hf"
     dialect = "hf"
-    capabilities = base.Capabilities(shards=True, keeps_form=True, indexes=index_files.IndexRules())
+    capabilities = base.Capabilities(
+        shards=True, keeps_form=True, optimizer_beside=True, indexes=index_files.IndexRules()
+    )
 
     def detect(self, listing: Listing) -> int:
         names = listing.safetensors()

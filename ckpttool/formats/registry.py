@@ -17,7 +17,7 @@ from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
 from ckpttool.formats.ranks import Ranks
-from ckpttool.formats.torch import TorchFiles
+from ckpttool.formats.torch import TorchFiles, read_beside
 from ckpttool.storage.identify import foreign
 from ckpttool.storage.listing import Listing, is_index, list_source, lost, natural
 from ckpttool.storage.place import Place, scan
@@ -195,6 +195,8 @@ def read_source(path: Place, name: str, options: ReadOptions, *, complete: bool 
     if options.select and not found.capabilities.nested:
         raise UsageError(f"--select has no effect on {found.name}", where=str(path), hint=_NO_SELECT)
     stored = found.read(listing, options)
+    if found.capabilities.optimizer_beside:
+        read_beside(stored, listing)
     stored.notes += [f"{n} is left out: it is a link out of the checkpoint, to {to}" for n, to in listing.away.items()]
     if not stored.config and stored.mesh.world > 1 and (listing.root.parent / "config.json").is_file():
         stored.notes.append("config.json is read from the parent directory")

@@ -161,6 +161,8 @@ class FamilySpec(_Strict):
     trainer_namings: list[str] = []
     """Namings that are told by the names alone, in files of formats that say nothing about names."""
     tensors: TensorsSpec | None = None
+    parameters: list[str] = []
+    """Modules of a layer in the order in which the published model has them."""
 
 
 class Placement(NamedTuple):
@@ -602,6 +604,28 @@ class Family:
             return (stages[place.stage], place.layer or 0, place.position, place.expert or 0, said)
 
         return sorted(items, key=key)
+
+    def parameter_order(self, names: Sequence[str]) -> list[str]:
+        """Published names in the order of the model's ``named_parameters()``; [] where nothing says it for all of them.
+
+        It is another order than that of ``in_model_order``, which is ours.
+        """
+        place_of, prefix = self.placer(()), self.spec.layers.prefix
+        stages = {"first": 0, "layers": 1, "last": 2}
+        keys: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            place = place_of(name)
+            module, _, kind = name.rpartition(".")
+            if place is None or kind not in ("weight", "bias"):
+                return []
+            at = place.position
+            if place.layer is not None:
+                module = module.removeprefix(prefix.replace("{layer}", str(place.layer)))
+                if module not in self.spec.parameters:
+                    return []
+                at = self.spec.parameters.index(module)
+            keys[name] = (stages[place.stage], place.layer or 0, at, kind == "bias")
+        return sorted(names, key=keys.__getitem__)
 
     def with_whole(self, patterns: Sequence[str]) -> Family:
         """The same family in which tensors with these names are never cut; earlier overrides stay ahead of it."""

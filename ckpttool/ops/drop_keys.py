@@ -90,6 +90,8 @@ def prepare(
         raise UsageError("nothing is to go", hint="name patterns: ckpttool drop-keys SRC DST 'lm_head.*'")
     source = open_checkpoint(src, options)
     refuse_empty(source)
+    same = target == Target() and not selection.rename
+    source = _own(source) if same else source
     table = parameters(source.catalog).table
     views, _ = select(parameters(source.catalog), selection, [], option="the pattern")
     lost = {n for n in table if n not in views.table}
@@ -102,7 +104,6 @@ def prepare(
     warnings = list(_warnings(source, lost, views))
     _settle(source, views, lost)
     found = reader(source.format)
-    same = target == Target() and not selection.rename
     rest = found.without(source.stored, source.catalog, lost) if same and isinstance(found, DropsInPlace) else None
     if rest is not None:
         return _in_place(source, selection, rest, lost, gone, warnings, link=link)
@@ -124,6 +125,22 @@ def prepare(
         notes.append("every file is rewritten, also those that lose nothing")
     written = {t.file for unit in prepared.plan.units for t in unit.stored_tensors}
     return PreparedDrop(prepared, gone, warnings, len(written), 0, 0)
+
+
+def _own(source: Checkpoint) -> Checkpoint:
+    """The checkpoint without what only lies beside it, and that its format does not hold: a trainer's optimizer."""
+    keep = source.capabilities.components
+    if not (left := [c for c in source.components if c not in keep]):
+        return source
+    tensors = {k: t for k, t in source.catalog.tensors.items() if k.component in keep}
+    held = [t for t in source.stored.tensors if t.component in keep]
+    files = source.stored.files[: 1 + max([t.file for t in held], default=-1)]  # others come behind them
+    return replace(
+        source,
+        stored=replace(source.stored, tensors=held, files=files, training=None),
+        catalog=Catalog(files, tensors, source.catalog.aliases),
+        notes=[*source.notes, f"{', '.join(left)} left out: {source.format} holds {', '.join(keep)}"],
+    )
 
 
 def _in_place(

@@ -54,6 +54,9 @@ def chosen_components(
             where=str(source.path),
             hint="use --to unified; or merge it into its base first: ckpttool merge BASE+ADAPTER",
         )
+    for c, why in source.stored.refused.items():
+        if c in (wanted or (() if target.ema else capabilities.components)):
+            raise why
     for c in wanted:
         if c not in have:
             raise UsageError(

@@ -1,5 +1,6 @@
 """Checkpoints of PyTorch and the software around it."""
 
 from ckpttool.formats.torch.bin import TorchFiles
+from ckpttool.formats.torch.optimizer import read_beside
 
-__all__ = ["TorchFiles"]
+__all__ = ["TorchFiles", "read_beside"]

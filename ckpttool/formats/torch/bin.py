@@ -18,8 +18,9 @@ from ckpttool.containers.torch_zip import is_torch, read_torch
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.torch.optimizer import Trainer, is_trainers
 from ckpttool.formats.torch.prefixes import strip_prefixes
-from ckpttool.formats.torch.tree import select
+from ckpttool.formats.torch.tree import ALL, select
 from ckpttool.mesh import Mesh
 from ckpttool.storage.identify import identify
 from ckpttool.storage.json_file import indented
@@ -44,7 +45,7 @@ class TorchFiles:
 
     name = "torch-bin"
     dialect = "hf"
-    capabilities = base.Capabilities(shards=True, views=True, nested=True)
+    capabilities = base.Capabilities(shards=True, views=True, nested=True, optimizer_beside=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -62,11 +63,12 @@ class TorchFiles:
         names, index = _files(listing)
         single = listing.single if listing.single in names else ""
         carried, notes = ((), []) if single else base.companions(listing, names)
-        if left := [n for n in listing.names if n.endswith(SUFFIXES) and n not in names]:
+        if left := [n for n in listing.names if n.endswith(SUFFIXES) and n not in names and not is_trainers(n)]:
             notes.append(f"not part of the model, and left out: {some(left)}")
         config = listing.json("config.json")
         stored = base.StoredCheckpoint(self.name, listing.root, [], [], Mesh(), "", config=config, companions=carried)
         found: dict[str, StoredTensor] = {}
+        trainer, chosen = None, ""
         for number, name in enumerate(names):
             path = listing.path(name)
             with path.open("rb") as f:
@@ -77,7 +79,8 @@ class TorchFiles:
                 raise UnsupportedError(what, where=str(path), hint=kind.hint if kind else "give the file of weights")
             file = read_torch(path)
             stored.files.append(file.info)
-            tensors, said = select(file.value, options.select, str(path))
+            trainer = Trainer.find(file) if len(names) == 1 and options.select != ALL else None
+            chosen, tensors, said = select(file.value, options.select, str(path), trainer.keys() if trainer else ())
             notes += [n for n in said if n not in notes]
             for key, tensor in tensors.items():
                 t = file.place(tensor, key, number)
@@ -97,6 +100,8 @@ class TorchFiles:
             raise IncompleteError(
                 f"{len(missing)} tensors that the index names are in no file: {missing[0]}", where=str(listing.root)
             )
+        if trainer is not None:
+            trainer.add_to(stored, chosen)
         return stored
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:

@@ -5,7 +5,7 @@ Nothing is guessed: the only candidate is taken and named in a note, of several 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpttool.containers.pickle import Array, Record, printable
@@ -20,9 +20,10 @@ ALL = "."
 """The --select of everything, under names with all their dicts."""
 
 
-def select(value: Any, path: str, where: str) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors at ``path`` ("" for the only dict that has some), by name, and notes.
+def select(value: Any, path: str, where: str, kept: Collection[str] = ()) -> tuple[str, dict[str, Tensor], list[str]]:
+    """The tensors at ``path`` ("" for the only dict that has some): the path, they by name, and notes.
 
+    ``kept`` are keys beside it that are read, too.
     Raises UsageError for a path that is not there, ConflictError for several candidates, IncompleteError when there are
     none, UnsupportedError for tensors of other kinds and for arrays of numpy.
     """
@@ -46,9 +47,9 @@ def select(value: Any, path: str, where: str) -> tuple[dict[str, Tensor], list[s
         )
     notes = [f"not tensors, and left out: {some(left)}"] if left else []
     if chosen not in ("", ALL) and isinstance(value, Mapping):
-        beside = [printable(str(k), 40) for k in value if chosen.split(".")[0] != str(k)]
+        beside = [printable(str(k), 40) for k in value if str(k) not in (chosen.split(".")[0], *kept)]
         notes.insert(0, f"read from `{printable(chosen)}`" + (f"; left out: {some(beside)}" if beside else ""))
-    return tensors, notes
+    return chosen, tensors, notes
 
 
 def _only(value: Any, where: str) -> tuple[str, Any]:

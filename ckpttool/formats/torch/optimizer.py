@@ -1,0 +1,578 @@
+"""State of torch's optimizers: ``optimizer.pt`` or ``optimizer.bin`` beside a model, or a dict in the model's own file.
+
+    {"state": {0: {"step": tensor, "exp_avg": tensor, ...}}, "param_groups": [{"params": [0, ...], "lr": 0.001, ...}]}
+
+Keys are names of parameters, or numbers that run through the groups. Groups may say the names of their numbers
+(``param_names``, torch 2.6). Without, each group has its parameters in the order of the model. So shapes and that order
+tell which is which; where they leave two ways, nothing is read: a guess would give moments to the wrong weight.
+Source: torch/optim/optimizer.py, torch/distributed/checkpoint/state_dict.py (2.13); transformers/trainer.py (5.23).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.catalog import StoredTensor
+from ckpttool.containers.pickle import Record, printable
+from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_zip import TorchFile, read_torch
+from ckpttool.encodings import Encoding, Given
+from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError
+from ckpttool.formats.base import ParamGroup, StoredCheckpoint, Training
+from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import DataFile
+from ckpttool.words import some
+
+COMPONENT = "optimizer"
+FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)\Z")
+"""Of transformers' Trainer, and of accelerate, which numbers the second and those after it."""
+_SCHEDULE = re.compile(r"scheduler(_\d+)?\.(pt|bin)\Z")
+_OBJECTS = re.compile(r"(rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scaler\.pt|custom_checkpoint_\d+\.pkl)\Z")
+"""Files of a trainer that hold no plain data."""
+_STATE, _GROUPS = "state", "param_groups"
+_STEPS = ("global_step", "step", "iteration", "iter_num")
+"""What trainers call the number of steps that were taken."""
+_DEPTH = 4
+
+_BUFFER = re.compile(r"(.*\.)?(running_mean|running_var|num_batches_tracked|inv_freq)\Z")
+"""What a state dict has beside parameters, and is of floating point."""
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+_OTHER_KINDS = {
+    **dict.fromkeys(("exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var"), "Adafactor (of rows and columns)"),
+    **dict.fromkeys(("qmap1", "absmax1", "__bnb_optimizer_quant_state__"), "an 8-bit optimizer of bitsandbytes"),
+    **dict.fromkeys(("old_dirs", "prev_flat_grad"), "L-BFGS, which has one state for all parameters"),
+}  # fmt: skip
+"""States by which optimizers are known whose state is not of the shape of parameters."""
+_ALONE = "leave the optimizer out with --only model"
+_NAMED = (
+    "save it with named parameters (torch.optim.AdamW(model.named_parameters())), give the model as pytorch_model.bin"
+    f" in place of safetensors, or {_ALONE}"
+)
+
+Number = int | str
+"""What a group calls a parameter."""
+Shape = tuple[int, ...]
+
+
+class _Group(NamedTuple):
+    params: list[Number]
+    names: list[str]
+    """Of these; [] where it does not say them."""
+    values: dict[str, Any]
+
+
+class _Doubt(NamedTuple):
+    """A number that may be either of two parameters, as far as can be known."""
+
+    number: Number
+    first: str
+    last: str
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether an object is what ``Optimizer.state_dict()`` gives, or the flattened form of ``get_state_dict``."""
+    if not isinstance(value, dict):
+        return False
+    if isinstance(value.get(_STATE), dict) and isinstance(value.get(_GROUPS), list):
+        return True
+    heads = {k.split(".", 1)[0] if isinstance(k, str) else "" for k in value}
+    return heads == {_STATE, _GROUPS}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is made of numbers, texts and containers of these."""
+    if isinstance(value, dict):
+        return all(is_plain(k) and is_plain(v) for k, v in value.items())
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+# -- beside a model
+
+
+def read_beside(stored: StoredCheckpoint, listing: Listing) -> None:
+    """Add the state of the optimizer whose file lies beside a model, and what else its trainer resumes from.
+
+    Where only the order of the model can say whose state it is, ``StoredCheckpoint.unnamed`` waits for the family's.
+    What cannot be read is in ``StoredCheckpoint.refused``, with a note: the model is whole without it.
+    """
+    found = [n for n in listing.names if FILE.match(n)]
+    known = stored.training is not None or stored.refused  # by the model's own file
+    if listing.single or not found or known:
+        return
+    try:
+        if len(found) > 1:
+            raise UnsupportedError(
+                f"there are {len(found)} optimizers: {some(found)}",
+                where=str(listing.root),
+                hint=f"move away all but one, or {_ALONE}",
+            )
+        file = read_torch(listing.path(found[0]))
+        state = OptimizerState(file, file.value, found[0], _trainer(listing))
+    except CkptError as e:
+        _refuse(stored, found[0], e)
+    else:
+        state.add_to(stored)
+
+
+def is_trainers(name: str) -> bool:
+    """Whether a file beside a model is one that ``read_beside`` reads."""
+    return FILE.match(name) is not None or _SCHEDULE.match(name) is not None
+
+
+class Trainer(NamedTuple):
+    """What a file holds beside a model: the states of optimizers by their paths, and anything else at its top."""
+
+    file: TorchFile
+    optimizers: list[tuple[str, Any]]
+
+    @classmethod
+    def find(cls, file: TorchFile) -> Trainer | None:
+        """None for a file without optimizers."""
+        found = []
+        level = [("", file.value)]
+        for _ in range(_DEPTH):
+            inner: list[tuple[str, Any]] = []
+            for path, v in level:
+                if path and is_optimizer(v):
+                    found.append((path, v))
+                elif isinstance(v, (dict, list)):
+                    items = v.items() if isinstance(v, dict) else enumerate(v)
+                    inner += [(f"{path}.{k}" if path else str(k), x) for k, x in items]
+            level = inner
+        return cls(file, found) if found else None
+
+    def keys(self) -> set[str]:
+        """Those at the top of the file that are read."""
+        plain = {str(k) for k, v in self._top() if is_plain(v)}
+        return plain | ({path.split(".")[0] for path, _ in self.optimizers} if len(self.optimizers) == 1 else set())
+
+    def add_to(self, stored: StoredCheckpoint, model: str) -> None:
+        """Add the optimizer's state to the model that was read at the path ``model``; see ``read_beside``."""
+        paths = [printable(path) for path, _ in self.optimizers]
+        if len(paths) > 1:
+            what = f"there are {len(paths)} optimizers: {some(paths)}"
+            _refuse(stored, paths[0], UnsupportedError(what, where=str(self.file.info.place), hint=_ALONE))
+            return
+        ((path, value),) = self.optimizers
+        used = {path.split(".", 1)[0], model.split(".", 1)[0]}
+        other = {str(k): v for k, v in self._top() if str(k) not in used}
+        steps = [other[k] for k in _STEPS if type(other.get(k)) is int]
+        training = Training(
+            step=steps[0] if steps else None,
+            plain={k: v for k, v in other.items() if is_plain(v)},
+            left=tuple([printable(k) for k, v in other.items() if not is_plain(v)]),
+        )
+        OptimizerState(self.file, value, paths[0], training, trusted=True).add_to(stored)
+
+    def _top(self) -> Iterable[tuple[Any, Any]]:
+        return self.file.value.items() if isinstance(self.file.value, dict) else ()
+
+
+def _trainer(listing: Listing) -> Training:
+    """The trainer's step and its schedule. A file that cannot be read says nothing, and is named."""
+    step, plain, left = None, {}, [n for n in listing.names if _OBJECTS.match(n)]
+    for name in listing.names:
+        if _SCHEDULE.match(name):
+            try:
+                value = read_torch(listing.path(name)).value
+            except CkptError:
+                value = None
+            if isinstance(value, dict) and is_plain(value):
+                plain["lr_scheduler"] = value
+            else:
+                left.append(name)
+    try:
+        said = listing.json("trainer_state.json").get("global_step")
+        step = said if type(said) is int and said >= 0 else None
+    except CkptError:
+        left.append("trainer_state.json")
+    return Training(step=step, plain=plain, left=tuple(left))
+
+
+def _refuse(stored: StoredCheckpoint, what: str, why: CkptError) -> None:
+    stored.refused[COMPONENT] = why
+    stored.notes.append(f"the optimizer ({what}) is not read: {why.what}")
+
+
+# -- whose state it is
+
+
+@dataclass(slots=True)
+class OptimizerState:
+    """What a file holds of an optimizer, not given to parameters yet."""
+
+    file: TorchFile
+    value: Any
+    """``state`` and ``param_groups``."""
+    what: str
+    """Where it lies, for messages: a file's name, or the path in it."""
+    training: Training = field(default_factory=Training)
+    """What its trainer says, without groups."""
+    trusted: bool = False
+    """The same program saved model and optimizer, so that the model is in its own order."""
+
+    def add_to(self, stored: StoredCheckpoint) -> None:
+        """Give the states to the parameters of ``stored``; see ``read_beside``."""
+        self._attempt(stored, None)
+
+    def _attempt(self, stored: StoredCheckpoint, family: Sequence[str] | None) -> None:
+        """``family`` are the names in the order of its models, () where it says none, None before it is known."""
+        try:
+            groups, states = _parts(self.value, self._where)
+            model = {t.name: t for t in stored.tensors if t.component == "model"}
+            names = self._names(groups, states, model, family)
+            if names is None:
+                stored.unnamed = lambda order: self._attempt(stored, order)
+                return
+            stored.unnamed = None
+            self._add(stored, groups, states, names)
+        except CkptError as e:
+            stored.unnamed = None
+            _refuse(stored, self.what, e)
+
+    @property
+    def _where(self) -> str:
+        return str(self.file.info.place)
+
+    def _names(
+        self,
+        groups: Sequence[_Group],
+        states: Mapping[Number, Mapping[str, Any]],
+        model: Mapping[str, StoredTensor],
+        family: Sequence[str] | None,
+    ) -> dict[Number, str] | None:
+        """The parameter of each number; None where the order of the family is needed.
+
+        Raises ConflictError where shapes do not fit, UnsupportedError where it is not clear.
+        """
+        shapes = {n: _shape(n, state, self._where) for n, state in states.items()}
+        if all(g.names or all(isinstance(n, str) for n in g.params) for g in groups):
+            return _by_name(groups, shapes, model, self._where)
+        candidates = _parameters(model.values())
+        numbers = [[(n, shapes.get(n)) for n in g.params] for g in groups]
+        if isinstance(found := _by_shape(numbers, candidates, self._where), dict):
+            return found
+        saved = list(candidates)
+        orders = [saved] if self.trusted or (is_state_dict(saved) and _one_after_another(model.values())) else []
+        if family is None:
+            return None
+        orders += [[n for n in family if n in candidates]] if family else []
+        answers = [_in_order(numbers, [(n, candidates[n]) for n in order], {*states}, self._where) for order in orders]
+        sure = [a for a in answers if isinstance(a, dict)]
+        if not sure or any(a != sure[0] for a in sure):
+            found = next((a for a in answers if isinstance(a, _Doubt)), found)
+            raise UnsupportedError(
+                f"nothing says whose the state of number {found.number} is: it fits `{printable(found.first)}` and"
+                f" `{printable(found.last)}`",
+                where=self._where,
+                hint=_NAMED,
+            )
+        return sure[0]
+
+    def _add(
+        self,
+        stored: StoredCheckpoint,
+        groups: Sequence[_Group],
+        states: Mapping[Number, Mapping[str, Any]],
+        names: Mapping[Number, str],
+    ) -> None:
+        tensors, files = self._tensors(states, names, stored.files)
+        if not tensors:
+            stored.notes.append(f"the optimizer ({self.what}) has no state yet")
+            return
+        stored.tensors, stored.files = [*stored.tensors, *tensors], files
+        kept, left = [], list(self.training.left)
+        for i, g in enumerate(groups):
+            left += [f"{_GROUPS}.{i}.{k}" for k, v in g.values.items() if not is_plain(v)]
+            values = {k: v for k, v in g.values.items() if is_plain(v)}
+            kept.append(ParamGroup(tuple([names[n] for n in g.params if n in names]), values))
+        stored.training = Training(tuple(kept), self.training.step, self.training.plain, tuple(left))
+
+    def _tensors(
+        self, states: Mapping[Number, Mapping[str, Any]], names: Mapping[Number, str], files: Sequence[DataFile]
+    ) -> tuple[list[StoredTensor], list[DataFile]]:
+        """Stored tensors, and ``files`` with those that they lie in."""
+        out = []
+        info = self.file.info
+        numbered = [*files] if info in files else [*files, info]
+        number, plain = numbered.index(info), len(numbered)
+        given: dict[bytes, Given] = {}
+        for n, state in states.items():
+            for key, value in state.items():
+                name = f"{names[n]}/{key}"
+                if isinstance(value, Tensor):
+                    t = self.file.place(value, name, number)
+                    if key == "step" and prod(t.shape) == 1:  # [1] in older files
+                        t = t._replace(shape=(), strides=None)
+                else:
+                    data = struct.pack("<f", value)
+                    given.setdefault(data, Given(4 * len(given), data.hex()))
+                    t = StoredTensor(name, "F32", (), plain, given[data].start)
+                out.append(t._replace(name=names[n], component=COMPONENT, state=key))
+        if given:
+            numbered.append(info._replace(encoding=Encoding("given", self._where, list(given.values()))))
+        return out, numbered
+
+
+def _parts(value: Any, where: str) -> tuple[list[_Group], dict[Number, dict[str, Any]]]:
+    """Groups, and the states of each parameter that has some. Raises ConflictError, CorruptError, UnsupportedError."""
+    if not is_optimizer(value):
+        raise UnsupportedError(
+            f"there is no `{_STATE}` with `{_GROUPS}`, so it is not the state of an optimizer", where=where, hint=_ALONE
+        )
+    if _STATE not in value:
+        value = _nested(value)
+    groups, states = [], {}
+    for g in value[_GROUPS]:
+        params = g.get("params") if isinstance(g, dict) else None
+        if not isinstance(params, (list, tuple)) or any(type(n) not in (int, str) for n in params):
+            raise CorruptError(f"a group of `{_GROUPS}` has no list of parameters", where=where, hint=_ALONE)
+        names = g.get("param_names") or []
+        if names and (len(names) != len(params) or any(type(n) is not str for n in names)):
+            raise ConflictError(
+                f"`param_names` are not one for each of {len(params)} parameters", where=where, hint=_ALONE
+            )
+        values = {str(k): v for k, v in g.items() if k not in ("params", "param_names")}
+        groups.append(_Group(list(params), list(names), values))
+    known = [n for g in groups for n in g.params]
+    if len(known) != len(set(known)):
+        raise ConflictError("a parameter is in two groups of the optimizer", where=where, hint=_ALONE)
+    for n, state in value[_STATE].items():
+        held = state if isinstance(state, dict) else {}
+        for key in held:
+            if key in _OTHER_KINDS:
+                raise UnsupportedError(f"this is the state of {_OTHER_KINDS[key]} (`{key}`)", where=where, hint=_ALONE)
+        if n not in known:
+            raise ConflictError(
+                f"there is state of `{printable(str(n))}`, which is in no group", where=where, hint=_ALONE
+            )
+        if held := {k: v for k, v in held.items() if v is not None}:
+            states[n] = held
+    return groups, states
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The usual form of ``state.NAME.exp_avg`` and ``param_groups.NAME.lr``; equal values make a group."""
+    states: dict[str, dict[str, Any]] = {}
+    said: dict[str, dict[str, Any]] = {}
+    for key, v in flat.items():
+        (head, _, rest) = key.partition(".")
+        name, _, what = rest.rpartition(".")
+        (states if head == _STATE else said).setdefault(name, {})[what] = v
+    groups: list[dict[str, Any]] = []
+    for name, values in said.items():
+        for g in groups:
+            if {k: v for k, v in g.items() if k != "params"} == values:
+                g["params"].append(name)
+                break
+        else:
+            groups.append({"params": [name], **values})
+    return {_STATE: states, _GROUPS: groups}
+
+
+def _shape(number: Number, state: Mapping[str, Any], where: str) -> Shape | None:
+    """That of the parameter whose states these are; None where they are single numbers.
+
+    Raises UnsupportedError for states of other kinds, or of several shapes.
+    """
+    shapes: dict[Shape, str] = {}
+    for key, v in state.items():
+        if "/" in key or not key:
+            raise UnsupportedError(f"a state is called `{printable(key)}`", where=where, hint=_ALONE)
+        if isinstance(v, Tensor):
+            if key != "step":
+                shapes.setdefault(v.shape, key)
+        elif type(v) not in (int, float):
+            what = v.cls if isinstance(v, Record) else type(v).__name__
+            raise UnsupportedError(
+                f"the state `{printable(key)}` of `{number}` is of the type {printable(what)}, not a plain tensor",
+                where=where,
+                hint=_ALONE,
+            )
+    large = {s: k for s, k in shapes.items() if prod(s) != 1} or {s: k for s, k in shapes.items() if s}
+    if len(large) > 1:
+        (a, first), (b, second) = list(large.items())[:2]
+        raise UnsupportedError(
+            f"the states of `{number}` have different shapes: `{printable(first)}` {list(a)}, `{printable(second)}`"
+            f" {list(b)}",
+            where=where,
+            hint=f"only optimizers that keep state of each element are read; {_ALONE}",
+        )
+    return next(iter(large or shapes), None)
+
+
+def _by_name(
+    groups: Sequence[_Group], shapes: Mapping[Number, Shape | None], model: Mapping[str, StoredTensor], where: str
+) -> dict[Number, str]:
+    said = {n: name for g in groups for n, name in zip(g.params, g.names or map(str, g.params), strict=True)}
+    called = _called(said.values(), {said[n] for n in shapes}, model)
+    names = {}
+    for n, name in said.items():
+        found = called.get(name)
+        if found is None and n in shapes:
+            raise ConflictError(
+                f"the optimizer has state of `{printable(name)}`, which is not among the model's tensors",
+                where=where,
+                hint=f"it is of another model, or names differ; {_ALONE}",
+            )
+        if found is None:
+            continue
+        shape = shapes.get(n)
+        if shape is not None and shape != model[found].shape:
+            raise ConflictError(
+                f"the optimizer's state of `{printable(name)}` is {list(shape)}, and the parameter is"
+                f" {list(model[found].shape)}",
+                where=where,
+                hint=f"the files are not of one checkpoint; {_ALONE}",
+            )
+        names[n] = found
+    if len(set(names.values())) < len(names):
+        raise ConflictError("two states of the optimizer are of one parameter", where=where, hint=_ALONE)
+    return names
+
+
+def _called(names: Iterable[str], needed: Collection[str], model: Collection[str]) -> dict[str, str]:
+    """What the model calls the parameters of an optimizer, of which it has those that are ``needed``.
+
+    The two may have been wrapped differently, and names may have one prefix on top.
+    """
+    theirs, ours = strip_prefixes(names)[0], {plain: n for n, plain in strip_prefixes(model)[0].items()}
+    best: dict[str, str] = {}
+    for left_out in range(_DEPTH):
+        shorter = {n: ".".join(plain.split(".")[left_out:]) for n, plain in theirs.items()}
+        found = {n: name if name in model else ours.get(name, "") for n, name in shorter.items()}
+        found = {n: name for n, name in found.items() if name}
+        if found.keys() >= set(needed):
+            return found
+        best = best or found
+    return best
+
+
+def _parameters(tensors: Iterable[StoredTensor]) -> dict[str, Shape]:
+    """What may be a parameter of an optimizer: tied ones once, no known buffers, no integers."""
+    seen = set()
+    out = {}
+    for t in tensors:
+        place = t.file, t.offset, t.shape, t.strides
+        if t.dtype in _FLOATS and not _BUFFER.match(t.name) and (place not in seen or not prod(t.shape)):
+            seen.add(place)
+            out[t.name] = t.shape
+    return out
+
+
+_Numbers = Sequence[Sequence[tuple[Number, Shape | None]]]
+"""Of each group, with the shape that the state has; None where there is none, or it does not tell."""
+
+
+def _by_shape(numbers: _Numbers, candidates: Mapping[str, Shape], where: str) -> dict[Number, str] | _Doubt:
+    """The only parameter of each shape. Raises ConflictError where there is none."""
+    of: dict[Shape | None, list[str]] = {None: list(candidates)}
+    for name, own in candidates.items():
+        of.setdefault(own, []).append(name)
+    out: dict[Number, str] = {}
+    doubt = None
+    for number, shape in (pair for group in numbers for pair in group):
+        names = of.get(shape, [])
+        if not names:
+            raise _misfit(number, shape, where)
+        if len(names) > 1:
+            doubt = doubt or _Doubt(number, names[0], names[-1])
+        out[number] = names[0]
+    if doubt is None and len(set(out.values())) < len(out):
+        raise _misfit(next(reversed(out)), None, where)
+    return doubt or out
+
+
+def _in_order(
+    numbers: _Numbers, candidates: Sequence[tuple[str, Shape]], held: Collection[Number], where: str
+) -> dict[Number, str] | _Doubt:
+    """The only way to give each group parameters in their order that have its shapes, and none to two numbers.
+
+    A number is sure when the first parameter that it may be is the last, too; what is sure in one group is gone for the
+    others. Numbers that are not ``held`` have no state, and need not be sure. Raises ConflictError where nothing fits.
+    """
+    sure: dict[Number, str] = {}
+    while True:
+        before, doubt = len(sure), None
+        for group in numbers:
+            own = {n for n, _ in group}
+            gone = {name for n, name in sure.items() if n not in own}
+            free = [c for c in candidates if c[0] not in gone]
+            first = _fill(group, free, where)
+            last = _fill(group[::-1], free[::-1], where)[::-1]
+            for (n, _), a, b in zip(group, first, last, strict=True):
+                if a == b:
+                    sure[n] = a
+                elif n in held:
+                    doubt = doubt or _Doubt(n, a, b)
+        if doubt is None or len(sure) == before:
+            return doubt or sure
+
+
+def _fill(group: Sequence[tuple[Number, Shape | None]], free: Iterable[tuple[str, Shape]], where: str) -> list[str]:
+    """For each number the first parameter that has its shape, behind that of the number before it."""
+    out = []
+    rest = iter(free)
+    for number, shape in group:
+        found = next((name for name, own in rest if shape in (None, own)), None)
+        if found is None:
+            raise _misfit(number, shape, where)
+        out.append(found)
+    return out
+
+
+def _misfit(number: Number, shape: Shape | None, where: str) -> ConflictError:
+    held = f"state {list(shape)}" if shape is not None else "a number"
+    return ConflictError(
+        f"the optimizer has {held} for its parameter {number}, and the model has no parameter left for it",
+        where=where,
+        hint=f"it is of another model, or holds fused parameters that the model's files hold apart; {_ALONE}",
+    )
+
+
+def _one_after_another(tensors: Iterable[StoredTensor]) -> bool:
+    """Whether shards continue each other: writers put a tensor that is too large for one before those it came after."""
+    held = list(Counter(t.file for t in tensors).values())
+    return 1 not in held[:-1]
+
+
+def is_state_dict(names: Sequence[str]) -> bool:
+    """Whether names may be in the order in which modules have their parameters, and not in one that a program made.
+
+    Modules follow one another whole, numbered ones count up, a weight comes before its bias. Names that are sorted tell
+    nothing.
+    """
+    if len(names) > 2 and list(names) == sorted(names):
+        return False
+    open_: list[str] = [""]
+    closed: set[str] = set()
+    biased: set[str] = set()
+    numbered: dict[str, int] = {}
+    for name in names:
+        *modules, last = name.split(".")
+        paths = [".".join(modules[: i + 1]) for i in range(len(modules))]
+        kept = 1
+        while kept <= len(paths) and kept < len(open_) and open_[kept] == paths[kept - 1]:
+            kept += 1
+        closed.update(open_[kept:])
+        open_ = ["", *paths]
+        for i, path in enumerate(open_[kept:], kept):
+            if path in closed:
+                return False
+            if (part := modules[i - 1]).isdecimal():
+                if numbered.get(open_[i - 1], -1) >= int(part):
+                    return False
+                numbered[open_[i - 1]] = int(part)
+        biased.update([open_[-1]] if last == "bias" else [])
+        if last == "weight" and open_[-1] in biased:
+            return False
+    return True
