@@ -20,11 +20,12 @@ have no numpy._core at all), and numpy 2 keeps it for old pickles without a warn
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpttool.containers.pickle import Global
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import UnsupportedError
 
@@ -69,11 +70,13 @@ class Instance(NamedTuple):
 
     module: str
     cls: str
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any] | tuple[Any, ...]
+    """Its state: a tuple where the class has a state of its own."""
 
     def __hash__(self) -> int:
         # By what it holds: as keys of storage_metadata there are as many as shards. Lists cannot be in a key.
-        return hash((self.module, self.cls, *self.fields.values()))
+        state = self.fields
+        return hash((self.module, self.cls, *(state if isinstance(state, tuple) else state.values())))
 
 
 class Call(NamedTuple):
@@ -82,7 +85,13 @@ class Call(NamedTuple):
     module: str
     name: str
     args: tuple[Any, ...] = ()
-    items: Mapping[Any, Any] = {}
+    items: Mapping[Any, Any] | tuple[()] = ()
+
+
+class Pairs(NamedTuple):
+    """A dict whose keys and values are made while it is written."""
+
+    make: Callable[[], Iterable[tuple[Any, Any]]]
 
 
 class Written(NamedTuple):
@@ -151,8 +160,16 @@ class _Writer:
             self.array(v, path)
         elif isinstance(v, Instance):
             self.instance(v, path)
+        elif type(v) is Global:
+            self.named(v.module, v.name)
+        elif type(v) is Call:
+            self.named(v.module, v.name)
+            self.sequence(v.args, path)
+            self.run += b"R"
         elif isinstance(v, Mapping):
-            self.mapping(v, path)
+            self.mapping(v.items(), path)
+        elif type(v) is Pairs:
+            self.mapping(v.make(), path)
         elif type(v) is list:
             self.items(v, path)
         elif type(v) is tuple:
@@ -162,9 +179,9 @@ class _Writer:
                 f"a {type(v).__name__} cannot be written into a pickle", where=".".join(map(str, path)) or ()
             )
 
-    def mapping(self, v: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
+    def mapping(self, v: Iterable[tuple[Any, Any]], path: tuple[Any, ...]) -> None:
         self.run += b"}"
-        pairs = iter(v.items())
+        pairs = iter(v)
         while batch := list(islice(pairs, _BATCH)):
             self.run += b"("
             for k, x in batch:
@@ -235,7 +252,12 @@ class _Writer:
 
     def instance(self, v: Instance, path: tuple[Any, ...]) -> None:
         self.named(v.module, v.cls)
-        self.run += b")\x81}("
+        self.run += b")\x81"
+        if isinstance(v.fields, tuple):
+            self.sequence(v.fields, path)
+            self.run += b"b"
+            return
+        self.run += b"}("
         for k, x in v.fields.items():
             self.word(k)
             # Keys of tensors and dtypes stand in many instances.
@@ -279,8 +301,8 @@ class _Writer:
 def layout_pickle(value: Any) -> Written:
     """The file of a nested value with Holes for arrays; the same value gives the same bytes.
 
-    Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole and Instance. Raises UnsupportedError for
-    anything else, and for dtypes that Paddle cannot hold.
+    Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole, Instance, Global, Call and Pairs. Raises
+    UnsupportedError for anything else, and for dtypes that Paddle cannot hold.
     """
     w = _Writer()
     w.run += b"\x80\x04"

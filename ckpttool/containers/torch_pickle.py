@@ -34,7 +34,7 @@ OTHER_SIZES = {
 """Bytes of an element of storages that are not read, but may lie before others that are."""
 TORCH_DTYPE = {d.name: d.numpy for d in DTYPES.values() if d.bits >= 8}
 """Attribute of ``torch``."""
-_BY_TORCH = {name: dtype for dtype, name in TORCH_DTYPE.items()}
+BY_TORCH = {name: dtype for dtype, name in TORCH_DTYPE.items()}
 
 _INERT = frozenset({"types.SimpleNamespace", "functools.partial", "builtins.getattr", "__builtin__.getattr"})
 """Parts of configurations and enums: nothing by themselves, and what they would work on is judged by its own name."""
@@ -119,7 +119,7 @@ def _rebuild(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any:
         machine.refuse(
             "a tensor is stored with a conjugate or negative bit", "save tensor.resolve_conj().resolve_neg()"
         )
-    dtype = _BY_TORCH.get(args[6].name, args[6].name) if typed else storage.dtype
+    dtype = BY_TORCH.get(args[6].name, args[6].name) if typed else storage.dtype
     machine.made += 2 + len(shape)
     return Tensor(dtype, storage, offset, shape, strides)
 

@@ -37,12 +37,17 @@ MAX_DIRECTORY = 1 << 28
 MAX_STRETCH = 1 << 30
 """Bytes that a view may have beyond 64 times its storage: expanded tensors repeat elements, but not a few for ever."""
 
+MAX_HEADS = 1 << 13
+"""Forms of slices that are remembered; a head has about 700 bytes."""
+
 LOCAL = struct.Struct("<4s5H3I2H")
 CENTRAL = struct.Struct("<4s6H3I5H2I")
 END = struct.Struct("<4s4H2IH")
 END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR = struct.Struct("<4sIQI")
 FULL = 0xFFFFFFFF
+_CRC_AT = 14
+"""In a local header."""
 _STEP = 1 << 20
 """Bytes that are in memory while a CRC is taken."""
 _OLD_PROTOCOLS = f"L{MAGIC}L\n".encode()
@@ -109,9 +114,55 @@ def read_torch(path: Place, begin: int = 0, end: int | None = None) -> TorchFile
     itself, UnsupportedError for what is not a file of torch.save, is compressed, or asks for code.
     """
     with opened(path) as file:
-        source = _Source(file, begin, file.info.size if end is None else end)
-        legacy = source.pread(begin, min(4, source.end - begin)) != b"PK\x03\x04"
-        return _read_legacy(source) if legacy else _read_zip(source)
+        return _read(_Source(file, begin, file.info.size if end is None else end))[0]
+
+
+class TorchSlices:
+    """Many files of torch.save that lie one behind the other in larger ones, each read with one access where it can be.
+
+    What a slice holds is in its head, all that lies before its one storage. So slices of one length with the same head
+    hold the same value, but for the bytes of its tensor and their checksum.
+    """
+
+    def __init__(self) -> None:
+        self._heads: dict[int, dict[_Head, None]] = {}
+        """By length of the slice: how long heads are, the longest first."""
+        self._known: dict[tuple[int, bytes], TorchFile] = {}
+
+    def read(self, file: OpenFile, begin: int, end: int) -> TorchFile:
+        """The file of torch.save at bytes ``begin`` to ``end``. Raises what ``read_torch`` raises."""
+        source = _Source(file, begin, end)
+        if heads := self._heads.get(end - begin):
+            data = source.pread(begin, next(iter(heads)).size)
+            for head in heads:
+                if known := self._known.get((end - begin, head.masked(data))):
+                    places = {key: (at + begin, n) for key, (at, n) in known.storages.items()}
+                    return TorchFile(file.info, known.value, places)
+        found, own = _read(source)
+        if own is not None and len(self._known) < MAX_HEADS:
+            heads = {**self._heads.get(end - begin, {}), own: None}
+            self._heads[end - begin] = dict.fromkeys(sorted(heads, reverse=True))
+            places = {key: (at - begin, n) for key, (at, n) in found.storages.items()}
+            known = TorchFile(file.info, found.value, places)
+            self._known[end - begin, own.masked(source.pread(begin, own.size))] = known
+        return found
+
+
+class _Head(NamedTuple):
+    """The part of a file that says all but what its one tensor holds."""
+
+    size: int
+    crc: int
+    """Where the checksum of the tensor is, in the storage's local header; -1 without a tensor."""
+
+    def masked(self, data: bytes) -> bytes:
+        """The head without that checksum."""
+        return data[: self.size] if self.crc < 0 else data[: self.crc] + data[self.crc + 4 : self.size]
+
+
+def _read(source: _Source) -> tuple[TorchFile, _Head | None]:
+    legacy = source.pread(source.begin, min(4, source.end - source.begin)) != b"PK\x03\x04"
+    return (_read_legacy(source), None) if legacy else _read_zip(source)
 
 
 class _Source(NamedTuple):
@@ -173,7 +224,8 @@ class _Member(NamedTuple):
     """Compressed or encrypted."""
 
 
-def _read_zip(source: _Source) -> TorchFile:
+def _read_zip(source: _Source) -> tuple[TorchFile, _Head | None]:
+    """What the zip holds, and its head where that lies before all storages."""
     members, limit = _members(source)
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
@@ -204,8 +256,11 @@ def _read_zip(source: _Source) -> TorchFile:
             source.corrupt(f"the member `{printable(name)}` reaches beyond the data of the zip")
         return at, m.size
 
+    told = 0
+    """Where all that is no storage ends."""
     if top + "byteorder" in members:
         at, n = place(top + "byteorder")
+        told = at + n
         order = source.pread(at, min(n, 16))
         if order != b"little":
             source.unsupported(
@@ -215,11 +270,19 @@ def _read_zip(source: _Source) -> TorchFile:
     if (said := members[pickles[0]].crc) and (crc := _crc(source, at, n)) != said:
         source.corrupt(f"`{printable(pickles[0])}` is damaged: its CRC-32 is {crc:08x}, the zip says {said:08x}")
     source.begins_pickle(at)
+    told = max(told, at + n)
     storages: dict[str, Storage] = {}
     value, _ = interpret(source.file, vocabulary(storages), begin=at, end=at + n)
     places = {key: place(f"{top}data/{key}") for key in storages if f"{top}data/{key}" in members}
     source.checked(storages, places)
-    return TorchFile(source.info, value, places)
+    head = None
+    if not storages:
+        head = _Head(told - source.begin, -1)
+    elif len(storages) == 1:
+        (key,) = storages
+        if places[key][0] >= told:
+            head = _Head(places[key][0] - source.begin, members[f"{top}data/{key}"].header + _CRC_AT)
+    return TorchFile(source.info, value, places), head
 
 
 def _crc(source: _Source, at: int, n: int) -> int:

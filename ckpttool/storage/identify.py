@@ -51,12 +51,6 @@ _STARTS = (
 
 _NAMES = (
     (
-        r"pytorch_model_fsdp_\d+",
-        KnownUnsupported(
-            "a checkpoint of torch FSDP", "accelerate merges it to safetensors: accelerate merge-weights {found} {out}"
-        ),
-    ),
-    (
         r"zero_to_fp32\.py|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt|mp_rank_\d+_model_states\.pt",
         KnownUnsupported(
             "a checkpoint of DeepSpeed",
@@ -65,20 +59,10 @@ _NAMES = (
         ),
     ),
     (
-        r"latest_checkpointed_iteration\.txt|iter_\d{7}|mp_rank_\d+(_\d+)*|model_optim_rng\.pt",
+        r"latest_checkpointed_iteration\.txt|iter_\d{7}|common\.pt|mp_rank_\d+(_\d+)*|model_optim_rng\.pt",
         KnownUnsupported(
             "a checkpoint of Megatron-LM",
             "export it to Hugging Face's format first (AutoBridge.export_ckpt of Megatron Bridge), and give that",
-        ),
-    ),
-    (
-        r"__\d+_\d+\.distcp|\.metadata",
-        KnownUnsupported(
-            "a checkpoint of torch.distributed.checkpoint",
-            "torch gathers it into one file, from which safetensors can be written: "
-            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {root} all.pt; "
-            """python -c "import torch, safetensors.torch as s; s.save_file(torch.load('all.pt', map_location='cpu'),"""
-            """ 'model.safetensors')\"""",
         ),
     ),
     (

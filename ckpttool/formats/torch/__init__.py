@@ -1,6 +1,7 @@
 """Checkpoints of PyTorch and the software around it."""
 
 from ckpttool.formats.torch.bin import TorchFiles
+from ckpttool.formats.torch.dcp import DistributedCheckpoint
 from ckpttool.formats.torch.optimizer import read_beside
 
-__all__ = ["TorchFiles", "read_beside"]
+__all__ = ["DistributedCheckpoint", "TorchFiles", "read_beside"]

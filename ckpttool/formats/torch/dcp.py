@@ -1,0 +1,302 @@
+"""torch.distributed.checkpoint (DCP), as FSDP2, HSDP, tensor parallelism, DDP and torchtitan write it.
+
+    step-1000/.metadata       which box of which tensor lies where: the mesh of the trainer does not matter
+    step-1000/__3_0.distcp    the chunks of rank 3, each a whole file of torch.save
+
+and the safetensors of its HuggingFaceStorageWriter (``dcp_hf``). Source: torch/distributed/checkpoint of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor, whole_tensor
+from ckpttool.containers.pickle import Record, opened, printable
+from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_zip import TorchFile, TorchSlices
+from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.encodings import Encoding, Given
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats import base
+from ckpttool.formats.torch.dcp_hf import is_sharded, read_sharded
+from ckpttool.formats.torch.dcp_metadata import Described, Entry, Span, read_metadata
+from ckpttool.formats.torch.dcp_names import Assigned, assign, grouped
+from ckpttool.formats.torch.dcp_place import METADATA, Part, Save, find
+from ckpttool.geometry import whole
+from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import DataFile, OpenFile
+
+MAX_OBJECT = 1 << 24
+"""Bytes of a value that is no tensor and is read; larger ones are left out by name."""
+
+
+class DistributedCheckpoint:
+    """Directories of torch.distributed.checkpoint."""
+
+    name = "dcp"
+    capabilities = base.Capabilities(components=COMPONENTS, states="torch", nested=True, views=True)
+
+    def detect(self, listing: Listing) -> int:
+        try:
+            return 2 * (is_sharded(listing) or find(listing) is not None)
+        except CkptError:
+            return 2  # there are several, or none of them is whole
+
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
+        """Raises IncompleteError (a rank's file or chunk is missing), CorruptError (the metadata and the files
+        contradict each other), ConflictError (chunks overlap, several models), and what reading its pickles raises.
+        """
+        base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
+        if is_sharded(listing):
+            return read_sharded(self.name, listing)
+        save = find(listing)
+        if save is None:
+            raise IncompleteError(
+                "there is no save of torch.distributed.checkpoint here",
+                where=str(listing.root),
+                hint="give the directory with .metadata",
+            )
+        reading = _Reading(save)
+        entries = reading.entries()
+        assigned = assign(entries, options.select, str(save.listing.root))
+        tensors = {e.fqn: e.value for e in entries if isinstance(e.value, Described) and e.fqn in assigned.keys}
+        catalog = Catalog(reading.files, reading.tensors(tensors, assigned.keys))
+        objects = [(e, span) for e in entries if e.fqn not in tensors and (span := _alone(e.value)) is not None]
+        training = reading.training(objects, assigned, catalog)
+        carried, notes = base.companions(save.listing, [])
+        return base.StoredCheckpoint(
+            self.name,
+            save.listing.root,
+            reading.files,
+            [p.stored for t in catalog for p in (*t.pieces, *t.replicas)],
+            Mesh(),
+            "",
+            config=save.config,
+            companions=carried,
+            recorded=catalog,
+            notes=[*save.notes, *assigned.notes, *notes],
+            training=training,
+        )
+
+
+class _Reading:
+    """One save that is being read."""
+
+    def __init__(self, save: Save) -> None:
+        self.save, self.where = save, str(save.listing.root)
+        self.files: list[DataFile] = []
+        self.numbers: dict[tuple[str, str], int] = {}
+        self.slices = TorchSlices()
+
+    def entries(self) -> list[Entry]:
+        """All values that were saved. Ranks that wrote their own metadata each say a part of a tensor."""
+        out: dict[str, Entry] = {}
+        for part in self.save.parts:
+            if not part.metadata:
+                raise IncompleteError(
+                    f"the save was not finished: {METADATA} is missing, which is written last",
+                    where=str(part.listing.root),
+                    hint="give an earlier save of the run; without it nothing says what the chunks are",
+                )
+            mine: dict[str, Entry] = {}
+            for name in part.metadata:
+                for e in read_metadata(part.listing.path(name), partial(self._number, part)):
+                    mine[e.fqn] = _joined(mine[e.fqn], e) if e.fqn in mine else e
+            if twice := mine.keys() & out.keys():
+                raise ConflictError(
+                    f"{len(twice)} values are in two directories: `{printable(min(twice))}`",
+                    where=[str(p.listing.root) for p in self.save.parts],
+                    hint="these are different saves: give the directory of one",
+                )
+            out |= mine
+        return list(out.values())
+
+    def _number(self, part: Part, name: str) -> int:
+        """Of a file that the metadata of a directory names."""
+        key = (str(part.listing.root), name)
+        if key not in self.numbers:
+            if name not in part.listing.names:
+                raise IncompleteError(
+                    f"the file {printable(name)} is missing, which {METADATA} names",
+                    where=str(part.listing.root),
+                    hint="copy the files of all ranks into one directory",
+                )
+            self.numbers[key] = len(self.files)
+            self.files.append(base.file_now(part.listing.path(name)))
+        return self.numbers[key]
+
+    def tensors(self, described: Mapping[str, Described], keys: Mapping[str, Key]) -> dict[Key, LogicalTensor]:
+        """The tensors, of which the head of each chunk is read, file by file."""
+        fqns = list(described)
+        pieces: list[list[Piece | None]] = [[None] * len(described[f].chunks) for f in fqns]
+        todo = sorted((c.span, i, j) for i, f in enumerate(fqns) for j, c in enumerate(described[f].chunks))
+        for number, group in groupby(todo, key=lambda item: item[0][0]):
+            with opened(self.files[number].place) as file:
+                for span, i, j in group:
+                    tensor = described[fqns[i]]
+                    box = tensor.chunks[j].box
+                    stored = self._chunk(file, fqns[i], keys[fqns[i]], span, tensor.dtype, box.shape)
+                    pieces[i][j] = Piece(stored, whole(stored.shape), box)
+        out = {}
+        for i, fqn in enumerate(fqns):
+            key, found = keys[fqn], [p for p in pieces[i] if p is not None]
+            try:
+                out[key] = logical_tensor(key, described[fqn].shape, found, files=self.files)
+            except CkptError as e:
+                e.hint = f"{METADATA} and the files contradict each other: save the checkpoint again"
+                raise
+            out[key].dtype = described[fqn].dtype
+        return out
+
+    def _slice(self, file: OpenFile, fqn: str, span: Span) -> TorchFile:
+        number, begin, length = span
+        if begin + length > file.info.size:
+            raise IncompleteError(
+                f"{printable(fqn)} lies at bytes {begin:,} to {begin + length:,}, and the file has {file.info.size:,}",
+                where=str(self.files[number].place),
+                hint="the download or save was interrupted; fetch the file again",
+            )
+        return self.slices.read(file, begin, begin + length)
+
+    def _chunk(
+        self, file: OpenFile, fqn: str, key: Key, span: Span, dtype: str, shape: tuple[int, ...]
+    ) -> StoredTensor:
+        held = self._slice(file, fqn, span)
+        if not isinstance(held.value, Tensor):
+            kind = held.value.cls if isinstance(held.value, Record) else type(held.value).__name__
+            raise UnsupportedError(
+                f"a chunk of `{printable(fqn)}` is a {printable(kind)}, not a plain tensor",
+                where=f"{file.info.place} [byte {span[1]:,}]",
+                hint="save plain tensors or DTensors: dequantised, and not sparse",
+            )
+        stored = held.place(held.value, key.name, span[0])
+        if (stored.dtype, stored.shape) != (dtype, shape):
+            raise CorruptError(
+                f"{METADATA} says that a chunk of `{printable(fqn)}` is {dtype} {list(shape)}, and it is {stored.dtype}"
+                f" {list(stored.shape)}",
+                where=f"{file.info.place} [byte {span[1]:,}]",
+                hint="the files are of different saves: fetch or save the checkpoint again",
+            )
+        return stored._replace(component=key.component, state=key.state) if key.component != "model" else stored
+
+    def training(
+        self, objects: Sequence[tuple[Entry, Span]], assigned: Assigned, catalog: Catalog
+    ) -> base.Training | None:
+        """What else a trainer resumes from. Numbers that are state of a parameter become tensors of the catalog."""
+        values: dict[str, Any] = {}
+        """Of those that are plain."""
+        for number, group in groupby(sorted(objects, key=itemgetter(1)), key=lambda item: item[1][0]):
+            with opened(self.files[number].place) as file:
+                for e, span in group:
+                    if span[2] <= MAX_OBJECT:
+                        held = self._slice(file, e.fqn, span)
+                        with suppress(_NotPlainError):
+                            values[e.fqn] = _plain(held.value, file, held)
+        found = _Objects(assigned, catalog)
+        for e, span in objects:
+            if e.fqn in values:
+                found.add(e, values[e.fqn], self.files[span[0]])
+            else:
+                found.left.append(e.fqn)
+        return found.training()
+
+
+def _alone(value: Described | Span) -> Span | None:
+    """Where an object lies, or a tensor of one number; None for other tensors."""
+    if not isinstance(value, Described):
+        return value
+    return value.chunks[0].span if value.shape == () and value.chunks else None
+
+
+def _joined(first: Entry, second: Entry) -> Entry:
+    """A tensor that two ranks describe; a chunk that both have is replicated. Objects are those of the first."""
+    a, b = first.value, second.value
+    if not isinstance(a, Described) or not isinstance(b, Described):
+        return first
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        raise ConflictError(
+            f"two ranks say different things of `{printable(first.fqn)}`: {a.dtype} {list(a.shape)} and {b.dtype}"
+            f" {list(b.shape)}"
+        )
+    known = {c.box for c in a.chunks}
+    return first._replace(value=a._replace(chunks=a.chunks + [c for c in b.chunks if c.box not in known]))
+
+
+class _Objects:
+    """The values of a save that are no tensors."""
+
+    def __init__(self, assigned: Assigned, catalog: Catalog) -> None:
+        self.assigned, self.catalog = assigned, catalog
+        self.groups: dict[str | int, dict[str, Any]] = {}
+        """By number, or by the parameter in flattened saves."""
+        self.plain: dict[str, Any] = {}
+        self.left: list[str] = []
+
+    def add(self, entry: Entry, value: Any, info: DataFile) -> None:
+        key = self.assigned.keys.get(entry.fqn)
+        group = grouped(entry)
+        if key is not None:
+            self._number(key, value, info)
+        elif group is not None:
+            self.groups.setdefault(group[0], {})[group[1]] = value
+        elif entry.path[-1] == "param_groups" and isinstance(value, list):
+            self.groups |= {i: g for i, g in enumerate(value) if isinstance(g, dict)}
+        else:
+            self.plain[entry.fqn] = value
+
+    def _number(self, key: Key, value: Any, info: DataFile) -> None:
+        """A number that was no tensor becomes one, as the optimizer of torch has it."""
+        if type(value) not in (int, float):
+            self.left.append(str(key))
+            return
+        given = Given(0, np.float32(value).tobytes().hex())
+        encoding = Encoding("given", str(info.place))
+        encoding.parts.append(given)
+        self.catalog.files.append(info._replace(encoding=encoding))
+        stored = StoredTensor(key.name, "F32", (), len(self.catalog.files) - 1, 0, 0, None, *key[1:])
+        self.catalog.tensors[key] = whole_tensor(stored, key)
+
+    def training(self) -> base.Training | None:
+        groups: list[base.ParamGroup] = []
+        alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
+        names = self.assigned.names
+        for which, values in self.groups.items():
+            if isinstance(which, str) and not which.isdecimal():
+                alike.setdefault(repr(sorted(values.items())), ([], values))[0].append(names.get(which, which))
+                continue
+            said = values.pop("param_names", None) or values.pop("params", None)
+            values.pop("params", None)
+            named = [names.get(n, n) for n in said or () if isinstance(n, str)]
+            groups.append(base.ParamGroup(tuple(named), values))
+        groups += [base.ParamGroup(tuple(parameters), values) for parameters, values in alike.values()]
+        if not groups and not self.plain and not self.left:
+            return None
+        return base.Training(tuple(groups), None, self.plain, tuple(self.left))
+
+
+class _NotPlainError(Exception):
+    """A value has classes or tensors inside."""
+
+
+def _plain(value: Any, file: OpenFile, held: TorchFile) -> Any:
+    """The value with numbers for tensors of one. Raises _NotPlainError."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, bytes):
+        return value
+    if kind is dict:
+        return {_plain(k, file, held): _plain(v, file, held) for k, v in value.items()}
+    if kind in (list, tuple):
+        return kind(_plain(v, file, held) for v in value)
+    if isinstance(value, Tensor) and not value.shape:
+        stored = held.place(value, "", 0)
+        data = file.pread(itemsize(stored.dtype), stored.offset)
+        return np.frombuffer(data, numpy_dtype(stored.dtype))[0].item()
+    raise _NotPlainError

@@ -1,0 +1,103 @@
+"""The safetensors of torch's HuggingFaceStorageWriter: each rank's boxes, before they are consolidated.
+
+    shard-00002-model-00001-of-00003.safetensors    rank 2 (from 1), file 1 of 3 that a whole model would have
+      __metadata__.DCP_SHARDING_INFO                {name: {"saved_offsets": [33, 0]}}
+
+Shapes are nowhere: a whole tensor reaches as far as its boxes do. Source: hf_storage.py and _hf_utils.py in
+torch/distributed/checkpoint of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ckpttool.catalog import Catalog, Key, Piece, logical_tensor
+from ckpttool.containers.safetensors import Header, read_header
+from ckpttool.errors import CkptError, CorruptError, IncompleteError
+from ckpttool.formats import base
+from ckpttool.geometry import whole
+from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import Listing
+
+_FILES = r"shard-(?P<rank>\d{5})-model-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safetensors"
+_INFO = "DCP_SHARDING_INFO"
+
+
+def is_sharded(listing: Listing) -> bool:
+    """Whether the files of ranks lie here."""
+    return not listing.single and bool(listing.match(_FILES))
+
+
+def read_sharded(format_name: str, listing: Listing) -> base.StoredCheckpoint:
+    """The checkpoint of all ranks' files.
+
+    Raises IncompleteError (a rank's files are missing), ConflictError (boxes overlap), CorruptError (a header).
+    """
+    found = {n: int(m["rank"]) for n, m in listing.match(_FILES)}
+    base.contiguous_ranks(
+        {r - 1: r for r in found.values()},
+        max(found.values()),
+        listing.root,
+        "shard-RRRRR-model-... (RRRRR from 00001)",
+    )
+    heads = [read_header(listing.path(name), i) for i, name in enumerate(found)]
+    pieces: dict[str, list[Piece]] = {}
+    for head in heads:
+        offsets = _offsets(head)
+        for t in head.tensors:
+            at = offsets.get(t.name, (0,) * len(t.shape))
+            if len(at) != len(t.shape):
+                raise CorruptError(
+                    f"{_INFO} says that `{t.name}` {list(t.shape)} begins at {list(at)}", where=str(head.file.place)
+                )
+            pieces.setdefault(t.name, []).append(Piece(t, whole(t.shape), whole(t.shape).shift(at)))
+    files, config = [h.file for h in heads], listing.json("config.json")
+    catalog = Catalog(files, {})
+    for name, mine in pieces.items():
+        shape = tuple(map(max, *(p.logical_box.stop for p in mine))) if len(mine) > 1 else mine[0].logical_box.stop
+        try:
+            catalog.tensors[Key(name)] = logical_tensor(Key(name), shape, mine, files=files)
+        except CkptError as e:
+            e.hint = "a rank's file is missing, or the files are of several saves"
+            raise
+    _check_reach(catalog, config, listing)
+    carried, notes = base.companions(listing, found)
+    return base.StoredCheckpoint(
+        format_name, listing.root, files, [t for h in heads for t in h.tensors], Mesh(), "",
+        config=config, companions=carried, recorded=catalog, notes=notes,
+    )  # fmt: skip
+
+
+def _offsets(head: Header) -> dict[str, tuple[int, ...]]:
+    """Where the box of each tensor begins. Raises CorruptError."""
+    try:
+        said = json.loads(head.metadata.get(_INFO, "{}"))
+        return {name: tuple([_natural(n) for n in entry["saved_offsets"]]) for name, entry in said.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CorruptError(
+            f"the metadata {_INFO} is not valid", where=str(head.file.place), hint="fetch or save the file again"
+        ) from None
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise TypeError
+    return value
+
+
+def _check_reach(catalog: Catalog, config: Mapping[str, Any], listing: Listing) -> None:
+    """Without the files of the last ranks all tensors would only seem smaller: the config tells."""
+    for key, t in catalog.tensors.items():
+        least = None
+        if key.name.endswith("embed_tokens.weight"):
+            least = config.get("vocab_size")
+        elif key.name == "model.norm.weight":
+            least = config.get("hidden_size")
+        if type(least) is int and t.shape and t.shape[0] < least:
+            raise IncompleteError(
+                f"`{key.name}` has {t.shape[0]:,} rows, config.json says {least:,}: ranks are missing",
+                where=str(listing.root),
+                hint="copy the files of all ranks into one directory",
+            )

@@ -1,0 +1,188 @@
+"""What the values of a state dict that was saved with torch.distributed.checkpoint are: models, optimizers, the rest.
+
+Trainers nest them as they like, so their own words decide, the path of keys to each value:
+
+    app . model . NAME                    a model, with the prefix ``app.model``
+    app . optim . state . NAME . exp_avg  state of an optimizer; also flattened to ``optim.state.NAME.exp_avg``
+    master_weights . NAME
+    NAME                                  a model without a prefix (torchtitan)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ckpttool.catalog import Key
+from ckpttool.containers.pickle import printable
+from ckpttool.errors import ConflictError, IncompleteError, UsageError
+from ckpttool.formats.torch.dcp_metadata import Described, Entry
+from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.words import some
+
+ALL = "."
+"""The --select of every tensor, under names with all their keys."""
+_MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state")
+"""Last keys of prefixes under which trainers keep the model."""
+_MASTERS = ("master_weights", "master_params")
+_AVERAGE = re.compile(r"(model_)?ema(_model|_state_dict|_weights)?|\w+_ema")
+_STATE = re.compile(r"(?:.*\.)?optim\w*\.state\.(?P<name>.+)\.(?P<state>[A-Za-z_]\w*)")
+_GROUP = re.compile(r"(?:.*\.)?param_groups\.(?P<name>.+)\.(?P<value>\w+)")
+_COUNTERS = frozenset({"step", "epoch", "rng", "rng_state", "iteration", "global_step", "lr"})
+"""Tensors of a trainer that lie beside those of a model without a prefix."""
+
+
+class Assigned(NamedTuple):
+    """What becomes of the values."""
+
+    keys: dict[str, Key]
+    """By fqn: tensors, and numbers that are state of an optimizer."""
+    names: Mapping[str, str]
+    """What parameters are called, by their names in the save."""
+    notes: list[str]
+
+
+class _State(NamedTuple):
+    """State of an optimizer."""
+
+    name: str
+    state: str
+
+
+def assign(entries: Sequence[Entry], select: str, where: str) -> Assigned:
+    """Tensors by their keys; ``select`` is a prefix of --select, or "".
+
+    Raises ConflictError for several models or optimizers, UsageError for a prefix that is not there, IncompleteError
+    when there are no tensors.
+    """
+    tensors = {e.fqn: e.value for e in entries if isinstance(e.value, Described)}
+    if select == ALL and tensors:
+        return Assigned({fqn: Key(fqn) for fqn in tensors}, {}, [])
+    states = {e.fqn: s for e in entries if (s := _state(e.path)) is not None}
+    groups: dict[str, dict[str, str]] = {}
+    """{prefix: {name: fqn}} of all other tensors."""
+    for e in entries:
+        if e.fqn in tensors and e.fqn not in states:
+            groups.setdefault(".".join(map(str, e.path[:-1])), {})[str(e.path[-1])] = e.fqn
+    trained = {s.name for s in states.values()}
+    groups = {**groups, **_split(groups.pop("", {}), trained)}
+    masters = {p for p in groups if p.rpartition(".")[2] in _MASTERS}
+    averages = {p for p in groups if _AVERAGE.fullmatch(p.rpartition(".")[2])} - {select}
+    chosen = _choose({p: g for p, g in groups.items() if p not in masters | averages}, trained, tensors, select, where)
+    keys: dict[str, Key] = {}
+    notes = [f"read from `{printable(chosen)}`"] if chosen not in ("", "model") and chosen in groups else []
+
+    names: dict[str, str] = {}
+
+    def take(found: Mapping[str, tuple[str, str, str]]) -> None:
+        """Add values by (name, component, state), those of other models' parameters left out."""
+        model = {k.name for k in keys.values() if k.component == "model"}
+        new, note = strip_prefixes(dict.fromkeys(n for n, _, _ in found.values() if n not in names), where)
+        names.update(new)
+        notes.extend([note] if note and note not in notes else [])
+        for fqn, (name, *rest) in found.items():
+            if not model or names[name] in model:
+                keys[fqn] = Key(names[name], *rest)
+
+    take({fqn: (n, "model", "") for n, fqn in groups.get(chosen, {}).items()})
+    for component, prefixes in (("master_weights", masters), ("ema", averages)):
+        take({fqn: (n, component, "") for p in sorted(prefixes) for n, fqn in groups[p].items()})
+    take({fqn: (s.name, "optimizer", s.state) for fqn, s in states.items()})
+    if not keys:
+        raise IncompleteError("the save holds no tensors", where=where, hint="give the directory of the model's save")
+    if left := [printable(fqn, 60) for fqn, t in tensors.items() if fqn not in keys and t.shape]:
+        notes.append(f"not part of the model or its state, and left out: {some(left)}")
+    return Assigned(_once(keys, where), names, notes)
+
+
+def _state(path: tuple[str | int, ...]) -> _State | None:
+    """What a value is of an optimizer's state, None where it is not. Parameters that are only numbered are none."""
+    if "state" in path[:-2]:
+        at = path.index("state")
+        name, state = ".".join(map(str, path[at + 1 : -1])), str(path[-1])
+        return _State(name, state) if "." not in state and not name.isdecimal() else None
+    last = str(path[-1])
+    if len(path) > 1 and last.startswith("state."):
+        name, _, state = last.removeprefix("state.").rpartition(".")
+        return _State(name, state) if name else None
+    m = _STATE.fullmatch(last) if len(path) == 1 else None
+    return _State(m["name"], m["state"]) if m else None
+
+
+def grouped(entry: Entry) -> tuple[str | int, str] | None:
+    """(parameter, or number of the group, name of the value) of a value of param_groups; None for any other."""
+    path = entry.path
+    if len(path) > 2 and path[-3] == "param_groups":
+        return path[-2], str(path[-1])
+    m = _GROUP.fullmatch(str(path[-1]))
+    return (m["name"], m["value"]) if m else None
+
+
+def _split(flat: Mapping[str, str], trained: set[str]) -> dict[str, dict[str, str]]:
+    """Tensors without a path by the prefix of the model, where the names of an optimizer or the model tell it."""
+    prefix = ""
+    if some_trained := next(iter(trained - flat.keys()), ""):
+        ends = [n for n in flat if n.endswith(f".{some_trained}")]
+        prefix = min(ends, key=len).removesuffix(some_trained) if ends else ""
+    elif not trained and any(n.startswith(("model.model.", "model.lm_head.")) for n in flat):
+        prefix = "model."
+    out: dict[str, dict[str, str]] = {}
+    for name, fqn in flat.items():
+        master = next((m for m in _MASTERS if name.startswith(f"{m}.")), "")
+        at = f"{master}." if master else prefix if name.startswith(prefix) else ""
+        out.setdefault(at.rstrip("."), {})[name[len(at) :]] = fqn
+    if prefix:
+        return out
+    # Counters beside a model that has no prefix.
+    model = out.get("", {})
+    if any("." in n for n in model):
+        out["trainer"] = {n: model.pop(n) for n in list(model) if n in _COUNTERS}
+    return {p: g for p, g in out.items() if g}
+
+
+def _choose(
+    groups: Mapping[str, Mapping[str, str]],
+    trained: set[str],
+    tensors: Mapping[str, Described],
+    select: str,
+    where: str,
+) -> str:
+    """The prefix of the model."""
+    if select:
+        if select not in groups:
+            raise UsageError(
+                f"--select: no tensors lie in `{printable(select)}`", where=where, hint=f"there is {_listed(groups)}"
+            )
+        return select
+    found = [p for p in groups if p.rpartition(".")[2] in _MODELS]
+    if not found and trained:
+        found = [p for p, g in groups.items() if trained & g.keys()]
+    if not found:
+        found = [p for p, g in groups.items() if any(len(tensors[fqn].shape) > 1 for fqn in g.values())]
+    if not found and not trained:
+        found = list(groups)
+    if len(found) > 1:
+        raise ConflictError(
+            f"the save holds {len(found)} models: {_listed(found)}",
+            where=where,
+            hint=f"choose one: --select {printable(found[0]) or ALL}; --select {ALL} takes all tensors, with all keys",
+        )
+    return found[0] if found else ""
+
+
+def _listed(prefixes: Iterable[str]) -> str:
+    return some([f"`{printable(p, 60)}`" if p else "tensors without a prefix" for p in prefixes], 6)
+
+
+def _once(keys: dict[str, Key], where: str) -> dict[str, Key]:
+    """The same, where no two values have one key."""
+    seen: dict[Key, str] = {}
+    for fqn, key in keys.items():
+        if (other := seen.setdefault(key, fqn)) != fqn:
+            raise ConflictError(
+                f"two values are `{printable(str(key))}`: `{printable(other)}` and `{printable(fqn)}`",
+                where=where,
+                hint="the save has several optimizers or copies of the model: choose one with --select PREFIX",
+            )
+    return keys
