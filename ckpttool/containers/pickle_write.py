@@ -70,13 +70,19 @@ class Instance(NamedTuple):
 
     module: str
     cls: str
-    fields: Mapping[str, Any] | tuple[Any, ...]
-    """Its state: a tuple where the class has a state of its own."""
+    fields: Mapping[str, Any]
 
     def __hash__(self) -> int:
         # By what it holds: as keys of storage_metadata there are as many as shards. Lists cannot be in a key.
-        state = self.fields
-        return hash((self.module, self.cls, *(state if isinstance(state, tuple) else state.values())))
+        return hash((self.module, self.cls, *self.fields.values()))
+
+
+class Stateful(NamedTuple):
+    """An instance of a class that sets its own state."""
+
+    module: str
+    cls: str
+    state: tuple[Any, ...]
 
 
 class Call(NamedTuple):
@@ -162,6 +168,11 @@ class _Writer:
             self.instance(v, path)
         elif type(v) is Global:
             self.named(v.module, v.name)
+        elif type(v) is Stateful:
+            self.named(v.module, v.cls)
+            self.run += b")\x81"
+            self.sequence(v.state, path)
+            self.run += b"b"
         elif type(v) is Call:
             self.named(v.module, v.name)
             self.sequence(v.args, path)
@@ -252,12 +263,7 @@ class _Writer:
 
     def instance(self, v: Instance, path: tuple[Any, ...]) -> None:
         self.named(v.module, v.cls)
-        self.run += b")\x81"
-        if isinstance(v.fields, tuple):
-            self.sequence(v.fields, path)
-            self.run += b"b"
-            return
-        self.run += b"}("
+        self.run += b")\x81}("
         for k, x in v.fields.items():
             self.word(k)
             # Keys of tensors and dtypes stand in many instances.
@@ -301,8 +307,8 @@ class _Writer:
 def layout_pickle(value: Any) -> Written:
     """The file of a nested value with Holes for arrays; the same value gives the same bytes.
 
-    Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole, Instance, Global, Call and Pairs. Raises
-    UnsupportedError for anything else, and for dtypes that Paddle cannot hold.
+    Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole, Instance, Stateful, Global, Call and Pairs.
+    Raises UnsupportedError for anything else, and for dtypes that Paddle cannot hold.
     """
     w = _Writer()
     w.run += b"\x80\x04"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.containers.pickle import Global, Machine, Record, interpret, opened, printable
-from ckpttool.containers.pickle_write import Call, Instance, Pairs, plain_pickle
+from ckpttool.containers.pickle_write import Call, Instance, Pairs, Stateful, plain_pickle
 from ckpttool.containers.torch_pickle import BY_TORCH, TORCH_DTYPE, vocabulary
 from ckpttool.errors import CorruptError, UnsupportedError
 from ckpttool.geometry import Box, whole
@@ -221,10 +221,10 @@ def _size(shape: Size) -> Call:
     return Call("torch", "Size", (shape,))
 
 
-def _properties(dtype: str) -> Instance:
+def _properties(dtype: str) -> Stateful:
     layout = Call("torch.serialization", "_get_layout", ("torch.strided",))
     order = Call(_CLASSES, "_MEM_FORMAT_ENCODING", (0,))
-    return Instance(_CLASSES, "TensorProperties", (Global("torch", TORCH_DTYPE[dtype]), layout, False, order, False))
+    return Stateful(_CLASSES, "TensorProperties", (Global("torch", TORCH_DTYPE[dtype]), layout, False, order, False))
 
 
 def _index(fqn: str, offset: Size | None, number: int | None) -> Instance:
