@@ -23,17 +23,17 @@ setup: $(DEV) ## create .venv and install ckpttool with its development tools
 demo: $(DEV) ## reshard a small checkpoint from tp 8 to tp 2, look at it, and compare
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
-test: $(DEV) ## run the tests that need no other library to judge (the pages in docs/ included), samples of large products
+test: $(DEV) ## run the tests that need no other library to judge: of many cases that do the same, a few
 	@$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
 
-test-all: $(DEV) ## run them with every case of every product, and more examples of every property
+test-all: $(DEV) ## run them with every case and every page of docs/, and more examples of every property
 	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --all $(ARGS)
 
 test-peers: $(PEERS) $(PADDLE) ## let the libraries that read these formats judge what ckpttool writes
 	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/peers $(ARGS)
 
 docs-check: $(DEV) ## run every command and example of README.md and docs/, check links and the reference
-	@$(BIN)/python -m pytest tests/docs $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --all tests/docs $(ARGS)
 
 torture: $(DEV) ## kill, fail and starve every command at each of its system calls, and see what is left (minutes)
 	@$(BIN)/python -m tests.torture $(ARGS)

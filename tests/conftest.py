@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -35,6 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "product(one_in=None, first=0): the cases are all pairs of something. `make test` runs so many that every "
         "value of every argument is met, or one in so many from the first on; `make test-all` runs all.",
+    )
+    config.addinivalue_line(
+        "markers",
+        "sample(id, ...): the cases, by their ids, that `make test` runs, because they reach what the others do; "
+        "`make test-all` runs all.",
     )
     config.addinivalue_line(
         "markers",
@@ -108,16 +114,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what is not of the sample."""
     if sample.everything:
         return
-    products: dict[str, list[pytest.Function]] = defaultdict(list)
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("product"):
-            products[item.nodeid.partition("[")[0]].append(item)
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0]].append(item)
     left: set[pytest.Item] = {item for item in items if item.get_closest_marker("thorough")}
-    for cases in products.values():
-        marker = cases[0].get_closest_marker("product")
-        how = marker.kwargs if marker else {}
-        left |= set(cases) - (
-            set(cases[how.get("first", 0) :: how["one_in"]]) if "one_in" in how else sample.covering(cases)
-        )
+    whole = not any("::" in argument for argument in config.args)
+    for name, cases in tests.items():
+        if product := cases[0].get_closest_marker("product"):
+            left |= set(cases) - set(_of_product(cases, **product.kwargs))
+        elif named := cases[0].get_closest_marker("sample"):
+            if whole and (unknown := set(named.args) - {case.callspec.id for case in cases}):
+                message = f"{name} has no case {', '.join(sorted(unknown))}"
+                raise pytest.UsageError(message)
+            left |= {case for case in cases if case.callspec.id not in named.args}
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
+
+
+def _of_product(
+    cases: list[pytest.Function], *, one_in: int | None = None, first: int = 0
+) -> Iterable[pytest.Function]:
+    return sample.covering(cases) if one_in is None else cases[first::one_in]

@@ -101,7 +101,16 @@ def converted(name: str) -> dict[str, Array]:
     return values(apply_aoa(table(source, "BF16"), supported(rules(name, "load"))), source)
 
 
-@pytest.mark.product
+@pytest.mark.sample(
+    "Llama/plain",
+    "Qwen2/kv1",
+    "Qwen3/tied",
+    "Qwen2Moe/plain",
+    "Ernie4_5/tied",
+    "Ernie4_5_Moe/tied",
+    "GptOss/plain",
+    "Phi3/plain",
+)
 @pytest.mark.parametrize("name", ALL)
 def test_there_and_back(name: str) -> None:
     source = model(name)

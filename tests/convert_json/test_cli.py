@@ -286,12 +286,9 @@ def test_a_directory_with_nothing_but_a_program(tmp_path: Path) -> None:
     assert answer("inspect", tmp_path / "src")["tensors"] == 0
 
 
-THOROUGH = pytest.param(["--check", "--json"], marks=pytest.mark.thorough)
-FULL = [["--check"], ["out.safetensors"], THOROUGH]
-ALSO_FULL = [["out.safetensors"], THOROUGH]
-
-
-@pytest.mark.parametrize("words", FULL)
+# In short: tests/first_contact/test_streams.py, with another command.
+@pytest.mark.thorough
+@pytest.mark.parametrize("words", [["--check"], ["out.safetensors"], ["--check", "--json"]])
 def test_full_disks_for_what_is_printed(tmp_path: Path, words: list[str]) -> None:
     command = [sys.executable, "-m", "ckpttool", "convert-json", str(PIR), *words]
     with Path("/dev/full").open("w") as full:
@@ -306,7 +303,8 @@ def test_full_disks_for_what_is_printed(tmp_path: Path, words: list[str]) -> Non
         )
 
 
-@pytest.mark.parametrize("words", ALSO_FULL)
+@pytest.mark.thorough
+@pytest.mark.parametrize("words", [["out.safetensors"], ["--check", "--json"]])
 def test_full_disks_for_messages(tmp_path: Path, words: list[str]) -> None:
     command = [sys.executable, "-m", "ckpttool", "convert-json", str(PIR), *words]
     with Path("/dev/full").open("w") as full:

@@ -68,7 +68,21 @@ def back(src: Path, dst: Path, path: Path, **how: Any) -> bytes:
 # -- there and back
 
 
-@pytest.mark.product
+@pytest.mark.sample(
+    "False-inf_attr/model.json",
+    "False-legacy_regions/model.pdmodel",
+    "False-pir_static/nontrainable.json",
+    "False-pir_static/readable.json",
+    "False-shapes/model.json",
+    "False-tied/model.json",
+    "False-unicode_name/model.json",
+    "True-dtypes/model.json",
+    "True-legacy/model.pdmodel",
+    "True-nan_attr/model.json",
+    "True-regions/model.json",
+    "True-same_name/inference.json",
+    "True-two_functions_combine/model.encode.json",
+)
 @pytest.mark.parametrize("name", [n for n in ALL if n != "two_functions_combine/model.json"])
 @pytest.mark.parametrize("shards", [False, True])
 def test_what_paddle_wrote(tmp_path: Path, name: str, shards: bool) -> None:

@@ -79,6 +79,7 @@ def test_what_paddle_wrote(name: str) -> None:
     assert found.version == NEWEST
 
 
+@pytest.mark.sample("7", "64", "1000")
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 def test_the_size_of_a_chunk_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Operators that are longer than what is read at a time are read part by part."""

@@ -80,6 +80,19 @@ def narrows_twice(src_dtype: str, dst_dtype: str) -> bool:
     return src_dtype == "F64" and dst_dtype in ("F16", "BF16")
 
 
+@pytest.mark.sample(
+    "BF16-F16",
+    "BF16-F32",
+    "BF16-F64",
+    "F16-BF16",
+    "F16-F32",
+    "F32-BF16",
+    "F32-F16",
+    "F32-F32",
+    "F64-BF16",
+    "F64-F16",
+    "F64-F32",
+)
 @pytest.mark.parametrize("src_dtype", sorted(CASTABLE))
 @pytest.mark.parametrize("dst_dtype", sorted(CASTABLE))
 def test_every_pattern(src_dtype: str, dst_dtype: str) -> None:

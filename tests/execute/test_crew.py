@@ -223,6 +223,7 @@ def script(text: str, *arguments: object, env: dict[str, str] | None = None) -> 
     return process
 
 
+@pytest.mark.sample("9")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_workers_of_a_program_that_ends(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C and kill -9 leave no process behind, and nobody holds the lock. One of the two writes something before."""

@@ -158,7 +158,7 @@ def test_opening_decodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert set(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.product
+@pytest.mark.sample("('hf',)-('--workers', 3, '--memory', '4MiB')", "('unified', '--tp-out', 4)-('--workers', 1)")
 @pytest.mark.parametrize("options", [(), ("--workers", 1), ("--workers", 3, "--memory", "4MiB")], ids=str)
 @pytest.mark.parametrize("target", [("hf",), ("unified", "--tp-out", 1), ("unified", "--tp-out", 4)], ids=str)
 def test_old_pickles_become_what_new_ones_do(target: tuple[Any, ...], options: tuple[Any, ...], tmp_path: Path) -> None:

@@ -31,7 +31,20 @@ def published(model: Model, folder: Path) -> Tensors:
     return tensors
 
 
-@pytest.mark.product
+@pytest.mark.sample(
+    "llama-unified --target paddleformers-1.2",
+    "qwen3-unified --target paddleformers-1.2",
+    "gemma-flex --tp-out 2",
+    "gemma2-unified --target paddleformers-1.2",
+    "ernie4_5-flex --tp-out 2",
+    "phi3-hybrid --tp-out 2 --sharding-out 2",
+    "gpt_neox-hybrid --tp-out 2 --sharding-out 2",
+    "gpt2-hybrid --tp-out 2 --sharding-out 2",
+    "ernie4_5_moe-unified --target paddleformers-1.2",
+    "mixtral-unified --target paddlenlp-3.0",
+    "deepseek_v3_fp8-hybrid --tp-out 2 --sharding-out 2",
+    "gpt_oss-unified --target paddlenlp-3.0",
+)
 @pytest.mark.parametrize("target", TARGETS, ids=" ".join)
 @pytest.mark.parametrize("name", NAMES)
 def test_into_paddle_and_back(name: str, target: tuple[str, ...], tmp_path: Path) -> None:

@@ -328,6 +328,19 @@ GREEDY: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.sample(
+    "a list that holds itself",
+    "a dict that holds itself",
+    "a record that holds itself",
+    "a record as its own key",
+    "lists that hold each other",
+    "a billion laughs",
+    "nested dicts",
+    "nested tuples of bytes",
+    "a huge text",
+    "huge bytes",
+    "a huge number",
+)
 @pytest.mark.parametrize("case", GREEDY)
 def test_little_that_becomes_much(tmp_path: Path, case: str) -> None:
     body, words = GREEDY[case]

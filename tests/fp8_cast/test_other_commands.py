@@ -95,6 +95,7 @@ def test_dequantised_on_the_way(dtype: str, tmp_path: Path) -> None:
     sound(tmp_path / "dst")
 
 
+@pytest.mark.sample("deepseek", "ranks")
 @pytest.mark.parametrize("to", ["deepseek", "vllm", "ranks"])
 def test_dequantised_for_other_formats(to: str, tmp_path: Path) -> None:
     """The same as dequantising first."""

@@ -34,6 +34,14 @@ def numbers(found: Applied) -> dict[str, int]:
 PUBLISHED = [e for e in GOLDEN if e.get("recipe") in RECIPES]
 
 
+@pytest.mark.sample(
+    "deepseek-ai/DeepSeek-R1",
+    "deepseek-ai/DeepSeek-V3.2",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8",
+    "Llama-3.x-70B",
+    "openai/gpt-oss-20b",
+    "openai/gpt-oss-120b",
+)
 @pytest.mark.parametrize("entry", PUBLISHED, ids=[e["model"].split()[0] for e in PUBLISHED])
 def test_published(entry: dict[str, Any]) -> None:
     name, _, minus = entry["cfg"].partition(" minus")

@@ -20,7 +20,13 @@ RECIPES = ("channel", "tensor", "block --block 64x64", "mxfp8")
 OPTIONS = ("", "--keep-preset none", "--keep-preset none --max-shard-size 30KB", "--include *embed_tokens*")
 
 
-@pytest.mark.product
+@pytest.mark.sample(
+    "deepseek_v3_mp2-block --block 64x64",
+    "fp8/formats/bf16_src-channel",
+    "fp8/formats/ct_mxfp8-tensor",
+    "fp8/formats/deepseek_fp8-mxfp8",
+    "fp8/formats/per_tensor_static-block --block 64x64",
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_sizes(tmp_path: Path, source: str, recipe: str) -> None:

@@ -32,6 +32,19 @@ FIRST = 3000
 """Cases of a file that a sample is taken of: to enumerate them all takes longer than to try a few."""
 
 
+@pytest.mark.sample(
+    "hf",
+    "flex of tensors",
+    "pdparams model.pdparams",
+    "program in JSON",
+    "recipe of Paddle",
+    "tokenizers",
+    "adapter",
+    "aoa lines",
+    "family",
+    "manifest",
+    "header",
+)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_damage(name: str, tmp_path: Path) -> None:
     bench = Bench(SUBJECTS[name], tmp_path)

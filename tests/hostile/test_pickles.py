@@ -81,6 +81,23 @@ PLACES = (
 )
 
 
+@pytest.mark.sample(
+    "REDUCE-model_state.pdparams",
+    "protocol 0-0.metadata",
+    "protocol 5-x.pdmodel",
+    "BUILD-optimizer.pdopt",
+    "INST-master_weights.pdparams",
+    "eval-model.pt",
+    "nested-training_args.bin",
+    "a size of 2^63-model.ckpt",
+    "a memo of 2^31-x.pdckpt",
+    "a frame of 2^63-model_state.pdparams",
+    "names that steer-0.metadata",
+    "torch's zip-x.pdiparams",
+    "a zip bomb-x.pdmodel",
+    "gzip-optimizer.pdopt",
+    "numpy-master_weights.pdparams",
+)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bait", BAITS)
 def test_nothing_is_executed(tmp_path: Path, bait: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:

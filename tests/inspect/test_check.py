@@ -325,17 +325,35 @@ def test_every_identifier_has_a_case() -> None:
     assert set(CHECKPOINT.values()) == {ERROR, WARNING, INFO}
 
 
+Base = Callable[[Path], None]
+CopyOf = Callable[[Base, Path], Path]
+
+
+@pytest.fixture(scope="module")
+def copy_of(tmp_path_factory: pytest.TempPathFactory) -> CopyOf:
+    """Copies a sound checkpoint, each of which is made once."""
+    made: dict[Base, Path] = {}
+
+    def copied(base: Base, folder: Path) -> Path:
+        if base not in made:
+            made[base] = tmp_path_factory.mktemp(base.__name__) / "model"
+            base(made[base])
+        return shutil.copytree(made[base], folder)
+
+    return copied
+
+
 @pytest.mark.parametrize("base", BASES, ids=lambda b: b.__name__)
-def test_nothing_is_found_in_a_sound_checkpoint(base: Callable[[Path], None], tmp_path: Path) -> None:
-    base(tmp_path / "model")
-    assert findings(tmp_path / "model", "--values") == (0, [])
+def test_nothing_is_found_in_a_sound_checkpoint(base: Base, copy_of: CopyOf, tmp_path: Path) -> None:
+    assert findings(copy_of(base, tmp_path / "model"), "--values") == (0, [])
 
 
 @pytest.mark.parametrize("id_", CASES)
-def test_finds_what_was_broken_and_nothing_else(id_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_what_was_broken_and_nothing_else(
+    id_: str, copy_of: CopyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[id_]
-    folder = tmp_path / "model"
-    case.base(folder)
+    folder = copy_of(case.base, tmp_path / "model")
     case.broken(folder)
     if id_ == "unreadable":
         deny(monkeypatch, folder / SECOND)

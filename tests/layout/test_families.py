@@ -239,6 +239,7 @@ def once(family: Family, name: str, ops: tuple[Transform, ...]) -> bool:
     return place is not None and place.rule.once
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(("family", "variant"), FUSED)
 def test_a_rank_holds_the_same_elements_fused_and_apart(family: str, variant: str) -> None:
     """Each fusion of a family, there and back, for as many ranks as copy the key/value heads."""

@@ -467,6 +467,14 @@ def complete(out: Path) -> None:
         assert data["metadata"]["total_size"] == sum(r.bits.nbytes for r in found.values())
 
 
+@pytest.mark.sample(
+    "slerp_by_slices_with_gradients",
+    "ties_with_gradients_and_filters",
+    "dare_of_a_base_that_is_listed",
+    "a_slice_of_two_beside_slices_of_one",
+    "models_that_see",
+    "stacked_gpt",
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_runs(name: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(models)
@@ -498,6 +506,7 @@ def test_is_refused(name: str, models: Path, tmp_path: Path, monkeypatch: pytest
         assert fragment in error
 
 
+@pytest.mark.sample("union", "the_vocabulary_of_a_model", "padded", "rules")
 @pytest.mark.parametrize("name", TOKENS)
 def test_tokenizers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FIXTURES / "inputs")

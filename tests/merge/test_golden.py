@@ -76,6 +76,17 @@ def ulps(found: Raw, wanted: Raw) -> Array:
     return out
 
 
+@pytest.mark.sample(
+    "breadcrumbs_ties__f32out_bf16",
+    "dare_linear__f32out_bf16",
+    "dare_ties_norescale__f32out_bf16",
+    "linear__nodtype",
+    "lora_ta__f32out_bf16",
+    "model_stock__f32out_bf16",
+    "passthrough_franken__bf16",
+    "per_model_filter_gradient_ta__f32out_bf16",
+    "ties_rescale__f32out_bf16",
+)
 @pytest.mark.parametrize("name", sorted(HASHES))
 def test_equal_to_mergekit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(MERGEKIT)
@@ -88,6 +99,18 @@ def test_equal_to_mergekit(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert [n for n in got if got[n] != HASHES[name][n]] == []
 
 
+@pytest.mark.sample(
+    "arcee_fusion__f32out_bf16",
+    "della__f32out_bf16",
+    "karcher__f32out_bf16",
+    "multislerp__f32out_bf16",
+    "nearswap__f32out_bf16",
+    "nuslerp_base__f32out_bf16",
+    "ramplus_tl__f32out_bf16",
+    "sce__f32out_bf16",
+    "slerp__f32out_bf16",
+    "tok_union",
+)
 @pytest.mark.parametrize("path", sorted((MERGEKIT / "expected").glob("*.safetensors")), ids=lambda p: p.stem)
 def test_near_to_mergekit(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(MERGEKIT)
@@ -112,6 +135,13 @@ def test_near_to_mergekit(path: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         assert (near_zero | (distance <= 1)).all(), name
 
 
+@pytest.mark.sample(
+    "pf_bf16_pd_linear_base",
+    "pf_bf16_pd_ties_norescale",
+    "pf_f32_pd_linear_nonorm",
+    "pf_f32_pd_slerp",
+    "pf_f32_pd_ties_sum",
+)
 @pytest.mark.parametrize("folder", sorted((PADDLE / "merged").iterdir()), ids=lambda p: p.name)
 def test_near_to_paddle(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PADDLE)
@@ -129,6 +159,7 @@ def test_near_to_paddle(folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert off <= 0.001 * elements, f"{off / elements:.3%} of the elements are too far off"
 
 
+@pytest.mark.sample("linear")
 @pytest.mark.parametrize("method", ["linear", "slerp", "ties_norescale"])
 def test_paddles_bits_in_u16_merge_as_bfloat16(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PaddleNLP stored bfloat16 as U16: merged, that is what the same bits in BF16 give."""

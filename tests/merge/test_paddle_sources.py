@@ -192,6 +192,7 @@ LINEAR = ("--weights", "0.75,0.25", "--quiet")
 # -- values
 
 
+@pytest.mark.sample("skipped-new", "fused-ranked", "sharded-hybrid")
 @pytest.mark.parametrize(
     ("a", "b"),
     [("ranked", "skipped"), ("skipped", "new"), ("fused", "ranked"), ("new", "fused"), ("hybrid", "sharded"),
@@ -204,6 +205,7 @@ def test_linear_is_the_sum_of_the_models(a: str, b: str, sources: Sources, tmp_p
     assert_same(read_all(tmp_path / "out"), bits(want))
 
 
+@pytest.mark.sample("flex")
 @pytest.mark.parametrize("format_", ["zcc", "flex"])
 def test_other_formats_of_the_same_model(format_: str, sources: Sources, tmp_path: Path) -> None:
     merge(sources.at[format_], sources.at["fused"], "-o", tmp_path / "out", *LINEAR, "--to", "hf", "--verify")
@@ -227,6 +229,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sample("model_stock")
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_see_whole_tensors_of_hugging_face(method: str, sources: Sources, tmp_path: Path) -> None:
     """Thresholds, angles and draws depend on what is one tensor and on the order of its elements."""
@@ -340,6 +343,13 @@ TARGETS = (
 )
 
 
+@pytest.mark.sample(
+    "--tohf",
+    "--tohybrid--tp-out2--pp-out2",
+    "--toflex--tp-out2",
+    "--tovllm--tp-out2",
+    "--tounified--max-shard-size20KB",
+)
 @pytest.mark.parametrize("options", TARGETS, ids=lambda o: "".join(map(str, o)))
 def test_every_target_holds_the_same(options: tuple[object, ...], sources: Sources, tmp_path: Path) -> None:
     merge(sources.at["fused"], sources.at["skipped"], "-o", tmp_path / "out", *LINEAR, *options, "--verify")
@@ -454,6 +464,7 @@ def test_adapter_of_paddle_alone(sources: Sources, tmp_path: Path) -> None:
     assert changed == 6
 
 
+@pytest.mark.sample("hf", "zcc")
 @pytest.mark.parametrize("base", ["ranked", "zcc", "hf", "fused"])
 def test_an_adapter_fits_the_base_however_it_is_stored(base: str, sources: Sources, tmp_path: Path) -> None:
     """PEFT's and Paddle's form of one adapter, on every form of a base, give the same bytes."""
@@ -479,6 +490,7 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
 # -- one source
 
 
+@pytest.mark.sample("new")
 @pytest.mark.parametrize("name", ["ranked", "fused", "new"])
 def test_one_source_keeps_everything(name: str, sources: Sources, tmp_path: Path) -> None:
     merge(sources.at[name], "-o", tmp_path / "out", "--verify")

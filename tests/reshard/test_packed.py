@@ -84,7 +84,14 @@ def share(name: str, weight: Array, tp: int, rank: int) -> Array:
     return np.split(weight, tp, axis=0)[rank]
 
 
-@pytest.mark.product
+@pytest.mark.sample(
+    "gptq-2-channel-4",
+    "awq-4-2",
+    "awq-4-channel-2",
+    "compressed-4-4",
+    "compressed-8-channel-sym-2",
+    "compressed-4-act-4",
+)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_rank_dequantises_its_share(saved: tuple[Kind, Path], tp: int, tmp_path: Path) -> None:
     kind, source = saved

@@ -105,6 +105,7 @@ def test_a_vocabulary_that_divides_and_would_be_read_as_another(tmp_path: Path, 
     assert f"has 19 rows, and config.json says a vocabulary of {vocab_size}" in error
 
 
+@pytest.mark.sample("{'vocab_size': None}", "{'vocab_size': 17}")
 @pytest.mark.parametrize("said", VOCABULARIES, ids=str)
 def test_rank_files_record_the_rows(tmp_path: Path, said: Any) -> None:
     reshard(model(tmp_path / "src", same=True, **said), tmp_path / "dst", "--to", "ranks", "--tp-out", "2", "--verify")
