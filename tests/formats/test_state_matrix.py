@@ -1,6 +1,6 @@
 """Runs of torch through every format that holds an optimizer, and back: model, masters, moments and steps, bit for bit.
 
-Sources are whatever software of torch wrote below fixtures/torch* (and a run that is put down by hand). What comes back
+Sources are whatever software of torch wrote into fixtures (and a run that is put down by hand). What comes back
 is read with numpy from ``ranks``; it is compared with what SRC becomes when it goes there at once.
 """
 
@@ -26,7 +26,10 @@ BETAS = ("--betas", "0.9,0.95")
 
 def _sources() -> Iterator[Path]:
     """Every directory with the optimizer of a model whose names are known."""
-    for folder in sorted(p for root in FIXTURES.glob("torch*") for p in (root, *root.rglob("*")) if p.is_dir()):
+    roots = [
+        p for p in FIXTURES.iterdir() if p.name.startswith(("torch", "dcp", "deepspeed", "zero", "universal", "fsdp"))
+    ]
+    for folder in sorted({p for root in roots for p in (root, *root.rglob("*")) if p.is_dir()}):
         try:
             opened = open_checkpoint(folder)
         except CkptError:
@@ -62,7 +65,7 @@ def as_torch(src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch, *options: ob
 
 @pytest.mark.product
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: " ".join(map(str, t)))
-@pytest.mark.parametrize("source", [None, *SOURCES], ids=lambda p: p.name if p else "by hand")
+@pytest.mark.parametrize("source", [None, *SOURCES], ids=lambda p: str(p.relative_to(FIXTURES)) if p else "by hand")
 def test_there_and_back(
     source: Path | None, target: Sequence[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
