@@ -12,10 +12,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FORMATS = ("hf", "ranks", "deepseek", "vllm", "trtllm", "unified", "hybrid", "zcc", "flex", "program", "torch-bin")
+FORMATS = (
+    "hf",
+    "ranks",
+    "deepseek",
+    "vllm",
+    "trtllm",
+    "unified",
+    "hybrid",
+    "zcc",
+    "flex",
+    "program",
+    "torch-bin",
+    "meta",
+)
 """What --to takes; --from takes pdparams besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
-TARGETS = ("paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2")
+TARGETS = ("paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2", "llama2", "llama3")
 CASTS = ("f64", "f32", "f16", "bf16")
 DTYPES = (
     *("bool", "u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64", "c64"),

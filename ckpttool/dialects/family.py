@@ -23,10 +23,15 @@ class FamilyDialect(Dialect):
         self.packs = name in PACKING
 
     def target(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
-        """What the family file says, plus all its fusions where ``fused`` says so."""
+        """What the family file says, plus all its fusions where ``fused`` says so.
+
+        A version whose files are cut in another way has a naming of its own, called NAME-VERSION.
+        """
         del shapes
         family = context.family
-        ops = list(self.statements(family, staged=context.mesh.pp > 1))
+        versioned = f"{self.name}-{context.version}"
+        of_version = FamilyDialect(versioned) if versioned in family.spec.namings else self
+        ops = list(of_version.statements(family, staged=context.mesh.pp > 1))
         if context.fused:
             apart = context.fused == "unfuse"
             for name in family.spec.fusions:

@@ -17,7 +17,7 @@ from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
 from ckpttool.formats.ranks import Ranks
-from ckpttool.formats.torch import DistributedCheckpoint, TorchFiles, read_beside
+from ckpttool.formats.torch import DistributedCheckpoint, Meta, TorchFiles, read_beside
 from ckpttool.storage.identify import foreign
 from ckpttool.storage.listing import Listing, is_index, list_source, lost, natural
 from ckpttool.storage.place import Place, scan
@@ -39,6 +39,7 @@ READERS: dict[str, Reader] = {
         PaddleFile(),
         PaddleProgram(),
         TorchFiles(),
+        Meta(),
         DistributedCheckpoint(),
     )
 }
@@ -48,6 +49,7 @@ ALSO_CALLED = {
     **dict.fromkeys(("tensorrt-llm", "tensorrt_llm", "tensorrt", "trt-llm", "trt"), "trtllm"),
     **dict.fromkeys(("rank", "tp", "sharded", "shards"), "ranks"),
     **dict.fromkeys(("paddlenlp", "paddleformers"), "unified"),
+    **dict.fromkeys(("consolidated", "mistral", "llama"), "meta"),
     **dict.fromkeys(("torch", "pytorch", "bin", "pth", "pt", "ckpt"), "torch-bin"),
 }
 """What people say for a format; only for hints."""

@@ -70,10 +70,6 @@ _NAMES = (
         KnownUnsupported("an adapter in PyTorch's own file (.bin)", "save it with PEFT's save_pretrained: safetensors"),
     ),
     (
-        r"consolidated\.\d+\.pth|params\.json",
-        KnownUnsupported("a model in Meta's own files", "give its Hugging Face form: the same model's safetensors"),
-    ),
-    (
         r".*\.gguf",
         KnownUnsupported("a model in GGUF (llama.cpp)", "give the safetensors that it was made of"),
     ),

@@ -108,8 +108,13 @@ class Account:
         return name
 
     def _is_left_out(self, own: str) -> bool:
-        """Whether a statement of the family file says that the output's naming does not have this tensor."""
-        name = self._published(own)
+        """Whether a statement of the family file says that the output's naming does not have this tensor, or that
+        only the source's has it."""
+        name = own
+        for op in inverse(self.source.ops):
+            if isinstance(op, Drop) and matches(op.patterns, name):
+                return True
+            name = op.forward(name) if isinstance(op, Rename) else name
         layer = LAYER.search(name)
         for op in self.statements:
             if isinstance(op, Drop) and matches(op.patterns, name):

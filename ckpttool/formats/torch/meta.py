@@ -1,0 +1,172 @@
+"""Meta's own files, ``consolidated.NN.pth`` with ``params.json``, one for each tensor-parallel rank, and Mistral's
+``consolidated.safetensors`` (or several with numbers, or one .pth), whose tensors are whole.
+
+Llama 3 cuts its embedding by rows, Llama 1 and 2 by columns. Which of these it is, and how many ranks there are, is in
+the shapes and ``params.json``; both are checked, because joining along the wrong axis would give no error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpttool.catalog import StoredTensor
+from ckpttool.containers.pickle_write import Hole
+from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.containers.torch_zip import read_torch
+from ckpttool.dtypes import DTYPES
+from ckpttool.errors import ConflictError, IncompleteError, UsageError
+from ckpttool.formats import base
+from ckpttool.formats.torch.meta_params import config_of, params_of
+from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.formats.torch.tree import select
+from ckpttool.mesh import Mesh
+from ckpttool.storage.json_file import indented
+from ckpttool.storage.listing import Listing, is_index
+
+_RANK = r"consolidated\.(?P<rank>\d+)\.pth"
+_WHOLE = r"consolidated(-\d+-of-\d+)?\.safetensors"
+_PARAMS = "params.json"
+_BY_COLUMNS = "llama2"
+"""The version (--target) that cuts its embedding by columns; "meta-llama2" is its naming."""
+_EMBEDDING, _HEAD = "tok_embeddings.weight", "output.weight"
+_OF_FILES = ("checklist.chk", "consolidated.safetensors.index.json", _PARAMS)
+"""What lies beside the weights and is about these files: checksums, an index, and what becomes config.json."""
+
+
+class Meta:
+    """One file of torch.save for each rank."""
+
+    name = "meta"
+    dialect = "meta"
+    capabilities = base.Capabilities(meshes="tp", targets=("llama3", _BY_COLUMNS), pad_vocab=False)
+
+    def detect(self, listing: Listing) -> int:
+        if listing.single:
+            return 0
+        if listing.match(_RANK):
+            return 2
+        published = any(n == "model.safetensors" or (is_index(n) and n not in _OF_FILES) for n in listing.names)
+        return 2 if _PARAMS in listing.names and listing.match(_WHOLE) and not published else 0
+
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
+        """Raises IncompleteError (a rank's file or params.json is missing), ConflictError (shapes and params.json
+        disagree), UnsupportedError (a model of another kind), and what reading the files raises.
+        """
+        params = listing.json(_PARAMS)
+        if not params:
+            raise IncompleteError(
+                f"there is no {_PARAMS} beside the weights, which says how many heads the model has",
+                where=str(listing.root),
+                hint="fetch it from where the weights are from",
+            )
+        found = {int(m["rank"]): n for n, m in listing.match(_RANK)}
+        world = max(found) + 1 if found else 1
+        base.check_mesh("its files", {"tp": world, "pp": 1, "ep": 1}, options, listing.root)
+        if found:
+            base.contiguous_ranks(found, world, listing.root, "consolidated.*.pth")
+            stored = self._ranks(listing, [found[r] for r in range(world)], options.select)
+        else:
+            whole = [(n, 0) for n, _ in listing.match(_WHOLE)]
+            stored = base.read_files(self.name, listing, whole, Mesh())
+        stored.companions = tuple(n for n in stored.companions if n not in _OF_FILES)
+        self._describe(stored, params, str(listing.path(_PARAMS)))
+        return stored
+
+    def _ranks(self, listing: Listing, names: Sequence[str], selected: str) -> base.StoredCheckpoint:
+        carried, notes = base.companions(listing, names)
+        mesh = Mesh(tp=len(names), etp=len(names))
+        stored = base.StoredCheckpoint(self.name, listing.root, [], [], mesh, companions=carried, notes=notes)
+        for rank, name in enumerate(names):
+            path = listing.path(name)
+            file = read_torch(path)
+            stored.files.append(file.info)
+            tensors, said = select(file.value, selected, str(path))
+            mapping, note = strip_prefixes(tensors, str(path))
+            notes += [n for n in (*said, note) if n and n not in notes]
+            stored.tensors += [file.place(t, mapping[n], rank)._replace(rank=rank) for n, t in tensors.items()]
+        return stored
+
+    def _describe(self, stored: base.StoredCheckpoint, params: Mapping[str, Any], where: str) -> None:
+        """Fill in the config and the dialect."""
+        first = {t.name: t for t in stored.tensors if t.rank == 0}
+        tp = stored.mesh.tp
+        embedding, head = first.get(_EMBEDDING), first.get(_HEAD)
+        if embedding is None or len(embedding.shape) != 2:
+            raise IncompleteError(f"there is no matrix `{_EMBEDDING}` in the weights", where=str(stored.root))
+        dim = params.get("dim")
+        by_columns = tp > 1 and dim == embedding.shape[1] * tp
+        stored.dialect = f"{self.dialect}-{_BY_COLUMNS}" if by_columns else self.dialect
+        tied = head is None or _bytes_of(head) == _bytes_of(embedding)
+        rows = {
+            "feed_forward": max((t.shape[0] * tp for t in first.values() if _is_gate(t)), default=0),
+            "vocab": embedding.shape[0] * (1 if by_columns else tp),
+        }
+        dtypes = Counter(t.dtype for t in stored.tensors)
+        dtype = DTYPES[max(dtypes, key=lambda d: dtypes[d])].numpy
+        stored.native_config = {}
+        stored.config, notes = config_of(params, rows=rows, dtype=dtype, tied=tied, where=where)
+        stored.notes += notes
+        self._check(stored, first, params, where)
+
+    def _check(
+        self, stored: base.StoredCheckpoint, first: Mapping[str, StoredTensor], params: Mapping[str, Any], where: str
+    ) -> None:
+        """Raises IncompleteError where the files are not all ranks, ConflictError where params.json says otherwise."""
+        config, tp = stored.config, stored.mesh.tp
+        files = [str(f.place) for f in stored.files[:4]]
+        query = config["num_attention_heads"] * config["head_dim"]
+        held = next((t.shape[0] for t in first.values() if t.name.endswith(".attention.wq.weight")), 0)
+        if held * tp != query:
+            ranks = f": {query // held} files would hold them" if held and query % held == 0 else ""
+            raise IncompleteError(
+                f"the query projections of these files have {held * tp} rows, and {_PARAMS} says {query}{ranks}",
+                where=[*files, where],
+                hint="fetch the missing consolidated.*.pth, and the params.json of the same model",
+            )
+        groups = config["num_key_value_heads"]
+        key = next((t.shape[0] for t in first.values() if t.name.endswith(".attention.wk.weight")), 0)
+        if key * min(tp, groups) != groups * config["head_dim"]:
+            raise ConflictError(
+                f"the key projections of these files have {key * min(tp, groups)} rows, and {_PARAMS} says"
+                f" {groups * config['head_dim']}: {groups} heads of {config['head_dim']}",
+                where=[*files, where],
+                hint="the files and params.json must be those of one model",
+            )
+        vocab, said = config["vocab_size"], params.get("vocab_size", -1)
+        width = first[_EMBEDDING].shape[1] * (tp if stored.dialect != self.dialect else 1)
+        if width != config["hidden_size"] or said not in (vocab, -1, None):
+            raise ConflictError(
+                f"the embedding of these files is {vocab} x {width}, and {_PARAMS} says"
+                f" {vocab if said in (-1, None) else said} x {config['hidden_size']}",
+                where=[*files, where],
+                hint="the files and params.json must be those of one model",
+            )
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        if wrong := [f"--{k}-out {v}" for k, v in said.items() if k != "tp" and v != 1]:
+            raise UsageError(f"{' '.join(wrong)} cannot be used with --to meta", hint="its files are cut by --tp-out")
+        return Mesh(tp=asked.tp, etp=asked.tp)
+
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
+        """``consolidated.NN.pth`` and ``params.json``. Raises what ``params_of`` raises."""
+        files: list[base.OutFile] = []
+        places: list[dict[str, tuple[int, int]]] = [{} for _ in range(request.mesh.world)]
+        rank_files: list[list[int]] = [[] for _ in places]
+        for rank in request.chosen:
+            stem = f"consolidated.{rank:02d}"
+            laid = lay_out_torch({t.name: Hole(t.dtype, t.shape) for t in request.ranks[rank]}, stem)
+            rank_files[rank].append(len(files))
+            places[rank] = {t.slot: (len(files), laid.offsets[t.name,]) for t in request.ranks[rank]}
+            files.append(base.OutFile(f"{stem}.pth", laid.size, laid.literals, laid.checksums))
+        params = indented(params_of(request.config))
+        return base.FileLayout(files, places, [], rank_files, generated=((_PARAMS, params),), config={})
+
+
+def _is_gate(tensor: StoredTensor) -> bool:
+    return tensor.name.endswith(".w1.weight") and ".feed_forward." in tensor.name
+
+
+def _bytes_of(tensor: StoredTensor) -> tuple[Any, ...]:
+    return tensor._replace(name="")

@@ -1,0 +1,181 @@
+"""``params.json`` of Meta's and Mistral's own files, and the fields of config.json that say the same.
+
+Sources: llama-models (``ModelArgs``, ``FeedForward``, ``apply_scaling``), mistral-inference (``TransformerArgs``,
+``MoeArgs``), and transformers' ``convert_llama_weights_to_hf.py`` for what a config says beyond them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats.config import config_fields
+from ckpttool.words import some
+
+_META = {"multiple_of", "ffn_dim_multiplier", "use_scaled_rope", "rope_scaling_factor"}
+_MISTRAL = {"head_dim", "hidden_dim", "sliding_window", "moe", "model_type"}
+_BOTH = {"dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta", "vocab_size"}
+_OF_A_RUN = {
+    *("max_seq_len", "max_batch_size", "max_position_embeddings", "model_parallel_size", "rope_freq_base"),
+    *("causal", "use_biases", "tied_embeddings", "quantization_args", "lora_args", "vision_args"),
+}
+"""Those that say nothing about the tensors of a text model while they are null, false or only a limit."""
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_MULTIPLE = 4096
+"""The largest ``multiple_of`` that is written, a power of two."""
+_SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ORIGINAL = 8192
+"""Positions that the models were trained on whose rotary embeddings are scaled."""
+
+
+def config_of(
+    params: Mapping[str, Any], *, rows: Mapping[str, int], dtype: str, tied: bool, where: str
+) -> tuple[dict[str, Any], list[str]]:
+    """config.json in Hugging Face's fields, and notes on what params.json does not say.
+
+    ``rows`` are those of ``feed_forward``, ``vocab`` and, where there are several, of ``experts`` in whole tensors;
+    ``dtype`` is numpy's word. Raises IncompleteError for a field that must be there, CorruptError for one that is no
+    number, UnsupportedError for models of other kinds.
+    """
+    other = [k for k, v in params.items() if k not in _META | _MISTRAL | _BOTH | _OF_A_RUN and v not in (None, False)]
+    other += [k for k in ("use_biases", "quantization_args", "lora_args", "vision_args") if params.get(k)]
+    if other:
+        raise UnsupportedError(
+            f"params.json describes a model of a kind that is not known: {some(other)}",
+            where=where,
+            hint="known are Llama 1 to 3, Mistral and Mixtral; give the Hugging Face form of this one",
+        )
+    mistral, moe = "hidden_dim" in params, params.get("moe")
+    kind = "mixtral" if isinstance(moe, Mapping) else "mistral" if mistral else "llama"
+    dim, heads = (_number(params, k, where) for k in ("dim", "n_heads"))
+    notes = []
+    config: dict[str, Any] = {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        "hidden_size": dim,
+        "intermediate_size": rows["feed_forward"],
+        "num_hidden_layers": _number(params, "n_layers", where),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(params, "n_kv_heads", where) if params.get("n_kv_heads") else heads,
+        "head_dim": _number(params, "head_dim", where) if params.get("head_dim") else dim // heads,
+        "vocab_size": rows["vocab"],
+        "hidden_act": "silu",
+        "rms_norm_eps": params.get("norm_eps", 1e-5),
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+    }
+    if isinstance(moe, Mapping):
+        config["num_local_experts"] = _number(moe, "num_experts", where)
+        config["num_experts_per_tok"] = _number(moe, "num_experts_per_tok", where)
+    window = params.get("sliding_window")
+    if mistral:
+        config["sliding_window"] = int(window) if window else None
+    theta = params.get("rope_theta")
+    if theta is None:
+        # mistral-inference takes 1,000,000 but for the first models, which are those with a window.
+        theta = 1_000_000.0 if mistral and not window else 10_000.0
+        notes.append(f"rope_theta is not in params.json: {theta:,.0f}, which is what {kind}'s own software takes then")
+    config["rope_theta"] = float(theta)
+    positions = params.get("max_position_embeddings")
+    if params.get("use_scaled_rope"):
+        # Only the small models of Llama 3.2, which are tied, have another factor than 3.1's.
+        factor = float(params.get("rope_scaling_factor") or (32.0 if tied else 8.0))
+        config["rope_scaling"] = {**_SCALED, "factor": factor, "original_max_position_embeddings": _ORIGINAL}
+        positions = positions or 16 * _ORIGINAL
+        if not params.get("rope_scaling_factor"):
+            notes.append(f"rope_scaling has factor {factor:g}, as in Llama {'3.2' if tied else '3.1'}")
+    if not positions:
+        positions = 32_768 if mistral else _ORIGINAL if theta == 500_000 else 4096
+        notes.append(f"max_position_embeddings is not in params.json: {positions:,}")
+    config["max_position_embeddings"] = positions
+    return config, notes
+
+
+def _number(params: Mapping[str, Any], name: str, where: str) -> int:
+    value = params.get(name)
+    if value is None:
+        raise IncompleteError(f"`{name}` is not in params.json", where=where)
+    if type(value) is not int or value < 1:
+        raise CorruptError(f"`{name}` in params.json is not a positive whole number: {value}", where=where)
+    return value
+
+
+def params_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``params.json`` from Hugging Face's fields.
+
+    Raises IncompleteError without a config, UnsupportedError for a model that Meta's or Mistral's software cannot be.
+    """
+    config = _flat_rope(config_fields(config))
+    kind = str(config.get("model_type", ""))
+    if missing := [k for k in _NEEDED if not config.get(k)]:
+        raise IncompleteError(
+            f"params.json cannot be written: config.json does not say {some(missing)}",
+            hint="put the model's config.json beside the weights",
+        )
+    dim, heads, ffn = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
+    head = config.get("head_dim") or dim // heads
+    params: dict[str, Any] = {
+        "dim": dim,
+        "n_layers": config["num_hidden_layers"],
+        "n_heads": heads,
+        "n_kv_heads": config.get("num_key_value_heads") or heads,
+        "vocab_size": config["vocab_size"],
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": config.get("rope_theta", 10_000.0),
+    }
+    scaling = config.get("rope_scaling")
+    if kind in ("mistral", "mixtral"):
+        params |= {"head_dim": head, "hidden_dim": ffn}
+        if config.get("sliding_window"):
+            params["sliding_window"] = config["sliding_window"]
+        if experts := config.get("num_local_experts"):
+            params["moe"] = {"num_experts": experts, "num_experts_per_tok": config.get("num_experts_per_tok", 2)}
+        if scaling:
+            raise _cannot("mistral-inference does not scale rotary embeddings", "rope_scaling")
+        return params
+    if head * heads != dim:
+        raise _cannot(f"in Meta's software a head has {dim} / {heads} elements, and here it has {head}", "head_dim")
+    if found := [k for k in ("attention_bias", "mlp_bias") if config.get(k)]:
+        raise _cannot("Meta's software has no biases", found[0])
+    if scaling:
+        known = {**_SCALED, "original_max_position_embeddings": _ORIGINAL}
+        if any(scaling.get(k) != v for k, v in known.items()) or scaling.get("factor") not in (8, 32):
+            raise _cannot("Meta's software scales rotary embeddings in the way of Llama 3.1 only", "rope_scaling")
+        params["use_scaled_rope"] = True
+        if (scaling["factor"] == 32) != bool(config.get("tie_word_embeddings")):
+            params["rope_scaling_factor"] = scaling["factor"]
+    return params | _feed_forward(dim, ffn)
+
+
+def _cannot(why: str, field: str) -> UnsupportedError:
+    return UnsupportedError(f"--to meta: {why}", where=f"config.json: `{field}`")
+
+
+def _feed_forward(dim: int, rows: int) -> dict[str, Any]:
+    """``multiple_of`` and, where it takes one, ``ffn_dim_multiplier`` from which Meta's software works out ``rows``."""
+    multiple = min(rows & -rows, _MULTIPLE)
+    if hidden_rows(dim, multiple, None) == rows:
+        return {"multiple_of": multiple}
+    usual = int(2 * (4 * dim) / 3)  # of which it then takes the whole part, and rounds up to a multiple
+    return {"multiple_of": multiple, "ffn_dim_multiplier": (rows - (multiple - 1) / 2 + 0.25) / usual}
+
+
+def hidden_rows(dim: int, multiple: int, multiplier: float | None) -> int:
+    """The rows of w1, as Meta's ``FeedForward`` computes them."""
+    rows = int(2 * (4 * dim) / 3)
+    if multiplier is not None:
+        rows = int(multiplier * rows)
+    return multiple * -(-rows // multiple)
+
+
+def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with ``rope_theta`` and ``rope_scaling``, which transformers 5 writes as one ``rope_parameters``."""
+    out = dict(config)
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        if "rope_theta" in rope:
+            out["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            out["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    return out
