@@ -111,6 +111,10 @@ class Dialect(ABC):
         """Which of these versions (not empty) a model with this config is for; the first one when nothing says so."""
         return versions[0]
 
+    def version_called(self, name: str) -> str:
+        """Which version of this dialect the dialect ``name`` is; "" for none."""
+        return ""
+
     def published_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """config.json without what this software adds to it."""
         return dict(config)

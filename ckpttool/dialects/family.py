@@ -43,6 +43,10 @@ class FamilyDialect(Dialect):
                     ops.append(replace(family.fusion(name), inverse=apart))
         return tuple(ops)
 
+    def version_called(self, name: str) -> str:
+        own = f"{self.name}-"
+        return name.removeprefix(own) if name.startswith(own) else ""
+
     def reads(self, context: NamingContext) -> bool:
         return self.target(context, dict) == self.target(context._replace(fused=""), dict)
 

@@ -123,11 +123,11 @@ def choose_version(source: StoredCheckpoint, target: Target, writer: Writer) -> 
                 ),
                 hint="targets: " + ", ".join(capabilities.targets)
                 if capabilities.targets
-                else "omit it, or choose a format that has versions: Paddle's (--to unified, hybrid, zcc, flex), or meta",
+                else "omit it, or choose a format that has versions: --to unified, hybrid, zcc, flex or meta",
             )
         return target.version
     if not capabilities.targets:
         return ""
-    if (own := source.dialect.removeprefix(f"{writer.dialect}-")) in capabilities.targets:
-        return own
-    return dialect(writer.dialect).version_of(source.config, capabilities.targets)
+    ours = dialect(writer.dialect)
+    own = ours.version_called(source.dialect)
+    return own if own in capabilities.targets else ours.version_of(source.config, capabilities.targets)

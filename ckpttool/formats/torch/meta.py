@@ -8,7 +8,7 @@ the shapes and ``params.json``; both are checked, because joining along the wron
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpttool.catalog import StoredTensor
@@ -82,7 +82,7 @@ class Meta:
             path = listing.path(name)
             file = read_torch(path)
             stored.files.append(file.info)
-            tensors, said = select(file.value, selected, str(path))
+            _, tensors, said = select(file.value, selected, str(path))
             mapping, note = strip_prefixes(tensors, str(path))
             notes += [n for n in (*said, note) if n and n not in notes]
             stored.tensors += [file.place(t, mapping[n], rank)._replace(rank=rank) for n, t in tensors.items()]

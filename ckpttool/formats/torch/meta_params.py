@@ -102,7 +102,7 @@ def _number(params: Mapping[str, Any], name: str, where: str) -> int:
 
 
 def params_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``params.json`` from Hugging Face's fields.
+    """``params.json`` from Hugging Face's fields; what is missing is what transformers takes then.
 
     Raises IncompleteError without a config, UnsupportedError for a model that Meta's or Mistral's software cannot be.
     """
@@ -121,14 +121,14 @@ def params_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "n_heads": heads,
         "n_kv_heads": config.get("num_key_value_heads") or heads,
         "vocab_size": config["vocab_size"],
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": config.get("rope_theta", 10_000.0),
+        "norm_eps": config.get("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
+        "rope_theta": config.get("rope_theta", 1_000_000.0 if kind == "mixtral" else 10_000.0),
     }
     scaling = config.get("rope_scaling")
     if kind in ("mistral", "mixtral"):
         params |= {"head_dim": head, "hidden_dim": ffn}
-        if config.get("sliding_window"):
-            params["sliding_window"] = config["sliding_window"]
+        if window := config.get("sliding_window", 4096 if kind == "mistral" else None):
+            params["sliding_window"] = window
         if experts := config.get("num_local_experts"):
             params["moe"] = {"num_experts": experts, "num_experts_per_tok": config.get("num_experts_per_tok", 2)}
         if scaling:
