@@ -196,9 +196,10 @@ def renamer(rules: Iterable[str]) -> list[tuple[re.Pattern[str], str, str]]:
         if regex:
             regex_of_rule = _regex(old, f"--rename `{rule[:200]}`")
             try:
-                regex_of_rule.sub(new, "")  # a group that does not exist shows here
+                with warnings.catch_warnings(action="error"):  # what newer Pythons refuse
+                    regex_of_rule.sub(new, "")  # a group that does not exist shows here
                 out.append((regex_of_rule, new, rule))
-            except (re.error, IndexError) as e:
+            except (re.error, IndexError, Warning) as e:
                 raise UsageError(f"--rename `{rule}` is not valid: {e}") from None
             continue
         if old.count("*") != new.count("*"):

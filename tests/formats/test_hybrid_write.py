@@ -645,6 +645,28 @@ def test_weights_alone_need_no_optimizer_file_without_sharding() -> None:
     assert [f.name for f in write_hybrid(request_of(state, Mesh()), ema=False).files] == ["model_state.pdparams"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "config", "taken"),
+    [
+        ("F8_E4M3", {}, "I8"),
+        ("U16", {}, "BF16"),
+        ("I8", {"quantization_config": {"quant_method": "fp8"}}, "F8_E4M3"),
+        ("F8_E5M2", {"quantization_config": {"quant_method": "fp8"}}, "F8_E4M3"),
+        ("F8_E4M3", {"quantization_config": {"quant_method": "fp8"}}, ""),
+        ("I8", {}, ""),
+    ],
+)
+def test_dtypes_that_would_be_taken_for_others_are_refused(dtype: str, config: dict[str, Any], taken: str) -> None:
+    box = whole((2, 3))
+    held = RankTensor("a.weight", dtype, (2, 3), "a.weight", (2, 3), ((box, box),))
+    request = WriteRequest(ranks=[[held]], config=config)
+    if not taken:
+        assert write_hybrid(request, ema=False).files
+        return
+    with pytest.raises(UnsupportedError, match=f"would be read as {taken}"):
+        write_hybrid(request, ema=False)
+
+
 def test_fp32_training_has_no_master_weights() -> None:
     state = {k: a for k, a in model_state(ema=False).items() if "mlp.gate." in k.name}
     names = {0: CellNames(names_of([n for n in ORDER if "mlp.gate." in n]), {})}

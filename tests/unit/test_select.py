@@ -87,7 +87,7 @@ def test_renaming(rule: str, name: str, new: str) -> None:
     assert text == rule
 
 
-@pytest.mark.parametrize("rule", ["a", "=b", "a=", "*=b", "re:(=b", r"re:a=\1", r"re:a=\g<x>"])
+@pytest.mark.parametrize("rule", ["a", "=b", "a=", "*=b", "re:(=b", r"re:a=\1", r"re:a=\g<x>", r"re:(a)=\g<+1>"])
 def test_rules_that_mean_nothing(rule: str) -> None:
     with pytest.raises(UsageError):
         renamer([rule])

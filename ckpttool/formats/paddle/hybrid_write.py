@@ -33,7 +33,7 @@ from ckpttool.dtypes import nbytes
 from ckpttool.errors import IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.base import FileLayout, OutFile, WriteRequest
 from ckpttool.formats.paddle import hybrid_names
-from ckpttool.formats.paddle.config import base_prefix, module_of, resume_flags, target_config
+from ckpttool.formats.paddle.config import base_prefix, fp8_dtype, module_of, resume_flags, target_config
 from ckpttool.formats.paddle.hybrid_names import HybridNames, Suffix
 from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
 from ckpttool.formats.paddle.training import left_out
@@ -170,9 +170,11 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
     """Files, sizes and literals of a hybrid-parallel checkpoint; with ``ema`` of a Zero-Cost Checkpoint.
 
     Raises LayoutError for sizes that Paddle's groups do not allow, UsageError for a sharding that makes no sense,
-    IncompleteError for optimizer state without its weight.
+    IncompleteError for optimizer state without its weight, UnsupportedError for dtypes that would not be read back.
     """
     mesh, shards = request.mesh, request.sharding
+    if shards == 1:
+        _check_dtypes(request)
     version = (request.sharding_version or "v2").lower()
     source = request.native if isinstance(request.native, HybridNames) else None
     nlp = (request.version or (source.writer if source else "")).startswith("paddlenlp")
@@ -229,6 +231,22 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
         config=target_config(request.config, request.version, request.dtype) if request.version else None,
         usage=resume_flags(request, "sharding_io"),
     )  # fmt: skip
+
+
+def _check_dtypes(request: WriteRequest) -> None:
+    """Raises UnsupportedError for weights that Paddle, and ckpttool, would take for another dtype: numpy has neither
+    bfloat16 nor FP8, and only the meta data of a sharded save says which is meant.
+    """
+    fp8 = fp8_dtype(request.config)
+    for t in (t for rank in request.ranks for t in rank if t.component == "model"):
+        taken = "BF16" if t.dtype in ("U16", "BF16") else t.dtype
+        if t.dtype == "I8" or t.dtype.startswith("F8_"):
+            taken = fp8 if fp8 and len(t.shape) > 1 else "I8"
+        if taken != t.dtype:
+            raise UnsupportedError(
+                f"`{t.name}` is {t.dtype}, and these files would be read as {taken}: they do not record dtypes",
+                hint="write --to unified or flex; or another dtype, where that will do: --dtype",
+            )
 
 
 def _check_sizes(request: WriteRequest, version: str, *, nlp: bool, ema: bool) -> None:
