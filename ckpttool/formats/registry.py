@@ -49,7 +49,7 @@ ALSO_CALLED = {
     **dict.fromkeys(("tensorrt-llm", "tensorrt_llm", "tensorrt", "trt-llm", "trt"), "trtllm"),
     **dict.fromkeys(("rank", "tp", "sharded", "shards"), "ranks"),
     **dict.fromkeys(("paddlenlp", "paddleformers"), "unified"),
-    **dict.fromkeys(("consolidated", "mistral", "llama"), "meta"),
+    **dict.fromkeys(("consolidated", "mistral"), "meta"),
     **dict.fromkeys(("torch", "pytorch", "bin", "pth", "pt", "ckpt"), "torch-bin"),
 }
 """What people say for a format; only for hints."""
