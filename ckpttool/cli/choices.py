@@ -26,7 +26,9 @@ FORMATS = (
     "torch-bin",
     "meta",
 )
-"""What --to takes; --from takes pdparams besides."""
+"""What --to takes."""
+READ_ONLY = ("pdparams", "dcp", "fsdp")
+"""What --from takes besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 TARGETS = ("paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2", "llama2", "llama3")
 CASTS = ("f64", "f32", "f16", "bf16")

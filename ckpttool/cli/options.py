@@ -115,8 +115,8 @@ class SourceOptions:
         value(
             "--from",
             "FORMAT",
-            f"Format of SRC: {', '.join(choices.FORMATS)}, pdparams.",
-            (*choices.FORMATS, "pdparams"),
+            f"Format of SRC: {', '.join((*choices.FORMATS, *choices.READ_ONLY))}.",
+            (*choices.FORMATS, *choices.READ_ONLY),
         ),
     ] = ""
     select: Annotated[str, value("--select", "PATH", "The dict of tensors in a file of torch.save: 'model.ema'.")] = ""

@@ -146,6 +146,14 @@ def _size(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any:
     return args[0]
 
 
+def _attribute(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any:
+    """How protocols before 4 name a class inside of another one; a member of an enum is named so, too."""
+    if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
+        return machine.call_inert(function, args)
+    machine.resolve(args[0].module, f"{args[0].name}.{args[1]}")
+    return machine.stack.pop()
+
+
 def _empty_dict(machine: Machine, _function: Global, _args: tuple[Any, ...]) -> Any:
     machine.made += 1
     return {}
@@ -179,4 +187,5 @@ _CALLS: dict[tuple[str, str], Call] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
     ("torch", "Size"): _size,
     ("collections", "defaultdict"): _empty_dict,
+    **{(b, "getattr"): _attribute for b in ("builtins", "__builtin__")},
 }

@@ -86,7 +86,10 @@ def test_install_for_bash(tmp_path: Path) -> None:
 
 
 OFFERED: dict[tuple[str, str], tuple[str, ...]] = {
-    **{(c, "--from"): (*choices.FORMATS, "pdparams") for c in ("reshard", "merge", "inspect", "fp8-cast", "fp8-size")},
+    **{
+        (c, "--from"): (*choices.FORMATS, *choices.READ_ONLY)
+        for c in ("reshard", "merge", "inspect", "fp8-cast", "fp8-size")
+    },
     **{(c, "--to"): choices.FORMATS for c in ("reshard", "merge", "drop-keys")},
     ("fp8-cast", "--to"): choices.PRECISIONS,
     ("reshard", "--target"): choices.TARGETS,
@@ -135,7 +138,7 @@ def test_choices_are_those_of_the_code() -> None:
     from ckpttool.targeting.recode import HIGH
 
     assert tuple(WRITERS) == choices.FORMATS
-    assert {*choices.FORMATS, "pdparams"} == set(READERS)
+    assert {*choices.FORMATS, *choices.READ_ONLY} == set(READERS)
     assert set(choices.TARGETS) == {t for w in WRITERS.values() for t in w.capabilities.targets}
     assert choices.COMPONENTS == COMPONENTS
     assert {c.upper() for c in choices.CASTS} == CASTABLE

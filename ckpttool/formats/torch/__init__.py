@@ -2,7 +2,8 @@
 
 from ckpttool.formats.torch.bin import TorchFiles
 from ckpttool.formats.torch.dcp import DistributedCheckpoint
+from ckpttool.formats.torch.fsdp import Fsdp
 from ckpttool.formats.torch.meta import Meta
 from ckpttool.formats.torch.optimizer import read_beside
 
-__all__ = ["DistributedCheckpoint", "Meta", "TorchFiles", "read_beside"]
+__all__ = ["DistributedCheckpoint", "Fsdp", "Meta", "TorchFiles", "read_beside"]

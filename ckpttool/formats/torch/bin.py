@@ -35,7 +35,8 @@ SHARD_LIMIT = 5 * 10**9
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.bin\Z")
 _OTHERS = re.compile(
     r"(adapter_model|optimizer|scheduler|scaler|training_args|rng_state|random_states|consolidated\.\d+|mp_rank"
-    r"|(bf16_)?zero_pp_rank|model_optim_rng|distrib_optim|common\.pt|pytorch_model_fsdp|(model|optim|extra_state)_world_size)"
+    r"|(bf16_)?zero_pp_rank|model_optim_rng|distrib_optim|common\.pt|pytorch_model_fsdp(_\d+)?_rank"
+    r"|([\w.-]*[_.-])?world_size_\d+_rank_)"
 )
 """Files of trainers, and of other formats, that are no model by themselves."""
 
