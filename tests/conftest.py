@@ -121,13 +121,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left: set[pytest.Item] = {item for item in items if item.get_closest_marker("thorough")}
     whole = not any("::" in argument for argument in config.args)
     for name, cases in tests.items():
-        if product := cases[0].get_closest_marker("product"):
-            left |= set(cases) - set(_of_product(cases, **product.kwargs))
-        elif named := cases[0].get_closest_marker("sample"):
+        if named := cases[0].get_closest_marker("sample"):
             if whole and (unknown := set(named.args) - {case.callspec.id for case in cases}):
                 message = f"{name} has no case {', '.join(sorted(unknown))}"
                 raise pytest.UsageError(message)
             left |= {case for case in cases if case.callspec.id not in named.args}
+        elif product := cases[0].get_closest_marker("product"):
+            left |= set(cases) - set(_of_product(cases, **product.kwargs))
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
 

@@ -99,11 +99,7 @@ def stored(folder: Path) -> dict[tuple[str, str], Raw]:
 
 
 @pytest.mark.sample(
-    "nlp_qwen2moe_bf16_tp2",
-    "nlp_llama_bf16_tp2_quantO1",
-    "nlp_llama_bf16_tp2_ignore_merge",
-    "pf12_llama_bf16_sharding2_nonmerge_optimshard2",
-    "nlp_llama_lora_bf16_tp1",
+    "nlp_qwen2moe_bf16_tp2", "nlp_llama_bf16_tp2_quantO1", "pf12_llama_bf16_sharding2_nonmerge_optimshard2"
 )
 @pytest.mark.parametrize("name", [*MERGED, *SEPARATE, *OTHERS])
 def test_unified_files_keep_what_is_in_them(name: str, tmp_path: Path) -> None:

@@ -231,6 +231,7 @@ def test_parts_that_are_written_do_not_count(tmp_path: Path) -> None:
     assert max(b - a for a, b in pairwise(found)) <= found[-1] / 40 + 1
 
 
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("name", sorted(SCHEMES))
 @pytest.mark.parametrize("panel", [1 << 10, 1 << 20])
 def test_what_is_quantised_counts_panel_by_panel(tmp_path: Path, name: str, panel: int) -> None:

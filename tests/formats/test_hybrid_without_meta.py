@@ -197,6 +197,7 @@ def moment(a: Array) -> Array:
     return (a.view("<u4") ^ np.uint32(0x5A5)).view("<f4")
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(
     ("kind", "unusual", "target"),
     [

@@ -58,6 +58,7 @@ def test_conv1d_is_told_by_the_model(model_type: str, tmp_path: Path) -> None:
     assert ("c_fc.weight_scale_inv" in size.out) == quantised
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -87,6 +87,7 @@ def test_bytes(case: Case, dtype: str, source: Source, tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "back").iterdir()} == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: " ".join(map(str, c.options)))
 def test_config_says_what_was_made(case: Case, source: Source, tmp_path: Path) -> None:
     keep = "model.layers.0.self_attn.k_proj.weight"

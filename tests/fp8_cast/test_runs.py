@@ -175,6 +175,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert "7 weights quantised (nvfp4, F8_E4M3 scales); 5 kept (" in text.err
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("recipe", [*RECIPES, ""])
 def test_verify_works_everything_out_again(recipe: str, tmp_path: Path) -> None:
     source = llama(tmp_path / "src") if recipe else FORMATS / "deepseek_fp8"
@@ -226,6 +227,7 @@ def test_codes_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
 # -- fp8-size
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.powers and c.code == "F8_E4M3"], ids=lambda c: " ".join(map(str, c.options))
 )

@@ -74,6 +74,7 @@ def test_scales_of_activations_are_left_out(tmp_path: Path) -> None:
     assert "note: 2 scales of activations or caches are left out" in done.err
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(
     ("name", "case"),
     [("ct_fp8_dynamic", CASES[7]), *(("deepseek_fp8", CASES[i]) for i in (0, 4, 12, 13, 14, 16))],

@@ -22,6 +22,7 @@ def tp(n: int) -> Mesh:
 # -- blocks
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(
     ("name", "size", "local", "possible"),
     [
@@ -37,6 +38,7 @@ def test_blocks_that_a_cut_would_tear(name: str, size: int, local: str, possible
     assert found.held  # engines that pad could hold it all the same
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

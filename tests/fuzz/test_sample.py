@@ -121,7 +121,7 @@ def test_a_loop_that_looks_at_no_signals_is_found_at_its_case(monkeypatch: pytes
         return real(folder, options)
 
     monkeypatch.setattr(harness, "read", read)
-    monkeypatch.setattr(harness, "STUCK", 0.5)
+    monkeypatch.setattr(harness, "STUCK", 0.2)
     _, findings = campaign.run("hf", (0, 1), 1, 0)
     assert [f.split(":")[1].strip() for f in findings] == list(SUBJECTS["hf"].damaged)
     assert all("ended the process with exit code -27" in f for f in findings)

@@ -39,6 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_hf(tmp_path_factory.mktemp("total") / "model", llama(), CONFIG)
 
 
+@pytest.mark.sample(
+    "--to ranks --tp-out 4 --pp-out 2", "--to vllm --tp-out 2", "--to trtllm --tp-out 2", "--to unified --tp-out 2"
+)
 @pytest.mark.parametrize(
     "options",
     [

@@ -270,6 +270,7 @@ def test_which_families_publish_fused_tensors() -> None:
     assert fused == {("phi3", "qkv"), ("phi3", "gate_up"), ("gpt2", "qkv"), ("gpt_neox", "qkv")}
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(("family", "variant"), FUSED)
 def test_fused_parts_lie_one_after_the_other_on_every_rank(family: str, variant: str) -> None:
     """Rank r stores [q_r; k_r; v_r] and [gate_r; up_r]."""

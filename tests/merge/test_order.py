@@ -115,6 +115,7 @@ def test_all_models_share_the_passes_and_are_read_once_in_each() -> None:
         assert np.array_equal(mask(cut, values, 1000, first=False), expected(values, r.rank, first=False))
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("kind", ["normal", "tied", "zero"])
 def test_a_sample_and_one_pass_are_enough(kind: str) -> None:
     rng = np.random.default_rng(6)

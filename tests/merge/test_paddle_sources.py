@@ -192,7 +192,7 @@ LINEAR = ("--weights", "0.75,0.25", "--quiet")
 # -- values
 
 
-@pytest.mark.sample("skipped-new", "fused-ranked", "sharded-hybrid")
+@pytest.mark.sample("skipped-new", "sharded-hybrid")
 @pytest.mark.parametrize(
     ("a", "b"),
     [("ranked", "skipped"), ("skipped", "new"), ("fused", "ranked"), ("new", "fused"), ("hybrid", "sharded"),

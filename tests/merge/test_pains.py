@@ -373,7 +373,8 @@ def started(out: Path, words: list[object]) -> subprocess.Popen[str]:
     return tool
 
 
-@pytest.mark.parametrize("wait", [0.0, pytest.param(0.02, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("wait", [0.0, 0.02])
+@pytest.mark.thorough  # in short: test_resumed of test_paddle_sources.py, and test_kill of tests/execute
 def test_killed_half_way_and_resumed(wait: float, large: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     with started(out, arguments(large, out)) as tool:

@@ -147,6 +147,7 @@ def test_results_are_those_of_the_formulas(case: tuple[str, dict[str, Any]]) -> 
     assert same(found, wanted)
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_large_tensors_in_chunks_of_the_executor(name: str) -> None:
     rng = np.random.default_rng(1)

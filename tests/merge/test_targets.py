@@ -43,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.sample("tp4pp3", "vllm")
+@pytest.mark.sample("vllm")
 @pytest.mark.parametrize(
     "options",
     [
@@ -61,9 +61,7 @@ def test_sources_in_any_format(tmp_path: Path, whole: Path, options: tuple[objec
     assert digest(tmp_path / "out") == digest(whole)
 
 
-@pytest.mark.sample(
-    "--tp-out4--pp-out3--toranks", "--tp-out2--tovllm", "--renamemodel.*=core.*", "--memory4MiB--workers1", "--manifest"
-)
+@pytest.mark.sample("--tp-out4--pp-out3--toranks", "--renamemodel.*=core.*", "--manifest")
 @pytest.mark.parametrize(
     "options",
     [

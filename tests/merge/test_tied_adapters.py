@@ -33,6 +33,7 @@ def adapter(folder: Path, tensors: dict[str, np.ndarray[Any, np.dtype[Any]]], *,
     return folder
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD])
 def test_one_that_is_replaced_is_set_apart(tmp_path: Path, name: str) -> None:
     source, trained = base(tmp_path / "base"), RNG.standard_normal((19, 8))
@@ -49,6 +50,7 @@ def test_one_that_is_replaced_is_set_apart(tmp_path: Path, name: str) -> None:
             assert np.array_equal(written[n][:19], trained.astype(np.float32) if n == name else before)
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("stored", [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)])
 def test_kept_tied_where_the_adapter_has_both(tmp_path: Path, stored: tuple[str, ...]) -> None:
     """``ensure_weight_tying`` is a wish: PEFT saves both of a pair that it tied, and one where it could not (GPT-2)."""

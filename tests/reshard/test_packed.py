@@ -288,6 +288,7 @@ def moe(kind: Kind) -> tuple[Tensors, dict[str, Any]]:
     return out, config
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[4], KINDS[9]], ids=str)
 def test_experts_are_cut_alike(kind: Kind, tmp_path: Path) -> None:
     tensors, config = moe(kind)

@@ -84,6 +84,7 @@ def test_vllm_state_back(tmp_path: Path) -> None:
     assert weights(tmp_path / "hf").keys() == weights(source).keys()
 
 
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("tp", [1, 4, 8])
 def test_vllm_state_for_other_ranks(tp: int, tmp_path: Path) -> None:
     """From vLLM's two ranks and from the source, the same."""

@@ -32,6 +32,7 @@ def out_and_back(model: Model, at: Path, *options: object) -> Path:
     return at / "out"
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_trtllm_has_the_sizes_of_a_nested_config(name: str, tmp_path: Path) -> None:
     model = MODELS[name]
@@ -67,6 +68,7 @@ def test_vllm_stores_a_tied_head_of_gpt_neox_once(tmp_path: Path) -> None:
     assert_same(read_all(tmp_path / "back"), tensors)
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("target", ["vllm", "trtllm"])
 def test_uneven_stages_stay_uneven(target: str, tmp_path: Path) -> None:
     """Neither format says how many layers a stage has; its ranks do."""
@@ -108,6 +110,7 @@ def test_a_tied_embedding_that_is_whole_is_on_the_last_stage_too(tmp_path: Path)
         assert b"embed_tokens.weight" in path.read_bytes()
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("nest", [False, True])
 def test_a_square_head_of_paddlenlp_comes_back(nest: bool, tmp_path: Path) -> None:
     """It is [hidden, vocab] there, also under names that do not begin with the model's type."""

@@ -111,6 +111,7 @@ JOBS: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.sample("inspect", "to tp 8, ep 8", "drop-keys", "fp8-cast")
 @pytest.mark.parametrize("job", JOBS)
 def test_calls_grow_as_the_tensors_do(job: str, models: dict[str, tuple[Sized, Sized]], warm: dict[str, Path]) -> None:
     kind, do = JOBS[job]
@@ -181,7 +182,7 @@ def test_memory_of_a_box(models: dict[str, tuple[Sized, Sized]]) -> None:
     """What a plan keeps of one copy more: five numbers, and no tuple."""
     (path, _), _ = models["bf16"]
     sizes, boxes = [], []
-    for n in (1, 16):
+    for n in (1, 8):
         gc.collect()
         tracemalloc.start()
         units = prepare(path, OpenOptions(), Target(format="vllm", tp=n)).plan.units

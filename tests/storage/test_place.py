@@ -34,6 +34,7 @@ def written(root: Path) -> dict[str, bytes]:
 QUESTIONS = [[], ["--json"], ["--ranks"], ["--stats"]]
 
 
+@pytest.mark.sample("safetensors", "torch", "quantised moments")
 @pytest.mark.parametrize(("at", "case"), list(enumerate(CASES)), ids=CASES)
 def test_other_places_give_what_files_give(at: int, case: str, tmp_path: Path) -> None:
     name, options = CASES[case]

@@ -63,6 +63,7 @@ def written(plan: Plan) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
     return out
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(
     ("name", "target"),
     [
