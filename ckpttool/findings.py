@@ -13,6 +13,8 @@ from ckpttool.storage.place import Place
 from ckpttool.words import count
 
 ERROR, WARNING, INFO = "error", "warning", "info"
+INERT, REFUSED, DANGEROUS = "inert", "refused", "dangerous"
+"""What weights are made of; what loaders of weights refuse; what runs commands or code when it is called."""
 
 CHECKPOINT = {
     "unreadable": ERROR,
@@ -158,3 +160,36 @@ class CheckResult:
     def add(self, id_: str, text: str, where: object = "", hint: str | None = None) -> None:
         """Report a finding."""
         self.findings.append(Finding(id_, text, str(where), hint or ""))
+
+
+class Import(NamedTuple):
+    """A global that the pickles of a file name."""
+
+    file: str
+    """Below the source, or the name of the source."""
+    member: str
+    """Of a zip; "" in a plain pickle. ``@4096 archive/data.pkl`` is in the zip that begins at that byte of the file."""
+    offset: int
+    """Byte of the member, or of the file, at which it is named first."""
+    name: str
+    """``os.system``; ``?`` for one that is worked out."""
+    times: int
+    verdict: str
+    """``inert``, ``refused`` or ``dangerous``."""
+
+
+@dataclass(slots=True)
+class ImportsResult:
+    """What pickles would import when somebody loads them."""
+
+    path: Place
+    found: list[Import] = field(default_factory=list)
+    """By file, in the order in which it names them."""
+    files: int = 0
+    """Pickles that were looked at."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is dangerous."""
+        return all(i.verdict != DANGEROUS for i in self.found)

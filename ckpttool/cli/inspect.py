@@ -33,6 +33,9 @@ class Views:
         None
     )
     metadata: Annotated[bool, flag("--metadata", "Metadata in the files' headers.")] = False
+    imports: Annotated[
+        bool, flag("--imports", "What the pickles in SRC would import; exit 3 when one is dangerous.")
+    ] = False
     check: Annotated[
         bool, flag("--check", "Look for problems, and prove a manifest's checksums; exit 3 on an error.")
     ] = False

@@ -8,15 +8,20 @@ else's choice, which runs as soon as the file is loaded without a restriction.
 
 Strings are followed through the stack and the memo, because STACK_GLOBAL takes its names from there; what cannot be
 followed is reported as "?". Arguments of any size are passed over. The opcodes are those of CPython's pickletools.
+A file may be several pickles, a zip of torch.save, or many zips (shards of torch.distributed.checkpoint).
 """
 
 from __future__ import annotations
 
 import io
 import pickletools
+import re
+import struct
 import zipfile
+import zlib
 from collections.abc import Generator, Iterator
-from typing import IO, Any
+from contextlib import suppress
+from typing import IO, Any, NamedTuple
 
 from ckpttool.storage.place import Place
 
@@ -38,7 +43,8 @@ SAFE = frozenset(
         "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3",
         "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
         "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor",
-        "torch._utils._rebuild_meta_tensor_no_storage", "torch._tensor._rebuild_from_type_v2",
+        "torch._utils._rebuild_meta_tensor_no_storage", "torch._utils._rebuild_wrapper_subclass",
+        "torch._tensor._rebuild_from_type_v2",
         "torch.nn.parameter.Parameter", "torch.serialization._get_layout", "torch.ByteTensor",
         *(f"torch.{n}Storage" for n in (
             "Double", "Float", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool", "BFloat16", "ComplexDouble",
@@ -60,7 +66,12 @@ _RECORDS = frozenset(
         "torch.distributed._shard.sharded_tensor.metadata", "paddle.distributed.flex_checkpoint.dcp.metadata",
         "paddle.distributed.checkpoint.metadata", "paddle.base.libpaddle", "transformers.training_args",
         "transformers.trainer_utils", "transformers.trainer_callback", "transformers.trainer_pt_utils",
-        "accelerate.state", "accelerate.utils.dataclasses", "paddlenlp.trainer.training_args",
+        "accelerate.state",
+        "torch.distributed.tensor", "torch.distributed.tensor._dtensor_spec",
+        "torch.distributed.tensor.placement_types", "torch.distributed.device_mesh", "torch.distributed._mesh_layout",
+        "bytecheckpoint.checkpointer.meta_type", "megatron.core.enums", "megatron.core.transformer.enums",
+        "deepspeed.runtime.zero.config", "deepspeed.runtime.fp16.loss_scaler", "deepspeed.utils.tensor_fragment",
+        "accelerate.utils.dataclasses", "paddlenlp.trainer.training_args",
         "paddlenlp.trainer.trainer_utils", "paddlenlp.trainer.trainer_callback",
         "paddleformers.trainer.training_args", "paddleformers.trainer.trainer_utils",
         "paddleformers.trainer.trainer_callback",
@@ -86,34 +97,63 @@ _OPCODES = {ord(o.code): o for o in pickletools.opcodes}
 _STRINGS = frozenset(
     {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"}
 )
+_NAMING = frozenset({"GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"})
 _ZIP = b"PK\x03\x04"
 _CHUNK = 1 << 16
+_MAX_PASSED = 1 << 30
+"""Bytes of a compressed member that are passed over: a pickle names what it needs long before."""
+_MAX_ZIPS = 1 << 16
+"""In one file."""
+_NAME = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_FULL = 0xFFFFFFFF
+
+
+class Named(NamedTuple):
+    """A global that a file's pickles name; ``ckpttool.findings.Import`` says what the fields are."""
+
+    name: str
+    member: str
+    offset: int
+    times: int
 
 
 def imports(path: Place) -> tuple[str, ...]:
-    """The globals of all pickles in a file that weights do not need, dangerous ones first.
+    """The globals of all pickles in a file that weights do not need, dangerous ones first. Raises OSError."""
+    found = {i.name for i in named(path) if not is_safe(i.name)}
+    return tuple(sorted(found, key=lambda n: (not is_dangerous(n), n)))
 
-    A plain pickle, several one behind another (torch before 1.6), or a zip with ``.pkl`` in it (torch). () for a file
+
+def named(path: Place) -> list[Named]:
+    """Every global of all pickles in a file, in the order in which it names them; each once for a member.
+
+    A plain pickle, several one behind another (torch before 1.6), zips with ``.pkl`` in them (torch). [] for a file
     that is none of these. Raises OSError.
     """
-    found: dict[str, None] = {}
+    found: dict[tuple[str, str], Named] = {}
     with path.open("rb") as f:
         head = f.read(4)
         f.seek(0)
-        for stream in _members(f) if head == _ZIP else [f] if head[:1] == b"\x80" or path.suffix == ".pkl" else []:
-            for name in walk(stream):
-                if not is_safe(name):
-                    found.setdefault(name)
+        for member, stream in _zips(f) if head == _ZIP else [("", f)]:
+            for name, offset in walk(stream):
+                if not (head == _ZIP or head[:1] == b"\x80" or path.suffix == ".pkl") and not (
+                    _NAME.fullmatch(name) and is_dangerous(name)
+                ):
+                    continue  # nothing says that this is a pickle: any bytes name something
+                first = found.get((name, member), Named(name, member, offset, 0))
+                found[name, member] = first._replace(times=first.times + 1)
                 if len(found) >= MAX_NAMES:
-                    break
-    return tuple(sorted(found, key=lambda n: (not is_dangerous(n), n)))
+                    return list(found.values())
+    return list(found.values())
 
 
 def is_safe(name: str) -> bool:
     """Whether a global is one that weights need."""
     plain = name.replace("__builtin__.", "builtins.", 1)
     module, _, name = plain.rpartition(".")
-    return plain in SAFE or (module in _RECORDS and name.lstrip("_")[:1].isupper())
+    return plain in SAFE or (module in _RECORDS and (name.lstrip("_")[:1].isupper() or name == "fragment_address"))
 
 
 def is_dangerous(name: str) -> bool:
@@ -127,34 +167,98 @@ def _parents(module: str) -> Iterator[str]:
     return (".".join(parts[: i + 1]) for i in range(len(parts)))
 
 
-def _members(f: IO[bytes]) -> Iterator[IO[bytes]]:
+def _zips(f: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
+    """Pickles in the zips that lie one behind another in a file, the last zip first: each says how long it is."""
+    end = f.seek(0, io.SEEK_END)
+    for _ in range(_MAX_ZIPS):
+        begin = _begin(f, end)
+        for name, stream in _members(_Slice(f, begin, end) if begin else f):
+            yield f"@{begin} {name}" if begin else name, stream
+        if not begin:
+            return
+        end = begin
+
+
+def _begin(f: IO[bytes], end: int) -> int:
+    """The byte at which the zip begins that ends at byte ``end``; 0 where that is not clear."""
+    f.seek(max(0, end - _END.size - _LOCATOR.size - _END64.size))
+    tail = f.read(end - f.tell())
+    if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\x05\x06":
+        return 0
+    directory, (size, start) = end - _END.size, _END.unpack(tail[-_END.size :])[5:7]
+    if _FULL in (size, start) or tail[-_END.size - _LOCATOR.size :][:4] == b"PK\x06\x07":
+        if len(tail) < _END64.size + _LOCATOR.size + _END.size or tail[:4] != b"PK\x06\x06":
+            return 0
+        directory, (size, start) = end - len(tail), _END64.unpack_from(tail)[8:10]
+    begin: int = directory - size - start
+    if begin <= 0:
+        return 0
+    f.seek(begin)
+    return begin if f.read(4) == _ZIP else 0
+
+
+class _Slice(io.RawIOBase):
+    """Bytes ``begin`` to ``end`` of a file, as a file."""
+
+    def __init__(self, f: IO[bytes], begin: int, end: int) -> None:
+        super().__init__()
+        self._file, self._begin, self._size, self._at = f, begin, end - begin, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._begin + self._at)
+        data = self._file.read(max(0, min(len(buffer), self._size - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _members(f: IO[bytes] | _Slice) -> Iterator[tuple[str, IO[bytes]]]:
     """Pickles in a zip."""
-    try:
-        with zipfile.ZipFile(f) as archive:
-            for info in archive.infolist():
-                if info.filename.endswith(".pkl"):
-                    with archive.open(info) as member:
-                        yield member
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError):
-        return  # nothing can load it either
+    # What zipfile cannot open, nothing can load either.
+    with (
+        suppress(zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError),
+        zipfile.ZipFile(f) as archive,
+    ):
+        for info in archive.infolist():
+            if info.filename.endswith(".pkl"):
+                with archive.open(info) as member:
+                    yield info.filename, member
 
 
 class _Mark:
     pass
 
 
-def walk(stream: IO[bytes]) -> Iterator[str]:
-    """The globals of all pickles that lie one behind another in a stream; it ends where there is no pickle any more."""
+def walk(stream: IO[bytes]) -> Iterator[tuple[str, int]]:
+    """(name, byte) of the globals of all pickles that lie one behind another in a stream; it ends where there is no
+    pickle any more."""
     while True:
         try:
             more = yield from _one(stream)
-        except (EOFError, ValueError, IndexError):
+        except (EOFError, ValueError, IndexError, zipfile.BadZipFile, zlib.error):
+            return
+        except _TooLongError:
+            yield UNKNOWN, stream.tell()
             return
         if not more:
             return
 
 
-def _one(stream: IO[bytes]) -> Generator[str, None, bool]:
+class _TooLongError(Exception):
+    """More bytes than are passed over."""
+
+
+def _one(stream: IO[bytes]) -> Generator[tuple[str, int], None, bool]:
     """One pickle. Returns whether another one may follow. Raises ValueError, IndexError and EOFError for none."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
@@ -165,15 +269,16 @@ def _one(stream: IO[bytes]) -> Generator[str, None, bool]:
         op = _OPCODES.get(code[0])
         if op is None:
             raise ValueError(code)
+        at = stream.tell() - 1 if op.name in _NAMING else 0
         argument = _argument(stream, op)
         if op.name in ("GLOBAL", "INST"):
-            yield ".".join(str(argument).split(" ", 1))
+            yield ".".join(str(argument).split(" ", 1)), at
         elif op.name == "STACK_GLOBAL":
             module, name = stack[-2:] if len(stack) > 1 else (None, None)
             known = isinstance(module, str) and isinstance(name, str)
-            yield f"{module}.{name}" if known else UNKNOWN
+            yield f"{module}.{name}" if known else UNKNOWN, at
         elif op.name in ("EXT1", "EXT2", "EXT4"):
-            yield UNKNOWN
+            yield UNKNOWN, at
         elif op.name == "STOP":
             return True
         if op.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
@@ -190,7 +295,7 @@ def _one(stream: IO[bytes]) -> Generator[str, None, bool]:
             stack.append(argument)
         else:
             stack += [_Mark if kind is pickletools.markobject else None for kind in op.stack_after]
-    yield UNKNOWN
+    yield UNKNOWN, stream.tell()
     return False
 
 
@@ -253,8 +358,12 @@ def _pass(stream: IO[bytes], n: int) -> None:
             raise EOFError
         stream.seek(at + n)
         return
-    while n:
-        part = stream.read(min(n, _CHUNK))
+    end = min(n, _MAX_PASSED)
+    n -= end
+    while end:
+        part = stream.read(min(end, _CHUNK))
         if not part:
             raise EOFError
-        n -= len(part)
+        end -= len(part)
+    if n:
+        raise _TooLongError

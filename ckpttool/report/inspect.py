@@ -20,7 +20,7 @@ from ckpttool.storage.place import resolved
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
-    from ckpttool.findings import CheckResult, Finding
+    from ckpttool.findings import CheckResult, Finding, Import, ImportsResult
     from ckpttool.ops.inspect.answer import TensorStats, Totalled, View
     from ckpttool.ops.inspect.diff import Changed, DiffResult
     from ckpttool.ops.inspect.holdings import Layout
@@ -34,9 +34,11 @@ BAR = 50
 """Characters of the longest bar of a histogram."""
 
 
-def show_inspect(answer: View | CheckResult | DiffResult, *, as_json: bool, quiet: bool = False) -> None:
+def show_inspect(
+    answer: View | ImportsResult | CheckResult | DiffResult, *, as_json: bool, quiet: bool = False
+) -> None:
     """Print what ``ops.inspect`` answered; ``quiet`` leaves notes out."""
-    from ckpttool.findings import CheckResult
+    from ckpttool.findings import CheckResult, ImportsResult
     from ckpttool.ops.inspect.answer import LayoutView, TensorListing, TensorSlices, TensorStats, Totalled, View
 
     if not as_json and not quiet:
@@ -59,6 +61,8 @@ def show_inspect(answer: View | CheckResult | DiffResult, *, as_json: bool, quie
         show_total(answer, as_json=as_json, quiet=quiet)
     elif isinstance(answer, TensorSlices):
         show_slices(answer.listing, answer.slices, as_json=as_json)
+    elif isinstance(answer, ImportsResult):
+        show_imports(answer, as_json=as_json, quiet=quiet)
     elif isinstance(answer, CheckResult):
         show_check(answer, as_json=as_json, quiet=quiet)
     elif not isinstance(answer, View):
@@ -506,6 +510,29 @@ def show_check(result: CheckResult, *, as_json: bool, quiet: bool = False) -> No
         text.write("\n")
     checked = ", ".join(count(n, what, f"{what}s") for what, n in result.checked.items())
     text.write(f"{plain(str(result.path))}: {counted(result)}\nchecked {checked}\n")
+
+
+def show_imports(result: ImportsResult, *, as_json: bool, quiet: bool = False) -> None:
+    """Every global, dangerous ones first; in a table those that several files name are one line."""
+    order = ("dangerous", "refused", "inert")
+    if as_json:
+        found = [pick(i, "file member? offset global=name times verdict") for i in result.found]
+        said = {"schema": SCHEMA, "view": "imports", "path": str(result.path), **pick(result, "ok files notes")}
+        dump({**said, "imports": found}, entries=len(found))
+        return
+    together: dict[tuple[str, str], list[Import]] = {}
+    for i in result.found:
+        together.setdefault((i.verdict, i.name), []).append(i)
+    rows = []
+    for (verdict, name), same in sorted(together.items(), key=lambda item: order.index(item[0][0])):
+        place = ":".join([same[0].file, *filter(None, [same[0].member]), str(same[0].offset)])
+        more = f" and {len(same) - 1:,} more" if len(same) > 1 else ""
+        rows.append((verdict, plain(name), sum(i.times for i in same), plain(place) + more))
+    if rows:
+        table(("verdict", "global", "times", "where"), rows, names=3)
+    if not quiet:
+        sums = [f"{sum(v == verdict for v, _ in together):,} {verdict}" for verdict in order]
+        text.write(f"{plain(str(result.path))}: {count(result.files, 'pickle')}, {', '.join(sums)}\n")
 
 
 def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None:

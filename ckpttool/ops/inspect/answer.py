@@ -18,7 +18,7 @@ from ckpttool.storage.place import Place, number, parse_place, source_files
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
-    from ckpttool.findings import CheckResult
+    from ckpttool.findings import CheckResult, ImportsResult
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.total import Total
@@ -40,6 +40,7 @@ class InspectRequest:
     digest: bool = False
     total: bool = False
     """With ``digest``: one for everything."""
+    imports: bool = False
     check: bool = False
     diff: Place | None = None
     values: bool = False
@@ -107,8 +108,9 @@ class TensorSlices(View):
 
 def inspect(
     src: str | Place, options: OpenOptions, question: InspectRequest, progress: Progress | None = None
-) -> View | CheckResult | DiffResult:
-    """Look into ``src``. ``ok`` of the answer is False when a check found an error or two checkpoints differ.
+) -> View | ImportsResult | CheckResult | DiffResult:
+    """Look into ``src``. ``ok`` of the answer is False when a check found an error, a pickle is dangerous or two
+    checkpoints differ.
 
     Raises UsageError for a question that makes no sense, CorruptError when what is looked at changes meanwhile, and
     what ``open_checkpoint`` raises.
@@ -130,7 +132,11 @@ def inspect(
 
 def _answer(
     src: str | Place, options: OpenOptions, question: InspectRequest, progress: Progress | None
-) -> View | CheckResult | DiffResult:
+) -> View | ImportsResult | CheckResult | DiffResult:
+    if question.imports:
+        from ckpttool.ops.inspect.imports import list_imports
+
+        return list_imports(src)
     if question.check:
         from ckpttool.execute import NoProgress
         from ckpttool.ops.inspect.check import check
@@ -195,6 +201,7 @@ def _sensible(question: InspectRequest) -> None:
         "--metadata": question.metadata,
         "--show": bool(question.show),
         "--stats, --hist and --hash": question.reads_values,
+        "--imports": question.imports,
         "--check": question.check,
         "--diff": question.diff is not None,
     }
@@ -214,13 +221,13 @@ def _sensible(question: InspectRequest) -> None:
     if question.depth is not None and chosen:
         raise UsageError(f"--depth belongs to the tree, not to {chosen[0]}")
     choice = question.choice
-    if choice.components and (question.show or question.files or question.metadata):
+    if choice.components and (question.show or question.files or question.metadata or question.imports):
         raise UsageError(
             f"--only does not apply to {chosen[0]}", hint="--list --only COMPONENT shows which files it lies in"
         )
     if choice.components and question.check and not question.values:
         raise UsageError("--only with --check says whose elements --values reads", hint="add --values")
-    if (question.check or question.show or question.files or question.metadata) and (
+    if (question.check or question.show or question.files or question.metadata or question.imports) and (
         choice.patterns or choice.dtypes or choice.min_size
     ):
         raise UsageError(f"{chosen[0]} looks at a whole checkpoint or at what it names; filters do not apply")

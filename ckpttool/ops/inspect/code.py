@@ -23,7 +23,7 @@ CONFIGS = (
     "video_preprocessor_config.json",
     "generation_config.json",
 )
-_PICKLES = (*PICKLES, ".pkl", ".pickle", ".joblib", ".metadata")
+PICKLE_SUFFIXES = (*PICKLES, ".pkl", ".pickle", ".joblib", ".metadata")
 GENERATE = "custom_generate/generate.py"
 """What ``generate()`` runs in place of its own decoding."""
 
@@ -37,14 +37,14 @@ def code_findings(listing: Listing, proven: Collection[Place] = ()) -> Iterator[
 
     for name in listing.names:
         path = listing.path(name)
-        if not name.endswith(_PICKLES) or path in proven:
+        if not name.endswith(PICKLE_SUFFIXES) or path in proven:
             continue
         try:
             found = imports(path)
         except OSError:
             continue
         bad = [n for n in found if is_dangerous(n)]
-        if bad and not _is_proven(path):
+        if bad and not is_paddles(path):
             text = f"{name} calls {_named(bad)} when it is loaded"
             yield Finding("pickle-code", text, str(path), "do not load it; torch.load(weights_only=True) refuses it")
         elif found and not bad:
@@ -64,7 +64,7 @@ def _named(names: Collection[str]) -> str:
     return some(["a function whose name it works out" if n == UNKNOWN else f"`{n}`" for n in names], 2)
 
 
-def _is_proven(path: Place) -> bool:
+def is_paddles(path: Place) -> bool:
     """Whether it is a pickle of Paddle's, which spell an array with ``eval``: our reader takes that form only."""
     from ckpttool.containers.paddle_pickle import read_pickle
 

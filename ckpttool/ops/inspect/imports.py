@@ -1,0 +1,54 @@
+"""What the pickles of a source would import when somebody loads them: every global, where it is named, and a verdict.
+
+It is found by reading opcodes: nothing is imported, run or unpickled. SRC need not be a checkpoint that can be read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckpttool.containers.pickle_imports import Named, is_dangerous, is_safe, named
+from ckpttool.findings import DANGEROUS, INERT, REFUSED, Import, ImportsResult
+from ckpttool.ops.inspect.code import PICKLE_SUFFIXES, is_paddles
+from ckpttool.storage.listing import list_source
+from ckpttool.storage.place import Place, parse_place, walk
+
+_ZIP = b"PK\x03\x04"
+_HEADS = (_ZIP, *(bytes((0x80, protocol)) for protocol in range(2, 6)))
+"""How zips begin, and pickles that say so."""
+
+
+def list_imports(src: str | Place) -> ImportsResult:
+    """Look at every pickle in a directory and below, or at one file. Raises UsageError when there is none such."""
+    path = parse_place(src)
+    alone = path.is_file()
+    root = path.parent if alone else list_source(path).root
+    out = ImportsResult(path)
+    for name in [path.name] if alone else sorted(walk(root)):
+        place = root / name
+        try:
+            with place.open("rb") as f:
+                head = f.read(4)
+            if not (_is_pickle(name) or head.startswith(_HEADS)):
+                continue
+            found = named(place)
+        except OSError as e:
+            out.notes.append(f"{name} cannot be read: {e.strerror}")
+            continue
+        out.files += 1
+        # Paddle's pickles spell an array with `eval` of a text that their reader knows: it takes that form only.
+        sound = any(is_dangerous(n.name) for n in found) and is_paddles(place)
+        out.found += [Import(name, n.member, n.offset, n.name, n.times, _verdict(n, sound=sound)) for n in found]
+        if head == _ZIP and not found:
+            out.notes.append(f"{name}: no pickle is found in this zip, which may be cut off")
+    return out
+
+
+def _verdict(found: Named, *, sound: bool) -> str:
+    if is_dangerous(found.name):
+        return INERT if sound else DANGEROUS
+    return INERT if is_safe(found.name) else REFUSED
+
+
+def _is_pickle(name: str) -> bool:
+    return Path(name).suffix in PICKLE_SUFFIXES or Path(name).name == ".metadata"
