@@ -1,0 +1,299 @@
+"""Checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3 and of its BF16_Optimizer, and those without ZeRO. Only read.
+
+    DIR/latest, DIR/TAG/mp_rank_00_model_states.pt             see zero_files
+    DIR/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   one for each data-parallel rank
+      optimizer_state_dict
+        zero_stage, partition_count                            absent in BF16_Optimizer's; number of ranks
+        single_partition_of_fp32_groups   [1-D, ...]           stages 1, 2: this rank's part of each group's vector
+        base_optimizer_state              {state: {g: {exp_avg: 1-D, step, ...}}, param_groups}
+        group_paddings                    [n, ...]             elements at the end of the part that are padding
+        param_alignment_paddings          [[n, ...], ...]      behind each parameter (since 0.19.7)
+        param_slice_mappings              [{name: address}]    the same said of this rank's part (since 0.7)
+        fp32_flat_groups                  [1-D, ...]           stage 3: this rank's part of each sub-group
+        optimizer_state_dict              {state: {i: ...}, param_groups}
+
+See zero_partitions for which elements a rank holds. The model's weights are `module` in stages 1 and 2. In stage 3 they
+are the masters, rounded to the dtype of the empty tensor in `module`.
+
+Source: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, deepspeed/runtime/bf16_optimizer.py,
+deepspeed/utils/zero_to_fp32.py (DeepSpeed 0.19.8).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from ckpttool.catalog import FlatShard, Key, StoredTensor
+from ckpttool.containers.pickle import Record, printable
+from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_zip import TorchFile, read_torch
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats import base
+from ckpttool.formats.torch import zero_files
+from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates, Numbers
+from ckpttool.formats.torch.zero_partitions import Held, Partitions, Rank, partitions_of, stage_of
+from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import DataFile
+from ckpttool.words import count, some
+
+POINTER = "latest"
+_OPTIM_STATES = re.compile(r"(?P<kind>(?:[a-z0-9]+_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt\Z")
+_SCRIPT = "zero_to_fp32.py"
+_PUBLISHED = re.compile(r".*\.safetensors|.*\.index\.json|pytorch_model.*\.bin")
+"""Weights for everyone that a trainer puts beside its state: these are the model then."""
+_STEP = "step"
+
+
+class DeepSpeed:
+    """ZeRO checkpoints."""
+
+    name = "deepspeed"
+    dialect = "hf"
+    capabilities = base.Capabilities(
+        components=("model", "master_weights", "optimizer"),
+        views=True,
+        states="torch",
+        instead="--to universal writes what every ZeRO stage and number of ranks loads",
+    )
+
+    def detect(self, listing: Listing) -> int:
+        if listing.single or any(_PUBLISHED.fullmatch(n) for n in listing.names):
+            return 0
+        here = is_save(listing) or (POINTER in listing.names and _SCRIPT in listing.names)
+        return 2 if here or zero_files.saves(listing, is_save) else 0
+
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
+        """Raises IncompleteError (files, or elements of a parameter, are missing), ConflictError (files do not fit
+        together), CorruptError (a file is not what its name says), UnsupportedError (other kinds of parallelism).
+        """
+        base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
+        save, note = zero_files.one_save(listing, POINTER, is_save)
+        config, companions, notes = zero_files.config_of(listing, save)
+        reader = _Reader(save)
+        reader.read()
+        return base.StoredCheckpoint(
+            self.name,
+            listing.root,
+            reader.files,
+            reader.tensors,
+            Mesh(),
+            config=config,
+            companions=companions,
+            notes=[*([note] if note else []), *notes, *reader.notes],
+            shards=reader.shards,
+            dtypes=reader.dtypes,
+            sharding=max(1, len(reader.ranks)),
+            native=reader.scaler,
+            training=reader.training,
+        )
+
+
+def is_save(listing: Listing) -> bool:
+    """Whether a directory holds the files of one save, and not those of a universal one."""
+    named = any(_OPTIM_STATES.match(n) or MODEL_STATES.match(n) for n in listing.names)
+    return named and not zero_files.has_folder(listing, "zero")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """One save while it is read."""
+
+    save: Listing
+    files: list[DataFile] = field(default_factory=list)
+    tensors: list[StoredTensor] = field(default_factory=list)
+    shards: list[tuple[FlatShard, ...]] = field(default_factory=list)
+    dtypes: dict[Key, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    ranks: list[Rank] = field(default_factory=list)
+    training: base.Training | None = None
+    scaler: Record | None = None
+    """Of the loss, in training with float16."""
+
+    def read(self) -> None:
+        zero_files.refuse_others(self.save)
+        optim = self._optim_files()
+        for rank, name in enumerate(optim):
+            self._open(rank, name)
+        count_of = self._world(len(optim))
+        stage3 = bool(optim) and stage_of(self.ranks[0].state) == 3
+        names = [f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(count_of)] if stage3 else []
+        self._all_there(names or ["mp_rank_00_model_states.pt"])
+        states = zero_files.read_model_states(self.save.path(names[0] if names else "mp_rank_00_model_states.pt"))
+        file = self._file(states.file)
+        if optim and not states.groups:
+            raise UnsupportedError(
+                "the model states have no `param_shapes`, which say where each parameter lies",
+                where=states.path,
+                hint="load the checkpoint with DeepSpeed 0.4 or newer, and save it again",
+            )
+        frozen = self._frozen(states, file, names) if stage3 else {}
+        partitions = partitions_of(self.ranks, states.groups, stage3=stage3) if optim else None
+        masters = self._whole(partitions.masters()) if partitions else {}
+        self._emit(zero_files.model_weights(states, file, masters | frozen, self.dtypes), masters)
+        left = self._optimizer(partitions) if partitions else []
+        self._train(states, partitions, left)
+
+    # Files.
+
+    def _optim_files(self) -> list[str]:
+        """Names of the optimizer's files by rank. Raises ConflictError for those of two saves."""
+        found: dict[str, dict[int, str]] = {}
+        for name in self.save.names:
+            if m := _OPTIM_STATES.match(name):
+                if int(m["mp"]):
+                    zero_files.refuse_tensor_parallel(self.save.path(name))
+                found.setdefault(m["kind"], {})[int(m["dp"])] = name
+        if len(found) > 1:
+            raise ConflictError(
+                "the optimizer's files of two saves lie in one directory",
+                where=[str(self.save.path(next(iter(names.values())))) for names in found.values()],
+                hint="move those of the other save away",
+            )
+        ((kind, named),) = found.items() if found else (("", dict[int, str]()),)
+        ranks = range(len(named))
+        self._all_there([f"{kind}zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in ranks if r not in named])
+        return [named[r] for r in range(len(named))]
+
+    def _all_there(self, wanted: Sequence[str]) -> None:
+        """Raises IncompleteError naming the files of ranks that are missing."""
+        missing = [n for n in wanted if n not in self.save.names]
+        if missing:
+            raise IncompleteError(
+                f"{count(len(missing), 'file')} {'is' if len(missing) == 1 else 'are'} missing: {some(missing, 8)}",
+                where=str(self.save.root),
+                hint="each node saves the files of its own ranks: bring them together in one directory",
+            )
+
+    def _open(self, rank: int, name: str) -> None:
+        torch = read_torch(self.save.path(name))
+        state = torch.value.get("optimizer_state_dict") if isinstance(torch.value, dict) else None
+        if not isinstance(state, dict):
+            raise CorruptError("there is no `optimizer_state_dict` in it", where=str(torch.info.place))
+        if "ds_zero_partition_groups" in state:
+            raise UnsupportedError(
+                "its parameters are shared out over several groups of ranks (AutoEP)",
+                where=str(torch.info.place),
+                hint="convert it with DeepSpeed's ds_to_universal",
+            )
+        self.ranks.append(Rank(self._file(torch), torch, state))
+
+    def _file(self, torch: TorchFile) -> int:
+        self.files.append(torch.info)
+        return len(self.files) - 1
+
+    def _world(self, here: int) -> int:
+        """How many ranks the optimizer was shared out to. Raises IncompleteError and ConflictError."""
+        if not here:
+            return 0
+        said = self.ranks[0].state.get("partition_count")
+        counts = set(said) if isinstance(said, list) else {said}
+        if len(counts) > 1:
+            raise UnsupportedError(
+                f"its groups are shared out over {some(sorted(map(str, counts)))} ranks: this is expert parallelism",
+                where=self.ranks[0].path,
+                hint="gather the experts in DeepSpeed (save_16bit_model), and give what it writes",
+            )
+        (world,) = counts or {None}
+        if type(world) is int and world > here:
+            first = self.save.root / f"...zero_pp_rank_{here}_mp_rank_00_optim_states.pt"
+            raise IncompleteError(
+                f"{world - here} of {world} optimizer files are missing: those of the ranks from {here} on",
+                where=str(first),
+                hint="each node saves the files of its own ranks: bring them together in one directory",
+            )
+        if type(world) is int and world != here:
+            raise ConflictError(
+                f"there are optimizer files of {here} ranks, but they say that there are {world}",
+                where=str(self.save.root),
+                hint="a save of more ranks was overwritten by one of fewer; move the files of higher ranks away",
+            )
+        return here
+
+    # Tensors.
+
+    def _emit(self, weights: Sequence[StoredTensor], masters: Mapping[str, StoredTensor]) -> None:
+        """The model, and the masters of parameters that are no float32 numbers themselves."""
+        self.tensors += weights
+        dtypes = {t.name: self.dtypes.get(Key(t.name), t.dtype) for t in weights}
+        for name, master in masters.items():
+            if dtypes.get(name) != master.dtype:
+                self.tensors.append(master._replace(component="master_weights"))
+        if self.dtypes:
+            rounded = ", ".join(sorted(set(self.dtypes.values())))
+            self.notes.append(f"model weights are master_weights rounded to {rounded}")
+
+    def _whole(self, found: Iterable[Held]) -> dict[str, StoredTensor]:
+        """Tensors by their parameters. Raises IncompleteError."""
+        out = {}
+        for name, shape, pieces in found:
+            tensor = zero_files.joined(name, shape, pieces, self.shards)
+            if tensor is None:
+                raise IncompleteError(
+                    f"the ranks hold {sum(p.stored.shape[0] for p in pieces):,} of the {prod(shape):,} elements of"
+                    f" `{printable(name)}`",
+                    where=str(self.save.root),
+                    hint="the files are not of one save",
+                )
+            out[name] = tensor
+        return out
+
+    def _optimizer(self, partitions: Partitions) -> list[str]:
+        """What the optimizer keeps of each parameter; returns the names of what cannot be told apart by parameters."""
+        states, left = partitions.states()
+        for state in states:
+            for tensor in self._whole(partitions.state(state)).values():
+                self.tensors.append(tensor._replace(component="optimizer", state=state))
+        numbers = Numbers(self.files)
+        for name, state, value, rank in partitions.numbers():
+            if isinstance(value, Tensor):
+                stored = rank.torch.place(value, name, rank.file)
+            else:
+                stored = numbers.place(value, rank.torch.info)
+            self.tensors.append(stored._replace(name=name, shape=(), strides=None, component="optimizer", state=state))
+        return left
+
+    def _frozen(self, states: ModelStates, first: int, names: Sequence[str]) -> dict[str, StoredTensor]:
+        """Frozen parameters of stage 3, of which every rank's model states hold a run."""
+        if not states.frozen:
+            return {}
+        runs: dict[str, list[FlatShard]] = {n: [] for n in states.frozen}
+        for rank, name in enumerate(names):
+            own = states if not rank else zero_files.read_model_states(self.save.path(name))
+            file = self._file(own.file) if rank else first
+            for frozen, shape in states.frozen.items():
+                tensor = own.fragments.get(frozen)
+                part, length = -(-prod(shape) // len(names)), prod(shape)
+                if tensor is None or tensor.shape != (part,) or own.frozen.get(frozen) != shape:
+                    raise ConflictError(
+                        f"the fragment of the frozen `{printable(frozen)}` is {_size(tensor)}, not {part:,} elements",
+                        where=own.path,
+                        hint="the files are not of one save",
+                    )
+                if (n := min(part, length - rank * part)) > 0:
+                    stored = own.file.place(tensor, frozen, file)
+                    runs[frozen].append(FlatShard(rank * part, stored._replace(shape=(n,))))
+        out = {}
+        for frozen, shape in states.frozen.items():
+            if (t := zero_files.joined(frozen, shape, runs[frozen], self.shards)) is not None:
+                out[frozen] = t
+        return out
+
+    def _train(self, states: ModelStates, partitions: Partitions | None, left: Sequence[str]) -> None:
+        scaler = self.ranks[0].state.get("loss_scaler") if self.ranks else None
+        self.scaler = scaler if isinstance(scaler, Record) else None
+        dynamic = self.scaler is not None and self.scaler.fields.get("dynamic")
+        more = {"loss_scaler": dict(self.scaler.fields)} if self.scaler is not None and dynamic else {}
+        self.training = zero_files.training_of(states, partitions.groups() if partitions else (), more)
+        if left:
+            what = f"state of the optimizer that is not one number for each element is left out: {some(left)}"
+            self.notes.append(what)
+        if self.training.left:
+            self.notes.append(f"not plain values, and left out: {some(self.training.left)}")
+
+
+def _size(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"{prod(tensor.shape):,}"
