@@ -42,6 +42,8 @@ from ckpttool.words import count, some
 
 POINTER = "latest"
 _OPTIM_STATES = re.compile(r"(?P<kind>(?:[a-z0-9]+_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt\Z")
+_OPTIMIZER = "optimizer"
+"""In the model states of a save without ZeRO."""
 _SCRIPT = "zero_to_fp32.py"
 _PUBLISHED = re.compile(r".*\.safetensors|.*\.index\.json|pytorch_model.*\.bin")
 """Weights for everyone that a trainer puts beside its state: these are the model then."""
@@ -291,8 +293,12 @@ class _Reader:
         if left:
             what = f"state of the optimizer that is not one number for each element is left out: {some(left)}"
             self.notes.append(what)
-        if self.training.left:
-            self.notes.append(f"not plain values, and left out: {some(self.training.left)}")
+        if objects := [n for n in self.training.left if n != _OPTIMIZER]:
+            self.notes.append(f"not plain values, and left out: {some(objects)}")
+        if _OPTIMIZER in self.training.left:
+            self.notes.append(
+                "the optimizer of a save without ZeRO is left out: its state has numbers, not names of parameters"
+            )
 
 
 def _size(tensor: Tensor | None) -> str:

@@ -252,7 +252,15 @@ class Stages12(Partitions):
         self.units = [_Unit(shapes, (i,)) for i, shapes in enumerate(self.groups_)]
         for unit in self.units:
             self._fits(unit)
-            self._agrees(unit)
+            if not self._round_robin():
+                self._agrees(unit)
+
+    def _round_robin(self) -> bool:
+        """Whether parameters were dealt out to the ranks in turn, which ``param_slice_mappings`` knows nothing of."""
+        value = self.ranks[0].torch.value
+        config = value.get("ds_config") if isinstance(value, dict) else None
+        zero = config.get("zero_optimization") if isinstance(config, dict) else None
+        return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
 
     def _fits(self, unit: _Unit) -> None:
         """Raises ConflictError unless the ranks' runs are the whole vector."""

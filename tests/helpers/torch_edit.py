@@ -1,0 +1,45 @@
+"""Files of torch.save with something changed: what a fixture holds, and what a careless or older writer would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckpttool.containers.pickle import Record
+from ckpttool.containers.pickle_write import Hole
+from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.containers.torch_zip import TorchFile, read_torch
+from tests.helpers.tensorfile import BYTES
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Let ``change`` work on the value of a file, and write the file anew; enums become numbers, other objects None."""
+    file = read_torch(path)
+    change(file.value)
+    data: dict[tuple[Any, ...], bytes] = {}
+    value = _plain(file, path.read_bytes(), file.value, (), data)
+    laid = lay_out_torch(value, "archive")
+    out = bytearray(laid.size)
+    for at, known in laid.literals:
+        out[at : at + len(known)] = known
+    for where, elements in data.items():
+        out[laid.offsets[where] : laid.offsets[where] + len(elements)] = elements
+    path.write_bytes(out)
+
+
+def _plain(file: TorchFile, content: bytes, value: Any, at: tuple[Any, ...], data: dict[tuple[Any, ...], bytes]) -> Any:
+    if isinstance(value, Tensor):
+        stored = file.place(value, "tensor", 0)
+        assert stored.strides is None
+        data[at] = content[stored.offset : stored.offset + stored.nbytes]
+        assert stored.nbytes == BYTES[value.dtype] * (len(data[at]) // BYTES[value.dtype])
+        return Hole(value.dtype, value.shape)
+    if isinstance(value, Record):
+        return next(iter(value.fields.get("args", ())), None)
+    if isinstance(value, dict):
+        return {k: _plain(file, content, v, (*at, k), data) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(file, content, v, (*at, i), data) for i, v in enumerate(value))
+    return value
