@@ -349,3 +349,20 @@ def test_state_on_nvme_is_refused(save: Callable[[str], Path], tmp_path: Path) -
 
     edited(there, swap)
     assert "is on NVMe" in refused(there, tmp_path / "out", "--to", "hf")
+
+
+def test_wrappers_in_front_of_names_are_left_out(save: Callable[[str], Path], tmp_path: Path) -> None:
+    there = save("z3")
+
+    def wrap(value: dict[str, Any]) -> None:
+        value["module"] = {f"module.{k}": v for k, v in value["module"].items()}
+        value["param_shapes"] = [{f"module.{k}": v for k, v in group.items()} for group in value["param_shapes"]]
+        value["shared_params"] = {f"module.{k}": f"module.{v}" for k, v in value["shared_params"].items()}
+        value["buffer_names"] = [f"module.{n}" for n in value["buffer_names"]]
+
+    edited(there, wrap, model=True)
+    want = ranks(CASES / "z3", tmp_path / "plain")
+    tensorfile.assert_same(ranks(there, tmp_path / "out"), want)
+    training = open_checkpoint(there).stored.training
+    assert training is not None
+    assert "blocks.0.up.weight" in training.groups[0].parameters

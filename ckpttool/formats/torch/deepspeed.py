@@ -76,21 +76,24 @@ class DeepSpeed:
         save, note = zero_files.one_save(listing, POINTER, is_save)
         config, companions, notes = zero_files.config_of(listing, save)
         reader = _Reader(save)
-        reader.read()
+        training = reader.read()
+        tensors, dtypes, training, said = zero_files.without_prefixes(
+            reader.tensors, reader.dtypes, training, str(save.root)
+        )
         return base.StoredCheckpoint(
             self.name,
             listing.root,
             reader.files,
-            reader.tensors,
+            tensors,
             Mesh(),
             config=config,
             companions=companions,
-            notes=[*([note] if note else []), *notes, *reader.notes],
+            notes=[*([note] if note else []), *notes, *reader.notes, *said],
             shards=reader.shards,
-            dtypes=reader.dtypes,
+            dtypes=dtypes,
             sharding=max(1, len(reader.ranks)),
             native=reader.scaler,
-            training=reader.training,
+            training=training,
         )
 
 
@@ -111,11 +114,11 @@ class _Reader:
     dtypes: dict[Key, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
-    training: base.Training | None = None
     scaler: Record | None = None
     """Of the loss, in training with float16."""
 
-    def read(self) -> None:
+    def read(self) -> base.Training:
+        """Fill in everything; what is returned is what training goes on from."""
         zero_files.refuse_others(self.save)
         optim = self._optim_files()
         for rank, name in enumerate(optim):
@@ -137,7 +140,7 @@ class _Reader:
         masters = self._whole(partitions.masters()) if partitions else {}
         self._emit(zero_files.model_weights(states, file, masters | frozen, self.dtypes), masters)
         left = self._optimizer(partitions) if partitions else []
-        self._train(states, partitions, left)
+        return self._train(states, partitions, left)
 
     # Files.
 
@@ -284,21 +287,22 @@ class _Reader:
                 out[frozen] = t
         return out
 
-    def _train(self, states: ModelStates, partitions: Partitions | None, left: Sequence[str]) -> None:
+    def _train(self, states: ModelStates, partitions: Partitions | None, left: Sequence[str]) -> base.Training:
         scaler = self.ranks[0].state.get("loss_scaler") if self.ranks else None
         self.scaler = scaler if isinstance(scaler, Record) else None
         dynamic = self.scaler is not None and self.scaler.fields.get("dynamic")
         more = {"loss_scaler": dict(self.scaler.fields)} if self.scaler is not None and dynamic else {}
-        self.training = zero_files.training_of(states, partitions.groups() if partitions else (), more)
+        training = zero_files.training_of(states, partitions.groups() if partitions else (), more)
         if left:
             what = f"state of the optimizer that is not one number for each element is left out: {some(left)}"
             self.notes.append(what)
-        if objects := [n for n in self.training.left if n != _OPTIMIZER]:
+        if objects := [n for n in training.left if n != _OPTIMIZER]:
             self.notes.append(f"not plain values, and left out: {some(objects)}")
-        if _OPTIMIZER in self.training.left:
+        if _OPTIMIZER in training.left:
             self.notes.append(
                 "the optimizer of a save without ZeRO is left out: its state has numbers, not names of parameters"
             )
+        return training
 
 
 def _size(tensor: Tensor | None) -> str:

@@ -18,7 +18,7 @@ import struct
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,6 +30,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.storage.listing import Listing, list_source, natural
 from ckpttool.storage.place import DataFile, Place, scan
 from ckpttool.words import count, some
@@ -306,6 +307,22 @@ def is_plain(value: Any) -> bool:
 def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The plain values of a group of an optimizer, without its parameters."""
     return {str(k): v for k, v in group.items() if k != "params" and is_plain(v)}
+
+
+def without_prefixes(
+    tensors: Sequence[StoredTensor], dtypes: Mapping[Key, str], training: base.Training, where: str
+) -> tuple[list[StoredTensor], dict[Key, str], base.Training, list[str]]:
+    """The same under the names that the model itself gives its parameters, and notes."""
+    new, note = strip_prefixes(dict.fromkeys(t.name for t in tensors), where)
+    if not note:
+        return list(tensors), dict(dtypes), training, []
+    groups = tuple(replace(g, parameters=tuple(new.get(n, n) for n in g.parameters)) for g in training.groups)
+    return (
+        [t._replace(name=new[t.name]) for t in tensors],
+        {key._replace(name=new[key.name]): dtype for key, dtype in dtypes.items()},
+        replace(training, groups=groups),
+        [note],
+    )
 
 
 # -- elements
