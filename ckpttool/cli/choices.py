@@ -27,7 +27,7 @@ FORMATS = (
     "meta",
 )
 """What --to takes."""
-READ_ONLY = ("pdparams", "dcp", "fsdp")
+READ_ONLY = ("pdparams", "dcp", "fsdp", "deepspeed")
 """What --from takes besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 TARGETS = ("paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2", "llama2", "llama3")

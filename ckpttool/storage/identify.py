@@ -3,7 +3,7 @@
 ``identify`` looks at the first bytes of a file whose name promises something else: what a download left when it failed,
 or another format under a wrong name. ``foreign`` looks at the names in a directory. Neither opens anything.
 
-The commands in the hints are what transformers, torch, DeepSpeed and accelerate themselves offer to make safetensors.
+The commands in the hints are what transformers, torch and accelerate themselves offer to make safetensors.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _STARTS = (
 
 _NAMES = (
     (
-        r"zero_to_fp32\.py|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt|mp_rank_\d+_model_states\.pt",
+        r"zero_to_fp32\.py",
         KnownUnsupported(
-            "a checkpoint of DeepSpeed",
-            "DeepSpeed puts a script beside it that makes safetensors of it (zero_to_fp32.py, one directory above the"
-            " .pt files): python zero_to_fp32.py . {out} --safe_serialization",
+            "what is left of a save of DeepSpeed",
+            "fetch the directories beside it (global_step...)",
+            "without its files",
         ),
     ),
     (

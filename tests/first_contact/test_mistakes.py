@@ -154,7 +154,11 @@ STRANGERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "GGUF": (("llama-q4.gguf",), ("GGUF",)),
     "numpy": (("model.npz",), ("another framework",)),
     "Megatron-LM": (("latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/a.pt"), ("Megatron-LM", "export")),
-    "DeepSpeed": (("zero_to_fp32.py", "global_step1/mp_rank_00_model_states.pt"), ("zero_to_fp32.py . src-",)),
+    "DeepSpeed's script": (("zero_to_fp32.py",), ("what is left of a save of DeepSpeed", "global_step")),
+    "a broken save of DeepSpeed": (
+        ("latest", "zero_to_fp32.py", "global_step1/mp_rank_00_model_states.pt"),
+        ("saves: global_step1",),
+    ),
     "half of a torch DCP": (("__0_0.distcp", ".metadata.tmp"), ("the save was not finished",)),
     "Megatron's torch_dist": ((".metadata", "__0_0.distcp", "common.pt", "metadata.json"), ("Megatron-LM", "export")),
     "a broken save of accelerate": (
