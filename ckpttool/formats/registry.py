@@ -55,6 +55,8 @@ ALSO_CALLED = {
     **dict.fromkeys(("torch", "pytorch", "bin", "pth", "pt", "ckpt"), "torch-bin"),
 }
 """What people say for a format; only for hints."""
+_OF_RANKS = (".safetensors", ".pth")
+"""Ends of the names of files that may be one rank's, and can be read without the others."""
 _NO_SELECT = (
     "it is for files of torch.save; to use one beside other sources, `ckpttool reshard FILE DIR --select PATH` first"
 )
@@ -166,7 +168,7 @@ def _refuse_part(path: Place) -> None:
 
     Its tensors are whole to look at, but a part of a model (or of each tensor) to anything that is written.
     """
-    if not (path.name.endswith(".safetensors") and path.is_file()):
+    if not (path.name.endswith(_OF_RANKS) and path.is_file()):
         return
     numbered = set_of(path.name)
     files = numbered[1] if numbered else 1
@@ -182,7 +184,8 @@ def _refuse_part(path: Place) -> None:
         raise UsageError(
             f"this is one of the {files} files of a checkpoint",
             where=str(path),
-            hint=f"give their directory: {path.parent}; or --from hf, which takes the tensors of this file for a model",
+            hint=f"give their directory: {path.parent}; or --from {detect(list_source(path)).name}, which takes the"
+            " tensors of this file for a model",
         )
 
 

@@ -124,7 +124,7 @@ def equal(got: Tensors, want: Tensors) -> None:
 
 def loaded(path: Path, tmp: Path) -> Tensors:
     """The tensors of one file of torch.save, as they are."""
-    reshard(path, tmp, "--to", "hf", "--family", "none", "-q")
+    reshard(path, tmp, "--from", "torch-bin", "--to", "hf", "--family", "none", "-q")
     return read(tmp / "model.safetensors")
 
 
@@ -228,6 +228,15 @@ def test_mistrals_files_beside_published_ones(tmp_path: Path) -> None:
     done = command("inspect", tmp_path / "src")
     assert done.code == 0, done.err
     assert ": hf, 1 file" in done.out
+
+
+def test_one_ranks_file_is_no_model(tmp_path: Path) -> None:
+    src = saved(tmp_path / "src", ranks(2))
+    error = refused(src / "consolidated.01.pth", tmp_path / "out", code=2)
+    assert "this is one of the 2 files of a checkpoint" in error
+    assert f"give their directory: {src}; or --from torch-bin, which takes the tensors of this file" in error
+    reshard(src / "consolidated.01.pth", tmp_path / "out", "--from", "torch-bin", "--to", "hf")
+    equal(read(tmp_path / "out/model.safetensors"), ranks(2)["consolidated.01.pth"])
 
 
 def test_files_that_are_not_all_there(tmp_path: Path) -> None:
