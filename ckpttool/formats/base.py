@@ -216,6 +216,8 @@ class Capabilities(NamedTuple):
     """Which of ``fuse`` and ``unfuse`` would make what the format's own software cannot read."""
     keeps_form: bool = False
     """Whole tensors as they were published: they keep the form of their family that they have."""
+    keeps_names: bool = False
+    """A checkpoint that is read in this format and written in it keeps the names of its dialect."""
     exact: bool = False
     """A checkpoint's tensors are given: none may be left out."""
     indexes: IndexRules | None = None
@@ -263,7 +265,7 @@ class FileLayout(NamedTuple):
     """Per rank: ``RankTensor.slot`` -> (file, byte offset)."""
     notes: list[str]
     rank_files: list[list[int]]
-    ranks: list[list[RankTensor]] | None = None
+    ranks: Sequence[Sequence[RankTensor]] | None = None
     """What the files hold, where the format cuts further than the mesh does; None is ``WriteRequest.ranks``."""
     generated: tuple[tuple[str, bytes], ...] = ()
     """Small files of the format's own beside them; they replace companions of the same name."""

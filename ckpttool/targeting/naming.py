@@ -32,6 +32,7 @@ def choose_dialect(source: Checkpoint, target: Target, writer: Writer) -> tuple[
         if stored.dialect in source.family.spec.hf_namings:
             ours = source.dialect
         if stored.format == writer.name:
+            ours = source.dialect if writer.capabilities.keeps_names else ours
             fused = fused or stored.fused
     return ours, fused
 

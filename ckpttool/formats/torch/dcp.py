@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor, whole_tensor
+from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor, whole_tensor
 from ckpttool.containers.pickle import Record, opened, printable
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, TorchSlices
@@ -29,20 +29,33 @@ from ckpttool.formats.torch.dcp_hf import is_sharded, read_sharded
 from ckpttool.formats.torch.dcp_metadata import Described, Entry, Span, read_metadata
 from ckpttool.formats.torch.dcp_names import Assigned, assign, grouped
 from ckpttool.formats.torch.dcp_place import METADATA, Part, Save, find
+from ckpttool.formats.torch.dcp_write import write_save
 from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import DataFile, OpenFile
+from ckpttool.words import some
 
 MAX_OBJECT = 1 << 24
 """Bytes of a value that is no tensor and is read; larger ones are left out by name."""
+
+
+_CUT = "omit it; --sharding-out sets the number of files"
 
 
 class DistributedCheckpoint:
     """Directories of torch.distributed.checkpoint."""
 
     name = "dcp"
-    capabilities = base.Capabilities(components=COMPONENTS, states="torch", nested=True, views=True)
+    dialect = "hf"
+    capabilities = base.Capabilities(
+        components=("model", "master_weights", "optimizer", "ema"),
+        optimizer_shards=True,
+        states="torch",
+        nested=True,
+        views=True,
+        keeps_names=True,
+    )
 
     def detect(self, listing: Listing) -> int:
         try:
@@ -71,6 +84,8 @@ class DistributedCheckpoint:
         catalog = Catalog(reading.files, reading.tensors(tensors, assigned.keys))
         objects = [(e, span) for e in entries if e.fqn not in tensors and (span := _alone(e.value)) is not None]
         training = reading.training(objects, assigned, catalog)
+        left = training.left if training else ()
+        said = [f"not plain data, and left out: {some(left)}"] if left else []
         carried, notes = base.companions(save.listing, [])
         return base.StoredCheckpoint(
             self.name,
@@ -82,9 +97,20 @@ class DistributedCheckpoint:
             config=save.config,
             companions=carried,
             recorded=catalog,
-            notes=[*save.notes, *assigned.notes, *notes],
+            notes=[*save.notes, *assigned.notes, *said, *notes],
+            native=assigned.nesting._replace(
+                numbers={e.fqn: e.value.dtype for e, _ in objects if isinstance(e.value, Described)},
+                paths={e.fqn: e.path for e, _ in objects if grouped(e) is None},
+            ),
             training=training,
         )
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        return base.whole_mesh(said, f"{self.name}: dcp.load cuts its tensors for any mesh", hint=_CUT)
+
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
+        """``--sharding-out`` files and their metadata. Raises UnsupportedError for a dtype."""
+        return write_save(request)
 
 
 class _Reading:

@@ -11,12 +11,13 @@ Trainers nest them as they like, so their own words decide, the path of keys to 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpttool.catalog import Key
 from ckpttool.containers.pickle import printable
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
+from ckpttool.formats.base import ParamGroup
 from ckpttool.formats.torch.dcp_metadata import Described, Entry
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.words import some
@@ -27,10 +28,44 @@ _MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 """Last keys of prefixes under which trainers keep the model."""
 _MASTERS = ("master_weights", "master_params")
 _AVERAGE = re.compile(r"(model_)?ema(_model|_state_dict|_weights)?|\w+_ema")
-_STATE = re.compile(r"(?:.*\.)?optim\w*\.state\.(?P<name>.+)\.(?P<state>[A-Za-z_]\w*)")
+_STATE = re.compile(r"(?P<prefix>(?:.*\.)?optim\w*)\.state\.(?P<name>.+)\.(?P<state>[A-Za-z_]\w*)")
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.(?P<name>.+)\.(?P<value>\w+)")
 _COUNTERS = frozenset({"step", "epoch", "rng", "rng_state", "iteration", "global_step", "lr"})
 """Tensors of a trainer that lie beside those of a model without a prefix."""
+
+
+class SaveKeys(NamedTuple):
+    """How a save nests what it holds."""
+
+    model: str = "model"
+    """Prefix of the model's names; "" for none."""
+    optimizer: str = "optimizer"
+    flattened: bool = False
+    """Optimizers without numbered groups: ``state.NAME.exp_avg`` and ``param_groups.NAME.lr`` are single keys."""
+    numbers: Mapping[str, str] = {}
+    """Dtypes of the plain values that are tensors of one number, by fqn."""
+    paths: Mapping[str, tuple[str | int, ...]] = {}
+    """Keys that lead to plain values, by fqn."""
+
+    def tensor(self, component: str, name: str, state: str) -> tuple[str | int, ...]:
+        """The keys that lead to a tensor."""
+        if component != "optimizer":
+            prefix = self.model if component == "model" else component
+            return (prefix, name) if prefix else (name,)
+        path = (self.optimizer, "state", name, state)
+        return (".".join(path),) if self.flattened else path
+
+    def groups(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[tuple[str | int, ...], object]]:
+        """(keys, value) of what the groups of an optimizer hold."""
+        for i, group in enumerate(groups):
+            if self.flattened:
+                for name in group.parameters:
+                    for key, value in group.values.items():
+                        yield (f"{self.optimizer}.param_groups.{name}.{key}",), value
+                continue
+            for key, value in group.values.items():
+                yield (self.optimizer, "param_groups", i, key), value
+            yield (self.optimizer, "param_groups", i, "params"), list(group.parameters)
 
 
 class Assigned(NamedTuple):
@@ -41,6 +76,7 @@ class Assigned(NamedTuple):
     names: Mapping[str, str]
     """What parameters are called, by their names in the save."""
     notes: list[str]
+    nesting: SaveKeys = SaveKeys()
 
 
 class _State(NamedTuple):
@@ -48,6 +84,8 @@ class _State(NamedTuple):
 
     name: str
     state: str
+    prefix: str
+    flattened: bool
 
 
 def assign(entries: Sequence[Entry], select: str, where: str) -> Assigned:
@@ -93,7 +131,9 @@ def assign(entries: Sequence[Entry], select: str, where: str) -> Assigned:
         raise IncompleteError("the save holds no tensors", where=where, hint="give the directory of the model's save")
     if left := [printable(fqn, 60) for fqn, t in tensors.items() if fqn not in keys and t.shape]:
         notes.append(f"not part of the model or its state, and left out: {some(left)}")
-    return Assigned(_once(keys, where), names, notes)
+    first = next(iter(states.values()), None)
+    nesting = SaveKeys(chosen) if first is None else SaveKeys(chosen, first.prefix, first.flattened)
+    return Assigned(_once(keys, where), names, notes, nesting)
 
 
 def _state(path: tuple[str | int, ...]) -> _State | None:
@@ -101,13 +141,14 @@ def _state(path: tuple[str | int, ...]) -> _State | None:
     if "state" in path[:-2]:
         at = path.index("state")
         name, state = ".".join(map(str, path[at + 1 : -1])), str(path[-1])
-        return _State(name, state) if "." not in state and not name.isdecimal() else None
+        prefix = ".".join(map(str, path[:at]))
+        return _State(name, state, prefix, flattened=False) if "." not in state and not name.isdecimal() else None
     last = str(path[-1])
     if len(path) > 1 and last.startswith("state."):
         name, _, state = last.removeprefix("state.").rpartition(".")
-        return _State(name, state) if name else None
+        return _State(name, state, ".".join(map(str, path[:-1])), flattened=True) if name else None
     m = _STATE.fullmatch(last) if len(path) == 1 else None
-    return _State(m["name"], m["state"]) if m else None
+    return _State(m["name"], m["state"], m["prefix"], flattened=True) if m else None
 
 
 def grouped(entry: Entry) -> tuple[str | int, str] | None:
@@ -137,7 +178,8 @@ def _split(flat: Mapping[str, str], trained: set[str]) -> dict[str, dict[str, st
     # Counters beside a model that has no prefix.
     model = out.get("", {})
     if any("." in n for n in model):
-        out["trainer"] = {n: model.pop(n) for n in list(model) if n in _COUNTERS}
+        counters = [n for n in model if n in _COUNTERS or n.startswith("train_state.")]
+        out["trainer"] = {n: model.pop(n) for n in counters}
     return {p: g for p, g in out.items() if g}
 
 
