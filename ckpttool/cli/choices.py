@@ -25,9 +25,10 @@ FORMATS = (
     "program",
     "torch-bin",
     "meta",
+    "dcp",
 )
 """What --to takes."""
-READ_ONLY = ("pdparams", "dcp", "fsdp", "deepspeed")
+READ_ONLY = ("pdparams", "fsdp", "deepspeed")
 """What --from takes besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 TARGETS = ("paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2", "llama2", "llama3")

@@ -52,6 +52,7 @@ ALSO_CALLED = {
     **dict.fromkeys(("rank", "tp", "sharded", "shards"), "ranks"),
     **dict.fromkeys(("paddlenlp", "paddleformers"), "unified"),
     **dict.fromkeys(("consolidated", "mistral"), "meta"),
+    **dict.fromkeys(("distcp", "torch-dcp", "fsdp2", "torchtitan", "torch.distributed.checkpoint"), "dcp"),
     **dict.fromkeys(("torch", "pytorch", "bin", "pth", "pt", "ckpt"), "torch-bin"),
 }
 """What people say for a format; only for hints."""
