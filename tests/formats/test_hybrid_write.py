@@ -443,7 +443,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.product(one_in=2)
+@pytest.mark.product
 @pytest.mark.parametrize("ema", [False, True], ids=["hybrid", "zcc"])
 @pytest.mark.parametrize(("mesh", "shards", "version"), MESHES, ids=str)
 def test_files_hold_what_paddle_would_have(mesh: Mesh, shards: int, version: str, *, ema: bool) -> None:
@@ -782,7 +782,7 @@ def test_moments_without_their_weight_are_refused() -> None:
 # There and back.
 
 
-@pytest.mark.product(one_in=2)
+@pytest.mark.product
 @pytest.mark.parametrize("native", [None, Mesh(), Mesh(pp=2), Mesh(tp=2, ep=2)], ids=str)
 @pytest.mark.parametrize(("mesh", "shards", "version"), MESHES, ids=str)
 @pytest.mark.parametrize("local_experts", [False, True])

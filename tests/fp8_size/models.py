@@ -41,12 +41,14 @@ def model_of(config: dict[str, Any], *, mtp: bool = True) -> Model:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Models of a hundred thousand tensors stay for all tests, so the garbage collector need not look at them."""
+    """A model of a hundred thousand tensors is no garbage, for which Python would look again and again.
+
+    No `gc.freeze()`: each run of the engine would count what is frozen, which takes longer than most runs of a test.
+    """
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 
