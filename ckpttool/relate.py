@@ -467,6 +467,7 @@ def _rotate(views: TensorTable, op: transforms.RotaryPairs, family: Family, pack
         if packing is not None and (part := packing.part(name, views.table)) and matches(patterns, part.weight):
             raise replace(packing, example=name).refuse("put into the order of rotary pairs, or out of it")
     table = dict(views.table)
+    rows: dict[int, str] = {}
     for pattern, size in op.pairs:
         for name in [n for n in table if matches((pattern,), n)]:
             view, heads = table[name], family.size(size)
@@ -482,6 +483,12 @@ def _rotate(views: TensorTable, op: transforms.RotaryPairs, family: Family, pack
                 )
             if not view.shape or view.shape[0] % (2 * heads):
                 raise LayoutError(f"`{name}` {list(view.shape)} does not divide into {heads} heads of an even size")
+            if len(rows := {view.shape[0] // heads: name, **rows}) > 1:
+                (one, here), (other, there) = rows.items()
+                raise ConflictError(
+                    f"a head of `{here}` has {one} rows, and one of `{there}` has {other}",
+                    hint="check num_attention_heads and num_key_value_heads in config.json",
+                )
             table[name] = _paired(view, heads, apart=op.inverse)
     return replace(views, table=table)
 

@@ -480,6 +480,16 @@ def test_rows_that_cannot_be_put_into_pairs_are_refused(
             apply_transforms(TensorTable({view.name: view}), (op,), family(**sizes))
 
 
+def test_heads_of_two_sizes_are_a_wrong_config() -> None:
+    """Without the number of key/value heads that of all heads would be taken, and the rows would be mixed up."""
+    catalog, _ = catalog_of({"layers.0.q.weight": (48, 5), "layers.0.k.weight": (24, 5)})
+    with pytest.raises(ConflictError, match=r"a head of `layers\.0\.k\.weight` has 6 rows, and one of .* has 12"):
+        apply_transforms(
+            identity(catalog), (RotaryPairs((("{a}.q.{b}", "heads"), ("{a}.k.{b}", "kv"))),), family(heads=4, kv=4)
+        )
+    apply_transforms(identity(catalog), (ROTARY,), family(heads=4, kv=2))
+
+
 def test_packed_weights_are_not_put_into_rotary_pairs() -> None:
     table = {}
     for end, dtype, shape in (("qweight", "I32", (2, 16)), ("scales", "F16", (2, 16)), ("qzeros", "I32", (2, 2))):
