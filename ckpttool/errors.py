@@ -19,7 +19,8 @@ VerifyError        3     the output was checked and is not equal to the source
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 UNSEEN = "\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff"
 """Characters of a regular expression's set: what steers a terminal (with ASCII's own), turns the order of reading, ends
@@ -41,16 +42,19 @@ class CkptError(Exception):
     """Base of all expected failures; never raised itself.
 
     ``what`` is one sentence, ``where`` names files, rules and byte ranges from near to far,
-    ``hint`` says what would work.
+    ``hint`` says what would work. ``finding`` is what a check calls it, where its class says too little.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str | Iterable[str] = (), hint: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, where: str | Iterable[str] = (), hint: str | None = None, finding: str = ""
+    ) -> None:
         super().__init__(what)
         self.what = what
         self.where = (where,) if isinstance(where, str) else tuple(where)
         self.hint = hint
+        self.finding = finding
 
     def render(self) -> str:
         """The text shown on stderr; readable without colour."""
@@ -63,6 +67,16 @@ class CkptError(Exception):
 
     def __str__(self) -> str:
         return self.render().removeprefix("error: ")
+
+
+@contextmanager
+def found_as(**findings: str) -> Iterator[None]:
+    """What a check calls the errors that come out of the block, by the name of their class without ``Error``."""
+    try:
+        yield
+    except CkptError as e:
+        e.finding = e.finding or findings.get(type(e).__name__.removesuffix("Error").lower(), "")
+        raise
 
 
 class UsageError(CkptError):

@@ -129,6 +129,9 @@ class StoredCheckpoint:
     refused: dict[str, CkptError] = field(default_factory=dict)
     """Components that are there and cannot be read, and why; raised where they are asked for."""
 
+    findings: list[tuple[str, str, str]] = field(default_factory=list)
+    """What a check reports of files that could be read all the same: identifier, text, where."""
+
     @property
     def plain(self) -> bool:
         """Whether these are whole tensors of a model under published names, so that nothing has to be worked out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 
 from ckpttool.findings import CHECKPOINT, ERROR, INFO, WARNING
 from tests.helpers.command import ckpttool, reshard
+from tests.helpers.dcp import Boxes, rows, write_save
 from tests.helpers.tensorfile import Raw, origin, read, write
+from tests.helpers.torch_save import torch_save
 from tests.inspect.models import (
     CONFIG,
     FIRST,
@@ -30,6 +33,7 @@ from tests.inspect.models import (
     llama,
     place,
     replace_header,
+    save_json,
     save_shards,
 )
 
@@ -78,7 +82,34 @@ def adapter(folder: Path) -> None:
     shutil.copytree("fixtures/merge/inputs/lora1", folder)
 
 
-BASES = (shards, fp8, ranks, foreign, proven, adapter)
+Chunks = dict[str, tuple[str, tuple[int, ...], Boxes]]
+
+
+def chunks() -> Chunks:
+    """What two ranks of FSDP hold."""
+    return {n: (t.dtype, t.bits.shape, rows(t.bits.shape, 2)) for n, t in llama().items()}
+
+
+def dcp(folder: Path) -> None:
+    write_save(folder, chunks())
+    save_json(folder / "config.json", CONFIG)
+
+
+def run(folder: Path) -> None:
+    """A trainer's directory above its saves."""
+    for step in (1, 2):
+        dcp(folder / f"step-{step}")
+    (folder / "latest").write_text("step-1")
+
+
+def bins(folder: Path) -> None:
+    """Shards of torch.save, with an index."""
+    source = folder.with_name(folder.name + "-source")
+    save_shards(source, llama(), CONFIG)
+    reshard(source, folder, "--to", "torch-bin", "--max-shard-size", "6kB")
+
+
+BASES = (shards, fp8, ranks, foreign, proven, adapter, dcp, run, bins)
 
 
 # -- ways to break them
@@ -243,6 +274,31 @@ def fill(name: str, bits: int, at: int | None = None) -> Break:
     return change
 
 
+def cut(*boxes: tuple[tuple[int, ...], tuple[int, ...], int]) -> Break:
+    """The chunks of a vector."""
+    return lambda folder: write_save(folder, {**chunks(), NORM: ("BF16", (16,), boxes)})
+
+
+def other_metadata(folder: Path) -> None:
+    """Those of a save whose chunks have other sizes, and lie in the same places."""
+    write_save(folder / "other", {**chunks(), NORM: ("BF16", (16,), [((0,), (9,), 0), ((9,), (7,), 1)])})
+    (folder / "other/.metadata").rename(folder / ".metadata")
+    shutil.rmtree(folder / "other")
+
+
+def two_metadata(folder: Path) -> None:
+    """Ranks that each wrote what they say, which is not the same."""
+    write_save(folder / "other", {**chunks(), NORM: ("F16", (16,), rows((16,), 2))})
+    (folder / "other/.metadata").rename(folder / "__1.metadata")
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    shutil.rmtree(folder / "other")
+
+
+def adafactor(folder: Path) -> None:
+    state = {0: {"exp_avg_sq_row": np.zeros(3, "<f4"), "exp_avg_sq_col": np.zeros(4, "<f4")}}
+    torch_save({"state": state, "param_groups": [{"params": [0]}]}, folder / "optimizer.pt")
+
+
 CASES: dict[str, Case] = {
     "unreadable": Case(shards, lambda _: None),  # the test makes opening fail
     "header-length": Case(shards, lambda f: (f / SECOND).write_bytes(b"\xff" * 7 + (f / SECOND).read_bytes()[7:])),
@@ -279,6 +335,14 @@ CASES: dict[str, Case] = {
     "conflict": Case(ranks, record(lambda r: r["mesh"].update(tp=3))),
     "layout": Case(foreign, config(architectures=["Unknown"], model_type="unknown"), ("config-architecture",)),
     "unsupported": Case(ranks, record(lambda r: r.update(version=99))),
+    "latest": Case(run, lambda f: (f / "latest").write_text("step-9"), ("config-missing",)),
+    "save-unfinished": Case(dcp, lambda f: (f / ".metadata").unlink()),
+    "rank-missing": Case(dcp, lambda f: (f / "__1_0.distcp").unlink()),
+    "ranks-differ": Case(dcp, two_metadata),
+    "chunk-missing": Case(dcp, cut(((0,), (9,), 0))),
+    "chunk-overlap": Case(dcp, cut(((0,), (9,), 0), ((8,), (8,), 1))),
+    "chunk-size": Case(dcp, other_metadata),
+    "component-refused": Case(shards, adafactor),
     "adapter-kind": Case(adapter, lambda f: edit_json(f / "adapter_config.json", lambda c: c.update(use_dora=True))),
     "remote-code": Case(shards, both(config(auto_map={"AutoModel": "modeling_x.X"}), python)),
     "pickle-code": Case(shards, lambda f: (f / "training_args.bin").write_bytes(pickle.dumps(os.getcwd))),
@@ -345,7 +409,8 @@ def copy_of(tmp_path_factory: pytest.TempPathFactory) -> CopyOf:
 
 @pytest.mark.parametrize("base", BASES, ids=lambda b: b.__name__)
 def test_nothing_is_found_in_a_sound_checkpoint(base: Base, copy_of: CopyOf, tmp_path: Path) -> None:
-    assert findings(copy_of(base, tmp_path / "model"), "--values") == (0, [])
+    values = () if base in (dcp, run) else ("--values",)  # these hold zeros
+    assert findings(copy_of(base, tmp_path / "model"), *values) == (0, [])
 
 
 @pytest.mark.parametrize("id_", CASES)
@@ -374,6 +439,34 @@ def deny(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", opened)
+
+
+@pytest.mark.parametrize(
+    ("id_", "change"),
+    [
+        ("total-size", lambda d: d["metadata"].update(total_size=5)),
+        ("index-extra", lambda d: d["weight_map"].pop(NORM)),
+        ("index-shard", lambda d: d["weight_map"].update({NORM: d["weight_map"][EMBED]})),
+        ("incomplete", lambda d: d["weight_map"].update(gone=d["weight_map"][EMBED])),
+    ],
+)
+def test_index_of_torch_files(
+    id_: str, change: Callable[[dict[str, Any]], object], copy_of: CopyOf, tmp_path: Path
+) -> None:
+    folder = copy_of(bins, tmp_path / "model")
+    edit_json(folder / "pytorch_model.bin.index.json", change)
+    assert [f["id"] for f in findings(folder)[1]] == [id_]
+
+
+def test_what_readers_call_their_errors_is_an_identifier() -> None:
+    said = set()
+    for path in Path("ckpttool").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        said |= set(re.findall(r'finding="([^"]+)"', text))
+        for call in re.findall(r"found_as\(([^)]*)\)", text):
+            said |= set(re.findall(r'="([^"]+)"', call))
+    assert said
+    assert said <= CHECKPOINT.keys()
 
 
 VALUES = [id_ for id_, case in CASES.items() if case.values]

@@ -7,7 +7,7 @@ hint, as that of safetensors is: the files say what is in them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -97,6 +97,8 @@ class TorchFiles:
         stored.tensors = [t._replace(name=renamed[n]) for n, t in found.items()]
         stored.notes = [*notes, note] if note else notes
         stored.notes += _index_notes(index, {k: names[t.file] for k, t in found.items()})
+        if index:
+            stored.findings += _index_findings(listing, index, {k: names[t.file] for k, t in found.items()}, found)
         if missing := [k for k in index if k not in found]:
             raise IncompleteError(
                 f"{len(missing)} tensors that the index names are in no file: {missing[0]}", where=str(listing.root)
@@ -137,6 +139,26 @@ def _index_notes(index: Mapping[str, str], real: Mapping[str, str]) -> list[str]
             f"the index puts {count(len(moved), 'tensor')} in the wrong shard ({some(moved)}); read from the files"
         )
     return notes
+
+
+def _index_findings(
+    listing: Listing, index: Mapping[str, str], real: Mapping[str, str], found: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with an index whose files were read."""
+    name = listing.single if listing.single.endswith(".json") else INDEX
+    where = str(listing.path(name))
+    for n, file in real.items():
+        if n not in index:
+            yield "index-extra", f"tensor `{n}` of {file} is not in the index", where
+        elif index[n] != file:
+            yield "index-shard", f"the index puts `{n}` in {index[n]}, it is in {file}", where
+    metadata = listing.json(name).get("metadata")
+    said = metadata.get("total_size") if isinstance(metadata, dict) else None
+    every = sum(t.nbytes for t in found.values())
+    # Tied tensors share bytes, which versions of transformers count once or twice.
+    once = sum({(t.file, t.offset, t.shape): t.nbytes for t in found.values()}.values())
+    if said is not None and said not in (every, once):
+        yield "total-size", f"total_size is {said}, the tensors have {every:,} bytes", where
 
 
 def _usage(config: Mapping[str, Any]) -> str:

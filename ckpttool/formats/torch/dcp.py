@@ -23,7 +23,7 @@ from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, TorchSlices
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.encodings import Encoding, Given
-from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, found_as
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_hf import is_sharded, read_sharded
 from ckpttool.formats.torch.dcp_metadata import Described, Entry, Span, read_metadata
@@ -131,6 +131,7 @@ class _Reading:
                     f"the save was not finished: {METADATA} is missing, which is written last",
                     where=str(part.listing.root),
                     hint="give an earlier save of the run; without it nothing says what the chunks are",
+                    finding="save-unfinished",
                 )
             mine: dict[str, Entry] = {}
             for name in part.metadata:
@@ -154,6 +155,7 @@ class _Reading:
                     f"the file {printable(name)} is missing, which {METADATA} names",
                     where=str(part.listing.root),
                     hint="copy the files of all ranks into one directory",
+                    finding="rank-missing",
                 )
             self.numbers[key] = len(self.files)
             self.files.append(base.file_now(part.listing.path(name)))
@@ -175,7 +177,8 @@ class _Reading:
         for i, fqn in enumerate(fqns):
             key, found = keys[fqn], [p for p in pieces[i] if p is not None]
             try:
-                out[key] = logical_tensor(key, described[fqn].shape, found, files=self.files)
+                with found_as(incomplete="chunk-missing", conflict="chunk-overlap"):
+                    out[key] = logical_tensor(key, described[fqn].shape, found, files=self.files)
             except CkptError as e:
                 e.hint = f"{METADATA} and the files contradict each other: save the checkpoint again"
                 raise
@@ -189,6 +192,7 @@ class _Reading:
                 f"{printable(fqn)} lies at bytes {begin:,} to {begin + length:,}, and the file has {file.info.size:,}",
                 where=str(self.files[number].place),
                 hint="the download or save was interrupted; fetch the file again",
+                finding="truncated",
             )
         return self.slices.read(file, begin, begin + length)
 
@@ -210,6 +214,7 @@ class _Reading:
                 f" {list(stored.shape)}",
                 where=f"{file.info.place} [byte {span[1]:,}]",
                 hint="the files are of different saves: fetch or save the checkpoint again",
+                finding="chunk-size",
             )
         return stored._replace(component=key.component, state=key.state) if key.component != "model" else stored
 
@@ -250,7 +255,8 @@ def _joined(first: Entry, second: Entry) -> Entry:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         raise ConflictError(
             f"two ranks say different things of `{printable(first.fqn)}`: {a.dtype} {list(a.shape)} and {b.dtype}"
-            f" {list(b.shape)}"
+            f" {list(b.shape)}",
+            finding="ranks-differ",
         )
     known = {c.box for c in a.chunks}
     return first._replace(value=a._replace(chunks=a.chunks + [c for c in b.chunks if c.box not in known]))

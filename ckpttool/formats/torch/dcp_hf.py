@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpttool.catalog import Catalog, Key, Piece, logical_tensor
 from ckpttool.containers.safetensors import Header, read_header
-from ckpttool.errors import CkptError, CorruptError, IncompleteError
+from ckpttool.errors import CkptError, CorruptError, IncompleteError, found_as
 from ckpttool.formats import base
 from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
@@ -58,7 +58,8 @@ def read_sharded(format_name: str, listing: Listing) -> base.StoredCheckpoint:
     for name, mine in pieces.items():
         shape = tuple(map(max, *(p.logical_box.stop for p in mine))) if len(mine) > 1 else mine[0].logical_box.stop
         try:
-            catalog.tensors[Key(name)] = logical_tensor(Key(name), shape, mine, files=files)
+            with found_as(incomplete="chunk-missing", conflict="chunk-overlap"):
+                catalog.tensors[Key(name)] = logical_tensor(Key(name), shape, mine, files=files)
         except CkptError as e:
             e.hint = "a rank's file is missing, or the files are of several saves"
             raise
@@ -100,4 +101,5 @@ def _check_reach(catalog: Catalog, config: Mapping[str, Any], listing: Listing) 
                 f"`{key.name}` has {t.shape[0]:,} rows, config.json says {least:,}: ranks are missing",
                 where=str(listing.root),
                 hint="copy the files of all ranks into one directory",
+                finding="rank-missing",
             )

@@ -126,6 +126,7 @@ def _newest(listing: Listing, names: Sequence[str]) -> tuple[str, str]:
             f"{marks[0]} names `{said[:60]}`, which is not a finished save here",
             where=str(listing.path(marks[0])),
             hint=f"give the directory of a save: {some(names)}",
+            finding="latest",
         )
     if len(names) == 1:
         return names[0], ", the only save here"

@@ -24,7 +24,7 @@ from ckpttool.containers.pickle import printable
 from ckpttool.containers.torch_pickle import Storage, Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.encodings import Encoding, Given
-from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, found_as
 from ckpttool.formats import base
 from ckpttool.formats.torch.numbered import Number, names_of
 from ckpttool.formats.torch.optimizer import COMPONENT, is_plain
@@ -152,6 +152,7 @@ def _rank_files(listing: Listing) -> dict[str, list[str]]:
             "the files of the model are missing; without them nothing says whose state an optimizer has",
             where=f"{listing.root}/model_world_size_{world}_rank_*.pt",
             hint="copy them beside the others",
+            finding="rank-missing",
         )
     out = {}
     for component, stems in found.items():
@@ -163,7 +164,9 @@ def _rank_files(listing: Listing) -> dict[str, list[str]]:
             )
         (ranks,) = stems.values()
         if component != "extra":  # only what the first rank says is used of these
-            base.contiguous_ranks(ranks, world, listing.root, re.sub(r"rank_\d+", "rank_*", next(iter(ranks.values()))))
+            naming = re.sub(r"rank_\d+", "rank_*", next(iter(ranks.values())))
+            with found_as(incomplete="rank-missing", conflict="ranks-differ"):
+                base.contiguous_ranks(ranks, world, listing.root, naming)
         out[component] = [ranks[r] for r in sorted(ranks)]
     return out
 
@@ -257,6 +260,7 @@ class _Ranks:
                 f"ranks disagree: `{key}` is {list(group.shape)} in one file and {list(part.shape)} in another",
                 where=[str(self.files[group.stored.file].place), str(self.files[stored.file].place)],
                 hint="files of different saves were put together",
+                finding="ranks-differ",
             )
         self.tensors.append(stored)
         group.pieces += [Piece(stored, local, box) for local, box in part.boxes]
@@ -276,6 +280,7 @@ class _Ranks:
                 "ranks disagree on the parameters of the optimizer's groups",
                 where=[where, str(self.listing.root)],
                 hint="files of different saves were put together",
+                finding="ranks-differ",
             )
         if self._names is None:
             return
@@ -362,7 +367,8 @@ class _Ranks:
         logical: dict[Key, LogicalTensor] = {}
         for key, group in self._groups.items():
             if prod(group.shape):
-                logical[key] = logical_tensor(key, group.shape, group.pieces, files=self.files)
+                with found_as(incomplete="chunk-missing", conflict="chunk-overlap"):
+                    logical[key] = logical_tensor(key, group.shape, group.pieces, files=self.files)
             else:
                 logical[key] = LogicalTensor(key, group.stored.dtype, group.shape, ())
         return Catalog(self.files, logical)

@@ -137,6 +137,7 @@ def _local(state: Mapping[str, Any], shape: tuple[int, ...], name: str, where: s
             f"a rank holds {list(local.shape)} of `{printable(name)}` {list(shape)}, its placements say"
             f" {list(expected)}",
             where=where,
+            finding="chunk-size",
             hint="the tensor was put together by hand (DTensor.from_local); save it with torch's own shards",
         )
     return Part(local, shape, boxes, cut=True)

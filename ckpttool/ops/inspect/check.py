@@ -41,7 +41,8 @@ from ckpttool.storage.listing import Listing, content, list_source
 from ckpttool.storage.place import DataFile, Place, parse_place, source_files
 
 MANIFEST = "ckpttool.manifest.json"
-_PICKLES = re.compile(r"\.(?:pdparams|pdopt|distcp|metadata)\Z")
+_PICKLES = re.compile(r"(?!\.|__).*\.(?:pdparams|pdopt|distcp|metadata)")
+"""Paddle's; those of torch.distributed.checkpoint begin in another way."""
 _SMALL = re.compile(r"(?:scheduler|scaler)\.\w+")
 """Pickles of a trainer that hold no tensors of the model."""
 
@@ -76,6 +77,8 @@ def check(
     files = [_examine(listing, name, i, result, proven=proven) for i, name in enumerate(names)]
     if isinstance(stored, StoredCheckpoint):
         _check_pickles(stored, files, result)
+        for said in stored.findings:
+            result.add(*said)
     result.checked["file"] = len(files)
     result.format = stored.format if isinstance(stored, StoredCheckpoint) else _format(chosen, result)
     complete = all(f.sound for f in files)
@@ -140,7 +143,7 @@ def _names(listing: Listing, stored: StoredCheckpoint | CkptError, rules: IndexR
     if isinstance(stored, StoredCheckpoint):
         out = dict.fromkeys(relative(f.place, listing.root) for f in source_files(stored.files))
     elif not listing.single:
-        out = dict.fromkeys(n for n in listing.names if _PICKLES.search(n) and not _SMALL.fullmatch(n))
+        out = dict.fromkeys(n for n in listing.names if _PICKLES.fullmatch(n) and not _SMALL.fullmatch(n))
         if rules is not None and rules.stems:
             out |= dict.fromkeys(n for n in listing.names if ".safetensors" in n and not n.endswith(".json"))
     if not listing.single.endswith(".safetensors"):
@@ -347,13 +350,18 @@ def _open(
     """The catalog, or a finding that says why there is none, unless that follows from an earlier one."""
     if isinstance(stored, StoredCheckpoint):
         try:
-            return join(stored, path, options)
+            checkpoint = join(stored, path, options)
         except CkptError as e:
             error = e
+        else:
+            for why in stored.refused.values():
+                id_ = "component-refused" if isinstance(why, UnsupportedError) else why.finding or _class_id(why)
+                result.add(id_, why.what, "; ".join(why.where), why.hint)
+            return checkpoint
     else:
         error = stored
     if not any(f.severity == ERROR for f in result.findings):
-        result.add(_class_id(error), error.what, "; ".join(error.where), error.hint)
+        result.add(error.finding or _class_id(error), error.what, "; ".join(error.where), error.hint)
     return None
 
 
