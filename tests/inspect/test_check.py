@@ -281,7 +281,9 @@ def cut(*boxes: tuple[tuple[int, ...], tuple[int, ...], int]) -> Break:
 
 def other_metadata(folder: Path) -> None:
     """Those of a save whose chunks have other sizes, and lie in the same places."""
-    write_save(folder / "other", {**chunks(), NORM: ("BF16", (16,), [((0,), (9,), 0), ((9,), (7,), 1)])})
+    dtype, (rows_, columns), _ = chunks()[DOWN]
+    turned = columns, rows_
+    write_save(folder / "other", {**chunks(), DOWN: (dtype, turned, rows(turned, 2))})
     (folder / "other/.metadata").rename(folder / ".metadata")
     shutil.rmtree(folder / "other")
 

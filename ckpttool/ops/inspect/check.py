@@ -355,7 +355,8 @@ def _open(
             error = e
         else:
             for why in stored.refused.values():
-                id_ = "component-refused" if isinstance(why, UnsupportedError) else why.finding or _class_id(why)
+                broken = isinstance(why, (CorruptError, IncompleteError))
+                id_ = why.finding or _class_id(why) if broken else "component-refused"
                 result.add(id_, why.what, "; ".join(why.where), why.hint)
             return checkpoint
     else:
