@@ -28,7 +28,7 @@ FORMATS = (
     "dcp",
 )
 """What --to takes."""
-READ_ONLY = ("pdparams", "fsdp", "deepspeed")
+READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed")
 """What --from takes besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 TARGETS = ("paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2", "llama2", "llama3")

@@ -1,10 +1,11 @@
 """Checkpoints of PyTorch and the software around it."""
 
 from ckpttool.formats.torch.bin import TorchFiles
+from ckpttool.formats.torch.bytecheckpoint import ByteCheckpoint
 from ckpttool.formats.torch.dcp import DistributedCheckpoint
 from ckpttool.formats.torch.deepspeed import DeepSpeed
 from ckpttool.formats.torch.fsdp import Fsdp
 from ckpttool.formats.torch.meta import Meta
 from ckpttool.formats.torch.optimizer import read_beside
 
-__all__ = ["DeepSpeed", "DistributedCheckpoint", "Fsdp", "Meta", "TorchFiles", "read_beside"]
+__all__ = ["ByteCheckpoint", "DeepSpeed", "DistributedCheckpoint", "Fsdp", "Meta", "TorchFiles", "read_beside"]

@@ -60,9 +60,18 @@ def read_metadata(path: Place, number: Callable[[str], int]) -> list[Entry]:
     Raises CorruptError for what contradicts itself, UnsupportedError for another software's file, compressed tensors
     and what asks for code.
     """
+    return entries_of(read_pickle(path), path, number)
+
+
+def read_pickle(path: Place) -> Any:
+    """The metadata as inert records. Raises what ``read_metadata`` raises."""
     with opened(path) as file:
-        value, _ = interpret(file, _VOCABULARY)
-    return _Parser(path, number).metadata(value)
+        return interpret(file, _VOCABULARY)[0]
+
+
+def entries_of(value: Any, path: Place, number: Callable[[str], int], owner: str = _CLASSES) -> list[Entry]:
+    """See ``read_metadata``; ``owner`` is the module of the class that the metadata is. Takes ``value`` apart."""
+    return _Parser(path, number).metadata(value, owner)
 
 
 def _fill(machine: Machine, record: Record, state: Any) -> None:
@@ -94,8 +103,8 @@ class _Parser:
             self.corrupt(f"a value of the metadata is not a {' or '.join(classes)}")
         return value.fields
 
-    def metadata(self, value: Any) -> list[Entry]:
-        if type(value) is not Record or value.cls != f"{_CLASSES}.Metadata":
+    def metadata(self, value: Any, owner: str) -> list[Entry]:
+        if type(value) is not Record or value.cls != f"{owner}.Metadata":
             kind = printable(value.cls) if type(value) is Record else type(value).__name__
             raise UnsupportedError(
                 f"this is not the metadata of torch.distributed.checkpoint, but a {kind}", where=str(self.path)

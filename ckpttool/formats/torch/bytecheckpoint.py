@@ -1,0 +1,382 @@
+"""ByteCheckpoint's directories: metadata like that of torch.distributed.checkpoint, and raw bytes.
+
+    step/model/.metadata          Metadata(state_dict_metadata, planner_data, storage_data, all_tensor_metadata, ...)
+    step/model/__3_0.distcp       the chunks of rank 3: their elements and nothing else
+    step/optimizer/.metadata      state.NAME.exp_avg, or state.0.exp_avg; param_groups, a file of torch.save in .distcp
+    step/extra_state/extra_state_rank_0.pt
+
+``all_tensor_metadata`` has a pickle for each chunk: the tensor as torch.save describes it, so its strides. FSDP1 may
+save FlatParameters; ``user_defined_dict`` then says what lies in each, one parameter behind the other.
+Source: github.com/ByteDance-Seed/ByteCheckpoint 93292ea (0.0.3): meta_type.py, store_engine.py, merge_tool.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NoReturn
+
+from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor
+from ckpttool.containers.pickle import Record, interpret, printable
+from ckpttool.containers.torch_pickle import Tensor, vocabulary
+from ckpttool.containers.torch_zip import TorchFile, read_torch
+from ckpttool.dtypes import DTYPES, itemsize
+from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats import base
+from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Entry, entries_of, read_pickle
+from ckpttool.formats.torch.dcp_place import METADATA
+from ckpttool.formats.torch.numbered import names_of
+from ckpttool.formats.torch.optimizer import COMPONENT, is_plain
+from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.geometry import Box, whole
+from ckpttool.mesh import Mesh
+from ckpttool.states import STEP
+from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.place import DataFile, open_file, scan
+from ckpttool.words import some
+
+_OWNER = "bytecheckpoint.checkpointer.meta_type"
+_FOLDERS = {"model": "model", "optimizer": COMPONENT}
+_EXTRA = ("extra_state", "extra_state_rank_0.pt")
+_STEP = re.compile(r"global_step_(\d+)\Z")
+_MARK = "latest_checkpointed_iteration.txt"
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_in|wte|tok_embeddings)\.weight\Z")
+_FLAT = re.compile(r"(?:.*\.)?_?flat_param\Z")
+
+
+class ByteCheckpoint:
+    """Directories of ByteCheckpoint and of what uses it."""
+
+    name = "bytecheckpoint"
+    capabilities = base.Capabilities(
+        components=("model", COMPONENT),
+        meshes="any",
+        records_shapes=True,
+        states="torch",
+        instead="use --to dcp",
+    )
+
+    def detect(self, listing: Listing) -> int:
+        return 0 if listing.single else 2 * (_is_save(listing) or bool(_steps(listing)))
+
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
+        """Raises IncompleteError (a file or a chunk is missing), CorruptError (metadata and files contradict each
+        other), ConflictError (chunks overlap), UnsupportedError, and what reading its pickles raises.
+        """
+        base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
+        listing, notes = _resolved(listing)
+        save = _Save()
+        if METADATA in listing.names:
+            folders = {COMPONENT if listing.root.name == COMPONENT else "model": listing}
+        else:
+            folders = {c: inner for f, c in _FOLDERS.items() if (inner := _folder(listing, f)) is not None}
+        for component, inner in folders.items():
+            save.add(component, inner)
+        training = _with_extra(save.training, listing)
+        if training is not None and training.left:
+            notes.append(f"not plain data, and left out: {some(training.left)}")
+        carried, said = base.companions(listing, [METADATA])
+        return base.StoredCheckpoint(
+            self.name,
+            listing.root,
+            save.files,
+            save.tensors,
+            Mesh(),
+            config=listing.json("config.json"),
+            companions=carried,
+            recorded=Catalog(save.files, save.logical),
+            notes=[*notes, *save.notes, *said],
+            training=training,
+            refused=save.refused,
+        )
+
+
+# -- where it is
+
+
+def _is_own(listing: Listing) -> bool:
+    """Whether the metadata in a directory is of ByteCheckpoint; torch's begins with another class."""
+    if METADATA not in listing.names:
+        return False
+    try:
+        with open_file(listing.path(METADATA)) as f:
+            return _OWNER.encode() in f.pread(256, 0)
+    except OSError:
+        return False
+
+
+def _folder(listing: Listing, name: str) -> Listing | None:
+    if not (listing.root / name).is_dir():
+        return None
+    inner = list_source(listing.root / name)
+    return inner if _is_own(inner) else None
+
+
+def _is_save(listing: Listing) -> bool:
+    return _is_own(listing) or any(_folder(listing, f) is not None for f in _FOLDERS)
+
+
+def _steps(listing: Listing) -> dict[int, str]:
+    """Saves below a run, by their steps."""
+    found = {int(m[1][:18]): e.name for e in scan(listing.root) if (m := _STEP.match(e.name)) and e.is_dir()}
+    return {n: name for n, name in sorted(found.items()) if _is_save(list_source(listing.root / name))}
+
+
+def _resolved(listing: Listing) -> tuple[Listing, list[str]]:
+    """The save itself: of a run the marked one, or the last."""
+    if _is_save(listing):
+        return listing, []
+    steps = _steps(listing)
+    if not steps:
+        raise IncompleteError(
+            "there is no save of ByteCheckpoint here",
+            where=str(listing.root),
+            hint="give the directory that holds model/ and optimizer/",
+        )
+    last, why = max(steps), f"the last of {len(steps)}"
+    if _MARK in listing.names:
+        with open_file(listing.path(_MARK)) as f:
+            said = f.pread(32, 0).decode("utf-8", "replace").strip()
+        if not said.isdecimal() or int(said) not in steps:
+            raise IncompleteError(
+                f"{_MARK} says `{printable(said)}`, and there is no such save",
+                where=str(listing.path(_MARK)),
+                hint=f"give the directory of a save: {some(list(steps.values()))}",
+            )
+        last, why = int(said), f"{_MARK} names it"
+    return list_source(listing.root / steps[last]), [f"{steps[last]} is read: {why}"]
+
+
+# -- what is in it
+
+
+class _Bytes:
+    """A pickle that is in memory."""
+
+    def __init__(self, info: DataFile, data: bytes) -> None:
+        self.info, self.data = info._replace(size=len(data)), data
+
+    def pread(self, n: int, at: int) -> bytes:
+        return self.data[at : at + n]
+
+    def map(self) -> mmap.mmap:
+        raise OSError
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The directory of a component."""
+
+    listing: Listing
+    info: DataFile
+    entries: list[Entry]
+    order: list[str]
+    """Names in the order in which a rank had them."""
+    described: Mapping[tuple[str, tuple[int, ...]], bytes]
+    """Name and offset of a chunk -> the pickle of its tensor."""
+
+    def corrupt(self, what: str) -> NoReturn:
+        raise CorruptError(what, where=str(self.info.place), hint="fetch or save the checkpoint again")
+
+
+class _Save:
+    """The tensors of all components."""
+
+    def __init__(self) -> None:
+        self.files: list[DataFile] = []
+        self.tensors: list[StoredTensor] = []
+        self.logical: dict[Key, LogicalTensor] = {}
+        self.training: base.Training | None = None
+        self.refused: dict[str, CkptError] = {}
+        self.notes: list[str] = []
+        self._called: dict[str, str] = {}
+        self._model: list[tuple[str, tuple[int, ...]]] = []
+        """Parameters in the model's order."""
+        self._forms: dict[bytes, Tensor] = {}
+
+    def add(self, component: str, listing: Listing) -> None:
+        """Read the metadata of a component; the model comes first."""
+        part = self._part(listing)
+        if component == "model":
+            self._add_model(part)
+        else:
+            self._add_optimizer(part)
+
+    def _part(self, listing: Listing) -> _Part:
+        path = listing.path(METADATA)
+        value = read_pickle(path)
+        fields = value.fields if isinstance(value, Record) else {}
+        described: dict[tuple[str, tuple[int, ...]], bytes] = {}
+        for index, data in (fields.get("all_tensor_metadata") or {}).items():
+            if isinstance(data, bytes) and isinstance(index, Record):
+                described[index.fields.get("fqn", ""), index.fields.get("offset", ())] = data
+        order = [str(name) for name in fields.get("planner_data") or ()]
+        numbers: dict[str, int] = {}
+
+        def number(name: str) -> int:
+            if name not in numbers:
+                if name not in listing.names:
+                    raise IncompleteError(
+                        f"the file {printable(name)} is missing, which {METADATA} names",
+                        where=str(listing.root),
+                        hint="copy the files of all ranks into one directory",
+                    )
+                numbers[name] = len(self.files)
+                self.files.append(base.file_now(listing.path(name)))
+            return numbers[name]
+
+        entries = entries_of(value, path, number, _OWNER)
+        rank = {name: i for i, name in enumerate(order)}
+        entries.sort(key=lambda e: rank.get(e.fqn, len(rank)))
+        return _Part(listing, base.file_now(path), entries, order, described)
+
+    def _add_model(self, part: _Part) -> None:
+        tensors = [(e.fqn, e.value) for e in part.entries if isinstance(e.value, Described)]
+        if flat := [name for name, _ in tensors if _FLAT.match(name)]:
+            raise UnsupportedError(
+                f"these are FlatParameters of FSDP1 ({some(flat)}), which are parameters laid end to end",
+                where=str(part.info.place),
+                hint="merge them first: scripts/merge_bcp.py --framework fsdp --fsdp_save_decomposed_model",
+            )
+        if any(_EMBEDDING.match(name) for name, _ in tensors):
+            self._called, note = strip_prefixes([name for name, _ in tensors], str(part.info.place))
+            self.notes += [note] if note else []
+        left = []
+        for name, tensor in tensors:
+            key = Key(self._called.get(name, name))
+            self._put(key, name, tensor, part)
+            if tensor.dtype in DTYPES and DTYPES[tensor.dtype].kind == "float":
+                self._model.append((key.name, tensor.shape))
+        left = [printable(e.fqn, 60) for e in part.entries if not isinstance(e.value, Described)]
+        if left:
+            self.notes.append(f"not tensors, and left out: {some(left)}")
+
+    def _put(self, key: Key, fqn: str, tensor: Described, part: _Part) -> None:
+        pieces = []
+        for chunk in tensor.chunks:
+            if chunk.box.volume:
+                stored = self._chunk(key, fqn, tensor, chunk, part)
+                self.tensors.append(stored)
+                pieces.append(Piece(stored, whole(stored.shape), chunk.box))
+        if not prod(tensor.shape):
+            self.logical[key] = LogicalTensor(key, tensor.dtype, tensor.shape, ())
+        else:
+            self.logical[key] = logical_tensor(key, tensor.shape, pieces, files=self.files)
+
+    def _chunk(self, key: Key, fqn: str, tensor: Described, chunk: Chunk, part: _Part) -> StoredTensor:
+        number, begin, length = chunk.span
+        file = self.files[number]
+        if begin + length > file.size:
+            raise IncompleteError(
+                f"`{printable(fqn)}` lies at bytes {begin:,} to {begin + length:,}, and the file has {file.size:,}",
+                where=str(file.place),
+                hint="the download or save was interrupted; fetch the file again",
+            )
+        form = self._form(fqn, chunk.box, part)
+        if (form.dtype, form.shape) != (tensor.dtype, chunk.box.shape):
+            part.corrupt(
+                f"a chunk of `{printable(fqn)}` is {tensor.dtype} {list(chunk.box.shape)} by its box, and {form.dtype}"
+                f" {list(form.shape)} by the description of its tensor"
+            )
+        if tensor.dtype in DTYPES and length != chunk.box.volume * itemsize(tensor.dtype):
+            part.corrupt(f"a chunk of `{printable(fqn)}`, {tensor.dtype} {list(chunk.box.shape)}, has {length:,} bytes")
+        held = TorchFile(file, None, {form.storage.key: (begin, length)})
+        return held.place(form, key.name, number)._replace(component=key.component, state=key.state)
+
+    def _form(self, fqn: str, box: Box, part: _Part) -> Tensor:
+        """The tensor of a chunk as it was described; equal descriptions are read once."""
+        data = part.described.get((fqn, box.start))
+        if data is None:
+            part.corrupt(f"nothing describes the chunk at {list(box.start)} of `{printable(fqn)}`")
+        if data not in self._forms:
+            value, _ = interpret(_Bytes(part.info, data), vocabulary({}))
+            if not isinstance(value, Tensor):
+                raise UnsupportedError(
+                    f"a chunk of `{printable(fqn)}` is not a plain tensor",
+                    where=str(part.info.place),
+                    hint="save plain tensors or DTensors: dequantised, and not sparse",
+                )
+            self._forms[data] = value
+        return self._forms[data]
+
+    def _add_optimizer(self, part: _Part) -> None:
+        states: dict[str, dict[str, tuple[str, Described]]] = {}
+        groups: list[dict[str, Any]] = []
+        left = []
+        for e in part.entries:
+            if isinstance(e.value, Described) and len(e.path) == 3 and e.path[0] == "state":
+                states.setdefault(str(e.path[1]), {})[str(e.path[2])] = e.fqn, e.value
+            elif e.path == ("param_groups",) and not isinstance(e.value, Described):
+                groups = self._groups(e.value, part)
+            else:
+                left.append(printable(e.fqn, 60))
+        if left:
+            self.notes.append(f"not state of a parameter, and left out: {some(left)}")
+        names = self._names(groups, states, part)
+        if names is None:
+            return
+        for number, state in states.items():
+            for what, (fqn, tensor) in state.items():
+                self._put(Key(names[number], COMPONENT, what), fqn, tensor, part)
+        kept, unfit = [], []
+        for i, group in enumerate(groups):
+            values = {str(k): v for k, v in group.items() if k not in ("params", "param_names")}
+            unfit += [f"param_groups.{i}.{k}" for k, v in values.items() if not is_plain(v)]
+            parameters = tuple([names[str(n)] for n in group.get("params") or () if str(n) in names])
+            kept.append(base.ParamGroup(parameters, {k: v for k, v in values.items() if is_plain(v)}))
+        self.training = base.Training(tuple(kept), left=tuple(unfit))
+
+    def _groups(self, span: tuple[int, int, int], part: _Part) -> list[dict[str, Any]]:
+        number, begin, length = span
+        value = read_torch(self.files[number].place, begin, begin + length).value
+        if not isinstance(value, list) or not all(isinstance(g, dict) for g in value):
+            part.corrupt("param_groups is not a list of dicts")
+        return value
+
+    def _names(
+        self, groups: list[dict[str, Any]], states: Mapping[str, Mapping[str, tuple[str, Described]]], part: _Part
+    ) -> dict[str, str] | None:
+        """The parameter of each key of the optimizer's state; None where nothing says it."""
+        model = dict(self._model)
+        named = {n: self._called.get(n, n) for n in states}
+        if all(name in model for name in named.values()):
+            for group in groups:
+                named |= {str(n): self._called.get(str(n), str(n)) for n in group.get("params") or ()}
+            return named
+        shapes = {n: _shape(state) for n, state in states.items()}
+        numbers = [[(str(n), shapes.get(str(n))) for n in g.get("params") or ()] for g in groups]
+        found = names_of(numbers, self._model)
+        if found is None or any(n not in found for n in states):
+            self.refused[COMPONENT] = why = UnsupportedError(
+                "nothing says whose state the optimizer has: its parameters are numbers, and their shapes leave more"
+                " than one order, or none",
+                where=str(part.info.place),
+                hint="save it with torch's get_optimizer_state_dict, which names them; or leave the optimizer out with"
+                " --only model",
+            )
+            self.notes.append(f"the optimizer is not read: {why.what}")
+            return None
+        return {str(n): name for n, name in found.items()}
+
+
+def _shape(state: Mapping[str, tuple[str, Described]]) -> tuple[int, ...] | None:
+    return next((tensor.shape for what, (_, tensor) in state.items() if what != STEP), None)
+
+
+def _with_extra(training: base.Training | None, listing: Listing) -> base.Training | None:
+    """What else the first rank saved, where it is plain."""
+    path = listing.root / _EXTRA[0] / _EXTRA[1]
+    if not path.is_file():
+        return training
+    value = read_torch(path).value
+    said = training or base.Training()
+    if not isinstance(value, dict):
+        return base.Training(said.groups, said.step, said.plain, (*said.left, _EXTRA[0]))
+    plain = {str(k): v for k, v in value.items() if is_plain(v)}
+    left = [printable(str(k), 60) for k, v in value.items() if not is_plain(v)]
+    return base.Training(said.groups, said.step, {**said.plain, **plain}, (*said.left, *left))
