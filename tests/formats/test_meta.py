@@ -190,7 +190,7 @@ def test_mistrals_files(name: str, tmp_path: Path) -> None:
     src = saved(tmp_path / "src", {name: tensors} if name.endswith("pth") else {}, None)
     if name.endswith("safetensors"):
         write(src / name, tensors)
-    (src / "params.json").write_text(json.dumps({**MISTRAL, "sliding_window": 4096}))
+    (src / "params.json").write_text(json.dumps({**MISTRAL, "sliding_window": "4096"}))
     reshard(src, tmp_path / "out", "--to", "hf", "--verify")
     equal(read(tmp_path / "out/model.safetensors"), published(10, tied=True))
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -264,6 +264,11 @@ def test_files_that_are_not_all_there(tmp_path: Path) -> None:
         ({"n_heads": 16, "head_dim": 6}, "have 48 rows, and params.json says 96: 4 files would hold them"),
         ({"n_layers": None}, "`n_layers` is not in params.json"),
         ({"n_heads": "8"}, "`n_heads` in params.json is not a positive whole number: 8"),
+        ({"rope_theta": [1]}, "`rope_theta` in params.json is not a positive number: [1]"),
+        ({"norm_eps": True}, "`norm_eps` in params.json is not a positive number: True"),
+        ({"hidden_dim": FFN, "sliding_window": [1]}, "`sliding_window` in params.json is not a positive whole number"),
+        ({"max_position_embeddings": "8k"}, "`max_position_embeddings` in params.json is not a positive whole number"),
+        ({"moe": {"num_experts": 2}, "hidden_dim": FFN}, "`num_experts_per_tok` is not in params.json"),
         ({"moe_args": {"num_experts": 16}, "use_qk_norm": True}, "a kind that is not known: moe_args, use_qk_norm"),
         ({"vision_chunk_size": 448}, "a kind that is not known: vision_chunk_size"),
         ({"quantization_args": {"scheme": "int4"}}, "a kind that is not known: quantization_args"),

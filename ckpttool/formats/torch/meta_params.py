@@ -16,9 +16,10 @@ from ckpttool.words import some
 _META = {"multiple_of", "ffn_dim_multiplier", "use_scaled_rope", "rope_scaling_factor"}
 _MISTRAL = {"head_dim", "hidden_dim", "sliding_window", "moe", "model_type"}
 _BOTH = {"dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta", "vocab_size"}
+_POSITIONS = "max_position_embeddings"
 _OF_A_RUN = {
-    *("max_seq_len", "max_batch_size", "max_position_embeddings", "model_parallel_size", "rope_freq_base"),
-    *("causal", "use_biases", "tied_embeddings", "quantization_args", "lora_args", "vision_args"),
+    *("max_seq_len", "max_batch_size", _POSITIONS, "model_parallel_size", "causal", "use_biases"),
+    *("tied_embeddings", "quantization_args", "lora_args", "vision_args"),
 }
 """Those that say nothing about the tensors of a text model while they are null, false or only a limit."""
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -34,8 +35,8 @@ def config_of(
 ) -> tuple[dict[str, Any], list[str]]:
     """config.json in Hugging Face's fields, and notes on what params.json does not say.
 
-    ``rows`` are those of ``feed_forward``, ``vocab`` and, where there are several, of ``experts`` in whole tensors;
-    ``dtype`` is numpy's word. Raises IncompleteError for a field that must be there, CorruptError for one that is no
+    ``rows`` are those of ``feed_forward`` (one expert's) and ``vocab`` in whole tensors, ``tied`` whether the head is
+    the embedding, ``dtype`` is torch's word. Raises IncompleteError for a field that must be there, CorruptError for one that is no
     number, UnsupportedError for models of other kinds.
     """
     other = [k for k, v in params.items() if k not in _META | _MISTRAL | _BOTH | _OF_A_RUN and v not in (None, False)]
@@ -61,7 +62,7 @@ def config_of(
         "head_dim": _number(params, "head_dim", where) if params.get("head_dim") else dim // heads,
         "vocab_size": rows["vocab"],
         "hidden_act": "silu",
-        "rms_norm_eps": params.get("norm_eps", 1e-5),
+        "rms_norm_eps": _real(params, "norm_eps", where) or 1e-5,
         "tie_word_embeddings": tied,
         "torch_dtype": dtype,
     }
@@ -70,17 +71,20 @@ def config_of(
         config["num_experts_per_tok"] = _number(moe, "num_experts_per_tok", where)
     window = params.get("sliding_window")
     if mistral:
-        config["sliding_window"] = int(window) if window else None
-    theta = params.get("rope_theta")
+        # The first model has it as a text.
+        text = isinstance(window, str) and window.isdecimal()
+        said = {"sliding_window": int(window)} if text and isinstance(window, str) else params
+        config["sliding_window"] = _number(said, "sliding_window", where) if window else None
+    theta = _real(params, "rope_theta", where)
     if theta is None:
         # mistral-inference takes 1,000,000 but for the first models, which are those with a window.
         theta = 1_000_000.0 if mistral and not window else 10_000.0
         notes.append(f"rope_theta is not in params.json: {theta:,.0f}, which is what {kind}'s own software takes then")
-    config["rope_theta"] = float(theta)
-    positions = params.get("max_position_embeddings")
+    config["rope_theta"] = theta
+    positions = _number(params, _POSITIONS, where) if params.get(_POSITIONS) else 0
     if params.get("use_scaled_rope"):
         # Only the small models of Llama 3.2, which are tied, have another factor than 3.1's.
-        factor = float(params.get("rope_scaling_factor") or (32.0 if tied else 8.0))
+        factor = _real(params, "rope_scaling_factor", where) or (32.0 if tied else 8.0)
         config["rope_scaling"] = {**_SCALED, "factor": factor, "original_max_position_embeddings": _ORIGINAL}
         positions = positions or 16 * _ORIGINAL
         if not params.get("rope_scaling_factor"):
@@ -88,7 +92,7 @@ def config_of(
     if not positions:
         positions = 32_768 if mistral else _ORIGINAL if theta == 500_000 else 4096
         notes.append(f"max_position_embeddings is not in params.json: {positions:,}")
-    config["max_position_embeddings"] = positions
+    config[_POSITIONS] = positions
     return config, notes
 
 
@@ -99,6 +103,16 @@ def _number(params: Mapping[str, Any], name: str, where: str) -> int:
     if type(value) is not int or value < 1:
         raise CorruptError(f"`{name}` in params.json is not a positive whole number: {value}", where=where)
     return value
+
+
+def _real(params: Mapping[str, Any], name: str, where: str) -> float | None:
+    """A positive number; None where there is none."""
+    value = params.get(name)
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise CorruptError(f"`{name}` in params.json is not a positive number: {value}", where=where)
+    return float(value)
 
 
 def params_of(config: Mapping[str, Any]) -> dict[str, Any]:
