@@ -36,8 +36,8 @@ def config_of(
     """config.json in Hugging Face's fields, and notes on what params.json does not say.
 
     ``rows`` are those of ``feed_forward`` (one expert's) and ``vocab`` in whole tensors, ``tied`` whether the head is
-    the embedding, ``dtype`` is torch's word. Raises IncompleteError for a field that must be there, CorruptError for one that is no
-    number, UnsupportedError for models of other kinds.
+    the embedding, ``dtype`` is torch's word. Raises IncompleteError for a field that must be there, CorruptError for
+    one that is no number, UnsupportedError for models of other kinds.
     """
     other = [k for k, v in params.items() if k not in _META | _MISTRAL | _BOTH | _OF_A_RUN and v not in (None, False)]
     other += [k for k in ("use_biases", "quantization_args", "lora_args", "vision_args") if params.get(k)]
