@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import random
 import shutil
 import struct
@@ -26,6 +27,7 @@ from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.catalog import Catalog, Key
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.containers.json_stream import JsonError, JsonStream
+from ckpttool.containers.pickle_imports import UNKNOWN, named
 from ckpttool.containers.safetensors import examine, read_header
 from ckpttool.errors import CkptError
 from ckpttool.execute.journal import Journal, sealed
@@ -47,6 +49,7 @@ from tests.fuzz.naive import flex, library, pickled, program
 from tests.fuzz.subjects import FIXTURES
 from tests.fuzz.trees import change
 from tests.helpers.aoa import table, tensor
+from tests.helpers.torch_save import torch_save
 
 Mutator = Callable[[bytes, random.Random], bytes]
 
@@ -175,6 +178,99 @@ def _torch() -> Target:
     files = ("hostile/zip_slip.bin", "hostile/legacy_system.bin", "strided/pytorch_model.bin", "train/step3.pth")
     words = (b"PK\x01\x02", b"PK\x05\x06", b"PK\x06\x07", b"ctorch._utils\n_rebuild_tensor_v3\n", b"Q", b"tR", b"\x8f")
     return Target(run, tuple([(FIXTURES / "torch" / n).read_bytes() for n in files]), words)
+
+
+ZERO = (
+    "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+)
+TORCH_WORDS = (
+    b"PK\x01\x02",
+    b"ctorch\nFloatStorage\n",
+    b"Q",
+    b"tR",
+    b"K\x00",
+    b"\x88",
+    b"\x89",
+    b"N",
+    b"\x86",
+    b"\x85",
+)
+
+
+def _torch_part(source: str, *names: str) -> Callable[[], Target]:
+    """Files of a checkpoint of torch's trainers, of which any may have been changed: the first byte says which."""
+
+    def make() -> Target:
+        folder = _Folder(names[0], source)
+        sound = [(folder.root / n).read_bytes() for n in names]
+
+        def run(data: bytes) -> None:
+            at = data[0] % len(names) if data else 0
+            path = folder.root / names[at]
+            try:
+                path.write_bytes(data[1:])
+                read(folder.root, {})
+            finally:
+                path.write_bytes(sound[at])
+
+        return Target(run, tuple([bytes([i]) + data for i, data in enumerate(sound)]), TORCH_WORDS)
+
+    return make
+
+
+def _optimizer() -> Target:
+    folder = _Folder("optimizer.pt")
+    shapes = {"b.weight": (3, 4), "b.bias": (4,), "a.weight": (3, 4)}
+    torch_save({n: np.zeros(s, "<f4") for n, s in shapes.items()}, folder.root / "pytorch_model.bin")
+    states = {i: {"step": 3, "exp_avg": np.zeros(s, "<f4")} for i, s in enumerate(shapes.values())}
+    named = {"lr": 0.1, "params": [0, 1, 2], "param_names": [*shapes]}
+    by_name = {f"state.{n}.exp_avg": np.zeros(s, "<f4") for n, s in shapes.items()}
+    values = (
+        {"state": states, "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [1, 2]}]},
+        {"state": states, "param_groups": [named]},
+        by_name | {f"param_groups.{n}.lr": 0.1 for n in shapes},
+    )
+    seeds = [torch_save(v, folder.path).read_bytes() for v in values]
+
+    def run(data: bytes) -> None:
+        folder(data)
+        answers = read(folder.root, {})
+        if any(n.startswith("optimizer/") and n.split("/")[1] not in shapes for n in answers):
+            raise AssertionError("a state of no parameter")
+
+    return Target(run, tuple(seeds), (*TORCH_WORDS, b"param_names", b"state", b"params", b"exp_avg_sq_row"))
+
+
+def _imports() -> Target:
+    """Whatever the bytes are, the names are told; a name that CPython would look up first is among them."""
+    folder = _Folder("x.pkl")
+
+    class Looked(pickle._Unpickler):  # the one in C hangs on memos of any number
+        def find_class(self, module: str, name: str) -> Any:
+            raise LookupError(f"{module}.{name}")
+
+        def persistent_load(self, pid: Any) -> Any:
+            return str(pid)
+
+    def run(data: bytes) -> None:
+        path = folder(data)
+        told = {n.name for n in named(path)}
+        if data[:4] == b"PK\x03\x04" or UNKNOWN in told:
+            return
+        try:
+            Looked(io.BytesIO(data)).load()
+        except LookupError as e:
+            if type(e) is LookupError and str(e) not in told:
+                raise AssertionError(f"{e} is not told") from None
+        except Exception:  # noqa: BLE001, S110 - what is no pickle fails in many ways
+            pass
+
+    seeds = [pickle.dumps({"a": [Path("x"), 2.5, b"y" * 70], "b": "text"}, n) for n in (0, 2, 4, 5)]
+    seeds.append((FIXTURES / "torch/hostile/legacy_system.bin").read_bytes())
+    return Target(
+        run, tuple(seeds), (b"\x93", b"cos\nsystem\n", b"\x8c\x02os", b"\x94", b"h\x00", b"1", b"0", b"2", b"i")
+    )
 
 
 def _flex() -> Target:
@@ -389,6 +485,11 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "index": _index,
     "pickle": _pickle,
     "torch": _torch,
+    "dcp": _torch_part("dcp/uneven/checkpoint", ".metadata", "__0_0.distcp"),
+    "fsdp": _torch_part("torch_fsdp/uneven", "model_world_size_4_rank_1.pt", "optim_world_size_4_rank_0.pt"),
+    "deepspeed": _torch_part("torch/deepspeed/z3", *ZERO),
+    "optimizer": _optimizer,
+    "imports": _imports,
     "flex": _flex,
     "pdmodel": _pdmodel,
     "pir": _pir,

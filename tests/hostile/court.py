@@ -39,6 +39,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[object]]] = {
     "files": lambda src, dst: ["inspect", src, "--files"],
     "metadata": lambda src, dst: ["inspect", src, "--metadata"],
     "check": lambda src, dst: ["inspect", src, "--check"],
+    "imports": lambda src, dst: ["inspect", src, "--imports"],
     "stats": lambda src, dst: ["inspect", src, "--stats", "--hash"],
     "reshard": lambda src, dst: ["reshard", src, dst, "--to", "hf"],
     "ranks": lambda src, dst: ["reshard", src, dst, "--to", "ranks", "--tp-out", 2, "--replicate", "*"],
