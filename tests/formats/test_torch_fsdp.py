@@ -13,7 +13,7 @@ import ckpttool
 from ckpttool.catalog import Key
 from ckpttool.checkpoint import open_checkpoint
 from ckpttool.containers.pickle import Global, Record
-from ckpttool.containers.pickle_write import Hole
+from ckpttool.containers.pickle_write import Call, Hole
 from ckpttool.containers.torch_pickle import Storage, Tensor
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
@@ -102,6 +102,13 @@ def test_a_step_of_verl(tmp_path: Path) -> None:
     assert "huggingface/" in done.err
     assert not (tmp_path / "out" / "fsdp_config.json").exists()
     assert (tmp_path / "out" / "config.json").is_file()
+    shutil.copytree(actor.parent, tmp_path / "run" / "global_step_2")
+    shutil.copytree(actor.parent, tmp_path / "run" / "global_step_10")
+    mark = tmp_path / "run" / "latest_checkpointed_iteration.txt"
+    mark.write_text("2\n", encoding="utf-8")
+    assert "global_step_2 is read" in reshard(tmp_path / "run", tmp_path / "a", "--to", "hf").err
+    mark.write_text("4\n", encoding="utf-8")
+    assert "there is no such save" in refused(tmp_path / "run", tmp_path / "b", "--to", "hf")
     shutil.copytree(actor, actor.parent / "critic")
     assert "2 models" in refused(tmp_path / "global_step_2", tmp_path / "twice", "--to", "hf")
 
@@ -190,6 +197,21 @@ def test_steps_that_are_plain_numbers(tmp_path: Path) -> None:
     }
     assert "`module.`" in done.err
     assert "optimizer/w/what" in done.err
+
+
+def test_a_full_state_dict_of_accelerate(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    write(source / "pytorch_model_fsdp.bin", {"w": Hole("F32", (2, 3))})
+    reshard(source, tmp_path / "out", "--to", "hf")
+    assert held(tmp_path / "out") == {"w": ("F32", (2, 3), bytes(24))}
+
+
+def test_nothing_of_a_pickle_is_executed(tmp_path: Path) -> None:
+    source = copied("fsdp1", tmp_path)
+    write(source / "extra_state_world_size_2_rank_0.pt", {"hook": Call("os", "system", ("touch canary",))})
+    assert "os.system" in refused(source, tmp_path / "out", "--to", "hf")
+    assert not Path("canary").exists()
 
 
 def test_only_read(tmp_path: Path) -> None:

@@ -31,18 +31,17 @@ from ckpttool.formats.torch.dcp_place import METADATA
 from ckpttool.formats.torch.numbered import names_of
 from ckpttool.formats.torch.optimizer import COMPONENT, is_plain
 from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.formats.torch.steps import newest, steps_of
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh
 from ckpttool.states import STEP
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import DataFile, open_file, scan
+from ckpttool.storage.place import DataFile, open_file
 from ckpttool.words import some
 
 _OWNER = "bytecheckpoint.checkpointer.meta_type"
 _FOLDERS = {"model": "model", "optimizer": COMPONENT}
 _EXTRA = ("extra_state", "extra_state_rank_0.pt")
-_STEP = re.compile(r"global_step_(\d+)\Z")
-_MARK = "latest_checkpointed_iteration.txt"
 _EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_in|wte|tok_embeddings)\.weight\Z")
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param\Z")
 
@@ -60,7 +59,7 @@ class ByteCheckpoint:
     )
 
     def detect(self, listing: Listing) -> int:
-        return 0 if listing.single else 2 * (_is_save(listing) or bool(_steps(listing)))
+        return 0 if listing.single else 2 * (_is_save(listing) or bool(steps_of(listing, _is_save)))
 
     def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (a file or a chunk is missing), CorruptError (metadata and files contradict each
@@ -119,35 +118,19 @@ def _is_save(listing: Listing) -> bool:
     return _is_own(listing) or any(_folder(listing, f) is not None for f in _FOLDERS)
 
 
-def _steps(listing: Listing) -> dict[int, str]:
-    """Saves below a run, by their steps."""
-    found = {int(m[1][:18]): e.name for e in scan(listing.root) if (m := _STEP.match(e.name)) and e.is_dir()}
-    return {n: name for n, name in sorted(found.items()) if _is_save(list_source(listing.root / name))}
-
-
 def _resolved(listing: Listing) -> tuple[Listing, list[str]]:
     """The save itself: of a run the marked one, or the last."""
     if _is_save(listing):
         return listing, []
-    steps = _steps(listing)
+    steps = steps_of(listing, _is_save)
     if not steps:
         raise IncompleteError(
             "there is no save of ByteCheckpoint here",
             where=str(listing.root),
             hint="give the directory that holds model/ and optimizer/",
         )
-    last, why = max(steps), f"the last of {len(steps)}"
-    if _MARK in listing.names:
-        with open_file(listing.path(_MARK)) as f:
-            said = f.pread(32, 0).decode("utf-8", "replace").strip()
-        if not said.isdecimal() or int(said) not in steps:
-            raise IncompleteError(
-                f"{_MARK} says `{printable(said)}`, and there is no such save",
-                where=str(listing.path(_MARK)),
-                hint=f"give the directory of a save: {some(list(steps.values()))}",
-            )
-        last, why = int(said), f"{_MARK} names it"
-    return list_source(listing.root / steps[last]), [f"{steps[last]} is read: {why}"]
+    name, note = newest(listing, steps)
+    return list_source(listing.root / name), [note]
 
 
 # -- what is in it

@@ -30,6 +30,7 @@ from ckpttool.formats.torch.numbered import Number, names_of
 from ckpttool.formats.torch.optimizer import COMPONENT, is_plain
 from ckpttool.formats.torch.placement import Part, parts_of
 from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.formats.torch.steps import newest, steps_of
 from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
 from ckpttool.states import STEP
@@ -65,7 +66,8 @@ class Fsdp:
     def detect(self, listing: Listing) -> int:
         if listing.single:
             return 0
-        return 2 * bool(any(_FILE.match(n) or _LOCAL.match(n) for n in listing.names) or _below(listing))
+        found = any(_LOCAL.match(n) for n in listing.names) or _is_step(listing) or steps_of(listing, _is_step)
+        return 2 * bool(found)
 
     def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (the file of a rank is missing, or rows of a tensor), ConflictError (ranks disagree,
@@ -102,33 +104,45 @@ class Fsdp:
 
 
 def _resolved(listing: Listing) -> tuple[Listing, list[str]]:
-    """The directory of the ranks' files: of a step of verl, that of its only model."""
-    if any(_FILE.match(n) for n in listing.names):
+    """The directory of the ranks' files: of a run of verl its last step, of a step its only model."""
+    if _has_ranks(listing):
         return listing, []
     if local := next((n for n in listing.names if _LOCAL.match(n)), ""):
         _refuse_local(str(listing.path(local)))
-    below = _below(listing)
-    if len(below) > 1:
+    notes = []
+    if steps := steps_of(listing, _is_step):
+        name, note = newest(listing, steps)
+        listing, notes = list_source(listing.root / name), [note]
+    models = [] if _has_ranks(listing) else _models(listing)
+    if len(models) > 1:
         raise ConflictError(
-            f"there are {len(below)} models here: {some(below)}",
+            f"there are {len(models)} models here: {some(models)}",
             where=str(listing.root),
-            hint=f"give the directory of one: {listing.root / below[0]}",
+            hint=f"give the directory of one: {listing.root / models[0]}",
         )
-    if not below:
+    if models:
+        return list_source(listing.root / models[0]), [*notes, f"the model is in {models[0]}/"]
+    if not steps:
         raise IncompleteError(
             "there are no files of ranks here",
             where=f"{listing.root}/model_world_size_N_rank_R.pt",
             hint="give the directory that holds them",
         )
-    return list_source(listing.root / below[0]), [f"the model is in {below[0]}/"]
+    return listing, notes
 
 
-def _below(listing: Listing) -> list[str]:
+def _has_ranks(listing: Listing) -> bool:
+    return any(_FILE.match(n) for n in listing.names)
+
+
+def _models(listing: Listing) -> list[str]:
     """Directories of models in that of a step."""
-    if any(_FILE.match(n) for n in listing.names):
-        return []
     folders = sorted(e.name for e in scan(listing.root) if e.name in _ROLES and e.is_dir())
     return [f for f in folders if any(_FILE.match(e.name) for e in scan(listing.root / f))]
+
+
+def _is_step(listing: Listing) -> bool:
+    return _has_ranks(listing) or bool(_models(listing))
 
 
 def _rank_files(listing: Listing) -> dict[str, list[str]]:

@@ -1,0 +1,59 @@
+"""Real torch on gloo ranks saves FSDP models in every way; what is read equals what torch gathers, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.helpers.command import refused, reshard
+
+ROOT = Path(__file__).parents[2]
+
+
+def saved(case: str, ranks: int, out: Path) -> Path:
+    """What the ranks save; beside it ``out.safetensors`` is what torch gathers of them."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*launch, "-m", "tests.peers.fsdp_ranks", case, str(out)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {n: t.tobytes() for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+def gathered(source: Path) -> dict[str, bytes]:
+    return {n: t.tobytes() for n, t in load_file(f"{source}.safetensors").items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        ("uneven", 3), ("tp_fsdp", 4), ("hsdp", 4), ("named", 2), ("groups", 2), ("tied", 2), ("fsdp1", 3),
+        ("fsdp1_mesh", 2),
+    ],
+)  # fmt: skip
+def test_everything_equals_what_torch_gathers(case: str, ranks: int, tmp_path: Path) -> None:
+    source = saved(case, ranks, tmp_path / case)
+    reshard(source, tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+    assert read(tmp_path / "out") == gathered(source)
+
+
+def test_an_optimizer_of_flat_parameters(tmp_path: Path) -> None:
+    """FSDP1's optimizer.state_dict(): the model is read, the optimizer refused by name."""
+    source = saved("fsdp1_flat", 2, tmp_path / "flat")
+    assert "FSDP.optim_state_dict" in refused(source, tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+    reshard(source, tmp_path / "out", "--to", "hf")
+    wanted = {n: t for n, t in gathered(source).items() if not n.startswith("optimizer/")}
+    assert read(tmp_path / "out") == wanted
+
+
+def test_local_state_dicts(tmp_path: Path) -> None:
+    assert "local state dict" in refused(saved("fsdp1_local", 2, tmp_path / "local"), tmp_path / "out", "--to", "hf")
