@@ -135,7 +135,10 @@ class _Reader:
                 where=states.path,
                 hint="load the checkpoint with DeepSpeed 0.4 or newer, and save it again",
             )
-        frozen = self._frozen(states, file, names) if stage3 else {}
+        frozen = {}
+        if stage3 and states.frozen:
+            paths = [self.save.path(n) for n in names]
+            frozen = zero_files.frozen_parameters(states, file, paths, self.files, self.shards)
         partitions = partitions_of(self.ranks, states.groups, stage3=stage3) if optim else None
         masters = self._whole(partitions.masters()) if partitions else {}
         self._emit(zero_files.model_weights(states, file, masters | frozen, self.dtypes), masters)
@@ -261,32 +264,6 @@ class _Reader:
             self.tensors.append(stored._replace(name=name, shape=(), strides=None, component="optimizer", state=state))
         return left
 
-    def _frozen(self, states: ModelStates, first: int, names: Sequence[str]) -> dict[str, StoredTensor]:
-        """Frozen parameters of stage 3, of which every rank's model states hold a run."""
-        if not states.frozen:
-            return {}
-        runs: dict[str, list[FlatShard]] = {n: [] for n in states.frozen}
-        for rank, name in enumerate(names):
-            own = states if not rank else zero_files.read_model_states(self.save.path(name))
-            file = self._file(own.file) if rank else first
-            for frozen, shape in states.frozen.items():
-                tensor = own.fragments.get(frozen)
-                part, length = -(-prod(shape) // len(names)), prod(shape)
-                if tensor is None or tensor.shape != (part,) or own.frozen.get(frozen) != shape:
-                    raise ConflictError(
-                        f"the fragment of the frozen `{printable(frozen)}` is {_size(tensor)}, not {part:,} elements",
-                        where=own.path,
-                        hint="the files are not of one save",
-                    )
-                if (n := min(part, length - rank * part)) > 0:
-                    stored = own.file.place(tensor, frozen, file)
-                    runs[frozen].append(FlatShard(rank * part, stored._replace(shape=(n,))))
-        out = {}
-        for frozen, shape in states.frozen.items():
-            if (t := zero_files.joined(frozen, shape, runs[frozen], self.shards)) is not None:
-                out[frozen] = t
-        return out
-
     def _train(self, states: ModelStates, partitions: Partitions | None, left: Sequence[str]) -> base.Training:
         scaler = self.ranks[0].state.get("loss_scaler") if self.ranks else None
         self.scaler = scaler if isinstance(scaler, Record) else None
@@ -303,7 +280,3 @@ class _Reader:
                 "the optimizer of a save without ZeRO is left out: its state has numbers, not names of parameters"
             )
         return training
-
-
-def _size(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"{prod(tensor.shape):,}"

@@ -261,6 +261,37 @@ def model_weights(
     return out
 
 
+def frozen_parameters(
+    states: ModelStates, first: int, paths: Sequence[Place], files: list[DataFile], shards: list[tuple[FlatShard, ...]]
+) -> dict[str, StoredTensor]:
+    """Frozen parameters of stage 3, of which the model states of every rank hold a run.
+
+    ``states`` are those of rank 0, and ``first`` their file; ``paths`` are of all ranks. Adds to ``files`` and
+    ``shards``. Raises ConflictError for runs that do not fit.
+    """
+    runs: dict[str, list[FlatShard]] = {n: [] for n in states.frozen}
+    for rank, path in enumerate(paths):
+        own, file = states, first
+        if rank:
+            own, file = read_model_states(path), len(files)
+            files.append(own.file.info)
+        for name, shape in states.frozen.items():
+            tensor, size = own.fragments.get(name), prod(shape)
+            part = -(-size // len(paths))
+            if tensor is None or tensor.shape != (part,) or own.frozen.get(name) != shape:
+                held = "missing" if tensor is None else f"{prod(tensor.shape):,} elements"
+                raise ConflictError(
+                    f"the fragment of the frozen `{printable(name)}` is {held}, not {part:,} elements",
+                    where=own.path,
+                    hint="the files are not of one save",
+                )
+            if (n := min(part, size - rank * part)) > 0:
+                stored = own.file.place(tensor, name, file)
+                runs[name].append(FlatShard(rank * part, stored._replace(shape=(n,))))
+    whole = {name: joined(name, shape, runs[name], shards) for name, shape in states.frozen.items()}
+    return {name: tensor for name, tensor in whole.items() if tensor is not None}
+
+
 def _derived(held: StoredTensor, name: str, dtype: str, dtypes: dict[Key, str]) -> StoredTensor:
     """A weight of the model that is stored as a master weight."""
     if dtype != held.dtype:

@@ -1,0 +1,231 @@
+"""DeepSpeed's universal checkpoints: a file for each state of each parameter, whole. Every ZeRO stage loads them.
+
+    DIR/latest_universal                             the tag
+    DIR/TAG/mp_rank_00_model_states.pt               see zero_files; or zero_pp_rank_R_mp_rank_00_... of stage 3
+    DIR/TAG/zero/NAME/fp32.pt, exp_avg.pt, ...       {"param": tensor, "cat_dim": 0}; of stage 3 a flat tensor
+    DIR/TAG/zero/NAME/step.pt                        a number without axes, or an int
+    DIR/TAG/zero/optimizer_state.pt                  param_groups; of stage 3 in optimizer_state_dict, with the step
+
+Tensor-parallel ranks are joined in these files, so that their model states are of no use for the model's weights: these
+are the masters, rounded to the dtype of `module`.
+
+Source: deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py, load_universal_checkpoint of the optimizers
+(DeepSpeed 0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from ckpttool.catalog import FlatShard, Key, StoredTensor
+from ckpttool.containers.pickle import printable
+from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_zip import TorchFile, read_torch
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError
+from ckpttool.formats import base
+from ckpttool.formats.torch import zero_files
+from ckpttool.formats.torch.universal_write import OPTIMIZER, POINTER, write_universal
+from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates, Numbers
+from ckpttool.mesh import Mesh
+from ckpttool.states import STEP
+from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.place import DataFile, scan
+from ckpttool.words import some
+
+_MASTER = "fp32"
+
+
+class Universal:
+    """Universal checkpoints."""
+
+    name = "universal"
+    dialect = "hf"
+    capabilities = base.Capabilities(
+        components=("model", "master_weights", "optimizer"), views=True, states="torch", exact=False
+    )
+
+    def detect(self, listing: Listing) -> int:
+        if listing.single:
+            return 0
+        return 2 if POINTER in listing.names or zero_files.saves(listing, is_save) or is_save(listing) else 0
+
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
+        """Raises IncompleteError (files are missing), ConflictError (files do not fit together), CorruptError."""
+        base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
+        save, note = zero_files.one_save(listing, POINTER, is_save)
+        config, companions, notes = zero_files.config_of(listing, save)
+        reader = _Reader(save)
+        training = reader.read()
+        tensors, dtypes, training, said = zero_files.without_prefixes(
+            reader.tensors, reader.dtypes, training, str(save.root)
+        )
+        return base.StoredCheckpoint(
+            self.name,
+            listing.root,
+            reader.files,
+            tensors,
+            Mesh(),
+            config=config,
+            companions=companions,
+            notes=[*([note] if note else []), *notes, *reader.notes, *said],
+            shards=reader.shards,
+            dtypes=dtypes,
+            training=training,
+        )
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        return base.whole_mesh(said, f"{self.name}: its files hold whole tensors")
+
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
+        return write_universal(request)
+
+
+def is_save(listing: Listing) -> bool:
+    """Whether a directory holds a universal checkpoint."""
+    return any(MODEL_STATES.match(n) for n in listing.names) and zero_files.has_folder(listing, "zero")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """One checkpoint while it is read."""
+
+    save: Listing
+    files: list[DataFile] = field(default_factory=list)
+    tensors: list[StoredTensor] = field(default_factory=list)
+    shards: list[tuple[FlatShard, ...]] = field(default_factory=list)
+    dtypes: dict[Key, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def read(self) -> base.Training:
+        """Fill in everything; what is returned is what training goes on from."""
+        names = [n for n in self.save.names if MODEL_STATES.match(n)]
+        first = next((n for n in names if not n.startswith("zero_")), names[0])
+        states = zero_files.read_model_states(self.save.path(first))
+        file = self._file(states.file)
+        cut = any(int(m["mp"]) for n in names if (m := MODEL_STATES.match(n)))
+        found, steps = self._states(states, cut=cut)
+        masters = found.pop(_MASTER, {})
+        optimizer, groups = self._optimizer(states)
+        if steps is None:
+            steps = dict.fromkeys(masters, optimizer) if optimizer is not None else {}
+        frozen: dict[str, StoredTensor] = {}
+        if states.frozen and first.startswith("zero_"):
+            paths = [self.save.path(f"zero_pp_rank_{r}_mp_rank_00_model_states.pt") for r in range(len(names))]
+            if missing := [p.name for p in paths if p.name not in self.save.names]:
+                raise IncompleteError(
+                    f"files of frozen parameters are missing: {some(missing)}", where=str(self.save.root)
+                )
+            frozen = zero_files.frozen_parameters(states, file, paths, self.files, self.shards)
+        weights = zero_files.model_weights(
+            _uncut(states, masters) if cut else states, file, masters | frozen, self.dtypes
+        )
+        dtypes = {t.name: self.dtypes.get(Key(t.name), t.dtype) for t in weights}
+        kept = [m._replace(component="master_weights") for n, m in masters.items() if dtypes.get(n) != m.dtype]
+        self.tensors = [*weights, *kept]
+        for state, of in sorted(found.items()):
+            self.tensors += [t._replace(component="optimizer", state=state) for t in of.values()]
+        for name, t in steps.items():
+            self.tensors.append(t._replace(name=name, component="optimizer", state=STEP))
+        if self.dtypes:
+            rounded = ", ".join(sorted(set(self.dtypes.values())))
+            self.notes.append(f"model weights are master_weights rounded to {rounded}")
+        training = zero_files.training_of(states, groups, {})
+        if training.left:
+            self.notes.append(f"not plain values, and left out: {some(training.left)}")
+        return training
+
+    def _file(self, torch: TorchFile) -> int:
+        self.files.append(torch.info)
+        return len(self.files) - 1
+
+    def _states(
+        self, states: ModelStates, *, cut: bool
+    ) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, StoredTensor] | None]:
+        """(tensors by state and parameter, steps by parameter; None where there are none)."""
+        root = self.save.root / "zero"
+        found: dict[str, dict[str, StoredTensor]] = {}
+        steps: dict[str, StoredTensor] = {}
+        numbers = Numbers(self.files)
+        there = {e.name for e in scan(root) if e.is_dir()} - states.buffers
+        order = [n for n in states.trained if n in there] + sorted(there - states.trained.keys())
+        if missing := [n for n in states.trained if n not in there]:
+            raise IncompleteError(
+                f"there is no directory of {len(missing)} parameters: {some([printable(n) for n in missing])}",
+                where=str(root),
+                hint="the conversion was interrupted, or files got lost: convert or fetch it again",
+            )
+        for name in order:
+            listing = list_source(root / name)
+            for file_name in listing.names:
+                state = file_name.removesuffix(".pt")
+                if state == file_name:
+                    continue
+                torch = read_torch(listing.path(file_name))
+                value = torch.value.get("param") if isinstance(torch.value, dict) else torch.value
+                if state == STEP:
+                    steps[name] = self._step(torch, value, numbers)
+                elif isinstance(value, Tensor):
+                    shape = None if cut else states.trained.get(name)
+                    found.setdefault(state, {})[name] = self._whole(torch, value, name, shape)
+                else:
+                    raise CorruptError("there is no tensor in it", where=str(torch.info.place))
+            if _MASTER not in found or name not in found[_MASTER]:
+                raise IncompleteError(f"there is no {_MASTER}.pt of `{printable(name)}`", where=str(listing.root))
+        return found, steps or None
+
+    def _whole(self, torch: TorchFile, tensor: Tensor, name: str, shape: tuple[int, ...] | None) -> StoredTensor:
+        stored = torch.place(tensor, name, self._file(torch))
+        if shape is None or stored.shape == shape:
+            return stored
+        if prod(stored.shape) != prod(shape) or stored.strides is not None:
+            raise ConflictError(
+                f"`{printable(name)}` is {list(stored.shape)} in a file, and {list(shape)} in `param_shapes`",
+                where=str(torch.info.place),
+                hint="the files are not of one save",
+            )
+        return stored._replace(shape=shape)
+
+    def _step(self, torch: TorchFile, value: Any, numbers: Numbers) -> StoredTensor:
+        if isinstance(value, Tensor) and prod(value.shape) == 1:
+            return torch.place(value, STEP, self._file(torch))._replace(shape=(), strides=None)
+        if type(value) in (int, float):
+            return numbers.place(value, torch.info)
+        raise CorruptError("the step is no number", where=str(torch.info.place))
+
+    def _optimizer(self, states: ModelStates) -> tuple[StoredTensor | None, Sequence[base.ParamGroup]]:
+        """The step where it is said once for all, and the groups of optimizer_state.pt."""
+        path = self.save.root / "zero" / OPTIMIZER
+        if not path.is_file():
+            return None, ()
+        torch = read_torch(path)
+        value = torch.value if isinstance(torch.value, dict) else {}
+        inner = value.get("optimizer_state_dict")
+        inner = inner if isinstance(inner, dict) else {}
+        said = value.get("param_groups") or inner.get("param_groups") or ()
+        groups = [g for g in said if isinstance(g, dict)] if isinstance(said, (list, tuple)) else []
+        first = next(iter(inner.get("state", {}).values()), None) if isinstance(inner.get("state"), dict) else None
+        step = first.get(STEP) if isinstance(first, dict) else None
+        stored = None if step is None else self._step(torch, step, Numbers(self.files))
+        units, at, out = list(states.groups), 0, []
+        for group in groups:
+            count = len(group.get("params") or ())  # of stage 3: sub-groups
+            names = tuple(n for unit in units[at : at + count] for n in unit)
+            at += count
+            if names:
+                out.append(base.ParamGroup(names, zero_files.values_of(group)))
+        return stored, out
+
+
+def _uncut(states: ModelStates, masters: Mapping[str, StoredTensor]) -> ModelStates:
+    """The model states of a tensor-parallel rank without the elements of parameters, of which they hold a part."""
+    module = {n: t._replace(shape=(0,), strides=(1,)) if n in masters else t for n, t in states.module.items()}
+    if lost := [n for n in states.module if n not in masters and n not in states.buffers and n not in states.shared]:
+        raise IncompleteError(
+            f"the files hold only a tensor-parallel rank's part of {some([printable(n) for n in lost])}",
+            where=states.path,
+            hint="frozen parameters are not joined by ds_to_universal",
+        )
+    return replace(states, module=module)
