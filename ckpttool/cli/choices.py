@@ -26,6 +26,7 @@ FORMATS = (
     "torch-bin",
     "meta",
     "dcp",
+    "universal",
 )
 """What --to takes."""
 READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed")

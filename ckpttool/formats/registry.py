@@ -17,7 +17,16 @@ from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
 from ckpttool.formats.ranks import Ranks
-from ckpttool.formats.torch import ByteCheckpoint, DeepSpeed, DistributedCheckpoint, Fsdp, Meta, TorchFiles, Universal, read_beside
+from ckpttool.formats.torch import (
+    ByteCheckpoint,
+    DeepSpeed,
+    DistributedCheckpoint,
+    Fsdp,
+    Meta,
+    TorchFiles,
+    Universal,
+    read_beside,
+)
 from ckpttool.storage.identify import foreign
 from ckpttool.storage.listing import Listing, is_index, list_source, lost, natural
 from ckpttool.storage.place import Place, scan

@@ -14,12 +14,12 @@ from ckpttool.containers.torch_zip import TorchFile, read_torch
 from tests.helpers.tensorfile import BYTES
 
 
-def edit(path: Path, change: Callable[[Any], None]) -> None:
-    """Let ``change`` work on the value of a file, and write the file anew; enums become numbers, other objects None."""
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    """Write a file anew with what ``change`` makes of its value, or gives back; of objects only enums are kept."""
     file = read_torch(path)
-    change(file.value)
+    changed = change(file.value)
     data: dict[tuple[Any, ...], bytes] = {}
-    value = _plain(file, path.read_bytes(), file.value, (), data)
+    value = _plain(file, path.read_bytes(), file.value if changed is None else changed, (), data)
     laid = lay_out_torch(value, "archive")
     out = bytearray(laid.size)
     for at, known in laid.literals:

@@ -9,4 +9,13 @@ from ckpttool.formats.torch.meta import Meta
 from ckpttool.formats.torch.optimizer import read_beside
 from ckpttool.formats.torch.universal import Universal
 
-__all__ = ["ByteCheckpoint", "DeepSpeed", "DistributedCheckpoint", "Fsdp", "Meta", "TorchFiles", "Universal", "read_beside"]
+__all__ = [
+    "ByteCheckpoint",
+    "DeepSpeed",
+    "DistributedCheckpoint",
+    "Fsdp",
+    "Meta",
+    "TorchFiles",
+    "Universal",
+    "read_beside",
+]

@@ -3,6 +3,7 @@
     DIR/latest_universal                             the tag
     DIR/TAG/mp_rank_00_model_states.pt               see zero_files; or zero_pp_rank_R_mp_rank_00_... of stage 3
     DIR/TAG/zero/NAME/fp32.pt, exp_avg.pt, ...       {"param": tensor, "cat_dim": 0}; of stage 3 a flat tensor
+                                                     of frozen parameters and buffers fp32.pt alone, in any dtype
     DIR/TAG/zero/NAME/step.pt                        a number without axes, or an int
     DIR/TAG/zero/optimizer_state.pt                  param_groups; of stage 3 in optimizer_state_dict, with the step
 
@@ -107,7 +108,8 @@ class _Reader:
         file = self._file(states.file)
         cut = any(int(m["mp"]) for n in names if (m := MODEL_STATES.match(n)))
         found, steps = self._states(states, cut=cut)
-        masters = found.pop(_MASTER, {})
+        whole = found.pop(_MASTER, {})
+        masters = {n: t for n, t in whole.items() if n in states.trained}
         optimizer, groups = self._optimizer(states)
         if steps is None:
             steps = dict.fromkeys(masters, optimizer) if optimizer is not None else {}
@@ -119,9 +121,7 @@ class _Reader:
                     f"files of frozen parameters are missing: {some(missing)}", where=str(self.save.root)
                 )
             frozen = zero_files.frozen_parameters(states, file, paths, self.files, self.shards)
-        weights = zero_files.model_weights(
-            _uncut(states, masters) if cut else states, file, masters | frozen, self.dtypes
-        )
+        weights = zero_files.model_weights(_uncut(states, whole) if cut else states, file, whole | frozen, self.dtypes)
         dtypes = {t.name: self.dtypes.get(Key(t.name), t.dtype) for t in weights}
         kept = [m._replace(component="master_weights") for n, m in masters.items() if dtypes.get(n) != m.dtype]
         self.tensors = [*weights, *kept]
@@ -168,7 +168,7 @@ class _Reader:
                 if state == STEP:
                     steps[name] = self._step(torch, value, numbers)
                 elif isinstance(value, Tensor):
-                    shape = None if cut else states.trained.get(name)
+                    shape = None if cut else states.trained.get(name, states.frozen.get(name))
                     found.setdefault(state, {})[name] = self._whole(torch, value, name, shape)
                 else:
                     raise CorruptError("there is no tensor in it", where=str(torch.info.place))
@@ -219,13 +219,13 @@ class _Reader:
         return stored, out
 
 
-def _uncut(states: ModelStates, masters: Mapping[str, StoredTensor]) -> ModelStates:
+def _uncut(states: ModelStates, whole: Mapping[str, StoredTensor]) -> ModelStates:
     """The model states of a tensor-parallel rank without the elements of parameters, of which they hold a part."""
-    module = {n: t._replace(shape=(0,), strides=(1,)) if n in masters else t for n, t in states.module.items()}
-    if lost := [n for n in states.module if n not in masters and n not in states.buffers and n not in states.shared]:
+    module = {n: t._replace(shape=(0,), strides=(1,)) if n in whole else t for n, t in states.module.items()}
+    if lost := [n for n in states.module if n not in whole and n not in states.buffers and n not in states.shared]:
         raise IncompleteError(
             f"the files hold only a tensor-parallel rank's part of {some([printable(n) for n in lost])}",
             where=states.path,
-            hint="frozen parameters are not joined by ds_to_universal",
+            hint="ds_to_universal of newer versions of DeepSpeed joins frozen parameters too: convert it again",
         )
     return replace(states, module=module)
