@@ -56,10 +56,11 @@ def write_save(
 
 
 def rows(shape: tuple[int, ...], ranks: int) -> Boxes:
-    """The chunks of FSDP2: ``ceil(n / ranks)`` rows each, the last ranks fewer or none."""
+    """The chunks of FSDP2: ``ceil(n / ranks)`` rows each, the last ranks fewer; those that hold nothing write none."""
     each = -(-shape[0] // ranks)
     out = []
     for r in range(ranks):
         begin, end = min(r * each, shape[0]), min((r + 1) * each, shape[0])
-        out.append(((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]), r))
+        if begin < end:
+            out.append(((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]), r))
     return out

@@ -165,7 +165,9 @@ class _Reading:
         """The tensors, of which the head of each chunk is read, file by file."""
         fqns = list(described)
         pieces: list[list[Piece | None]] = [[None] * len(described[f].chunks) for f in fqns]
-        todo = sorted((c.span, i, j) for i, f in enumerate(fqns) for j, c in enumerate(described[f].chunks))
+        todo = sorted(
+            (c.span, i, j) for i, f in enumerate(fqns) for j, c in enumerate(described[f].chunks) if c.box.volume
+        )
         for number, group in groupby(todo, key=lambda item: item[0][0]):
             with opened(self.files[number].place) as file:
                 for span, i, j in group:

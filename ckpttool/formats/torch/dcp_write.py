@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.containers.pickle_write import Hole
-from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.containers.torch_write import TorchLayout, lay_out_torch
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
@@ -73,7 +73,8 @@ class _Save:
         self.literals: list[list[tuple[int, bytes]]] = [[] for _ in range(world)]
         self.checksums: list[dict[int, tuple[int, ...]]] = [{} for _ in range(world)]
         self.places: list[dict[str, tuple[int, int]]] = [{} for _ in range(world)]
-        self.ranks = [RankTensors() for _ in range(world)]
+        first = RankTensors()
+        self.ranks = [first, *(RankTensors(share_index_with=first) for _ in range(world - 1))]
         self.described: dict[str, Described] = {}
         self.spans: dict[str, Span] = {}
         self.paths: dict[str, Path] = {}
@@ -84,12 +85,12 @@ class _Save:
         return ".".join(map(str, self.keys.tensor(t.component, t.name, t.state)))
 
     def add(self, t: RankTensor) -> None:
-        fqn, chunks = self.fqn_of(t), []
+        fqn, slot, chunks = self.fqn_of(t), t.slot, []
         for file, (box, boxes) in _cut(t.shape, t.boxes, self.world):
             chunk = t._replace(shape=box.shape, boxes=boxes)
             slice_ = self._slice(t.dtype, box.shape, fqn)
-            at = self._put(file, slice_.size, slice_.literals)
-            self.places[file][t.slot] = (file, at + slice_.data)
+            at = self._put(file, slice_.literals)
+            self.places[file][slot] = (file, at + slice_.data)
             if slice_.checksums:
                 self.checksums[file][at + slice_.data] = tuple([at + c for c in slice_.checksums])
             self.ranks[file].append(chunk)
@@ -109,7 +110,7 @@ class _Save:
                     self._number(fqn, path, value)
                 else:
                     laid = lay_out_torch(value, _TOP)
-                    self.spans[fqn] = (0, self._put(0, laid.size, _joined(laid.literals)), laid.size)
+                    self.spans[fqn] = (0, self._put(0, _joined(laid)), laid.size)
                     self.paths[fqn] = path
             except UnsupportedError:
                 left.append(fqn)
@@ -120,12 +121,12 @@ class _Save:
         dtype = self.keys.numbers[fqn]
         data = np.array(value, numpy_dtype(dtype)).tobytes()
         slice_ = self._slice(dtype, (), fqn)
-        content = bytearray(slice_.size)
+        content = bytearray(slice_.size + -slice_.size % _ALIGNMENT)
         for at, literal in (*slice_.literals, (slice_.data, data)):
             content[at : at + len(literal)] = literal
         for at in slice_.checksums:
             content[at : at + 4] = crc32(data).to_bytes(4, "little")
-        begin = self._put(0, slice_.size, ((0, bytes(content)),))
+        begin = self._put(0, ((0, bytes(content)),))
         self.described[fqn] = Described(dtype, (), [Chunk(whole(()), (0, begin, slice_.size))])
         self.paths[fqn] = path
 
@@ -133,14 +134,11 @@ class _Save:
         yield from self.keys.groups(training.groups)
         yield from ((self.keys.paths.get(name, (name,)), value) for name, value in training.plain.items())
 
-    def _put(self, file: int, size: int, literals: tuple[tuple[int, bytes], ...]) -> int:
-        """Place a slice in a file; slices begin where the elements of their tensors are aligned, too."""
-        end = self.sizes[file]
-        at = end + -end % _ALIGNMENT
-        if at > end:
-            self.literals[file].append((end, bytes(at - end)))
+    def _put(self, file: int, literals: tuple[tuple[int, bytes], ...]) -> int:
+        """Place a slice, which is padded, in a file."""
+        at = self.sizes[file]
         self.literals[file] += [(at + begin, data) for begin, data in literals]
-        self.sizes[file] = at + size
+        self.sizes[file] = at + literals[-1][0] + len(literals[-1][1])
         return at
 
     def _slice(self, dtype: str, shape: tuple[int, ...], name: str) -> _Slice:
@@ -153,15 +151,15 @@ class _Save:
                     f"tensor `{name}` is {dtype}, which torch does not have", where=name, hint=e.hint
                 ) from None
             data = laid.offsets[()]
-            found = _Slice(laid.size, _joined(laid.literals), data, laid.checksums.get(data, ()))
+            found = _Slice(laid.size, _joined(laid), data, laid.checksums.get(data, ()))
             self._slices[dtype, shape] = found
         return found
 
 
-def _joined(literals: list[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
-    """The same bytes in as few runs as they make."""
+def _joined(laid: TorchLayout) -> tuple[tuple[int, bytes], ...]:
+    """Its literal bytes in few runs, the last one padded: what comes next is aligned, and so are its elements."""
     out: list[tuple[int, bytearray]] = []
-    for at, data in literals:
+    for at, data in (*laid.literals, (laid.size, bytes(-laid.size % _ALIGNMENT))):
         if out and out[-1][0] + len(out[-1][1]) == at:
             out[-1][1].extend(data)
         else:

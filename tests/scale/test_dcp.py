@@ -1,0 +1,63 @@
+"""A save of torch.distributed.checkpoint has a chunk for each tensor and rank: 100,000 of them are common."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from ckpttool.checkpoint import open_checkpoint
+from ckpttool.containers import torch_zip
+from tests.helpers.dcp import rows, write_save
+
+RANKS, TENSORS = 64, 30
+CHUNKS = TENSORS // 2 * (44 + 64)
+"""44 ranks have three rows of 130."""
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 tensors of two shapes over 64 ranks, of which the last have fewer rows or none."""
+    path = tmp_path_factory.mktemp("dcp") / "save"
+    shapes = ((130, 4), (64, 6))
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(TENSORS)]
+    write_save(path, {n: ("BF16", shapes[i % 2], rows(shapes[i % 2], RANKS)) for i, n in enumerate(names)})
+    return path
+
+
+def test_a_chunk_is_one_access(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is opened once; only chunks of a form that was not seen before are read in full."""
+    full, opened, reads = [0], [0], [0]
+    read, open_, pread = torch_zip._read_zip, torch_zip.TorchSlices.read, torch_zip._Source.pread
+
+    def count_full(source: torch_zip._Source) -> tuple[torch_zip.TorchFile, torch_zip._Head | None]:
+        full[0] += 1
+        return read(source)
+
+    def count(self: torch_zip.TorchSlices, *place: object) -> torch_zip.TorchFile:
+        opened[0] += 1
+        return open_(self, *place)  # type: ignore[arg-type]
+
+    def count_reads(self: torch_zip._Source, at: int, n: int) -> bytes:
+        reads[0] += 1
+        return pread(self, at, n)
+
+    monkeypatch.setattr(torch_zip, "_read_zip", count_full)
+    monkeypatch.setattr(torch_zip.TorchSlices, "read", count)
+    monkeypatch.setattr(torch_zip._Source, "pread", count_reads)
+    catalog = open_checkpoint(save).catalog
+    assert len(catalog) == TENSORS
+    assert opened[0] == CHUNKS
+    assert full[0] <= 5
+    assert reads[0] <= CHUNKS + 40 * full[0]
+
+
+def test_memory_of_a_chunk(save: Path) -> None:
+    """100,000 chunks stay below 300 MB: so do the records of the metadata, and the pieces."""
+    open_checkpoint(save)
+    tracemalloc.start()
+    open_checkpoint(save)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2_400 * CHUNKS + 1_000_000
