@@ -55,7 +55,8 @@ def chosen_components(
             hint="use --to unified; or merge it into its base first: ckpttool merge BASE+ADAPTER",
         )
     for c, why in source.stored.refused.items():
-        if c in (wanted or (() if target.ema else capabilities.components)):
+        # Who names no format wants the model cut, and has a note on the rest.
+        if c in (wanted or (capabilities.components if target.format and not target.ema else ())):
             raise why
     for c in wanted:
         if c not in have:

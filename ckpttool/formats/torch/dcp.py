@@ -15,8 +15,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor, whole_tensor
 from ckpttool.containers.pickle import Record, opened, printable
 from ckpttool.containers.torch_pickle import Tensor
@@ -291,7 +289,7 @@ class _Objects:
         if type(value) not in (int, float):
             self.left.append(str(key))
             return
-        given = Given(0, np.float32(value).tobytes().hex())
+        given = Given(0, struct.pack("<f", value).hex())
         encoding = Encoding("given", str(info.place))
         encoding.parts.append(given)
         self.catalog.files.append(info._replace(encoding=encoding))
@@ -331,6 +329,8 @@ def _plain(value: Any, file: OpenFile, held: TorchFile) -> Any:
         return kind(_plain(v, file, held) for v in value)
     if isinstance(value, Tensor) and not value.shape:
         stored = held.place(value, "", 0)
+        import numpy as np
+
         data = file.pread(itemsize(stored.dtype), stored.offset)
         return np.frombuffer(data, numpy_dtype(stored.dtype))[0].item()
     raise _NotPlainError

@@ -11,8 +11,6 @@ from functools import cache
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import numpy as np
-
 from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import TorchLayout, lay_out_torch
@@ -118,6 +116,8 @@ class _Save:
 
     def _number(self, fqn: str, path: Path, value: float) -> None:
         """A tensor of one number, whose bytes are known."""
+        import numpy as np
+
         dtype = self.keys.numbers[fqn]
         data = np.array(value, numpy_dtype(dtype)).tobytes()
         slice_ = self._slice(dtype, (), fqn)
