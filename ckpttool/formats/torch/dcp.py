@@ -8,6 +8,7 @@ and the safetensors of its HuggingFaceStorageWriter (``dcp_hf``). Source: torch/
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
