@@ -13,6 +13,7 @@ A file may be several pickles, a zip of torch.save, or many zips (shards of torc
 
 from __future__ import annotations
 
+import codecs
 import io
 import pickletools
 import re
@@ -272,7 +273,7 @@ def _one(stream: IO[bytes]) -> Generator[tuple[str, int], None, bool]:
         at = stream.tell() - 1 if op.name in _NAMING else 0
         argument = _argument(stream, op)
         if op.name in ("GLOBAL", "INST"):
-            yield ".".join(str(argument).split(" ", 1)), at
+            yield argument if argument is not None else UNKNOWN, at
         elif op.name == "STACK_GLOBAL":
             module, name = stack[-2:] if len(stack) > 1 else (None, None)
             known = isinstance(module, str) and isinstance(name, str)
@@ -318,8 +319,13 @@ def _argument(stream: IO[bytes], op: pickletools.OpcodeInfo) -> Any:
     if op.arg is None:
         return None
     if op.arg.n == pickletools.UP_TO_NEWLINE:
-        lines = [_line(stream) for _ in range(2 if op.name in ("GLOBAL", "INST") else 1)]
-        return " ".join(lines).strip("'\"") if op.name in _STRINGS else " ".join(lines)
+        said = [_line(stream) for _ in range(2 if op.name in ("GLOBAL", "INST") else 1)]
+        lines = [line for line in said if line is not None]
+        if len(lines) < len(said):
+            return None
+        if op.name in _STRINGS:
+            return _unescaped(lines[0], op.name)
+        return ".".join([line.decode("utf-8", "replace") for line in lines])
     if op.arg.n >= 0:
         return int.from_bytes(_exactly(stream, op.arg.n), "little")
     width = {
@@ -343,11 +349,27 @@ def _exactly(stream: IO[bytes], n: int) -> bytes:
     return data
 
 
-def _line(stream: IO[bytes]) -> str:
+def _unescaped(line: bytes, kind: str) -> str | None:
+    """The text that protocols 0 and 1 write as a line; None for one that CPython does not take."""
+    try:
+        if kind == "UNICODE":
+            return line.decode("raw-unicode-escape")
+        quoted = line.strip()
+        return codecs.escape_decode(quoted[1:-1])[0].decode("latin-1")
+    except ValueError:
+        return None
+
+
+def _line(stream: IO[bytes]) -> bytes | None:
+    """A line; None for one that is long. The last one of a file loses its last byte, as in CPython."""
     data = stream.readline(_TEXT)
-    if not data.endswith(b"\n"):
-        raise ValueError("no end of a line")
-    return data[:-1].decode("utf-8", "replace")
+    if data.endswith(b"\n") or len(data) < _TEXT:
+        return data[:-1]
+    for _ in range(_MAX_PASSED // _CHUNK):
+        if not data or data.endswith(b"\n"):
+            return None
+        data = stream.readline(_CHUNK)
+    raise _TooLongError
 
 
 def _pass(stream: IO[bytes], n: int) -> None:

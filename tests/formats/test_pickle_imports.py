@@ -48,6 +48,11 @@ def test_every_protocol(protocol: int, tmp_path: Path) -> None:
         (b"\x80\x02K\x01.\x80\x02cos\nsystem\n.", ["os.system"]),
         (b"\x80\x02cos\nsystem\n", ["os.system"]),
         (b"\x80\x02X\xff\xff\xff\xff", []),
+        (b"\x80\x04V\\u006fs\nVsyst\\u0065m\n\x93.", ["os.system"]),
+        (b"\x80\x04S'\\x6fs'\nS\"syst\\145m\"\n\x93.", ["os.system"]),
+        (b"\x80\x02cos\nsystemX", ["os.system"]),  # the end of a file is the end of a line
+        (b"V" + b"x" * 70_000 + b"\ncos\nsystem\n.", ["os.system"]),
+        (b"\x80\x04cos\n" + b"path.os." * 1000 + b"system\n.", [UNKNOWN]),
         (b"\x80\x02.", []),
     ],
 )
