@@ -370,3 +370,28 @@ def test_wrappers_in_front_of_names_are_left_out(save: Callable[[str], Path], tm
     training = open_checkpoint(there).stored.training
     assert training is not None
     assert "blocks.0.up.weight" in training.groups[0].parameters
+
+
+@pytest.mark.parametrize("odd", [5, "text", [[]], [None], {}, -1, 10**400, [{"params": 3}]])
+@pytest.mark.parametrize(
+    "key", ["partition_count", "group_paddings", "param_alignment_paddings", "base_optimizer_state"]
+)
+def test_values_of_other_types_end_in_an_error_or_are_not_needed(
+    save: Callable[[str], Path], tmp_path: Path, key: str, odd: Any
+) -> None:
+    there = save("ams")
+    edited(there, lambda state: state.__setitem__(key, odd))
+    done = command("reshard", there, tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+    assert done.code in (0, 1), done.err
+    assert done.code == 0 or done.err.count("error: ") == 1
+    if done.code == 0:  # what is written is what was saved
+        want = tensorfile.read(CASES / "ams.safetensors")
+        for name, tensor in tensorfile.read_all(tmp_path / "out").items():
+            if name in want:
+                tensorfile.assert_same({name: tensor}, {name: want[name]})
+
+
+def test_a_step_beyond_what_is_counted_is_refused(save: Callable[[str], Path], tmp_path: Path) -> None:
+    there = save("ams")
+    edited(there, lambda state: state["base_optimizer_state"]["state"][0].__setitem__("step", 10**400))
+    assert "the step is 1000000" in refused(there, tmp_path / "out", "--to", "ranks", "--tp-out", 1)

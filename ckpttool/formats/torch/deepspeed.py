@@ -198,22 +198,22 @@ class _Reader:
         if not here:
             return 0
         said = self.ranks[0].state.get("partition_count")
-        counts = set(said) if isinstance(said, list) else {said}
+        counts = {n for n in (said if isinstance(said, list) else [said]) if type(n) is int}
         if len(counts) > 1:
             raise UnsupportedError(
                 f"its groups are shared out over {some(sorted(map(str, counts)))} ranks: this is expert parallelism",
                 where=self.ranks[0].path,
                 hint="gather the experts in DeepSpeed (save_16bit_model), and give what it writes",
             )
-        (world,) = counts or {None}
-        if type(world) is int and world > here:
+        world = next(iter(counts), here)  # very old saves do not say
+        if world > here:
             first = self.save.root / f"...zero_pp_rank_{here}_mp_rank_00_optim_states.pt"
             raise IncompleteError(
                 f"{world - here} of {world} optimizer files are missing: those of the ranks from {here} on",
                 where=str(first),
                 hint="each node saves the files of its own ranks: bring them together in one directory",
             )
-        if type(world) is int and world != here:
+        if world != here:
             raise ConflictError(
                 f"there are optimizer files of {here} ranks, but they say that there are {world}",
                 where=str(self.save.root),

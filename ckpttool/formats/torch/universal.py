@@ -204,14 +204,14 @@ class _Reader:
         value = torch.value if isinstance(torch.value, dict) else {}
         inner = value.get("optimizer_state_dict")
         inner = inner if isinstance(inner, dict) else {}
-        said = value.get("param_groups") or inner.get("param_groups") or ()
-        groups = [g for g in said if isinstance(g, dict)] if isinstance(said, (list, tuple)) else []
+        said = value.get("param_groups") or inner.get("param_groups")
+        groups = [g for g in zero_files.list_of(said) if isinstance(g, dict)]
         first = next(iter(inner.get("state", {}).values()), None) if isinstance(inner.get("state"), dict) else None
         step = first.get(STEP) if isinstance(first, dict) else None
         stored = None if step is None else self._step(torch, step, Numbers(self.files))
         units, at, out = list(states.groups), 0, []
         for group in groups:
-            count = len(group.get("params") or ())  # of stage 3: sub-groups
+            count = len(zero_files.list_of(group.get("params")))  # of stage 3: sub-groups
             names = tuple(n for unit in units[at : at + count] for n in unit)
             at += count
             if names:

@@ -58,6 +58,8 @@ _STRUCTURE = frozenset(
 )
 """Keys of the model states that say how the save is laid out, or how DeepSpeed was configured."""
 _OWN = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})
+_MOST_STEPS = 1 << 24
+"""A float32 number counts no further."""
 _DEPTH = 32
 _MOST = 1 << 20
 """Values that are looked at before something is taken for no plain value."""
@@ -195,7 +197,7 @@ def read_model_states(path: Place) -> ModelStates:
         raise CorruptError("`param_shapes` names a parameter in two groups", where=where)
     shared = value.get("shared_params") or {}
     fragments = value.get("frozen_param_fragments") or {}
-    buffers = value.get("buffer_names") or ()
+    buffers = list_of(value.get("buffer_names"))
     if not isinstance(shared, dict) or not isinstance(fragments, dict):
         raise CorruptError("`shared_params` or `frozen_param_fragments` is not a dict", where=where)
     return ModelStates(
@@ -335,6 +337,11 @@ def is_plain(value: Any) -> bool:
     return True
 
 
+def list_of(value: Any) -> list[Any]:
+    """The elements of a list or tuple; of anything else none."""
+    return list(value) if type(value) in (list, tuple) else []
+
+
 def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The plain values of a group of an optimizer, without its parameters."""
     return {str(k): v for k, v in group.items() if k != "params" and is_plain(v)}
@@ -414,7 +421,9 @@ class Numbers:
     _known: dict[tuple[str, float], StoredTensor] = field(default_factory=dict)
 
     def place(self, value: float, said_by: DataFile) -> StoredTensor:
-        """A float32 number without axes that ``said_by`` has in its pickle."""
+        """A float32 number without axes that ``said_by`` has in its pickle. Raises CorruptError for no such number."""
+        if not abs(value) <= _MOST_STEPS:
+            raise CorruptError(f"the step is {value!s:.40}", where=str(said_by.place))
         key = str(said_by.place), float(value)
         if key not in self._known:
             data = struct.pack("<f", value)

@@ -21,7 +21,7 @@ from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile
 from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
 from ckpttool.formats.base import ParamGroup
-from ckpttool.formats.torch.zero_files import Run, cut, values_of
+from ckpttool.formats.torch.zero_files import Run, cut, list_of, values_of
 from ckpttool.states import STEP
 
 _ORDER = {"exp_avg": 0, "exp_avg_sq": 1}
@@ -127,11 +127,11 @@ class Partitions:
         """(state by the numbers of flat vectors, groups) of the wrapped optimizer."""
         inner = rank.state.get(self.base)
         if isinstance(inner, list):  # elastic: a state for each group, without padding
-            return dict(enumerate(inner)), []
+            return {i: state for i, state in enumerate(inner) if isinstance(state, dict)}, []
         if not isinstance(inner, dict):
             return {}, []
-        groups = [g for g in inner.get("param_groups") or () if isinstance(g, dict)]
-        numbers = [n for g in groups for n in (g.get("params") or ()) if type(n) is int]
+        groups = [g for g in list_of(inner.get("param_groups")) if isinstance(g, dict)]
+        numbers = [n for g in groups for n in list_of(g.get("params")) if type(n) is int]
         state = inner.get("state") or {}
         if not isinstance(state, dict):
             return {}, groups
@@ -200,7 +200,7 @@ class Partitions:
 
     def _step(self, rank: Rank, groups: Sequence[dict[str, Any]], flat: int) -> int | None:
         """Of optimizers that count steps in their groups (FusedAdam)."""
-        counts = [g.get(STEP) for g in groups for _ in g.get("params") or ()]
+        counts = [g.get(STEP) for g in groups for _ in list_of(g.get("params"))]
         found = counts[flat] if flat < len(counts) else rank.state.get("base_optimizer_state_step")
         return found if type(found) is int else None
 
@@ -210,7 +210,7 @@ class Partitions:
         by_flat = {i: unit for unit in self.units for i in unit.flats}
         out, at = [], 0
         for group in groups:
-            numbers = range(at, at + len(group.get("params") or ()))
+            numbers = range(at, at + len(list_of(group.get("params"))))
             at = numbers.stop
             units = list(dict.fromkeys(i for i in numbers if i in by_flat and by_flat[i].flats[0] == i))
             out.append(ParamGroup(tuple(n for i in units for n in by_flat[i].shapes), values_of(group)))
@@ -286,7 +286,7 @@ class Stages12(Partitions):
         """First element and last + 1 of each parameter in the group's vector."""
         (i,) = unit.flats
         said = self.ranks[0].state.get("param_alignment_paddings")
-        paddings = said[i] if isinstance(said, list) and i < len(said) else [0] * len(unit.shapes)
+        paddings = list_of(said[i]) if isinstance(said, list) and i < len(said) else [0] * len(unit.shapes)
         if len(paddings) != len(unit.shapes) or any(type(n) is not int or n < 0 for n in paddings):
             raise CorruptError("`param_alignment_paddings` are not those of the parameters", where=self.ranks[0].path)
         spans, at = [], 0
