@@ -17,6 +17,7 @@ from ckpttool.catalog import Catalog, Key, Piece, logical_tensor
 from ckpttool.containers.safetensors import Header, read_header
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, found_as
 from ckpttool.formats import base
+from ckpttool.formats.torch.dcp_place import config_of
 from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
@@ -53,7 +54,8 @@ def read_sharded(format_name: str, listing: Listing) -> base.StoredCheckpoint:
                     f"{_INFO} says that `{t.name}` {list(t.shape)} begins at {list(at)}", where=str(head.file.place)
                 )
             pieces.setdefault(t.name, []).append(Piece(t, whole(t.shape), whole(t.shape).shift(at)))
-    files, config = [h.file for h in heads], listing.json("config.json")
+    files = [h.file for h in heads]
+    config, note = config_of(listing)
     catalog = Catalog(files, {})
     for name, mine in pieces.items():
         shape = tuple(map(max, *(p.logical_box.stop for p in mine))) if len(mine) > 1 else mine[0].logical_box.stop
@@ -67,7 +69,7 @@ def read_sharded(format_name: str, listing: Listing) -> base.StoredCheckpoint:
     carried, notes = base.companions(listing, found)
     return base.StoredCheckpoint(
         format_name, listing.root, files, [t for h in heads for t in h.tensors], Mesh(), "",
-        config=config, companions=carried, recorded=catalog, notes=notes,
+        config=config, companions=carried, recorded=catalog, notes=[*notes, note] if note else notes,
     )  # fmt: skip
 
 

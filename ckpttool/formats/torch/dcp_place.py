@@ -56,13 +56,19 @@ def find(listing: Listing) -> Save | None:
     found = Save(listing, [part], listing.json("config.json"), []) if part else _below(listing, 2)
     if found is None:
         return None
+    config, note = config_of(listing)
+    if found.config:
+        config, note = found.config, ""
+    return found._replace(config=config, notes=[*found.notes, note] if note else found.notes)
+
+
+def config_of(listing: Listing) -> tuple[dict[str, Any], str]:
+    """config.json of a directory, or of the one above and a note about that."""
     above = listing.root.parent
-    if not found.config and not listing.json("config.json") and (above / "config.json").is_file():
-        return found._replace(
-            config=list_source(above).json("config.json"),
-            notes=[*found.notes, "config.json is read from the parent directory"],
-        )
-    return found._replace(config=found.config or listing.json("config.json"))
+    config = listing.json("config.json")
+    if config or not (above / "config.json").is_file():
+        return config, ""
+    return list_source(above).json("config.json"), "config.json is read from the parent directory"
 
 
 def _part(listing: Listing) -> Part | None:

@@ -48,7 +48,7 @@ def write_save(request: base.WriteRequest) -> base.FileLayout:
     rank_files[0].append(world)
     return base.FileLayout(
         files, save.places, notes, rank_files, ranks, label=save.fqn_of,
-        usage=f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {{dst}} {request.family}.pt",
+        usage="python -m torch.distributed.checkpoint.format_utils dcp_to_torch {dst} model.pt",
     )  # fmt: skip
 
 
