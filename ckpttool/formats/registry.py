@@ -65,6 +65,8 @@ ALSO_CALLED = {
     **dict.fromkeys(("consolidated", "mistral"), "meta"),
     **dict.fromkeys(("distcp", "torch-dcp", "fsdp2", "torchtitan", "torch.distributed.checkpoint"), "dcp"),
     **dict.fromkeys(("torch", "pytorch", "bin", "pth", "pt", "ckpt"), "torch-bin"),
+    **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed"),
+    **dict.fromkeys(("ds-universal", "ucp"), "universal"),
 }
 """What people say for a format; only for hints."""
 _OF_RANKS = (".safetensors", ".pth")

@@ -274,7 +274,7 @@ class _Reader:
             what = f"state of the optimizer that is not one number for each element is left out: {some(left)}"
             self.notes.append(what)
         if objects := [n for n in training.left if n != _OPTIMIZER]:
-            self.notes.append(f"not plain values, and left out: {some(objects)}")
+            self.notes.append(f"not plain data, and left out: {some(objects)}")
         if _OPTIMIZER in training.left:
             self.notes.append(
                 "the optimizer of a save without ZeRO is left out: its state has numbers, not names of parameters"

@@ -134,7 +134,7 @@ class _Reader:
             self.notes.append(f"model weights are master_weights rounded to {rounded}")
         training = zero_files.training_of(states, groups, {})
         if training.left:
-            self.notes.append(f"not plain values, and left out: {some(training.left)}")
+            self.notes.append(f"not plain data, and left out: {some(training.left)}")
         return training
 
     def _file(self, torch: TorchFile) -> int:
