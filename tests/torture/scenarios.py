@@ -28,6 +28,9 @@ SOURCES = (
     "paddle_pickles/model_proto2.pdparams",
     "paddle_programs/pir",
     "paddle_programs/nan_attr",
+    "dcp/uneven/checkpoint",
+    "torch/deepspeed/z3",
+    "torch/train",
 )
 
 
@@ -139,6 +142,10 @@ SCENARIOS = (
     ),
     Scenario("reshard --to zcc", "reshard {s}/paddle_zcc/nlp_tp2 {w}/dst --to zcc --tp-out 2 --sharding-out 2"),
     Scenario("reshard --to flex", "reshard {s}/paddle_zcc/nlp_tp2 {w}/dst --to flex --tp-out 2 --sharding-out 2"),
+    Scenario("reshard --to dcp", "reshard {s}/dcp/uneven/checkpoint {w}/dst --to dcp --sharding-out 2"),
+    Scenario("reshard --to universal", "reshard {s}/torch/deepspeed/z3 {w}/dst --to universal"),
+    Scenario("reshard --to meta", "reshard {s}/hf_tiny_source {w}/dst --to meta --tp-out 1"),
+    Scenario("reshard --to torch-bin", "reshard {s}/torch/train {w}/dst --to torch-bin"),
     Scenario("reshard --to program", f"reshard {_PROGRAMS}/pir/model.json {{w}}/dst --to program"),
     Scenario("reshard, scratch", "reshard {s}/paddle_pickles/model_proto2.pdparams {w}/dst --to hf"),
     Scenario("reshard, quantised moments", f"reshard {_UNIFIED}_quantO1 {{w}}/dst --to unified --tp-out 1"),
