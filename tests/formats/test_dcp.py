@@ -190,6 +190,13 @@ def test_runs_and_parts(tmp_path: Path) -> None:
     assert "there are 3 saves here" in refused(tmp_path / "mixed", tmp_path / "out", "--to", "hf")
 
 
+def test_one_file_of_a_save(tmp_path: Path) -> None:
+    save = saved(tmp_path / "save", MODEL)
+    assert opened(save / ".metadata") == {NAME}
+    error = refused(save / "__0_0.distcp", tmp_path / "out", "--to", "hf", code=2)
+    assert f"give their directory: {save}" in error
+
+
 def test_metadata_of_each_rank(tmp_path: Path) -> None:
     """A save without collectives: every rank says its own chunks."""
     parts = rows((6, 4), 3)

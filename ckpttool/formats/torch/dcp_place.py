@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ckpttool.errors import ConflictError, IncompleteError
+from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.storage.listing import Listing, list_source, natural
 from ckpttool.storage.place import Place, open_file, scan
 from ckpttool.words import count, some
@@ -46,8 +46,17 @@ class Save(NamedTuple):
 def find(listing: Listing) -> Save | None:
     """The save at a source, or the newest of the run there; None where there is none.
 
-    Raises ConflictError where it is unclear which one is meant, IncompleteError for a mark that leads nowhere.
+    Raises ConflictError where it is unclear which one is meant, IncompleteError for a mark that leads nowhere,
+    UsageError for one file of several.
     """
+    if listing.single == METADATA:
+        return find(list_source(listing.root))
+    if _CHUNKS.fullmatch(listing.single):
+        raise UsageError(
+            "this is one of the files of a checkpoint",
+            where=str(listing.path(listing.single)),
+            hint=f"give their directory: {listing.root}",
+        )
     if listing.single or any(n.endswith((".safetensors", ".index.json")) for n in listing.names):
         return None
     part = _part(listing)
