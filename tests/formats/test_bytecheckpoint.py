@@ -1,4 +1,4 @@
-"""ByteCheckpoint's directories, as two ranks of DDP wrote them: the model is what its own merge gives."""
+"""ByteCheckpoint's directories, as ranks of DDP and FSDP2 wrote them: the model is what its own merge gives."""
 
 from __future__ import annotations
 
@@ -61,6 +61,15 @@ def test_the_state_is_that_of_the_numbered_parameters(whole: dict[str, Any]) -> 
             at += n
     assert at == len(data)
     assert struct.unpack("<f", whole["optimizer/module.0.weight/step"][2])[0] >= 1
+
+
+def test_uneven_boxes_of_fsdp2_and_named_state(tmp_path: Path) -> None:
+    """Three ranks; compared with what torch gathered of them."""
+    source = DDP.parent / "fsdp2"
+    reshard(source, tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+    assert held(tmp_path / "out") == headers(source.with_suffix(".safetensors"))
+    pieces = ckpttool.open(source).catalog["embed.weight"].pieces
+    assert [str(p.logical_box) for p in pieces] == ["[0:5, 0:6]", "[5:10, 0:6]", "[10:13, 0:6]"]
 
 
 def test_groups_are_carried() -> None:
