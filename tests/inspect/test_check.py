@@ -460,6 +460,20 @@ def test_index_of_torch_files(
     assert [f["id"] for f in findings(folder)[1]] == [id_]
 
 
+@pytest.mark.parametrize(
+    ("id_", "broken"),
+    [
+        ("latest", lambda f: (f / "latest").write_text("global_step9")),
+        ("rank-missing", lambda f: next(f.glob("*/*rank_2_*_optim_states.pt")).unlink()),
+    ],
+)
+def test_saves_of_deepspeed(id_: str, broken: Break, tmp_path: Path) -> None:
+    folder = shutil.copytree("fixtures/torch/deepspeed/z3", tmp_path / "run")
+    assert findings(folder)[0] == 0
+    broken(folder)
+    assert [f["id"] for f in findings(folder)[1] if f["severity"] == ERROR] == [id_]
+
+
 def test_what_readers_call_their_errors_is_an_identifier() -> None:
     said = set()
     for path in Path("ckpttool").rglob("*.py"):

@@ -174,6 +174,7 @@ class _Reader:
                 f"{count(len(missing), 'file')} {'is' if len(missing) == 1 else 'are'} missing: {some(missing, 8)}",
                 where=str(self.save.root),
                 hint="each node saves the files of its own ranks: bring them together in one directory",
+                finding="rank-missing",
             )
 
     def _open(self, rank: int, name: str) -> None:
@@ -212,12 +213,14 @@ class _Reader:
                 f"{world - here} of {world} optimizer files are missing: those of the ranks from {here} on",
                 where=str(first),
                 hint="each node saves the files of its own ranks: bring them together in one directory",
+                finding="rank-missing",
             )
         if world != here:
             raise ConflictError(
                 f"there are optimizer files of {here} ranks, but they say that there are {world}",
                 where=str(self.save.root),
                 hint="a save of more ranks was overwritten by one of fewer; move the files of higher ranks away",
+                finding="ranks-differ",
             )
         return here
 
@@ -245,6 +248,7 @@ class _Reader:
                     f" `{printable(name)}`",
                     where=str(self.save.root),
                     hint="the files are not of one save",
+                    finding="chunk-missing",
                 )
             out[name] = tensor
         return out

@@ -82,6 +82,7 @@ def one_save(listing: Listing, pointer: str, is_save: Callable[[Listing], bool])
                 + ("" if not tag or not has_folder(listing, tag) else " complete: it has none of DeepSpeed's files"),
                 where=[str(listing.path(pointer)), f"saves: {', '.join(tags) or 'none'}"],
                 hint=f"give the directory of one: {listing.root / tags[-1]}" if tags else "fetch its files again",
+                finding="latest",
             )
         others = [t for t in tags if t != tag]
         beside = f"; {some(others)} {'is' if len(others) == 1 else 'are'} here too" if others else ""
@@ -250,6 +251,7 @@ def model_weights(
                 f"`{printable(name)}` is {list(tensor.shape)} in `module`, and {list(held.shape)} in the optimizer",
                 where=states.path,
                 hint="the files are not of one save",
+                finding="ranks-differ",
             )
         else:
             out.append(_derived(held, name, tensor.dtype, dtypes))
