@@ -75,18 +75,21 @@ def _blocks(catalog: Catalog, stored: StoredTensor, shards: tuple[FlatShard, ...
     blocks: Blocks = []
     pads = []
     at = 0
+
+    def places() -> list[str]:
+        return [catalog.place(s.stored) for s in shards]
+
     for shard in sorted(shards, key=lambda s: s.start):
         run = shard.stored
-        places = [catalog.place(s.stored) for s in shards]
         if run.dtype != stored.dtype:
-            raise ConflictError(f"the shards of `{stored.key}` are {stored.dtype} and {run.dtype}", where=places)
+            raise ConflictError(f"the shards of `{stored.key}` are {stored.dtype} and {run.dtype}", where=places())
         length = prod(run.shape)
         if min(shard.start, size) != at:
             wrong = IncompleteError if shard.start > at else ConflictError
             raise wrong(
                 f"the shards of `{stored.key}` {list(stored.shape)} "
                 + (f"leave out elements {at:,} to {shard.start:,}" if shard.start > at else "overlap"),
-                where=places,
+                where=places(),
             )
         stop = min(size, shard.start + length)
         for box in from_flat(min(shard.start, size), stop, stored.shape):
@@ -99,7 +102,7 @@ def _blocks(catalog: Catalog, stored: StoredTensor, shards: tuple[FlatShard, ...
     if at < size:
         raise IncompleteError(
             f"the shards of `{stored.key}` {list(stored.shape)} hold {at:,} of its {size:,} elements",
-            where=[catalog.place(s.stored) for s in shards],
+            where=places(),
             hint="the file of a rank is missing, or its elements belong to another tensor",
         )
     return blocks, pads
