@@ -40,8 +40,26 @@ class Listing:
     away: Mapping[str, str] = field(default_factory=dict)
     """Links that lead out of the directory to files without tensors, and where: these are not read (``leads_away``)."""
 
+    _inside: dict[str, Listing] = field(default_factory=dict, repr=False, compare=False)
+    """What ``inside`` has listed: every format asks for the same directories."""
+
     def path(self, name: str) -> Place:
         return self.root / name
+
+    def folders(self) -> list[str]:
+        """The directories directly in it, in natural order; [] when SRC is a file."""
+        if self.single:
+            return []
+        return sorted((e.name for e in scan(self.root) if e.is_dir()), key=natural)
+
+    def inside(self, folder: str) -> Listing:
+        """One of them; without files where it cannot be listed (a link to itself, one that is not ours to read)."""
+        if folder not in self._inside:
+            try:
+                self._inside[folder] = list_source(self.root / folder)
+            except UsageError:
+                self._inside[folder] = Listing(self.root / folder, ())
+        return self._inside[folder]
 
     def safetensors(self) -> list[str]:
         return [n for n in self.names if n.endswith(".safetensors")]

@@ -69,6 +69,7 @@ def test_closed(src: Path, tmp_path: Path, closed: tuple[int, ...]) -> None:
         assert_same(read_all(tmp_path / "merged"), UNET)
 
 
+@pytest.mark.thorough  # a closed stream, and one without a reader, end alike
 def test_full(src: Path, tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         run = start(["reshard", src, tmp_path / "dst", "--to", "hf"], stdout=full.fileno())
@@ -130,6 +131,7 @@ runpy.run_module("ckpttool", run_name="__main__")
 """``python -m ckpttool``, and a file as soon as it answers Ctrl-C: before that Python itself does."""
 
 
+@pytest.mark.thorough  # reshard/test_process interrupts too
 def test_interrupts_at_any_moment(src: Path, tmp_path: Path) -> None:
     """130 and one line, or DST and 0: while modules are imported, in the run, and at its end."""
     ends = []

@@ -80,6 +80,7 @@ print(before, max(resource.getrusage(k).ru_maxrss for k in kinds))
 """
 
 
+@pytest.mark.thorough  # execute/test_memory
 def test_one_huge_tensor(tmp_path: Path) -> None:
     """NVFP4 goes through it twice."""
     shape = [6000, 6000]

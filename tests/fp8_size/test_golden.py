@@ -118,6 +118,7 @@ GLM = {
 }
 
 
+@pytest.mark.thorough  # test_published has others as large
 def test_glm_4_7_fp8() -> None:
     assert apply(model_of(GLM), Wanted("channel")).total.elements == 358_458_391_872
 

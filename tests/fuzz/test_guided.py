@@ -14,6 +14,8 @@ from tests.fuzz import guided
 from tests.fuzz.targets import Target
 
 pytest.importorskip("atheris")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    pytest.skip("libFuzzer limits the whole process", allow_module_level=True)
 
 
 def _raise(_: bytes) -> None:

@@ -111,6 +111,7 @@ def test_what_must_not_be_is_found(
         bench.run("model.safetensors", data[:-1], thorough=True)
 
 
+@pytest.mark.thorough  # make fuzz would show it
 def test_a_loop_that_looks_at_no_signals_is_found_at_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
     real = harness.read
     undamaged = iter([True])  # those come first, in each process that goes on behind a case

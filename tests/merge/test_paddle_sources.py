@@ -519,6 +519,7 @@ def test_flex_is_merged_as_paddle_does(sources: Sources, tmp_path: Path) -> None
 # -- around it
 
 
+@pytest.mark.thorough  # execute/test_memory
 def test_wide_transposes_are_read_in_strips(tmp_path: Path) -> None:
     """Matrices larger than all buffers, stored the other way round, rounded or not; and read more than once."""
     rng = np.random.default_rng(5)

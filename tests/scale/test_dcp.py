@@ -53,6 +53,7 @@ def test_a_chunk_is_one_access(save: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert reads[0] <= CHUNKS + 40 * full[0]
 
 
+@pytest.mark.thorough  # calls and the memory of a plan
 def test_memory_of_a_chunk(save: Path) -> None:
     """100,000 chunks stay below 300 MB: so do the records of the metadata, and the pieces."""
     open_checkpoint(save)

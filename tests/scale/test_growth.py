@@ -129,6 +129,7 @@ def test_calls_grow_as_the_tensors_do(job: str, models: dict[str, tuple[Sized, S
 MOST_CALLS = 600
 
 
+@pytest.mark.thorough  # calls grow as the tensors do
 def test_a_merge_and_a_program_likewise(models: dict[str, tuple[Sized, Sized]], tmp_path: Path) -> None:
     (small, few), (large, many) = models["bf16"]
     cost = []
@@ -178,6 +179,7 @@ def test_memory_of_a_plan(models: dict[str, tuple[Sized, Sized]], warm: dict[str
     assert peaks[1] < 2600, f"{peaks[1]:.0f} bytes for each tensor"
 
 
+@pytest.mark.thorough  # calls and times grow as they should, in short
 def test_memory_of_a_box(models: dict[str, tuple[Sized, Sized]]) -> None:
     """What a plan keeps of one copy more: five numbers, and no tuple."""
     (path, _), _ = models["bf16"]

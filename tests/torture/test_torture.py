@@ -36,9 +36,10 @@ def _supervised() -> None:
         pytest.skip(f"the calls of a process cannot be supervised here: {why}")
 
 
+@pytest.mark.thorough  # make torture; the calls of a run are supervised in short below
 def test_a_sample() -> None:
     chosen = ("reshard --force", "convert-json --header, in place")
-    words = ["--every", "41", "--jobs", "1", "--kind", "faults", *[w for name in chosen for w in ("--only", name)]]
+    words = ["--every", "31", "--jobs", "1", "--kind", "faults", *[w for name in chosen for w in ("--only", name)]]
     command = [sys.executable, "-m", "tests.torture", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

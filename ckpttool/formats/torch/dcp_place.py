@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
-from ckpttool.storage.listing import Listing, list_source, natural
-from ckpttool.storage.place import Place, open_file, scan
+from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.place import Place, open_file
 from ckpttool.words import count, some
 
 METADATA = ".metadata"
@@ -102,11 +102,8 @@ def _head(path: Place) -> bytes:
 def _below(listing: Listing, depth: int) -> Save | None:
     """The save in the directories of one that has no chunks itself."""
     found: dict[str, Save] = {}
-    for name in sorted((e.name for e in scan(listing.root) if e.is_dir()), key=natural)[:_MOST]:
-        try:
-            inner = list_source(listing.root / name)
-        except (IncompleteError, OSError):
-            continue
+    for name in listing.folders()[:_MOST]:
+        inner = listing.inside(name)
         if part := _part(inner):
             found[name] = Save(inner, [part], inner.json("config.json"), [])
         elif depth > 1 and (deeper := _below(inner, depth - 1)):

@@ -35,7 +35,7 @@ from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
 from ckpttool.states import STEP
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import DataFile, scan
+from ckpttool.storage.place import DataFile
 from ckpttool.words import some
 
 _FILE = re.compile(r"(?P<stem>[\w.-]*?)[_.-]?world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.(pt|pth|bin)\Z")
@@ -137,8 +137,7 @@ def _has_ranks(listing: Listing) -> bool:
 
 def _models(listing: Listing) -> list[str]:
     """Directories of models in that of a step."""
-    folders = sorted(e.name for e in scan(listing.root) if e.name in _ROLES and e.is_dir())
-    return [f for f in folders if any(_FILE.match(e.name) for e in scan(listing.root / f))]
+    return [f for f in listing.folders() if f in _ROLES and _has_ranks(listing.inside(f))]
 
 
 def _is_step(listing: Listing) -> bool:

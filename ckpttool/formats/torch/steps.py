@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 
 from ckpttool.containers.pickle import printable
 from ckpttool.errors import IncompleteError
-from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import open_file, scan
+from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import open_file
 from ckpttool.words import some
 
 _STEP = re.compile(r"global_step_(\d{1,18})\Z")
@@ -21,8 +21,8 @@ _MARK = "latest_checkpointed_iteration.txt"
 
 def steps_of(listing: Listing, is_save: Callable[[Listing], bool]) -> dict[int, str]:
     """Step -> the directory of its save."""
-    found = {int(m[1]): e.name for e in scan(listing.root) if (m := _STEP.match(e.name)) and e.is_dir()}
-    return {step: name for step, name in sorted(found.items()) if is_save(list_source(listing.root / name))}
+    found = {int(m[1]): name for name in listing.folders() if (m := _STEP.match(name))}
+    return {step: name for step, name in sorted(found.items()) if is_save(listing.inside(name))}
 
 
 def newest(listing: Listing, steps: Mapping[int, str]) -> tuple[str, str]:

@@ -31,7 +31,7 @@ from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.prefixes import strip_prefixes
-from ckpttool.storage.listing import Listing, list_source, natural
+from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.place import DataFile, Place, scan
 from ckpttool.words import count, some
 
@@ -105,10 +105,7 @@ def pointed(listing: Listing, pointer: str) -> str:
 
 def saves(listing: Listing, is_save: Callable[[Listing], bool]) -> list[str]:
     """Tags of the saves directly below a directory."""
-    if listing.single:
-        return []
-    folders = sorted((e.name for e in scan(listing.root) if e.is_dir()), key=natural)
-    return [f for f in folders if is_save(list_source(listing.root / f))]
+    return [f for f in listing.folders() if is_save(listing.inside(f))]
 
 
 def has_folder(listing: Listing, name: str) -> bool:
