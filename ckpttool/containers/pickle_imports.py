@@ -18,6 +18,7 @@ import io
 import pickletools
 import re
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Generator, Iterator
@@ -355,7 +356,8 @@ def _unescaped(line: bytes, kind: str) -> str | None:
         if kind == "UNICODE":
             return line.decode("raw-unicode-escape")
         quoted = line.strip()
-        return codecs.escape_decode(quoted[1:-1])[0].decode("latin-1")
+        with warnings.catch_warnings(action="ignore"):  # of unknown escapes, which stand for themselves
+            return codecs.escape_decode(quoted[1:-1])[0].decode("latin-1")
     except ValueError:
         return None
 

@@ -50,6 +50,7 @@ def test_every_protocol(protocol: int, tmp_path: Path) -> None:
         (b"\x80\x02X\xff\xff\xff\xff", []),
         (b"\x80\x04V\\u006fs\nVsyst\\u0065m\n\x93.", ["os.system"]),
         (b"\x80\x04S'\\x6fs'\nS\"syst\\145m\"\n\x93.", ["os.system"]),
+        (b"\x80\x04S'\\\xff'\nS'system'\n\x93.", ["\\\xff.system"]),
         (b"\x80\x02cos\nsystemX", ["os.system"]),  # the end of a file is the end of a line
         (b"V" + b"x" * 70_000 + b"\ncos\nsystem\n.", ["os.system"]),
         (b"\x80\x04cos\n" + b"path.os." * 1000 + b"system\n.", [UNKNOWN]),
