@@ -10,6 +10,7 @@ checked against the lengths that files have: a length that does not fit would sh
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -71,7 +72,7 @@ def partitions_of(
 
 
 @dataclass
-class Partitions:
+class Partitions(ABC):
     """What the stages have in common."""
 
     ranks: Sequence[Rank]
@@ -113,9 +114,9 @@ class Partitions:
         n = self.flats[rank][flat].shape[0]
         return n, n
 
+    @abstractmethod
     def pieces(self, unit: _Unit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[Held]:
         """Where the elements of a unit's parameters lie; ``vectors`` are the unit's flat vectors of each rank."""
-        raise NotImplementedError
 
     def masters(self) -> Iterator[Held]:
         for unit in self.units:
