@@ -35,7 +35,6 @@ from ckpttool.formats import base
 from ckpttool.formats.torch import zero_files
 from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates, Numbers
 from ckpttool.formats.torch.zero_partitions import Held, Partitions, Rank, partitions_of, stage_of
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import DataFile
 from ckpttool.words import count, some
@@ -72,29 +71,9 @@ class DeepSpeed:
         """Raises IncompleteError (files, or elements of a parameter, are missing), ConflictError (files do not fit
         together), CorruptError (a file is not what its name says), UnsupportedError (other kinds of parallelism).
         """
-        base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
-        save, note = zero_files.one_save(listing, POINTER, is_save)
-        config, companions, notes = zero_files.config_of(listing, save)
-        reader = _Reader(save)
-        training = reader.read()
-        tensors, dtypes, training, said = zero_files.without_prefixes(
-            reader.tensors, reader.dtypes, training, str(save.root)
-        )
-        return base.StoredCheckpoint(
-            self.name,
-            listing.root,
-            reader.files,
-            tensors,
-            Mesh(),
-            config=config,
-            companions=companions,
-            notes=[*([note] if note else []), *notes, *reader.notes, *said],
-            shards=reader.shards,
-            dtypes=dtypes,
-            sharding=max(1, len(reader.ranks)),
-            native=reader.scaler,
-            training=training,
-        )
+        stored, reader = zero_files.read_save(self.name, listing, options, POINTER, is_save, _Reader)
+        stored.sharding, stored.native = max(1, len(reader.ranks)), reader.scaler
+        return stored
 
 
 def is_save(listing: Listing) -> bool:

@@ -44,9 +44,7 @@ class Universal:
 
     name = "universal"
     dialect = "hf"
-    capabilities = base.Capabilities(
-        components=("model", "master_weights", "optimizer"), views=True, states="torch", exact=False
-    )
+    capabilities = base.Capabilities(components=("model", "master_weights", "optimizer"), views=True, states="torch")
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -55,27 +53,7 @@ class Universal:
 
     def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (files are missing), ConflictError (files do not fit together), CorruptError."""
-        base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
-        save, note = zero_files.one_save(listing, POINTER, is_save)
-        config, companions, notes = zero_files.config_of(listing, save)
-        reader = _Reader(save)
-        training = reader.read()
-        tensors, dtypes, training, said = zero_files.without_prefixes(
-            reader.tensors, reader.dtypes, training, str(save.root)
-        )
-        return base.StoredCheckpoint(
-            self.name,
-            listing.root,
-            reader.files,
-            tensors,
-            Mesh(),
-            config=config,
-            companions=companions,
-            notes=[*([note] if note else []), *notes, *reader.notes, *said],
-            shards=reader.shards,
-            dtypes=dtypes,
-            training=training,
-        )
+        return zero_files.read_save(self.name, listing, options, POINTER, is_save, _Reader)[0]
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return base.whole_mesh(said, f"{self.name}: its files hold whole tensors")

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from ckpttool.catalog import SHARDED, FlatShard, Key, StoredTensor
 from ckpttool.containers.pickle import printable
@@ -31,6 +31,7 @@ from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.place import DataFile, Place, scan
 from ckpttool.words import count, some
@@ -121,6 +122,53 @@ def config_of(listing: Listing, save: Listing) -> tuple[dict[str, Any], tuple[st
         found = list_source(save.root.parent).json("config.json")
         notes += ["config.json is read from the parent directory"] if found else []
     return found, carried, notes
+
+
+class SaveReader(Protocol):
+    """What reads the files of one save, and what it found."""
+
+    files: list[DataFile]
+    tensors: list[StoredTensor]
+    shards: list[tuple[FlatShard, ...]]
+    dtypes: dict[Key, str]
+    notes: list[str]
+
+    def read(self) -> base.Training:
+        """Fill the others."""
+
+
+_R = TypeVar("_R", bound=SaveReader)
+
+
+def read_save(
+    format_name: str,
+    listing: Listing,
+    options: base.ReadOptions,
+    pointer: str,
+    is_save: Callable[[Listing], bool],
+    kind: Callable[[Listing], _R],
+) -> tuple[base.StoredCheckpoint, _R]:
+    """A save at or below a directory, and what has read it. Raises as ``one_save`` and the reader do."""
+    base.check_mesh(format_name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
+    save, note = one_save(listing, pointer, is_save)
+    config, companions, notes = config_of(listing, save)
+    reader = kind(save)
+    training = reader.read()
+    tensors, dtypes, training, said = without_prefixes(reader.tensors, reader.dtypes, training, str(save.root))
+    stored = base.StoredCheckpoint(
+        format_name,
+        listing.root,
+        reader.files,
+        tensors,
+        Mesh(),
+        config=config,
+        companions=companions,
+        notes=[*([note] if note else []), *notes, *reader.notes, *said],
+        shards=reader.shards,
+        dtypes=dtypes,
+        training=training,
+    )
+    return stored, reader
 
 
 def refuse_others(save: Listing) -> None:
