@@ -132,9 +132,24 @@ def is_type_checking(test: ast.expr) -> bool:
 
 
 @cache
+def walked(source: Source) -> list[tuple[ast.AST, bool]]:
+    """Every node of a file, and whether it runs when the module is imported. The file is walked once for all checks."""
+    found: list[tuple[ast.AST, bool]] = [(source.tree, True)]
+    for node, at_start in found:  # it grows meanwhile
+        # Decorators and defaults run at import; nobody imports there, so the whole function counts as later.
+        below = at_start and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(node, ast.If) and is_type_checking(node.test):
+            found += [(child, False) for child in node.body]
+            found += [(child, below) for child in (node.test, *node.orelse)]
+        else:
+            found += [(child, below) for child in ast.iter_child_nodes(node)]
+    return found
+
+
+@cache
 def nodes(source: Source) -> list[ast.AST]:
     """Every node of a file."""
-    return list(ast.walk(source.tree))
+    return [node for node, _ in walked(source)]
 
 
 @cache
@@ -143,34 +158,20 @@ def imports(source: Source) -> list[Import]:
     package = source.module.split(".")
     if source.path.name != "__init__.py":
         package.pop()
-
-    def visit(node: ast.AST, *, at_start: bool) -> Iterator[Import]:
-        match node:
-            case ast.Import(names=names):
-                for name in names:
-                    yield Import(name.name, node.lineno, at_start)
-            case ast.ImportFrom(module=module, names=names, level=level):
-                base = package[: len(package) - level + 1] if level else []
-                prefix = ".".join([*base, *([module] if module else [])])
-                for name in names:
-                    yield Import(f"{prefix}.{name.name}", node.lineno, at_start)
-            case ast.Call(func=function, args=[ast.Constant(value=str(target)), *_]) if getattr(
-                function, "attr", getattr(function, "id", None)
-            ) in {"import_module", "__import__"}:
-                yield Import(target, node.lineno, at_start)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            # Decorators and defaults run at import; nobody imports there, so the whole function counts as later.
-            at_start = False
-        if isinstance(node, ast.If) and is_type_checking(node.test):
-            for statement in node.body:
-                yield from visit(statement, at_start=False)
-            for statement in node.orelse:
-                yield from visit(statement, at_start=at_start)
-            return
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, at_start=at_start)
-
-    return list(visit(source.tree, at_start=True))
+    found: list[Import] = []
+    for node, at_start in walked(source):
+        if isinstance(node, ast.Import):
+            found += [Import(name.name, node.lineno, at_start) for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            found += [Import(f"{prefix}.{name.name}", node.lineno, at_start) for name in node.names]
+        elif isinstance(node, ast.Call) and node.args:
+            function = getattr(node.func, "attr", getattr(node.func, "id", None))
+            target = getattr(node.args[0], "value", None)
+            if function in {"import_module", "__import__"} and isinstance(target, str):
+                found.append(Import(target, node.lineno, at_start))
+    return sorted(found, key=lambda i: i.line)
 
 
 def top(dotted: str) -> str:
@@ -414,7 +415,7 @@ def test_package() -> None:
         assert len(found) > 1, "the package was not found"
         problems = [f"{check.__name__}: {problem}" for check in CHECKS for problem in check(found)]
     finally:
-        for remembered in (sources, imports, nodes):
+        for remembered in (sources, walked, imports, nodes):
             remembered.cache_clear()  # or all later tests would have them in memory
         gc.enable()
     assert not problems, "\n".join(problems)

@@ -245,7 +245,7 @@ def test_what_needs_no_shell(text: str, arguments: list[str] | None) -> None:
     assert plain_arguments(text) == arguments
 
 
-@pytest.mark.product(one_in=2)
+@pytest.mark.sample("inspect nowhere-2")
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [

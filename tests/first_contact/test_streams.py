@@ -47,13 +47,9 @@ def test_closed(src: Path, tmp_path: Path, closed: tuple[int, ...]) -> None:
         (2, ["inspect", src / "nowhere"]),
     ]
     if len(closed) == 3:
-        runs += [
-            (0, ["merge", src, "-o", tmp_path / "merged", "--workers", 2]),
-            *some(
-                [(0, ["drop-keys", src, tmp_path / "dropped", "*.2.*"]), (0, ["inspect", src]), (2, ["reshard", src])],
-                [],
-            ),
-        ]
+        runs.append((0, ["merge", src, "-o", tmp_path / "merged", "--workers", 2]))
+        more = [(0, ["drop-keys", src, tmp_path / "dropped", "*.2.*"]), (0, ["inspect", src]), (2, ["reshard", src])]
+        runs += some(more, [])
     for code, words in runs:
         run = start(words, *closed)
         out, err = run.communicate(timeout=60)

@@ -372,6 +372,7 @@ def test_wrappers_in_front_of_names_are_left_out(save: Callable[[str], Path], tm
     assert "blocks.0.up.weight" in training.groups[0].parameters
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("odd", [5, "text", [[]], [None], {}, -1, 10**400, [{"params": 3}]])
 @pytest.mark.parametrize(
     "key", ["partition_count", "group_paddings", "param_alignment_paddings", "base_optimizer_state"]

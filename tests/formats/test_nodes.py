@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.sample("unified", "hybrid", "flex")
+@pytest.mark.sample("unified", "hybrid")
 @pytest.mark.parametrize("form", SAVES)
 def test_configs_of_two_nodes_agree(form: str, tmp_path: Path) -> None:
     """Or the second node alone has one."""

@@ -66,6 +66,7 @@ def equal(got: Tensors, want: Tensors) -> None:
         np.testing.assert_array_equal(got[name].bits, raw.bits, err_msg=name)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("spelling", [TITAN, META], ids=["torchtitan", "meta"])
 @pytest.mark.parametrize("prefix", ["", "app.model.", "module._orig_mod."])
 def test_a_trainers_llama(spelling: dict[str, str], prefix: str, tmp_path: Path) -> None:

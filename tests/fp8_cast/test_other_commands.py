@@ -88,6 +88,7 @@ def test_the_way_out_of_a_cut_inside_a_block(bf16: Path, tmp_path: Path) -> None
     assert "quantization_config" not in config_of(tmp_path / "plain")
 
 
+@pytest.mark.sample("f16")
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 def test_dequantised_on_the_way(dtype: str, tmp_path: Path) -> None:
     reshard(DEEPSEEK, tmp_path / "dst", "--dequant", dtype, "--verify")

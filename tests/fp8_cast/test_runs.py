@@ -43,6 +43,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_hf(tmp_path_factory.mktemp("wide") / "src", tensors, {"architectures": ["X"]})
 
 
+@pytest.mark.sample("tensor", "nvfp4")
 @pytest.mark.parametrize("recipe", ["tensor", "block", "nvfp4"])
 def test_memory_and_workers_change_nothing(recipe: str, wide: Path, tmp_path: Path) -> None:
     cast(wide, tmp_path / "a", "--recipe", recipe, "--workers", 1, "--memory", "256MiB")
@@ -123,7 +124,8 @@ def killed(wait: float, *arguments: object) -> int:
     return tool.returncode
 
 
-@pytest.mark.parametrize(("recipe", "wait"), [pytest.param("block", 0.02, marks=pytest.mark.thorough), ("nvfp4", 0.1)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("recipe", "wait"), [("block", 0.02), ("nvfp4", 0.1)])
 def test_killed_and_resumed(recipe: str, wait: float, many: Path, tmp_path: Path) -> None:
     words = (many, tmp_path / "dst", "--recipe", recipe, "--workers", 2, "--max-shard-size", "2MB", "--manifest")
     code = killed(wait, "fp8-cast", *words)

@@ -75,6 +75,7 @@ def test_experts_in_one_tensor_of_any_name_are_read_again(tmp_path: Path) -> Non
     cast(tmp_path / "tensor", tmp_path / "again", "--to", "bf16", "--verify")
 
 
+@pytest.mark.sample("mxfp8", "block:16x16")
 @pytest.mark.parametrize("recipe", ["mxfp8", "channel", "tensor", "block:16x16"])
 def test_fp8_stays_fp8_in_files_that_do_not_say_so(recipe: str, tmp_path: Path) -> None:
     llama(tmp_path / "src")

@@ -35,7 +35,6 @@ PUBLISHED = [e for e in GOLDEN if e.get("recipe") in RECIPES]
 
 
 @pytest.mark.sample(
-    "deepseek-ai/DeepSeek-R1",
     "deepseek-ai/DeepSeek-V3.2",
     "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8",
     "Llama-3.x-70B",
@@ -54,6 +53,7 @@ def test_published(entry: dict[str, Any]) -> None:
 BF16 = next(e["elems"] for e in GOLDEN if "elems" in e)
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("name", BF16)
 def test_parameters(name: str) -> None:
     total = applied(name, Wanted("bf16")).total
@@ -123,6 +123,7 @@ def test_glm_4_7_fp8() -> None:
     assert apply(model_of(GLM), Wanted("channel")).total.elements == 358_458_391_872
 
 
+@pytest.mark.thorough
 def test_deepseek_r1_nvfp4() -> None:
     # NVIDIA quantised the MLPs of the layers before the prediction layer. The Hub counts no 0-d tensors.
     keep = ("*self_attn*", "*.layers.61.*")

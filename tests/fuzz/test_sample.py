@@ -104,7 +104,7 @@ def test_what_must_not_be_is_found(
     data = bench.files["model.safetensors"]
     assert bench.run("model.safetensors", data, thorough=True) == "same"
     assert bench.run("model.safetensors", data[:-1], thorough=True) == "refused"
-    monkeypatch.setattr(harness, "SECONDS", 0.5 if read is _hang else 8.0)
+    monkeypatch.setattr(harness, "SECONDS", 0.2 if read is _hang else 8.0)
     monkeypatch.setattr(harness, "MEMORY", 32 << 20)
     monkeypatch.setattr(harness, "read", read)
     with pytest.raises(FindingError, match=what):

@@ -246,7 +246,8 @@ def test_aoa(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * 10_000,
+        pytest.param("[" * 10_000, marks=pytest.mark.thorough),
+        "[" * 1_000,
         LAUGHS,
         "!!python/object/apply:os.system ['touch CANARY']",
         "\x1b[2J: 1",
@@ -306,12 +307,12 @@ def test_patterns(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_pattern_has_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.select.PATIENCE", 0.2)
+    monkeypatch.setattr("ckpttool.select.PATIENCE", 0.05)
     with pytest.raises(UsageError, match="takes more than"):
         matching([EXPLOSIVE], ["model.layers.0.self_attn.q_proj.weight_scale_inv"], option="--x")
     assert matching(["re:q_proj"], ["q_proj"], option="--x") == {"q_proj"}
     # The more names there are, the longer it may take, or a large model would be refused.
-    with pytest.raises(UsageError, match=r"takes more than 0\.4 s"), bounded("x", 10_000):
+    with pytest.raises(UsageError, match=r"takes more than 0\.1 s"), bounded("x", 10_000):
         compile_pattern(EXPLOSIVE).search("model.layers.0.self_attn.q_proj.weight_scale_inv")
     # Elsewhere than in the main thread there are no signals, and nothing is bounded.
     found = []

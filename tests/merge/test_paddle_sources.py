@@ -343,13 +343,7 @@ TARGETS = (
 )
 
 
-@pytest.mark.sample(
-    "--tohf",
-    "--tohybrid--tp-out2--pp-out2",
-    "--toflex--tp-out2",
-    "--tovllm--tp-out2",
-    "--tounified--max-shard-size20KB",
-)
+@pytest.mark.sample("--tohf", "--tohybrid--tp-out2--pp-out2", "--tounified--max-shard-size20KB")
 @pytest.mark.parametrize("options", TARGETS, ids=lambda o: "".join(map(str, o)))
 def test_every_target_holds_the_same(options: tuple[object, ...], sources: Sources, tmp_path: Path) -> None:
     merge(sources.at["fused"], sources.at["skipped"], "-o", tmp_path / "out", *LINEAR, *options, "--verify")

@@ -61,7 +61,7 @@ def test_sources_in_any_format(tmp_path: Path, whole: Path, options: tuple[objec
     assert digest(tmp_path / "out") == digest(whole)
 
 
-@pytest.mark.sample("--tp-out4--pp-out3--toranks", "--renamemodel.*=core.*", "--manifest")
+@pytest.mark.sample("--tp-out4--pp-out3--toranks", "--manifest")
 @pytest.mark.parametrize(
     "options",
     [

@@ -83,6 +83,7 @@ def test_a_power_tells_its_step(beta: float, told: int) -> None:
 
 
 @pytest.mark.usefixtures("torch_words")
+@pytest.mark.product
 @pytest.mark.parametrize("fmt", ["unified", "flex", "hybrid", "zcc"])
 @pytest.mark.parametrize("masters", [True, False], ids=["bf16", "f32"])
 def test_torch_to_paddle_and_back(fmt: str, masters: bool, tmp_path: Path) -> None:
@@ -179,6 +180,7 @@ def test_a_step_that_is_none(step: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("torch_words")
+@pytest.mark.sample("86000")
 @pytest.mark.parametrize("steps", [944, 20_000, 86_000])
 def test_one_power_that_still_tells_is_enough(steps: int, tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", names(step=steps), groups=groups((0.9, 0.999)))
@@ -217,6 +219,7 @@ SAVED = ("paddle_unified/nlp_llamafused_bf16_tp2", "paddle_unified/nlp_qwen2moe_
 
 
 @pytest.mark.usefixtures("torch_words")
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("name", SAVED)
 def test_what_trainers_of_paddle_saved(name: str, tmp_path: Path) -> None:
     """Two steps with the usual betas, by the powers alone."""
@@ -247,6 +250,7 @@ def test_other_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("torch_words")
+@pytest.mark.sample("-1")
 @pytest.mark.parametrize("off", [1, -1])
 def test_verify_finds_a_wrong_power(off: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways; what is compared does not go through the powers that were worked out."""
@@ -357,6 +361,7 @@ def test_betas_complete_the_groups(tmp_path: Path) -> None:
     assert second == {"parameters": ["lm_head.weight"], "values": {"momentum": 0.9}}
 
 
+@pytest.mark.sample("mesh1", "mesh3")
 @pytest.mark.parametrize("mesh", [(), ("--tp-out", 2), ("--tp-out", 2, "--pp-out", 2), ("--tp-out", 4, "--fuse")])
 def test_ranks_hold_every_component(mesh: tuple[object, ...], tmp_path: Path) -> None:
     """Cut and put together again, bit for bit, with what a trainer needs."""

@@ -32,6 +32,7 @@ from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
 from tests.helpers.command import ckpttool
 from tests.helpers.hollow import CONFIGS, program, published, shards
+from tests.helpers.sample import some
 
 STEEPEST = 1.1
 """Slope of log(cost) over log(size)."""
@@ -165,6 +166,7 @@ def test_calls_grow_as_the_ranks_do(target: str, models: dict[str, tuple[Sized, 
     assert slope(cost, 16) <= STEEPEST, (cost, boxes)
 
 
+@pytest.mark.thorough
 def test_memory_of_a_plan(models: dict[str, tuple[Sized, Sized]], warm: dict[str, Path]) -> None:
     """Bytes for each tensor, at the worst moment."""
     prepare(warm["fp8"], OpenOptions(), EP8)
@@ -198,8 +200,8 @@ def test_memory_of_a_box(models: dict[str, tuple[Sized, Sized]]) -> None:
 
 def test_what_is_looked_up_in_lists_shows_in_time(tmp_path: Path) -> None:
     """A search in a list is one call whatever it takes. What grew with the square was four times the bound here."""
-    cost = []
-    for n in (1_000, 6_000):
+    cost, sizes = [], some((1_000, 6_000), (500, 3_000))
+    for n in sizes:
         path = tmp_path / str(n)
         path.mkdir()
         shards(path, [(f"a.{i}.weight{'_scale' * (i % 2)}", "F32", (2,)) for i in range(n)], 4)
