@@ -1,13 +1,14 @@
 """Measure ckpttool beside ``cp`` and the programs that do the same jobs; prints one table.
 
-python -m bench                                  every usual job, 3 rounds: about 35 minutes, 45 GB of disk
+python -m bench                                  every usual job, 3 rounds: about 40 minutes, 60 GB of disk
 python -m bench --quick                          small sources, one round: below 2 minutes, 2 GB
 python -m bench --only "TP8 -> TP2" slerp    jobs whose names have one of these in them
 python -m bench --list                           the names of all jobs
 
 measure.py   how a program is run and what is measured      jobs/    a file for each family of jobs
 table.py     the table                                       peers/   programs that ckpttool is compared with
-models.py    the checkpoints                                 setting.py   sizes, paths, which peers are there
+models.py    the models                                      setting.py   sizes, paths, which peers are there
+torch_files.py   torch's and DeepSpeed's checkpoints
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
-from bench.jobs import flex, fp8, merge, program, reshard
+from bench.jobs import dcp, flex, fp8, merge, program, reshard, zero
 from bench.measure import Job, measure
 from bench.setting import ROOT, Setting
 from bench.table import machine, save, table
@@ -35,7 +37,7 @@ PAGE = ROOT / "docs" / "performance.md"
 
 def all_jobs(setting: Setting) -> list[Job]:
     """Every job, in the order of the table."""
-    return [job for family in (reshard, merge, flex, fp8, program) for job in family.jobs(setting)]
+    return [job for family in (reshard, dcp, zero, merge, flex, fp8, program) for job in family.jobs(setting)]
 
 
 def chosen(jobs: Sequence[Job], only: Sequence[str], *, cold: bool, judged: bool) -> list[Job]:
@@ -77,6 +79,14 @@ def find(given: str, usual: Path, what: str) -> str:
     return ""
 
 
+def installed(package: str) -> bool:
+    """Whether a peer can be imported; a note where it cannot."""
+    if find_spec(package) is not None:
+        return True
+    print(f"note: {package} is left out: it is not installed; `make bench` installs it", file=sys.stderr)
+    return False
+
+
 def _rounds(counts: Sequence[int]) -> str:
     """How many there were; of some jobs one less when the run was interrupted."""
     least, most = min(counts, default=0), max(counts, default=0)
@@ -105,6 +115,7 @@ def main() -> None:
         args.work.resolve(),
         size,
         torch=not args.no_peers,
+        deepspeed=not args.no_peers and installed("deepspeed"),
         mergekit="" if args.no_peers else find(args.mergekit, ROOT / ".venv/bin/mergekit-yaml", "mergekit"),
         paddle="" if args.no_peers else find(args.paddle, ROOT / ".venv-paddle/bin/python", "Paddle"),
     )

@@ -26,6 +26,8 @@ class Setting:
     gb: float
     """Of the checkpoint that is resharded; of a model that is merged, and of every other source, a third."""
     torch: bool = False
+    deepspeed: bool = False
+    """Whether the packages of these names are installed beside ckpttool."""
     mergekit: str = ""
     """Path of mergekit-yaml, "" where there is none."""
     paddle: str = ""
