@@ -368,8 +368,8 @@ def apply_transforms(
             views = _reshape(views, op)
         elif isinstance(op, transforms.Refuse):
             _refuse(views, op, family)
-        elif isinstance(op, transforms.OverrideRules | transforms.Own):
-            pass  # says how the ranks hold them, and changes nothing about what they are
+        elif isinstance(op, transforms.OverrideRules | transforms.Own | transforms.ReadAs):
+            pass  # says how the ranks hold them, or what else they are called, and changes nothing about what they are
         else:
             if packing is not None:
                 why = "how engines hold stacked experts depends on their kernel"

@@ -82,6 +82,8 @@ class OpSpec(_Strict):
     """Patterns of tensors that do not exist in this naming."""
     own: list[str] | None = None
     """Patterns of tensors that exist in this naming only; every rank holds them whole."""
+    read_as: dict[str, str] | None = None
+    """other name: name in this naming. Files may have the other one; only the way back knows it."""
     tie: dict[str, str] | None = None
     """name: owner. With tie_word_embeddings this naming stores a copy of the owner under the name."""
     tie_as: dict[str, str] | None = None
@@ -281,6 +283,13 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadAs:
+    """Files may have other names for these: (other name, name). Nothing happens on the way there."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DropCopy:
     """A tied tensor is stored by its owner only: a copy under its own name is left out, and must hold the same."""
 
@@ -309,6 +318,7 @@ Transform = (
     | DropLayers
     | Drop
     | Own
+    | ReadAs
     | DropCopy
     | Tie
 )
@@ -332,6 +342,8 @@ def inverse(ops: Sequence[Transform]) -> tuple[Transform, ...]:
     for op in reversed(ops):
         if isinstance(op, Rename):
             out.append(Rename(tuple((b, a) for a, b in op.pairs)))
+        elif isinstance(op, ReadAs):
+            out.append(Rename(op.pairs))
         elif isinstance(op, Transpose):
             out.append(op)
         elif isinstance(op, Own):
@@ -415,6 +427,8 @@ class Family:
                 out.append(Drop(tuple(spec.drop)))
             elif spec.own is not None:
                 out.append(Own(tuple(spec.own)))
+            elif spec.read_as is not None:
+                out.append(ReadAs(tuple(spec.read_as.items())))
             elif spec.tie is not None:
                 out += [Tie(n, owner) for n, owner in spec.tie.items()]
             elif spec.tie_as is not None and self.tied:
@@ -568,6 +582,8 @@ class Family:
                     return got._replace(rule=replace(got.rule, grouped=True), expert=None)
         if isinstance(op, Own) and matches(op.patterns, name):
             return Placement(parse_rule("replicate", origin=f"{self.origin}: `{name}` is this naming's own"), "first")
+        if isinstance(op, ReadAs):
+            return self._resolve(_rename(op.pairs, name), earlier)
         got = self._resolve(name, earlier)
         if got is None:
             return None
@@ -747,7 +763,7 @@ def _patterns(spec: FamilySpec) -> Iterator[str]:
     for fusion in spec.fusions.values():
         yield from (fusion.whole, *fusion.parts)
     for op in (op for naming in spec.namings.values() for op in naming):
-        for pairs in (op.rename or {}, op.stack or {}):
+        for pairs in (op.rename or {}, op.stack or {}, op.read_as or {}):
             yield from (*pairs.keys(), *pairs.values())
         for patterns in (op.transpose, op.rotary_pairs, op.squeeze, op.rules, op.drop, op.own):
             yield from patterns or ()

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.formats.torch.meta_params import hidden_rows, params_of
+from ckpttool.formats.torch.meta_llama4 import expert_rows
+from ckpttool.formats.torch.meta_numbers import hidden_rows
+from ckpttool.formats.torch.meta_params import params_of
 from tests.helpers.command import ckpttool as command
 from tests.helpers.command import refused, reshard
 from tests.helpers.tensorfile import Raw, Tensors, origin, read, write
@@ -269,7 +271,9 @@ def test_files_that_are_not_all_there(tmp_path: Path) -> None:
         ({"hidden_dim": FFN, "sliding_window": [1]}, "`sliding_window` in params.json is not a positive whole number"),
         ({"max_position_embeddings": "8k"}, "`max_position_embeddings` in params.json is not a positive whole number"),
         ({"moe": {"num_experts": 2}, "hidden_dim": FFN}, "`num_experts_per_tok` is not in params.json"),
-        ({"moe_args": {"num_experts": 16}, "use_qk_norm": True}, "a kind that is not known: moe_args, use_qk_norm"),
+        ({"moe_args": {"num_experts": 16}}, "layers none of these files have experts, and by params.json 0, 1 have"),
+        ({"use_qk_norm": True, "moe_args": {"top_p": 1}}, "a Llama 4 of a kind that is not known: moe_args.top_p"),
+        ({"use_qk_norm": True, "quantization_args": {"scheme": "int4"}}, "kind that is not known: quantization_args"),
         ({"vision_chunk_size": 448}, "a kind that is not known: vision_chunk_size"),
         ({"quantization_args": {"scheme": "int4"}}, "a kind that is not known: quantization_args"),
     ],
@@ -331,3 +335,88 @@ def test_only_tensor_parallel_ranks_are_written(tmp_path: Path) -> None:
     src = saved(tmp_path / "src", ranks(1))
     assert "--pp-out 2 cannot be used with --to meta" in refused(src, tmp_path / "out", "--pp-out", 2, code=2)
     assert "cannot be cut for tp 5" in refused(src, tmp_path / "out", "--tp-out", 5)
+
+
+LLAMA4: dict[str, Any] = {
+    "model_type": "llama4_text", "hidden_size": DIM, "intermediate_size": 16, "intermediate_size_mlp": FFN,
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": HEAD,
+    "vocab_size": VOCAB, "num_local_experts": EXPERTS, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 1], "use_qk_norm": True, "rope_theta": 5e5, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def llama4() -> Tensors:
+    """As Hugging Face has it: one layer without experts, and one with them."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB, DIM))
+    for i in range(LAYERS):
+        at = f"model.layers.{i}."
+        shapes |= {f"{at}self_attn.{p}_proj.weight": (n * HEAD, DIM) for p, n in (("q", HEADS), ("k", KV), ("v", KV))}
+        shapes[f"{at}self_attn.o_proj.weight"] = (DIM, DIM)
+        mlp, wide = (f"{at}feed_forward.shared_expert.", 16) if i else (f"{at}feed_forward.", FFN)
+        shapes |= {f"{mlp}gate_proj.weight": (wide, DIM), f"{mlp}up_proj.weight": (wide, DIM)}
+        shapes[f"{mlp}down_proj.weight"] = (DIM, wide)
+        shapes |= {f"{at}{n}_layernorm.weight": (DIM,) for n in ("input", "post_attention")}
+    shapes |= {
+        "model.layers.1.feed_forward.experts.gate_up_proj": (EXPERTS, DIM, 32),
+        "model.layers.1.feed_forward.experts.down_proj": (EXPERTS, 16, DIM),
+        "model.layers.1.feed_forward.router.weight": (EXPERTS, DIM),
+        "model.norm.weight": (DIM,),
+    }
+    return {n: origin(i + 1, "BF16", s) for i, (n, s) in enumerate(shapes.items())}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_experts_of_llama_4(world: int, tmp_path: Path) -> None:
+    """A rank has its share of the first expert, then of the second one; gate and up are two tensors."""
+    want = llama4()
+    write(tmp_path / "hf/model.safetensors", want)
+    (tmp_path / "hf/config.json").write_text(json.dumps(LLAMA4))
+    reshard(tmp_path / "hf", tmp_path / "meta", "--to", "meta", "--tp-out", world, "--verify")
+    experts = "model.layers.1.feed_forward.experts."
+    gate, up = np.split(want[f"{experts}gate_up_proj"].bits, 2, 2)
+    down = want[f"{experts}down_proj"].bits
+    q, k, v = (want[f"model.layers.0.self_attn.{p}_proj.weight"].bits for p in "qkv")
+    for rank in range(world):
+        got = loaded(tmp_path / f"meta/consolidated.{rank:02d}.pth", tmp_path / f"rank{rank}")
+
+        def mine(whole: Any, axis: int, rank: int = rank) -> Any:
+            return np.split(whole, world, axis)[rank]
+
+        at = "layers.1.feed_forward."
+        for name, whole, axis in (("in_eD_F", gate, 2), ("swiglu_eD_F", up, 2), ("out_eF_D", down, 1)):
+            held = mine(whole, axis)
+            np.testing.assert_array_equal(got[f"{at}experts.moe_w_{name}"].bits, held.reshape(-1, held.shape[2]))
+        router = want["model.layers.1.feed_forward.router.weight"].bits.T
+        np.testing.assert_array_equal(got[f"{at}router_DE"].bits, router)
+        fused = np.concatenate([mine(part, 0) for part in (q, k, v)])
+        np.testing.assert_array_equal(got["layers.0.attention.wqkv.weight"].bits, fused)
+    reshard(tmp_path / "meta", tmp_path / "back", "--to", "hf")
+    equal(read(tmp_path / "back/model.safetensors"), want)
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    same = ("hidden_size", "intermediate_size", "intermediate_size_mlp", "num_local_experts", "no_rope_layers")
+    assert {k: config[k] for k in same} == {k: LLAMA4[k] for k in same}
+    assert config["moe_layers"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"no_rope_layers": [0, 1]}, "every n-th layer has no positions"),
+        ({"moe_layers": [0], "num_hidden_layers": 4, "no_rope_layers": [1] * 4}, "every n-th layer has experts"),
+        ({"tie_word_embeddings": True}, "does not tie the head"),
+        ({"attention_bias": True}, "has no biases"),
+        ({"head_dim": 16}, "a head has 48 / 8 elements"),
+        ({"model_type": "llama4"}, "does not say hidden_size, intermediate_size"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "in the way of Llama 3.1 only"),
+    ],
+)
+def test_models_that_metas_llama_4_cannot_be(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(Exception, match=says):
+        params_of({**LLAMA4, **change})
+
+
+@pytest.mark.parametrize(("dense", "routed"), [(16384, 8192), (16384, 16384), (40, 16), (1000, 24), (96, 40)])
+def test_the_rows_of_llama_4s_experts_are_those_that_metas_software_works_out(dense: int, routed: int) -> None:
+    params = params_of({**LLAMA4, "intermediate_size_mlp": dense, "intermediate_size": routed})
+    assert hidden_rows(DIM, params["multiple_of"], params["ffn_dim_multiplier"]) == dense
+    assert expert_rows(DIM, params, params) == routed

@@ -278,6 +278,30 @@ def quantised(model: Model, block: int) -> Model:
     return Model(model.name + "_fp8", model.family, config, shapes, dtypes, model.moe, model.ranks)
 
 
+def _llama4() -> Model:
+    """Layers without experts and with some; the tower for images, whose tensors are none of a layer."""
+    layers: list[list[Entries]] = []
+    for i in range(LAYERS):
+        at = LAYER.format(i)
+        layer = [_attention(at), _norms(at)]
+        if i % 2 == 0:
+            layer.append(_mlp(at + "feed_forward.", I))
+        else:
+            experts = {"gate_up_proj": (E, H, 2 * M), "down_proj": (E, M, H)}
+            layer += [
+                iter([(f"{at}feed_forward.experts.{n}", s) for n, s in experts.items()]),
+                _weights(at + "feed_forward.", {"router": (E, H)}),
+                _mlp(at + "feed_forward.shared_expert.", M),
+            ]
+        layers.append(layer)
+    block = "vision_model.model.layers.0."
+    tower = dict(_weights(block + "self_attn.", dict.fromkeys((*_QKV, "o_proj"), (H, H)), bias=(*_QKV, "o_proj")))
+    tower |= dict(_weights(block + "mlp.", {"fc1": (I, H), "fc2": (H, I)}, bias=("fc1", "fc2")))
+    tower |= {"vision_model.class_embedding": (H,), "multi_modal_projector.linear_1.weight": (H, H)}
+    config = _config("llama4", "Llama4ForConditionalGeneration", num_local_experts=E)
+    return _model("llama4", "llama4", config, layers, tower, moe=True)
+
+
 def _gpt_oss(*, mxfp4: bool = False) -> Model:
     width = 256  # eight blocks of 32
     hidden = 64  # two
@@ -421,6 +445,7 @@ MODELS = {
         _deepseek("v3"),
         _deepseek("v3", fp8=True),
         _deepseek("v32"),
+        _llama4(),
         _gpt_oss(),
         _gpt_oss(mxfp4=True),
     )

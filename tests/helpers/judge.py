@@ -137,6 +137,10 @@ def stacked_halves(bits: Array, at: Seat) -> Array:
     return np.concatenate([part(x, 1, at.eways, at.etp) for x in np.split(mine(bits, at), 2, 1)], 1)
 
 
+def stacked_halves_last(bits: Array, at: Seat) -> Array:
+    return np.concatenate([part(x, 2, at.eways, at.etp) for x in np.split(mine(bits, at), 2, 2)], 2)
+
+
 def whole(bits: Array, at: Seat) -> Array:  # noqa: ARG001
     return bits
 
@@ -168,6 +172,12 @@ _STACKED: dict[str, list[tuple[str, Callable[[Array, Seat], Array]]]] = {
         (r"experts\.gate_up_proj(_bias)?$", stacked_part(-1)),
         (r"experts\.down_proj$", stacked_part(1)),
         (r"experts\.down_proj_bias", mine),
+    ],
+    "llama4": [
+        (r"experts\.gate_up_proj$", stacked_halves_last),
+        (r"experts\.down_proj$", stacked_part(1)),
+        (r"vision_model.*(q_proj|k_proj|v_proj|fc1)\.|multi_modal_projector", column),
+        (r"vision_model.*fc2\.weight", row),
     ],
     "": [(r"experts\.gate_up_proj$", stacked_halves), (r"experts\.down_proj$", stacked_part(2))],
 }

@@ -196,6 +196,35 @@ def _per_channel(tensors: Shapes) -> Shapes:
     return out | {"model.layers.1.mlp.down_proj.input_scale": [1]}
 
 
+def _llama4() -> dict[str, Listed]:
+    """With and without the tower for images; every second layer has experts."""
+    from transformers import Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGeneration, Llama4TextConfig
+
+    text = {**_LLAMA4, "pad_token_id": None}
+    tower = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128,
+             "vision_output_dim": 48, "image_size": 28, "patch_size": 14, "projector_input_dim": 48,
+             "projector_output_dim": 48}  # fmt: skip
+    models: dict[str, Any] = {
+        "llama4_text": Llama4ForCausalLM(Llama4TextConfig(**text)),
+        "llama4": Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=tower)),
+    }
+    out = {}
+    for name, model in models.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            model.save_pretrained(scratch)
+            config = json.loads(Path(scratch, "config.json").read_text(encoding="utf-8"))
+            inner = {"text_config": _sizes(config["text_config"])} if "text_config" in config else {}
+            out[name] = Listed(_sizes(config) | inner, saved_shapes(Path(scratch)))
+    return out
+
+
+_LLAMA4 = {
+    "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "num_local_experts": 4, "vocab_size": 160,
+    "interleave_moe_layer_step": 2,
+}  # fmt: skip
+
+
 def expected_lists() -> dict[str, dict[str, Listed]]:
     """All lists by family and variant, made anew."""
     made = transformers_lists()
@@ -221,6 +250,7 @@ def expected_lists() -> dict[str, dict[str, Listed]]:
     derive("gpt_neox", "gpt_neox_published", "gpt_neox", _published_gpt_neox(made["gpt_neox"].tensors))
     for family, sizes in _FP8.items():
         out[family][f"{family}_fp8"] = _fp8(family, **_FP8_SIZES, head_dim=128, **sizes)
+    out["llama4"] = _llama4()
     out["deepseek"]["deepseek_v3_fp8"] = _deepseek_fp8("deepseek_v3")
     out["deepseek"]["deepseek_v32_fp8"] = _deepseek_fp8("deepseek_v32")
     return out

@@ -163,7 +163,8 @@ def differences(ours: Shapes, theirs: Shapes) -> list[str]:
 
 
 def test_every_family_has_a_variant() -> None:
-    assert sorted({find_family(written(tiny_config(v))) or "" for v in VARIANTS}) == family_names()
+    declaring = [n for n in family_names() if load_family(n, {}).spec.tensors is not None]
+    assert sorted({find_family(written(tiny_config(v))) or "" for v in VARIANTS}) == declaring
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

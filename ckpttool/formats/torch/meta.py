@@ -18,6 +18,8 @@ from ckpttool.containers.torch_zip import read_torch
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats import base
+from ckpttool.formats.config import config_fields
+from ckpttool.formats.torch import meta_llama4
 from ckpttool.formats.torch.meta_params import config_of, params_of
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.formats.torch.tree import select
@@ -31,6 +33,7 @@ _PARAMS = "params.json"
 _BY_COLUMNS = "llama2"
 """The version (--target) that cuts its embedding by columns; "meta-llama2" is its naming."""
 _EMBEDDING, _HEAD = "tok_embeddings.weight", "output.weight"
+_PROJECTIONS = _QUERY, _KEY, _FUSED = (".attention.wq.weight", ".attention.wk.weight", ".attention.wqkv.weight")
 _OF_FILES = ("checklist.chk", "consolidated.safetensors.index.json", _PARAMS)
 """What lies beside the weights and is about these files: checksums, an index, and what becomes config.json."""
 
@@ -55,6 +58,7 @@ class Meta:
         disagree), UnsupportedError (a model of another kind), and what reading the files raises.
         """
         params = listing.json(_PARAMS)
+        params = inner if isinstance(inner := params.get("model"), dict) else params  # Llama 4's
         if not params:
             raise IncompleteError(
                 f"there is no {_PARAMS} beside the weights, which says how many heads the model has",
@@ -67,6 +71,8 @@ class Meta:
         if found:
             base.contiguous_ranks(found, world, listing.root, "consolidated.*.pth")
             stored = self._ranks(listing, [found[r] for r in range(world)], options.select)
+            where = str(listing.path(_PARAMS))
+            stored.tensors = [meta_llama4.unfolded(t, params, where) for t in stored.tensors]
         else:
             whole = [(n, 0) for n, _ in listing.match(_WHOLE)]
             stored = base.read_files(self.name, listing, whole, Mesh())
@@ -106,7 +112,13 @@ class Meta:
         dtypes = Counter(t.dtype for t in stored.tensors)
         dtype = DTYPES[max(dtypes, key=lambda d: dtypes[d])].numpy
         stored.native_config = {}
-        stored.config, notes = config_of(params, rows=rows, dtype=dtype, tied=tied, where=where)
+        if meta_llama4.is_llama4(params):
+            held = meta_llama4.rows_of({n: t.shape for n, t in first.items()}, tp)
+            stored.config, notes = meta_llama4.config_of(
+                params, rows=held, vocab=rows["vocab"], dtype=dtype, where=where
+            )
+        else:
+            stored.config, notes = config_of(params, rows=rows, dtype=dtype, tied=tied, where=where)
         stored.notes += notes
         self._check(stored, first, params, where)
 
@@ -114,10 +126,15 @@ class Meta:
         self, stored: base.StoredCheckpoint, first: Mapping[str, StoredTensor], params: Mapping[str, Any], where: str
     ) -> None:
         """Raises IncompleteError where the files are not all ranks, ConflictError where params.json says otherwise."""
-        config, tp = stored.config, stored.mesh.tp
+        config, tp = config_fields(stored.config), stored.mesh.tp
         files = [str(f.place) for f in stored.files[:4]]
         query = config["num_attention_heads"] * config["head_dim"]
-        held = next((t.shape[0] for t in first.values() if t.name.endswith(".attention.wq.weight")), 0)
+        groups = config["num_key_value_heads"]
+        rows = {end: t.shape[0] for t in first.values() for end in _PROJECTIONS if t.name.endswith(end) and t.shape}
+        held, key = rows.get(_QUERY, 0), rows.get(_KEY, 0)
+        if fused := rows.get(_FUSED, 0):
+            key = max(groups // tp, 1) * config["head_dim"]
+            held = fused - 2 * key
         if held * tp != query:
             ranks = f": {query // held} files would hold them" if held and query % held == 0 else ""
             raise IncompleteError(
@@ -125,8 +142,6 @@ class Meta:
                 where=[*files, where],
                 hint="fetch the missing consolidated.*.pth, and the params.json of the same model",
             )
-        groups = config["num_key_value_heads"]
-        key = next((t.shape[0] for t in first.values() if t.name.endswith(".attention.wk.weight")), 0)
         if key * min(tp, groups) != groups * config["head_dim"]:
             raise ConflictError(
                 f"the key projections of these files have {key * min(tp, groups)} rows, and {_PARAMS} says"
@@ -156,7 +171,9 @@ class Meta:
         rank_files: list[list[int]] = [[] for _ in places]
         for rank in request.chosen:
             stem = f"consolidated.{rank:02d}"
-            laid = lay_out_torch({t.name: Hole(t.dtype, t.shape) for t in request.ranks[rank]}, stem)
+            laid = lay_out_torch(
+                {t.name: Hole(t.dtype, meta_llama4.folded(t.name, t.shape)) for t in request.ranks[rank]}, stem
+            )
             rank_files[rank].append(len(files))
             places[rank] = {t.slot: (len(files), laid.offsets[t.name,]) for t in request.ranks[rank]}
             files.append(base.OutFile(f"{stem}.pth", laid.size, laid.literals, laid.checksums))

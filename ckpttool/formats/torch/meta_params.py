@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpttool.errors import IncompleteError, UnsupportedError
 from ckpttool.formats.config import config_fields
+from ckpttool.formats.torch import meta_llama4
+from ckpttool.formats.torch.meta_numbers import cannot, hidden_rows, number, rate, real
 from ckpttool.words import some
 
 _META = {"multiple_of", "ffn_dim_multiplier", "use_scaled_rope", "rope_scaling_factor"}
@@ -23,8 +25,6 @@ _OF_A_RUN = {
 }
 """Those that say nothing about the tensors of a text model while they are null, false or only a limit."""
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_MULTIPLE = 4096
-"""The largest ``multiple_of`` that is written, a power of two."""
 _SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _ORIGINAL = 8192
 """Positions that the models were trained on whose rotary embeddings are scaled."""
@@ -45,46 +45,46 @@ def config_of(
         raise UnsupportedError(
             f"params.json describes a model of a kind that is not known: {some(other)}",
             where=where,
-            hint="known are Llama 1 to 3, Mistral and Mixtral; give the Hugging Face form of this one",
+            hint="known are Llama 1 to 4, Mistral and Mixtral; give the Hugging Face form of this one",
         )
     mistral, moe = "hidden_dim" in params, params.get("moe")
     kind = "mixtral" if isinstance(moe, Mapping) else "mistral" if mistral else "llama"
-    dim, heads = (_number(params, k, where) for k in ("dim", "n_heads"))
+    dim, heads = (number(params, k, where) for k in ("dim", "n_heads"))
     notes = []
     config: dict[str, Any] = {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
         "hidden_size": dim,
         "intermediate_size": rows["feed_forward"],
-        "num_hidden_layers": _number(params, "n_layers", where),
+        "num_hidden_layers": number(params, "n_layers", where),
         "num_attention_heads": heads,
-        "num_key_value_heads": _number(params, "n_kv_heads", where) if params.get("n_kv_heads") else heads,
-        "head_dim": _number(params, "head_dim", where) if params.get("head_dim") else dim // heads,
+        "num_key_value_heads": number(params, "n_kv_heads", where) if params.get("n_kv_heads") else heads,
+        "head_dim": number(params, "head_dim", where) if params.get("head_dim") else dim // heads,
         "vocab_size": rows["vocab"],
         "hidden_act": "silu",
-        "rms_norm_eps": _real(params, "norm_eps", where) or 1e-5,
+        "rms_norm_eps": real(params, "norm_eps", where) or 1e-5,
         "tie_word_embeddings": tied,
         "torch_dtype": dtype,
     }
     if isinstance(moe, Mapping):
-        config["num_local_experts"] = _number(moe, "num_experts", where)
-        config["num_experts_per_tok"] = _number(moe, "num_experts_per_tok", where)
+        config["num_local_experts"] = number(moe, "num_experts", where)
+        config["num_experts_per_tok"] = number(moe, "num_experts_per_tok", where)
     window = params.get("sliding_window")
     if mistral:
         # The first model has it as a text.
         text = isinstance(window, str) and window.isdecimal()
         said = {"sliding_window": int(window)} if text and isinstance(window, str) else params
-        config["sliding_window"] = _number(said, "sliding_window", where) if window else None
-    theta = _real(params, "rope_theta", where)
+        config["sliding_window"] = number(said, "sliding_window", where) if window else None
+    theta = real(params, "rope_theta", where)
     if theta is None:
         # mistral-inference takes 1,000,000 but for the first models, which are those with a window.
         theta = 1_000_000.0 if mistral and not window else 10_000.0
         notes.append(f"rope_theta is not in params.json: {theta:,.0f}, which is what {kind}'s own software takes then")
     config["rope_theta"] = theta
-    positions = _number(params, _POSITIONS, where) if params.get(_POSITIONS) else 0
+    positions = number(params, _POSITIONS, where) if params.get(_POSITIONS) else 0
     if params.get("use_scaled_rope"):
         # Only the small models of Llama 3.2, which are tied, have another factor than 3.1's.
-        factor = _real(params, "rope_scaling_factor", where) or (32.0 if tied else 8.0)
+        factor = real(params, "rope_scaling_factor", where) or (32.0 if tied else 8.0)
         config["rope_scaling"] = {**_SCALED, "factor": factor, "original_max_position_embeddings": _ORIGINAL}
         positions = positions or 16 * _ORIGINAL
         if not params.get("rope_scaling_factor"):
@@ -94,25 +94,6 @@ def config_of(
         notes.append(f"max_position_embeddings is not in params.json: {positions:,}")
     config[_POSITIONS] = positions
     return config, notes
-
-
-def _number(params: Mapping[str, Any], name: str, where: str) -> int:
-    value = params.get(name)
-    if value is None:
-        raise IncompleteError(f"`{name}` is not in params.json", where=where)
-    if type(value) is not int or value < 1:
-        raise CorruptError(f"`{name}` in params.json is not a positive whole number: {value}", where=where)
-    return value
-
-
-def _real(params: Mapping[str, Any], name: str, where: str) -> float | None:
-    """A positive number; None where there is none."""
-    value = params.get(name)
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise CorruptError(f"`{name}` in params.json is not a positive number: {value}", where=where)
-    return float(value)
 
 
 def params_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +108,8 @@ def params_of(config: Mapping[str, Any]) -> dict[str, Any]:
             f"params.json cannot be written: config.json does not say {some(missing)}",
             hint="put the model's config.json beside the weights",
         )
+    if kind in meta_llama4.KINDS:
+        return meta_llama4.params_of(config)
     dim, heads, ffn = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
     head = config.get("head_dim") or dim // heads
     params: dict[str, Any] = {
@@ -146,41 +129,27 @@ def params_of(config: Mapping[str, Any]) -> dict[str, Any]:
         if experts := config.get("num_local_experts"):
             params["moe"] = {"num_experts": experts, "num_experts_per_tok": config.get("num_experts_per_tok", 2)}
         if scaling:
-            raise _cannot("mistral-inference does not scale rotary embeddings", "rope_scaling")
+            raise cannot("mistral-inference does not scale rotary embeddings", "rope_scaling")
         return params
     if head * heads != dim:
-        raise _cannot(f"in Meta's software a head has {dim} / {heads} elements, and here it has {head}", "head_dim")
+        raise cannot(f"in Meta's software a head has {dim} / {heads} elements, and here it has {head}", "head_dim")
     if found := [k for k in ("attention_bias", "mlp_bias") if config.get(k)]:
-        raise _cannot("Meta's software has no biases", found[0])
+        raise cannot("Meta's software has no biases", found[0])
     if scaling:
         known = {**_SCALED, "original_max_position_embeddings": _ORIGINAL}
         if any(scaling.get(k) != v for k, v in known.items()) or scaling.get("factor") not in (8, 32):
-            raise _cannot("Meta's software scales rotary embeddings in the way of Llama 3.1 only", "rope_scaling")
+            raise cannot("Meta's software scales rotary embeddings in the way of Llama 3.1 only", "rope_scaling")
         params["use_scaled_rope"] = True
         if (scaling["factor"] == 32) != bool(config.get("tie_word_embeddings")):
             params["rope_scaling_factor"] = scaling["factor"]
     return params | _feed_forward(dim, ffn)
 
 
-def _cannot(why: str, field: str) -> UnsupportedError:
-    return UnsupportedError(f"--to meta: {why}", where=f"config.json: `{field}`")
-
-
 def _feed_forward(dim: int, rows: int) -> dict[str, Any]:
     """``multiple_of`` and, where it takes one, ``ffn_dim_multiplier`` from which Meta's software works out ``rows``."""
-    multiple = min(rows & -rows, _MULTIPLE)
-    if hidden_rows(dim, multiple, None) == rows:
-        return {"multiple_of": multiple}
-    usual = int(2 * (4 * dim) / 3)  # of which it then takes the whole part, and rounds up to a multiple
-    return {"multiple_of": multiple, "ffn_dim_multiplier": (rows - (multiple - 1) / 2 + 0.25) / usual}
-
-
-def hidden_rows(dim: int, multiple: int, multiplier: float | None) -> int:
-    """The rows of w1, as Meta's ``FeedForward`` computes them."""
-    rows = int(2 * (4 * dim) / 3)
-    if multiplier is not None:
-        rows = int(multiplier * rows)
-    return multiple * -(-rows // multiple)
+    found = rate(dim, rows)
+    multiple = found["multiple_of"]
+    return {"multiple_of": multiple} if hidden_rows(dim, multiple, None) == rows else found
 
 
 def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
