@@ -34,6 +34,8 @@ class ReadOptions:
     """Names as they are in the files, all of them model weights: what Paddle's own merge of flex checkpoints does."""
     select: str = ""
     """Dotted path of the dict whose tensors are meant, where a file holds several (``Capabilities.nested``)."""
+    wrapped: bool = True
+    """What wrappers put in front of names is left out. False where ckpttool reads again what it has written."""
 
     def from_flags(self) -> dict[str, int]:
         return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}

@@ -28,7 +28,7 @@ def verify_output(prepared: Prepared, written: Path, advance: Advance, *, memory
     Raises VerifyError naming the first tensors that differ.
     """
     mesh = prepared.mesh
-    said = ReadOptions(mesh.tp, mesh.pp, mesh.ep, mesh.etp, mesh.layout)
+    said = ReadOptions(mesh.tp, mesh.pp, mesh.ep, mesh.etp, mesh.layout, wrapped=False)
     stored = read_source(written, prepared.format, said)
     out = assemble(stored, written, OpenOptions(prepared.format, said), prepared.family)
     expected = prepared.views.table

@@ -183,3 +183,10 @@ def test_the_embedding_of_every_family_is_known() -> None:
                 for op in family.statements(naming) if naming else ():
                     name = op.forward(name) if hasattr(op, "forward") else name
                 assert strip_prefixes([f"app.{name}"])[0] == {f"app.{name}": name}
+
+
+@pytest.mark.parametrize("fmt", ["torch-bin", "dcp", "universal"])
+def test_names_that_look_wrapped_are_verified(fmt: str, tmp_path: Path) -> None:
+    """ByteCheckpoint's merge keeps DDP's `module.`: what is written is compared under the names that it has."""
+    src = Path(__file__).parents[2] / "fixtures/bytecheckpoint/ddp2"
+    assert "verified" in reshard(src, tmp_path / "out", "--to", fmt, "--verify").out

@@ -194,6 +194,7 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
     schedule = _schedule(request, source, notes) if not ema else None
 
     averaged = ema and any(p.ema for c in cells for p in c.params)
+    trained = any(c.masters or c.states for c in cells)
 
     build = _Build()
     by_coords = {(c.pp, c.tp, c.ep): c for c in cells}
@@ -212,7 +213,7 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
                 ranks = Suffix(tp if mesh.tp > 1 else None, pp if mesh.pp > 1 else None, shard if shards > 1 else None)
                 share = shares[cell.rank]
                 build.add(hybrid_names.file_name("model_state", ranks), _model_file(share, shard))
-                if cell.masters or cell.states:
+                if trained:  # by any rank: the optimizer of each writes a file, be it empty
                     content = _optimizer_file(share, shard, schedule, zero_cost=ema)
                     build.add(hybrid_names.file_name("optimizer", ranks), content)
                 if averaged:

@@ -93,7 +93,7 @@ class TorchFiles:
                     )
                 if key not in found or index[key] == name:
                     found[key] = t
-        renamed, note = strip_prefixes(found, str(listing.root))
+        renamed, note = strip_prefixes(found, str(listing.root), wrapped=options.wrapped)
         stored.tensors = [t._replace(name=renamed[n]) for n, t in found.items()]
         stored.notes = [*notes, note] if note else notes
         stored.notes += _index_notes(index, {k: names[t.file] for k, t in found.items()})

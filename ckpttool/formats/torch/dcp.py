@@ -78,7 +78,7 @@ class DistributedCheckpoint:
             )
         reading = _Reading(save)
         entries = reading.entries()
-        assigned = assign(entries, options.select, str(save.listing.root))
+        assigned = assign(entries, options.select, str(save.listing.root), wrapped=options.wrapped)
         tensors = {e.fqn: e.value for e in entries if isinstance(e.value, Described) and e.fqn in assigned.keys}
         catalog = Catalog(reading.files, reading.tensors(tensors, assigned.keys))
         objects = [(e, span) for e in entries if e.fqn not in tensors and (span := _alone(e.value)) is not None]

@@ -88,8 +88,8 @@ class _State(NamedTuple):
     flattened: bool
 
 
-def assign(entries: Sequence[Entry], select: str, where: str) -> Assigned:
-    """Tensors by their keys; ``select`` is a prefix of --select, or "".
+def assign(entries: Sequence[Entry], select: str, where: str, *, wrapped: bool = True) -> Assigned:
+    """Tensors by their keys; ``select`` is a prefix of --select, or "", ``wrapped`` that of ``ReadOptions``.
 
     Raises ConflictError for several models or optimizers, UsageError for a prefix that is not there, IncompleteError
     when there are no tensors.
@@ -116,7 +116,8 @@ def assign(entries: Sequence[Entry], select: str, where: str) -> Assigned:
     def take(found: Mapping[str, tuple[str, str, str]]) -> None:
         """Add values by (name, component, state), those of other models' parameters left out."""
         model = {k.name for k in keys.values() if k.component == "model"}
-        new, note = strip_prefixes(dict.fromkeys(n for n, _, _ in found.values() if n not in names), where)
+        unknown = dict.fromkeys(n for n, _, _ in found.values() if n not in names)
+        new, note = strip_prefixes(unknown, where, wrapped=wrapped)
         names.update(new)
         notes.extend([note] if note and note not in notes else [])
         for fqn, (name, *rest) in found.items():

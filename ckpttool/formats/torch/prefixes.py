@@ -20,8 +20,9 @@ _ADAPTER = re.compile(r"(?<![^.])(?:lora_|base_layer\.|modules_to_save\.|origina
 """Parts of names that only models with adapters have."""
 
 
-def strip_prefixes(names: Iterable[str], where: str = "") -> tuple[dict[str, str], str]:
-    """Each name -> the name that the model itself gives the parameter, and a note ("" when all are the same).
+def strip_prefixes(names: Iterable[str], where: str = "", *, wrapped: bool = True) -> tuple[dict[str, str], str]:
+    """Each name -> the name that the model itself gives the parameter, and a note ("" when all are the same). Not
+    ``wrapped``, they are these names.
 
     Left out are the wrappers wherever they are, ``module.`` in front of all names, and what else is in front of all
     names down to the one that the embedding is known by (``app.model.``, ``policy.``, ``base_model.model.`` of merged
@@ -29,6 +30,8 @@ def strip_prefixes(names: Iterable[str], where: str = "") -> tuple[dict[str, str
     ConflictError where two names would become one.
     """
     olds = list(names)
+    if not wrapped:
+        return {old: old for old in olds}, ""
     mapping = {old: _WRAPPERS.sub("", old) for old in olds}
     left_out = {m[0] for old in olds for m in _WRAPPERS.finditer(old)}
     if not any(map(_ADAPTER.search, olds)):

@@ -154,7 +154,9 @@ def read_save(
     config, companions, notes = config_of(listing, save)
     reader = kind(save)
     training = reader.read()
-    tensors, dtypes, training, said = without_prefixes(reader.tensors, reader.dtypes, training, str(save.root))
+    tensors, dtypes, said = reader.tensors, reader.dtypes, []
+    if options.wrapped:
+        tensors, dtypes, training, said = without_prefixes(tensors, dtypes, training, str(save.root))
     stored = base.StoredCheckpoint(
         format_name,
         listing.root,
