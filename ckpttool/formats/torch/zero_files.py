@@ -154,7 +154,8 @@ def read_save(
     config, companions, notes = config_of(listing, save)
     reader = kind(save)
     training = reader.read()
-    tensors, dtypes, said = reader.tensors, reader.dtypes, []
+    tensors, dtypes = reader.tensors, reader.dtypes
+    said: list[str] = []
     if options.wrapped:
         tensors, dtypes, training, said = without_prefixes(tensors, dtypes, training, str(save.root))
     stored = base.StoredCheckpoint(
