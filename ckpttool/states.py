@@ -14,6 +14,10 @@ Source: torch/optim/adam.py (torch 2.13); paddle/phi/kernels/funcs/adam_functors
 
 from __future__ import annotations
 
+import struct
+
+from ckpttool.errors import UnsupportedError
+
 PADDLE = {
     "exp_avg": "moment1_0",
     "exp_avg_sq": "moment2_0",
@@ -26,3 +30,20 @@ STEP = "step"
 BETA_POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 SCALARS = frozenset({STEP, *BETA_POWERS})
 """What is one number, whatever shape the parameter has."""
+
+
+def number_bytes(value: float) -> tuple[str, bytes]:
+    """(dtype, bytes) of a plain number as a tensor: float32, as torch's optimizers keep their step, where it is exact.
+
+    Otherwise it is as wide as Python's own number. Raises UnsupportedError for an integer of more than 64 bits.
+    """
+    try:
+        data = struct.pack("<f", value)
+        if struct.unpack("<f", data)[0] == value:
+            return "F32", data
+    except OverflowError:
+        pass
+    try:
+        return ("I64", struct.pack("<q", value)) if isinstance(value, int) else ("F64", struct.pack("<d", value))
+    except struct.error as e:
+        raise UnsupportedError(f"{value!s:.40} has more than 64 bits", hint="leave the optimizer out") from e

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.containers.torch_zip import TorchSlices, read_torch
 from ckpttool.formats.base import ReadOptions
+from ckpttool.formats.torch.dcp_metadata import read_metadata
 from ckpttool.storage.place import open_file
 from tests.helpers.command import refused, reshard
 from tests.helpers.dcp import Boxes, rows, write_save
@@ -120,8 +122,17 @@ def opened(path: Path, select: str = "") -> set[str]:
             },
             {NAME, f"master_weights/{NAME}", f"ema/{NAME}", f"optimizer/{NAME}/exp_avg"},
         ),
+        (
+            {NAME: (NAME,), f"state.{NAME}.exp_avg": (f"state.{NAME}.exp_avg",)},
+            {NAME, f"optimizer/{NAME}/exp_avg"},
+        ),
+        (
+            {"state.encoder.weight": ("state.encoder.weight",), "head.weight": ("head.weight",)},
+            {"state.encoder.weight", "head.weight"},
+        ),
     ],
-    ids=["nested", "app", "flat", "old, no paths", "flattened optimizer", "flat, prefix of the optimizer", "wrapped"],
+    ids=["nested", "app", "flat", "old, no paths", "flattened optimizer", "flat, prefix of the optimizer", "wrapped",
+         "all without a prefix", "a module called state"],
 )  # fmt: skip
 def test_names(names: Mapping[str, tuple[str | int, ...]], wanted: set[str], tmp_path: Path) -> None:
     assert opened(saved(tmp_path / "save", names)) == wanted
@@ -160,6 +171,63 @@ def test_a_step_that_is_a_number(tmp_path: Path) -> None:
 
 
 MODEL: dict[str, tuple[str | int, ...]] = {f"model.{NAME}": ("model", NAME)}
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(3, ("F32", struct.pack("<f", 3))), (2**24 + 1, ("I64", struct.pack("<q", 2**24 + 1))),
+     (0.1, ("F64", struct.pack("<d", 0.1))), (2**70 + 1, None)],
+)  # fmt: skip
+def test_numbers_that_are_state_are_exact(value: float, wanted: tuple[str, bytes] | None, tmp_path: Path) -> None:
+    """They are float32 where that holds them."""
+    names = {f"model.{NAME}": ("model", NAME), f"optimizer.state.{NAME}.rho": ("optimizer", "state", NAME, "rho")}
+    described = {f"model.{NAME}": ("F32", (6, 4), rows((6, 4), 4))}
+    write_save(tmp_path / "save", described, {f"optimizer.state.{NAME}.rho": value}, names)
+    reshard(tmp_path / "save", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+    found = tensors(tmp_path / "out").get(f"optimizer/{NAME}/rho")
+    assert (found and (found[0], found[2])) == wanted
+
+
+def test_an_optimizer_alone_without_a_prefix(tmp_path: Path) -> None:
+    """It is no model, and what is written has the keys that the trainer looks for."""
+    for name, states, group in (
+        ("flattened", {f"state.{NAME}.exp_avg": (f"state.{NAME}.exp_avg",)}, f"param_groups.{NAME}.lr"),
+        ("nested", {f"state.{NAME}.exp_avg": ("state", NAME, "exp_avg")}, "param_groups.0.lr"),
+    ):
+        path = tmp_path / name
+        lr = (group,) if name == "flattened" else ("param_groups", 0, "lr")
+        described = {f: ("F32", (6, 4), rows((6, 4), 4)) for f in states}
+        write_save(path, described, {group: 0.5}, {**states, group: lr})
+        assert opened(path) == {f"optimizer/{NAME}/exp_avg"}
+        assert "only optimizer" in refused(path, tmp_path / "hf", "--to", "hf", code=2)
+        reshard(path, tmp_path / f"{name}-out", "--to", "dcp")
+        kept = {e.fqn: e.path for e in read_metadata(tmp_path / f"{name}-out" / ".metadata", lambda _: 0)}
+        assert kept.items() >= {**states, group: lr}.items()
+
+
+def test_parameters_that_are_numbered(tmp_path: Path) -> None:
+    """They have the order of the state dict, whoever wrote which of them; what is written keeps the numbers."""
+    model = {f"model.{n}": ("model", n) for n in ("b.weight", "a.weight", "c.weight")}
+    states = {f"optim.state.{i}.exp_avg": ("optim", "state", i, "exp_avg") for i in range(2)}
+    described = {f: ("F32", (6, 4), rows((6, 4), 4)) for f in sorted({**model, **states})}
+    described["model.c.weight"] = ("F32", (2, 4), rows((2, 4), 1))
+    params, step = "optim.param_groups.0.params", "optim.state.0.step"
+    paths = {**model, **states, params: ("optim", "param_groups", 0, "params"), step: ("optim", "state", 0, "step")}
+    write_save(tmp_path / "save", described, {params: [0, 1], step: 3}, paths)
+    found = checkpoint(tmp_path / "save")
+    wanted = {"b.weight", "a.weight", "c.weight", "optimizer/b.weight/exp_avg", "optimizer/a.weight/exp_avg"}
+    assert {str(k) for k in found.catalog.tensors} == wanted | {"optimizer/b.weight/step"}
+    assert found.stored.training is not None
+    assert found.stored.training.groups[0].parameters == ("b.weight", "a.weight")
+    reshard(tmp_path / "save", tmp_path / "out", "--to", "dcp")
+    assert {e.fqn: e.path for e in read_metadata(tmp_path / "out" / ".metadata", lambda _: 0)} == paths
+
+    described["model.c.weight"] = described["model.b.weight"]
+    write_save(tmp_path / "doubt", described, {params: [0, 1], step: 3}, paths)
+    assert opened(tmp_path / "doubt") == {"b.weight", "a.weight", "c.weight"}
+    error = refused(tmp_path / "doubt", tmp_path / "no", "--to", "ranks", "--tp-out", 1)
+    assert "nothing says whose state the optimizer has" in error
+    reshard(tmp_path / "doubt", tmp_path / "only", "--to", "hf", "--only", "model")
 
 
 def test_runs_and_parts(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ckpttool.containers.torch_zip import read_torch
 from ckpttool.geometry import contiguous_strides
 from tests.helpers import tensorfile
 from tests.helpers.command import refused, reshard
+from tests.helpers.dcp import rows, write_save
 from tests.helpers.torch_edit import edit
 
 CASES = Path("fixtures/torch/deepspeed")
@@ -160,6 +161,16 @@ def test_steps_may_be_plain_numbers(universal: Callable[[str], Path], tmp_path: 
     for path in there.glob("global_step3_universal/zero/*/step.pt"):
         edit(path, lambda _: 3)
     tensorfile.assert_same(ranks(there, tmp_path / "out"), want)
+
+
+def test_states_of_one_number_are_read_back(tmp_path: Path) -> None:
+    """NAdam keeps `mu_product`, which has no axes."""
+    names: dict[str, tuple[str, ...]] = {"model.a.weight": ("model", "a.weight")}
+    names |= {f"optim.state.a.weight.{s}": ("optim", "state", "a.weight", s) for s in ("exp_avg", "mu_product")}
+    described = {n: ("F32", *(((), [((), (), 0)]) if "mu" in n else ((6, 4), rows((6, 4), 2)))) for n in names}
+    write_save(tmp_path / "save", described, {}, names)
+    reshard(tmp_path / "save", tmp_path / "out", "--to", "universal", "--verify")
+    assert ranks(tmp_path / "out", tmp_path / "back")["optimizer/a.weight/mu_product"][1].shape == ()
 
 
 def _shaped(shape: tuple[int, ...], tensor: Tensor) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ and the safetensors of its HuggingFaceStorageWriter (``dcp_hf``). Source: torch/
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,11 +25,12 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteEr
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_hf import is_sharded, read_sharded
 from ckpttool.formats.torch.dcp_metadata import Described, Entry, Span, read_metadata
-from ckpttool.formats.torch.dcp_names import Assigned, assign, grouped
+from ckpttool.formats.torch.dcp_names import Assigned, assign, grouped, numbered
 from ckpttool.formats.torch.dcp_place import METADATA, Part, Save, find
 from ckpttool.formats.torch.dcp_write import write_save
 from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
+from ckpttool.states import number_bytes
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import DataFile, OpenFile
 from ckpttool.words import some
@@ -40,6 +40,7 @@ MAX_OBJECT = 1 << 24
 
 
 _CUT = "omit it; --sharding-out sets the number of files"
+_NAMES = "save it with torch's get_optimizer_state_dict, which names them; or leave the optimizer out with --only model"
 
 
 class DistributedCheckpoint:
@@ -78,7 +79,8 @@ class DistributedCheckpoint:
             )
         reading = _Reading(save)
         entries = reading.entries()
-        assigned = assign(entries, options.select, str(save.listing.root), wrapped=options.wrapped)
+        groups = reading.groups(entries)
+        assigned = assign(entries, options.select, reading.where, groups, wrapped=options.wrapped)
         tensors = {e.fqn: e.value for e in entries if isinstance(e.value, Described) and e.fqn in assigned.keys}
         catalog = Catalog(reading.files, reading.tensors(tensors, assigned.keys))
         objects = [(e, span) for e in entries if e.fqn not in tensors and (span := _alone(e.value)) is not None]
@@ -86,6 +88,13 @@ class DistributedCheckpoint:
         left = training.left if training else ()
         said = [f"not plain data, and left out: {some(left)}"] if left else []
         carried, notes = base.companions(save.listing, [])
+        refused: dict[str, CkptError] = {}
+        if assigned.refused:
+            why = UnsupportedError(
+                f"nothing says whose state the optimizer has: {assigned.refused}", where=reading.where, hint=_NAMES
+            )
+            refused["optimizer"] = why
+            said.append(f"the optimizer is not read: {why.what}")
         return base.StoredCheckpoint(
             self.name,
             save.listing.root,
@@ -102,6 +111,7 @@ class DistributedCheckpoint:
                 paths={e.fqn: e.path for e, _ in objects if grouped(e) is None},
             ),
             training=training,
+            refused=refused,
         )
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
@@ -144,6 +154,21 @@ class _Reading:
                 )
             out |= mine
         return list(out.values())
+
+    def groups(self, entries: Sequence[Entry]) -> dict[str, list[list[int]]]:
+        """The numbers of each group's parameters, by the prefix of an optimizer that has no names."""
+        prefixes = {s.prefix for e in entries if (s := numbered(e.path)) is not None}
+        out: dict[str, list[list[int]]] = {p: [] for p in prefixes}
+        for e in entries if prefixes else ():
+            group = grouped(e)
+            prefix = ".".join(map(str, e.path[:-3]))
+            if group is None or group[1] != "params" or prefix not in out or isinstance(e.value, Described):
+                continue
+            with opened(self.files[e.value[0]].place) as file:
+                value = self._slice(file, e.fqn, e.value).value
+            if isinstance(value, list) and all(type(n) is int for n in value):
+                out[prefix].append(value)
+        return out
 
     def _number(self, part: Part, name: str) -> int:
         """Of a file that the metadata of a directory names."""
@@ -290,17 +315,21 @@ class _Objects:
         if type(value) not in (int, float):
             self.left.append(str(key))
             return
-        given = Given(0, struct.pack("<f", value).hex())
+        try:
+            dtype, data = number_bytes(value)
+        except UnsupportedError:
+            self.left.append(str(key))
+            return
         encoding = Encoding("given", str(info.place))
-        encoding.parts.append(given)
+        encoding.parts.append(Given(0, data.hex()))
         self.catalog.files.append(info._replace(encoding=encoding))
-        stored = StoredTensor(key.name, "F32", (), len(self.catalog.files) - 1, 0, 0, None, *key[1:])
+        stored = StoredTensor(key.name, dtype, (), len(self.catalog.files) - 1, 0, 0, None, *key[1:])
         self.catalog.tensors[key] = whole_tensor(stored, key)
 
     def training(self) -> base.Training | None:
         groups: list[base.ParamGroup] = []
         alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
-        names = self.assigned.names
+        names, numbers = self.assigned.names, self.assigned.numbers
         for which, values in self.groups.items():
             if isinstance(which, str) and not which.isdecimal():
                 alike.setdefault(repr(sorted(values.items())), ([], values))[0].append(names.get(which, which))
@@ -308,6 +337,7 @@ class _Objects:
             said = values.pop("param_names", None) or values.pop("params", None)
             values.pop("params", None)
             named = [names.get(n, n) for n in said or () if isinstance(n, str)]
+            named = named or [numbers[n] for n in said or () if n in numbers]
             groups.append(base.ParamGroup(tuple(named), values))
         groups += [base.ParamGroup(tuple(parameters), values) for parameters, values in alike.values()]
         if not groups and not self.plain and not self.left:

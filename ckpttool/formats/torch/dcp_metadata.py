@@ -118,7 +118,9 @@ class _Parser:
         if type(paths) is not dict:
             paths = {}
         entries = []
-        for fqn, what in described.items():
+        order = [fqn for fqn in paths if fqn in described]  # that of the state dict; ranks write parts of it
+        for fqn in dict.fromkeys((*order, *described)):
+            what = described[fqn]
             if type(fqn) is not str:
                 self.corrupt("a tensor has a name that is no text")
             path = self.path_of(paths.get(fqn), fqn)

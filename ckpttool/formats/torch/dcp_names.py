@@ -6,20 +6,25 @@ Trainers nest them as they like, so their own words decide, the path of keys to 
     app . optim . state . NAME . exp_avg  state of an optimizer; also flattened to ``optim.state.NAME.exp_avg``
     master_weights . NAME
     NAME                                  a model without a prefix (torchtitan)
+
+``Optimizer.state_dict()`` has numbers in place of names: ``numbered`` says whose they are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpttool.catalog import Key
 from ckpttool.containers.pickle import printable
+from ckpttool.dtypes import DTYPES
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import ParamGroup
 from ckpttool.formats.torch.dcp_metadata import Described, Entry
+from ckpttool.formats.torch.numbered import names_of
 from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.states import STEP
 from ckpttool.words import some
 
 ALL = "."
@@ -28,7 +33,7 @@ _MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 """Last keys of prefixes under which trainers keep the model."""
 _MASTERS = ("master_weights", "master_params")
 _AVERAGE = re.compile(r"(model_)?ema(_model|_state_dict|_weights)?|\w+_ema")
-_STATE = re.compile(r"(?P<prefix>(?:.*\.)?optim\w*)\.state\.(?P<name>.+)\.(?P<state>[A-Za-z_]\w*)")
+_STATE = re.compile(r"(?:(?P<prefix>(?:.*\.)?optim\w*)\.)?state\.(?P<name>.+)\.(?P<state>[A-Za-z_]\w*)")
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.(?P<name>.+)\.(?P<value>\w+)")
 _COUNTERS = frozenset({"step", "epoch", "rng", "rng_state", "iteration", "global_step", "lr"})
 """Tensors of a trainer that lie beside those of a model without a prefix."""
@@ -46,14 +51,16 @@ class SaveKeys(NamedTuple):
     """Dtypes of the plain values that are tensors of one number, by fqn."""
     paths: Mapping[str, tuple[str | int, ...]] = {}
     """Keys that lead to plain values, by fqn."""
+    parameters: Mapping[str, int] = {}
+    """Numbers that the optimizer has for the parameters of these names; empty where it has their names."""
 
     def tensor(self, component: str, name: str, state: str) -> tuple[str | int, ...]:
         """The keys that lead to a tensor."""
         if component != "optimizer":
             prefix = self.model if component == "model" else component
             return (prefix, name) if prefix else (name,)
-        path = (self.optimizer, "state", name, state)
-        return (".".join(path),) if self.flattened else path
+        path = (*self._top(), "state", self.parameters.get(name, name), state)
+        return (".".join(map(str, path)),) if self.flattened else path
 
     def groups(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[tuple[str | int, ...], object]]:
         """(keys, value) of what the groups of an optimizer hold."""
@@ -61,11 +68,20 @@ class SaveKeys(NamedTuple):
             if self.flattened:
                 for name in group.parameters:
                     for key, value in group.values.items():
-                        yield (f"{self.optimizer}.param_groups.{name}.{key}",), value
+                        yield (".".join((*self._top(), "param_groups", name, key)),), value
                 continue
             for key, value in group.values.items():
-                yield (self.optimizer, "param_groups", i, key), value
-            yield (self.optimizer, "param_groups", i, "params"), list(group.parameters)
+                yield (*self._top(), "param_groups", i, key), value
+            parameters = [self.parameters.get(name, name) for name in group.parameters]
+            yield (*self._top(), "param_groups", i, "params"), parameters
+
+    def _top(self) -> tuple[str, ...]:
+        return (self.optimizer,) if self.optimizer else ()
+
+    def for_parameters(self, names: Iterable[str]) -> SaveKeys:
+        """The same for an optimizer of these parameters: with names, where one of them never had a number."""
+        known = all(name in self.parameters for name in names)
+        return self if known else self._replace(parameters={})
 
 
 class Assigned(NamedTuple):
@@ -77,6 +93,10 @@ class Assigned(NamedTuple):
     """What parameters are called, by their names in the save."""
     notes: list[str]
     nesting: SaveKeys = SaveKeys()
+    numbers: Mapping[int, str] = {}
+    """The parameter of each number of an optimizer that has no names."""
+    refused: str = ""
+    """Why the state of an optimizer belongs to nobody."""
 
 
 class _State(NamedTuple):
@@ -88,8 +108,17 @@ class _State(NamedTuple):
     flattened: bool
 
 
-def assign(entries: Sequence[Entry], select: str, where: str, *, wrapped: bool = True) -> Assigned:
+def assign(
+    entries: Sequence[Entry],
+    select: str,
+    where: str,
+    groups_of: Mapping[str, Sequence[Sequence[int]]],
+    *,
+    wrapped: bool = True,
+) -> Assigned:
     """Tensors by their keys; ``select`` is a prefix of --select, or "", ``wrapped`` that of ``ReadOptions``.
+
+    ``groups_of`` has the numbers of the parameters of each group by the prefix of an optimizer that has no names.
 
     Raises ConflictError for several models or optimizers, UsageError for a prefix that is not there, IncompleteError
     when there are no tensors.
@@ -97,11 +126,13 @@ def assign(entries: Sequence[Entry], select: str, where: str, *, wrapped: bool =
     tensors = {e.fqn: e.value for e in entries if isinstance(e.value, Described)}
     if select == ALL and tensors:
         return Assigned({fqn: Key(fqn) for fqn in tensors}, {}, [])
-    states = {e.fqn: s for e in entries if (s := _state(e.path)) is not None}
+    names_said = {str(g[0]) for e in entries if (g := grouped(e)) is not None} | tensors.keys()
+    states = {e.fqn: s for e in entries if (s := _state(e.path, names_said)) is not None}
+    unnamed = {e.fqn: s for e in entries if (s := numbered(e.path)) is not None}
     groups: dict[str, dict[str, str]] = {}
     """{prefix: {name: fqn}} of all other tensors."""
     for e in entries:
-        if e.fqn in tensors and e.fqn not in states:
+        if e.fqn in tensors and e.fqn not in states and e.fqn not in unnamed:
             groups.setdefault(".".join(map(str, e.path[:-1])), {})[str(e.path[-1])] = e.fqn
     trained = {s.name for s in states.values()}
     groups = {**groups, **_split(groups.pop("", {}), trained)}
@@ -128,17 +159,67 @@ def assign(entries: Sequence[Entry], select: str, where: str, *, wrapped: bool =
     for component, prefixes in (("master_weights", masters), ("ema", averages)):
         take({fqn: (n, component, "") for p in sorted(prefixes) for n, fqn in groups[p].items()})
     take({fqn: (s.name, "optimizer", s.state) for fqn, s in states.items()})
+    whose: Mapping[int, str] = {}
+    refused = ""
+    if unnamed:
+        model = {n: tensors[fqn] for n, fqn in groups.get(chosen, {}).items()}
+        found = {} if states else _whose(unnamed, tensors, model, groups_of)
+        if found is None:
+            refused = "its parameters are numbers, and their shapes leave more than one order, or none"
+        else:
+            take(
+                {fqn: (found[int(s.name)], "optimizer", s.state) for fqn, s in unnamed.items() if int(s.name) in found}
+            )
+            whose = {number: names[name] for number, name in found.items()}
     if not keys:
         raise IncompleteError("the save holds no tensors", where=where, hint="give the directory of the model's save")
-    if left := [printable(fqn, 60) for fqn, t in tensors.items() if fqn not in keys and t.shape]:
+    if left := [
+        printable(fqn, 60)
+        for fqn, t in tensors.items()
+        if fqn not in keys and t.shape and not (refused and fqn in unnamed)
+    ]:
         notes.append(f"not part of the model or its state, and left out: {some(left)}")
-    first = next(iter(states.values()), None)
+    first = next(iter(states.values()), None) or next(iter(unnamed.values()) if whose else iter(()), None)
     nesting = SaveKeys(chosen) if first is None else SaveKeys(chosen, first.prefix, first.flattened)
-    return Assigned(_once(keys, where), names, notes, nesting)
+    nesting = nesting._replace(parameters={name: number for number, name in whose.items()})
+    return Assigned(_once(keys, where), names, notes, nesting, whose, refused)
 
 
-def _state(path: tuple[str | int, ...]) -> _State | None:
-    """What a value is of an optimizer's state, None where it is not. Parameters that are only numbered are none."""
+def numbered(path: tuple[str | int, ...]) -> _State | None:
+    """What a value is of the state of a parameter that has a number for a name."""
+    if len(path) < 3 or path[-3] != "state" or not str(path[-2]).isdecimal():
+        return None
+    return _State(str(path[-2]), str(path[-1]), ".".join(map(str, path[:-3])), flattened=False)
+
+
+def _whose(
+    unnamed: Mapping[str, _State],
+    tensors: Mapping[str, Described],
+    model: Mapping[str, Described],
+    groups_of: Mapping[str, Sequence[Sequence[int]]],
+) -> dict[int, str] | None:
+    """The name of each number of the optimizer, None where nothing says it."""
+    prefixes = {s.prefix for s in unnamed.values()}
+    if len(prefixes) > 1 or not prefixes <= groups_of.keys():
+        return None
+    shapes: dict[int, tuple[int, ...]] = {}
+    for fqn, s in unnamed.items():
+        if s.state != STEP and fqn in tensors:
+            shapes.setdefault(int(s.name), tensors[fqn].shape)
+    groups = [[(n, shapes.get(n)) for n in group] for group in groups_of[prefixes.pop()]]
+    floats = [(n, t.shape) for n, t in model.items() if t.dtype in DTYPES and DTYPES[t.dtype].kind == "float"]
+    found = names_of(groups, floats)
+    if found is None or not shapes.keys() <= found.keys():
+        return None
+    return {int(n): name for n, name in found.items()}
+
+
+def _state(path: tuple[str | int, ...], names_said: Collection[str]) -> _State | None:
+    """What a value is of an optimizer's state, None where it is not. Parameters that are only numbered are none.
+
+    Keys that are not below another one count where a group or a tensor has the name: a model may have a module that is
+    called ``state``.
+    """
     if "state" in path[:-2]:
         at = path.index("state")
         name, state = ".".join(map(str, path[at + 1 : -1])), str(path[-1])
@@ -149,7 +230,9 @@ def _state(path: tuple[str | int, ...]) -> _State | None:
         name, _, state = last.removeprefix("state.").rpartition(".")
         return _State(name, state, ".".join(map(str, path[:-1])), flattened=True) if name else None
     m = _STATE.fullmatch(last) if len(path) == 1 else None
-    return _State(m["name"], m["state"], m["prefix"], flattened=True) if m else None
+    if m is None or m["name"].isdecimal() or (m["prefix"] is None and m["name"] not in names_said):
+        return None
+    return _State(m["name"], m["state"], m["prefix"] or "", flattened=True)
 
 
 def grouped(entry: Entry) -> tuple[str | int, str] | None:

@@ -32,7 +32,8 @@ Boxes = tuple[tuple[Box, Box], ...]
 def write_save(request: base.WriteRequest) -> base.FileLayout:
     """Files, sizes and literals of a save. Raises UnsupportedError for a dtype that torch does not have."""
     world = request.sharding
-    save = _Save(world, request.native if isinstance(request.native, SaveKeys) else SaveKeys())
+    keys = request.native if isinstance(request.native, SaveKeys) else SaveKeys()
+    save = _Save(world, keys.for_parameters({t.name for t in request.ranks[0] if t.component == "optimizer"}))
     for t in request.ranks[0]:
         save.add(t)
     notes = save.objects(request.training)

@@ -13,7 +13,6 @@ Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py; torch/optim/optimizer.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -33,7 +32,7 @@ from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.formats.torch.steps import newest, steps_of
 from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
-from ckpttool.states import STEP
+from ckpttool.states import STEP, number_bytes
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.place import DataFile
 from ckpttool.words import some
@@ -401,12 +400,12 @@ class _Plain:
 
     def __init__(self, info: DataFile, number: int) -> None:
         self.info, self.number = info, number
-        self.parts: dict[bytes, Given] = {}
+        self.parts: dict[tuple[str, bytes], Given] = {}
 
     def add(self, key: Key, value: float, rank: int) -> StoredTensor:
-        data = struct.pack("<f", value)
-        at = self.parts.setdefault(data, Given(4 * len(self.parts), data.hex())).start
-        return StoredTensor(key.name, "F32", (), self.number, at, rank, None, key.component, key.state)
+        dtype, data = number_bytes(value)
+        at = self.parts.setdefault((dtype, data), Given(8 * len(self.parts), data.ljust(8, b"\0").hex())).start
+        return StoredTensor(key.name, dtype, (), self.number, at, rank, None, key.component, key.state)
 
     @property
     def files(self) -> list[DataFile]:

@@ -11,7 +11,6 @@ Source: torch/optim/optimizer.py, torch/distributed/checkpoint/state_dict.py (2.
 from __future__ import annotations
 
 import re
-import struct
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError
 from ckpttool.formats.base import ParamGroup, StoredCheckpoint, Training
 from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.states import number_bytes
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import DataFile
 from ckpttool.words import some
@@ -305,7 +305,7 @@ class OptimizerState:
         info = self.file.info
         numbered = [*files] if info in files else [*files, info]
         number, plain = numbered.index(info), len(numbered)
-        given: dict[bytes, Given] = {}
+        given: dict[tuple[str, bytes], Given] = {}
         for n, state in states.items():
             for key, value in state.items():
                 name = f"{names[n]}/{key}"
@@ -314,9 +314,9 @@ class OptimizerState:
                     if key == "step" and prod(t.shape) == 1:  # [1] in older files
                         t = t._replace(shape=(), strides=None)
                 else:
-                    data = struct.pack("<f", value)
-                    given.setdefault(data, Given(4 * len(given), data.hex()))
-                    t = StoredTensor(name, "F32", (), plain, given[data].start)
+                    dtype, data = number_bytes(value)
+                    at = given.setdefault((dtype, data), Given(8 * len(given), data.ljust(8, b"\0").hex())).start
+                    t = StoredTensor(name, dtype, (), plain, at)
                 out.append(t._replace(name=names[n], component=COMPONENT, state=key))
         if given:
             numbered.append(info._replace(encoding=Encoding("given", self._where, list(given.values()))))

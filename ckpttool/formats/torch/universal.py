@@ -146,7 +146,8 @@ class _Reader:
                 if state == STEP:
                     steps[name] = self._step(torch, value, numbers)
                 elif isinstance(value, Tensor):
-                    shape = None if cut else states.trained.get(name, states.frozen.get(name))
+                    single = state != _MASTER and not value.shape  # one number, as NAdam keeps
+                    shape = None if cut or single else states.trained.get(name, states.frozen.get(name))
                     found.setdefault(state, {})[name] = self._whole(torch, value, name, shape)
                 else:
                     raise CorruptError("there is no tensor in it", where=str(torch.info.place))
