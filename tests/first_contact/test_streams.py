@@ -96,10 +96,10 @@ def test_no_reader(src: Path, tmp_path: Path, gone: str) -> None:
     read, write = os.pipe()
     os.close(read)
     streams = {name: write for name in ("stdout", "stderr") if gone in (name, "both")}
-    run = start(["reshard", src, tmp_path / "dst", "--to", "hf", "-v"], **streams)
-    again = some([(start(["reshard", src, src, "--to", "hf"], **streams), 1)], [])
+    runs = [(0, tmp_path / "dst"), *some([(1, src)], [])]
+    started = [(start(["reshard", src, dst, "--to", "hf", "-v"], **streams), code) for code, dst in runs]
     os.close(write)
-    for process, code in ((run, 0), *again):
+    for process, code in started:
         _, err = process.communicate(timeout=60)
         assert process.returncode == code
         assert "Traceback" not in (err or "")
