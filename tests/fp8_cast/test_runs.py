@@ -124,7 +124,7 @@ def killed(wait: float, *arguments: object) -> int:
     return tool.returncode
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # killing: torture kills every command; going on inside a tensor: execute/test_quantize
 @pytest.mark.parametrize(("recipe", "wait"), [("block", 0.02), ("nvfp4", 0.1)])
 def test_killed_and_resumed(recipe: str, wait: float, many: Path, tmp_path: Path) -> None:
     words = (many, tmp_path / "dst", "--recipe", recipe, "--workers", 2, "--max-shard-size", "2MB", "--manifest")

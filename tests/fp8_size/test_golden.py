@@ -123,7 +123,7 @@ def test_glm_4_7_fp8() -> None:
     assert apply(model_of(GLM), Wanted("channel")).total.elements == 358_458_391_872
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # the scheme and the sizes: test_published
 def test_deepseek_r1_nvfp4() -> None:
     # NVIDIA quantised the MLPs of the layers before the prediction layer. The Hub counts no 0-d tensors.
     keep = ("*self_attn*", "*.layers.61.*")

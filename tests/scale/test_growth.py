@@ -166,7 +166,7 @@ def test_calls_grow_as_the_ranks_do(target: str, models: dict[str, tuple[Sized, 
     assert slope(cost, 16) <= STEEPEST, (cost, boxes)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # bench/scale.py measures it; calls, which grow alike, are counted below
 def test_memory_of_a_plan(models: dict[str, tuple[Sized, Sized]], warm: dict[str, Path]) -> None:
     """Bytes for each tensor, at the worst moment."""
     prepare(warm["fp8"], OpenOptions(), EP8)

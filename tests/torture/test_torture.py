@@ -132,7 +132,7 @@ WATCHED = """
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # only of use when the list of calls changes
 @pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 def test_no_call_goes_past(tmp_path: Path) -> None:
     """strace sees every call there is. All that it sees in the directory are noticed, or change nothing."""

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # `make walk` is the walk itself; this one shows that it can be started
 def test_sample() -> None:
     # In chain 7 a command works, one is refused, and one is killed and resumed.
     chains = some(["--chains", "8"], ["--from", "7", "--chains", "1"])
