@@ -16,6 +16,7 @@ from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import read_source, reader
 from ckpttool.layout.components import catalog_of, family_of
 from ckpttool.layout.family import Family, Transform
+from ckpttool.layout.modules import model_forms
 from ckpttool.mesh import Mesh
 from ckpttool.storage.place import Place, parse_place
 
@@ -94,7 +95,7 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
             hint="drop --sharding: it is read from the checkpoint",
         )
     if stored.unnamed is not None:
-        stored.unnamed(family.parameter_order([t.name for t in stored.tensors if t.component == "model"]))
+        stored.unnamed(model_forms(family, {t.name: t.shape for t in stored.tensors if t.component == "model"}))
     names = {t.name for t in stored.tensors} if stored.recorded is None else {k.name for k in stored.recorded.tensors}
     by_names = not stored.dialect
     if by_names:

@@ -32,7 +32,16 @@ FORMATS = (
 READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed")
 """What --from takes besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
-TARGETS = ("paddlenlp-3.0", "paddleformers-0.4", "paddleformers-1.2", "llama2", "llama3")
+TARGETS = (
+    "paddlenlp-3.0",
+    "paddleformers-0.4",
+    "paddleformers-1.2",
+    "llama2",
+    "llama3",
+    "transformers",
+    "torchtitan",
+    "torchtitan-0.2",
+)
 CASTS = ("f64", "f32", "f16", "bf16")
 DTYPES = (
     *("bool", "u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64", "c64"),

@@ -13,6 +13,9 @@ PUBLISHED = "hf"
 PACKING = (PUBLISHED, "vllm")
 """Dialects of software that reads packed weights (GPTQ, AWQ, bitsandbytes, ...) under their names."""
 
+_MEMORY = "transformers"
+"""What its models have in memory, which is what is published where a family says nothing else."""
+
 
 class FamilyDialect(Dialect):
     """One of the ``namings:`` of the family files."""
@@ -52,4 +55,5 @@ class FamilyDialect(Dialect):
 
     def statements(self, family: Family, *, staged: bool = False) -> Statements:
         """The statements of the family file; ``staged``: over pipeline stages. Raises UnsupportedError without any."""
-        return () if self.published else family.statements(self.name, staged=staged)
+        unchanged = self.published or (self.name == _MEMORY and _MEMORY not in family.spec.namings)
+        return () if unchanged else family.statements(self.name, staged=staged)

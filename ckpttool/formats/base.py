@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpttool.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
@@ -83,6 +84,28 @@ class Training:
         return None
 
 
+class Share(NamedTuple):
+    """What a tensor of the files is of a tensor in memory."""
+
+    name: str
+    start: tuple[int, ...]
+    """Along the axes of the tensor in memory."""
+    shape: tuple[int, ...]
+    """Of the tensor of the files."""
+    axes: tuple[int, ...]
+    """Those of the tensor in memory that it has."""
+
+
+class ModelForm(NamedTuple):
+    """The parameters of a model, as a program may have them in memory."""
+
+    order: tuple[str, ...]
+    """Names in the order of the model's ``named_parameters()``; () where nobody knows it."""
+    shapes: Mapping[str, tuple[int, ...]]
+    shares: Mapping[str, tuple[Share, ...]] = MappingProxyType({})
+    """What each consists of, where the files hold it otherwise; {} where none is."""
+
+
 @dataclass(slots=True)
 class StoredCheckpoint:
     """What a format's ``read`` returns: headers turned into stored tensors."""
@@ -125,9 +148,9 @@ class StoredCheckpoint:
     """What the format's own writer wants to know again (names of parameters in the optimizer's files, ...)."""
     training: Training | None = None
     """What else a trainer resumes from; its parameters have the names of the catalog."""
-    unnamed: Callable[[Sequence[str]], None] | None = None
-    """State of an optimizer that only the order of the model's parameters gives to them: called with their names in
-    that order, or () where nobody knows it, it adds the tensors."""
+    unnamed: Callable[[Sequence[ModelForm]], None] | None = None
+    """State of an optimizer that only what the family knows of the model gives to its parameters: called with the forms
+    that the model may have in memory, the one of these files first, it adds the tensors."""
     refused: dict[str, CkptError] = field(default_factory=dict)
     """Components that are there and cannot be read, and why; raised where they are asked for."""
 
@@ -195,6 +218,8 @@ class Capabilities(NamedTuple):
     """Those that it can hold, in words; "" holds whole tensors only."""
     targets: tuple[str, ...] = ()
     """What --target may say, the default first."""
+    namings: tuple[str, ...] = ()
+    """What --target may say, too: whose names the tensors get in place of the published ones (namings of families)."""
     pad_vocab: bool = True
     """False: a vocabulary that tp does not divide is whole on every rank, or refused."""
     vocab_multiple: int = 1

@@ -27,6 +27,8 @@ from ckpttool.select import compile_pattern
 
 _T = TypeVar("_T")
 
+_KINDS = ("weight", "bias")
+"""Of a module, in the order in which it has them."""
 FAMILIES = Path(__file__).with_name("families")
 
 
@@ -164,7 +166,7 @@ class FamilySpec(_Strict):
     """Namings that are told by the names alone, in files of formats that say nothing about names."""
     tensors: TensorsSpec | None = None
     parameters: list[str] = []
-    """Modules of a layer in the order in which the published model has them."""
+    """Modules of a layer, and parameters that are none of one, in the order in which the model has them in memory."""
 
 
 class Placement(NamedTuple):
@@ -622,7 +624,7 @@ class Family:
         return sorted(items, key=key)
 
     def parameter_order(self, names: Sequence[str]) -> list[str]:
-        """Published names in the order of the model's ``named_parameters()``; [] where nothing says it for all of them.
+        """Names in the order of the model's ``named_parameters()``; [] where nothing says it for all of them.
 
         It is another order than that of ``in_model_order``, which is ours.
         """
@@ -631,15 +633,19 @@ class Family:
         keys: dict[str, tuple[int, ...]] = {}
         for name in names:
             place = place_of(name)
-            module, _, kind = name.rpartition(".")
-            if place is None or kind not in ("weight", "bias"):
+            if place is None:
                 return []
+            module, _, kind = name.rpartition(".")
             at = place.position
             if place.layer is not None:
-                module = module.removeprefix(prefix.replace("{layer}", str(place.layer)))
-                if module not in self.spec.parameters:
+                name_there = name.removeprefix(prefix.replace("{layer}", str(place.layer)))
+                own = name_there in self.spec.parameters
+                module = name_there if own else name_there.rpartition(".")[0]
+                if module not in self.spec.parameters or not (own or kind in _KINDS):
                     return []
                 at = self.spec.parameters.index(module)
+            elif kind not in _KINDS:
+                return []
             keys[name] = (stages[place.stage], place.layer or 0, at, kind == "bias")
         return sorted(names, key=keys.__getitem__)
 

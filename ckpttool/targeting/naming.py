@@ -17,19 +17,26 @@ from ckpttool.layout.packed import find_packing
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms
 from ckpttool.targeting.target import Target
 
+_MEMORY = "torch"
+"""``Capabilities.states`` of formats in which torch's trainers save what they have in memory."""
+
 
 def choose_dialect(source: Checkpoint, target: Target, writer: Writer) -> tuple[Dialect, str]:
     """The dialect of the output, and which fusions are added to it: "fuse", "unfuse" or ""."""
     stored = source.stored
     fused = "fuse" if target.fuse else "unfuse" if target.unfuse else ""
+    if target.version in writer.capabilities.namings:
+        return dialect(target.version), fused
     if not writer.dialect:
         if stored.dialect in source.family.spec.trainer_namings and stored.format != writer.name:
             return dialect(PUBLISHED), fused
         return source.dialect, fused or stored.fused
     ours = dialect(writer.dialect)
     if ours.published:
-        # What came from Hugging Face in one of its forms goes back in that form.
-        if stored.dialect in source.family.spec.hf_namings:
+        # What came from Hugging Face in one of its forms goes back in that form. So does what a trainer has in memory,
+        # if it goes to a trainer.
+        memory = source.capabilities.states == _MEMORY != writer.capabilities.states
+        if stored.dialect in source.family.spec.hf_namings and not memory:
             ours = source.dialect
         if stored.format == writer.name:
             ours = source.dialect if writer.capabilities.keeps_names else ours
@@ -115,16 +122,17 @@ def shapes_of(views: TensorTable) -> dict[str, tuple[int, ...]]:
 def choose_version(source: StoredCheckpoint, target: Target, writer: Writer) -> str:
     """What --target says; else the version that wrote the source, else the newest. "" where there are no versions."""
     capabilities = writer.capabilities
+    if target.version in capabilities.namings:
+        return ""
     if target.version:
-        if target.version not in capabilities.targets:
+        known = (*capabilities.targets, *capabilities.namings)
+        if target.version not in known:
             raise UsageError(
                 f"--target `{target.version}` is not known"
-                + (
-                    "" if capabilities.targets else f" for --to {target.format or source.format}, which has no versions"
-                ),
-                hint="targets: " + ", ".join(capabilities.targets)
-                if capabilities.targets
-                else "omit it, or choose a format that has versions: --to unified, hybrid, zcc, flex or meta",
+                + ("" if known else f" for --to {target.format or source.format}, which has no versions"),
+                hint="targets: " + ", ".join(known)
+                if known
+                else "omit it, or choose a format that has versions: --to unified, hybrid, zcc, flex, meta or dcp",
             )
         return target.version
     if not capabilities.targets:

@@ -139,7 +139,9 @@ def test_choices_are_those_of_the_code() -> None:
 
     assert tuple(WRITERS) == choices.FORMATS
     assert {*choices.FORMATS, *choices.READ_ONLY} == set(READERS)
-    assert set(choices.TARGETS) == {t for w in WRITERS.values() for t in w.capabilities.targets}
+    assert set(choices.TARGETS) == {
+        t for w in WRITERS.values() for t in (*w.capabilities.targets, *w.capabilities.namings)
+    }
     assert choices.COMPONENTS == COMPONENTS
     assert {c.upper() for c in choices.CASTS} == CASTABLE
     assert {c.upper() for c in choices.PRECISIONS} == set(HIGH)

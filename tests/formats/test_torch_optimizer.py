@@ -127,6 +127,58 @@ def safetensors(folder: Path, optimizer: Any, shapes: Shapes = NET) -> Path:
 
 # -- whose state it is
 
+EXPERTS, WIDTH = 3, 4
+MOE_LAYER: Shapes = {
+    "self_attn.q_proj.weight": (H, H),
+    "mlp.experts.gate_up_proj": (EXPERTS, 2 * WIDTH, H),
+    "mlp.experts.down_proj": (EXPERTS, H, WIDTH),
+    "mlp.gate.weight": (EXPERTS, H),
+    "input_layernorm.weight": (H,),
+}
+"""As transformers 5 has a layer of Qwen3 with experts in memory, in its order."""
+MEMORY: Shapes = {
+    "model.embed_tokens.weight": (V, H),
+    **{f"model.layers.{i}.{n}": s for i in range(2) for n, s in MOE_LAYER.items()},
+    "model.norm.weight": (H,),
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_all_experts_in_one_tensor_of_the_optimizer(named: bool, tmp_path: Path) -> None:
+    """The model's files have a tensor for each expert: each gets its share of what the optimizer holds of all."""
+
+    def published(tensors: dict[str, Array], state: str = "") -> dict[str, Array]:
+        out: dict[str, Array] = {}
+        for name, whole in tensors.items():
+            stem, _, kind = name.rpartition(".")
+            for e, one in enumerate(whole) if kind.endswith("_proj") else ():
+                parts = {"gate_proj": one[:WIDTH], "up_proj": one[WIDTH:]} if "gate_up" in kind else {"down_proj": one}
+                out |= {f"{stem}.{e}.{k}.weight{state}": np.ascontiguousarray(v) for k, v in parts.items()}
+            if not kind.endswith("_proj"):
+                out[f"{name}{state}"] = whole
+        return out
+
+    weights = published({n: filled(s, i) for i, (n, s) in enumerate(MEMORY.items())})
+    decay = [n for n in MEMORY if len(MEMORY[n]) > 1]
+    groups = [decay, [n for n in MEMORY if n not in decay]]
+    src = tmp_path / "src"
+    src.mkdir()
+    write(src / "model.safetensors", {n: Raw("F32", a.view("<u4")) for n, a in sorted(weights.items())})
+    torch_save(numbered(*groups, shapes=MEMORY, names=named), src / "optimizer.pt")
+    (src / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_attention_heads": 1, "vocab_size": V}))
+    reshard(src, tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+    found = states(tmp_path / "out")
+    held = {n: adam(n, MEMORY) for n in MEMORY}
+    want: dict[str, Array] = {}
+    for key in ("exp_avg", "exp_avg_sq"):
+        want |= published({n: s[key] for n, s in held.items()}, f"/{key}")
+    want |= {f"{n}/step": np.array(7, "<f4") for n in weights}
+    assert found.keys() == want.keys()
+    for key, value in want.items():
+        assert np.array_equal(found[key], value), key
+    said = record(tmp_path / "out")["groups"]
+    assert sorted(n for g in said for n in g["parameters"]) == sorted(weights)
+
 
 def test_one_group_in_the_order_of_the_model(tmp_path: Path) -> None:
     """Frozen parameters and buffers have no number; the tensors that have one follow from shapes and their order."""

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.helpers.command import reshard
+from tests.helpers.tiny_models import tiny_model
 from tests.peers.test_torch_bin import same
 
 FIXTURES = Path("fixtures/dcp")
@@ -73,3 +74,48 @@ def test_training_is_resumed(tmp_path: Path) -> None:
     for run in (first, second):
         step(*run)
     same(second[0].state_dict(), first[0].state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_the_experts_of_a_model_in_memory(variant: str, tmp_path: Path) -> None:
+    """transformers 5 trains all experts in one tensor and publishes one for each: both ways, moments too."""
+    model = tiny_model(variant).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.arange(24).reshape(2, 12)).logits.square().sum().backward()
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    assert any(n.endswith("mlp.experts.gate_up_proj") for n in model_state)
+    save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "run", no_dist=True)
+    config = model.config.to_json_string(use_diff=False)
+    (tmp_path / "run/config.json").write_text(config)
+    reshard(tmp_path / "run", tmp_path / "hf", "--to", "hf")
+    model.save_pretrained(tmp_path / "want")
+    same(load_file(tmp_path / "hf/model.safetensors"), load_file(tmp_path / "want/model.safetensors"))
+    # Under published names, and back in the trainer's.
+    betas = ("--betas", "0.9,0.999")
+    reshard(tmp_path / "run", tmp_path / "paddle", "--to", "unified", *betas)
+    reshard(tmp_path / "paddle", tmp_path / "back", "--to", "dcp", "--target", "transformers", *betas)
+    reshard(tmp_path / "run", tmp_path / "kept", "--to", "universal")
+    reshard(tmp_path / "kept", tmp_path / "again", "--to", "dcp", "--sharding-out", 2)
+    for folder in (tmp_path / "back", tmp_path / "again"):
+        found = whole(folder, tmp_path / "one.pt")
+        same(found["model"], whole(tmp_path / "run", tmp_path / "run.pt")["model"])
+        states: Any = optimizer_state["state"]
+        for name, held in states.items():
+            for key, value in held.items():
+                assert torch.equal(found["optimizer"]["state"][name][key], value), (name, key)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_what_is_written_for_torchtitan(tmp_path: Path) -> None:
+    """Names, keys and rotary order of a save that torchtitan's checkpointer wrote, from the published form of it."""
+    source = FIXTURES / "titan_llama3" / "checkpoint"
+    betas = ("--betas", "0.9,0.95")
+    reshard(source, tmp_path / "paddle", "--to", "unified", *betas)
+    reshard(tmp_path / "paddle", tmp_path / "titan", "--to", "dcp", "--target", "torchtitan", *betas)
+    before, after = whole(source, tmp_path / "a.pt"), whole(tmp_path / "titan", tmp_path / "b.pt")
+    for name, value in before.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(after[name], value), name
+    assert any(n.startswith("optimizer.state.layers.0.attention.qkv_linear.wq") for n in after)

@@ -46,7 +46,13 @@ class TorchFiles:
 
     name = "torch-bin"
     dialect = "hf"
-    capabilities = base.Capabilities(shards=True, views=True, nested=True, optimizer_beside=True)
+    capabilities = base.Capabilities(
+        shards=True,
+        views=True,
+        nested=True,
+        optimizer_beside=True,
+        namings=("transformers", "torchtitan", "torchtitan-0.2"),
+    )
 
     def detect(self, listing: Listing) -> int:
         if listing.single:

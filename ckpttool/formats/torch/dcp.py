@@ -55,6 +55,7 @@ class DistributedCheckpoint:
         nested=True,
         views=True,
         keeps_names=True,
+        namings=("transformers", "torchtitan", "torchtitan-0.2"),
     )
 
     def detect(self, listing: Listing) -> int:

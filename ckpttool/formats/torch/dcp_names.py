@@ -84,6 +84,10 @@ class SaveKeys(NamedTuple):
         return self if known else self._replace(parameters={})
 
 
+KEYS = dict.fromkeys(("torchtitan", "torchtitan-0.2"), SaveKeys("", flattened=True))
+"""How the software that has these names nests them, where that is not what ``get_state_dict`` gives."""
+
+
 class Assigned(NamedTuple):
     """What becomes of the values."""
 

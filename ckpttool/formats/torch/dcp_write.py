@@ -18,7 +18,7 @@ from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Span, write_metadata
-from ckpttool.formats.torch.dcp_names import SaveKeys
+from ckpttool.formats.torch.dcp_names import KEYS, SaveKeys
 from ckpttool.formats.torch.dcp_place import METADATA
 from ckpttool.geometry import Box, whole
 from ckpttool.words import some
@@ -32,7 +32,9 @@ Boxes = tuple[tuple[Box, Box], ...]
 def write_save(request: base.WriteRequest) -> base.FileLayout:
     """Files, sizes and literals of a save. Raises UnsupportedError for a dtype that torch does not have."""
     world = request.sharding
-    keys = request.native if isinstance(request.native, SaveKeys) else SaveKeys()
+    keeps = request.source is not None and request.source.dialect == request.dialect
+    own = request.native if isinstance(request.native, SaveKeys) and keeps else None
+    keys = own or KEYS.get(request.dialect, SaveKeys())
     save = _Save(world, keys.for_parameters({t.name for t in request.ranks[0] if t.component == "optimizer"}))
     for t in request.ranks[0]:
         save.add(t)

@@ -21,10 +21,12 @@ from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import Record, printable
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
+from ckpttool.dtypes import itemsize
 from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError
-from ckpttool.formats.base import ParamGroup, StoredCheckpoint, Training
+from ckpttool.formats.base import ModelForm, ParamGroup, Share, StoredCheckpoint, Training
 from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.geometry import contiguous_strides
 from ckpttool.states import number_bytes
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import DataFile
@@ -101,7 +103,8 @@ def is_plain(value: Any) -> bool:
 def read_beside(stored: StoredCheckpoint, listing: Listing) -> None:
     """Add the state of the optimizer whose file lies beside a model, and what else its trainer resumes from.
 
-    Where only the order of the model can say whose state it is, ``StoredCheckpoint.unnamed`` waits for the family's.
+    Where only the model's order or its form in memory can say whose state it is, ``StoredCheckpoint.unnamed`` waits
+    for what the family knows.
     What cannot be read is in ``StoredCheckpoint.refused``, with a note: the model is whole without it.
     """
     found = [n for n in listing.names if FILE.match(n)]
@@ -222,22 +225,44 @@ class OptimizerState:
 
     def add_to(self, stored: StoredCheckpoint) -> None:
         """Give the states to the parameters of ``stored``; see ``read_beside``."""
-        self._attempt(stored, None)
-
-    def _attempt(self, stored: StoredCheckpoint, family: Sequence[str] | None) -> None:
-        """``family`` are the names in the order of its models, () where it says none, None before it is known."""
         try:
             groups, states = _parts(self.value, self._where)
-            model = {t.name: t for t in stored.tensors if t.component == "model"}
-            names = self._names(groups, states, model, family)
+            model = [t for t in stored.tensors if t.component == "model"]
+            try:
+                names = self._names(groups, states, model, None)
+            except ConflictError:
+                names = None  # a form of the model that its family knows may fit
             if names is None:
-                stored.unnamed = lambda order: self._attempt(stored, order)
-                return
-            stored.unnamed = None
-            self._add(stored, groups, states, names)
+                stored.unnamed = lambda forms: self._fit(stored, groups, states, forms)
+            else:
+                self._add(stored, groups, states, names, {})
         except CkptError as e:
-            stored.unnamed = None
             _refuse(stored, self.what, e)
+
+    def _fit(
+        self,
+        stored: StoredCheckpoint,
+        groups: Sequence[_Group],
+        states: Mapping[Number, Mapping[str, Any]],
+        forms: Sequence[ModelForm],
+    ) -> None:
+        """Give the states to the parameters of the first form of the model that they fit."""
+        stored.unnamed = None
+        model = [t for t in stored.tensors if t.component == "model"]
+        wrong: CkptError | None = None
+        for form in forms:
+            try:
+                names = self._names(groups, states, model, form)
+                self._add(stored, groups, states, names or {}, form.shares)
+            except ConflictError as e:
+                wrong = wrong or e
+            except CkptError as e:
+                wrong = e
+                break
+            else:
+                return
+        if wrong is not None:
+            _refuse(stored, self.what, wrong)
 
     @property
     def _where(self) -> str:
@@ -247,25 +272,28 @@ class OptimizerState:
         self,
         groups: Sequence[_Group],
         states: Mapping[Number, Mapping[str, Any]],
-        model: Mapping[str, StoredTensor],
-        family: Sequence[str] | None,
+        model: Sequence[StoredTensor],
+        form: ModelForm | None,
     ) -> dict[Number, str] | None:
-        """The parameter of each number; None where the order of the family is needed.
+        """The parameter of each number, as ``form`` calls it; None where no form is given and one is needed.
 
         Raises ConflictError where shapes do not fit, UnsupportedError where it is not clear.
         """
         shapes = {n: _shape(n, state, self._where) for n, state in states.items()}
+        changed = form is not None and bool(form.shares)
+        candidates = dict(form.shapes) if form is not None and changed else _parameters(model)
         if all(g.names or all(isinstance(n, str) for n in g.params) for g in groups):
-            return _by_name(groups, shapes, model, self._where)
-        candidates = _parameters(model.values())
+            known = candidates if changed else {t.name: t.shape for t in model}
+            return _by_name(groups, shapes, known, self._where)
         numbers = [[(n, shapes.get(n)) for n in g.params] for g in groups]
         if isinstance(found := _by_shape(numbers, candidates, self._where), dict):
             return found
         saved = list(candidates)
-        orders = [saved] if self.trusted or (is_state_dict(saved) and _one_after_another(model.values())) else []
-        if family is None:
+        if form is None:
             return None
-        orders += [[n for n in family if n in candidates]] if family else []
+        in_files = not changed and (self.trusted or (is_state_dict(saved) and _one_after_another(model)))
+        orders = [saved] if in_files else []
+        orders += [[n for n in form.order if n in candidates]] if form.order else []
         answers = [_in_order(numbers, [(n, candidates[n]) for n in order], {*states}, self._where) for order in orders]
         sure = [a for a in answers if isinstance(a, dict)]
         if not sure or any(a != sure[0] for a in sure):
@@ -284,8 +312,11 @@ class OptimizerState:
         groups: Sequence[_Group],
         states: Mapping[Number, Mapping[str, Any]],
         names: Mapping[Number, str],
+        shares: Mapping[str, Sequence[Share]],
     ) -> None:
+        """``shares`` are the tensors of the files in each parameter; {} where each parameter is one of them."""
         tensors, files = self._tensors(states, names, stored.files)
+        tensors = [part for t in tensors for part in _parted(t, shares)]
         if not tensors:
             stored.notes.append(f"the optimizer ({self.what}) has no state yet")
             return
@@ -294,7 +325,9 @@ class OptimizerState:
         for i, g in enumerate(groups):
             left += [f"{_GROUPS}.{i}.{k}" for k, v in g.values.items() if not is_plain(v)]
             values = {k: v for k, v in g.values.items() if is_plain(v)}
-            kept.append(ParamGroup(tuple([names[n] for n in g.params if n in names]), values))
+            held = [names[n] for n in g.params if n in names]
+            own = [s.name for name in held for s in shares.get(name, ())] if shares else held
+            kept.append(ParamGroup(tuple(own), values))
         stored.training = Training(tuple(kept), self.training.step, self.training.plain, tuple(left))
 
     def _tensors(
@@ -321,6 +354,23 @@ class OptimizerState:
         if given:
             numbered.append(info._replace(encoding=Encoding("given", self._where, list(given.values()))))
         return out, numbered
+
+
+def _parted(t: StoredTensor, shares: Mapping[str, Sequence[Share]]) -> list[StoredTensor]:
+    """What a state of a parameter in memory is of the tensors of the files."""
+    held = shares.get(t.name, ())
+    if not held:
+        return [t]
+    if not t.shape:  # a number, which is that of all
+        return [t._replace(name=s.name) for s in held]
+    steps = t.strides or contiguous_strides(t.shape)
+    out = []
+    for s in held:
+        at = t.offset + itemsize(t.dtype) * sum([a * b for a, b in zip(s.start, steps, strict=True)])
+        strides = tuple([steps[a] for a in s.axes])
+        plain = strides == contiguous_strides(s.shape)
+        out.append(t._replace(name=s.name, shape=s.shape, offset=at, strides=None if plain else strides))
+    return out
 
 
 def _parts(value: Any, where: str) -> tuple[list[_Group], dict[Number, dict[str, Any]]]:
@@ -411,7 +461,7 @@ def _shape(number: Number, state: Mapping[str, Any], where: str) -> Shape | None
 
 
 def _by_name(
-    groups: Sequence[_Group], shapes: Mapping[Number, Shape | None], model: Mapping[str, StoredTensor], where: str
+    groups: Sequence[_Group], shapes: Mapping[Number, Shape | None], model: Mapping[str, Shape], where: str
 ) -> dict[Number, str]:
     said = {n: name for g in groups for n, name in zip(g.params, g.names or map(str, g.params), strict=True)}
     called = _called(said.values(), {said[n] for n in shapes}, model)
@@ -427,10 +477,10 @@ def _by_name(
         if found is None:
             continue
         shape = shapes.get(n)
-        if shape is not None and shape != model[found].shape:
+        if shape is not None and shape != model[found]:
             raise ConflictError(
                 f"the optimizer's state of `{printable(name)}` is {list(shape)}, and the parameter is"
-                f" {list(model[found].shape)}",
+                f" {list(model[found])}",
                 where=where,
                 hint=f"the files are not of one checkpoint; {_ALONE}",
             )

@@ -44,7 +44,9 @@ class Universal:
 
     name = "universal"
     dialect = "hf"
-    capabilities = base.Capabilities(components=("model", "master_weights", "optimizer"), views=True, states="torch")
+    capabilities = base.Capabilities(
+        components=("model", "master_weights", "optimizer"), views=True, states="torch", namings=("transformers",)
+    )
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
