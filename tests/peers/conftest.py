@@ -1,8 +1,11 @@
 """Keeps this folder out of an ordinary run: its tests import libraries that only the peers extra brings."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.peers.rank_group import Group, groups
 
 HERE = Path(__file__).parent
 
@@ -19,3 +22,10 @@ def quiet() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Group]]:
+    """Groups of gloo ranks by their number; they have what the module of the test imports."""
+    with groups(tmp_path_factory.mktemp("ranks")) as group:
+        yield group

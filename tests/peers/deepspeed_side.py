@@ -1,61 +1,40 @@
-"""One rank of DeepSpeed that trains a small model: python deepspeed_side.py OUT CASE (JSON), with torchrun's variables.
+"""DeepSpeed's ranks train a small model: what tests/peers/test_deepspeed.py lets the processes of a rank_group do.
 
-It takes ``steps`` (3) from ``first`` (0) on, after it has loaded ``load``, and saves to OUT unless ``save`` is false.
-Rank 0 writes what its engine holds to OUT.truth, a safetensors file with the names of --to ranks. With
-``round_robin_gradients`` its masters and states are wrong: DeepSpeed 0.19.8 looks for them in the order of the model.
+``python -m tests.peers.deepspeed_side OUT WORLD CASE`` writes what a CASE (JSON) saves and, as OUT.safetensors, what
+the engine holds, under the names of --to ranks. With ``round_robin_gradients`` its masters and states are wrong:
+DeepSpeed 0.19.8 looks for them in the order of the model.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
-import deepspeed
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+with warnings.catch_warnings(action="ignore"):
+    import deepspeed
+    import deepspeed.runtime.zero.muon.muon_optimizer  # every engine loads it, and that takes longer than a job
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
 
-WORDS = 13
+from tests.peers.rank_group import Group
+from tests.peers.rank_training import Held, Model
 
-
-class Block(torch.nn.Module):
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(n, 11)
-        self.down = torch.nn.Linear(11, n, bias=False)
-        self.norm = torch.nn.LayerNorm(n)
-        self.gate = torch.nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Any) -> Any:
-        return x + self.gate * self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Model(torch.nn.Module):
-    def __init__(self, n: int = 7) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(WORDS, n)
-        self.blocks = torch.nn.ModuleList([Block(n) for _ in range(2)])
-        self.head = torch.nn.Linear(n, WORDS, bias=False)
-        self.register_buffer("positions", torch.arange(5))
-
-    def forward(self, x: Any) -> Any:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+# Or it compiles its own reductions, for half a minute and where there is a compiler; its ranks would poll, not wait.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def build(case: dict[str, Any]) -> Any:
     torch.manual_seed(3)
-    model = Model()
-    if case.get("tied"):
-        model.head.weight = model.embed.weight
-    if case.get("frozen"):
-        model.embed.weight.requires_grad_(False)
-        model.get_parameter("blocks.1.up.bias").requires_grad_(False)
+    model = Model(tied=case.get("tied", False), frozen=case.get("frozen", False))
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]
     if case.get("groups"):
@@ -81,14 +60,11 @@ def build(case: dict[str, Any]) -> Any:
 
 
 def step(engine: Any, number: int) -> None:
-    torch.manual_seed(20 + number + 100 * dist.get_rank())
-    x = torch.randint(0, WORDS, (2, 5))
-    engine.backward(torch.nn.functional.cross_entropy(engine(x).float().flatten(0, 1), x.flatten()))
+    engine.backward(engine(number))
     engine.step()
 
 
-def truth(engine: Any, states: list[str]) -> dict[str, torch.Tensor]:
-    """What the engine holds, under the names of --to ranks."""
+def truth(engine: Any, states: list[str]) -> Held:
     wrapped = engine.optimizer
     if hasattr(wrapped, "_hp_optimizer_states_linked"):  # with several groups only the first one is
         wrapped._hp_optimizer_states_linked = False
@@ -111,27 +87,38 @@ def truth(engine: Any, states: list[str]) -> dict[str, torch.Tensor]:
     return out | {name: b.clone() for name, b in engine.module.named_buffers()}
 
 
-def main() -> None:
-    out, case = sys.argv[1], json.loads(sys.argv[2])
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
+def train(case: dict[str, Any], save: str = "", load: str = "") -> tuple[Held, Held]:
+    """Three steps that are saved, or what is loaded instead: what the engine holds then, and after one more step."""
     engine = build(case)
-    if case.get("load"):
-        engine.load_checkpoint(case["load"])
-    first = case.get("first", 0)
-    for number in range(first, first + case.get("steps", 3)):
-        step(engine, number)
-    if case.get("save", True):
+    if load:
+        engine.load_checkpoint(load)
+    else:
+        for number in range(3):
+            step(engine, number)
+    if save:
         odd = torch.Generator().get_state()
-        engine.save_checkpoint(out, client_state={"epoch": 4, "seen": [1, 2], "odd": odd})
-    held = truth(engine, case.get("states", ["exp_avg", "exp_avg_sq"]))
-    if dist.get_rank() == 0:
-        save_file({k: v.contiguous().clone() for k, v in held.items()}, out + ".truth")
-        for name in ("zero_to_fp32.py", "zero_to_torch.py"):
-            Path(out, name).unlink(missing_ok=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        engine.save_checkpoint(save, client_state={"epoch": 4, "seen": [1, 2], "odd": odd})
+        dist.barrier()
+    states = case.get("states", ["exp_avg", "exp_avg_sq"])
+    held = truth(engine, states)
+    step(engine, 3)
+    after = truth(engine, states)
+    engine.destroy()
+    return held, after
+
+
+def main() -> None:
+    out, world, case = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        group = Group(int(world), Path(folder))
+        held, _ = group.run(train, json.loads(case), out)
+        group.close()
+    save_file({k: v.contiguous().clone() for k, v in held.items()}, f"{out}.safetensors")
+    for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+        Path(out, name).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    main()
+    from tests.peers.deepspeed_side import main as named  # the ranks look for their job by the name of its module
+
+    named()

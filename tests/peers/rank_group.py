@@ -1,52 +1,125 @@
-"""Starts the ranks of ``rank_model.py``: one group of processes for all jobs of a number of ranks."""
+"""Ranks of torch.distributed over gloo: a process for each, forked once and there for all jobs of a number of ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
+import gc
 import multiprocessing
 import os
+import pickle
 import sys
 import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.peers.rank_model import Job, main
-
-LIMIT = 400
-"""Seconds for all jobs of a group."""
+LIMIT = 300
+"""Seconds for a job."""
 
 
-def run_group(world: int, jobs: list[Job], folder: Path) -> None:
-    """Run jobs on ``world`` ranks. What each gives lies in ``folder`` afterwards, see ``logits_of``."""
-    # Forks: importing torch and transformers takes longer than all jobs of a rank.
-    start = multiprocessing.get_context("fork").Process
-    ranks = [start(target=_rank, args=(rank, world, folder, jobs)) for rank in range(world)]
-    for p in ranks:
-        p.start()
-    end = time.monotonic() + LIMIT
-    for p in ranks:
-        p.join(end - time.monotonic())
-    codes = [p.exitcode for p in ranks]
-    for p in ranks:
-        p.kill()
-        p.join()
-    if any(codes) or None in codes:
-        logs = "\n".join((folder / f"rank{r}.log").read_text(encoding="utf-8")[-3000:] for r in range(world))
-        raise RuntimeError(f"the ranks ended with {codes}\n{logs}")
+class Group:
+    """``world`` ranks. They start with the first job, and those of a job that failed are replaced."""
+
+    def __init__(self, world: int, folder: Path) -> None:
+        self.world, self.folder = world, folder
+        self._ranks: dict[Connection, Any] = {}
+
+    def run(self, job: Callable[..., Any], *args: Any) -> Any:
+        """Every rank calls ``job``, a function of a module; what rank 0 gives back is the answer.
+
+        Raises RuntimeError with what the ranks said where one fails, and the group ends.
+        """
+        if not self._ranks:
+            self._start()
+        for end in self._ranks:
+            _send(end, (job, args))
+        answers: dict[Connection, Any] = {}
+        limit = time.monotonic() + LIMIT
+        while len(answers) < self.world:
+            ready = wait([e for e in self._ranks if e not in answers], max(0, limit - time.monotonic()))
+            if not ready:
+                self._fail("the ranks do not answer")
+            for ended in ready:
+                assert isinstance(ended, Connection)
+                failed, answers[ended] = _receive(ended)
+                if failed:
+                    self._fail(answers[ended])
+        return next(answers[end] for end in self._ranks)
+
+    def close(self) -> None:
+        for end, process in self._ranks.items():
+            end.close()
+            process.kill()
+            process.join()
+        self._ranks = {}
+
+    def _fail(self, what: str) -> None:
+        self.close()
+        said = "\n".join(p.read_text(encoding="utf-8")[-3000:] for p in sorted(self.folder.glob("rank*.log")))
+        raise RuntimeError(f"{what}\n{said}")
+
+    def _start(self) -> None:
+        # Forks: importing torch and what runs on it takes longer than all jobs of a rank.
+        fork = multiprocessing.get_context("fork")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "meet").unlink(missing_ok=True)
+        for rank in range(self.world):
+            here, there = fork.Pipe()
+            process = fork.Process(target=_serve, args=(there, rank, self.world, self.folder), daemon=True)
+            process.start()
+            there.close()
+            self._ranks[here] = process
 
 
-def _rank(rank: int, world: int, folder: Path, jobs: list[Job]) -> None:
+@contextlib.contextmanager
+def groups(folder: Path) -> Iterator[Callable[[int], Group]]:
+    """Groups by their number of ranks."""
+    made: dict[int, Group] = {}
+    try:
+        yield lambda world: made.setdefault(world, Group(world, folder / f"ranks{world}"))
+    finally:
+        for group in made.values():
+            group.close()
+
+
+def _send(end: Connection, value: Any) -> None:
+    # By value: multiprocessing's own way shares the memory of tensors with a process that may be gone by then.
+    end.send_bytes(pickle.dumps(value))
+
+
+def _receive(end: Connection) -> tuple[bool, Any]:
+    try:
+        failed, answer = pickle.loads(end.recv_bytes())  # noqa: S301  # from processes that this one forked
+    except EOFError:
+        return True, "a rank is gone"
+    return failed, answer
+
+
+def _serve(end: Connection, rank: int, world: int, folder: Path) -> None:
     sys.stdout = sys.stderr = (folder / f"rank{rank}.log").open("w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), 1)
     os.dup2(sys.stderr.fileno(), 2)
-    main(rank, world, folder, jobs)
+    warnings.simplefilter("ignore")  # pytest makes errors of them, but nobody here can do better than the software
+    import torch
+    import torch.distributed as dist
 
-
-def logits_of(name: str, folder: Path) -> Any:
-    """The logits of a job. Raises RuntimeError with what its ranks said when it has none."""
-    from safetensors.torch import load_file
-
-    path = folder / f"{name}.logits"
-    if not path.exists():
-        errors = [p.read_text(encoding="utf-8") for p in sorted(folder.glob(f"{name}.error*"))]
-        raise RuntimeError(f"{name} did not run:\n" + "\n".join(errors or ["no rank said why"]))
-    return load_file(path)["logits"]
+    # DeepSpeed asks the environment, as it does below torchrun; nobody listens at the port.
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    os.environ.update({k: str(v) for k, v in variables.items()})
+    torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed and FSDP collect garbage themselves, and need not look through all that is imported
+    dist.init_process_group("gloo", f"file://{folder}/meet", dt.timedelta(seconds=LIMIT), world, rank)
+    while True:
+        try:
+            job, args = pickle.loads(end.recv_bytes())  # noqa: S301  # from the process that forked this one
+        except EOFError:
+            os._exit(0)
+        try:
+            answer, failed = job(*args), False
+        except Exception:  # noqa: BLE001  whatever it is, the test that asked for the job shows it
+            answer, failed = traceback.format_exc(), True
+        _send(end, (failed, answer if failed or rank == 0 else None))

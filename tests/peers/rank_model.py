@@ -10,7 +10,6 @@ knows the rules under test: a tensor that is cut wrongly does not fit, or gives 
 from __future__ import annotations
 
 import copy
-import datetime as dt
 import re
 import traceback
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from tests.helpers.tiny_models import TOKENS
 
 ROW_PARALLEL = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj")
 """Last words of the modules whose input axis is cut, in all families."""
-TIMEOUT = dt.timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
@@ -246,8 +244,9 @@ def groups(size: int, rank: int, world: int, made: dict[int, list[dist.ProcessGr
     return made[size][rank // size]
 
 
-def run(jobs: list[Job], rank: int, world: int, folder: Path) -> None:
-    """Run all jobs; the logits of each are written by rank 0, an error by every rank that has it."""
+def run(jobs: list[Job], folder: Path) -> None:
+    """Run all jobs as one rank; the logits of each are written by rank 0, an error by every rank that has it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     made: dict[int, list[dist.ProcessGroup]] = {}
     for job in jobs:
         ranks = Ranks(rank, job, groups(job.tp, rank, world, made), groups(job.ep * job.etp, rank, world, made))
@@ -268,9 +267,10 @@ def run(jobs: list[Job], rank: int, world: int, folder: Path) -> None:
             save_file({"logits": logits.contiguous()}, folder / f"{job.name}.logits")
 
 
-def main(rank: int, world: int, folder: Path, jobs: list[Job]) -> None:
-    """Run all jobs as one rank of a group."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", TIMEOUT, world, rank)
-    run(jobs, rank, world, folder)
-    dist.destroy_process_group()
+def logits_of(name: str, folder: Path) -> Any:
+    """The logits of a job. Raises RuntimeError with what its ranks said when it has none."""
+    path = folder / f"{name}.logits"
+    if not path.exists():
+        errors = [p.read_text(encoding="utf-8") for p in sorted(folder.glob(f"{name}.error*"))]
+        raise RuntimeError(f"{name} did not run:\n" + "\n".join(errors or ["no rank said why"]))
+    return load_file(path)["logits"]

@@ -9,6 +9,7 @@ query heads swapped must not pass.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,8 +19,8 @@ import pytest
 
 from ckpttool.layout.family import FAMILIES
 from tests.helpers.tiny_models import TOKENS, VARIANTS, save_tiny
-from tests.peers.rank_group import logits_of, run_group
-from tests.peers.rank_model import Job
+from tests.peers.rank_group import Group
+from tests.peers.rank_model import Job, logits_of, run
 from tests.peers.tool import reshard
 
 TOLERANCE = 1e-5
@@ -79,11 +80,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def ran(whole: Path, ranks: Callable[[int], Group], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """For 2 and for 4 ranks the folder in which all cuts were run."""
     folders = {}
     for world in (2, 4):
-        folder = folders[world] = tmp_path_factory.mktemp(f"ranks{world}")
+        folder = folders[world] = tmp_path_factory.mktemp(f"cut{world}")
         jobs = []
         for variant in VARIANTS:
             source, cut = whole / variant, folder / f"{variant}.cut"
@@ -106,7 +107,7 @@ def ran(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path
                 source, cut = whole / (e.variant + ("" if e.published else "@transformers")), folder / f"{e.name}.cut"
                 reshard(source, cut, "--tp-out", e.tp, "--ep-out", e.ep, "--etp-out", e.etp, "--to", "ranks")
                 jobs.append(Job(e.name, str(source), str(cut), e.tp, e.ep, e.etp, by_hand=True))
-        run_group(world, jobs, folder)
+        ranks(world).run(run, jobs, folder)
     return folders
 
 
