@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, overload
 
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, IncompleteError
-from ckpttool.geometry import Box, contiguous_strides, first_overlap, uncovered, whole
+from ckpttool.geometry import Box, BoxIndex, contiguous_strides, first_overlap, uncovered, whole
 from ckpttool.storage.place import DataFile
 from ckpttool.words import count
 
@@ -195,6 +195,10 @@ class RankTensors(Sequence[RankTensor]):
         return self._of(self._packed[2 * at], self._packed[2 * at + 1])
 
 
+_FEW = 8
+"""Pieces that are looked at one by one."""
+
+
 @dataclass(slots=True)
 class LogicalTensor:
     """A whole tensor. ``pieces`` (none for an empty one) cover it without overlap; ``replicas`` repeat their boxes."""
@@ -205,6 +209,16 @@ class LogicalTensor:
     pieces: tuple[Piece, ...]
     replicas: tuple[Piece, ...] = ()
     pads: tuple[Pad, ...] = ()
+    _index: BoxIndex | None = field(default=None, init=False, repr=False, compare=False)
+
+    def near(self, box: Box) -> Iterable[tuple[int, Piece]]:
+        """Number and piece of all that share elements with ``box``, and of some that do not."""
+        pieces = self.pieces
+        if len(pieces) < _FEW:
+            return enumerate(pieces)
+        if self._index is None:
+            self._index = BoxIndex([p.logical_box for p in pieces])
+        return [(i, pieces[i]) for i in self._index.near(box)]
 
     def __repr__(self) -> str:
         """``<LogicalTensor lm_head.weight: BF16 [259, 64], 8 pieces>``."""

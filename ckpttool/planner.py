@@ -331,7 +331,7 @@ def _checks(tensors: Iterable[LogicalTensor]) -> list[plan.Unit]:
                 steps.append(_same(tensor, mine, other))
                 continue
             # Replicas that are cut in other places (flat shards of ranks that hold the same) overlap several pieces.
-            for piece in tensor.pieces:
+            for _, piece in tensor.near(other.logical_box):
                 if (common := piece.logical_box.intersect(other.logical_box)) is not None:
                     steps.append(_same(tensor, _clipped(piece, common), _clipped(other, common)))
         steps += [_padding(tensor, pad) for pad in tensor.pads if pad.stored_box.volume]
@@ -351,7 +351,7 @@ def _equal(pairs: Iterable[EqualPair]) -> list[plan.Unit]:
     for a, b in pairs:
         steps: list[plan.Step] = []
         for one in a.pieces:
-            for other in b.pieces:
+            for _, other in b.near(one.logical_box):
                 common = one.logical_box.intersect(other.logical_box) if one.logical_box.start else one.logical_box
                 if common is None:
                     continue

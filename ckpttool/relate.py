@@ -86,11 +86,19 @@ class Region(NamedTuple):
                 size[i], first[i], origin[axis] = hi - lo, first[i] + lo * self.step[i], at + lo * stride
         return self._replace(size=tuple(size), first=tuple(first), origin=tuple(origin))
 
+    def reads(self) -> Box:
+        """The box of the source that holds all that the part reads."""
+        stop = [at + 1 for at in self.origin]
+        for axis, n, by in zip(self.axes, self.size, self.stride, strict=True):
+            if axis != NONE:
+                stop[axis] += (n - 1) * by
+        return Box(self.origin, tuple(stop))
+
     def pieces_in(self, box: Box) -> Iterator[tuple[int, Piece, Region]]:
         """What of the part lies in ``box`` of the view: number and piece of the source, and the part in that piece."""
         if (inside := self.clip(box)) is None:
             return
-        for i, piece in enumerate(self.source.pieces):
+        for i, piece in self.source.near(inside.reads()):
             if (found := inside.clip_source(piece.logical_box)) is not None:
                 yield i, piece, found
 

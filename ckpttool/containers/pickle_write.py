@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from itertools import chain, islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -193,9 +193,9 @@ class _Writer:
     def mapping(self, v: Iterable[tuple[Any, Any]], path: tuple[Any, ...]) -> None:
         self.run += b"}"
         pairs = iter(v)
-        while batch := list(islice(pairs, _BATCH)):
+        for first in pairs:  # one after the other: a batch of those that Pairs makes may be large
             self.run += b"("
-            for k, x in batch:
+            for k, x in chain((first,), islice(pairs, _BATCH - 1)):
                 self.value(k, path)
                 self.value(x, (*path, k))
             self.run += b"u"

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.checkpoint import open_checkpoint
+from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.containers import torch_zip
+from ckpttool.geometry import Box
+from ckpttool.ops.reshard import prepare
+from ckpttool.relate import Region
+from ckpttool.targeting.target import Target
 from tests.helpers.dcp import rows, write_save
 
 RANKS, TENSORS = 64, 30
@@ -62,3 +66,30 @@ def test_memory_of_a_chunk(save: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2_400 * CHUNKS + 1_000_000
+
+
+def test_chunks_that_do_not_overlap_are_not_compared(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk of the output is made of those near it, and tensors that are cut alike are worked out once."""
+    looked = [0]
+    clip = Region.clip_source
+
+    def count(self: Region, box: Box) -> Region | None:
+        looked[0] += 1
+        return clip(self, box)
+
+    monkeypatch.setattr(Region, "clip_source", count)
+    plan = prepare(save, OpenOptions(), Target(format="dcp", sharding=RANKS)).plan
+    assert plan.boxes == CHUNKS
+    assert looked[0] <= 2 * CHUNKS / (TENSORS / 2)
+
+
+@pytest.mark.thorough  # calls and the memory of a plan
+def test_memory_of_a_chunk_that_is_written(save: Path) -> None:
+    """100,000 chunks that become 100,000 others stay below 300 MB."""
+    target = Target(format="dcp", sharding=RANKS)
+    prepare(save, OpenOptions(), target)
+    tracemalloc.start()
+    prepare(save, OpenOptions(), target)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_200 * CHUNKS, peak / CHUNKS

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.geometry import Box, contiguous_strides, first_overlap, from_flat, uncovered, whole
+from ckpttool.geometry import Box, BoxIndex, contiguous_strides, first_overlap, from_flat, uncovered, whole
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 SOLID = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -93,6 +93,20 @@ def test_gaps_complete_the_coverage(data: st.DataObject, shape: tuple[int, ...])
         held.append(gap)
     assert sum(b.volume for b in held) == prod(shape)
     assert first_overlap(held) is None
+
+
+@given(st.data(), SHAPES)
+def test_an_index_finds_all_that_share_elements(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    held, box = data.draw(st.lists(boxes(shape), max_size=9)), data.draw(boxes(shape))
+    found = list(BoxIndex(held).near(box))
+    assert found == sorted(set(found))
+    assert {i for i, b in enumerate(held) if b.intersect(box) is not None} <= set(found)
+
+
+def test_an_index_looks_at_few() -> None:
+    """Sorted along the axis that is cut most."""
+    held = [Box((2 * (i % 2), i), (2 * (i % 2) + 2, i + 1)) for i in range(100)]
+    assert BoxIndex(held).near(Box((0, 40), (4, 43))) == [40, 41, 42]
 
 
 def test_no_axes() -> None:

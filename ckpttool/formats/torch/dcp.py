@@ -286,7 +286,7 @@ def _joined(first: Entry, second: Entry) -> Entry:
             finding="ranks-differ",
         )
     known = {c.box for c in a.chunks}
-    return first._replace(value=a._replace(chunks=a.chunks + [c for c in b.chunks if c.box not in known]))
+    return first._replace(value=a._replace(chunks=[*a.chunks, *[c for c in b.chunks if c.box not in known]]))
 
 
 class _Objects:

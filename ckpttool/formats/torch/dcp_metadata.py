@@ -41,7 +41,7 @@ class Described(NamedTuple):
     dtype: str
     """As in ckpttool.dtypes; torch's name of one that is not there."""
     shape: Size
-    chunks: list[Chunk]
+    chunks: Sequence[Chunk]
 
 
 class Entry(NamedTuple):
