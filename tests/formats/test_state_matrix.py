@@ -1,89 +1,267 @@
-"""Runs of torch through every format that holds an optimizer, and back: model, masters, moments and steps, bit for bit.
+"""Every checkpoint with an optimizer through every format that holds one, and back: model, masters, moments and steps.
 
-Sources are whatever software of torch wrote into fixtures (and a run that is put down by hand). What comes back
-is read with numpy from ``ranks``; it is compared with what SRC becomes when it goes there at once.
+Sources are whatever trainers wrote into fixtures (and runs that are put down by hand). What comes back is read with
+numpy from ``ranks``, in the words of whoever wrote it, and brought to torch's words here: by names, and by a loop that
+multiplies betas. It is compared bit for bit with what SRC becomes when it goes to ``ranks`` at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from ckpttool.checkpoint import open_checkpoint
-from ckpttool.errors import CkptError
 from ckpttool.formats.ranks import Ranks
 from ckpttool.formats.registry import WRITERS
-from tests.helpers.command import ckpttool, reshard
-from tests.helpers.tensorfile import Tensors, assert_same, read_all
+from tests.helpers.command import ckpttool, refused, reshard
+from tests.helpers.tensorfile import Raw, Tensors, assert_same, read_all
 from tests.helpers.training_run import groups, names, save_run
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-ONE = ("--tp-out", 1, "--pp-out", 1)
-BETAS = ("--betas", "0.9,0.95")
+ONE = ("--tp-out", 1, "--pp-out", 1, "--ep-out", 1)
+Betas = tuple[float, float]
+Target = tuple[object, ...]
 
 
-def _sources() -> Iterator[Path]:
-    """Every directory with the optimizer of a model whose names are known."""
-    roots = [
-        p for p in FIXTURES.iterdir() if p.name.startswith(("torch", "dcp", "deepspeed", "zero", "universal", "fsdp"))
-    ]
-    for folder in sorted({p for root in roots for p in (root, *root.rglob("*")) if p.is_dir()}):
-        try:
-            opened = open_checkpoint(folder)
-        except CkptError:
-            continue
-        if "optimizer" in opened.components and opened.family.name != "none":
-            yield folder
+class Source(NamedTuple):
+    """A checkpoint of fixtures, or one that is put down by hand."""
+
+    betas: Betas | None = None
+    """Of the run, where its files do not say them."""
+    family: bool = True
+    """Whether its model is of a family that says how it is cut."""
+    experts: bool = False
+    adapter: bool = False
+    wrapped: bool = False
+    """Its names begin with DDP's ``module.``, which readers of torch's formats leave out."""
+    float8: bool = False
+    paddle: bool = False
+    """Whose words its states have."""
 
 
-SOURCES = list(_sources())
-TARGETS: list[Sequence[object]] = [
+ADAM, LONG = (0.9, 0.999), (0.9, 0.95)
+BY_HAND = {
+    "by hand: steps": Source(),
+    "by hand: betas": Source(),
+    "by hand: float32": Source(LONG),
+    "by hand: frozen": Source(),
+}
+SOURCES = BY_HAND | {
+    "bytecheckpoint/ddp2": Source(family=False, wrapped=True),
+    "bytecheckpoint/fsdp2": Source(family=False),
+    "dcp/hsdp2x2_llama/checkpoint": Source(),
+    "dcp/titan_llama3/checkpoint": Source(LONG),
+    "paddle_flex/tp2_dp2": Source(ADAM, family=False, paddle=True, float8=True),
+    "paddle_flex/tp2_dp2_replicas": Source(ADAM, family=False, paddle=True, float8=True),
+    "paddle_unified/nlp_llama_bf16_tp2_ignore_merge": Source(ADAM, paddle=True),
+    "paddle_unified/nlp_llama_bf16_tp2_quantO1": Source(ADAM, paddle=True),
+    "paddle_unified/nlp_llama_bf16_tp2_skip_save_model_weight": Source(ADAM, paddle=True),
+    "paddle_unified/nlp_llama_lora_bf16_tp1": Source(ADAM, paddle=True, adapter=True),
+    "paddle_unified/nlp_llamafused_bf16_tp2": Source(ADAM, paddle=True),
+    "paddle_unified/nlp_qwen2moe_bf16_tp2": Source(ADAM, paddle=True, experts=True),
+    "paddle_unified/pf041_qwen2_bf16_tp2": Source(ADAM, paddle=True),
+    "paddle_unified/pf12_llama_bf16_sharding2_nonmerge_optimshard2": Source(ADAM, paddle=True),
+    "paddle_unified/pf12_llama_bf16_sharding2_split_param": Source(ADAM, paddle=True),
+    "paddle_unified/pf12_qwen2tied_bf16_tp1": Source(ADAM, paddle=True),
+    "paddle_zcc/ep2_tp2_sharding2_ema": Source(ADAM, paddle=True, experts=True),
+    "paddle_zcc/nlp_tp2": Source(ADAM, paddle=True),
+    "paddle_zcc/sharding2_v1": Source(ADAM, paddle=True),
+    "torch/deepspeed/ams": Source(family=False),
+    "torch/deepspeed/bf16": Source(family=False),
+    "torch/deepspeed/rr": Source(family=False),
+    "torch/deepspeed/universal_z1": Source(family=False),
+    "torch/deepspeed/universal_z3": Source(family=False),
+    "torch/deepspeed/z1": Source(family=False),
+    "torch/deepspeed/z2": Source(ADAM, family=False),
+    "torch/deepspeed/z3": Source(family=False),
+    "torch/deepspeed/z3sgd": Source(family=False),
+    "torch/train": Source(family=False),
+    "torch_fsdp/fsdp1": Source(family=False),
+    "torch_fsdp/tp_fsdp": Source(family=False),
+    "torch_fsdp/uneven": Source(family=False),
+}
+TARGETS: Sequence[Target] = [
+    ("ranks", *ONE),
     ("ranks", "--tp-out", 2, "--pp-out", 2),
     ("unified", *ONE),
     ("hybrid", *ONE),
     ("hybrid", "--tp-out", 2, "--pp-out", 1, "--sharding-out", 2),
+    ("hybrid", "--tp-out", 1, "--pp-out", 2, "--sharding-out", 2, "--sharding-version", "v1"),
     ("zcc", *ONE, "--sharding-out", 2),
+    ("flex", *ONE),
     ("flex", "--tp-out", 2, "--pp-out", 1, "--sharding-out", 2),
-    *[
-        (n,)
-        for n, w in WRITERS.items()
-        if "optimizer" in w.capabilities.components and w.capabilities.states == "torch"
-    ],
+    ("dcp", "--sharding-out", 3),
+    ("universal",),
 ]
+MAKES_MASTERS = ("hybrid", "zcc", "unified", "universal")
+"""Formats that store a weight once make masters of the weights that have none."""
 
 
-def as_torch(src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch, *options: object) -> Tensors:
-    """What ``src`` holds in torch's words and Hugging Face's names."""
+OTHERS = (
+    "paddle_pickles/",  # single files, which say nothing of components
+    "paddle_unified/pf12_llama_bf16_tp2/",  # arguments of a trainer whose save failed
+    "torch/deepspeed/z0/",  # DeepSpeed without ZeRO, whose optimizer is left out
+    "torch/written/step.bin",  # its optimizer is refused: state of another shape
+)
+STATES = (b"exp_avg", b"moment1_0", b"momentum_buffer", b"velocity_0", b"square_avg")
+
+
+def test_every_optimizer_of_fixtures_is_here() -> None:
+    """A new one has to be added to SOURCES."""
+    known = (*(f"{name}/" for name in SOURCES), *OTHERS)
+    truth = (".json", ".npz", ".md", ".pdmodel", ".safetensors")
+    for path in FIXTURES.rglob("*"):
+        name = str(path.relative_to(FIXTURES))
+        if name.startswith(known) or not path.is_file():
+            continue
+        if path.suffix in truth and not (path.parent / "config.json").exists():
+            continue
+        assert not any(word in path.read_bytes() for word in STATES), name
+
+
+def place(name: str, folder: Path) -> Path:
+    """Where the source lies; one that is put down by hand is written into ``folder``."""
+    if name not in BY_HAND:
+        return FIXTURES / name
+    what = name.removeprefix("by hand: ")
+    if what == "steps":
+        return save_run(folder, names(step={"lm_head.weight": 3}), groups=groups(LONG))
+    if what == "betas":
+        return save_run(folder, names(), groups=groups(LONG, (0.8, 0.99)))
+    if what == "float32":
+        return save_run(folder, names(step=900, masters=False))
+    # Frozen are all of the second stage, and what Paddle's models fuse with it.
+    trained = {n: a for n, a in names().items() if "/" not in n or "layers.0." in n or "embed" in n}
+    return save_run(folder, trained, groups=groups(LONG))
+
+
+def held(src: Path, dst: Path, dialect: str, monkeypatch: pytest.MonkeyPatch) -> Tensors:
+    """What ``src`` holds, with states as it calls them, and parameters as ``dialect`` does."""
     with monkeypatch.context() as patch:
-        patch.setattr(Ranks, "capabilities", Ranks.capabilities._replace(states="torch"))
-        patch.setattr(Ranks, "dialect", "hf")
-        reshard(src, dst, "--to", "ranks", *ONE, *options)
+        patch.setattr(Ranks, "dialect", dialect)
+        reshard(src, dst, "--to", "ranks", *ONE)
     return read_all(dst, "rank-*")
 
 
-@pytest.mark.product
+@cache
+def steps_of(power: bytes, beta: float) -> int:
+    """How many steps lead to a power of Paddle's, which multiplies in float32."""
+    now = np.float32(beta)
+    for steps in range(1_000):
+        if now.tobytes() == power:
+            return steps
+        now *= np.float32(beta)
+    message = f"{np.frombuffer(power, '<f4')} is no power of {beta}"
+    raise AssertionError(message)
+
+
+PADDLE = {
+    "moment1_0": "exp_avg",
+    "moment2_0": "exp_avg_sq",
+    "moment2_max_0": "max_exp_avg_sq",
+    "velocity_0": "momentum_buffer",
+}
+
+
+def in_torchs_words(tensors: Tensors, betas: Callable[[str], Betas | None]) -> Tensors:
+    """States under torch's names, and steps in place of powers of beta, of which both must say the same.
+
+    Powers of unknown betas stay.
+    """
+    out: Tensors = {}
+    for name, raw in tensors.items():
+        path, _, state = name.rpartition("/")
+        if not name.startswith("optimizer/"):
+            out[name] = raw
+        elif state in ("beta1_pow_acc_0", "beta2_pow_acc_0") and (known := betas(path.removeprefix("optimizer/"))):
+            assert raw.dtype == "F32"
+            steps = steps_of(raw.bits.tobytes(), known[state.startswith("beta2")])
+            step = Raw("F32", np.array(steps, "<f4").view("<u4"))
+            assert out.setdefault(f"{path}/step", step).bits == step.bits
+        else:
+            out[f"{path}/{PADDLE.get(state, state)}"] = raw
+    return out
+
+
+def refusal(source: Source, target: Target) -> str:
+    """Why a target is refused; "" where it is not."""
+    capabilities = WRITERS[str(target[0])].capabilities
+    if source.adapter and "adapter" not in capabilities.components:
+        return "the source is an adapter"
+    if not source.family and any(o in ("--tp-out", "--pp-out") and n != 1 for o, n in pairwise(target)):
+        return "no layout rule names"
+    if source.float8 and target[0] == "hybrid":
+        return "they do not record dtypes"
+    if not source.family and source.paddle and capabilities.states == "torch":
+        return "which of these tensors that concerns is not known: there is no family"
+    return ""
+
+
+@pytest.mark.sample(
+    "by hand: steps-ranks --tp-out 2 --pp-out 2",
+    "by hand: betas-unified --tp-out 1 --pp-out 1 --ep-out 1",
+    "by hand: frozen-hybrid --tp-out 1 --pp-out 2 --sharding-out 2 --sharding-version v1",
+    "by hand: float32-universal",
+    "bytecheckpoint/fsdp2-dcp --sharding-out 3",
+    "dcp/titan_llama3/checkpoint-flex --tp-out 2 --pp-out 1 --sharding-out 2",
+    "paddle_flex/tp2_dp2-flex --tp-out 1 --pp-out 1 --ep-out 1",
+    "paddle_unified/nlp_llama_lora_bf16_tp1-ranks --tp-out 1 --pp-out 1 --ep-out 1",
+    "paddle_zcc/sharding2_v1-dcp --sharding-out 3",
+    "torch/deepspeed/ams-zcc --tp-out 1 --pp-out 1 --ep-out 1 --sharding-out 2",
+    "torch/deepspeed/universal_z1-flex --tp-out 2 --pp-out 1 --sharding-out 2",
+    "torch/deepspeed/z3sgd-hybrid --tp-out 1 --pp-out 1 --ep-out 1",
+    "torch_fsdp/fsdp1-universal",
+)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: " ".join(map(str, t)))
-@pytest.mark.parametrize("source", [None, *SOURCES], ids=lambda p: str(p.relative_to(FIXTURES)) if p else "by hand")
-def test_there_and_back(
-    source: Path | None, target: Sequence[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    src = source or save_run(tmp_path / "run", names(step={"lm_head.weight": 3}), groups=groups((0.9, 0.95)))
-    want = as_torch(src, tmp_path / "direct", monkeypatch)
-    assert any(n.startswith("optimizer/") for n in want)
+@pytest.mark.parametrize("name", SOURCES)
+def test_there_and_back(name: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, src = SOURCES[name], place(name, tmp_path / "run")
+    capabilities = WRITERS[str(target[0])].capabilities
     said = open_checkpoint(src).stored.training
-    betas = said.betas(said.groups[0].parameters[0]) if said is not None and said.groups else None
-    flag = () if betas else BETAS
-    to = ("--to", *target, *flag, "--verify")
+
+    def betas(parameter: str) -> Betas | None:
+        return (said.betas(parameter) if said is not None else None) or source.betas
+
+    to = ["--to", *target, "--verify"]
+    if source.betas and capabilities.states == ("torch" if source.paddle else "paddle"):
+        to += ["--betas", "{},{}".format(*source.betas)]
+    if source.experts and capabilities.meshes:
+        to += ["--ep-out", 1]
+    if why := refusal(source, target):
+        assert why in refused(src, tmp_path / "there", *to, code=2 if source.adapter else 1)
+        return
     done = ckpttool("reshard", src, tmp_path / "there", *to)
     if "--unfuse" in done.err:  # a frozen parameter that Paddle's models fuse with one that is not
         done = ckpttool("reshard", src, tmp_path / "there", *to, "--unfuse")
     assert done.code == 0, done.err
-    if betas and WRITERS[str(target[0])].capabilities.states == "paddle":
-        flag = ("--betas", f"{betas[0]},{betas[1]}")
-    got = as_torch(tmp_path / "there", tmp_path / "back", monkeypatch, *flag)
-    # Formats that store a weight once make masters of the weights that have none.
-    made = {n for n in got.keys() - want.keys() if n.startswith("master_weights/")}
-    assert not made or target[0] in ("hybrid", "zcc", "unified")
-    assert_same({n: a for n, a in got.items() if n not in made}, want)
+    dialect = "hf" if source.family or not source.paddle else ""
+    want = in_torchs_words(held(src, tmp_path / "direct", dialect, monkeypatch), betas)
+    assert any(n.startswith("optimizer/") for n in want)
+    got = in_torchs_words(held(tmp_path / "there", tmp_path / "back", dialect, monkeypatch), betas)
+    for n in sorted(got.keys() - want.keys()):
+        if n.startswith("master_weights/") and target[0] in MAKES_MASTERS:
+            assert_same({n: got.pop(n)}, {n: as_float32(want[n.removeprefix("master_weights/")])})
+    if capabilities.fp32_masters == "dropped":
+        want = {n: raw for n, raw in want.items() if n in got or not is_weight_itself(n, want)}
+    if "ema" not in capabilities.components:
+        want = {n: raw for n, raw in want.items() if not n.startswith("ema/")}
+    if source.wrapped and capabilities.states == "torch":
+        want = {n.replace("module.", "", 1): raw for n, raw in want.items()}
+    assert_same(got, want)
+
+
+def is_weight_itself(name: str, tensors: Tensors) -> bool:
+    """Whether it is the master of a float32 weight."""
+    weight = tensors.get(name.removeprefix("master_weights/")) if name.startswith("master_weights/") else None
+    return weight is not None and weight.dtype == "F32"
+
+
+def as_float32(raw: Raw) -> Raw:
+    """The same numbers; bfloat16 is the upper half of a float32."""
+    return raw if raw.dtype == "F32" else Raw("F32", raw.bits.astype("<u4") << 16)
