@@ -35,13 +35,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 def build(case: dict[str, Any]) -> Any:
     torch.manual_seed(3)
     model = Model(tied=case.get("tied", False), frozen=case.get("frozen", False))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": trained}]
-    if case.get("groups"):
-        groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "betas": (0.8, 0.99)},
-        ]
+    one_group = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    groups = model.groups() if case.get("groups") else one_group
     kind = getattr(torch.optim, case.get("optimizer", "AdamW"))
     optimizer = kind(groups, lr=1e-2, **case.get("optimizer_args", {}))
     config = {

@@ -1,12 +1,14 @@
-"""What FSDP's ranks save: ``python -m torch.distributed.run --nproc-per-node 4 -m tests.peers.fsdp_ranks CASE DIR``.
+"""FSDP's ranks: what tests/peers/test_fsdp.py lets the processes of a rank_group do.
 
-DIR gets a file of each rank under verl's names, and ``DIR.safetensors`` what torch itself gathers of them. The
-fixtures/torch_fsdp are ``uneven`` and ``tp_fsdp`` of 4 ranks and ``fsdp1`` of 2.
+``python -m tests.peers.fsdp_ranks CASE RANKS DIR`` writes a file of each rank into DIR, under verl's names, and
+``DIR.safetensors``, what torch itself gathers of them. The fixtures/torch_fsdp are ``uneven`` and ``tp_fsdp`` of 4
+ranks and ``fsdp1`` of 2.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.peers.rank_group import Group
 
 
 class Block(nn.Module):
@@ -108,7 +112,6 @@ def fsdp1(case: str, model: nn.Module) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def save(case: str, out: Path) -> None:
-    dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Model(tied=case == "tied")
     state, optimizer, gathered = (fsdp1 if case.startswith("fsdp1") else fsdp2)(case, model)
@@ -120,8 +123,17 @@ def save(case: str, out: Path) -> None:
     if not rank:
         save_file({k: v.detach().contiguous().clone() for k, v in gathered.items()}, f"{out}.safetensors")
     dist.barrier()
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    case, world, out = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        group = Group(int(world), Path(folder))
+        group.run(save, case, Path(out))
+        group.close()
 
 
 if __name__ == "__main__":
-    save(sys.argv[1], Path(sys.argv[2]))
+    from tests.peers.fsdp_ranks import main as named  # the ranks look for their job by the name of its module
+
+    named()

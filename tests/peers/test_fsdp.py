@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
 from tests.helpers.command import refused, reshard
+from tests.peers.fsdp_ranks import save
+from tests.peers.rank_group import Group
 
-ROOT = Path(__file__).parents[2]
+Saved = Callable[[str, int], Path]
 
 
-def saved(case: str, ranks: int, out: Path) -> Path:
-    """What the ranks save; beside it ``out.safetensors`` is what torch gathers of them."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*launch, "-m", "tests.peers.fsdp_ranks", case, str(out)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return out
+@pytest.fixture
+def saved(ranks: Callable[[int], Group], tmp_path: Path) -> Callable[[str, int], Path]:
+    """What a number of ranks saves; beside it ``NAME.safetensors`` is what torch gathers of them."""
+
+    def of(case: str, world: int) -> Path:
+        ranks(world).run(save, case, tmp_path / case)
+        return tmp_path / case
+
+    return of
 
 
 def read(folder: Path) -> dict[str, bytes]:
@@ -34,26 +35,26 @@ def gathered(source: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("case", "ranks"),
+    ("case", "world"),
     [
         ("uneven", 3), ("tp_fsdp", 4), ("hsdp", 4), ("named", 2), ("groups", 2), ("tied", 2), ("fsdp1", 3),
         ("fsdp1_mesh", 2),
     ],
 )  # fmt: skip
-def test_everything_equals_what_torch_gathers(case: str, ranks: int, tmp_path: Path) -> None:
-    source = saved(case, ranks, tmp_path / case)
+def test_everything_equals_what_torch_gathers(case: str, world: int, saved: Saved, tmp_path: Path) -> None:
+    source = saved(case, world)
     reshard(source, tmp_path / "out", "--to", "ranks", "--tp-out", 1)
     assert read(tmp_path / "out") == gathered(source)
 
 
-def test_an_optimizer_of_flat_parameters(tmp_path: Path) -> None:
+def test_an_optimizer_of_flat_parameters(saved: Saved, tmp_path: Path) -> None:
     """FSDP1's optimizer.state_dict(): the model is read, the optimizer refused by name."""
-    source = saved("fsdp1_flat", 2, tmp_path / "flat")
+    source = saved("fsdp1_flat", 2)
     assert "FSDP.optim_state_dict" in refused(source, tmp_path / "out", "--to", "ranks", "--tp-out", 1)
     reshard(source, tmp_path / "out", "--to", "hf")
     wanted = {n: t for n, t in gathered(source).items() if not n.startswith("optimizer/")}
     assert read(tmp_path / "out") == wanted
 
 
-def test_local_state_dicts(tmp_path: Path) -> None:
-    assert "local state dict" in refused(saved("fsdp1_local", 2, tmp_path / "local"), tmp_path / "out", "--to", "hf")
+def test_local_state_dicts(saved: Saved, tmp_path: Path) -> None:
+    assert "local state dict" in refused(saved("fsdp1_local", 2), tmp_path / "out", "--to", "hf")
