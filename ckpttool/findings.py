@@ -55,6 +55,7 @@ CHECKPOINT = {
     "chunk-missing": ERROR,
     "chunk-overlap": ERROR,
     "chunk-size": ERROR,
+    "params-json": ERROR,
     "component-refused": WARNING,
     "adapter-kind": INFO,
     "remote-code": WARNING,

@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
-from ckpttool.api.arguments import counts, nbytes, several, sides, whole, wholes
+from ckpttool.api.arguments import counts, nbytes, pair_of_betas, several, sides, whole, wholes
 from ckpttool.api.checkpoint import Checkpoint, open_
 from ckpttool.api.plans import Conversion, Dropping, Merging, watching
 from ckpttool.api.results import Size
@@ -61,6 +61,7 @@ def merge(
     max_shard_size: int | str | None = None,
     vocab_multiple: int = 1,
     target: str = "",
+    betas: Sequence[float] | None = None,
     remove: Sequence[str] = (),
     keep: Sequence[str] = (),
     rename: Sequence[str] = (),
@@ -84,7 +85,7 @@ def merge(
         allow_nonfinite: write NaN and infinities instead of refusing them.
         card: add a section about the merge to README.md.
         tp: tensor-parallel ranks of the output; pp, ep, etp, pp_layout, to, dtype, dequant, fuse, unfuse,
-            max_shard_size, vocab_multiple, target, remove, keep and rename are those of ``Checkpoint.reshard``.
+            max_shard_size, vocab_multiple, target, betas, remove, keep and rename are those of ``Checkpoint.reshard``.
         format: of the sources; rank_pattern and family are those of ``open``.
 
     Raises:
@@ -104,6 +105,7 @@ def merge(
         unfuse=unfuse,
         vocab_multiple=whole(vocab_multiple, "vocab_multiple"),
         version=target,
+        betas=None if betas is None else pair_of_betas(betas),
     )
     selection = Selection(several(remove, "remove"), several(keep, "keep"), several(rename, "rename"))
     precision = high(dequant, "dequant") if dequant else ""

@@ -244,3 +244,15 @@ def test_names_that_look_wrapped_are_verified(fmt: str, tmp_path: Path) -> None:
     """ByteCheckpoint's merge keeps DDP's `module.`: what is written is compared under the names that it has."""
     src = Path(__file__).parents[2] / "fixtures/bytecheckpoint/ddp2"
     assert "verified" in reshard(src, tmp_path / "out", "--to", fmt, "--verify").out
+
+
+@pytest.mark.parametrize("prefix", ["app.model.", "module.", "_orig_mod.", "model."])
+@pytest.mark.parametrize("form", ["torch-bin", "dcp"])
+def test_prefixes_that_are_asked_for_are_verified(form: str, prefix: str, tmp_path: Path) -> None:
+    """--rename puts in front what a reader would leave out: the output is compared under the names it was given."""
+    write(tmp_path / "hf/model.safetensors", LLAMA.tensors())
+    (tmp_path / "hf/config.json").write_text(json.dumps(LLAMA.config))
+    done = reshard(tmp_path / "hf", tmp_path / "out", "--to", form, "--rename", f"*={prefix}*", "--verify")
+    assert "verified" in done.out
+    listed = command("inspect", tmp_path / "out", "--list").out
+    assert "model.embed_tokens.weight" in listed

@@ -109,7 +109,14 @@ def bins(folder: Path) -> None:
     reshard(source, folder, "--to", "torch-bin", "--max-shard-size", "6kB")
 
 
-BASES = (shards, fp8, ranks, foreign, proven, adapter, dcp, run, bins)
+def metas(folder: Path) -> None:
+    """Meta's files of two ranks."""
+    source = folder.with_name(folder.name + "-source")
+    save_shards(source, llama(), CONFIG)
+    reshard(source, folder, "--to", "meta", "--tp-out", 2)
+
+
+BASES = (shards, fp8, ranks, foreign, proven, adapter, dcp, run, bins, metas)
 
 
 # -- ways to break them
@@ -344,6 +351,9 @@ CASES: dict[str, Case] = {
     "chunk-missing": Case(dcp, cut(((0,), (9,), 0))),
     "chunk-overlap": Case(dcp, cut(((0,), (9,), 0), ((8,), (8,), 1))),
     "chunk-size": Case(dcp, other_metadata),
+    "params-json": Case(
+        metas, lambda f: edit_json(f / "params.json", lambda p: p.update(n_kv_heads=4)), ("config-missing",)
+    ),
     "component-refused": Case(shards, adafactor),
     "adapter-kind": Case(adapter, lambda f: edit_json(f / "adapter_config.json", lambda c: c.update(use_dora=True))),
     "remote-code": Case(shards, both(config(auto_map={"AutoModel": "modeling_x.X"}), python)),
@@ -472,6 +482,61 @@ def test_saves_of_deepspeed(id_: str, broken: Break, tmp_path: Path) -> None:
     assert findings(folder)[0] == 0
     broken(folder)
     assert [f["id"] for f in findings(folder)[1] if f["severity"] == ERROR] == [id_]
+
+
+def other_rank(folder: Path) -> None:
+    """A second rank of a model that was cut for four."""
+    reshard(folder, folder.with_name("four"), "--to", "meta", "--tp-out", 4)
+    shutil.copy(folder.with_name("four") / "consolidated.01.pth", folder)
+
+
+@pytest.mark.parametrize(
+    ("id_", "broken"),
+    [
+        ("rank-missing", lambda f: (f / "consolidated.00.pth").unlink()),
+        ("rank-missing", lambda f: (f / "consolidated.01.pth").unlink()),
+        ("ranks-differ", other_rank),
+        ("params-json", lambda f: (f / "params.json").unlink()),
+        ("params-json", lambda f: edit_json(f / "params.json", lambda p: p.update(dim="64"))),
+        ("params-json", lambda f: edit_json(f / "params.json", lambda p: p.update(vocab_size=5))),
+    ],
+)
+def test_files_of_meta(id_: str, broken: Break, copy_of: CopyOf, tmp_path: Path) -> None:
+    folder = copy_of(metas, tmp_path / "model")
+    broken(folder)
+    assert [f["id"] for f in findings(folder)[1] if f["severity"] == ERROR] == [id_]
+
+
+def longer(folder: Path) -> None:
+    """The metadata of another save: its chunks end behind the files."""
+    for path in (folder / "model").glob("__*"):
+        path.write_bytes(path.read_bytes()[:-8])
+
+
+@pytest.mark.parametrize(
+    ("id_", "broken"),
+    [
+        ("rank-missing", lambda f: min((f / "model").glob("__*")).unlink()),
+        ("truncated", longer),
+    ],
+)
+def test_saves_of_bytecheckpoint(id_: str, broken: Break, tmp_path: Path) -> None:
+    folder = shutil.copytree("fixtures/bytecheckpoint/fsdp2", tmp_path / "run")
+    assert [f["id"] for f in findings(folder)[1] if f["severity"] == ERROR] == []
+    broken(folder)
+    assert [f["id"] for f in findings(folder)[1] if f["severity"] == ERROR] == [id_]
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_the_last_ranks_of_sharded_safetensors(config: bool, tmp_path: Path) -> None:
+    """Nothing says how many there were; the last norm is shorter than a row of the embedding."""
+    folder = shutil.copytree("fixtures/dcp/hf_mixtral/checkpoint", tmp_path / "run")
+    if not config:
+        (folder / "config.json").unlink()
+    assert [f["id"] for f in findings(folder)[1] if f["severity"] == ERROR] == []
+    for path in folder.glob("shard-00004-*"):
+        path.unlink()
+    assert [f["id"] for f in findings(folder)[1] if f["severity"] == ERROR] == ["rank-missing"]
 
 
 def test_what_readers_call_their_errors_is_an_identifier() -> None:

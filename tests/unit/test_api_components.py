@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ckpttool
-from ckpttool.errors import ConflictError, UsageError
+from ckpttool.errors import CkptError, ConflictError, UsageError
 
 ZCC = Path(__file__).parents[2] / "fixtures/paddle_zcc/ep2_tp2_sharding2_ema"
 
@@ -40,3 +40,17 @@ def test_flags_that_contradict_the_files() -> None:
         ckpttool.open(ZCC, sharding=4)
     with pytest.raises(UsageError, match="--also"):
         ckpttool.open(ZCC.parents[1] / "hf_tiny_source", also=[ZCC])
+
+
+def test_merge_takes_the_betas(tmp_path: Path) -> None:
+    """Shards with an optimizer of Paddle's, whose powers of the betas become steps."""
+    source = ZCC.parent / "sharding2_v1"
+    with pytest.raises(CkptError, match="says the betas of Adam"):
+        ckpttool.merge(source, to="dcp")
+    with pytest.raises(UsageError, match="give two numbers"):
+        ckpttool.merge(source, to="dcp", betas=(0.9, 2))
+    ckpttool.merge(source, to="dcp", betas=(0.9, 0.999)).run(tmp_path / "run")
+    found = ckpttool.open(tmp_path / "run")
+    steps = {float(found.read(n)) for n in found if n.endswith("/step")}
+    assert len(steps) == 1
+    assert all(s > 0 and s == int(s) for s in steps)

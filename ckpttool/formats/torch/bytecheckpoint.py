@@ -24,7 +24,7 @@ from ckpttool.containers.pickle import Record, interpret, printable
 from ckpttool.containers.torch_pickle import Tensor, vocabulary
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.dtypes import DTYPES, itemsize
-from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError, found_as
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Entry, entries_of, read_pickle
 from ckpttool.formats.torch.dcp_place import METADATA
@@ -163,8 +163,8 @@ class _Part:
     described: Mapping[tuple[str, tuple[int, ...]], bytes]
     """Name and offset of a chunk -> the pickle of its tensor."""
 
-    def corrupt(self, what: str) -> NoReturn:
-        raise CorruptError(what, where=str(self.info.place), hint="fetch or save the checkpoint again")
+    def corrupt(self, what: str, finding: str = "") -> NoReturn:
+        raise CorruptError(what, where=str(self.info.place), hint="fetch or save the checkpoint again", finding=finding)
 
 
 class _Save:
@@ -208,6 +208,7 @@ class _Save:
                         f"the file {printable(name)} is missing, which {METADATA} names",
                         where=str(listing.root),
                         hint="copy the files of all ranks into one directory",
+                        finding="rank-missing",
                     )
                 numbers[name] = len(self.files)
                 self.files.append(base.file_now(listing.path(name)))
@@ -249,7 +250,8 @@ class _Save:
         if not prod(tensor.shape):
             self.logical[key] = LogicalTensor(key, tensor.dtype, tensor.shape, ())
         else:
-            self.logical[key] = logical_tensor(key, tensor.shape, pieces, files=self.files)
+            with found_as(incomplete="chunk-missing", conflict="chunk-overlap"):
+                self.logical[key] = logical_tensor(key, tensor.shape, pieces, files=self.files)
 
     def _chunk(self, key: Key, fqn: str, tensor: Described, chunk: Chunk, part: _Part) -> StoredTensor:
         number, begin, length = chunk.span
@@ -259,15 +261,18 @@ class _Save:
                 f"`{printable(fqn)}` lies at bytes {begin:,} to {begin + length:,}, and the file has {file.size:,}",
                 where=str(file.place),
                 hint="the download or save was interrupted; fetch the file again",
+                finding="truncated",
             )
         form = self._form(fqn, chunk.box, part)
         if (form.dtype, form.shape) != (tensor.dtype, chunk.box.shape):
             part.corrupt(
                 f"a chunk of `{printable(fqn)}` is {tensor.dtype} {list(chunk.box.shape)} by its box, and {form.dtype}"
-                f" {list(form.shape)} by the description of its tensor"
+                f" {list(form.shape)} by the description of its tensor",
+                "chunk-size",
             )
         if tensor.dtype in DTYPES and length != chunk.box.volume * itemsize(tensor.dtype):
-            part.corrupt(f"a chunk of `{printable(fqn)}`, {tensor.dtype} {list(chunk.box.shape)}, has {length:,} bytes")
+            here = f"a chunk of `{printable(fqn)}`, {tensor.dtype} {list(chunk.box.shape)}, has {length:,} bytes"
+            part.corrupt(here, "chunk-size")
         held = TorchFile(file, None, {form.storage.key: (begin, length)})
         return held.place(form, key.name, number)._replace(component=key.component, state=key.state)
 

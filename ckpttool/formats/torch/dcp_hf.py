@@ -24,6 +24,8 @@ from ckpttool.storage.listing import Listing
 
 _FILES = r"shard-(?P<rank>\d{5})-model-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safetensors"
 _INFO = "DCP_SHARDING_INFO"
+_EMBEDDINGS = ("embed_tokens.weight", "tok_embeddings.weight", "embed_in.weight", "wte.weight")
+_NORMS = ("model.norm.weight", "final_layer_norm.weight", "ln_f.weight")
 
 
 def is_sharded(listing: Listing) -> bool:
@@ -91,7 +93,18 @@ def _natural(value: Any) -> int:
 
 
 def _check_reach(catalog: Catalog, config: Mapping[str, Any], listing: Listing) -> None:
-    """Without the files of the last ranks all tensors would only seem smaller: the config tells."""
+    """Without the files of the last ranks all tensors would only seem smaller: the config tells, and else the last
+    norm, which has as many elements as a row of the embedding, and is cut as its rows are."""
+    shapes = {k.name: t.shape for k, t in catalog.tensors.items()}
+    width = next((s[1] for n, s in shapes.items() if n.endswith(_EMBEDDINGS) and len(s) == 2), 0)
+    for name, shape in shapes.items():
+        if name.rpartition("layers.")[1] == "" and name.endswith(_NORMS) and len(shape) == 1 and shape[0] < width:
+            raise IncompleteError(
+                f"`{name}` has {shape[0]:,} elements, and a row of the embedding {width:,}: ranks are missing",
+                where=str(listing.root),
+                hint="copy the files of all ranks into one directory",
+                finding="rank-missing",
+            )
     for key, t in catalog.tensors.items():
         least = None
         if key.name.endswith("embed_tokens.weight"):

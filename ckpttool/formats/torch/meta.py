@@ -16,7 +16,7 @@ from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.dtypes import DTYPES
-from ckpttool.errors import ConflictError, IncompleteError, UsageError
+from ckpttool.errors import ConflictError, IncompleteError, UsageError, found_as
 from ckpttool.formats import base
 from ckpttool.formats.config import config_fields
 from ckpttool.formats.torch import meta_llama4
@@ -64,20 +64,24 @@ class Meta:
                 f"there is no {_PARAMS} beside the weights, which says how many heads the model has",
                 where=str(listing.root),
                 hint="fetch it from where the weights are from",
+                finding="params-json",
             )
         found = {int(m["rank"]): n for n, m in listing.match(_RANK)}
         world = max(found) + 1 if found else 1
         base.check_mesh("its files", {"tp": world, "pp": 1, "ep": 1}, options, listing.root)
         if found:
-            base.contiguous_ranks(found, world, listing.root, "consolidated.*.pth")
+            with found_as(incomplete="rank-missing"):
+                base.contiguous_ranks(found, world, listing.root, "consolidated.*.pth")
             stored = self._ranks(listing, [found[r] for r in range(world)], options.select)
+            _check_alike(stored)
             where = str(listing.path(_PARAMS))
             stored.tensors = [meta_llama4.unfolded(t, params, where) for t in stored.tensors]
         else:
             whole = [(n, 0) for n, _ in listing.match(_WHOLE)]
             stored = base.read_files(self.name, listing, whole, Mesh())
         stored.companions = tuple(n for n in stored.companions if n not in _OF_FILES)
-        self._describe(stored, params, str(listing.path(_PARAMS)))
+        with found_as(**dict.fromkeys(("conflict", "corrupt", "incomplete", "unsupported"), "params-json")):
+            self._describe(stored, params, str(listing.path(_PARAMS)))
         return stored
 
     def _ranks(self, listing: Listing, names: Sequence[str], selected: str) -> base.StoredCheckpoint:
@@ -100,7 +104,9 @@ class Meta:
         tp = stored.mesh.tp
         embedding, head = first.get(_EMBEDDING), first.get(_HEAD)
         if embedding is None or len(embedding.shape) != 2:
-            raise IncompleteError(f"there is no matrix `{_EMBEDDING}` in the weights", where=str(stored.root))
+            raise IncompleteError(
+                f"there is no matrix `{_EMBEDDING}` in the weights", where=str(stored.root), finding="incomplete"
+            )
         dim = params.get("dim")
         by_columns = tp > 1 and dim == embedding.shape[1] * tp
         stored.dialect = f"{self.dialect}-{_BY_COLUMNS}" if by_columns else self.dialect
@@ -141,6 +147,7 @@ class Meta:
                 f"the query projections of these files have {held * tp} rows, and {_PARAMS} says {query}{ranks}",
                 where=[*files, where],
                 hint="fetch the missing consolidated.*.pth, and the params.json of the same model",
+                finding="rank-missing" if ranks else "",
             )
         if key * min(tp, groups) != groups * config["head_dim"]:
             raise ConflictError(
@@ -179,6 +186,30 @@ class Meta:
             files.append(base.OutFile(f"{stem}.pth", laid.size, laid.literals, laid.checksums))
         params = indented(params_of(request.config))
         return base.FileLayout(files, places, [], rank_files, generated=((_PARAMS, params),), config={})
+
+
+def _check_alike(stored: base.StoredCheckpoint) -> None:
+    """Raises ConflictError where the ranks do not hold the same tensors in the same shapes."""
+    first = {t.name: t for t in stored.tensors if t.rank == 0}
+    names: dict[int, set[str]] = {}
+    for t in stored.tensors:
+        names.setdefault(t.rank, set()).add(t.name)
+        own = first.get(t.name)
+        if own is None or (own.dtype, own.shape) != (t.dtype, t.shape):
+            here = f"{t.dtype} {list(t.shape)}"
+            raise _unlike(stored, t, here, f"{own.dtype} {list(own.shape)}" if own is not None else "missing")
+    for rank, held in names.items():
+        if lost := first.keys() - held:
+            raise _unlike(stored, first[min(lost)]._replace(rank=rank), "missing", "there")
+
+
+def _unlike(stored: base.StoredCheckpoint, t: StoredTensor, here: str, there: str) -> ConflictError:
+    return ConflictError(
+        f"`{t.name}` of rank {t.rank} is {here}, and that of rank 0 is {there}",
+        where=[str(stored.files[r].place) for r in (0, t.rank)],
+        hint="the files must be those of one model, each complete",
+        finding="ranks-differ",
+    )
 
 
 def _is_gate(tensor: StoredTensor) -> bool:
