@@ -223,11 +223,60 @@ def test_parameters_that_are_numbered(tmp_path: Path) -> None:
     assert {e.fqn: e.path for e in read_metadata(tmp_path / "out" / ".metadata", lambda _: 0)} == paths
 
     described["model.c.weight"] = described["model.b.weight"]
+    names = "optim.param_groups.0.param_names"
+    said = {params: [0, 1], step: 3, names: ["c.weight", "a.weight"]}
+    write_save(tmp_path / "named", described, said, {**paths, names: ("optim", "param_groups", 0, "param_names")})
+    assert {"optimizer/c.weight/exp_avg", "optimizer/a.weight/exp_avg"} <= opened(tmp_path / "named")
     write_save(tmp_path / "doubt", described, {params: [0, 1], step: 3}, paths)
     assert opened(tmp_path / "doubt") == {"b.weight", "a.weight", "c.weight"}
     error = refused(tmp_path / "doubt", tmp_path / "no", "--to", "ranks", "--tp-out", 1)
     assert "nothing says whose state the optimizer has" in error
     reshard(tmp_path / "doubt", tmp_path / "only", "--to", "hf", "--only", "model")
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    """Each keeps its parameters, groups and keys: those of Muon for matrices and of Adam for the rest."""
+    paths: dict[str, tuple[str | int, ...]] = {f"model.{n}": ("model", n) for n in ("a.weight", "b.weight")}
+    values: dict[str, Any] = {}
+    for i, (name, state, lr) in enumerate((("a.weight", "momentum_buffer", 0.5), ("b.weight", "exp_avg", 0.25))):
+        paths[f"optims.{i}.state.{name}.{state}"] = ("optims", i, "state", name, state)
+        for key, value in (("lr", lr), ("params", [name]), ("param_names", [name])):
+            paths[f"optims.{i}.param_groups.0.{key}"] = ("optims", i, "param_groups", 0, key)
+            values[f"optims.{i}.param_groups.0.{key}"] = value
+    described = {f: ("F32", (6, 4), rows((6, 4), 4)) for f in paths if f not in values}
+    write_save(tmp_path / "save", described, values, paths)
+    training = checkpoint(tmp_path / "save").stored.training
+    assert training is not None
+    assert [(g.parameters, g.values) for g in training.groups] == [
+        (("a.weight",), {"lr": 0.5}),
+        (("b.weight",), {"lr": 0.25}),
+    ]
+    reshard(tmp_path / "save", tmp_path / "out", "--to", "dcp")
+    assert {e.fqn for e in read_metadata(tmp_path / "out" / ".metadata", lambda _: 0)} == paths.keys()
+    assert checkpoint(tmp_path / "out").stored.training == training
+
+
+def test_optimizers_of_several_models_with_the_same_names(tmp_path: Path) -> None:
+    """What --select chooses is beside its optimizer; where it is not, the optimizer is refused and the model read."""
+    paths: dict[str, tuple[str | int, ...]] = {}
+    values: dict[str, Any] = {}
+    for part, lr in (("actor", 0.5), ("critic", 0.25)):
+        paths |= {f"{part}.model.a.weight": (part, "model", "a.weight")}
+        paths |= {f"{part}.optim.state.a.weight.exp_avg": (part, "optim", "state", "a.weight", "exp_avg")}
+        paths |= {f"{part}.optim.param_groups.0.lr": (part, "optim", "param_groups", 0, "lr")}
+        values[f"{part}.optim.param_groups.0.lr"] = lr
+    described = {f: ("F32", (6, 4), rows((6, 4), 4)) for f in paths if f not in values}
+    write_save(tmp_path / "save", described, values, paths)
+    for part, lr in (("actor", 0.5), ("critic", 0.25)):
+        found = checkpoint(tmp_path / "save", f"{part}.model")
+        assert {str(k) for k in found.catalog.tensors} == {"a.weight", "optimizer/a.weight/exp_avg"}
+        assert found.stored.training is not None
+        assert [g.values for g in found.stored.training.groups] == [{"lr": lr}]
+    paths = {f: ("net", "a.weight") if "actor.model" in f else p for f, p in paths.items() if "critic.model" not in f}
+    described = {f: d for f, d in described.items() if f in paths}
+    write_save(tmp_path / "doubt", described, values, paths)
+    assert opened(tmp_path / "doubt") == {"a.weight"}
+    assert "parameters of the same names" in refused(tmp_path / "doubt", tmp_path / "no", "--to", "ranks")
 
 
 def test_runs_and_parts(tmp_path: Path) -> None:

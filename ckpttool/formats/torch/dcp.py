@@ -110,6 +110,7 @@ class DistributedCheckpoint:
             native=assigned.nesting._replace(
                 numbers={e.fqn: e.value.dtype for e, _ in objects if isinstance(e.value, Described)},
                 paths={e.fqn: e.path for e, _ in objects if grouped(e) is None},
+                named=any((g := grouped(e)) is not None and g.value == "param_names" for e, _ in objects),
             ),
             training=training,
             refused=refused,
@@ -156,19 +157,24 @@ class _Reading:
             out |= mine
         return list(out.values())
 
-    def groups(self, entries: Sequence[Entry]) -> dict[str, list[list[int]]]:
-        """The numbers of each group's parameters, by the prefix of an optimizer that has no names."""
+    def groups(self, entries: Sequence[Entry]) -> dict[str, list[dict[int, str]]]:
+        """Parameters of each group, by the prefix of an optimizer that numbers them: names, "" where none is said."""
         prefixes = {s.prefix for e in entries if (s := numbered(e.path)) is not None}
-        out: dict[str, list[list[int]]] = {p: [] for p in prefixes}
+        held: dict[tuple[str, str | int], dict[str, list[Any]]] = {}
         for e in entries if prefixes else ():
             group = grouped(e)
-            prefix = ".".join(map(str, e.path[:-3]))
-            if group is None or group[1] != "params" or prefix not in out or isinstance(e.value, Described):
+            if group is None or group.value not in ("params", "param_names") or isinstance(e.value, Described):
                 continue
             with opened(self.files[e.value[0]].place) as file:
                 value = self._slice(file, e.fqn, e.value).value
-            if isinstance(value, list) and all(type(n) is int for n in value):
-                out[prefix].append(value)
+            if group.prefix in prefixes and isinstance(value, list):
+                held.setdefault(group[:2], {})[group.value] = value
+        out: dict[str, list[dict[int, str]]] = {p: [] for p in prefixes}
+        for (prefix, _), said in held.items():
+            numbers = [n for n in said.get("params", ()) if type(n) is int]
+            names = said.get("param_names", ())
+            names = names if len(names) == len(numbers) and all(type(n) is str for n in names) else [""] * len(numbers)
+            out[prefix].append(dict(zip(numbers, names, strict=True)))
         return out
 
     def _number(self, part: Part, name: str) -> int:
@@ -294,8 +300,8 @@ class _Objects:
 
     def __init__(self, assigned: Assigned, catalog: Catalog) -> None:
         self.assigned, self.catalog = assigned, catalog
-        self.groups: dict[str | int, dict[str, Any]] = {}
-        """By number, or by the parameter in flattened saves."""
+        self.groups: dict[tuple[str, str | int], dict[str, Any]] = {}
+        """By the prefix of the optimizer, and number, or the parameter in flattened saves."""
         self.plain: dict[str, Any] = {}
         self.left: list[str] = []
 
@@ -305,9 +311,11 @@ class _Objects:
         if key is not None:
             self._number(key, value, info)
         elif group is not None:
-            self.groups.setdefault(group[0], {})[group[1]] = value
+            if group.prefix not in self.assigned.others:
+                self.groups.setdefault(group[:2], {})[group.value] = value
         elif entry.path[-1] == "param_groups" and isinstance(value, list):
-            self.groups |= {i: g for i, g in enumerate(value) if isinstance(g, dict)}
+            prefix = ".".join(map(str, entry.path[:-1]))
+            self.groups |= {(prefix, i): g for i, g in enumerate(value) if isinstance(g, dict)}
         else:
             self.plain[entry.fqn] = value
 
@@ -331,9 +339,9 @@ class _Objects:
         groups: list[base.ParamGroup] = []
         alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
         names, numbers = self.assigned.names, self.assigned.numbers
-        for which, values in self.groups.items():
+        for (prefix, which), values in self.groups.items():
             if isinstance(which, str) and not which.isdecimal():
-                alike.setdefault(repr(sorted(values.items())), ([], values))[0].append(names.get(which, which))
+                alike.setdefault(prefix + repr(sorted(values.items())), ([], values))[0].append(names.get(which, which))
                 continue
             said = values.pop("param_names", None) or values.pop("params", None)
             values.pop("params", None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 from ckpttool.catalog import Key
@@ -34,7 +35,7 @@ _MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 _MASTERS = ("master_weights", "master_params")
 _AVERAGE = re.compile(r"(model_)?ema(_model|_state_dict|_weights)?|\w+_ema")
 _STATE = re.compile(r"(?:(?P<prefix>(?:.*\.)?optim\w*)\.)?state\.(?P<name>.+)\.(?P<state>[A-Za-z_]\w*)")
-_GROUP = re.compile(r"(?:.*\.)?param_groups\.(?P<name>.+)\.(?P<value>\w+)")
+_GROUP = re.compile(r"(?:(?P<prefix>.*)\.)?param_groups\.(?P<name>.+)\.(?P<value>\w+)")
 _COUNTERS = frozenset({"step", "epoch", "rng", "rng_state", "iteration", "global_step", "lr"})
 """Tensors of a trainer that lie beside those of a model without a prefix."""
 
@@ -53,35 +54,45 @@ class SaveKeys(NamedTuple):
     """Keys that lead to plain values, by fqn."""
     parameters: Mapping[str, int] = {}
     """Numbers that the optimizer has for the parameters of these names; empty where it has their names."""
+    owners: Mapping[str, str] = {}
+    """Of several optimizers: the prefix of the one that has a parameter."""
+    named: bool = False
+    """Groups have ``param_names`` too: the optimizer was made of ``model.named_parameters()``."""
 
     def tensor(self, component: str, name: str, state: str) -> tuple[str | int, ...]:
         """The keys that lead to a tensor."""
         if component != "optimizer":
             prefix = self.model if component == "model" else component
             return (prefix, name) if prefix else (name,)
-        path = (*self._top(), "state", self.parameters.get(name, name), state)
+        path = (*self._top(name), "state", self.parameters.get(name, name), state)
         return (".".join(map(str, path)),) if self.flattened else path
 
     def groups(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[tuple[str | int, ...], object]]:
         """(keys, value) of what the groups of an optimizer hold."""
-        for i, group in enumerate(groups):
+        seen: dict[tuple[str, ...], int] = {}
+        for group in groups:
+            top = self._top(next(iter(group.parameters), ""))
+            i = seen[top] = seen.get(top, -1) + 1
             if self.flattened:
                 for name in group.parameters:
                     for key, value in group.values.items():
-                        yield (".".join((*self._top(), "param_groups", name, key)),), value
+                        yield (".".join((*top, "param_groups", name, key)),), value
                 continue
             for key, value in group.values.items():
-                yield (*self._top(), "param_groups", i, key), value
+                yield (*top, "param_groups", i, key), value
             parameters = [self.parameters.get(name, name) for name in group.parameters]
-            yield (*self._top(), "param_groups", i, "params"), parameters
+            yield (*top, "param_groups", i, "params"), parameters
+            if self.named:
+                yield (*top, "param_groups", i, "param_names"), list(group.parameters)
 
-    def _top(self) -> tuple[str, ...]:
-        return (self.optimizer,) if self.optimizer else ()
+    def _top(self, name: str) -> tuple[str, ...]:
+        prefix = self.owners.get(name, self.optimizer)
+        return (prefix,) if prefix else ()
 
-    def for_parameters(self, names: Iterable[str]) -> SaveKeys:
-        """The same for an optimizer of these parameters: with names, where one of them never had a number."""
-        known = all(name in self.parameters for name in names)
-        return self if known else self._replace(parameters={})
+    def for_parameters(self, names: Collection[str]) -> SaveKeys:
+        """The same for an optimizer of these parameters: one, with names, where some of them were not in SRC."""
+        parameters = self.parameters if all(n in self.parameters for n in names) else {}
+        return self._replace(parameters=parameters, owners=self.owners if all(n in self.owners for n in names) else {})
 
 
 KEYS = dict.fromkeys(("torchtitan", "torchtitan-0.2"), SaveKeys("", flattened=True))
@@ -101,6 +112,8 @@ class Assigned(NamedTuple):
     """The parameter of each number of an optimizer that has no names."""
     refused: str = ""
     """Why the state of an optimizer belongs to nobody."""
+    others: frozenset[str] = frozenset()
+    """Prefixes of optimizers of other models."""
 
 
 class _State(NamedTuple):
@@ -116,13 +129,13 @@ def assign(
     entries: Sequence[Entry],
     select: str,
     where: str,
-    groups_of: Mapping[str, Sequence[Sequence[int]]],
+    groups_of: Mapping[str, Sequence[Mapping[int, str]]],
     *,
     wrapped: bool = True,
 ) -> Assigned:
     """Tensors by their keys; ``select`` is a prefix of --select, or "", ``wrapped`` that of ``ReadOptions``.
 
-    ``groups_of`` has the numbers of the parameters of each group by the prefix of an optimizer that has no names.
+    ``groups_of`` has the parameters of each group by the prefix of an optimizer that numbers them: their names, or "".
 
     Raises ConflictError for several models or optimizers, UsageError for a prefix that is not there, IncompleteError
     when there are no tensors.
@@ -130,7 +143,7 @@ def assign(
     tensors = {e.fqn: e.value for e in entries if isinstance(e.value, Described)}
     if select == ALL and tensors:
         return Assigned({fqn: Key(fqn) for fqn in tensors}, {}, [])
-    names_said = {str(g[0]) for e in entries if (g := grouped(e)) is not None} | tensors.keys()
+    names_said = {str(g.which) for e in entries if (g := grouped(e)) is not None} | tensors.keys()
     states = {e.fqn: s for e in entries if (s := _state(e.path, names_said)) is not None}
     unnamed = {e.fqn: s for e in entries if (s := numbered(e.path)) is not None}
     groups: dict[str, dict[str, str]] = {}
@@ -139,6 +152,7 @@ def assign(
         if e.fqn in tensors and e.fqn not in states and e.fqn not in unnamed:
             groups.setdefault(".".join(map(str, e.path[:-1])), {})[str(e.path[-1])] = e.fqn
     trained = {s.name for s in states.values()}
+    optimizers = {s.prefix for s in states.values()}
     groups = {**groups, **_split(groups.pop("", {}), trained)}
     masters = {p for p in groups if p.rpartition(".")[2] in _MASTERS}
     averages = {p for p in groups if _AVERAGE.fullmatch(p.rpartition(".")[2])} - {select}
@@ -162,10 +176,10 @@ def assign(
     take({fqn: (n, "model", "") for n, fqn in groups.get(chosen, {}).items()})
     for component, prefixes in (("master_weights", masters), ("ema", averages)):
         take({fqn: (n, component, "") for p in sorted(prefixes) for n, fqn in groups[p].items()})
+    states, refused = _of_model(states, chosen)
     take({fqn: (s.name, "optimizer", s.state) for fqn, s in states.items()})
     whose: Mapping[int, str] = {}
-    refused = ""
-    if unnamed:
+    if unnamed and not refused:
         model = {n: tensors[fqn] for n, fqn in groups.get(chosen, {}).items()}
         found = {} if states else _whose(unnamed, tensors, model, groups_of)
         if found is None:
@@ -183,10 +197,30 @@ def assign(
         if fqn not in keys and t.shape and not (refused and fqn in unnamed)
     ]:
         notes.append(f"not part of the model or its state, and left out: {some(left)}")
-    first = next(iter(states.values()), None) or next(iter(unnamed.values()) if whose else iter(()), None)
+    kept = {fqn: s for fqn, s in states.items() if fqn in keys}
+    first = next(iter(kept.values()), None) or next(iter(unnamed.values()) if whose else iter(()), None)
     nesting = SaveKeys(chosen) if first is None else SaveKeys(chosen, first.prefix, first.flattened)
-    nesting = nesting._replace(parameters={name: number for number, name in whose.items()})
-    return Assigned(_once(keys, where), names, notes, nesting, whose, refused)
+    owners = {names[s.name]: s.prefix for s in kept.values()}
+    owners = owners if len(set(owners.values())) > 1 else {}
+    nesting = nesting._replace(parameters={name: number for number, name in whose.items()}, owners=owners)
+    others = frozenset(optimizers - {s.prefix for s in kept.values()})
+    return Assigned(_once(keys, where), names, notes, nesting, whose, refused, others)
+
+
+def _of_model(states: Mapping[str, _State], chosen: str) -> tuple[dict[str, _State], str]:
+    """The states without those of other models' optimizers, whose parameters have the same names; or why not."""
+    held: dict[str, set[str]] = {}
+    for s in states.values():
+        held.setdefault(s.prefix, set()).add(s.name)
+    rivals = {p for p, q in permutations(held, 2) if not held[p].isdisjoint(held[q])}
+    above, _, word = chosen.rpartition(".")
+    near = {p for p in rivals if above and p.rpartition(".")[0] == above}
+    near = near or {p for p in rivals if word and word in re.split(r"[._]", p)}
+    if any(not held[p].isdisjoint(held[q]) for p, q in permutations(near, 2)) or (rivals and not near):
+        return {f: s for f, s in states.items() if s.prefix not in rivals}, (
+            f"{some([f'`{printable(p)}`' for p in sorted(rivals)])} have parameters of the same names"
+        )
+    return {f: s for f, s in states.items() if s.prefix not in rivals - near}, ""
 
 
 def numbered(path: tuple[str | int, ...]) -> _State | None:
@@ -200,7 +234,7 @@ def _whose(
     unnamed: Mapping[str, _State],
     tensors: Mapping[str, Described],
     model: Mapping[str, Described],
-    groups_of: Mapping[str, Sequence[Sequence[int]]],
+    groups_of: Mapping[str, Sequence[Mapping[int, str]]],
 ) -> dict[int, str] | None:
     """The name of each number of the optimizer, None where nothing says it."""
     prefixes = {s.prefix for s in unnamed.values()}
@@ -210,7 +244,12 @@ def _whose(
     for fqn, s in unnamed.items():
         if s.state != STEP and fqn in tensors:
             shapes.setdefault(int(s.name), tensors[fqn].shape)
-    groups = [[(n, shapes.get(n)) for n in group] for group in groups_of[prefixes.pop()]]
+    dealt = groups_of[prefixes.pop()]
+    said = {n: name for group in dealt for n, name in group.items() if name in model}
+    if said.keys() >= shapes.keys():
+        fits = all(model[name].shape == shapes.get(n, model[name].shape) for n, name in said.items())
+        return said if fits and len(set(said.values())) == len(said) else None
+    groups = [[(n, shapes.get(n)) for n in group] for group in dealt]
     floats = [(n, t.shape) for n, t in model.items() if t.dtype in DTYPES and DTYPES[t.dtype].kind == "float"]
     found = names_of(groups, floats)
     if found is None or not shapes.keys() <= found.keys():
@@ -239,13 +278,24 @@ def _state(path: tuple[str | int, ...], names_said: Collection[str]) -> _State |
     return _State(m["name"], m["state"], m["prefix"] or "", flattened=True)
 
 
-def grouped(entry: Entry) -> tuple[str | int, str] | None:
-    """(parameter, or number of the group, name of the value) of a value of param_groups; None for any other."""
+class Grouped(NamedTuple):
+    """A value of param_groups."""
+
+    prefix: str
+    """Of the optimizer."""
+    which: str | int
+    """The parameter, or the number of the group."""
+    value: str
+    """Its name."""
+
+
+def grouped(entry: Entry) -> Grouped | None:
+    """What a value is of param_groups; None for any other."""
     path = entry.path
     if len(path) > 2 and path[-3] == "param_groups":
-        return path[-2], str(path[-1])
-    m = _GROUP.fullmatch(str(path[-1]))
-    return (m["name"], m["value"]) if m else None
+        return Grouped(".".join(map(str, path[:-3])), path[-2], str(path[-1]))
+    m = _GROUP.fullmatch(".".join(map(str, path)))
+    return Grouped(m["prefix"] or "", m["name"], m["value"]) if m else None
 
 
 def _split(flat: Mapping[str, str], trained: set[str]) -> dict[str, dict[str, str]]:
