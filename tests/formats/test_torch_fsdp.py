@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from ckpttool.containers.pickle_write import Call, Hole
 from ckpttool.containers.torch_pickle import Storage, Tensor
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
-from ckpttool.formats.torch.numbered import names_of
+from ckpttool.formats.torch.numbered import Doubt, deal, names_of
 from ckpttool.formats.torch.placement import Placement, boxes_of, parts_of
 from ckpttool.geometry import Box, whole
 from tests.formats.test_torch_bin import headers
 from tests.helpers.command import ckpttool as command
 from tests.helpers.command import refused, reshard
+from tests.helpers.sample import some
 
 FIXTURES = Path("fixtures/torch_fsdp")
 CASES = {"uneven": 4, "tp_fsdp": 4, "fsdp1": 2}
@@ -331,5 +333,36 @@ def test_numbers_that_may_stand_for_two_are_not_guessed() -> None:
     assert names_of([[(0, (2, 2))], [(1, (2, 2))]], model) is None
     assert names_of([[(0, (3,))]], model) is None
     assert names_of([[(i, None) for i in range(5)]], model) is None
+    assert deal([[(0, (2, 2)), (1, None)]], model, [1]) == Doubt(1, None, "b", "d")
+    assert deal([[(0, (3,))]], model, [0]) == Doubt(0, (3,), "", "")
     many = [(f"p{i}", (2,)) for i in range(5000)]
     assert names_of([[(i, (2,)) for i in range(2500)], [(i, (2,)) for i in range(2500, 5000)]], many) is None
+
+
+def test_a_name_is_given_only_where_every_way_gives_it() -> None:
+    """Against all ways to deal a few parameters out to groups."""
+    random = Random(7)  # noqa: S311 - the same cases in every run
+    sure = 0
+    for _ in range(some(2000, 60)):
+        model = [(name, (random.randint(2, 3),)) for name in "abcdef"[: random.randint(2, 6)]]
+        places = [random.randint(-1, 1) for _ in model]
+        groups: list[list[tuple[int | str, tuple[int, ...] | None]]] = [[], []]
+        for number, (g, (_, shape)) in enumerate(zip(places, model, strict=True)):
+            if g >= 0:
+                groups[g].append((number, shape if random.random() < 0.9 else None))
+        held = {n for g in groups for n, shape in g if shape is not None}
+        found = deal([g for g in groups if g], model, held)
+        ways = []
+        for deals in product((-1, 0, 1), repeat=len(model)):
+            mine = [[m for m, d in zip(model, deals, strict=True) if d == g] for g in (0, 1)]
+            if [len(m) for m in mine] != [len(g) for g in groups]:
+                continue
+            pairs = [pair for a, b in zip(mine, groups, strict=True) for pair in zip(a, b, strict=True)]
+            if all(said in (None, shape) for (_, shape), (_, said) in pairs):
+                ways.append({number: name for (name, _), (number, _) in pairs})
+        if isinstance(found, dict):
+            sure += bool(held)
+            assert all(way[n] == found[n] for way in ways for n in held)
+        else:
+            assert not found.unfit
+    assert sure > 5

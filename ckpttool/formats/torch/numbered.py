@@ -1,58 +1,74 @@
 """Which parameter each number of an optimizer stands for, where the model is known in its own order.
 
 An optimizer counts its parameters through its groups. Each group has them in the order of the model, but which of them
-it has (those that decay, those that are trained) nobody says. So every way to deal the model's parameters out to the
-groups is looked at: where the shapes leave one, that is it, and where they leave two, nothing is known.
+it has (those that decay, those that are trained) nobody says. So each number has a first parameter that it may be, and
+a last one: where these are one, that is it, and it is gone for the numbers of other groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 Number = int | str
+Groups = Sequence[Sequence[tuple[Number, Shape | None]]]
+"""Of each group the numbers, with the shape that the state has; None where there is none, or it does not tell."""
 
-_MOST = 1 << 18
-"""Steps that are looked at; two groups whose shapes tell nothing have one for each pair of parameters."""
+
+class Doubt(NamedTuple):
+    """A number that may be either of two parameters, as far as can be known, or none of them."""
+
+    number: Number
+    shape: Shape | None
+    first: str
+    last: str
+
+    @property
+    def unfit(self) -> bool:
+        """Whether no parameter is left for it."""
+        return not self.first
 
 
-def names_of(
-    groups: Sequence[Sequence[tuple[Number, Shape | None]]], model: Sequence[tuple[str, Shape]]
-) -> dict[Number, str] | None:
-    """The name of each number, or None where no way fits or several do.
+def deal(groups: Groups, model: Sequence[tuple[str, Shape]], held: Collection[Number]) -> dict[Number, str] | Doubt:
+    """The only way to give each group parameters in their order that have its shapes, and none to two numbers.
 
-    ``groups`` have numbers and shapes (None: without state, so any), ``model`` names and shapes in the model's order.
+    ``model`` are names and shapes in the model's order. Numbers that are not ``held`` have no state, and need not be
+    sure: the result may lack them.
     """
-    free = len(model) - sum(map(len, groups))
-    if free < 0:
-        return None
-    # How many of each group are dealt out -> in how many ways (2 is "several"), and the last step there.
-    ways: dict[tuple[int, ...], int] = {(0,) * len(groups): 1}
-    steps: list[dict[tuple[int, ...], int]] = []
-    looked_at = 0
-    for at, (_, shape) in enumerate(model):
-        ahead: dict[tuple[int, ...], int] = {}
-        step: dict[tuple[int, ...], int] = {}
-        for done, count in ways.items():
-            options = [(g, n) for g, n in enumerate(done) if n < len(groups[g]) and groups[g][n][1] in (None, shape)]
-            if at - sum(done) < free:
-                options.append((-1, 0))
-            for g, _ in options:
-                after = done if g < 0 else (*done[:g], done[g] + 1, *done[g + 1 :])
-                ahead[after] = min(2, ahead.get(after, 0) + count)
-                step[after] = g
-        looked_at += len(ahead)
-        if not ahead or looked_at > _MOST:
-            return None
-        ways = ahead
-        steps.append(step)
-    done = tuple(map(len, groups))
-    if ways.get(done) != 1:
-        return None
-    names: dict[Number, str] = {}
-    for (name, _), step in zip(reversed(model), reversed(steps), strict=True):
-        g = step[done]
-        if g >= 0:
-            done = (*done[:g], done[g] - 1, *done[g + 1 :])
-            names[groups[g][done[g]][0]] = name
-    return names
+    sure: dict[Number, str] = {}
+    while True:
+        before, doubt = len(sure), None
+        for group in groups:
+            own = {n for n, _ in group}
+            gone = {name for n, name in sure.items() if n not in own}
+            free = [c for c in model if c[0] not in gone]
+            first = _fill(group, free)
+            last = _fill(group[::-1], free[::-1])
+            if isinstance(first, Doubt) or isinstance(last, Doubt):
+                return first if isinstance(first, Doubt) else Doubt(*group[0], "", "")
+            for (n, shape), a, b in zip(group, first, last[::-1], strict=True):
+                if a == b:
+                    sure[n] = a
+                elif n in held:
+                    doubt = doubt or Doubt(n, shape, a, b)
+        if doubt is None or len(sure) == before:
+            return doubt or sure
+
+
+def names_of(groups: Groups, model: Sequence[tuple[str, Shape]]) -> dict[Number, str] | None:
+    """``deal`` where every number has to be sure; None for a doubt."""
+    found = deal(groups, model, [n for group in groups for n, _ in group])
+    return None if isinstance(found, Doubt) else found
+
+
+def _fill(group: Sequence[tuple[Number, Shape | None]], free: Iterable[tuple[str, Shape]]) -> list[str] | Doubt:
+    """For each number the first parameter that has its shape, behind that of the number before it."""
+    out = []
+    rest = iter(free)
+    for number, shape in group:
+        found = next((name for name, own in rest if shape in (None, own)), None)
+        if found is None:
+            return Doubt(number, shape, "", "")
+        out.append(found)
+    return out

@@ -25,6 +25,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError
 from ckpttool.formats.base import ModelForm, ParamGroup, Share, StoredCheckpoint, Training
+from ckpttool.formats.torch.numbered import Doubt, Groups, Number, Shape, deal
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.geometry import contiguous_strides
 from ckpttool.states import number_bytes
@@ -58,24 +59,12 @@ _NAMED = (
     f" in place of safetensors, or {_ALONE}"
 )
 
-Number = int | str
-"""What a group calls a parameter."""
-Shape = tuple[int, ...]
-
 
 class _Group(NamedTuple):
     params: list[Number]
     names: list[str]
     """Of these; [] where it does not say them."""
     values: dict[str, Any]
-
-
-class _Doubt(NamedTuple):
-    """A number that may be either of two parameters, as far as can be known."""
-
-    number: Number
-    first: str
-    last: str
 
 
 def is_optimizer(value: Any) -> bool:
@@ -294,10 +283,12 @@ class OptimizerState:
         in_files = not changed and (self.trusted or (is_state_dict(saved) and _one_after_another(model)))
         orders = [saved] if in_files else []
         orders += [[n for n in form.order if n in candidates]] if form.order else []
-        answers = [_in_order(numbers, [(n, candidates[n]) for n in order], {*states}, self._where) for order in orders]
+        answers = [deal(numbers, [(n, candidates[n]) for n in order], {*states}) for order in orders]
+        if unfit := next((a for a in answers if isinstance(a, Doubt) and a.unfit), None):
+            raise _misfit(unfit.number, unfit.shape, self._where)
         sure = [a for a in answers if isinstance(a, dict)]
         if not sure or any(a != sure[0] for a in sure):
-            found = next((a for a in answers if isinstance(a, _Doubt)), found)
+            found = next((a for a in answers if isinstance(a, Doubt)), found)
             raise UnsupportedError(
                 f"nothing says whose the state of number {found.number} is: it fits `{printable(found.first)}` and"
                 f" `{printable(found.last)}`",
@@ -519,11 +510,7 @@ def _parameters(tensors: Iterable[StoredTensor]) -> dict[str, Shape]:
     return out
 
 
-_Numbers = Sequence[Sequence[tuple[Number, Shape | None]]]
-"""Of each group, with the shape that the state has; None where there is none, or it does not tell."""
-
-
-def _by_shape(numbers: _Numbers, candidates: Mapping[str, Shape], where: str) -> dict[Number, str] | _Doubt:
+def _by_shape(numbers: Groups, candidates: Mapping[str, Shape], where: str) -> dict[Number, str] | Doubt:
     """The only parameter of each shape. Raises ConflictError where there is none."""
     of: dict[Shape | None, list[str]] = {None: list(candidates)}
     for name, own in candidates.items():
@@ -535,49 +522,11 @@ def _by_shape(numbers: _Numbers, candidates: Mapping[str, Shape], where: str) ->
         if not names:
             raise _misfit(number, shape, where)
         if len(names) > 1:
-            doubt = doubt or _Doubt(number, names[0], names[-1])
+            doubt = doubt or Doubt(number, shape, names[0], names[-1])
         out[number] = names[0]
     if doubt is None and len(set(out.values())) < len(out):
         raise _misfit(next(reversed(out)), None, where)
     return doubt or out
-
-
-def _in_order(
-    numbers: _Numbers, candidates: Sequence[tuple[str, Shape]], held: Collection[Number], where: str
-) -> dict[Number, str] | _Doubt:
-    """The only way to give each group parameters in their order that have its shapes, and none to two numbers.
-
-    A number is sure when the first parameter that it may be is the last, too; what is sure in one group is gone for the
-    others. Numbers that are not ``held`` have no state, and need not be sure. Raises ConflictError where nothing fits.
-    """
-    sure: dict[Number, str] = {}
-    while True:
-        before, doubt = len(sure), None
-        for group in numbers:
-            own = {n for n, _ in group}
-            gone = {name for n, name in sure.items() if n not in own}
-            free = [c for c in candidates if c[0] not in gone]
-            first = _fill(group, free, where)
-            last = _fill(group[::-1], free[::-1], where)[::-1]
-            for (n, _), a, b in zip(group, first, last, strict=True):
-                if a == b:
-                    sure[n] = a
-                elif n in held:
-                    doubt = doubt or _Doubt(n, a, b)
-        if doubt is None or len(sure) == before:
-            return doubt or sure
-
-
-def _fill(group: Sequence[tuple[Number, Shape | None]], free: Iterable[tuple[str, Shape]], where: str) -> list[str]:
-    """For each number the first parameter that has its shape, behind that of the number before it."""
-    out = []
-    rest = iter(free)
-    for number, shape in group:
-        found = next((name for name, own in rest if shape in (None, own)), None)
-        if found is None:
-            raise _misfit(number, shape, where)
-        out.append(found)
-    return out
 
 
 def _misfit(number: Number, shape: Shape | None, where: str) -> ConflictError:
