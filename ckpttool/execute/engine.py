@@ -19,8 +19,9 @@ import json
 import signal
 import threading
 import time
+from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -256,9 +257,9 @@ class _Run:
                 continue
             if not create(path, output.size):
                 made.add(i)
-            pool.expect_writes(path)
-            for offset, data in output.literals:
-                pool.write(path, offset, memoryview(data))
+            pool.expect_writes(path, scattered=bool(output.checksums))
+            if not output.checksums:
+                _write_literals(pool, path, output.literals)
         # A file that was not there at its full size cannot hold what the journal says.
         finished.parts -= {p.number for p in parts if not made.isdisjoint(p.files)}
         self.progress.start(self.plan.bytes_written, len(self.paths))
@@ -486,7 +487,7 @@ class _Run:
     def _finish(self, pool: Medium) -> None:
         """Everything durable and checked; only the name is missing."""
         if CRC32 in self.hashes:
-            self._write_checksums(pool)
+            self._write_summed(pool)
         with ThreadPoolExecutor(8, thread_name_prefix="sync") as syncing:
             for done in [syncing.submit(pool.sync, path, metadata=True) for path in self.paths]:
                 done.result()
@@ -507,13 +508,18 @@ class _Run:
             self.verify_seconds = time.perf_counter() - began
             self.verifying = False
 
-    def _write_checksums(self, pool: Medium) -> None:
-        """Put the checksums of tensors where their files have them."""
+    def _write_summed(self, pool: Medium) -> None:
+        """Write the literal bytes of files that have checksums of tensors among them, which are known by now."""
+        places = [array("Q") for _ in self.paths]
+        sums = [array("I") for _ in self.paths]
         for u, unit in enumerate(self.plan.units):
             for t, target in enumerate(unit.stored_tensors):
                 for at in self.plan.outputs[target.file].checksums.get(target.offset, ()):
-                    data = int(self.sums[sum_key(u, t, CRC32)], 16).to_bytes(4, "little")
-                    pool.write(self.paths[target.file], at, memoryview(data))
+                    places[target.file].append(at)
+                    sums[target.file].append(int(self.sums[sum_key(u, t, CRC32)], 16))
+        for path, output, at_, sum_ in zip(self.paths, self.plan.outputs, places, sums, strict=True):
+            if output.checksums:
+                _write_literals(pool, path, _filled(output.literals, dict(zip(at_, sum_, strict=True))))
 
     def _verify(self, verify: Callable[[Path, Advance], None]) -> None:
         """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""
@@ -597,6 +603,27 @@ class _Run:
             return error
         self.destination.close()
         return _resumable(error)
+
+
+def _write_literals(pool: Medium, path: str, literals: Iterable[tuple[int, bytes]]) -> None:
+    for offset, data in literals:
+        pool.write(path, offset, memoryview(data))
+
+
+def _filled(literals: Iterable[tuple[int, bytes]], sums: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
+    """Literal bytes with checksums in their places; those that follow each other are joined."""
+    places = sorted(sums, reverse=True)
+    runs: list[tuple[int, bytearray]] = []
+    for offset, data in sorted(literals):
+        if runs and runs[-1][0] + len(runs[-1][1]) == offset:
+            runs[-1][1].extend(data)
+        else:
+            runs.append((offset, bytearray(data)))
+    for offset, run in runs:
+        while places and places[-1] < offset + len(run):
+            at = places.pop()
+            run[at - offset : at - offset + 4] = sums[at].to_bytes(4, "little")
+        yield offset, bytes(run)
 
 
 def _check_source(path: str, size: int, tag: str) -> None:

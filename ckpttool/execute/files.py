@@ -114,8 +114,8 @@ class Medium(Protocol):
         stay there. Raises CorruptError when the file ends early, SourceReadError when it cannot be read.
         """
 
-    def expect_writes(self, path: str) -> None:
-        """Open this path for reading and writing from now on."""
+    def expect_writes(self, path: str, *, scattered: bool = False) -> None:
+        """Open this path for reading and writing from now on. ``scattered`` as for ``write``, of all of them."""
 
     def write(self, path: str, offset: int, data: memoryview, *, scattered: bool = False) -> None:
         """Write all of ``data``. Raises OutputError.
@@ -176,8 +176,10 @@ class FilePool:
             for name in [n for n, entry in self._open.items() if not entry[1]]:
                 os.close(self._open.pop(name)[0])
 
-    def expect_writes(self, path: str) -> None:
+    def expect_writes(self, path: str, *, scattered: bool = False) -> None:
         self._writable.add(path)
+        if scattered:
+            self._scattered.add(path)
 
     def take(self, path: str, *, direct: bool = False) -> int:
         """A descriptor, in use until ``give``; a ``direct`` one is for writes past the page cache."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpttool.checkpoint import open_checkpoint
+from ckpttool.execute.files import FilePool
 from ckpttool.formats.torch.dcp_metadata import Described, Entry, read_metadata
 from tests.formats.test_dcp import FIXTURES, checkpoint, tensors
 from tests.helpers.command import refused, reshard
@@ -50,6 +51,23 @@ def test_rows_over_files(files: int, tmp_path: Path) -> None:
     reshard(tmp_path / "out", tmp_path / "back", "--to", "hf")
     assert tensors(tmp_path / "back") == tensors(FIXTURES / "hf_mixtral")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mixtral"
+
+
+def test_a_chunk_is_few_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its elements, and what lies between them and the next ones, with the checksums in it."""
+    written: dict[str, list[int]] = {}
+    write = FilePool.write
+
+    def noted(self: FilePool, path: str, offset: int, data: memoryview, *, scattered: bool = False) -> None:
+        written.setdefault(Path(path).name, []).append(offset)
+        write(self, path, offset, data, scattered=scattered)
+
+    monkeypatch.setattr(FilePool, "write", noted)
+    reshard(FIXTURES / "hf_mixtral" / "checkpoint", tmp_path / "out", "--to", "dcp", "--sharding-out", 2)
+    chunks = [c for e in entries(tmp_path / "out").values() if isinstance(e.value, Described) for c in e.value.chunks]
+    for file in range(2):
+        mine = written[f"__{file}_0.distcp"]
+        assert len(set(mine)) == len(mine) <= 2 * sum(c.span[0] == file for c in chunks) + 1
 
 
 @pytest.mark.parametrize("name", ["hsdp2x2_llama", "titan_llama3"])
