@@ -41,7 +41,7 @@ def number_bytes(value: float) -> tuple[str, bytes]:
         data = struct.pack("<f", value)
         if struct.unpack("<f", data)[0] == value:
             return "F32", data
-    except OverflowError:
+    except (OverflowError, struct.error):  # too large for a float of either size
         pass
     try:
         return ("I64", struct.pack("<q", value)) if isinstance(value, int) else ("F64", struct.pack("<d", value))

@@ -209,7 +209,7 @@ class _Translator:
     def _for_paddle(self, key: Key, t: LogicalTensor) -> Iterator[LogicalTensor]:
         if key.state == STEP:
             steps, dtype = self._number(t), self._dtype(key)
-            if steps != int(steps) or steps < 0:
+            if not math.isfinite(steps) or steps != int(steps) or steps < 0:
                 raise ConflictError(
                     f"`{key}` is {steps}, which is not a number of steps", where=str(self.source.path), hint=_LEAVE
                 )
@@ -318,6 +318,8 @@ def betas_of(training: Training | None, asked: Betas | None, where: str) -> dict
     for group in training.groups if training is not None else ():
         said = group.values.get("betas")
         if not isinstance(said, (tuple, list)) or len(said) != len(BETA_POWERS):
+            continue
+        if any(type(b) not in (int, float) or not 0 <= b < 1 for b in said):  # no betas of anything
             continue
         betas = float(said[0]), float(said[1])
         if asked not in (None, betas):

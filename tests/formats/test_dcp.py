@@ -14,6 +14,7 @@ import pytest
 
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.containers.torch_zip import TorchSlices, read_torch
+from ckpttool.errors import CorruptError
 from ckpttool.formats.base import ReadOptions
 from ckpttool.formats.torch.dcp_metadata import read_metadata
 from ckpttool.storage.place import open_file
@@ -115,10 +116,10 @@ def opened(path: Path, select: str = "") -> set[str]:
         ),
         (
             {
-                f"model.{NAME}": ("model", f"_orig_mod.{NAME}"),
+                f"model._orig_mod.{NAME}": ("model", f"_orig_mod.{NAME}"),
                 f"master_weights.{NAME}": ("master_weights", NAME),
                 f"ema.{NAME}": ("ema", NAME),
-                f"optimizer.state.{NAME}.exp_avg": ("optimizer", "state", f"_orig_mod.{NAME}", "exp_avg"),
+                f"optimizer.state._orig_mod.{NAME}.exp_avg": ("optimizer", "state", f"_orig_mod.{NAME}", "exp_avg"),
             },
             {NAME, f"master_weights/{NAME}", f"ema/{NAME}", f"optimizer/{NAME}/exp_avg"},
         ),
@@ -136,6 +137,12 @@ def opened(path: Path, select: str = "") -> set[str]:
 )  # fmt: skip
 def test_names(names: Mapping[str, tuple[str | int, ...]], wanted: set[str], tmp_path: Path) -> None:
     assert opened(saved(tmp_path / "save", names)) == wanted
+
+
+def test_a_path_that_is_not_the_name_is_refused(tmp_path: Path) -> None:
+    """torch joins the one to the other; a damaged one would give a state to another parameter, or to none."""
+    with pytest.raises(CorruptError, match=r"the path of `model\.a` leads to `model\.b`"):
+        opened(saved(tmp_path / "save", {"model.a": ("model", "b"), "model.c": ("model", "c")}))
 
 
 def test_several_models(tmp_path: Path) -> None:

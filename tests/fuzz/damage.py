@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import yaml
 
+from tests.fuzz.damage_torch import archive, slices
 from tests.fuzz.trees import Case, structures, texts
 
 Span = tuple[int, int]
@@ -372,17 +373,32 @@ def json_lines(data: bytes) -> Iterator[Case]:
 
 
 def record(data: bytes) -> Iterator[Case]:
-    """The JSON that ckpttool keeps as a text in the metadata of a safetensors file."""
+    """The JSON that software keeps as a text in the metadata of a safetensors file."""
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
-    for name, make in (*structures(header["__metadata__"]["ckpttool"]), *texts(b"{}")):
+    key = next(k for k in ("ckpttool", "DCP_SHARDING_INFO") if k in header["__metadata__"])
+    for name, make in (*structures(header["__metadata__"][key]), *texts(b"{}")):
 
         def whole(make: Callable[[], bytes] = make) -> bytes:
-            metadata = header["__metadata__"] | {"ckpttool": make().decode("utf-8", "surrogateescape")}
+            metadata = header["__metadata__"] | {key: make().decode("utf-8", "surrogateescape")}
             text = json.dumps(header | {"__metadata__": metadata}).encode()
             return struct.pack("<Q", len(text)) + text + data[8 + size :]
 
         yield f"record {name}", whole
+
+
+def in_parts(data: bytes) -> Iterator[Case]:
+    """Bytes that are pickles and zips in part."""
+    yield from raw(data, [(0, min(len(data), 1500)), (max(0, len(data) - 2500), len(data))])
+
+
+def pointer(data: bytes) -> Iterator[Case]:
+    """A file that names a directory."""
+    names = (b"", b".", b"..", b"/", b"/etc", b"../../x", b"a/b", b"\0", b"~", b"x" * 300, b"x" * 5000, b"1" * 5000)
+    for name in (*names, data.upper(), data + b"/", b"/" + data, data + b"\nx", b"./" + data, data[::-1], b"9" * 256):
+        yield f"names {name[:20]!r}", lambda name=name: name  # type: ignore[misc]
+    yield from texts(data)
+    yield from raw(data, [(0, len(data))])
 
 
 KINDS: dict[str, Callable[[bytes], Iterator[Case]]] = {
@@ -395,5 +411,10 @@ KINDS: dict[str, Callable[[bytes], Iterator[Case]]] = {
     "yaml": yaml_tree,
     "lines": lines,
     "journal": json_lines,
+    "torch": archive(pickle, raw),
+    "slices": slices(archive(pickle, raw)),
+    "torch tail": in_parts,
+    "legacy": in_parts,
+    "pointer": pointer,
 }
 """Kind of a file -> its damage."""

@@ -52,7 +52,7 @@ def watched() -> Iterator[None]:
         raise HungError
 
     before = _peak(reset=True)
-    signal.signal(signal.SIGALRM, ring)
+    handler = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     # A loop in C looks at no signals: this one kills the process, and the campaign says at which case. A watchdog
     # thread would do it, too, but no command could fork its workers beside it.
@@ -65,6 +65,7 @@ def watched() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGALRM, handler)
     if (grown := _peak() - before) > MEMORY:
         raise FindingError(f"took {grown >> 20} MiB of memory")
 

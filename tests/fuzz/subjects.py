@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ckpttool import layout
 from tests.fuzz.harness import Answers, FindingError, Subject, opened
 from tests.fuzz.naive import Placement, flex, library, pickled, program, whole
+from tests.fuzz.naive_torch import (
+    bytecheckpoint,
+    dcp,
+    deepspeed,
+    fsdp,
+    meta,
+    one_file,
+    sharded_safetensors,
+    trained,
+    universal,
+)
 from tests.helpers.command import Done, ckpttool, reshard
+from tests.helpers.torch_save import torch_save
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -386,6 +402,107 @@ def others() -> list[Subject]:
     ]
 
 
+def tree(source: str) -> Callable[[Path], None]:
+    """A fixture with its directories."""
+
+    def make(folder: Path) -> None:
+        shutil.copytree(FIXTURES / source, folder, dirs_exist_ok=True)
+
+    return make
+
+
+def _trainer(folder: Path) -> None:
+    """What transformers' Trainer leaves: a model, and an optimizer that names its parameters."""
+    names, shapes = ("b.weight", "b.bias", "a.weight"), ((3, 4), (4,), (4, 3))
+    arrays = [np.arange(math.prod(s), dtype="<f4").reshape(s) + i for i, s in enumerate(shapes)]
+    torch_save(dict(zip(names, arrays, strict=True)), folder / "pytorch_model.bin")
+    states = {i: {"step": np.array(3, "<f4"), "exp_avg": a + 10, "exp_avg_sq": a + 20} for i, a in enumerate(arrays)}
+    groups = [
+        {"lr": 0.1, "params": [0], "param_names": [names[0]]},
+        {"lr": 0.1, "params": [1, 2], "param_names": [*names[1:]]},
+    ]
+    torch_save({"state": states, "param_groups": groups}, folder / "optimizer.pt")
+    torch_save({"last_epoch": 3, "_step_count": 4}, folder / "scheduler.pt")
+
+
+STATE = (("reshard", "{src}", "{out}", "--to", "ranks", "--tp-out", "1", "--workers", "1", "-q"),)
+"""Writes the optimizer too."""
+_STEP3, _UNIVERSAL = "global_step3/", "global_step3_universal/"
+_MODEL, _OPTIM = "model_states.pt", "optim_states.pt"
+
+
+def torch_world() -> list[Subject]:
+    """One or more of each of torch's formats."""
+
+    def of(name: str, make: Callable[[Path], None], files: dict[str, str], naive: Any) -> Subject:
+        return Subject(name, make, files, naive=naive, readable=STATE)
+
+    z3 = {f"{_STEP3}zero_pp_rank_{r}_mp_rank_00_{_MODEL}": "torch" for r in (0, 1)}
+    out = [
+        of("torch-bin", tree("torch/strided"), {"pytorch_model.bin": "torch"}, one_file),
+        of(
+            "torch-bin sharded",
+            tree("torch/sharded"),
+            {"pytorch_model.bin.index.json": "json", "pytorch_model-00002-of-00003.bin": "torch"},
+            one_file,
+        ),
+        of("torch-bin before 1.6", one("torch/written/weights.old.bin"), {"weights.old.bin": "legacy"}, one_file),
+        of(
+            "optimizer",
+            _trainer,
+            {"optimizer.pt": "torch", "pytorch_model.bin": "torch", "scheduler.pt": "torch"},
+            trained("pytorch_model.bin", "optimizer.pt"),
+        ),
+        of("dcp", tree("dcp/uneven/checkpoint"), {".metadata": "pickle", "__0_0.distcp": "slices"}, dcp("model.")),
+        of(
+            "dcp with an optimizer",
+            made("torch/deepspeed/z2", "--to", "dcp", "--sharding-out", 2),
+            {".metadata": "pickle", "__1_0.distcp": "slices"},
+            dcp("model."),
+        ),
+        of(
+            "dcp of safetensors",
+            tree("dcp/hf_mixtral/checkpoint"),
+            {
+                "shard-00002-model-00001-of-00002.safetensors": "safetensors",
+                "shard-00003-model-00002-of-00002.safetensors": "record",
+            },
+            sharded_safetensors,
+        ),
+    ]
+    for case in ("uneven", "tp_fsdp", "fsdp1"):
+        world = 2 if case == "fsdp1" else 4
+        files = {f"model_world_size_{world}_rank_1.pt": "torch", f"optim_world_size_{world}_rank_0.pt": "torch"}
+        out.append(of(f"fsdp {case}", tree(f"torch_fsdp/{case}"), files, fsdp))
+    for case, files in (
+        ("z1", {f"{_STEP3}mp_rank_00_{_MODEL}": "torch", f"{_STEP3}bf16_zero_pp_rank_0_mp_rank_00_{_OPTIM}": "torch"}),
+        ("z3", {**z3, f"{_STEP3}bf16_zero_pp_rank_1_mp_rank_00_{_OPTIM}": "torch", "latest": "pointer"}),
+        ("z3sgd", {f"{_STEP3}zero_pp_rank_1_mp_rank_00_{_MODEL}": "torch"}),
+        ("bf16", {f"{_STEP3}bf16_zero_pp_rank_1_mp_rank_00_{_OPTIM}": "torch"}),
+        ("ams", {f"{_STEP3}bf16_zero_pp_rank_0_mp_rank_00_{_OPTIM}": "torch"}),
+    ):
+        out.append(of(f"deepspeed {case}", tree(f"torch/deepspeed/{case}"), files, deepspeed))
+    head = f"{_UNIVERSAL}zero/head.weight/"
+    for case, files in (
+        ("z1", {f"{_UNIVERSAL}mp_rank_00_{_MODEL}": "torch", f"{head}step.pt": "torch", f"{head}exp_avg.pt": "torch"}),
+        ("z3", {f"{_UNIVERSAL}zero_pp_rank_0_mp_rank_00_{_MODEL}": "torch"}),
+    ):
+        more = {f"{_UNIVERSAL}zero/optimizer_state.pt": "torch", "latest_universal": "pointer"}
+        out.append(of(f"universal {case}", tree(f"torch/deepspeed/universal_{case}"), files | more, universal))
+    for case in ("ddp2", "fsdp2"):
+        files = {"model/.metadata": "pickle", "optimizer/.metadata": "pickle", "optimizer/__0_0.distcp": "torch tail"}
+        out.append(of(f"bytecheckpoint {case}", tree(f"bytecheckpoint/{case}"), files, bytecheckpoint))
+    out.append(
+        of(
+            "meta",
+            made("merge/inputs/base", "--to", "meta", "--tp-out", 2),
+            {"params.json": "json", "consolidated.01.pth": "torch"},
+            meta,
+        )
+    )
+    return out
+
+
 def subjects() -> list[Subject]:
     """All of them."""
-    return [*checkpoints(), *others()]
+    return [*checkpoints(), *torch_world(), *others()]

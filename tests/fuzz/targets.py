@@ -34,6 +34,7 @@ from ckpttool.execute.journal import Journal, sealed
 from ckpttool.formats.paddle.pdiparams import match_records
 from ckpttool.formats.paddle.pdmodel import read_pdmodel
 from ckpttool.formats.paddle.pir import read_pir
+from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.layout.family import load_family
 from ckpttool.ops.inspect.answer import InspectRequest
 from ckpttool.ops.inspect.answer import inspect as look
@@ -44,9 +45,11 @@ from ckpttool.recipe.paddle import read_paddle
 from ckpttool.relate import rename_by_rules
 from ckpttool.select import matching
 from ckpttool.vocabulary.read import read_vocabulary
+from tests.fuzz.damage_torch import pickle_change, pickle_of, with_pickle
 from tests.fuzz.harness import Answers, read
 from tests.fuzz.naive import flex, library, pickled, program
-from tests.fuzz.subjects import FIXTURES
+from tests.fuzz.naive_torch import bytecheckpoint, dcp, deepspeed, fsdp, meta, one_file, trained, universal
+from tests.fuzz.subjects import FIXTURES, made, tree
 from tests.fuzz.trees import change
 from tests.helpers.aoa import table, tensor
 from tests.helpers.torch_save import torch_save
@@ -173,7 +176,7 @@ def _torch() -> Target:
 
     def run(data: bytes) -> None:
         folder(data)
-        read(folder.root, {})
+        _torch_agrees(read(folder.root, {}), one_file, folder.root)
 
     files = ("hostile/zip_slip.bin", "hostile/legacy_system.bin", "strided/pytorch_model.bin", "train/step3.pth")
     words = (b"PK\x01\x02", b"PK\x05\x06", b"PK\x06\x07", b"ctorch._utils\n_rebuild_tensor_v3\n", b"Q", b"tR", b"\x8f")
@@ -183,6 +186,17 @@ def _torch() -> Target:
 ZERO = (
     "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt",
     "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+)
+ZERO1 = (
+    "global_step3/mp_rank_00_model_states.pt",
+    "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+)
+UNIVERSAL = (
+    "global_step3_universal/mp_rank_00_model_states.pt",
+    "global_step3_universal/zero/head.weight/fp32.pt",
+    "global_step3_universal/zero/head.weight/step.pt",
+    "global_step3_universal/zero/optimizer_state.pt",
+    "latest_universal",
 )
 TORCH_WORDS = (
     b"PK\x01\x02",
@@ -198,25 +212,49 @@ TORCH_WORDS = (
 )
 
 
-def _torch_part(source: str, *names: str) -> Callable[[], Target]:
-    """Files of a checkpoint of torch's trainers, of which any may have been changed: the first byte says which."""
+def _torch_agrees(got: Answers, naive: Callable[[Path], Answers], folder: Path) -> None:
+    """What is read is what the other reader reads; that one does not read all that there is, and guesses no names."""
+    try:
+        said_ = naive(folder)
+    except Exception:  # noqa: BLE001 - it fails as it likes
+        return
+    if wrong := [k for k in got if k in said_ and said_[k] != got[k]]:
+        raise AssertionError(f"the other reader says otherwise of {wrong[:3]}")
+
+
+def _torch_part(
+    make_folder: Callable[[Path], None], naive: Callable[[Path], Answers], *names: str
+) -> Callable[[], Target]:
+    """Files of a checkpoint of torch's trainers, of which any may have been changed: the first byte says which.
+
+    With its highest bit the bytes behind are the pickle of the file, which gets a true checksum; or else the file.
+    """
 
     def make() -> Target:
-        folder = _Folder(names[0], source)
+        folder = _Folder(names[0])
+        make_folder(folder.root)
         sound = [(folder.root / n).read_bytes() for n in names]
 
         def run(data: bytes) -> None:
-            at = data[0] % len(names) if data else 0
-            path = folder.root / names[at]
+            at = (data[0] & 127) % len(names) if data else 0
+            path, new = folder.root / names[at], data[1:]
+            if data and data[0] & 128 and sound[at][:2] == b"PK":
+                new = with_pickle(sound[at], new)
             try:
-                path.write_bytes(data[1:])
-                read(folder.root, {})
+                path.write_bytes(new)
+                _torch_agrees(read(folder.root, {}), naive, folder.root)
             finally:
                 path.write_bytes(sound[at])
 
-        return Target(run, tuple([bytes([i]) + data for i, data in enumerate(sound)]), TORCH_WORDS)
+        seeds = [bytes([i]) + data for i, data in enumerate(sound)]
+        seeds += [bytes([i | 128]) + pickle_of(data) for i, data in enumerate(sound) if data[:2] == b"PK"]
+        return Target(run, tuple(seeds), TORCH_WORDS, _pickle_part)
 
     return make
+
+
+def _pickle_part(data: bytes, rng: random.Random) -> bytes:
+    return data[:1] + pickle_change(data[1:], rng)
 
 
 def _optimizer() -> Target:
@@ -232,14 +270,37 @@ def _optimizer() -> Target:
         by_name | {f"param_groups.{n}.lr": 0.1 for n in shapes},
     )
     seeds = [torch_save(v, folder.path).read_bytes() for v in values]
+    named_states = trained("pytorch_model.bin", "optimizer.pt")
 
     def run(data: bytes) -> None:
-        folder(data)
+        with_own = bool(data) and data[:2] != b"PK"
+        folder(with_pickle(seeds[1], data) if with_own else data)
         answers = read(folder.root, {})
         if any(n.startswith("optimizer/") and n.split("/")[1] not in shapes for n in answers):
             raise AssertionError("a state of no parameter")
+        _torch_agrees(answers, named_states, folder.root)
 
-    return Target(run, tuple(seeds), (*TORCH_WORDS, b"param_names", b"state", b"params", b"exp_avg_sq_row"))
+    words = (*TORCH_WORDS, b"param_names", b"state", b"params", b"exp_avg_sq_row")
+    return Target(run, (*seeds, *map(pickle_of, seeds)), words, pickle_change)
+
+
+def _prefixes() -> Target:
+    """Whatever names are: each becomes one that no other becomes, and without its wrappers and what is in front."""
+
+    def run(data: bytes) -> None:
+        names = data.decode("utf-8", "surrogateescape").split("\n")
+        mapping, _ = strip_prefixes(names)
+        if mapping.keys() != set(names) or len(set(mapping.values())) != len(mapping):
+            raise AssertionError("two names became one")
+        if strip_prefixes(mapping.values())[0] != {n: n for n in mapping.values()}:
+            raise AssertionError("a second time takes more away")
+
+    seeds = (
+        b"module._orig_mod.model.embed_tokens.weight\nmodule._orig_mod.model.norm.weight\nmodule.lm_head.weight",
+        b"base_model.model.model.embed_tokens.weight\nbase_model.model.model.layers.0.q.lora_A.weight",
+    )
+    words = (b"module.", b"_orig_mod.", b"_fsdp_wrapped_module.", b"model.", b"embed_tokens.weight", b"\n", b"lora_")
+    return Target(run, seeds, words)
 
 
 def _imports() -> Target:
@@ -490,9 +551,26 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "index": _index,
     "pickle": _pickle,
     "torch": _torch,
-    "dcp": _torch_part("dcp/uneven/checkpoint", ".metadata", "__0_0.distcp"),
-    "fsdp": _torch_part("torch_fsdp/uneven", "model_world_size_4_rank_1.pt", "optim_world_size_4_rank_0.pt"),
-    "deepspeed": _torch_part("torch/deepspeed/z3", *ZERO),
+    "dcp": _torch_part(tree("dcp/uneven/checkpoint"), dcp("model."), ".metadata", "__0_0.distcp"),
+    "dcp state": _torch_part(
+        made("torch/deepspeed/z2", "--to", "dcp", "--sharding-out", 2), dcp("model."), ".metadata", "__1_0.distcp"
+    ),
+    "bytecheckpoint": _torch_part(
+        tree("bytecheckpoint/fsdp2"), bytecheckpoint, "model/.metadata", "optimizer/.metadata", "optimizer/__0_0.distcp"
+    ),
+    "fsdp": _torch_part(
+        tree("torch_fsdp/uneven"), fsdp, "model_world_size_4_rank_1.pt", "optim_world_size_4_rank_0.pt"
+    ),
+    "fsdp tp": _torch_part(
+        tree("torch_fsdp/tp_fsdp"), fsdp, "model_world_size_4_rank_1.pt", "optim_world_size_4_rank_0.pt"
+    ),
+    "deepspeed": _torch_part(tree("torch/deepspeed/z3"), deepspeed, *ZERO, "latest"),
+    "zero 1": _torch_part(tree("torch/deepspeed/z1"), deepspeed, *ZERO1),
+    "universal": _torch_part(tree("torch/deepspeed/universal_z1"), universal, *UNIVERSAL),
+    "meta": _torch_part(
+        made("merge/inputs/base", "--to", "meta", "--tp-out", 2), meta, "params.json", "consolidated.01.pth"
+    ),
+    "prefixes": _prefixes,
     "optimizer": _optimizer,
     "imports": _imports,
     "flex": _flex,

@@ -216,8 +216,11 @@ class _Save:
 
         entries = entries_of(value, path, number, _OWNER)
         rank = {name: i for i, name in enumerate(order)}
+        part = _Part(listing, base.file_now(path), entries, order, described)
+        if order and (lost := [e.fqn for e in entries if e.fqn not in rank]):  # its planner says the keys of each
+            part.corrupt(f"nothing says which keys lead to `{printable(lost[0])}`")
         entries.sort(key=lambda e: rank.get(e.fqn, len(rank)))
-        return _Part(listing, base.file_now(path), entries, order, described)
+        return part
 
     def _add_model(self, part: _Part) -> None:
         tensors = [(e.fqn, e.value) for e in part.entries if isinstance(e.value, Described)]

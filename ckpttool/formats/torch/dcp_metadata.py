@@ -192,6 +192,8 @@ class _Parser:
             return (fqn,)
         if type(value) is not tuple or not value or any(type(k) not in (str, int) for k in value):
             self.corrupt(f"the path of `{printable(fqn)}` is not a tuple of keys")
+        if ".".join(map(str, value)) != fqn:
+            self.corrupt(f"the path of `{printable(fqn)}` leads to `{printable('.'.join(map(str, value)))}`")
         return value
 
 

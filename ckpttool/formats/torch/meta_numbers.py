@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ def number(params: Mapping[str, Any], name: str, where: str) -> int:
     if value is None:
         raise IncompleteError(f"`{name}` is not in params.json", where=where)
     if type(value) is not int or value < 1:
-        raise CorruptError(f"`{name}` in params.json is not a positive whole number: {value}", where=where)
+        raise CorruptError(f"`{name}` in params.json is not a positive whole number: {value!s:.40}", where=where)
     return value
 
 
@@ -26,8 +27,8 @@ def real(params: Mapping[str, Any], name: str, where: str) -> float | None:
     value = params.get(name)
     if value is None:
         return None
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise CorruptError(f"`{name}` in params.json is not a positive number: {value}", where=where)
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        raise CorruptError(f"`{name}` in params.json is not a positive number: {value!s:.40}", where=where)
     return float(value)
 
 

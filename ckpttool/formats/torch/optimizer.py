@@ -427,8 +427,8 @@ def _shape(number: Number, state: Mapping[str, Any], where: str) -> Shape | None
     """
     shapes: dict[Shape, str] = {}
     for key, v in state.items():
-        if "/" in key or not key:
-            raise UnsupportedError(f"a state is called `{printable(key)}`", where=where, hint=_ALONE)
+        if type(key) is not str or "/" in key or not key:
+            raise UnsupportedError(f"a state is called `{printable(str(key))}`", where=where, hint=_ALONE)
         if isinstance(v, Tensor):
             if key != "step":
                 shapes.setdefault(v.shape, key)

@@ -53,6 +53,8 @@ class Placement(NamedTuple):
     """Of a strided one: parts that the axis was in before."""
 
 
+_MOST_BOXES = 1 << 14
+"""That a rank's tensor may have: as many as there are ranks that cut an axis before."""
 _REBUILD = "torch._tensor._rebuild_from_type_v2"
 _KINDS = ("DTensor", "ShardedTensor")
 
@@ -160,11 +162,16 @@ def boxes_of(
     for dim, n in enumerate(shape):
         held = [(0, n)]
         for a, split in _steps(dim, sizes, placements, said.get(dim)):
-            held = [r for part in _chunks(held, split) for r in _chunks(part, sizes[a])[coordinates[a]]]
+            parts = min(split, max(1, n))  # those behind have nothing
+            if parts * len(held) > _MOST_BOXES:
+                raise ValueError
+            held = [r for i in range(parts) for r in _chunk(_chunk(held, split, i), sizes[a], coordinates[a])]
         runs.append(_joined(held))
     local = tuple([sum([b - a for a, b in r]) for r in runs])
     if not prod(local):
         return local, ()
+    if prod(map(len, runs)) > _MOST_BOXES:
+        raise ValueError
     boxes = []
     for chosen in product(*[_placed(r) for r in runs]):
         at = Box(tuple([p for p, _, _ in chosen]), tuple([p + b - a for p, a, b in chosen]))
@@ -196,11 +203,11 @@ def _steps(
 Runs = list[tuple[int, int]]
 
 
-def _chunks(runs: Runs, parts: int) -> list[Runs]:
-    """torch.chunk, with empty parts where there are too few elements."""
+def _chunk(runs: Runs, parts: int, i: int) -> Runs:
+    """Part ``i`` of torch.chunk, with empty parts where there are too few elements."""
     total = sum([b - a for a, b in runs])
     size = -(-total // parts)
-    return [_slice(runs, i * size, (i + 1) * size) for i in range(parts)]
+    return _slice(runs, i * size, (i + 1) * size)
 
 
 def _slice(runs: Runs, lo: int, hi: int) -> Runs:

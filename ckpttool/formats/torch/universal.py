@@ -28,15 +28,13 @@ from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
 from ckpttool.formats.torch import zero_files
-from ckpttool.formats.torch.universal_write import OPTIMIZER, POINTER, write_universal
+from ckpttool.formats.torch.universal_write import MASTER, OPTIMIZER, POINTER, write_universal
 from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates, Numbers
 from ckpttool.mesh import Mesh
 from ckpttool.states import STEP
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.place import DataFile, scan
 from ckpttool.words import some
-
-_MASTER = "fp32"
 
 
 class Universal:
@@ -88,7 +86,7 @@ class _Reader:
         file = self._file(states.file)
         cut = any(int(m["mp"]) for n in names if (m := MODEL_STATES.match(n)))
         found, steps = self._states(states, cut=cut)
-        whole = found.pop(_MASTER, {})
+        whole = found.pop(MASTER, {})
         masters = {n: t for n, t in whole.items() if n in states.trained}
         optimizer, groups = self._optimizer(states)
         if steps is None:
@@ -148,13 +146,13 @@ class _Reader:
                 if state == STEP:
                     steps[name] = self._step(torch, value, numbers)
                 elif isinstance(value, Tensor):
-                    single = state != _MASTER and not value.shape  # one number, as NAdam keeps
+                    single = state != MASTER and not value.shape  # one number, as NAdam keeps
                     shape = None if cut or single else states.trained.get(name, states.frozen.get(name))
                     found.setdefault(state, {})[name] = self._whole(torch, value, name, shape)
                 else:
                     raise CorruptError("there is no tensor in it", where=str(torch.info.place))
-            if _MASTER not in found or name not in found[_MASTER]:
-                raise IncompleteError(f"there is no {_MASTER}.pt of `{printable(name)}`", where=str(listing.root))
+            if MASTER not in found or name not in found[MASTER]:
+                raise IncompleteError(f"there is no {MASTER}.pt of `{printable(name)}`", where=str(listing.root))
         return found, steps or None
 
     def _whole(self, torch: TorchFile, tensor: Tensor, name: str, shape: tuple[int, ...] | None) -> StoredTensor:

@@ -6,7 +6,6 @@ are written. All restore parameters, frozen ones and buffers excepted, from ``ze
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +18,15 @@ from ckpttool.states import STEP
 
 POINTER = "latest_universal"
 OPTIMIZER = "optimizer_state.pt"
+MASTER = "fp32"
+"""Of a parameter's files the one of its master weights."""
 VERSION = "0.19.8"
 """DeepSpeed's, whose files these are."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "loss_scaler")
 _WIDENED = frozenset({"F32", "BF16", "F16"})
 """Dtypes of which every number is one of float32."""
 _MOST_GROUPS = 64
+_LEAVE = "leave the optimizer out: --only model,master_weights"
 
 
 def write_universal(request: base.WriteRequest) -> base.FileLayout:
@@ -46,7 +48,7 @@ def write_universal(request: base.WriteRequest) -> base.FileLayout:
         if name not in masters and own is not None and own.dtype in _WIDENED:
             masters[name] = own._replace(dtype="F32", part=1)  # the parameter is its own master, and is written twice
             held.append(masters[name])
-    _check(trained, masters)
+    _check(trained, masters, states)
     groups = _groups(request.training, trained)
     common = _model_states(request.training, [{n: masters[n].whole for n in names} for names, _ in groups])
     tag = files.tag
@@ -58,7 +60,7 @@ def write_universal(request: base.WriteRequest) -> base.FileLayout:
             if t.component == "optimizer" and t.state == STEP:
                 files.add(f"zero/{name}/{STEP}.pt", Hole(t.dtype, t.shape), {(): t})
             else:
-                state = t.state if t.component == "optimizer" else "fp32"
+                state = t.state if t.component == "optimizer" else MASTER
                 files.add(f"zero/{name}/{state}.pt", {"cat_dim": 0, "param": Hole(t.dtype, t.shape)}, {("param",): t})
     step = next((t for of in states.values() for t in of if t.state == STEP), None)
     if step is not None:
@@ -97,7 +99,9 @@ class _Files:
         self.places |= {t.slot: (at, laid.offsets[path]) for path, t in holes.items()}
 
 
-def _check(trained: Sequence[str], masters: Mapping[str, RankTensor]) -> None:
+def _check(
+    trained: Sequence[str], masters: Mapping[str, RankTensor], states: Mapping[str, Sequence[RankTensor]]
+) -> None:
     if lacking := [n for n in trained if n not in masters]:
         raise UnsupportedError(
             f"there is no master weight of `{lacking[0]}`, which DeepSpeed trains on from",
@@ -110,8 +114,20 @@ def _check(trained: Sequence[str], masters: Mapping[str, RankTensor]) -> None:
             hint="--to hf writes a model; DeepSpeed starts training from that",
         )
     for name in trained:
-        if not re.fullmatch(r"(?!\.\.?\Z)[^/\x00]{1,255}", name):
+        if not _is_file_name(name) or name == OPTIMIZER:
             raise UnsupportedError(f"`{name}` cannot be the name of a directory", hint="rename it: --rename OLD=NEW")
+    for name, of in states.items():
+        for t in of:
+            if t.state in ("", MASTER) or not _is_file_name(f"{t.state}.pt"):
+                raise UnsupportedError(f"the state `{t.state}` of `{name}` cannot be the name of a file", hint=_LEAVE)
+
+
+def _is_file_name(name: str) -> bool:
+    try:
+        size = len(name.encode("utf-8"))
+    except UnicodeEncodeError:  # half a character
+        return False
+    return 0 < size < 256 and name not in (".", "..") and not {"/", "\0"} & set(name)
 
 
 def _groups(training: base.Training | None, trained: Iterable[str]) -> list[tuple[list[str], dict[str, Any]]]:

@@ -235,7 +235,9 @@ def read_model_states(path: Place) -> ModelStates:
             where=where,
             hint="convert it with DeepSpeed's ds_to_universal",
         )
-    module = value["module"] if isinstance(value["module"], dict) else {}
+    module = value["module"]
+    if not isinstance(module, dict):  # without it all masters would be taken for the model
+        raise CorruptError("`module` is not a dict of tensors", where=where, hint="fetch or save the checkpoint again")
     shapes = value.get("param_shapes") or []
     if isinstance(shapes, dict):  # DeepSpeed before 0.4 had one for all groups
         shapes = [shapes]
