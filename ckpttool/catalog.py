@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, IncompleteError
@@ -96,6 +96,101 @@ class Piece(NamedTuple):
     stored: StoredTensor
     stored_box: Box
     logical_box: Box
+
+
+_T = TypeVar("_T")
+
+
+class _Alike(Sequence[_T]):
+    """Parts of one tensor whose stored tensors differ in shape and place only, packed; each is made when asked for.
+
+    A thousand ranks that share an optimizer have a million parts, which would be a gigabyte.
+    """
+
+    __slots__ = ("files", "like", "offsets")
+
+    def __init__(self, like: StoredTensor, files: tuple[int, ...], offsets: array[int]) -> None:
+        self.like = like
+        """What they have in common."""
+        self.files, self.offsets = files, offsets
+
+    def stored(self, at: int, shape: tuple[int, ...]) -> StoredTensor:
+        """One of the stored tensors."""
+        name, dtype, *_, rank, _, component, state = self.like
+        return StoredTensor(name, dtype, shape, self.files[at], self.offsets[at], rank, None, component, state)
+
+    def one(self, at: int) -> _T:
+        """One of the parts."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __iter__(self) -> Iterator[_T]:
+        return map(self.one, range(len(self.files)))
+
+    @overload
+    def __getitem__(self, at: int) -> _T: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[_T]: ...
+    def __getitem__(self, at: int | slice) -> _T | Sequence[_T]:
+        here = range(len(self.files))[at]
+        return self.one(here) if isinstance(here, int) else tuple([self.one(i) for i in here])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class FlatShards(_Alike[FlatShard]):
+    """Shards of one tensor."""
+
+    __slots__ = ("spans",)
+
+    def __init__(
+        self, like: StoredTensor, files: tuple[int, ...], offsets: array[int], spans: tuple[tuple[int, int], ...]
+    ) -> None:
+        super().__init__(like, files, offsets)
+        self.spans = spans
+        """(start, elements) of each."""
+
+    def one(self, at: int) -> FlatShard:
+        start, n = self.spans[at]
+        return FlatShard(start, self.stored(at, (n,)))
+
+
+class Pieces(_Alike[Piece]):
+    """Pieces of one tensor, each the whole of a stored tensor."""
+
+    __slots__ = ("boxes",)
+
+    def __init__(
+        self, like: StoredTensor, files: tuple[int, ...], offsets: array[int], boxes: tuple[tuple[Box, Box], ...]
+    ) -> None:
+        super().__init__(like, files, offsets)
+        self.boxes = boxes
+        """Of each piece; tensors that are cut alike share them."""
+
+    def one(self, at: int) -> Piece:
+        local, box = self.boxes[at]
+        return Piece(self.stored(at, local.stop), local, box)
+
+
+def packed_shards(found: Sequence[FlatShard]) -> Sequence[FlatShard]:
+    """The same, packed where they are alike."""
+    like = found[0].stored
+    common = (*like[:2], *like[5:])
+    if any((*t[:2], *t[5:]) != common for _, t in found) or like.strides is not None:
+        return tuple(found)
+    files, spans = tuple([t.file for _, t in found]), tuple([(start, t.shape[0]) for start, t in found])
+    return FlatShards(like, _shared(files), array("q", [t.offset for _, t in found]), _shared(spans))
+
+
+@lru_cache(maxsize=1024)
+def _shared(value: tuple[_T, ...]) -> tuple[_T, ...]:
+    """One object for equal ones."""
+    return value
 
 
 class Pad(NamedTuple):
@@ -206,7 +301,7 @@ class LogicalTensor:
     key: Key
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     replicas: tuple[Piece, ...] = ()
     pads: tuple[Pad, ...] = ()
     _index: BoxIndex | None = field(default=None, init=False, repr=False, compare=False)

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from ckpttool import plan
-from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, RankTensor
+from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, Pieces, RankTensor
 from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError
 from ckpttool.formats.base import FileLayout
@@ -196,6 +196,8 @@ class _Moves:
         self._geometry: dict[int, tuple[LogicalTensor, int]] = {}
         """Of tensors of several pieces: equal numbers for equal geometry. The tensor is kept because ids are reused."""
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self._boxes: dict[int, object] = {}
+        """Those of packed pieces, which tensors share; kept for the same reason."""
 
     def of(
         self, view: DerivedTensor, t: RankTensor, used: dict[int, LogicalTensor]
@@ -257,6 +259,9 @@ class _Moves:
         if len(pieces) == 1:
             ((stored, local, box),) = pieces
             return (local, box, stored.dtype, stored.shape, stored.strides)
+        if isinstance(pieces, Pieces):
+            self._boxes[id(pieces.boxes)] = pieces.boxes
+            return (id(pieces.boxes), pieces.like.dtype)
         known = self._geometry.get(id(tensor))
         if known is None:
             all_of = tuple(

@@ -134,7 +134,7 @@ class StoredCheckpoint:
     """config.json as it is, where ``config`` is a translation into Hugging Face's fields."""
     notes: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
-    shards: list[tuple[FlatShard, ...]] = field(default_factory=list)
+    shards: list[Sequence[FlatShard]] = field(default_factory=list)
     """What the stored tensors with ``file == SHARDED`` consist of."""
     merged_raw: bool = False
     """Its own software merges such a save under the names that the files have (``ReadOptions.raw``)."""

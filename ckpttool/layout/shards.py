@@ -8,19 +8,22 @@ the row-major tensor is one run of bytes, so each becomes a stored tensor of its
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
+from typing import NamedTuple, NoReturn
 
-from ckpttool.catalog import SHARDED, Catalog, FlatShard, LogicalTensor, Pad, Piece, StoredTensor
+from ckpttool.catalog import SHARDED, Catalog, FlatShard, FlatShards, LogicalTensor, Pad, Piece, Pieces, StoredTensor
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ConflictError, IncompleteError
-from ckpttool.geometry import Box, from_flat
+from ckpttool.geometry import Box, from_flat, whole
 
 Blocks = list[tuple[StoredTensor, Box]]
 """(a run of bytes with the shape of its box, the box in the rank's tensor)."""
 
 
-def join_shards(catalog: Catalog, shards: Sequence[tuple[FlatShard, ...]]) -> Catalog:
+def join_shards(catalog: Catalog, shards: Sequence[Sequence[FlatShard]]) -> Catalog:
     """The catalog with every piece of an ``SHARDED`` tensor replaced by pieces of what its shards hold.
 
     Raises IncompleteError when the shards leave elements out, ConflictError when they overlap.
@@ -28,6 +31,7 @@ def join_shards(catalog: Catalog, shards: Sequence[tuple[FlatShard, ...]]) -> Ca
     if not shards:
         return catalog
     known: dict[int, tuple[Blocks, list[Pad]]] = {}
+    packed: dict[int, LogicalTensor] = {}
 
     def blocks(stored: StoredTensor) -> tuple[Blocks, list[Pad]]:
         if stored.offset not in known:
@@ -47,6 +51,13 @@ def join_shards(catalog: Catalog, shards: Sequence[tuple[FlatShard, ...]]) -> Ca
         held = {p.stored.offset: p.stored for p in (*t.pieces, *t.replicas) if p.stored.file == SHARDED}
         if not held:
             continue
+        if _is_whole(t) and isinstance(alike := shards[t.pieces[0].stored.offset], FlatShards):
+            (number,) = held
+            if number not in packed or packed[number].shape != t.shape:
+                packed[number] = _packed(catalog, t, alike)
+            same = packed[number]
+            catalog.tensors[key] = LogicalTensor(t.key, t.dtype, t.shape, same.pieces, (), same.pads)
+            continue
         pads = [pad for stored in held.values() for pad in blocks(stored)[1]]
         for pad in t.pads:
             if pad.stored.file == SHARDED:
@@ -56,6 +67,26 @@ def join_shards(catalog: Catalog, shards: Sequence[tuple[FlatShard, ...]]) -> Ca
                 pads.append(pad)
         catalog.tensors[key] = LogicalTensor(t.key, t.dtype, t.shape, pieces(t.pieces), pieces(t.replicas), tuple(pads))
     return catalog
+
+
+def _is_whole(t: LogicalTensor) -> bool:
+    """Whether one stored tensor is all of the logical one."""
+    return len(t.pieces) == 1 and not t.replicas and not t.pads and t.pieces[0][1:] == (t.box, t.box)
+
+
+def _packed(catalog: Catalog, t: LogicalTensor, shards: FlatShards) -> LogicalTensor:
+    """The tensor with the pieces that its shards hold. Raises as ``_blocks`` does."""
+    stored = t.pieces[0].stored
+    cut = _checked(catalog, stored, shards, shards.spans)
+    item, offsets = itemsize(stored.dtype), array("q")
+    if shards.like.dtype != stored.dtype:
+        _differ(catalog, stored, shards)
+    for i, skipped, _ in cut.blocks:
+        offsets.append(shards.offsets[i] + skipped * item)
+    numbers = tuple([i for i, _, _ in cut.blocks])
+    files = shards.files if numbers == tuple(range(len(shards))) else tuple([shards.files[i] for i in numbers])
+    pads = tuple([Pad(shards[i].stored, box) for i, box in cut.pads])
+    return LogicalTensor(t.key, t.dtype, t.shape, Pieces(shards.like, files, offsets, cut.boxes), (), pads)
 
 
 def _inside(piece: Piece, blocks: Blocks) -> list[Piece]:
@@ -69,40 +100,76 @@ def _inside(piece: Piece, blocks: Blocks) -> list[Piece]:
     return out
 
 
-def _blocks(catalog: Catalog, stored: StoredTensor, shards: tuple[FlatShard, ...]) -> tuple[Blocks, list[Pad]]:
-    """What the shards of one rank's tensor hold, in order, and their padding."""
-    size, item = prod(stored.shape), itemsize(stored.dtype)
-    blocks: Blocks = []
-    pads = []
-    at = 0
+class _Cut(NamedTuple):
+    """The boxes of runs of a row-major tensor, and what of the runs is padding."""
 
-    def places() -> list[str]:
-        return [catalog.place(s.stored) for s in shards]
+    blocks: tuple[tuple[int, int, Box], ...]
+    """(number of the run, its elements before the box, the box), in order."""
+    boxes: tuple[tuple[Box, Box], ...]
+    """(whole box of the block, its box in the tensor)."""
+    pads: tuple[tuple[int, Box], ...]
+    """(number of the run, box of it)."""
+    reached: int
+    """Elements from the first one on that the runs hold."""
+    wrong: int
+    """Where the first run begins that does not follow the one before it; -1 where all do."""
 
-    for shard in sorted(shards, key=lambda s: s.start):
-        run = shard.stored
-        if run.dtype != stored.dtype:
-            raise ConflictError(f"the shards of `{stored.key}` are {stored.dtype} and {run.dtype}", where=places())
-        length = prod(run.shape)
-        if min(shard.start, size) != at:
-            wrong = IncompleteError if shard.start > at else ConflictError
-            raise wrong(
-                f"the shards of `{stored.key}` {list(stored.shape)} "
-                + (f"leave out elements {at:,} to {shard.start:,}" if shard.start > at else "overlap"),
-                where=places(),
-            )
-        stop = min(size, shard.start + length)
-        for box in from_flat(min(shard.start, size), stop, stored.shape):
-            skipped = at - shard.start
-            blocks.append((run._replace(shape=box.shape, offset=run.offset + skipped * item, strides=None), box))
+
+@lru_cache(maxsize=1024)
+def _cut(shape: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> _Cut:
+    """Cached: there are few shapes. ``spans`` are start and length of each run."""
+    size, at = prod(shape), 0
+    blocks, pads = [], []
+    for i, (start, length) in sorted(enumerate(spans), key=lambda span: span[1][0]):
+        if min(start, size) != at:
+            return _Cut((), (), (), at, start)
+        stop = min(size, start + length)
+        for box in from_flat(min(start, size), stop, shape):
+            blocks.append((i, at - start, box))
             at += box.volume
-        if shard.start + length > stop:
-            used = max(0, stop - shard.start)
-            pads.append(Pad(run, Box((used,), (length,))))
-    if at < size:
+        if start + length > stop:
+            pads.append((i, Box((max(0, stop - start),), (length,))))
+    boxes = tuple([(whole(box.shape), box) for _, _, box in blocks])
+    return _Cut(tuple(blocks), boxes, tuple(pads), at, -1)
+
+
+def _checked(
+    catalog: Catalog, stored: StoredTensor, shards: Sequence[FlatShard], spans: tuple[tuple[int, int], ...]
+) -> _Cut:
+    """How shards hold a rank's tensor. Raises IncompleteError and ConflictError where they do not hold it once."""
+    cut, size = _cut(stored.shape, spans), prod(stored.shape)
+    if cut.wrong >= 0:
+        wrong = IncompleteError if cut.wrong > cut.reached else ConflictError
+        raise wrong(
+            f"the shards of `{stored.key}` {list(stored.shape)} "
+            + (f"leave out elements {cut.reached:,} to {cut.wrong:,}" if cut.wrong > cut.reached else "overlap"),
+            where=[catalog.place(s.stored) for s in shards],
+        )
+    if cut.reached < size:
         raise IncompleteError(
-            f"the shards of `{stored.key}` {list(stored.shape)} hold {at:,} of its {size:,} elements",
-            where=places(),
+            f"the shards of `{stored.key}` {list(stored.shape)} hold {cut.reached:,} of its {size:,} elements",
+            where=[catalog.place(s.stored) for s in shards],
             hint="the file of a rank is missing, or its elements belong to another tensor",
         )
-    return blocks, pads
+    return cut
+
+
+def _differ(catalog: Catalog, stored: StoredTensor, shards: Sequence[FlatShard]) -> NoReturn:
+    other = next(s.stored.dtype for s in shards if s.stored.dtype != stored.dtype)
+    raise ConflictError(
+        f"the shards of `{stored.key}` are {stored.dtype} and {other}",
+        where=[catalog.place(s.stored) for s in shards],
+    )
+
+
+def _blocks(catalog: Catalog, stored: StoredTensor, shards: Sequence[FlatShard]) -> tuple[Blocks, list[Pad]]:
+    """What the shards of one rank's tensor hold, in order, and their padding."""
+    if any(s.stored.dtype != stored.dtype for s in shards):
+        _differ(catalog, stored, shards)
+    cut = _checked(catalog, stored, shards, tuple([(s.start, prod(s.stored.shape)) for s in shards]))
+    item = itemsize(stored.dtype)
+    blocks = []
+    for i, skipped, box in cut.blocks:
+        run = shards[i].stored
+        blocks.append((run._replace(shape=box.shape, offset=run.offset + skipped * item, strides=None), box))
+    return blocks, [Pad(shards[i].stored, box) for i, box in cut.pads]

@@ -349,7 +349,7 @@ class _Reader:
     held: dict[_Slot, list[_Held]] = field(default_factory=dict)
     shapes: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     """(name, rank) -> shape of the rank's tensor."""
-    shards: list[tuple[FlatShard, ...]] = field(default_factory=list)
+    shards: list[Sequence[FlatShard]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     derived: set[str] = field(default_factory=set)
     """Weights that are only there as master weights."""

@@ -239,7 +239,7 @@ class _Reader:
     files: list[DataFile] = field(default_factory=list)
     formats: dict[str, str] = field(default_factory=dict)
     """``format`` in the metadata of the files of each component."""
-    shards: list[tuple[FlatShard, ...]] = field(default_factory=list)
+    shards: list[Sequence[FlatShard]] = field(default_factory=list)
     turned: frozenset[str] = frozenset()
     """Model tensors that are stored [out, in]."""
 

@@ -74,7 +74,7 @@ class _Reader:
     save: Listing
     files: list[DataFile] = field(default_factory=list)
     tensors: list[StoredTensor] = field(default_factory=list)
-    shards: list[tuple[FlatShard, ...]] = field(default_factory=list)
+    shards: list[Sequence[FlatShard]] = field(default_factory=list)
     dtypes: dict[Key, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

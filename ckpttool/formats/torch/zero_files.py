@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
-from ckpttool.catalog import SHARDED, FlatShard, Key, StoredTensor
+from ckpttool.catalog import SHARDED, FlatShard, Key, StoredTensor, packed_shards
 from ckpttool.containers.pickle import printable
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
@@ -129,7 +129,7 @@ class SaveReader(Protocol):
 
     files: list[DataFile]
     tensors: list[StoredTensor]
-    shards: list[tuple[FlatShard, ...]]
+    shards: list[Sequence[FlatShard]]
     dtypes: dict[Key, str]
     notes: list[str]
 
@@ -316,7 +316,7 @@ def model_weights(
 
 
 def frozen_parameters(
-    states: ModelStates, first: int, paths: Sequence[Place], files: list[DataFile], shards: list[tuple[FlatShard, ...]]
+    states: ModelStates, first: int, paths: Sequence[Place], files: list[DataFile], shards: list[Sequence[FlatShard]]
 ) -> dict[str, StoredTensor]:
     """Frozen parameters of stage 3, of which the model states of every rank hold a run.
 
@@ -449,7 +449,7 @@ def _start(run: Run) -> int:
 
 
 def joined(
-    name: str, shape: tuple[int, ...], found: Sequence[FlatShard], shards: list[tuple[FlatShard, ...]]
+    name: str, shape: tuple[int, ...], found: Sequence[FlatShard], shards: list[Sequence[FlatShard]]
 ) -> StoredTensor | None:
     """The tensor whose elements ``found`` holds; what one file holds in one run needs no entry in ``shards``.
 
@@ -461,7 +461,7 @@ def joined(
         return found[0].stored._replace(name=name, shape=shape)
     if not found:
         return StoredTensor(name, "F32", shape, 0, 0)
-    shards.append(tuple(found))
+    shards.append(packed_shards(found))
     return StoredTensor(name, found[0].stored.dtype, shape, SHARDED, len(shards) - 1)
 
 
