@@ -29,6 +29,7 @@ from ckpttool.containers.torch_zip import read_torch
 from ckpttool.errors import CkptError, UsageError
 from tests.helpers.command import ckpttool as command
 from tests.helpers.command import refused, reshard
+from tests.helpers.torch_save import torch_save
 
 FIXTURES = Path("fixtures/torch")
 WRITTEN = FIXTURES / "written"
@@ -160,6 +161,22 @@ def test_the_only_dict_is_found(tmp_path: Path) -> None:
     assert "the optimizer (optimizer) is not read: the optimizer has state [2, 3] for its parameter 0" in done.err
     assert as_read(path, tmp_path / "out") == headers(WRITTEN / "state_dict.safetensors")
     assert command("inspect", path, "--check").code == 0
+
+
+def test_numbers_and_random_state_of_a_trainer_are_no_second_model(tmp_path: Path) -> None:
+    """Where no trainer is (nothing but tensors), a number may be a parameter, and nothing is guessed."""
+    model = {"a.weight": np.zeros((2, 3), "<f4"), "scale": np.zeros((), "<f4")}
+    beside = {
+        "best_val_loss": np.zeros((), "<f4"),
+        "rng_state": np.zeros(8, "|u1"),
+        "losses": {"a": np.zeros((), "<f4")},
+    }
+    path = torch_save({"model": model, "iter_num": 3, **beside}, tmp_path / "ckpt.pt")
+    done = reshard(path, tmp_path / "out", "--to", "hf")
+    assert "read from `model`; left out: iter_num, best_val_loss, rng_state and 1 more\n" in done.err
+    assert headers(tmp_path / "out/model.safetensors").keys() == model.keys()
+    path = torch_save({"text": model, "scale": np.zeros((), "<f4")}, tmp_path / "clip.pt")
+    assert "2 places of the file: text, ." in refused(path, tmp_path / "no")
 
 
 def test_select_is_for_nested_files(tmp_path: Path) -> None:

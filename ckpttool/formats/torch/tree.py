@@ -57,6 +57,8 @@ def _only(value: Any, where: str) -> tuple[str, Any]:
     path: list[str] = []
     while True:
         inner = [(k, v) for k, v in _items(value) if _holds(v)]
+        if len(inner) < sum(1 for _ in _items(value)):  # a trainer's: its best loss and random state are no model
+            inner = [(k, v) for k, v in inner if _weighs(str(k), v)] or inner
         nested = [(k, v) for k, v in inner if type(v) in _NODES]
         if len(nested) == len(inner) == 1:
             path.append(str(nested[0][0]))
@@ -106,6 +108,15 @@ def _holds(value: Any) -> bool:
     if isinstance(value, dict) and "param_groups" in value and "state" in value:
         return False
     return any(_holds(v) for _, v in _items(value))
+
+
+def _weighs(key: str, value: Any) -> bool:
+    """Whether what holds tensors may be a model: not only single numbers, nor the bytes of a generator."""
+    if isinstance(value, Tensor):
+        return bool(value.shape) and not (value.dtype == "U8" and len(value.shape) == 1 and "rng" in key)
+    if type(value) in _NODES:
+        return any(_weighs(f"{key}.{k}" if "rng" in key else str(k), v) for k, v in _items(value))
+    return _holds(value)
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
