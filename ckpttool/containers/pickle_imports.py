@@ -38,6 +38,7 @@ SAFE = frozenset(
         )),
         "collections.OrderedDict", "collections.defaultdict", "collections.Counter", "collections.deque",
         "_codecs.encode", "copyreg._reconstructor", "argparse.Namespace", "datetime.datetime", "datetime.timedelta",
+        "pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.PurePosixPath",  # each .metadata of DCP has one
         "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar",
         "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar",
         "numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer",
@@ -106,6 +107,7 @@ _MAX_PASSED = 1 << 30
 """Bytes of a compressed member that are passed over: a pickle names what it needs long before."""
 _MAX_ZIPS = 1 << 16
 """In one file."""
+_BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError)
 _NAME = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
@@ -149,6 +151,14 @@ def named(path: Place) -> list[Named]:
                 if len(found) >= MAX_NAMES:
                     return list(found.values())
     return list(found.values())
+
+
+def is_zip_without_pickles(path: Place) -> bool:
+    """Whether a file begins as a zip, and no pickle can be found in it. Raises OSError."""
+    with path.open("rb") as f:
+        if f.read(4) != _ZIP:
+            return False
+        return next(_zips(f), None) is None
 
 
 def is_safe(name: str) -> bool:
@@ -227,10 +237,7 @@ class _Slice(io.RawIOBase):
 def _members(f: IO[bytes] | _Slice) -> Iterator[tuple[str, IO[bytes]]]:
     """Pickles in a zip."""
     # What zipfile cannot open, nothing can load either.
-    with (
-        suppress(zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError),
-        zipfile.ZipFile(f) as archive,
-    ):
+    with suppress(*_BROKEN), zipfile.ZipFile(f) as archive:
         for info in archive.infolist():
             if info.filename.endswith(".pkl"):
                 with archive.open(info) as member:

@@ -8,6 +8,7 @@ import os
 import pickle
 import zipfile
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,13 @@ def test_hostile_files(name: str, dangerous: str) -> None:
 @pytest.mark.parametrize("protocol", range(6))
 def test_place_and_verdict(protocol: int, tmp_path: Path) -> None:
     """The place is where the name is, whatever the form; protocols 0 and 1 do not say that they are pickles."""
-    value = {"a": Calls(os.system, "true"), "b": Calls(os.system, "true"), "p": Path("x"), "c": Counter()}
+    value = {
+        "a": Calls(os.system, "true"),
+        "b": Calls(os.system, "true"),
+        "p": Path("x"),
+        "c": Counter(),
+        "d": Decimal(1),
+    }
     data = pickle.dumps(value, protocol)
     (tmp_path / "training_args.bin").write_bytes(data)
     rows = {i["global"]: i for i in found(tmp_path)}
@@ -75,7 +82,8 @@ def test_place_and_verdict(protocol: int, tmp_path: Path) -> None:
     assert system["offset"] == named
     if protocol > 1:
         assert {n: i["verdict"] for n, i in rows.items() if n != "posix.system"} == {
-            "pathlib.PosixPath": "refused",
+            "pathlib.PosixPath": "inert",
+            "decimal.Decimal": "refused",
             "collections.Counter": "inert",
         }
 
@@ -120,7 +128,10 @@ def test_what_is_no_pickle_has_none(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8).tobytes())
     assert found(tmp_path) == []
     (tmp_path / "b.bin").write_bytes((FIXTURES / "hostile/truncated.bin").read_bytes())
-    assert "b.bin: no pickle is found in this zip" in ckpttool("inspect", tmp_path, "--imports").err
+    torch_save({"last_epoch": 3}, tmp_path / "scheduler.pt")
+    notes = ckpttool("inspect", tmp_path, "--imports").err
+    assert "b.bin: no pickle is found in this zip" in notes
+    assert "scheduler.pt" not in notes
     assert ckpttool("inspect", tmp_path / "gone", "--imports").code == 2
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpttool.containers.pickle_imports import Named, is_dangerous, is_safe, named
+from ckpttool.containers.pickle_imports import Named, is_dangerous, is_safe, is_zip_without_pickles, named
 from ckpttool.findings import DANGEROUS, INERT, REFUSED, Import, ImportsResult
 from ckpttool.ops.inspect.code import PICKLE_SUFFIXES, is_paddles
 from ckpttool.storage.listing import list_source
@@ -32,6 +32,7 @@ def list_imports(src: str | Place) -> ImportsResult:
             if not (_is_pickle(name) or head.startswith(_HEADS)):
                 continue
             found = named(place)
+            bare = not found and is_zip_without_pickles(place)
         except OSError as e:
             out.notes.append(f"{name} cannot be read: {e.strerror}")
             continue
@@ -39,7 +40,7 @@ def list_imports(src: str | Place) -> ImportsResult:
         # Paddle's pickles spell an array with `eval` of a text that their reader knows: it takes that form only.
         sound = any(is_dangerous(n.name) for n in found) and is_paddles(place)
         out.found += [Import(name, n.member, n.offset, n.name, n.times, _verdict(n, sound=sound)) for n in found]
-        if head == _ZIP and not found:
+        if bare:
             out.notes.append(f"{name}: no pickle is found in this zip, which may be cut off")
     return out
 
