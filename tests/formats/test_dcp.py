@@ -279,7 +279,8 @@ def test_optimizers_of_several_models_with_the_same_names(tmp_path: Path) -> Non
         assert {str(k) for k in found.catalog.tensors} == {"a.weight", "optimizer/a.weight/exp_avg"}
         assert found.stored.training is not None
         assert [g.values for g in found.stored.training.groups] == [{"lr": lr}]
-    paths = {f: ("net", "a.weight") if "actor.model" in f else p for f, p in paths.items() if "critic.model" not in f}
+    paths = {f: p for f, p in paths.items() if ".model." not in f} | {"net.a.weight": ("net", "a.weight")}
+    described["net.a.weight"] = described["actor.model.a.weight"]
     described = {f: d for f, d in described.items() if f in paths}
     write_save(tmp_path / "doubt", described, values, paths)
     assert opened(tmp_path / "doubt") == {"a.weight"}
