@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -423,6 +424,14 @@ def _trainer(folder: Path) -> None:
     ]
     torch_save({"state": states, "param_groups": groups}, folder / "optimizer.pt")
     torch_save({"last_epoch": 3, "_step_count": 4}, folder / "scheduler.pt")
+
+
+def small_dcp(folder: Path) -> None:
+    """A save of three parameters and their states, in two files."""
+    with tempfile.TemporaryDirectory() as scratch:
+        _trainer(Path(scratch))
+        folder.rmdir()
+        reshard(scratch, folder, "-q", "--workers", 1, "--to", "dcp", "--sharding-out", 2)
 
 
 STATE = (("reshard", "{src}", "{out}", "--to", "ranks", "--tp-out", "1", "--workers", "1", "-q"),)

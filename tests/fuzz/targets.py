@@ -49,7 +49,7 @@ from tests.fuzz.damage_torch import pickle_change, pickle_of, with_pickle
 from tests.fuzz.harness import Answers, read
 from tests.fuzz.naive import flex, library, pickled, program
 from tests.fuzz.naive_torch import bytecheckpoint, dcp, deepspeed, fsdp, meta, one_file, trained, universal
-from tests.fuzz.subjects import FIXTURES, made, tree
+from tests.fuzz.subjects import FIXTURES, made, small_dcp, tree
 from tests.fuzz.trees import change
 from tests.helpers.aoa import table, tensor
 from tests.helpers.torch_save import torch_save
@@ -552,14 +552,12 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "pickle": _pickle,
     "torch": _torch,
     "dcp": _torch_part(tree("dcp/uneven/checkpoint"), dcp("model."), ".metadata", "__0_0.distcp"),
-    "dcp state": _torch_part(
-        made("torch/deepspeed/z2", "--to", "dcp", "--sharding-out", 2), dcp("model."), ".metadata", "__1_0.distcp"
-    ),
+    "dcp state": _torch_part(small_dcp, dcp("model."), ".metadata", "__1_0.distcp"),
     "bytecheckpoint": _torch_part(
         tree("bytecheckpoint/fsdp2"), bytecheckpoint, "model/.metadata", "optimizer/.metadata", "optimizer/__0_0.distcp"
     ),
-    "fsdp": _torch_part(
-        tree("torch_fsdp/uneven"), fsdp, "model_world_size_4_rank_1.pt", "optim_world_size_4_rank_0.pt"
+    "fsdp 1": _torch_part(
+        tree("torch_fsdp/fsdp1"), fsdp, "model_world_size_2_rank_1.pt", "optim_world_size_2_rank_0.pt"
     ),
     "fsdp tp": _torch_part(
         tree("torch_fsdp/tp_fsdp"), fsdp, "model_world_size_4_rank_1.pt", "optim_world_size_4_rank_0.pt"

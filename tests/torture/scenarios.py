@@ -30,6 +30,9 @@ SOURCES = (
     "paddle_programs/nan_attr",
     "dcp/uneven/checkpoint",
     "torch/deepspeed/z3",
+    "torch/deepspeed/universal_z1",
+    "torch_fsdp/uneven",
+    "bytecheckpoint/fsdp2",
     "torch/train",
 )
 
@@ -145,6 +148,9 @@ SCENARIOS = (
     Scenario("reshard --to dcp", "reshard {s}/dcp/uneven/checkpoint {w}/dst --to dcp --sharding-out 2"),
     Scenario("reshard --to universal", "reshard {s}/torch/deepspeed/z3 {w}/dst --to universal"),
     Scenario("reshard --to meta", "reshard {s}/hf_tiny_source {w}/dst --to meta --tp-out 1"),
+    Scenario("reshard --to flex, of torch's", "reshard {s}/torch/deepspeed/universal_z1 {w}/dst --to flex"),
+    Scenario("reshard --to hybrid, of torch's", "reshard {s}/torch_fsdp/uneven {w}/dst --to hybrid --sharding-out 2"),
+    Scenario("reshard --to unified, of torch's", "reshard {s}/bytecheckpoint/fsdp2 {w}/dst --to unified"),
     Scenario("reshard --to torch-bin", "reshard {s}/torch/train {w}/dst --to torch-bin"),
     Scenario("reshard --to program", f"reshard {_PROGRAMS}/pir/model.json {{w}}/dst --to program"),
     Scenario("reshard, scratch", "reshard {s}/paddle_pickles/model_proto2.pdparams {w}/dst --to hf"),
