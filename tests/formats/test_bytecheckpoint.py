@@ -150,3 +150,25 @@ def test_numbers_that_may_be_either_are_refused(tmp_path: Path) -> None:
 def test_only_read(tmp_path: Path) -> None:
     assert "--to dcp" in refused(DDP, tmp_path / "out", "--to", "bytecheckpoint")
     assert command("inspect", DDP, "--check").code == 0
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_component_whose_metadata_is_damaged_is_not_left_out(part: str, lost: bool, tmp_path: Path) -> None:
+    """Found by fuzzing: a save without its optimizer was read where its metadata was no longer ByteCheckpoint's."""
+    path = copied(tmp_path) / part / ".metadata"
+    if lost:
+        path.unlink()
+    else:
+        exchange(path, b"meta_type", b"metatypes")
+    refused(tmp_path / "in", tmp_path / "out", "--to", "hf")
+    error = refused(tmp_path / "in", tmp_path / "out", "--to", "hf", "--from", "bytecheckpoint")
+    assert ("the save was not finished" if lost else "this is not the metadata") in error
+
+
+def test_a_state_whose_keys_nothing_says_is_refused(tmp_path: Path) -> None:
+    path = copied(tmp_path) / "optimizer" / ".metadata"
+    data = path.read_bytes()
+    at = data.rindex(b"state.1.exp_avg_sq")
+    path.write_bytes(data[:at] + b"stale" + data[at + 5 :])
+    refused(tmp_path / "in", tmp_path / "out", "--to", "hf")

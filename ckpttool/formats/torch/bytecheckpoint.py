@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
@@ -71,7 +71,8 @@ class ByteCheckpoint:
         if METADATA in listing.names:
             folders = {COMPONENT if listing.root.name == COMPONENT else "model": listing}
         else:
-            folders = {c: inner for f, c in _FOLDERS.items() if (inner := _folder(listing, f)) is not None}
+            # Whatever their metadata says: what is damaged is an error, and not a save without an optimizer.
+            folders = {c: inner for f, c in _FOLDERS.items() if (inner := _folder(listing, f, _has_chunks)) is not None}
         for component, inner in folders.items():
             save.add(component, inner)
         training = _with_extra(save.training, listing)
@@ -107,11 +108,16 @@ def _is_own(listing: Listing) -> bool:
         return False
 
 
-def _folder(listing: Listing, name: str) -> Listing | None:
+def _has_chunks(listing: Listing) -> bool:
+    return METADATA in listing.names or any(n.endswith(".distcp") for n in listing.names)
+
+
+def _folder(listing: Listing, name: str, is_one: Callable[[Listing], bool] = _is_own) -> Listing | None:
+    """The directory of a component, where there is one."""
     if not (listing.root / name).is_dir():
         return None
     inner = list_source(listing.root / name)
-    return inner if _is_own(inner) else None
+    return inner if is_one(inner) else None
 
 
 def _is_save(listing: Listing) -> bool:
@@ -192,6 +198,13 @@ class _Save:
 
     def _part(self, listing: Listing) -> _Part:
         path = listing.path(METADATA)
+        if METADATA not in listing.names:
+            raise IncompleteError(
+                f"the save was not finished: {METADATA} is missing, which is written last",
+                where=str(listing.root),
+                hint="give an earlier save of the run; without it nothing says what the chunks are",
+                finding="save-unfinished",
+            )
         value = read_pickle(path)
         fields = value.fields if isinstance(value, Record) else {}
         described: dict[tuple[str, tuple[int, ...]], bytes] = {}
