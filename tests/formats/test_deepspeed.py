@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.helpers import tensorfile
 from tests.helpers.command import ckpttool as command
 from tests.helpers.command import refused, reshard
 from tests.helpers.torch_edit import edit
+from tests.helpers.torch_save import torch_save
 
 CASES = Path("fixtures/torch/deepspeed")
 ALL = ("z1", "z2", "z3", "z3sgd", "bf16", "ams")
@@ -79,7 +80,12 @@ def test_parameters_dealt_out_in_turn_lie_in_the_order_of_their_shapes(tmp_path:
     tensorfile.assert_same({k: v for k, v in got.items() if "/" not in k}, want)
     trained = [k.removeprefix("master_weights/") for k in got if k.startswith("master_weights/")]
     assert len(trained) == 12
-    for name in trained:  # the model is the masters rounded to nearest even
+    rounds_to(got, want, trained)
+
+
+def rounds_to(got: tensorfile.Tensors, want: tensorfile.Tensors, names: Iterable[str]) -> None:
+    """The model is the masters rounded to nearest even."""
+    for name in names:
         bits = got[f"master_weights/{name}"].bits.astype("u8")
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
         assert np.array_equal(rounded.astype("<u2"), want[name].bits), name
@@ -106,12 +112,61 @@ def test_sub_groups_belong_to_their_group() -> None:
     assert training.betas("blocks.1.norm.bias") == (0.8, 0.99)
 
 
-def test_without_zero_the_model_is_read_and_the_optimizer_is_named(tmp_path: Path) -> None:
-    done = reshard(CASES / "z0", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+def test_without_zero_the_order_of_the_model_says_whose_state_it_is(tmp_path: Path) -> None:
+    """The file holds the model, and masters and moments under numbers; masters round to the model's weights."""
+    reshard(CASES / "z0", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
     want = tensorfile.read(CASES / "z0.safetensors")
     got = tensorfile.read_all(tmp_path / "out")
-    tensorfile.assert_same(got, {k: v for k, v in want.items() if "/" not in k})
-    assert "the optimizer of a save without ZeRO is left out" in done.err
+    trained = {n.removeprefix("master_weights/") for n in want if "/" in n}
+    names = {f"optimizer/{n}/{k}" for n in trained for k in ("exp_avg", "exp_avg_sq", "step")}
+    assert got.keys() == want.keys() | names
+    tensorfile.assert_same(
+        {n: t for n, t in got.items() if "/" not in n}, {n: t for n, t in want.items() if "/" not in n}
+    )
+    rounds_to(got, want, trained)
+    shapes = {n: got[f"optimizer/{n}/exp_avg"].bits.shape for n in trained}
+    assert shapes == {n: want[n].bits.shape for n in trained}
+    training = open_checkpoint(CASES / "z0").stored.training
+    assert training is not None
+    assert sorted(n for g in training.groups for n in g.parameters) == sorted(trained)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_vectors_of_a_fused_optimizer(second: bool, tmp_path: Path) -> None:
+    """FP16_Optimizer has one vector for each group: it is taken apart where one group has all parameters."""
+    shapes = {"embed.weight": (3, 2), "up.weight": (2, 2), "up.bias": (2,), "running_mean": (2,)}
+    weights = {n: np.full(s, i, "<f4") for i, (n, s) in enumerate(shapes.items())}
+    vectors = {k: np.arange(12, dtype="<f4") + 100 * i for i, k in enumerate(("", "exp_avg", "exp_avg_sq"))}
+    state = {k: v for k, v in vectors.items() if k} | {"step": 5}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0]}, *([{"lr": 0.2, "params": [1]}] if second else [])]
+    optimizer = {
+        "dynamic_loss_scale": True, "cur_scale": 1024.0, "cur_iter": 5, "clip_grad": 1.0,
+        "optimizer_state_dict": {"state": {0: state}, "param_groups": groups},
+        "fp32_groups_flat": [vectors[""], *([vectors[""][:0]] if second else [])],
+    }  # fmt: skip
+    value = {"module": weights, "buffer_names": ["running_mean"], "optimizer": optimizer, "global_steps": 5}
+    (tmp_path / "run/global_step5").mkdir(parents=True)
+    torch_save(value, tmp_path / "run/global_step5/mp_rank_00_model_states.pt")
+    (tmp_path / "run/latest").write_text("global_step5")
+    if second:
+        said = "nothing says which of the parameters are in the vectors of its groups"
+        assert said in refused(tmp_path / "run", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+        assert said in reshard(tmp_path / "run", tmp_path / "out", "--to", "hf").err
+        return
+    got = ranks(tmp_path / "run", tmp_path / "out")
+    at = 0
+    for name in ("embed.weight", "up.weight", "up.bias"):
+        size = weights[name].size
+        for key, vector in vectors.items():
+            found = got[f"optimizer/{name}/{key}" if key else f"master_weights/{name}"].bits.view("<f4")
+            np.testing.assert_array_equal(found, vector[at : at + size].reshape(shapes[name]))
+        assert float(got[f"optimizer/{name}/step"].bits.view("<f4")) == 5
+        at += size
+    assert not any("/" in n for n in got if "running_mean" in n)
+    training = open_checkpoint(tmp_path / "run").stored.training
+    assert training is not None
+    assert training.plain["loss_scaler"]["cur_scale"] == 1024.0
+    assert training.betas("up.bias") == (0.9, 0.95)
 
 
 @pytest.mark.parametrize("case", ["ams", "z2"])

@@ -77,6 +77,7 @@ SOURCES = BY_HAND | {
     "torch/deepspeed/rr": Source(family=False),
     "torch/deepspeed/universal_z1": Source(family=False),
     "torch/deepspeed/universal_z3": Source(family=False),
+    "torch/deepspeed/z0": Source(family=False),
     "torch/deepspeed/z1": Source(family=False),
     "torch/deepspeed/z2": Source(ADAM, family=False),
     "torch/deepspeed/z3": Source(family=False),
@@ -106,7 +107,6 @@ MAKES_MASTERS = ("hybrid", "zcc", "unified", "universal")
 OTHERS = (
     "paddle_pickles/",  # single files, which say nothing of components
     "paddle_unified/pf12_llama_bf16_tp2/",  # arguments of a trainer whose save failed
-    "torch/deepspeed/z0/",  # DeepSpeed without ZeRO, whose optimizer is left out
     "torch/written/step.bin",  # its optimizer is refused: state of another shape
 )
 STATES = (b"exp_avg", b"moment1_0", b"momentum_buffer", b"velocity_0", b"square_avg")

@@ -453,3 +453,10 @@ def test_cut_over_ranks_and_back(tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     reshard(source, cut, "--to", "ranks", "--tp-out", 2, "--replicate", "*", "--split", "layers.*.up.weight=0")
     carried(cut, tmp_path / "out", TRAINED)
+
+
+def test_states_without_names_are_refused(tmp_path: Path) -> None:
+    value = numbered(TRAINED)
+    value["state"][0] = {5: value["state"][0]["exp_avg"]}
+    error = refused(directory(tmp_path / "a", value), tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+    assert "a state of `0` has no name" in error

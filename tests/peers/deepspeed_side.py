@@ -48,6 +48,8 @@ def build(case: dict[str, Any]) -> Any:
         "zero_optimization": {"stage": case["stage"], "stage3_param_persistence_threshold": 0, **case.get("zero", {})},
         **case.get("config", {}),
     }
+    if case.get("fused"):  # the class of NVIDIA's GPUs, which CPUs do not have
+        deepspeed.runtime.engine.FusedAdam = kind
     if (precision := case.get("precision", "bf16")) != "fp32":
         config.setdefault(precision, {})["enabled"] = True
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)) if case.get("schedule") else None
@@ -59,7 +61,35 @@ def step(engine: Any, number: int) -> None:
     engine.step()
 
 
+def without_zero(engine: Any) -> Held:
+    """What the optimizer itself holds, which no function of DeepSpeed gives."""
+    wrapped, names = engine.optimizer, {id(p): n for n, p in engine.module.named_parameters()}
+    out = {n: p.detach().clone() for n, p in engine.module.named_parameters(remove_duplicate=False)}
+    out |= {n: b.clone() for n, b in engine.module.named_buffers()}
+    inner = getattr(wrapped, "optimizer", wrapped)
+    if hasattr(wrapped, "fp32_groups_flat"):
+        for params, flat in zip(wrapped.fp16_groups, wrapped.fp32_groups_flat, strict=True):
+            steps = inner.state[flat]["step"]
+            out |= {f"optimizer/{names[id(p)]}/step": steps.clone() for p in params}
+            held = {"": flat, **{k: v for k, v in inner.state[flat].items() if k != "step"}}
+            for key, vector in held.items():
+                for p, part in zip(params, vector.detach().split([p.numel() for p in params]), strict=True):
+                    at = f"optimizer/{names[id(p)]}/{key}" if key else f"master_weights/{names[id(p)]}"
+                    out[at] = part.clone().reshape(p.shape)
+        return out
+    pairs = [(p, p) for g in inner.param_groups for p in g["params"]]
+    if hasattr(wrapped, "fp32_groups"):
+        mine = zip(wrapped.fp16_groups, wrapped.fp32_groups, strict=True)
+        pairs = [pair for a, b in mine for pair in zip(a, b, strict=True)]
+        out |= {f"master_weights/{names[id(p)]}": m.detach().clone() for p, m in pairs}
+    for p, master in pairs:
+        out |= {f"optimizer/{names[id(p)]}/{k}": v.clone() for k, v in inner.state[master].items()}
+    return out
+
+
 def truth(engine: Any, states: list[str]) -> Held:
+    if not engine.zero_optimization():
+        return without_zero(engine)
     wrapped = engine.optimizer
     if hasattr(wrapped, "_hp_optimizer_states_linked"):  # with several groups only the first one is
         wrapped._hp_optimizer_states_linked = False

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.command import reshard
+from tests.helpers.command import refused, reshard
 from tests.peers.deepspeed_side import train
 from tests.peers.rank_group import Group
 from tests.peers.rank_training import Held
@@ -85,3 +85,41 @@ def test_what_zero_to_fp32_gives_is_the_masters(tmp_path: Path) -> None:
     assert len(got) == 12
     for name, master in got.items():
         assert (master == want[name.removeprefix("master_weights/")]).all(), name
+
+
+SAME_TYPE = {"data_types": {"grad_accum_dtype": "bf16"}}
+WITHOUT_ZERO: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32", **GROUPS},
+    "bf16": {"config": SAME_TYPE, **GROUPS},
+    "bf16_tied": {"config": SAME_TYPE, "tied": True},
+    "fused": {"config": SAME_TYPE, "fused": True},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ZERO)
+def test_a_save_without_zero(name: str, ranks: Callable[[int], Group], tmp_path: Path) -> None:
+    """Its optimizer has numbers, or one vector; masters and moments are those that the optimizer itself has."""
+    held, _ = ranks(2).run(train, {"stage": 0, **WITHOUT_ZERO[name]}, str(tmp_path / "run"))
+    reshard(tmp_path / "run", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+    got = load_file(tmp_path / "out" / "rank-00000-of-00001.safetensors")
+    assert any(n.startswith("optimizer/") for n in got)
+    once = {k: v for k, v in held.items() if k in got or "head.weight" not in k}
+    same(got, once)
+
+
+def test_vectors_of_several_groups_are_left_out(ranks: Callable[[int], Group], tmp_path: Path) -> None:
+    case = {"stage": 0, "config": SAME_TYPE, "fused": True, "groups": True}
+    ranks(2).run(train, case, str(tmp_path / "run"))
+    error = refused(tmp_path / "run", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+    assert "nothing says which of the parameters are in the vectors of its groups" in error
+    assert "is not read: nothing says" in reshard(tmp_path / "run", tmp_path / "out", "--to", "hf").err
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_on_the_cpu(stage: int, ranks: Callable[[int], Group], tmp_path: Path) -> None:
+    """ZeRO-Offload saves the same."""
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    held, _ = ranks(2).run(train, {"stage": stage, "zero": zero, **GROUPS}, str(tmp_path / "run"))
+    reshard(tmp_path / "run", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
+    got = load_file(tmp_path / "out" / "rank-00000-of-00001.safetensors")
+    same({k: v for k, v in got.items() if not k.endswith("/step")}, held)

@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from ckpttool.catalog import FlatShard, Key, StoredTensor
 from ckpttool.containers.pickle import Record, printable
@@ -34,6 +35,7 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError, Unsupp
 from ckpttool.formats import base
 from ckpttool.formats.torch import zero_files
 from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates, Numbers
+from ckpttool.formats.torch.zero_none import KEY, add_optimizer
 from ckpttool.formats.torch.zero_partitions import Held, Partitions, Rank, partitions_of, stage_of
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import DataFile
@@ -41,8 +43,6 @@ from ckpttool.words import count, some
 
 POINTER = "latest"
 _OPTIM_STATES = re.compile(r"(?P<kind>(?:[a-z0-9]+_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt\Z")
-_OPTIMIZER = "optimizer"
-"""In the model states of a save without ZeRO."""
 _SCRIPT = "zero_to_fp32.py"
 _PUBLISHED = re.compile(r".*\.safetensors|.*\.index\.json|pytorch_model.*\.bin")
 """Weights for everyone that a trainer puts beside its state: these are the model then."""
@@ -73,6 +73,8 @@ class DeepSpeed:
         """
         stored, reader = zero_files.read_save(self.name, listing, options, POINTER, is_save, _Reader)
         stored.sharding, stored.native = max(1, len(reader.ranks)), reader.scaler
+        if reader.plain is not None:
+            add_optimizer(stored, *reader.plain)
         return stored
 
 
@@ -93,6 +95,8 @@ class _Reader:
     dtypes: dict[Key, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
+    plain: tuple[TorchFile, Any, frozenset[str]] | None = None
+    """Without ZeRO: the file with the optimizer, the optimizer, and the names of buffers."""
     scaler: Record | None = None
     """Of the loss, in training with float16."""
 
@@ -256,10 +260,8 @@ class _Reader:
         if left:
             what = f"state of the optimizer that is not one number for each element is left out: {some(left)}"
             self.notes.append(what)
-        if objects := [n for n in training.left if n != _OPTIMIZER]:
+        if objects := [n for n in training.left if n != KEY]:
             self.notes.append(f"not plain data, and left out: {some(objects)}")
-        if _OPTIMIZER in training.left:
-            self.notes.append(
-                "the optimizer of a save without ZeRO is left out: its state has numbers, not names of parameters"
-            )
+        if KEY in training.left:
+            self.plain = states.file, states.rest[KEY], states.buffers
         return training

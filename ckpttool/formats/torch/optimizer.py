@@ -34,6 +34,8 @@ from ckpttool.storage.place import DataFile
 from ckpttool.words import some
 
 COMPONENT = "optimizer"
+MASTER = "the master weight"
+"""What the state of a parameter is called that is its master weight; no optimizer has such a name."""
 FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)\Z")
 """Of transformers' Trainer, and of accelerate, which numbers the second and those after it."""
 _SCHEDULE = re.compile(r"scheduler(_\d+)?\.(pt|bin)\Z")
@@ -110,7 +112,7 @@ def read_beside(stored: StoredCheckpoint, listing: Listing) -> None:
         file = read_torch(listing.path(found[0]))
         state = OptimizerState(file, file.value, found[0], _trainer(listing))
     except CkptError as e:
-        _refuse(stored, found[0], e)
+        refuse(stored, found[0], e)
     else:
         state.add_to(stored)
 
@@ -152,7 +154,7 @@ class Trainer(NamedTuple):
         paths = [printable(path) for path, _ in self.optimizers]
         if len(paths) > 1:
             what = f"there are {len(paths)} optimizers: {some(paths)}"
-            _refuse(stored, paths[0], UnsupportedError(what, where=str(self.file.info.place), hint=_ALONE))
+            refuse(stored, paths[0], UnsupportedError(what, where=str(self.file.info.place), hint=_ALONE))
             return
         ((path, value),) = self.optimizers
         used = {path.split(".", 1)[0], model.split(".", 1)[0]}
@@ -190,7 +192,8 @@ def _trainer(listing: Listing) -> Training:
     return Training(step=step, plain=plain, left=tuple(left))
 
 
-def _refuse(stored: StoredCheckpoint, what: str, why: CkptError) -> None:
+def refuse(stored: StoredCheckpoint, what: str, why: CkptError) -> None:
+    """Leave the optimizer out, with a note."""
     stored.refused[COMPONENT] = why
     stored.notes.append(f"the optimizer ({what}) is not read: {why.what}")
 
@@ -211,6 +214,8 @@ class OptimizerState:
     """What its trainer says, without groups."""
     trusted: bool = False
     """The same program saved model and optimizer, so that the model is in its own order."""
+    buffers: Collection[str] = ()
+    """Names of the model's tensors that are no parameters."""
 
     def add_to(self, stored: StoredCheckpoint) -> None:
         """Give the states to the parameters of ``stored``; see ``read_beside``."""
@@ -226,7 +231,7 @@ class OptimizerState:
             else:
                 self._add(stored, groups, states, names, {})
         except CkptError as e:
-            _refuse(stored, self.what, e)
+            refuse(stored, self.what, e)
 
     def _fit(
         self,
@@ -251,7 +256,7 @@ class OptimizerState:
             else:
                 return
         if wrong is not None:
-            _refuse(stored, self.what, wrong)
+            refuse(stored, self.what, wrong)
 
     @property
     def _where(self) -> str:
@@ -270,7 +275,7 @@ class OptimizerState:
         """
         shapes = {n: _shape(n, state, self._where) for n, state in states.items()}
         changed = form is not None and bool(form.shares)
-        candidates = dict(form.shapes) if form is not None and changed else _parameters(model)
+        candidates = dict(form.shapes) if form is not None and changed else parameters_of(model, self.buffers)
         if all(g.names or all(isinstance(n, str) for n in g.params) for g in groups):
             known = candidates if changed else {t.name: t.shape for t in model}
             return _by_name(groups, shapes, known, self._where)
@@ -341,7 +346,8 @@ class OptimizerState:
                     dtype, data = number_bytes(value)
                     at = given.setdefault((dtype, data), Given(8 * len(given), data.ljust(8, b"\0").hex())).start
                     t = StoredTensor(name, dtype, (), plain, at)
-                out.append(t._replace(name=names[n], component=COMPONENT, state=key))
+                own = ("master_weights", "") if key == MASTER else (COMPONENT, key)
+                out.append(t._replace(name=names[n], component=own[0], state=own[1]))
         if given:
             numbered.append(info._replace(encoding=Encoding("given", self._where, list(given.values()))))
         return out, numbered
@@ -390,6 +396,8 @@ def _parts(value: Any, where: str) -> tuple[list[_Group], dict[Number, dict[str,
     for n, state in value[_STATE].items():
         held = state if isinstance(state, dict) else {}
         for key in held:
+            if type(key) is not str:
+                raise CorruptError(f"a state of `{printable(str(n))}` has no name", where=where, hint=_ALONE)
             if key in _OTHER_KINDS:
                 raise UnsupportedError(f"this is the state of {_OTHER_KINDS[key]} (`{key}`)", where=where, hint=_ALONE)
         if n not in known:
@@ -498,13 +506,14 @@ def _called(names: Iterable[str], needed: Collection[str], model: Collection[str
     return best
 
 
-def _parameters(tensors: Iterable[StoredTensor]) -> dict[str, Shape]:
+def parameters_of(tensors: Iterable[StoredTensor], buffers: Collection[str] = ()) -> dict[str, Shape]:
     """What may be a parameter of an optimizer: tied ones once, no known buffers, no integers."""
     seen = set()
     out = {}
     for t in tensors:
         place = t.file, t.offset, t.shape, t.strides
-        if t.dtype in _FLOATS and not _BUFFER.match(t.name) and (place not in seen or not prod(t.shape)):
+        known = _BUFFER.match(t.name) or t.name in buffers
+        if t.dtype in _FLOATS and not known and (place not in seen or not prod(t.shape)):
             seen.add(place)
             out[t.name] = t.shape
     return out
