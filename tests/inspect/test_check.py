@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -358,7 +359,7 @@ CASES: dict[str, Case] = {
     "adapter-kind": Case(adapter, lambda f: edit_json(f / "adapter_config.json", lambda c: c.update(use_dora=True))),
     "remote-code": Case(shards, both(config(auto_map={"AutoModel": "modeling_x.X"}), python)),
     "pickle-code": Case(shards, lambda f: (f / "training_args.bin").write_bytes(pickle.dumps(os.getcwd))),
-    "pickle-imports": Case(shards, lambda f: (f / "training_args.bin").write_bytes(pickle.dumps(Path()))),
+    "pickle-imports": Case(shards, lambda f: (f / "training_args.bin").write_bytes(pickle.dumps(Decimal()))),
     "scale-missing": Case(fp8, drop(DOWN + "_scale_inv")),
     "scale-orphan": Case(fp8, drop(DOWN)),
     "scale-shape": Case(fp8, put(DOWN + "_scale_inv", Raw("F32", scale(1).bits[:, :2]))),
