@@ -824,6 +824,10 @@ def propagate_to_component(
                 raise ConflictError(
                     f"`{t.key}` is {list(t.shape)}, its parameter is {list(s.shape)}",
                     where=[catalog.place(p.stored) for p in t.pieces[:1]],
+                    hint="an optimizer whose state has other shapes (Adafactor, 8 bits) cannot be carried: leave it out"
+                    " with --only model"
+                    if component == "optimizer"
+                    else None,
                 )
         mine = {id(s): t for s, t in zip(sources, there, strict=True)}
         moved = tuple(p._replace(source=mine[id(p.source)]) for p in parts)

@@ -3,8 +3,9 @@
     torch    exp_avg    exp_avg_sq   step              F32 []
     Paddle   moment1_0  moment2_0    beta1_pow_acc_0   F32 [1], and beta2_pow_acc_0
 
-The averages are the same tensors under other names. A step is worked out from the powers of the betas and the other way
-round, while planning: what comes out is a number in no file (``encodings.Given``). The power after n steps is beta
+The averages are the same tensors under other names, where they are Adam's: others have one of them (Adamax, Lion), or
+a momentum that is no sum of gradients (RMSprop, Muon). A step is worked out from the powers of the betas and the other
+way round, while planning: what comes out is a number in no file (``encodings.Given``). The power after n steps is beta
 multiplied n times with beta, each product rounded, so the step is the one n that gives exactly the stored bits.
 """
 
@@ -39,6 +40,12 @@ MOST_STEPS = 1 << 24
 
 USUAL = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98), (0.9, 0.99), (0.95, 0.999))
 """Betas that an error may suggest, where they explain the powers exactly."""
+
+_ADAM = frozenset({"exp_avg", "exp_avg_sq"})
+"""What a parameter has both of, if its optimizer is Adam or a relative whose state means the same."""
+_MOMENTUM = "momentum_buffer"
+_SGD = "dampening"
+"""What groups of torch's SGD say, and those of no other optimizer with a momentum."""
 
 _ACCUMULATOR = re.compile(r"\w+_\d+")
 """Names that Paddle's optimizers give to their state."""
@@ -186,6 +193,10 @@ class _Translator:
     made: set[Key] = field(default_factory=set)
     """Those of the tensors that it holds."""
     left: list[str] = field(default_factory=list)
+    _held: dict[str, set[str]] = field(default_factory=dict)
+    """States of each parameter."""
+    _no_sgd: set[str] = field(default_factory=set)
+    """Parameters of groups of other optimizers."""
     _betas: dict[str, Betas] = field(default_factory=dict)
     _powers: dict[tuple[float, str], Powers] = field(default_factory=dict)
     _given: dict[bytes, Given] = field(default_factory=dict)
@@ -193,6 +204,13 @@ class _Translator:
     def run(self, wanted: str) -> dict[Key, LogicalTensor]:
         """The tensors, in their order."""
         self._betas = betas_of(self.source.stored.training, self.asked, str(self.source.path))
+        for key in self.source.catalog.tensors:
+            if key.component == "optimizer":
+                self._held.setdefault(key.name, set()).add(TORCH.get(key.state, key.state))
+        training = self.source.stored.training
+        for group in training.groups if training is not None else ():
+            if _SGD not in group.values:
+                self._no_sgd.update(group.parameters)
         out: dict[Key, LogicalTensor] = {}
         become = {"paddle": self._for_paddle, "torch": self._for_torch}[wanted]
         for key, t in self.source.catalog.tensors.items():
@@ -207,7 +225,9 @@ class _Translator:
         return out
 
     def _for_paddle(self, key: Key, t: LogicalTensor) -> Iterator[LogicalTensor]:
-        if key.state == STEP:
+        if (key.state == STEP or key.state in PADDLE) and not self._means_the_same(key):
+            self.left.append(str(key))
+        elif key.state == STEP:
             steps, dtype = self._number(t), self._dtype(key)
             if not math.isfinite(steps) or steps != int(steps) or steps < 0:
                 raise ConflictError(
@@ -222,6 +242,13 @@ class _Translator:
             yield t
         else:
             self.left.append(str(key))
+
+    def _means_the_same(self, key: Key) -> bool:
+        """Whether a state of torch's is what Paddle's of the same kind is."""
+        held = self._held[key.name]
+        if key.state != _MOMENTUM:
+            return held >= _ADAM
+        return held <= {_MOMENTUM, STEP} and key.name not in self._no_sgd
 
     def _for_torch(self, key: Key, t: LogicalTensor) -> Iterator[LogicalTensor]:
         if key.state in BETA_POWERS:

@@ -7,6 +7,8 @@ multiplies betas. It is compared bit for bit with what SRC becomes when it goes 
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -18,7 +20,7 @@ import pytest
 
 from ckpttool.checkpoint import open_checkpoint
 from ckpttool.formats.ranks import Ranks
-from ckpttool.formats.registry import WRITERS
+from ckpttool.formats.registry import READERS, WRITERS
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.tensorfile import Raw, Tensors, assert_same, read_all
 from tests.helpers.training_run import groups, names, save_run
@@ -246,7 +248,9 @@ def test_there_and_back(name: str, target: Target, tmp_path: Path, monkeypatch: 
     got = in_torchs_words(held(tmp_path / "there", tmp_path / "back", dialect, monkeypatch), betas)
     for n in sorted(got.keys() - want.keys()):
         if n.startswith("master_weights/") and target[0] in MAKES_MASTERS:
-            assert_same({n: got.pop(n)}, {n: as_float32(want[n.removeprefix("master_weights/")])})
+            weight = want[n.removeprefix("master_weights/")]
+            assert_same({n: got.pop(n)}, {n: as_float32(weight)})
+            assert weight.dtype == "F32" or "float32 of the model weights (exact)" in done.err
     if capabilities.fp32_masters == "dropped":
         want = {n: raw for n, raw in want.items() if n in got or not is_weight_itself(n, want)}
     if "ema" not in capabilities.components:
@@ -265,3 +269,66 @@ def is_weight_itself(name: str, tensors: Tensors) -> bool:
 def as_float32(raw: Raw) -> Raw:
     """The same numbers; bfloat16 is the upper half of a float32."""
     return raw if raw.dtype == "F32" else Raw("F32", raw.bits.astype("<u4") << 16)
+
+
+def table_of_the_docs() -> dict[str, dict[str, str]]:
+    """The table of docs/formats.md: what each format holds beside weights, by format and column."""
+    text = (FIXTURES.parent / "docs/formats.md").read_text().partition("## Who holds what\n")[2]
+    head, _, *rows = ([c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|"))
+    found: dict[str, dict[str, str]] = {}
+    for first, *cells in rows:
+        if len(cells) != len(head) - 1:
+            break  # the next table
+        found |= {name: dict(zip(head[1:], cells, strict=True)) for name in re.findall(r"`([\w-]+)`", first)}
+    return found
+
+
+def test_the_table_of_the_docs_is_true() -> None:
+    table = table_of_the_docs()
+    assert table.keys() == READERS.keys()
+    for name, row in table.items():
+        capabilities = READERS[name].capabilities
+        holds = {c for c in ("adapter", "master_weights", "optimizer", "ema") if c in capabilities.components}
+        holds |= {"optimizer"} if capabilities.optimizer_beside else set()
+        assert {c for c in row if not row[c].startswith("-")} & {"adapter", "ema"} == holds & {"adapter", "ema"}, name
+        assert row["master weights"].startswith("yes") == ("master_weights" in holds), name
+        assert (row["optimizer state"] != "-") == (row["step"] != "-") == ("optimizer" in holds), name
+        assert row["optimizer state"].startswith("Paddle's") == (capabilities.states == "paddle"), name
+        assert row["step"].startswith("powers") == (capabilities.states == "paddle"), name
+        assert (row["`param_groups`"] != "-") == ("optimizer" in holds and capabilities.states != "paddle"), name
+        assert ("not of float32" in row["master weights"]) == (capabilities.fp32_masters == "dropped"), name
+
+
+@pytest.mark.parametrize("name", [n for n, w in WRITERS.items() if "optimizer" in w.capabilities.components])
+def test_groups_and_schedules_go_where_the_docs_say(name: str, tmp_path: Path) -> None:
+    """A schedule of torch is nothing to Paddle's trainers, and a note says that it is left out."""
+    schedule = {"base_lrs": [0.001], "last_epoch": 7}
+    src = save_run(tmp_path / "run", names(), groups=groups(LONG), plain={"lr_scheduler": schedule})
+    more = ("--sharding-out", 2) if name == "zcc" else ()
+    done = reshard(src, tmp_path / "out", "--to", name, *ONE[:2], *more)
+    held = open_checkpoint(tmp_path / "out").stored.training
+    assert (held is not None and [dict(g.values) for g in held.groups] == [g["values"] for g in groups(LONG)]) == (
+        table_of_the_docs()[name]["`param_groups`"] == "yes"
+    )
+    if WRITERS[name].capabilities.states == "paddle":
+        assert "param_groups, lr_scheduler left out: Paddle's trainers take them from their own arguments" in done.err
+    else:
+        assert held is not None
+        assert held.plain["lr_scheduler"] == schedule
+
+
+@pytest.mark.parametrize("to", ["unified", "hybrid", "zcc", "flex"])
+def test_a_schedule_of_paddle_comes_back(to: str, tmp_path: Path) -> None:
+    """Formats of torch have no such file, and its content goes through them."""
+    schedule = {"last_epoch": 2, "last_lr": 0.25}
+    src = save_run(tmp_path / "run", names(), groups=groups(LONG), plain={"LR_Scheduler": schedule})
+    more = ("--sharding-out", 2) if to == "zcc" else ()
+    done = reshard(src, tmp_path / "out", "--to", to, *ONE[:2], *more)
+    assert pickle.loads((tmp_path / "out/scheduler.pdparams").read_bytes()) == schedule  # noqa: S301 - ours
+    assert "scheduler.pdparams" not in done.err
+    assert "LR_Scheduler" not in done.err
+    if to == "hybrid":
+        optimizer = pickle.loads((tmp_path / "out/optimizer.pdopt").read_bytes())  # noqa: S301 - ours
+        assert optimizer["LR_Scheduler"] == schedule
+    reshard(src, tmp_path / "model", "--to", to, *ONE[:2], *more, "--only", "model")
+    assert not (tmp_path / "model/scheduler.pdparams").exists()

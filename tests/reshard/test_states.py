@@ -234,19 +234,49 @@ def test_what_trainers_of_paddle_saved(name: str, tmp_path: Path) -> None:
 
 
 def test_other_states(tmp_path: Path) -> None:
-    """AMSGrad and momentum have names; what Paddle has no name for is left out, and a note says so."""
+    """AMSGrad has names; what Paddle has no name for is left out, and a note says so."""
     tensors = names()
     for name, shape in SHAPES.items():
         tensors[f"optimizer/{name}/max_exp_avg_sq"] = np.full(shape, 2, np.float32)
-        tensors[f"optimizer/{name}/momentum_buffer"] = np.full(shape, 3, np.float32)
     tensors["optimizer/model.norm.weight/prev_grad"] = np.full((8,), 4, np.float32)
     run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)))
     done = reshard(run, tmp_path / "out", "--to", "flex", "--verify", "-v")
     assert "Paddle's optimizers have no such state: optimizer/model.norm.weight/prev_grad" in done.err + done.out
     listed = ckpttool("inspect", tmp_path / "out", "--list").out
     assert "optimizer/model.norm.weight/moment2_max_0" in listed
-    assert "optimizer/model.norm.weight/velocity_0" in listed
     assert "prev_grad" not in listed
+
+
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0}
+OTHERS: dict[str, tuple[dict[str, object], list[str]]] = {
+    "sgd": (SGD, ["momentum_buffer"]),
+    "sgd, counted": (SGD, ["momentum_buffer", "step"]),
+    "adagrad": ({"lr_decay": 0}, ["step", "sum"]),
+    "adamax": ({"betas": [0.9, 0.999]}, ["exp_avg", "exp_inf", "step"]),
+    "lion": ({"betas": [0.9, 0.99]}, ["exp_avg"]),
+    "muon": ({"momentum": 0.95, "ns_steps": 5}, ["momentum_buffer"]),
+    "rmsprop": ({"alpha": 0.99}, ["momentum_buffer", "square_avg", "step"]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_optimizers_that_are_not_adam(kind: str, tmp_path: Path) -> None:
+    """Only what means the same is given a name of Paddle's; nobody is asked for betas that no one has."""
+    values, states = OTHERS[kind]
+    tensors = {n: a for n, a in names().items() if not n.startswith("optimizer/")}
+    for name, shape in SHAPES.items():
+        for state in states:
+            tensors[f"optimizer/{name}/{state}"] = np.full(() if state == "step" else shape, 2, np.float32)
+    run = save_run(tmp_path / "run", tensors, groups=[{"parameters": list(SHAPES), "values": values}])
+    done = reshard(run, tmp_path / "out", "--to", "flex", "--verify")
+    left = [s for s in states if kind not in ("sgd", "sgd, counted") or s == "step"]
+    listed = ckpttool("inspect", tmp_path / "out", "--list").out
+    assert ("optimizer/" in listed) == ("/velocity_0" in listed) == (kind in ("sgd", "sgd, counted"))
+    assert ("Paddle's optimizers have no such state: " in done.err) == bool(left)
+    # Formats of torch have all of it.
+    reshard(run, tmp_path / "dcp", "--to", "dcp", "--verify")
+    listed = ckpttool("inspect", tmp_path / "dcp", "--list").out
+    assert all(f"optimizer/lm_head.weight/{s}\t" in listed for s in states)
 
 
 @pytest.mark.usefixtures("torch_words")

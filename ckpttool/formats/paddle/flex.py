@@ -32,7 +32,7 @@ from ckpttool.formats import base
 from ckpttool.formats.paddle import flex_files
 from ckpttool.formats.paddle.config import CONFIG_DTYPES, STATES, TARGETS, resume_flags, target_config
 from ckpttool.formats.paddle.sharding import flat_slices
-from ckpttool.formats.paddle.training import left_out, read_training
+from ckpttool.formats.paddle.training import left_out, read_training, schedule_file
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh, share
 from ckpttool.storage.listing import Listing, list_source
@@ -485,6 +485,7 @@ class _Writer:
         usage = resume_flags(self.request, "flex_checkpoint")
         return base.FileLayout(
             files, places, self._notes(), rank_files, ranks,
+            generated=schedule_file(self.request),
             dropped=tuple(n for n in self.request.companions if _OWN.fullmatch(n)),
             config=target_config(self.request.config, TARGETS[0], self.request.dtype),
             usage=usage,

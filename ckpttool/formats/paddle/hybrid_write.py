@@ -36,7 +36,7 @@ from ckpttool.formats.paddle import hybrid_names
 from ckpttool.formats.paddle.config import base_prefix, fp8_dtype, module_of, resume_flags, target_config
 from ckpttool.formats.paddle.hybrid_names import HybridNames, Suffix
 from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
-from ckpttool.formats.paddle.training import left_out
+from ckpttool.formats.paddle.training import SCHEDULE_FILE, left_out, schedule_file, schedule_of
 from ckpttool.mesh import Coords, Mesh
 
 MASTER = "_fp32_master_0"
@@ -227,7 +227,7 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
         small.append((hybrid_names.META, _meta(cells, shares, request, source, nlp=nlp)))
     return FileLayout(
         build.files, build.places, notes, build.rank_files, build.ranks,
-        generated=tuple(small),
+        generated=(*small, *schedule_file(request)),
         dropped=tuple(n for n in request.companions if _LEFT.fullmatch(n)),
         config=target_config(request.config, request.version, request.dtype) if request.version else None,
         usage=resume_flags(request, "sharding_io"),
@@ -615,12 +615,14 @@ def _put_masters(content: _Content, share: _Shares, shard: int, *, ema: bool) ->
 
 def _schedule(request: WriteRequest, source: HybridNames | None, notes: list[str]) -> Mapping[str, Any] | None:
     """What scheduler.pdparams holds, which is also ``LR_Scheduler`` of every optimizer file."""
-    if request.source is not None and "scheduler.pdparams" in request.companions:
-        value = read_pickle(request.source.root / "scheduler.pdparams")
+    if request.source is not None and SCHEDULE_FILE in request.companions:
+        value = read_pickle(request.source.root / SCHEDULE_FILE)
         if isinstance(value, dict):
             return value
     if source is not None and source.schedule is not None:
         return source.schedule
+    if (schedule := schedule_of(request.training)) is not None:
+        return schedule
     notes.append("there is no scheduler.pdparams: the optimizer's files have no LR_Scheduler")
     return None
 

@@ -1,6 +1,7 @@
 """What Paddle's trainers keep beside tensors: trainer_state.json and scheduler.pdparams.
 
-Both are carried along as the small files that they are. What another trainer keeps has no place in Paddle's files.
+Both are carried along as the small files that they are. A schedule that came through a format of another software
+(dcp, universal, ranks) becomes a file again. What another trainer keeps has no place in Paddle's files.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from contextlib import suppress
 from typing import Any
 
 from ckpttool.containers.paddle_pickle import read_pickle
+from ckpttool.containers.pickle_write import plain_pickle
 from ckpttool.errors import CkptError
-from ckpttool.formats.base import Training
+from ckpttool.formats.base import Training, WriteRequest
 from ckpttool.storage.listing import Listing
 
 SCHEDULE = "LR_Scheduler"
 """What Paddle calls the state of the learning rate in the optimizer's files."""
+SCHEDULE_FILE = "scheduler.pdparams"
+"""The same, beside them."""
 
 
 def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -> Training | None:
@@ -26,15 +30,31 @@ def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -
     state: Mapping[str, Any] = {}
     with suppress(CkptError):
         state = listing.json("trainer_state.json")
-    if schedule is None and "scheduler.pdparams" in listing.names:
+    if schedule is None and SCHEDULE_FILE in listing.names:
         with suppress(CkptError):
-            found = read_pickle(listing.path("scheduler.pdparams"))
+            found = read_pickle(listing.path(SCHEDULE_FILE))
             schedule = found if isinstance(found, dict) else None
     step = state.get("global_step")
     step = step if type(step) is int and step >= 0 else None
     if step is None and not schedule:
         return None
     return Training(step=step, plain={SCHEDULE: dict(schedule)} if schedule else {})
+
+
+def schedule_of(training: Training | None) -> Mapping[str, Any] | None:
+    """The state of a schedule of Paddle's, wherever it came from."""
+    schedule = training.plain.get(SCHEDULE) if training is not None else None
+    return schedule if isinstance(schedule, dict) else None
+
+
+def schedule_file(request: WriteRequest) -> tuple[tuple[str, bytes], ...]:
+    """(name, bytes) of the schedule's file beside an optimizer, where the source has it in no such file."""
+    schedule = schedule_of(request.training)
+    if schedule is None or SCHEDULE_FILE in request.companions:
+        return ()
+    if not any(t.component == "optimizer" for rank in request.ranks for t in rank):
+        return ()
+    return ((SCHEDULE_FILE, plain_pickle(schedule)),)
 
 
 def left_out(training: Training | None) -> list[str]:

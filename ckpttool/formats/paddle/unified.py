@@ -30,7 +30,7 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
 from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle.sharding import end_to_end
-from ckpttool.formats.paddle.training import left_out, read_training
+from ckpttool.formats.paddle.training import left_out, read_training, schedule_file
 from ckpttool.formats.paddle.unified_index import STEMS, UnifiedIndex
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
@@ -149,6 +149,7 @@ class Unified:
         return file_layout._replace(
             config=paddle_config.target_config(request.config, version, request.dtype),
             notes=left_out(request.training),
+            generated=schedule_file(request),
             dropped=tuple(n for n in request.companions if _WORLD_BOUND.match(n)),
             usage=paddle_config.resume_flags(request, "unified_checkpoint"),
         )

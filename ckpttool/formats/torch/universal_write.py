@@ -48,6 +48,7 @@ def write_universal(request: base.WriteRequest) -> base.FileLayout:
         if name not in masters and own is not None and own.dtype in _WIDENED:
             masters[name] = own._replace(dtype="F32", part=1)  # the parameter is its own master, and is written twice
             held.append(masters[name])
+    made = any(model[n].dtype != "F32" for n, t in masters.items() if t.part)
     _check(trained, masters, states)
     groups = _groups(request.training, trained)
     common = _model_states(request.training, [{n: masters[n].whole for n in names} for names, _ in groups])
@@ -67,11 +68,12 @@ def write_universal(request: base.WriteRequest) -> base.FileLayout:
         step = step._replace(part=1)  # stage 3 takes it from the file of the groups
         held.append(step)
     _optimizer_state(files, groups, step)
-    note = [] if request.training and request.training.groups else [_NO_GROUPS]
+    notes = [_MASTERS_MADE] if made else []
+    notes += [] if request.training and request.training.groups else [_NO_GROUPS]
     return base.FileLayout(
         files.files,
         [files.places],
-        note,
+        notes,
         [list(range(len(files.files)))],
         ranks=[held],
         generated=((POINTER, tag.encode()),),
@@ -79,6 +81,7 @@ def write_universal(request: base.WriteRequest) -> base.FileLayout:
     )
 
 
+_MASTERS_MADE = "master weights that the source does not have are float32 of the model weights (exact)"
 _NO_GROUPS = "the source has no param_groups: DeepSpeed's engine keeps those that it is started with"
 
 
