@@ -247,8 +247,8 @@ def test_other_states(tmp_path: Path) -> None:
     assert "prev_grad" not in listed
 
 
-SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0}
-OTHERS: dict[str, tuple[dict[str, object], list[str]]] = {
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0}
+OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sgd": (SGD, ["momentum_buffer"]),
     "sgd, counted": (SGD, ["momentum_buffer", "step"]),
     "adagrad": ({"lr_decay": 0}, ["step", "sum"]),
