@@ -30,6 +30,7 @@ from tests.peers.rank_training import Held, Model
 
 # Or it compiles its own reductions, for half a minute and where there is a compiler; its ranks would poll, not wait.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+FUSED = deepspeed.runtime.engine.FusedAdam
 
 
 def build(case: dict[str, Any]) -> Any:
@@ -43,13 +44,14 @@ def build(case: dict[str, Any]) -> Any:
         "train_batch_size": 2 * dist.get_world_size(),
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": case["stage"], "stage3_param_persistence_threshold": 0, **case.get("zero", {})},
         **case.get("config", {}),
     }
-    if case.get("fused"):  # the class of NVIDIA's GPUs, which CPUs do not have
-        deepspeed.runtime.engine.FusedAdam = kind
+    # The class of NVIDIA's GPUs, which CPUs do not have.
+    deepspeed.runtime.engine.FusedAdam = kind if case.get("fused") else FUSED
     if (precision := case.get("precision", "bf16")) != "fp32":
         config.setdefault(precision, {})["enabled"] = True
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)) if case.get("schedule") else None

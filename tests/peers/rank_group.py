@@ -28,7 +28,7 @@ class Group:
         self.world, self.folder = world, folder
         self._ranks: dict[Connection, Any] = {}
 
-    def run(self, job: Callable[..., Any], *args: Any) -> Any:
+    def run(self, job: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Every rank calls ``job``, a function of a module; what rank 0 gives back is the answer.
 
         Raises RuntimeError with what the ranks said where one fails, and the group ends.
@@ -36,7 +36,7 @@ class Group:
         if not self._ranks:
             self._start()
         for end in self._ranks:
-            _send(end, (job, args))
+            _send(end, (job, args, options))
         answers: dict[Connection, Any] = {}
         limit = time.monotonic() + LIMIT
         while len(answers) < self.world:
@@ -115,11 +115,11 @@ def _serve(end: Connection, rank: int, world: int, folder: Path) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", dt.timedelta(seconds=LIMIT), world, rank)
     while True:
         try:
-            job, args = pickle.loads(end.recv_bytes())  # noqa: S301  # from the process that forked this one
+            job, args, options = pickle.loads(end.recv_bytes())  # noqa: S301  # from the process that forked this one
         except EOFError:
             os._exit(0)
         try:
-            answer, failed = job(*args), False
+            answer, failed = job(*args, **options), False
         except Exception:  # noqa: BLE001  whatever it is, the test that asked for the job shows it
             answer, failed = traceback.format_exc(), True
         _send(end, (failed, answer if failed or rank == 0 else None))

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.command import refused, reshard
+from tests.peers import dcp_ranks
 from tests.peers.deepspeed_side import train
 from tests.peers.rank_group import Group
 from tests.peers.rank_training import Held
@@ -73,6 +74,22 @@ def test_every_stage_goes_on_from_what_is_written(saved: Saved, ranks: Callable[
         same(held, saved.held)
         if stage < 3 or "groups" not in made:  # stage 3 gives all groups the values of the first
             same(after, saved.after)
+
+
+@pytest.mark.parametrize(("saved", "worlds"), [("z1", [1, 4]), ("z2", [2]), ("z3", [2])], indirect=["saved"])
+def test_fsdp2_goes_on_from_dcp(saved: Saved, worlds: list[int], ranks: Callable[[int], Group], tmp_path: Path) -> None:
+    """With the masters as parameters."""
+    reshard(saved.folder, tmp_path / "dcp", "--to", "dcp", "--sharding-out", 3)
+    made = saved.case.made
+    case = {key: key in made for key in ("frozen", "groups")}
+    told = {"masters": made.get("precision") != "fp32", "known": "elastic_checkpoint" not in made["zero"]}
+    for world in worlds:
+        weights, *runs = ranks(world).run(dcp_ranks.resume, str(tmp_path / "dcp"), case, **told)
+        same({k: v.to(saved.held[k].dtype) for k, v in weights.items()}, {k: saved.held[k] for k in weights})
+        for got, want in zip(runs, (saved.held, saved.after), strict=True):
+            wide = {k: v.to(got[k].dtype) for k, v in want.items() if k in got}
+            wide |= {k.removeprefix("master_weights/"): v for k, v in want.items() if k.startswith("master_weights/")}
+            same({k: v for k, v in got.items() if not k.endswith("/step")}, wide)
 
 
 def test_what_zero_to_fp32_gives_is_the_masters(tmp_path: Path) -> None:
