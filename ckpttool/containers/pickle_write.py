@@ -86,7 +86,11 @@ class Stateful(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a function or class makes of arguments, and the pairs that are put into it then."""
+    """What a function or class makes of arguments, and the pairs that are put into it then.
+
+    ``layout_pickle`` has it made once for equal arguments, so there they are hashable, and what is made of them cannot
+    be changed: a million chunks have few shapes.
+    """
 
     module: str
     name: str
@@ -174,9 +178,11 @@ class _Writer:
             self.sequence(v.state, path)
             self.run += b"b"
         elif type(v) is Call:
-            self.named(v.module, v.name)
-            self.sequence(v.args, path)
-            self.run += b"R"
+            if not self.recalled(v):
+                self.named(v.module, v.name)
+                self.sequence(v.args, path)
+                self.run += b"R"
+                self.remember(v)
         elif isinstance(v, Mapping):
             self.mapping(v.items(), path)
         elif type(v) is Pairs:

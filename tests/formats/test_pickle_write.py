@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
 from ckpttool.containers.pickle import Array, Record
-from ckpttool.containers.pickle_write import _CODES, Hole, Instance, Written, layout_pickle, plain_pickle
+from ckpttool.containers.pickle_write import _CODES, Call, Hole, Instance, Written, layout_pickle, plain_pickle
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import UnsupportedError
 from ckpttool.storage.place import DataFile
@@ -317,3 +317,10 @@ def test_whatever_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, v
     assert {at: (a.offset, a.shape, a.name) for at, a in arrays(read)} == {
         at: (written.places[at], hole.shape, hole.name or "") for at, hole in holes(value)
     }
+
+
+def test_equal_calls_are_made_once() -> None:
+    calls = [Call("builtins", "slice", (0, 4)), Call("builtins", "slice", (0, 8)), Call("builtins", "slice", (0, 4))]
+    data = plain_pickle(calls)
+    assert pickle.loads(data) == [slice(0, 4), slice(0, 8), slice(0, 4)]  # noqa: S301 - it was just made
+    assert sum(op.name == "REDUCE" for op, _, _ in pickletools.genops(data)) == 2
