@@ -527,3 +527,13 @@ def test_copies_of_a_step_that_differ(tmp_path: Path) -> None:
         f.write(np.float32(8).tobytes())
     text = refused(tmp_path / "cut", tmp_path / "out", "--to", "unified", "--tp-out", 1)
     assert "`optimizer/model.norm.weight/step` is different on different ranks" in text
+
+
+def test_states_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    """Adafactor has one number for each row, and one for each column."""
+    tensors = names() | {"optimizer/lm_head.weight/row_var": np.ones((20, 1), np.float32)}
+    run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)))
+    text = refused(run, tmp_path / "out", "--to", "dcp")
+    assert "`optimizer/lm_head.weight/row_var` is [20, 1], its parameter is [20, 8]" in text
+    assert "leave it out with --only model" in text
+    reshard(run, tmp_path / "out", "--to", "dcp", "--only", "model")
