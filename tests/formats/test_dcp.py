@@ -212,6 +212,14 @@ def test_an_optimizer_alone_without_a_prefix(tmp_path: Path) -> None:
         assert kept.items() >= {**states, group: lr}.items()
 
 
+def test_an_optimizer_beside_numbers_alone(tmp_path: Path) -> None:
+    """A counter is no model, which the state would have to belong to."""
+    states = {f"optim.state.{NAME}.exp_avg": ("optim", "state", NAME, "exp_avg"), "epoch": ("epoch",)}
+    described = {f: ("F32", (6, 4), rows((6, 4), 4)) if "." in f else ("F32", (), [((), (), 0)]) for f in states}
+    write_save(tmp_path / "save", described, {}, states)
+    assert opened(tmp_path / "save") == {f"optimizer/{NAME}/exp_avg"}
+
+
 def test_parameters_that_are_numbered(tmp_path: Path) -> None:
     """They have the order of the state dict, whoever wrote which of them; what is written keeps the numbers."""
     model = {f"model.{n}": ("model", n) for n in ("b.weight", "a.weight", "c.weight")}

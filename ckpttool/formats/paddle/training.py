@@ -15,6 +15,7 @@ from ckpttool.containers.pickle_write import plain_pickle
 from ckpttool.errors import CkptError
 from ckpttool.formats.base import Training, WriteRequest
 from ckpttool.storage.listing import Listing
+from ckpttool.words import some
 
 SCHEDULE = "LR_Scheduler"
 """What Paddle calls the state of the learning rate in the optimizer's files."""
@@ -63,4 +64,4 @@ def left_out(training: Training | None) -> list[str]:
         return []
     names = ["param_groups"] if any({*g.values} - {"betas"} for g in training.groups) else []
     names += [n for n in (*training.plain, *training.left) if n != SCHEDULE]
-    return [f"{', '.join(names)} left out: Paddle's trainers take them from their own arguments"] if names else []
+    return [f"{some(names, 6)} left out: Paddle's trainers take them from their own arguments"] if names else []

@@ -156,7 +156,8 @@ def assign(
     groups = {**groups, **_split(groups.pop("", {}), trained)}
     masters = {p for p in groups if p.rpartition(".")[2] in _MASTERS}
     averages = {p for p in groups if _AVERAGE.fullmatch(p.rpartition(".")[2])} - {select}
-    chosen = _choose({p: g for p, g in groups.items() if p not in masters | averages}, trained, tensors, select, where)
+    prefix = _choose({p: g for p, g in groups.items() if p not in masters | averages}, trained, tensors, select, where)
+    chosen, weights = ("model", {}) if prefix is None else (prefix, groups.get(prefix, {}))
     keys: dict[str, Key] = {}
     notes = [f"read from `{printable(chosen)}`"] if chosen not in ("", "model") and chosen in groups else []
 
@@ -173,14 +174,14 @@ def assign(
             if not model or names[name] in model:
                 keys[fqn] = Key(names[name], *rest)
 
-    take({fqn: (n, "model", "") for n, fqn in groups.get(chosen, {}).items()})
+    take({fqn: (n, "model", "") for n, fqn in weights.items()})
     for component, prefixes in (("master_weights", masters), ("ema", averages)):
         take({fqn: (n, component, "") for p in sorted(prefixes) for n, fqn in groups[p].items()})
     states, refused = _of_model(states, chosen)
     take({fqn: (s.name, "optimizer", s.state) for fqn, s in states.items()})
     whose: Mapping[int, str] = {}
     if unnamed and not refused:
-        model = {n: tensors[fqn] for n, fqn in groups.get(chosen, {}).items()}
+        model = {n: tensors[fqn] for n, fqn in weights.items()}
         found = {} if states else _whose(unnamed, tensors, model, groups_of)
         if found is None:
             refused = "its parameters are numbers, and their shapes leave more than one order, or none"
@@ -327,8 +328,8 @@ def _choose(
     tensors: Mapping[str, Described],
     select: str,
     where: str,
-) -> str:
-    """The prefix of the model."""
+) -> str | None:
+    """The prefix of the model; None where there is an optimizer alone."""
     if select:
         if select not in groups:
             raise UsageError(
@@ -348,7 +349,7 @@ def _choose(
             where=where,
             hint=f"choose one: --select {printable(found[0]) or ALL}; --select {ALL} takes all tensors, with all keys",
         )
-    return found[0] if found else ""
+    return found[0] if found else None
 
 
 def _listed(prefixes: Iterable[str]) -> str:
