@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import Global
-from ckpttool.containers.pickle_write import Call, Hole, Instance
+from ckpttool.containers.pickle_write import Call, Hole, Instance, Stateful
 from tests.fuzz.damage_torch import zipped
+
+
+class Single(NamedTuple):
+    """A dict of one key, which may be what Python cannot hash."""
+
+    item: tuple[Any, Any]
 
 
 def loose(value: Any) -> bytes:
@@ -36,6 +42,10 @@ def _value(value: Any) -> bytes:
         return _value(Global(value.module, value.cls)) + b")\x81" + _value(dict(value.fields)) + b"b"
     if isinstance(value, dict):
         return b"}(" + b"".join(_value(k) + _value(v) for k, v in value.items()) + b"u"
+    if isinstance(value, Single):
+        return b"}" + _value(value.item[0]) + _value(value.item[1]) + b"s"
+    if isinstance(value, Stateful):
+        return _value(Global(value.module, value.cls)) + b")\x81" + _value(value.state) + b"b"
     if type(value) is list:
         return b"](" + b"".join(map(_value, value)) + b"e"
     if type(value) is tuple:

@@ -21,9 +21,9 @@ from ckpttool.containers.pickle import Global
 from ckpttool.containers.pickle_write import Call, Hole, Instance, Pairs, Stateful, plain_pickle
 from tests.fuzz.damage_torch import members, with_pickle, zipped
 from tests.fuzz.harness import watched
-from tests.helpers.command import reshard
+from tests.helpers.command import ckpttool, reshard
 from tests.helpers.dcp import write_save
-from tests.helpers.loose_pickle import loose_torch
+from tests.helpers.loose_pickle import Single, loose, loose_torch
 from tests.helpers.tensorfile import header
 from tests.helpers.torch_edit import edit
 from tests.helpers.torch_save import torch_save
@@ -460,6 +460,62 @@ def test_params_json(field: str, value: Any, tmp_path: Path) -> None:
     judge(court)
 
 
+_BYTE = "bytecheckpoint.checkpointer.meta_type"
+
+
+HOSTILE: dict[str, tuple[Any, ...]] = {
+    "all_tensor_metadata": (5, "x", [1], {"a": b"x"}, b"x"),
+    "planner_data": (5, "x", [1], {5: 5}, {"w": ()}, {"w": ("v",)}),
+    "storage_data": (None, 5, [1], {"a": 5}),
+    "state_dict_metadata": (None, 5, [1], {"a": 5}, {5: 5}),
+    "offset": ((-1, 0), (1 << 70, 0), (0,), ("a",), [0, 0], {}, None),
+    "fqn": ([1], None, {}, 5, "../../x"),
+    "form": (b"", b"\x80\x02N.", BAITS["REDUCE"], b"\x80\x02]q\x00h\x00a.", b"(" * 100_000),
+}
+
+
+@SAMPLE
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+@pytest.mark.parametrize(("field", "value"), [(field, v) for field, values in HOSTILE.items() for v in values])
+def test_metadata_of_bytecheckpoint(part: str, field: str, value: Any, tmp_path: Path) -> None:
+    court = Court(tmp_path)
+    for folder, keys in (("model", ("w",)), ("optimizer", ("state", "w", "exp_avg"))):
+        fqn = ".".join(keys)
+        hostile = {field: value} if folder == part else {}
+        layout = Call("torch.serialization", "_get_layout", ("torch.strided",))
+        state = (Global("torch", "float32"), layout, False, Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,)), False)
+        chunk = Instance(_METADATA, "ChunkStorageMetadata", {"offsets": size(0, 0), "sizes": size(2, 3)})
+        properties = Stateful(_METADATA, "TensorProperties", state)
+        tensor = Instance(
+            _METADATA,
+            "TensorStorageMetadata",
+            {"properties": properties, "size": size(2, 3), "chunks": [chunk]},
+        )
+        info = {"relative_path": "__0_0.distcp", "offset": 0, "length": 24}
+        own = {"fqn": hostile.get("fqn", fqn), "offset": hostile.get("offset", size(0, 0)), "index": 0}
+        fields = {
+            "state_dict_metadata": {fqn: tensor},
+            "planner_data": {fqn: keys},
+            "storage_data": (
+                Instance(_METADATA, "MetadataIndex", {"fqn": fqn, "offset": size(0, 0), "index": 0}),
+                Instance("torch.distributed.checkpoint.filesystem", "_StorageInfo", info),
+            ),
+            "all_tensor_metadata": (
+                Instance(_METADATA, "MetadataIndex", own),
+                hostile.get("form", loose(Hole("F32", (2, 3)))),
+            ),
+        } | {k: v for k, v in hostile.items() if k not in ("fqn", "offset", "form")}
+        (court.src / folder).mkdir()
+        (court.src / folder / ".metadata").write_bytes(loose(Instance(_BYTE, "Metadata", _pairs(fields))))
+        (court.src / folder / "__0_0.distcp").write_bytes(bytes(24))
+    judge(court)
+
+
+def _pairs(fields: dict[str, Any]) -> dict[str, Any]:
+    """A pair of an instance and a value is a dict of one."""
+    return {k: Single(v) if type(v) is tuple else v for k, v in fields.items()}
+
+
 # -- zips that grow
 
 
@@ -492,3 +548,8 @@ def test_a_model_is_whole_whatever_lies_beside_it(tmp_path: Path) -> None:
     (court.src / "optimizer.pt").write_bytes(BAITS["REDUCE"])
     reshard(court.src, court.dst, "--to", "hf")
     assert header(court.dst / "model.safetensors").keys() - {"__metadata__"} == {"a"}
+
+
+def test_the_hostile_bytecheckpoint_is_read_when_nothing_is_wrong(tmp_path: Path) -> None:
+    test_metadata_of_bytecheckpoint("model", "nothing", 0, tmp_path)
+    assert ckpttool("inspect", tmp_path / "src", "--check").code == 0

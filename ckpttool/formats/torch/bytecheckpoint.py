@@ -36,7 +36,7 @@ from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh
 from ckpttool.states import STEP
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import DataFile, open_file
+from ckpttool.storage.place import DataFile, Place, open_file
 from ckpttool.words import some
 
 _OWNER = "bytecheckpoint.checkpointer.meta_type"
@@ -207,11 +207,7 @@ class _Save:
             )
         value = read_pickle(path)
         fields = value.fields if isinstance(value, Record) else {}
-        described: dict[tuple[str, tuple[int, ...]], bytes] = {}
-        for index, data in (fields.get("all_tensor_metadata") or {}).items():
-            if isinstance(data, bytes) and isinstance(index, Record):
-                described[index.fields.get("fqn", ""), index.fields.get("offset", ())] = data
-        order = [str(name) for name in fields.get("planner_data") or ()]
+        described, order = _described(fields, path)
         numbers: dict[str, int] = {}
 
         def number(name: str) -> int:
@@ -366,6 +362,21 @@ class _Save:
             self.notes.append(f"the optimizer is not read: {why.what}")
             return None
         return {str(n): name for n, name in found.items()}
+
+
+def _described(fields: Mapping[str, Any], path: Place) -> tuple[dict[tuple[str, tuple[int, ...]], bytes], list[str]]:
+    """What describes each chunk, and the names in the order in which a rank had them."""
+    forms, order = fields.get("all_tensor_metadata") or {}, fields.get("planner_data") or {}
+    if not isinstance(forms, dict) or not isinstance(order, dict):
+        raise CorruptError("all_tensor_metadata or planner_data is not a dict", where=str(path))
+    out = {}
+    for index, data in forms.items():
+        if isinstance(data, bytes) and isinstance(index, Record):
+            fqn, offset = index.fields.get("fqn"), index.fields.get("offset") or ()
+            if type(fqn) is not str or type(offset) is not tuple or any(type(n) is not int for n in offset):
+                raise CorruptError("all_tensor_metadata has a key that is no chunk", where=str(path))
+            out[fqn, offset] = data
+    return out, [str(name) for name in order]
 
 
 def _shape(state: Mapping[str, tuple[str, Described]]) -> tuple[int, ...] | None:
