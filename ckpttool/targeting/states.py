@@ -209,7 +209,7 @@ class _Translator:
                 self._held.setdefault(key.name, set()).add(TORCH.get(key.state, key.state))
         training = self.source.stored.training
         for group in training.groups if training is not None else ():
-            if _SGD not in group.values:
+            if group.values and _SGD not in group.values:  # universal checkpoints have groups that say nothing
                 self._no_sgd.update(group.parameters)
         out: dict[Key, LogicalTensor] = {}
         become = {"paddle": self._for_paddle, "torch": self._for_torch}[wanted]
