@@ -2,9 +2,9 @@
 
     python bench/scale.py [--only NAME ...] [--rounds 3] [--no-models] [--no-series] [--work DIR] [--json FILE]
 
-Checkpoints have the names, shapes and dtypes of public models, true headers, and holes of sparse files for data (500 MB
-of disk in all), so that a model of 1.3 TB is planned as it would be. Nothing but headers is read and nothing is
-written: every command is ``inspect`` or ends with ``--dry-run``, in a process of its own.
+Checkpoints have the names, shapes and dtypes of public models, true headers and pickles, and holes of sparse files for
+data (3 GB of disk in all), so that a model of 1.3 TB is planned as it would be. Nothing but headers is read and nothing
+is written: every command is ``inspect`` or ends with ``--dry-run``, in a process of its own.
 
 The first table has public models. In the second one thing grows by a factor of about 30: the layers of a model, or the
 ranks of a mesh. Its slopes are those of log(cost) over log(tensors or ranks), by least squares, less what a job of a
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.ops.reshard import prepare
 from ckpttool.targeting.target import Target
+from tests.helpers import hollow_torch as torch_side
 from tests.helpers.hollow import CONFIGS, planned, program, published, trained
 
 V3, LLAMA, KIMI = CONFIGS["DeepSeek-V3"], CONFIGS["Llama-3.1-405B"], CONFIGS["Kimi-K2"]
@@ -38,6 +39,15 @@ STAGES = (*(4,) * 13, *(3,) * 3)
 LAYERS = (5, 11, 25, 69)
 """Of DeepSeek-V3, whose first three layers have no experts: 3,200 to 103,000 tensors in FP8."""
 RANKS = (4, 16, 64, 128)
+TRAINERS = (16, 64, 256, 1024)
+"""Ranks of a training run."""
+LLAMA_70B = {
+    **LLAMA,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
 PARAMETERS = (3_000, 10_000, 30_000, 100_000)
 
 
@@ -64,6 +74,16 @@ def training(source: str, files: int) -> Make:
     return lambda root: trained(root, root.parent / source, files=files)
 
 
+def torch_ranks(save: Callable[..., None], count: int, **how: bool) -> Make:
+    """What a run of torch on so many ranks saves of a Llama-70B."""
+
+    def make(root: Path) -> None:
+        save(root, torch_side.dense(80), count, **how)
+        (root / "config.json").write_text(json.dumps(LLAMA_70B))
+
+    return make
+
+
 SOURCES: dict[str, Make] = {
     "tiny": partial(published, config={**CONFIGS["Llama-3-8B"], "num_hidden_layers": 1}, files=1),
     "v3": partial(published, config=V3, files=163, fp8=True),
@@ -82,6 +102,13 @@ SOURCES: dict[str, Make] = {
     **{f"bf16-{n}-b": v3(2 * n - 3, fp8=False) for n in LAYERS},
     **{f"trained-{n}": training(f"bf16-{n}", n) for n in LAYERS[:3]},
     **{f"llama-tp{n}": ranks("llama", Target(format="ranks", tp=n)) for n in RANKS},
+    "rows": partial(published, config={**LLAMA, "num_hidden_layers": 11}, files=30),
+    **{f"rows-dcp{n}": ranks("rows", Target(format="dcp", sharding=n)) for n in TRAINERS},
+    **{f"zero3-{n}": torch_ranks(torch_side.zero3, n) for n in TRAINERS},
+    **{f"zero1-{n}": torch_ranks(torch_side.zero12, n) for n in TRAINERS},
+    **{f"fsdp-{n}": torch_ranks(torch_side.fsdp, n) for n in TRAINERS[:2]},
+    "fsdp1-16": torch_ranks(torch_side.fsdp, 16, sharded=True, optimizer=False),
+    "bytes-128": torch_ranks(torch_side.bytecheckpoint, 128),
     **{f"program-{n}": partial(program, parameters=n) for n in PARAMETERS},
 }
 """How each is made, in this order: some are made of others."""
@@ -115,6 +142,17 @@ MODELS = (
     ("fp8-cast", "fp8-cast {v3-bf16} DST -n"),
     ("fp8-cast --to bf16", "fp8-cast {v3} DST --to bf16 -n"),
     ("merge of two", "merge {v3-bf16} {v3-bf16-b} -o DST -n"),
+    ("inspect", "inspect {rows-dcp1024}"),
+    ("to hf", "reshard {rows-dcp1024} DST -n --to hf"),
+    ("to tp 8", "reshard {rows-dcp1024} DST -n --to ranks --tp-out 8"),
+    ("to dcp, 1,024 files", "reshard {rows-dcp1024} DST -n --to dcp --sharding-out 1024"),
+    ("inspect", "inspect {zero3-1024}"),
+    ("to universal", "reshard {zero3-1024} DST -n --to universal"),
+    ("to hf", "reshard {zero3-1024} DST -n --to hf"),
+    ("to universal", "reshard {zero1-1024} DST -n --to universal"),
+    ("to dcp, 64 files", "reshard {fsdp-64} DST -n --to dcp --sharding-out 64"),
+    ("inspect", "inspect {fsdp1-16}"),
+    ("to hf", "reshard {bytes-128} DST -n --to hf"),
 )
 """(what, command); a name in braces is a source."""
 
@@ -134,6 +172,9 @@ SERIES = (
     ("Llama-405B to tp #", "ranks", RANKS, "reshard {llama} DST -n --to ranks --tp-out #"),
     ("Llama-405B, tp # to tp 2", "ranks", RANKS, "reshard {llama-tp#} DST -n --tp-out 2"),
     ("V3 to tp 8, ep #", "ranks", RANKS, "reshard {v3} DST -n --to ranks --tp-out 8 --etp-out 1 --ep-out #"),
+    ("dcp of # files to as many", "ranks", TRAINERS, "reshard {rows-dcp#} DST -n --to dcp --sharding-out #"),
+    ("ZeRO-3 of # ranks to universal", "ranks", TRAINERS, "reshard {zero3-#} DST -n --to universal"),
+    ("ZeRO-1 of # ranks to universal", "ranks", TRAINERS, "reshard {zero1-#} DST -n --to universal"),
     ("V3 to vllm, tp 1, ep #", "ranks", RANKS, "reshard {v3-bf16} DST -n --to vllm --tp-out 1 --ep-out #"),
 )
 """(what, what grows, its sizes or those of the sources, command with # for the size)."""
@@ -187,6 +228,7 @@ def prepare_sources(work: Path, wanted: Iterable[str]) -> None:
     work.mkdir(parents=True, exist_ok=True)
     needed = set(wanted)
     needed |= {"v3", "v3-bf16"} if any(n.startswith("v3-") for n in needed) else set()
+    needed |= {"rows"} if any(n.startswith("rows-") for n in needed) else set()
     needed |= {"llama"} if any(n.startswith("llama-") for n in needed) else set()
     needed |= {n.replace("trained-", "bf16-") for n in needed}
     for name, make in SOURCES.items():
@@ -199,10 +241,21 @@ def prepare_sources(work: Path, wanted: Iterable[str]) -> None:
                 sys.exit(f"the source {name} could not be made")
 
 
+COUNTER = """
+import sys
+from ckpttool.checkpoint import open_checkpoint
+print(sum(len(t.pieces) for t in open_checkpoint(sys.argv[1]).catalog))
+"""
+
+
 def tensors(work: Path, command: str) -> int:
-    """Stored tensors of the sources of a command."""
+    """Stored tensors of the sources of a command; chunks and other pieces of a trainer's."""
     count = 0
     for name in sources(command):
+        if name.startswith(("rows-", "zero", "fsdp", "bytes-")):
+            found = subprocess.run([sys.executable, "-c", COUNTER, work / name], capture_output=True, check=True)
+            count += int(found.stdout)
+            continue
         if name.startswith("program-"):
             count += int(name.removeprefix("program-"))
             continue
