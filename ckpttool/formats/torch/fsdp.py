@@ -220,7 +220,7 @@ class _Ranks:
         self.tensors: list[StoredTensor] = []
         self.training: base.Training | None = None
         self._groups: dict[Key, _Group] = {}
-        self._order: dict[str, tuple[Part, TorchFile]] = {}
+        self._order: dict[str, Part] = {}
         """Of the first rank, in the order of the model."""
         self._numbers: list[list[Number]] = []
         self._names: dict[Number, str] | None = None
@@ -255,7 +255,7 @@ class _Ranks:
                 self._left[printable(called, 60)] = None
                 continue
             if not rank and component == "model" and parts:
-                self._order[called] = parts[0], file
+                self._order[called] = parts[0]
             for part in parts:
                 self._place(Key(called, component), part, file, number, rank)
 
@@ -354,9 +354,9 @@ class _Ranks:
         """What an optimizer of the model may have: tied parameters once; plain tensors, such as buffers, where no
         parameter is cut.
         """
-        cut = any(part.cut for part, _ in self._order.values())
+        cut = any(part.cut for part in self._order.values())
         known: dict[tuple[str, int, tuple[int, ...]], str] = {}
-        for name, (part, _) in self._order.items():
+        for name, part in self._order.items():
             if part.cut or not cut:
                 known.setdefault((part.tensor.storage.key, part.tensor.offset, part.shape), name)
         return [(name, shape) for (_, _, shape), name in known.items()]
