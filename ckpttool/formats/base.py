@@ -148,6 +148,8 @@ class StoredCheckpoint:
     """What the format's own writer wants to know again (names of parameters in the optimizer's files, ...)."""
     training: Training | None = None
     """What else a trainer resumes from; its parameters have the names of the catalog."""
+    indexes: tuple[Place, ...] = ()
+    """Pickles without tensors that were read in full, so that nobody has to look for code in them: metadata."""
     unnamed: Callable[[Sequence[ModelForm]], None] | None = None
     """State of an optimizer that only what the family knows of the model gives to its parameters: called with the forms
     that the model may have in memory, the one of these files first, it adds the tensors."""

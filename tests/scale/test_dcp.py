@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
-from ckpttool.containers import torch_zip
+from ckpttool.containers import pickle_imports, torch_zip
 from ckpttool.geometry import Box
 from ckpttool.ops.reshard import prepare
 from ckpttool.relate import Region
 from ckpttool.targeting.target import Target
+from tests.helpers.command import ckpttool
 from tests.helpers.dcp import rows, write_save
 
 RANKS, TENSORS = 64, 30
@@ -55,6 +56,16 @@ def test_a_chunk_is_one_access(save: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert opened[0] == CHUNKS
     assert full[0] <= 5
     assert reads[0] <= CHUNKS + 40 * full[0]
+
+
+def test_metadata_is_read_once(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is all that takes long, and who has read it in full need not look for code in it."""
+
+    def again(path: Path) -> tuple[str, ...]:
+        raise AssertionError(path)
+
+    monkeypatch.setattr(pickle_imports, "imports", again)
+    assert ckpttool("inspect", save).code == 0
 
 
 @pytest.mark.thorough  # calls and the memory of a plan

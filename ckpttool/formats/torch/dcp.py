@@ -113,6 +113,7 @@ class DistributedCheckpoint:
                 named=any((g := grouped(e)) is not None and g.value == "param_names" for e, _ in objects),
             ),
             training=training,
+            indexes=tuple([p.listing.path(name) for p in save.parts for name in p.metadata]),
             refused=refused,
         )
 

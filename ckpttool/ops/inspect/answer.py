@@ -186,7 +186,8 @@ def _answer(
     if not (question.list or question.files or question.metadata):
         from ckpttool.ops.inspect.code import code_note
 
-        note = code_note(list_source(parse_place(src)), {f.place for f in listing.files})
+        read = {*(f.place for f in listing.files), *listing.stored.indexes}
+        note = code_note(list_source(parse_place(src)), read)
         listing.notes = [*listing.notes, note] if note else listing.notes
     files = tuple(file_rows(listing)) if question.files else ()
     return TensorListing(question, listing, files, _metadata(listing) if question.metadata else {})
