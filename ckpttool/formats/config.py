@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -12,6 +13,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 QUANTIZATION = ("quantization_config", "compression_config")
 """Under which a config speaks of quantisation."""
 TIED = "tie_word_embeddings"
+_ADAPTED = re.compile(r"\.(?:lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)|base_layer|modules_to_save)\.")
+"""Parts of the names of a model of PEFT that is not merged."""
 
 
 def config_places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -48,3 +51,16 @@ def quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
             if isinstance(found := place.get(name), Mapping) and found:
                 return found
     return {}
+
+
+def auto_class(config: Mapping[str, Any], names: Collection[str]) -> str:
+    """The class of transformers that loads a model whose tensors have these names; "" with an adapter in the model.
+
+    from_pretrained gives parameters that it does not find random values, and says no more than a warning.
+    """
+    if any(_ADAPTED.search(n) for n in names):
+        return ""
+    architectures = config.get("architectures")
+    first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    causal = first.endswith(("ForCausalLM", "LMHeadModel")) or (not first and "lm_head.weight" in names)
+    return "AutoModelForCausalLM" if causal else "AutoModel"

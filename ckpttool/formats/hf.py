@@ -17,6 +17,7 @@ from ckpttool.containers import index as index_files
 from ckpttool.containers.safetensors import tensor_bytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
+from ckpttool.formats.config import auto_class
 from ckpttool.mesh import Mesh
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import INDEX, Listing, is_index, list_source, lost
@@ -129,7 +130,7 @@ class HuggingFace:
     def write(self, request: base.WriteRequest) -> base.FileLayout:
         named = request.native if isinstance(request.native, FileNames) else FileNames()
         file_layout = layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"}, named)
-        return file_layout._replace(usage=_usage(request.config, named))
+        return file_layout._replace(usage=_usage(request.config, named, request.ranks[0]))
 
     def without(self, stored: base.StoredCheckpoint, catalog: Catalog, lost: Collection[str]) -> base.Remainder:
         held: list[list[StoredTensor]] = [[] for _ in stored.files]
@@ -181,13 +182,13 @@ def _index_without(old: Mapping[str, Any], files: Iterable[base.KeptFile], befor
     return indented(index)
 
 
-def _usage(config: Mapping[str, Any], named: FileNames) -> str:
+def _usage(config: Mapping[str, Any], named: FileNames, tensors: Iterable[RankTensor]) -> str:
     """The line of Python that loads the files; "" where config.json does not say what they are."""
     stem, _, variant = named.stem.partition(".")
     if stem == "model" and isinstance(config.get("model_type"), str):
-        architectures = config.get("architectures")
-        first = architectures[0] if isinstance(architectures, list) and architectures else ""
-        name = "AutoModelForCausalLM" if str(first).endswith(("ForCausalLM", "LMHeadModel")) else "AutoModel"
+        name = auto_class(config, [t.name for t in tensors])
+        if not name:
+            return ""
     elif stem == "diffusion_pytorch_model" and re.fullmatch(r"\w+", str(config.get("_class_name", ""))):
         name = f"diffusers.{config['_class_name']}"
     else:

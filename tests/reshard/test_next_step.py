@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers.command import ckpttool
@@ -59,6 +60,23 @@ def test_a_model_with_a_head_is_not_loaded_without_it(src: Path, tmp_path: Path)
     (src / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
     done = ckpttool("reshard", src, tmp_path / "dst", "--to", "hf")
     assert done.err.endswith(f'next: AutoModelForCausalLM.from_pretrained("{tmp_path / "dst"}")\n')
+    del config["architectures"]  # as a trainer saves the config of a model that it made itself
+    (src / "config.json").write_text(json.dumps(config))
+    done = ckpttool("reshard", src, tmp_path / "dst", "--to", "hf", "-f")
+    assert done.err.endswith(f'next: AutoModelForCausalLM.from_pretrained("{tmp_path / "dst"}")\n')
+
+
+@pytest.mark.parametrize("to", ["hf", "torch-bin"])
+def test_a_model_with_an_adapter_inside_is_loaded_by_nobody(to: str, tmp_path: Path) -> None:
+    """from_pretrained would find none of its parameters, and give them random values."""
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    weight = Raw("F32", np.zeros((4, 4), np.uint32))
+    names = [f"base_model.model.model.layers.0.self_attn.q_proj.{n}.weight" for n in ("base_layer", "lora_A.default")]
+    (tmp_path / "src").mkdir()
+    src = save_hf(tmp_path / "src", dict.fromkeys(names, weight), config)
+    done = ckpttool("reshard", src, tmp_path / "dst", "--to", to)
+    assert done.code == 0, done.err
+    assert "next: " not in done.err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ hint, as that of safetensors is: the files say what is in them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -18,6 +18,7 @@ from ckpttool.containers.torch_zip import is_torch, read_torch
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.config import auto_class
 from ckpttool.formats.torch.optimizer import Trainer, is_trainers
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.formats.torch.tree import ALL, select
@@ -133,7 +134,7 @@ class TorchFiles:
             total = sum(nbytes(t.dtype, prod(t.shape)) for t in request.ranks[0])
             text = indented({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
             files.append(base.OutFile(INDEX, len(text), ((0, text),)))
-        return base.FileLayout(files, [places], [], [rank_files], usage=_usage(request.config))
+        return base.FileLayout(files, [places], [], [rank_files], usage=_usage(request.config, weight_map))
 
 
 def _index_notes(index: Mapping[str, str], real: Mapping[str, str]) -> list[str]:
@@ -167,10 +168,9 @@ def _index_findings(
         yield "total-size", f"total_size is {said}, the tensors have {every:,} bytes", where
 
 
-def _usage(config: Mapping[str, Any]) -> str:
-    causal = str(next(iter(config.get("architectures") or ()), "")).endswith(("ForCausalLM", "LMHeadModel"))
-    name = "AutoModelForCausalLM" if causal else "AutoModel"
-    return f"{name}.from_pretrained({{text}}, use_safetensors=False)" if config.get("model_type") else ""
+def _usage(config: Mapping[str, Any], names: Collection[str]) -> str:
+    name = auto_class(config, names) if config.get("model_type") else ""
+    return f"{name}.from_pretrained({{text}}, use_safetensors=False)" if name else ""
 
 
 def _weights(listing: Listing) -> list[str]:
