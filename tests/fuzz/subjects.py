@@ -479,7 +479,7 @@ def torch_world() -> list[Subject]:
             sharded_safetensors,
         ),
     ]
-    for case in ("uneven", "tp_fsdp", "fsdp1"):
+    for case in ("tp_fsdp", "fsdp1"):
         world = 2 if case == "fsdp1" else 4
         files = {f"model_world_size_{world}_rank_1.pt": "torch", f"optim_world_size_{world}_rank_0.pt": "torch"}
         out.append(of(f"fsdp {case}", tree(f"torch_fsdp/{case}"), files, fsdp))
@@ -488,7 +488,6 @@ def torch_world() -> list[Subject]:
         ("z3", {**z3, f"{_STEP3}bf16_zero_pp_rank_1_mp_rank_00_{_OPTIM}": "torch", "latest": "pointer"}),
         ("z3sgd", {f"{_STEP3}zero_pp_rank_1_mp_rank_00_{_MODEL}": "torch"}),
         ("bf16", {f"{_STEP3}bf16_zero_pp_rank_1_mp_rank_00_{_OPTIM}": "torch"}),
-        ("ams", {f"{_STEP3}bf16_zero_pp_rank_0_mp_rank_00_{_OPTIM}": "torch"}),
     ):
         out.append(of(f"deepspeed {case}", tree(f"torch/deepspeed/{case}"), files, deepspeed))
     head = f"{_UNIVERSAL}zero/head.weight/"
