@@ -135,3 +135,16 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     assert "--sharding-out sets the number of files" in refused(
         tmp_path / "save", tmp_path / "out", "--to", "dcp", "--tp-out", 2, code=2
     )
+
+
+def test_two_tensors_never_have_one_name(tmp_path: Path) -> None:
+    """A model without a prefix whose tensor is renamed to what its optimizer's state is called."""
+    paths: dict[str, tuple[str | int, ...]] = {
+        "a.w": ("a.w",),
+        "b.w": ("b.w",),
+        "optimizer.state.a.w.exp_avg": ("optimizer", "state", "a.w", "exp_avg"),
+    }
+    write_save(tmp_path / "src", dict.fromkeys(paths, ("F32", (2, 3), [((0, 0), (2, 3), 0)])), {}, paths)
+    rename = ("--rename", "b.w=optimizer.state.a.w.exp_avg")
+    error = refused(tmp_path / "src", tmp_path / "dst", "--to", "dcp", *rename)
+    assert "two tensors would be `optimizer.state.a.w.exp_avg`" in error

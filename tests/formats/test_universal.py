@@ -18,7 +18,7 @@ from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.geometry import contiguous_strides
 from tests.helpers import tensorfile
-from tests.helpers.command import refused, reshard
+from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.dcp import rows, write_save
 from tests.helpers.torch_edit import edit
 
@@ -191,3 +191,17 @@ def test_parts_of_tensor_parallel_ranks_are_not_the_model(universal: Callable[[s
         shape = whole[path.parent.name].bits.shape
         edit(path, partial(_shaped, shape))
     tensorfile.assert_same(ranks(there, tmp_path / "out"), whole)
+
+
+@pytest.mark.parametrize("key", ["module", "param_shapes", "buffer_names", "ds_autoep_layers", "optimizer"])
+def test_a_trainers_value_does_not_take_the_place_of_deepspeeds(key: str, tmp_path: Path) -> None:
+    paths: dict[str, tuple[str | int, ...]] = {
+        "model.w": ("model", "w"),
+        "optimizer.state.w.exp_avg": ("optimizer", "state", "w", "exp_avg"),
+    }
+    one = dict.fromkeys(paths, ("F32", (2, 3), [((0, 0), (2, 3), 0)]))
+    write_save(tmp_path / "src", one, {key: {"w": 5}}, {**paths, key: (key,)})
+    done = reshard(tmp_path / "src", tmp_path / "dst", "--to", "universal")
+    assert f"left out, because DeepSpeed calls its own values so: {key}" in done.err
+    assert ckpttool("inspect", tmp_path / "dst", "--check").code == 0
+    assert ranks(tmp_path / "dst", tmp_path / "ranks").keys() == ranks(tmp_path / "src", tmp_path / "same").keys()

@@ -17,7 +17,7 @@ from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import TorchLayout, lay_out_torch
 from ckpttool.dtypes import numpy_dtype
-from ckpttool.errors import UnsupportedError
+from ckpttool.errors import ConflictError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Span, write_metadata
 from ckpttool.formats.torch.dcp_names import KEYS, SaveKeys
@@ -223,6 +223,8 @@ class _Save:
 
     def add(self, t: RankTensor) -> None:
         fqn = self.fqn_of(t)
+        if fqn in self.described:
+            raise ConflictError(f"two tensors would be `{fqn}` in the save", hint="rename one: --rename OLD=NEW")
         number = self.slots.setdefault(t.slot, len(self.slots))
         cut = self._cuts.get((t.shape, t.boxes))
         if cut is None:

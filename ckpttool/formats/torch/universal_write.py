@@ -14,7 +14,9 @@ from ckpttool.containers.pickle_write import Call, Hole
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.torch.zero_files import STRUCTURE
 from ckpttool.states import STEP
+from ckpttool.words import some
 
 POINTER = "latest_universal"
 OPTIMIZER = "optimizer_state.pt"
@@ -23,6 +25,8 @@ MASTER = "fp32"
 VERSION = "0.19.8"
 """DeepSpeed's, whose files these are."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "loss_scaler")
+_TAKEN = STRUCTURE | {"optimizer"}
+"""Keys that a trainer's own values cannot have beside DeepSpeed's."""
 _WIDENED = frozenset({"F32", "BF16", "F16"})
 """Dtypes of which every number is one of float32."""
 _MOST_GROUPS = 64
@@ -69,6 +73,8 @@ def write_universal(request: base.WriteRequest) -> base.FileLayout:
         held.append(step)
     _optimizer_state(files, groups, step)
     notes = [_MASTERS_MADE] if made else []
+    lost = [k for k in (request.training.plain if request.training else ()) if k in _TAKEN]
+    notes += [f"left out, because DeepSpeed calls its own values so: {some(lost)}"] if lost else []
     notes += [] if request.training and request.training.groups else [_NO_GROUPS]
     return base.FileLayout(
         files.files,
@@ -148,7 +154,7 @@ def _groups(training: base.Training | None, trained: Iterable[str]) -> list[tupl
 def _model_states(training: base.Training | None, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, Any]:
     plain = dict(training.plain) if training else {}
     steps = training.step if training and training.step is not None else 0
-    return {
+    own = {
         "buffer_names": [],
         "optimizer": None,
         "param_shapes": [{n: Call("torch", "Size", (shape,)) for n, shape in group.items()} for group in shapes],
@@ -166,8 +172,8 @@ def _model_states(training: base.Training | None, shapes: Sequence[Mapping[str, 
         "mp_world_size": 1,
         "ds_config": {},
         "ds_version": VERSION,
-        **{k: v for k, v in plain.items() if k not in _COUNTERS},
     }
+    return own | {k: v for k, v in plain.items() if k not in _COUNTERS and k not in _TAKEN}
 
 
 def _optimizer_state(

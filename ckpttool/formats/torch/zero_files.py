@@ -50,11 +50,12 @@ _REFUSED = (
         "convert it with the trainer's own script first (convert_checkpoint/deepspeed_to_megatron.py and others)",
     ),
 )
-_STRUCTURE = frozenset(
+STRUCTURE = frozenset(
     {
         *("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
         *("ds_config", "ds_version", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
         *("sparse_tensor_module_names", "num_experts", "universal_checkpoint_info"),
+        *("ds_autoep_layers", "autoep_layers"),
     }
 )
 """Keys of the model states that say how the save is laid out, or how DeepSpeed was configured."""
@@ -259,7 +260,7 @@ def read_model_states(path: Place) -> ModelStates:
         {str(k): v for k, v in fragments.items() if isinstance(v, Tensor)},
         {str(k): str(v) for k, v in shared.items()},
         frozenset(str(n) for n in buffers),
-        {str(k): v for k, v in value.items() if k not in _STRUCTURE},
+        {str(k): v for k, v in value.items() if k not in STRUCTURE},
         [printable(str(k), 60) for k, v in module.items() if not isinstance(v, Tensor)],
     )
 
