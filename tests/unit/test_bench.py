@@ -91,7 +91,9 @@ def test_the_lists_of_jobs(tmp_path: Path) -> None:
     assert [n for n, count in Counter(j.name for j in jobs).items() if count > 1] == []
     assert {tuple(p.name for p in j.programs[:2]) for j in jobs} == {(OURS, COPY)}
     peers = {p.name for j in jobs for p in j.programs[2:]}
-    assert peers == {"torch script", "torch DCP", "mergekit", "Paddle", "torch script, 128 rows", "json.load"}
+    script = {"torch script", "torch script, 128 rows", "torch DCP", "torch DCP, FSDP"}
+    own = {"dcp_to_torch_save", "torch_save_to_dcp"}
+    assert peers == {*script, *own, "mergekit", "Paddle", "json.load"}
     assert [j.name for j in chosen(jobs, ["linear", "slerp"], cold=False, judged=True)][:2] == [
         "merge linear",
         "merge slerp",
