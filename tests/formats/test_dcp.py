@@ -223,11 +223,11 @@ def test_an_optimizer_beside_numbers_alone(tmp_path: Path) -> None:
 def test_parameters_that_are_numbered(tmp_path: Path) -> None:
     """They have the order of the state dict, whoever wrote which of them; what is written keeps the numbers."""
     model = {f"model.{n}": ("model", n) for n in ("b.weight", "a.weight", "c.weight")}
-    states = {f"optim.state.{i}.exp_avg": ("optim", "state", i, "exp_avg") for i in range(2)}
+    states = {f"optim.state.{i}.exp_avg": ("optim", "state", str(i), "exp_avg") for i in range(2)}
     described = {f: ("F32", (6, 4), rows((6, 4), 4)) for f in sorted({**model, **states})}
     described["model.c.weight"] = ("F32", (2, 4), rows((2, 4), 1))
     params, step = "optim.param_groups.0.params", "optim.state.0.step"
-    paths = {**model, **states, params: ("optim", "param_groups", 0, "params"), step: ("optim", "state", 0, "step")}
+    paths = {**model, **states, params: ("optim", "param_groups", 0, "params"), step: ("optim", "state", "0", "step")}
     write_save(tmp_path / "save", described, {params: [0, 1], step: 3}, paths)
     found = checkpoint(tmp_path / "save")
     wanted = {"b.weight", "a.weight", "c.weight", "optimizer/b.weight/exp_avg", "optimizer/a.weight/exp_avg"}

@@ -15,7 +15,7 @@ from ckpttool.execute.files import FilePool
 from ckpttool.formats.torch.dcp_metadata import Described, Entry, read_metadata
 from tests.formats.test_dcp import FIXTURES, checkpoint, tensors
 from tests.helpers.command import refused, reshard
-from tests.helpers.dcp import write_save
+from tests.helpers.dcp import rows, write_save
 
 
 def entries(save: Path) -> dict[str, Entry]:
@@ -91,6 +91,22 @@ def test_a_save_keeps_its_keys(name: str, tmp_path: Path) -> None:
         reshard(source, tmp_path / f"a-{to}", "--to", to, *options)
         reshard(tmp_path / "out", tmp_path / f"b-{to}", "--to", to, *options)
         assert tensors(tmp_path / f"a-{to}") == tensors(tmp_path / f"b-{to}")
+
+
+@pytest.mark.parametrize("state", [("state", "a.weight", "exp_avg"), ("state.a.weight.exp_avg",)])
+def test_keys_of_several_levels_stay(state: tuple[str, ...], tmp_path: Path) -> None:
+    """dcp_to_torch nests what it makes by them."""
+    where: dict[str, tuple[str | int, ...]] = {"model": ("app", "nets", 0), "ema": ("app", "model_ema")}
+    optimizer: tuple[str | int, ...] = ("app", "optims", 0, *state)
+    lr: tuple[str | int, ...] = ("app", "optims", 0, "param_groups.a.weight.lr")
+    if len(state) > 1:
+        lr = ("app", "optims", 0, "param_groups", 0, "lr")
+    every: list[tuple[str | int, ...]] = [*((*p, "a.weight") for p in where.values()), optimizer, lr]
+    paths = {".".join(map(str, p)): p for p in every}
+    described = {f: ("F32", (6, 4), rows((6, 4), 4)) for f in paths if not f.endswith("lr")}
+    write_save(tmp_path / "save", described, {".".join(map(str, lr)): 0.5}, paths)
+    reshard(tmp_path / "save", tmp_path / "out", "--to", "dcp", "--sharding-out", 2)
+    assert {f: e.path for f, e in entries(tmp_path / "out").items()}.items() >= paths.items()
 
 
 def test_odd_shapes(tmp_path: Path) -> None:

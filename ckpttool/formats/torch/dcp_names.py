@@ -56,38 +56,51 @@ class SaveKeys(NamedTuple):
     """Numbers that the optimizer has for the parameters of these names; empty where it has their names."""
     owners: Mapping[str, str] = {}
     """Of several optimizers: the prefix of the one that has a parameter."""
+    components: Mapping[str, str] = {}
+    """Prefixes of other components, where they are not called as the components are."""
+    places: Mapping[str, tuple[str | int, ...]] = {}
+    """The keys that each prefix stands for."""
     named: bool = False
     """Groups have ``param_names`` too: the optimizer was made of ``model.named_parameters()``."""
 
     def tensor(self, component: str, name: str, state: str) -> tuple[str | int, ...]:
         """The keys that lead to a tensor."""
         if component != "optimizer":
-            prefix = self.model if component == "model" else component
-            return (prefix, name) if prefix else (name,)
-        path = (*self._top(name), "state", self.parameters.get(name, name), state)
-        return (".".join(map(str, path)),) if self.flattened else path
+            prefix = self.model if component == "model" else self.components.get(component, component)
+            return (*self._keys(prefix), name)
+        return self._path(self._prefix(name), "state", str(self.parameters.get(name, name)), state)
 
     def groups(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[tuple[str | int, ...], object]]:
         """(keys, value) of what the groups of an optimizer hold."""
-        seen: dict[tuple[str, ...], int] = {}
+        seen: dict[str, int] = {}
         for group in groups:
-            top = self._top(next(iter(group.parameters), ""))
+            top = self._prefix(next(iter(group.parameters), ""))
             i = seen[top] = seen.get(top, -1) + 1
             if self.flattened:
                 for name in group.parameters:
                     for key, value in group.values.items():
-                        yield (".".join((*top, "param_groups", name, key)),), value
+                        yield self._path(top, "param_groups", name, key), value
                 continue
             for key, value in group.values.items():
-                yield (*top, "param_groups", i, key), value
+                yield self._path(top, "param_groups", i, key), value
             parameters = [self.parameters.get(name, name) for name in group.parameters]
-            yield (*top, "param_groups", i, "params"), parameters
+            yield self._path(top, "param_groups", i, "params"), parameters
             if self.named:
-                yield (*top, "param_groups", i, "param_names"), list(group.parameters)
+                yield self._path(top, "param_groups", i, "param_names"), list(group.parameters)
 
-    def _top(self, name: str) -> tuple[str, ...]:
-        prefix = self.owners.get(name, self.optimizer)
-        return (prefix,) if prefix else ()
+    def _prefix(self, name: str) -> str:
+        return self.owners.get(name, self.optimizer)
+
+    def _keys(self, prefix: str) -> tuple[str | int, ...]:
+        return self.places.get(prefix, (prefix,) if prefix else ())
+
+    def _path(self, prefix: str, *keys: str | int) -> tuple[str | int, ...]:
+        """The keys below those of an optimizer; one key, where it is flattened."""
+        if not self.flattened:
+            return (*self._keys(prefix), *keys)
+        above = self.places.get(prefix, ())
+        below = ".".join(map(str, keys))
+        return (*above, below) if above or not prefix else (f"{prefix}.{below}",)
 
     def for_parameters(self, names: Collection[str]) -> SaveKeys:
         """The same for an optimizer of these parameters: one, with names, where some of them were not in SRC."""
@@ -203,9 +216,26 @@ def assign(
     nesting = SaveKeys(chosen) if first is None else SaveKeys(chosen, first.prefix, first.flattened)
     owners = {names[s.name]: s.prefix for s in kept.values()}
     owners = owners if len(set(owners.values())) > 1 else {}
-    nesting = nesting._replace(parameters={name: number for number, name in whose.items()}, owners=owners)
+    components = {c: next(iter(p)) for c, p in (("master_weights", masters), ("ema", averages)) if len(p) == 1}
+    nesting = nesting._replace(
+        parameters={name: number for number, name in whose.items()},
+        owners=owners,
+        components=components,
+        places=_places(entries, {chosen, nesting.optimizer, *owners.values(), *components.values()}),
+    )
     others = frozenset(optimizers - {s.prefix for s in kept.values()})
     return Assigned(_once(keys, where), names, notes, nesting, whose, refused, others)
+
+
+def _places(entries: Iterable[Entry], prefixes: set[str]) -> dict[str, tuple[str | int, ...]]:
+    """The keys that these prefixes stand for."""
+    found: dict[str, tuple[str | int, ...]] = {}
+    for e in entries:
+        for n in range(1, len(e.path)):
+            prefix = ".".join(map(str, e.path[:n]))
+            if prefix in prefixes:
+                found.setdefault(prefix, e.path[:n])
+    return found
 
 
 def _of_model(states: Mapping[str, _State], chosen: str) -> tuple[dict[str, _State], str]:
