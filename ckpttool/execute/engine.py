@@ -528,8 +528,8 @@ class _Run:
             self.progress.phase("verify", total, 0)
             self.shown = 0
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as thread:
-            verifying = thread.submit(verify, self.destination.partial, meter.advance)
             try:
+                verifying = thread.submit(verify, self.destination.partial, meter.advance)
                 while not wait([verifying], _TICK).done:
                     if phased:
                         self._show(min(meter.done, total))
