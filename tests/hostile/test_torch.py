@@ -293,6 +293,16 @@ def test_links_and_pipes(place: str, target: str, tmp_path: Path) -> None:
     assert not {0} & {*judge(court)} or place.endswith("more.pt"), "only what is no file is no state"
 
 
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "config.json"])
+def test_pipes_are_not_looked_into_for_imports(name: str, tmp_path: Path) -> None:
+    court = Court(tmp_path)
+    path = copy(court, "dcp/uneven/checkpoint") / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with watched():
+        court.run("inspect", court.src, "--imports")
+
+
 # -- numbers
 
 

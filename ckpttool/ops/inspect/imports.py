@@ -26,6 +26,9 @@ def list_imports(src: str | Place) -> ImportsResult:
     out = ImportsResult(path)
     for name in [path.name] if alone else sorted(walk(root)):
         place = root / name
+        if not place.is_file():  # a pipe would be waited for
+            out.notes.append(f"{name} is no regular file, and is not looked at")
+            continue
         try:
             with place.open("rb") as f:
                 head = f.read(4)
