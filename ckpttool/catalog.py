@@ -11,6 +11,7 @@ Formats make stored tensors, layout makes pieces, everything after that only see
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,9 +120,9 @@ class _Alike(Sequence[_T]):
         name, dtype, *_, rank, _, component, state = self.like
         return StoredTensor(name, dtype, shape, self.files[at], self.offsets[at], rank, None, component, state)
 
+    @abstractmethod
     def one(self, at: int) -> _T:
         """One of the parts."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.files)

@@ -142,7 +142,8 @@ def walked(source: Source) -> list[tuple[ast.AST, bool]]:
             found += [(child, False) for child in node.body]
             found += [(child, below) for child in (node.test, *node.orelse)]
         else:
-            found += [(child, below) for child in ast.iter_child_nodes(node)]
+            children = ast.iter_child_nodes(node)
+            found += [(child, below) for child in children if not isinstance(child, ast.expr_context)]
     return found
 
 

@@ -586,9 +586,9 @@ def test_deep_blocks(read: Read) -> None:
 
 
 def test_large_program(tmp_path: Path) -> None:
-    n = some(29_999, 5_999)
+    n = some(29_999, 2_999)
     same = [attr(f"a{i}", STRING, message(5, b"value")) for i in range(6)]
-    constant = attr("values", FLOATS, b"\x3d\x00\x00\x80\x3f" * some(2_000_000, 400_000))
+    constant = attr("values", FLOATS, b"\x3d\x00\x00\x80\x3f" * some(2_000_000, 200_000))
     step = var("t<next>") + op("mul", ["t<last>", "w<any>"], ["t<next>"], *same)
     numbers = [f"{i:05}_".encode() for i in range(n + 1)]
     parts = [*ENDS, var(f"t{0:05}_"), *(var(f"w{i:04}_", saved=True) for i in range(min(n + 1, 10_000))), var("c")]

@@ -16,8 +16,6 @@ def test_there_are_pages() -> None:
 @pytest.mark.sample(
     "README.md",
     "docs/architecture.md",
-    "docs/drop-keys.md",
-    "docs/layouts.md",
     "docs/reference.md",
 )
 @pytest.mark.parametrize("page", PAGES)

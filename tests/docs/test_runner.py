@@ -245,7 +245,7 @@ def test_what_needs_no_shell(text: str, arguments: list[str] | None) -> None:
     assert plain_arguments(text) == arguments
 
 
-@pytest.mark.sample("inspect nowhere-2")
+@pytest.mark.thorough  # `make docs-check` runs all of tests/docs
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [

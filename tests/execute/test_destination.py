@@ -696,7 +696,7 @@ def test_interrupted_while_threads_start(tmp_path: Path, plan: Plan, monkeypatch
     assert written(tmp_path / "dst", plan) == expected(plan)
 
 
-LARGE = [((3072, 4096), 0), ((4096, 3072), 1)]
+LARGE = [((2048, 3072), 0), ((3072, 2048), 1)]
 KILL = f"""
     import os, signal, sys
     from pathlib import Path

@@ -398,6 +398,7 @@ SAVES = {
 }
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("name", SAVES)
 def test_every_tensor_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
     save = SAVES[name]

@@ -102,7 +102,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.mark.sample(
     "paddle_unified/nlp_llamafused_bf16_tp2-hybrid --tp-out 2 --pp-out 2 --sharding-out 2 --sharding-version v1",
     "paddle_unified/pf12_llama_bf16_sharding2_split_param-flex --tp-out 2 --sharding-out 2",
-    "paddle_zcc/nlp_tp2-zcc --tp-out 2 --sharding-out 2",
     "paddle_zcc/sharding2_v1-unified --tp-out 4",
     "paddle_zcc/ep2_tp2_sharding2_ema-flex --tp-out 2 --ep-out 2",
 )

@@ -212,11 +212,9 @@ def refusal(source: Source, target: Target) -> str:
     "by hand: float32-universal",
     "bytecheckpoint/fsdp2-dcp --sharding-out 3",
     "dcp/titan_llama3/checkpoint-flex --tp-out 2 --pp-out 1 --sharding-out 2",
-    "paddle_flex/tp2_dp2-flex --tp-out 1 --pp-out 1 --ep-out 1",
     "paddle_unified/nlp_llama_lora_bf16_tp1-ranks --tp-out 1 --pp-out 1 --ep-out 1",
     "paddle_zcc/sharding2_v1-dcp --sharding-out 3",
     "torch/deepspeed/ams-zcc --tp-out 1 --pp-out 1 --ep-out 1 --sharding-out 2",
-    "torch/deepspeed/universal_z1-flex --tp-out 2 --pp-out 1 --sharding-out 2",
     "torch/deepspeed/z3sgd-hybrid --tp-out 1 --pp-out 1 --ep-out 1",
     "torch_fsdp/fsdp1-universal",
 )

@@ -246,6 +246,7 @@ def test_names_that_look_wrapped_are_verified(fmt: str, tmp_path: Path) -> None:
     assert "verified" in reshard(src, tmp_path / "out", "--to", fmt, "--verify").out
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("prefix", ["app.model.", "module.", "_orig_mod.", "model."])
 @pytest.mark.parametrize("form", ["torch-bin", "dcp"])
 def test_prefixes_that_are_asked_for_are_verified(form: str, prefix: str, tmp_path: Path) -> None:

@@ -336,6 +336,7 @@ def findings(folder: Path, *options: object) -> list[tuple[str, str]]:
     return [(f["id"], f["text"]) for f in json.loads(done.out)["findings"]]
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("folder", ALL, ids=lambda p: p.name)
 def test_what_paddle_wrote_is_sound(folder: Path) -> None:
     told = {"config-missing", "config-tied-copy", "unscaled"}

@@ -17,6 +17,7 @@ from tests.scale.test_growth import STEEPEST, counted, slope
 SHAPES = dense(1, hidden=64, inner=128, kv=64, vocab=128)
 
 
+@pytest.mark.thorough  # bench/scale.py measures it, tests/unit/test_shards.py sees the packing
 def test_what_is_kept_of_a_run(tmp_path: Path) -> None:
     """A byte offset, and no objects: so 70 billion parameters of 1,024 ranks stay below 300 MB."""
     kept = []
