@@ -108,7 +108,6 @@ def converted(name: str) -> dict[str, Array]:
     "Qwen2Moe/plain",
     "Ernie4_5/tied",
     "Ernie4_5_Moe/tied",
-    "GptOss/plain",
     "Phi3/plain",
 )
 @pytest.mark.parametrize("name", ALL)

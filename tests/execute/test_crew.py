@@ -178,6 +178,7 @@ OWN = """
 """
 
 
+@pytest.mark.thorough  # what cannot be started elsewhere: test_errors_and_deaths_beside_a_thread
 def test_a_method_of_the_program(tmp_path: Path) -> None:
     """No fresh interpreter knows it. Threads of numpy's library alone do not keep the program from forking."""
     environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}

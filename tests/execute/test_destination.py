@@ -719,6 +719,7 @@ KILL = f"""
 """
 
 
+@pytest.mark.thorough  # torture kills every command; how much is done again: test_resume_goes_on_inside_a_tensor
 def test_kill(tmp_path: Path) -> None:
     """kill -9 after 90 % of two large tensors: going on writes at most 15 % of the bytes once more."""
     assert python(KILL, tmp_path).returncode == -signal.SIGKILL

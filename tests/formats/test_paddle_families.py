@@ -33,12 +33,9 @@ def published(model: Model, folder: Path) -> Tensors:
 
 @pytest.mark.sample(
     "llama-unified --target paddleformers-1.2",
-    "qwen3-unified --target paddleformers-1.2",
-    "gemma-flex --tp-out 2",
     "gemma2-unified --target paddleformers-1.2",
     "ernie4_5-flex --tp-out 2",
     "phi3-hybrid --tp-out 2 --sharding-out 2",
-    "gpt_neox-hybrid --tp-out 2 --sharding-out 2",
     "gpt2-hybrid --tp-out 2 --sharding-out 2",
     "ernie4_5_moe-unified --target paddleformers-1.2",
     "mixtral-unified --target paddlenlp-3.0",

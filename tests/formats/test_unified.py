@@ -54,6 +54,7 @@ def qwen2moe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {k: v.tobytes() for k, v in held(out).items()}
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("name", EXACT)
 def test_holds_what_the_ranks_held(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -129,7 +129,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.sample("vllm_sharded_tp2", "paddle_unified/nlp_llama_bf16_tp2_ignore_merge", "llama_tp8")
+@pytest.mark.sample("vllm_sharded_tp2", "paddle_unified/nlp_llama_bf16_tp2_ignore_merge")
 @pytest.mark.parametrize("name", SOURCES)
 def test_ranks_give_what_the_whole_gives(name: str, tmp_path: Path) -> None:
     """Also where weights lie [in, out], fused, cut, or only as master weights."""

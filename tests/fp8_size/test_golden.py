@@ -133,6 +133,7 @@ def test_deepseek_r1_nvfp4() -> None:
     assert round(found.total.nbytes / 1e9, 1) == 423.6
 
 
+@pytest.mark.thorough  # test_ranks has smaller models
 def test_a_rank_of_deepseek_r1() -> None:
     # HabanaAI/vllm-fork #809 logs 79.41 GiB.
     entry = next(e for e in GOLDEN if "per_rank_bytes_derived" in e)

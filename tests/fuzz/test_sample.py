@@ -37,13 +37,9 @@ FIRST = 3000
 @pytest.mark.sample(
     "hf",
     "optimizer",
-    "torch-bin before 1.6",
-    "flex of tensors",
     "pdparams model.pdparams",
     "program in JSON",
     "recipe of Paddle",
-    "tokenizers",
-    "adapter",
     "aoa lines",
     "family",
     "manifest",

@@ -292,7 +292,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("case", PATTERNS)
 def test_patterns(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.select.PATIENCE", 0.1)
+    monkeypatch.setattr("ckpttool.select.PATIENCE", 0.05)
     court = Court(tmp_path)
     save_hf(court.src, LLAMA.tensors(), LLAMA.config)
     pattern = PATTERNS[case]
@@ -329,7 +329,7 @@ def test_a_pattern_has_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_config_with_an_explosive_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``modules_to_not_convert`` of somebody's config.json, on the way to sizes."""
-    monkeypatch.setattr("ckpttool.select.PATIENCE", 0.1)
+    monkeypatch.setattr("ckpttool.select.PATIENCE", 0.05)
     court = Court(tmp_path)
     quant = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [EXPLOSIVE]}
     save_hf(court.src, LLAMA.tensors(), {**LLAMA.config, "quantization_config": quant})

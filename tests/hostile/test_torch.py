@@ -90,7 +90,7 @@ TORCH_BAITS = {
 _INSIDE = ("REDUCE", "BUILD", "eval", "nested", "a memo of 2^31", "names that steer")
 
 
-@pytest.mark.product(one_in=30)
+@pytest.mark.product(one_in=60)
 @pytest.mark.parametrize("bait", [*_INSIDE, *TORCH_BAITS])
 @pytest.mark.parametrize(("fixture", "name"), FILES, ids=[f"{f}/{n}" for f, n in FILES])
 def test_nothing_runs(fixture: str, name: str, bait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,6 +411,7 @@ OPTIMIZERS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)))
 def test_optimizers(number: int, tmp_path: Path) -> None:
     court = Court(tmp_path)

@@ -464,6 +464,7 @@ def test_headers_of_every_component_are_checked(tmp_path: Path) -> None:
 # -- diff
 
 
+@pytest.mark.thorough  # checksums: test_checksums_are_the_same_in_every_format
 def test_the_same_state_in_every_format_is_equal(converted: dict[str, Path]) -> None:
     expected = {c: len(t) for c, t in truth().items()}
     for left, right in (("zcc", "hybrid"), ("hybrid", "unified"), ("unified", "flex")):

@@ -91,6 +91,7 @@ def test_empty_and_scalar_tensors(tmp_path: Path) -> None:
     assert total(save_hf(tmp_path, tensors, {})) == by_hand(tensors)
 
 
+@pytest.mark.thorough  # the same of digests: test_components
 def test_the_state_of_training_counts_and_its_sharding_does_not(tmp_path: Path) -> None:
     reshard(ZCC, tmp_path / "zcc", "--to", "zcc", "--tp-out", 1, "--ep-out", 1, "--sharding-out", 4)
     everything = total(ZCC)

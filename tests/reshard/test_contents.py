@@ -42,7 +42,7 @@ PATTERNS = {
 
 
 # The rules are those of the test above, for every model.
-@pytest.mark.product(one_in=7)
+@pytest.mark.product(one_in=13)
 @pytest.mark.parametrize("grid", PATTERNS)
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_cut_by_numpy_are_put_together(name: str, grid: str, tmp_path: Path) -> None:

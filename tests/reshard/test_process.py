@@ -58,6 +58,7 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
     assert tool.returncode == 0
 
 
+@pytest.mark.thorough  # in this process: execute/test_destination
 def test_interrupt(tmp_path: Path) -> None:
     """Ctrl-C ends with 130 and one word; no DST, or all of it."""
     tensors = {f"t{i}": origin(i, "F64", (1 << 19,)) for i in range(6)}

@@ -68,15 +68,12 @@ def comes_back(model: Model, tensors: Tensors, target: str) -> Tensors | None:
 
 @pytest.mark.sample(
     "gpt2_published-vllm",
-    "qwen2_moe-vllm",
-    "ernie4_5_moe-vllm",
     "mixtral-vllm",
     "deepseek_v2-deepseek",
     "deepseek_v3_fp8-vllm",
     "gpt_oss-vllm",
     "gpt_oss_mxfp4-vllm",
     "mistral-trtllm",
-    "gemma2-vllm",
     "gemma3_text-vllm",
     "gpt_neox-vllm",
     "phi3-vllm",
