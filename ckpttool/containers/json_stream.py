@@ -66,8 +66,9 @@ class JsonStream:
         self._value: Any = None
         self._unbatched: str | None = None
         """A text in which values are taken one by one."""
-        if self._peek() == "\ufeff":  # which JSON forbids and Paddle skips
-            self._pos += 1
+        self._more(1)
+        if self._text.startswith("\ufeff"):  # which JSON forbids and Paddle skips
+            self._pos = 1
 
     def fail(self, what: str) -> NoReturn:
         """Raise JsonError for what is at the cursor."""

@@ -415,6 +415,7 @@ TEXT = dumped(usual())
         TEXT + b"{}",
         TEXT + b"\0",
         TEXT[:-1] + b",}",
+        b"\n\xef\xbb\xbf" + TEXT,
         b"{/* */" + TEXT[1:],
         TEXT.decode().encode("utf-16"),
         TEXT.replace(b"NCHW", b"NC\xff\xfe", 1),
