@@ -291,8 +291,8 @@ class RankTensors(Sequence[RankTensor]):
         return self._of(self._packed[2 * at], self._packed[2 * at + 1])
 
 
-_FEW = 8
-"""Pieces that are looked at one by one."""
+_FEW = 16
+"""Fewer pieces than this are looked at one by one."""
 
 
 @dataclass(slots=True)

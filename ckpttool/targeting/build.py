@@ -151,7 +151,8 @@ def _named(source: Checkpoint, goal: Goal, selection: Selection, notes: list[str
     _check_overrides(family, {t.name for t in source.stored.tensors} | {*views.table})
     views.table = {n: views.table[n] for n in family.in_model_order(views.table, after)}
     ruled = list(views.table.values())
-    views = rename_by_rules(views, selection.rename)
+    if selection.rename:
+        views = rename_by_rules(views, selection.rename)
     notes += views.notes
     names = dict(zip((v.name for v in ruled), views.table, strict=True))
     return Named(views, ruled, names, after, removed)
