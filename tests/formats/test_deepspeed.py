@@ -410,6 +410,13 @@ def test_state_on_nvme_is_refused(save: Callable[[str], Path], tmp_path: Path) -
     assert "is on NVMe" in refused(there, tmp_path / "out", "--to", "hf")
 
 
+def test_groups_of_mics_are_refused(save: Callable[[str], Path], tmp_path: Path) -> None:
+    there = save("z3")
+    for path in there.glob("global_step3/*_optim_states.pt"):
+        edit(path, lambda value: value.update(ds_config={"zero_optimization": {"stage": 3, "mics_shard_size": 1}}))
+    assert "within groups of 1 ranks (MiCS)" in refused(there, tmp_path / "out", "--to", "hf")
+
+
 def test_wrappers_in_front_of_names_are_left_out(save: Callable[[str], Path], tmp_path: Path) -> None:
     there = save("z3")
 

@@ -258,10 +258,7 @@ class Stages12(Partitions):
 
     def _round_robin(self) -> bool:
         """Whether parameters were dealt out to the ranks in turn, which ``param_slice_mappings`` knows nothing of."""
-        value = self.ranks[0].torch.value
-        config = value.get("ds_config") if isinstance(value, dict) else None
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+        return bool(_settings(self.ranks[0]).get("round_robin_gradients"))
 
     def _fits(self, unit: _Unit) -> None:
         """Raises ConflictError unless the ranks' runs are the whole vector."""
@@ -333,6 +330,14 @@ class Stages12(Partitions):
             yield name, shape, list(cut(runs, start, stop))
 
 
+def _settings(rank: Rank) -> dict[str, Any]:
+    """``zero_optimization`` of the trainer's configuration, where the save has it."""
+    value = rank.torch.value
+    config = value.get("ds_config") if isinstance(value, dict) else None
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return zero if isinstance(zero, dict) else {}
+
+
 class Stage3(Partitions):
     """Runs of each parameter."""
 
@@ -342,6 +347,13 @@ class Stage3(Partitions):
     def measure(self) -> None:
         super().measure()
         world = len(self.ranks)
+        mics = _settings(self.ranks[0]).get("mics_shard_size")
+        if type(mics) is int and 0 < mics < world:
+            raise UnsupportedError(
+                f"parameters are shared out within groups of {mics} ranks (MiCS)",
+                where=self.ranks[0].path,
+                hint="save the model with DeepSpeed's save_16bit_model, and give what it writes",
+            )
         parts = [sum(-(-prod(s) // world) for s in shapes.values()) for shapes in self.groups_]
         for flats, rank in zip(self.flats, self.ranks, strict=True):
             held = [t.shape[0] for t in flats]
