@@ -60,7 +60,7 @@ def test_closed(src: Path, tmp_path: Path, closed: tuple[int, ...]) -> None:
     assert_same(read_all(tmp_path / "dst"), UNET)
     assert header(tmp_path / "dst/model.safetensors").keys() == {"__metadata__", *UNET}
     assert json.loads((tmp_path / "dst/config.json").read_text()) == CONFIG
-    if (tmp_path / "merged").exists():
+    if some(len(closed) == 3, False):
         assert_same(read_all(tmp_path / "merged"), UNET)
 
 
@@ -89,7 +89,7 @@ def test_full(src: Path, tmp_path: Path) -> None:
         assert start(both, stdout=full.fileno(), stderr=full.fileno()).wait(60) == 1
 
 
-@pytest.mark.thorough  # closed streams are less than none
+@pytest.mark.thorough  # test_closed has streams that are not there at all
 @pytest.mark.parametrize("gone", ["both", "stdout", "stderr"])
 def test_no_reader(src: Path, tmp_path: Path, gone: str) -> None:
     """``| head -1`` and ``2>&1 | head -1``: the run goes on."""
