@@ -199,6 +199,8 @@ class Pad(NamedTuple):
 
     stored: StoredTensor
     stored_box: Box
+    free: bool = False
+    """It may hold anything, so nothing is checked."""
 
 
 class RankTensor(NamedTuple):

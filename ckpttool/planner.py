@@ -327,7 +327,8 @@ def _checks(tensors: Iterable[LogicalTensor]) -> list[plan.Unit]:
     """Replicas must agree and padding must be padding, or the source contradicts itself."""
     units = []
     for tensor in tensors:
-        if not tensor.replicas and not tensor.pads:
+        pads = [p for p in tensor.pads if p.stored_box.volume and not p.free]
+        if not tensor.replicas and not pads:
             continue
         primary = {p.logical_box: p for p in tensor.pieces}
         steps: list[plan.Step] = []
@@ -339,7 +340,7 @@ def _checks(tensors: Iterable[LogicalTensor]) -> list[plan.Unit]:
             for _, piece in tensor.near(other.logical_box):
                 if (common := piece.logical_box.intersect(other.logical_box)) is not None:
                     steps.append(_same(tensor, _clipped(piece, common), _clipped(other, common)))
-        steps += [_padding(tensor, pad) for pad in tensor.pads if pad.stored_box.volume]
+        steps += [_padding(tensor, pad) for pad in pads]
         units.append(plan.Unit(f"check {tensor.key}", tuple(steps)))
     return units
 

@@ -150,6 +150,8 @@ class StoredCheckpoint:
     """What else a trainer resumes from; its parameters have the names of the catalog."""
     indexes: tuple[Place, ...] = ()
     """Pickles without tensors that were read in full, so that nobody has to look for code in them: metadata."""
+    version: str = ""
+    """Of the software that wrote it, one of its format's ``targets``; "" where that is not known or told otherwise."""
     unnamed: Callable[[Sequence[ModelForm]], None] | None = None
     """State of an optimizer that only what the family knows of the model gives to its parameters: called with the forms
     that the model may have in memory, the one of these files first, it adds the tensors."""
@@ -230,6 +232,10 @@ class Capabilities(NamedTuple):
     """Patterns of tensors that are not cut, whatever the family's rules say."""
     ragged_experts: bool = False
     """True: ranks may hold different numbers of experts."""
+    vocab_multiple_per_tp: bool = False
+    """That multiple, or the one of --vocab-multiple in its place, is for each of the tp ranks."""
+    free_padding: bool = False
+    """What pads the vocabulary in its files may hold anything."""
     local_layers: bool = False
     """Layers are numbered from 0 in every pipeline stage."""
     shards: bool = False

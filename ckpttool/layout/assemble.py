@@ -38,7 +38,7 @@ from ckpttool.storage.place import DataFile
 
 LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d{1,18})(?![^.])")
 """The layer number of a name in any naming."""
-EXPERT = re.compile(r"(?<![^.])experts\.(\d{1,18})(?![^.])")
+EXPERT = re.compile(r"(?<![^.])(?:local_)?experts\.(\d{1,18})(?![^.])")
 """The expert number of a name that has one."""
 
 _UNPACKED = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
@@ -110,6 +110,8 @@ class Assembler:
     config: Mapping[str, Any]
     local_layers: bool = False
     notes: list[str] = field(default_factory=list)
+    free_padding: bool = False
+    """What pads the vocabulary may hold anything."""
     wholes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of logical tensors that are known already, for stored tensors of ``SHAPE_FROM_RULES``."""
     _locals: dict[Any, RankShare] = field(default_factory=dict)
@@ -197,7 +199,7 @@ class Assembler:
             if by := layer_offset.get(at.pp):
                 name = shift_layer(name, by)
             if by := expert_offset.get(at.ep):
-                name = EXPERT.sub(lambda m, by=by: f"experts.{int(m[1]) + by}", name, count=1)  # type: ignore[misc]
+                name = EXPERT.sub(lambda m, by=by: f"{m[0][: m.start(1) - m.start()]}{int(m[1]) + by}", name, count=1)  # type: ignore[misc]
             out.setdefault(name, []).append(t)
         return out
 
@@ -282,7 +284,7 @@ class Assembler:
                     raise self._wrong_shape(name, t, first, local, shape, place)
                 for inner, outer in local.boxes:
                     pieces.append(Piece(t, inner, outer))
-                pads += [Pad(t, box) for box in pad_boxes(local)]
+                pads += [Pad(t, box, self.free_padding) for box in pad_boxes(local)]
         except IndivisibleError as e:
             raise cannot_cut(name, group[0].shape, rule.place, e, str(mesh), "") from None
         if len(pieces) == 1 and not pads and pieces[0].logical_box == whole(shape):

@@ -57,7 +57,14 @@ def catalog_of(
             if not stored.records_cuts:
                 rules = rules.with_whole(found_whole(rules, cutting, wholes, tensors))
             assembler = Assembler(
-                stored.files, rules, ops, cutting, stored.config, capabilities.local_layers, wholes=wholes
+                stored.files,
+                rules,
+                ops,
+                cutting,
+                stored.config,
+                capabilities.local_layers,
+                free_padding=capabilities.free_padding,
+                wholes=wholes,
             )
             try:
                 found = assembler.run(tensors)

@@ -91,6 +91,9 @@ class OpSpec(_Strict):
     tie_as: dict[str, str] | None = None
     """name: owner. With tie_word_embeddings this naming stores the owner under the name; with pipeline stages, where
     the first and the last one need it, under both."""
+    tie_staged: dict[str, str] | None = None
+    """name: owner. With tie_word_embeddings this naming stores the owner only; with pipeline stages, where the first
+    and the last one need it, a copy under the name, too."""
     only_for: list[str] = []
     """Model types for which the statement holds; [] is all."""
 
@@ -385,7 +388,8 @@ class Family:
     @property
     def ties(self) -> dict[str, str]:
         """The tensors that are stored by their owner only, if at all, and those owners; {} when nothing is tied."""
-        found = [t for spec in self.spec.namings.values() for op in spec for t in (op.tie, op.tie_as) if t]
+        ops = [op for spec in self.spec.namings.values() for op in spec]
+        found = [t for op in ops for t in (op.tie, op.tie_as, op.tie_staged) if t]
         return {copy: owner for pairs in found for copy, owner in pairs.items()} if self.tied else {}
 
     def statements(self, naming: str, *, staged: bool = False) -> tuple[Transform, ...]:
@@ -440,6 +444,8 @@ class Family:
                 else:
                     # Some checkpoints store the tied name as well.
                     out += [*(DropCopy(n, owner) for n, owner in pairs), Rename(tuple((o, n) for n, o in pairs))]
+            elif spec.tie_staged is not None and self.tied:
+                out += [(Tie if staged else DropCopy)(n, owner) for n, owner in spec.tie_staged.items()]
         return tuple(out)
 
     def fusion(self, name: str) -> Fuse:

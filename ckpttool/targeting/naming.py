@@ -138,5 +138,5 @@ def choose_version(source: StoredCheckpoint, target: Target, writer: Writer) -> 
     if not capabilities.targets:
         return ""
     ours = dialect(writer.dialect)
-    own = ours.version_called(source.dialect)
+    own = source.version if source.format == writer.name and source.version else ours.version_called(source.dialect)
     return own if own in capabilities.targets else ours.version_of(source.config, capabilities.targets)

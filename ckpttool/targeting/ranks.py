@@ -99,7 +99,7 @@ def _partitioner(family: Family, goal: Goal, named: Named, cast: Callable[[str, 
     context = PartitionContext(
         goal.mesh,
         family.sizes,
-        vocab_multiple=lcm(goal.target.vocab_multiple, capabilities.vocab_multiple),
+        vocab_multiple=_vocab_multiple(goal),
         pad_vocab=capabilities.pad_vocab,
         ragged_experts=capabilities.ragged_experts,
     )
@@ -113,6 +113,14 @@ def _partitioner(family: Family, goal: Goal, named: Named, cast: Callable[[str, 
         tied=family.tied and not any(isinstance(op, Tie) for op in named.statements),
         names=named.names,
     )
+
+
+def _vocab_multiple(goal: Goal) -> int:
+    """What the rows of a padded vocabulary are a multiple of."""
+    asked, own = goal.target.vocab_multiple, goal.writer.capabilities
+    if own.vocab_multiple_per_tp:
+        return (asked if asked > 1 else own.vocab_multiple) * goal.requested.tp
+    return lcm(asked, own.vocab_multiple)
 
 
 def _vocabulary(family: Family, named: Named) -> set[str]:

@@ -128,7 +128,7 @@ def _compare(catalog: Catalog, tensor: LogicalTensor, copy: Piece) -> Difference
 
 def _padding(catalog: Catalog, tensor: LogicalTensor) -> _Found:
     for pad in tensor.pads:
-        if pad.stored_box.volume and not _is_padding(catalog, tensor, pad):
+        if pad.stored_box.volume and not pad.free and not _is_padding(catalog, tensor, pad):
             if len(pad.stored.shape) == len(tensor.shape) > 1:
                 text = f"the padding of `{tensor.key}` holds something else than zeros or copies of the last row"
                 hint = "the sizes given for the source may be wrong"

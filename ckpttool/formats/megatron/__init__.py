@@ -1,0 +1,9 @@
+"""Checkpoints of Megatron-LM, Megatron Core and NeMo.
+
+names.py     canonical names of tensors, and how they are spelled in files
+models.py    what Megatron's arguments say of each kind of model
+args.py      these arguments and config.json, one made from the other
+buffers.py   where parameters lie in the flat buffers of the distributed optimizer
+"""
+
+__all__: list[str] = []
