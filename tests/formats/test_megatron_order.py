@@ -2,62 +2,58 @@
 
 from __future__ import annotations
 
-import random
-
 from ckpttool.formats.megatron import names
 from ckpttool.formats.megatron.order import in_model_order, is_parameter
 
 # Every kind of module of the local spec, in the order of the constructors of megatron-core 0.16.1.
-LOCAL = """
-embedding.word_embeddings.weight
-embedding.position_embeddings.weight
-decoder.layers.0.input_layernorm.weight
-decoder.layers.0.self_attention.linear_proj.weight
-decoder.layers.0.self_attention.linear_proj.bias
-decoder.layers.0.self_attention.linear_qkv.weight
-decoder.layers.0.self_attention.linear_qkv.bias
-decoder.layers.0.self_attention.q_layernorm.weight
-decoder.layers.0.self_attention.k_layernorm.weight
-decoder.layers.0.pre_mlp_layernorm.weight
-decoder.layers.0.mlp.linear_fc1.weight
-decoder.layers.0.mlp.linear_fc1.bias
-decoder.layers.0.mlp.linear_fc2.weight
-decoder.layers.0.mlp.linear_fc2.bias
-decoder.layers.1.input_layernorm.weight
-decoder.layers.1.self_attention.core_attention.softmax_offset
-decoder.layers.1.self_attention.linear_proj.weight
-decoder.layers.1.self_attention.linear_q_down_proj.weight
-decoder.layers.1.self_attention.linear_q_up_proj.weight
-decoder.layers.1.self_attention.linear_kv_down_proj.weight
-decoder.layers.1.self_attention.linear_kv_up_proj.weight
-decoder.layers.1.self_attention.q_layernorm.weight
-decoder.layers.1.self_attention.kv_layernorm.weight
-decoder.layers.1.pre_mlp_layernorm.weight
-decoder.layers.1.mlp.router.weight
-decoder.layers.1.mlp.router.bias
-decoder.layers.1.mlp.router.expert_bias
-decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight
-decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight
-decoder.layers.1.mlp.experts.local_experts.10.linear_fc1.weight
-decoder.layers.1.mlp.experts.local_experts.10.linear_fc2.weight
-decoder.layers.1.mlp.shared_experts.gate_weight
-decoder.layers.1.mlp.shared_experts.linear_fc1.weight
-decoder.layers.1.mlp.shared_experts.linear_fc2.weight
-decoder.layers.10.input_layernorm.weight
-decoder.final_layernorm.weight
-mtp.layers.0.enorm.weight
-mtp.layers.0.hnorm.weight
-mtp.layers.0.eh_proj.weight
-mtp.layers.0.transformer_layer.input_layernorm.weight
-mtp.layers.0.final_layernorm.weight
-output_layer.weight
-""".split()
+LOCAL = [
+    "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight",
+    "decoder.layers.0.input_layernorm.weight",
+    "decoder.layers.0.self_attention.linear_proj.weight",
+    "decoder.layers.0.self_attention.linear_proj.bias",
+    "decoder.layers.0.self_attention.linear_qkv.weight",
+    "decoder.layers.0.self_attention.linear_qkv.bias",
+    "decoder.layers.0.self_attention.q_layernorm.weight",
+    "decoder.layers.0.self_attention.k_layernorm.weight",
+    "decoder.layers.0.pre_mlp_layernorm.weight",
+    "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.layers.0.mlp.linear_fc1.bias",
+    "decoder.layers.0.mlp.linear_fc2.weight",
+    "decoder.layers.0.mlp.linear_fc2.bias",
+    "decoder.layers.1.input_layernorm.weight",
+    "decoder.layers.1.self_attention.core_attention.softmax_offset",
+    "decoder.layers.1.self_attention.linear_proj.weight",
+    "decoder.layers.1.self_attention.linear_q_down_proj.weight",
+    "decoder.layers.1.self_attention.linear_q_up_proj.weight",
+    "decoder.layers.1.self_attention.linear_kv_down_proj.weight",
+    "decoder.layers.1.self_attention.linear_kv_up_proj.weight",
+    "decoder.layers.1.self_attention.q_layernorm.weight",
+    "decoder.layers.1.self_attention.kv_layernorm.weight",
+    "decoder.layers.1.pre_mlp_layernorm.weight",
+    "decoder.layers.1.mlp.router.weight",
+    "decoder.layers.1.mlp.router.bias",
+    "decoder.layers.1.mlp.router.expert_bias",
+    "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight",
+    "decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight",
+    "decoder.layers.1.mlp.experts.local_experts.10.linear_fc1.weight",
+    "decoder.layers.1.mlp.experts.local_experts.10.linear_fc2.weight",
+    "decoder.layers.1.mlp.shared_experts.gate_weight",
+    "decoder.layers.1.mlp.shared_experts.linear_fc1.weight",
+    "decoder.layers.1.mlp.shared_experts.linear_fc2.weight",
+    "decoder.layers.10.input_layernorm.weight",
+    "decoder.final_layernorm.weight",
+    "mtp.layers.0.enorm.weight",
+    "mtp.layers.0.hnorm.weight",
+    "mtp.layers.0.eh_proj.weight",
+    "mtp.layers.0.transformer_layer.input_layernorm.weight",
+    "mtp.layers.0.final_layernorm.weight",
+    "output_layer.weight",
+]
 
 
 def test_local() -> None:
-    mixed = random.Random(1).sample(LOCAL, len(LOCAL))
-    assert mixed != LOCAL
-    assert in_model_order(mixed) == LOCAL
+    assert in_model_order(sorted(LOCAL)) == in_model_order(reversed(LOCAL)) == LOCAL
 
 
 def test_transformer_engine() -> None:
