@@ -29,12 +29,13 @@ from typing import Any
 
 from ckpttool.catalog import FlatShard, Key, StoredTensor
 from ckpttool.containers.pickle import Record, printable
+from ckpttool.containers.plain import Numbers
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch import zero_files
-from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates, Numbers
+from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates
 from ckpttool.formats.torch.zero_none import KEY, add_optimizer
 from ckpttool.formats.torch.zero_partitions import Held, Partitions, Rank, partitions_of, stage_of
 from ckpttool.storage.listing import Listing

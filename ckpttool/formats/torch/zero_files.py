@@ -14,20 +14,19 @@ Source: deepspeed/runtime/engine.py (DeepSpeed 0.19.8).
 from __future__ import annotations
 
 import re
-import struct
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from ckpttool.catalog import SHARDED, FlatShard, Key, StoredTensor, packed_shards
 from ckpttool.containers.pickle import printable
+from ckpttool.containers.plain import is_plain
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.dtypes import itemsize
-from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.prefixes import strip_prefixes
@@ -60,11 +59,6 @@ STRUCTURE = frozenset(
 )
 """Keys of the model states that say how the save is laid out, or how DeepSpeed was configured."""
 _OWN = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})
-_MOST_STEPS = 1 << 24
-"""A float32 number counts no further."""
-_DEPTH = 32
-_MOST = 1 << 20
-"""Values that are looked at before something is taken for no plain value."""
 
 
 def one_save(listing: Listing, pointer: str, is_save: Callable[[Listing], bool]) -> tuple[Listing, str]:
@@ -373,23 +367,6 @@ def training_of(states: ModelStates, groups: Iterable[base.ParamGroup], more: Ma
     return base.Training(tuple(groups), step, plain, tuple(left))
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value consists of numbers, texts, lists and dicts alone."""
-    stack, seen = [(value, 0)], 0
-    while stack:
-        v, depth = stack.pop()
-        seen += 1
-        if seen > _MOST or depth > _DEPTH:
-            return False
-        if isinstance(v, dict):
-            stack += [(x, depth + 1) for item in v.items() for x in item]
-        elif type(v) in (list, tuple):
-            stack += [(x, depth + 1) for x in v]
-        elif v is not None and type(v) not in (bool, int, float, str):
-            return False
-    return True
-
-
 def list_of(value: Any) -> list[Any]:
     """The elements of a list or tuple; of anything else none."""
     return list(value) if type(value) in (list, tuple) else []
@@ -464,23 +441,3 @@ def joined(
         return StoredTensor(name, "F32", shape, 0, 0)
     shards.append(packed_shards(found))
     return StoredTensor(name, found[0].stored.dtype, shape, SHARDED, len(shards) - 1)
-
-
-@dataclass(slots=True)
-class Numbers:
-    """Steps that are plain numbers in a pickle: files of decoded bytes, of which each says one number."""
-
-    files: list[DataFile]
-    _known: dict[tuple[str, float], StoredTensor] = field(default_factory=dict)
-
-    def place(self, value: float, said_by: DataFile) -> StoredTensor:
-        """A float32 number without axes that ``said_by`` has in its pickle. Raises CorruptError for no such number."""
-        if not abs(value) <= _MOST_STEPS:
-            raise CorruptError(f"the step is {value!s:.40}", where=str(said_by.place))
-        key = str(said_by.place), float(value)
-        if key not in self._known:
-            data = struct.pack("<f", value)
-            encoding = Encoding("given", key[0], [Given(0, data.hex())])
-            self.files.append(said_by._replace(encoding=encoding))
-            self._known[key] = StoredTensor("step", "F32", (), len(self.files) - 1, 0)
-        return self._known[key]

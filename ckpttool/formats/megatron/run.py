@@ -1,0 +1,96 @@
+"""The directory of a run of Megatron-LM, and which of its saves is meant.
+
+    run/latest_checkpointed_iteration.txt    1000, or release
+    run/iter_0000500/, run/iter_0001000/     a save of each kind has its own files in it
+    run/release/                             one that a converter wrote
+
+Source: megatron/training/checkpointing.py of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from ckpttool.containers.pickle import printable
+from ckpttool.errors import IncompleteError
+from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.place import open_file
+from ckpttool.words import some
+
+POINTER = "latest_checkpointed_iteration.txt"
+_SAVE = re.compile(r"iter_(?P<number>\d{1,18})|release")
+
+
+class Save(NamedTuple):
+    """A save of a run."""
+
+    listing: Listing
+    """Of its own directory."""
+    beside: Listing
+    """Of the directory in which config.json and other small files lie: that of the run, or its own."""
+    notes: list[str]
+
+
+def saves(listing: Listing) -> list[str]:
+    """Names of the saves of any kind directly below a directory, ``release`` first."""
+    found = {n: int(m["number"] or -1) for n in listing.folders() if (m := _SAVE.fullmatch(n))}
+    return sorted(found, key=lambda n: found[n])
+
+
+def chosen(listing: Listing) -> Listing | None:
+    """The save of the run at ``listing`` that is meant: the one that is marked, else the last; None where there is
+    none, or the mark leads nowhere."""
+    here = saves(listing)
+    name = _marked(listing, here) if POINTER in listing.names else here[-1] if here else ""
+    return listing.inside(name) if name else None
+
+
+def find(listing: Listing, *, is_save: bool) -> Save:
+    """The save at a source, which ``is_save`` says is one itself, or the one of the run there that is meant.
+
+    Raises IncompleteError for a mark that leads nowhere, and where there is no save.
+    """
+    if is_save:
+        above = listing.root.parent
+        if "config.json" not in listing.names and (above / "config.json").is_file():
+            return Save(listing, list_source(above), ["config.json is read from the parent directory"])
+        return Save(listing, listing, [])
+    here = saves(listing)
+    found = chosen(listing)
+    if found is None:
+        raise IncompleteError(
+            f"{POINTER} names `{printable(_said(listing), 60)}`, which is not here"
+            if POINTER in listing.names
+            else "there is no save here",
+            where=[str(listing.path(POINTER) if POINTER in listing.names else listing.root)],
+            hint=f"give the directory of a save: {some([str(listing.root / n) for n in reversed(here)], 2)}"
+            if here
+            else "fetch the directories beside it (iter_0001000)",
+            finding="latest",
+        )
+    name, others = found.root.name, [n for n in here if n != found.root.name]
+    why = f"`{POINTER}` names the save: {name}" if POINTER in listing.names else f"{name} is read, the only save here"
+    if others and POINTER in listing.names:
+        why += f"; {some(others)} {'is' if len(others) == 1 else 'are'} here too"
+    elif others:
+        why = f"{name} is read, the last of {len(here)} saves; there is no `{POINTER}`"
+    own = "config.json" in found.names and "config.json" not in listing.names
+    return Save(found, found if own else listing, [why])
+
+
+def config_of(save: Save) -> dict[str, Any]:
+    """config.json beside a save; {} where there is none."""
+    return save.beside.json("config.json")
+
+
+def _marked(listing: Listing, here: list[str]) -> str:
+    """The save that the mark names; "" where it is not there."""
+    said = _said(listing)
+    name = f"iter_{int(said):07d}" if said.isdecimal() and said.isascii() else said
+    return name if name in here else ""
+
+
+def _said(listing: Listing) -> str:
+    with open_file(listing.path(POINTER)) as f:
+        return f.pread(64, 0).decode("utf-8", "replace").strip()
