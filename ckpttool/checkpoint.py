@@ -106,7 +106,7 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
     if said.published and (by_names or stored.recorded is None):
         naming, stored.fused = family.published_form(names)
         stored.dialect = naming or stored.dialect
-    context = NamingContext(family, stored.config, stored.mesh, stored.fused)
+    context = NamingContext(family, stored.config, stored.mesh, stored.fused, stored.version)
     ops = dialect(stored.dialect).detect(context, lambda: _shapes(stored))
     catalog, notes = catalog_of(
         stored, family, ops, capabilities, str(root), copies=not said.published, whole_alone=said.whole_alone,

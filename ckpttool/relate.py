@@ -362,6 +362,8 @@ def apply_transforms(
             views = _tie(views, op, family)
         elif isinstance(op, transforms.DropCopy):
             views = _drop_copy(views, op)
+        elif isinstance(op, transforms.DropCopies):
+            views = (_make_copies if op.inverse else _drop_copies)(views, op, family)
         elif isinstance(op, transforms.DropLayers):
             views = _drop_layers(views, op, family)
         elif isinstance(op, transforms.Drop):
@@ -423,6 +425,29 @@ def _drop_copy(views: TensorTable, op: transforms.Tie | transforms.DropCopy) -> 
     views.tied.append((copy, owner))
     views.notes.append(f"`{op.name}` is left out: the config ties it to `{op.owner}`")
     return replace(views, table={n: v for n, v in views.table.items() if n != op.name})
+
+
+def _drop_copies(views: TensorTable, op: transforms.DropCopies, family: Family) -> TensorTable:
+    table = dict(views.table)
+    for pattern, of, _ in op.pairs:
+        owner = table.get(of) or table.get(family.ties.get(of, ""))
+        if owner is None:
+            continue
+        for name in [n for n in table if matches((pattern,), n)]:
+            views.tied.append((table.pop(name), owner))
+            views.notes.append(f"`{name}` is left out: the target uses `{owner.name}` in its place")
+    return replace(views, table=table)
+
+
+def _make_copies(views: TensorTable, op: transforms.DropCopies, family: Family) -> TensorTable:
+    table = dict(views.table)
+    for pattern, of, beside in op.pairs:
+        regex = pattern_regex(beside)
+        names = [expand(pattern, m.groupdict()) for n in views.table if (m := regex.match(n))]
+        owner = table.get(of) or table.get(family.ties.get(of, ""))
+        if owner is not None:
+            table |= {n: owner.named(n) for n in names if n not in table}
+    return replace(views, table=table)
 
 
 def _drop_layers(views: TensorTable, op: transforms.DropLayers, family: Family) -> TensorTable:

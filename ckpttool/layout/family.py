@@ -60,6 +60,15 @@ class FusionSpec(_Strict):
     """Used by namings, and not by --fuse and --unfuse."""
 
 
+class CopySpec(_Strict):
+    """A tensor that holds the same as another one."""
+
+    of: str
+    """The other one's name."""
+    beside: str
+    """Pattern of a tensor: where there is such a one, there is the copy."""
+
+
 class OpSpec(_Strict):
     """One statement of a naming; exactly one key is set."""
 
@@ -68,6 +77,8 @@ class OpSpec(_Strict):
     unfuse: str | None = None
     stack: dict[str, str] | None = None
     """whole pattern: part pattern with {expert}."""
+    unstack: dict[str, str] | None = None
+    """The same, and the whole becomes its parts."""
     transpose: list[str] | None = None
     """Patterns of tensors whose last two axes are exchanged."""
     rotary_pairs: dict[str, str] | None = None
@@ -82,6 +93,8 @@ class OpSpec(_Strict):
     """Layers numbered from this size on do not exist in this naming (MTP)."""
     drop: list[str] | None = None
     """Patterns of tensors that do not exist in this naming."""
+    copies: dict[str, CopySpec] | None = None
+    """Patterns of tensors that do not exist in this naming, because each is a copy of another one."""
     own: list[str] | None = None
     """Patterns of tensors that exist in this naming only; every rank holds them whole."""
     read_as: dict[str, str] | None = None
@@ -295,6 +308,15 @@ class ReadAs:
 
 
 @dataclass(frozen=True, slots=True)
+class DropCopies:
+    """These tensors are left out, and must hold the same as another one (or, with ``inverse``, they are made of it)."""
+
+    pairs: tuple[tuple[str, str, str], ...]
+    """(pattern, the other one's name, pattern of a tensor that is there where the copy is)."""
+    inverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DropCopy:
     """A tied tensor is stored by its owner only: a copy under its own name is left out, and must hold the same."""
 
@@ -324,6 +346,7 @@ Transform = (
     | Drop
     | Own
     | ReadAs
+    | DropCopies
     | DropCopy
     | Tie
 )
@@ -353,7 +376,7 @@ def inverse(ops: Sequence[Transform]) -> tuple[Transform, ...]:
             out.append(op)
         elif isinstance(op, Own):
             out.append(Drop(op.patterns))
-        elif isinstance(op, Fuse | Stack | RotaryPairs | Squeeze | Tie):
+        elif isinstance(op, Fuse | Stack | RotaryPairs | Squeeze | DropCopies | Tie):
             out.append(replace(op, inverse=not op.inverse))
     return tuple(out)
 
@@ -416,6 +439,8 @@ class Family:
                 out.append(replace(self.fusion(spec.unfuse), inverse=True))
             elif spec.stack is not None:
                 out += [Stack(w, p) for w, p in spec.stack.items()]
+            elif spec.unstack is not None:
+                out += [Stack(w, p, inverse=True) for w, p in spec.unstack.items()]
             elif spec.transpose is not None:
                 out.append(Transpose(tuple(spec.transpose)))
             elif spec.rotary_pairs is not None:
@@ -431,6 +456,8 @@ class Family:
                 out.append(DropLayers(spec.drop_layers_from))
             elif spec.drop is not None:
                 out.append(Drop(tuple(spec.drop)))
+            elif spec.copies is not None:
+                out.append(DropCopies(tuple((p, c.of, c.beside) for p, c in spec.copies.items())))
             elif spec.own is not None:
                 out.append(Own(tuple(spec.own)))
             elif spec.read_as is not None:
@@ -775,9 +802,9 @@ def _patterns(spec: FamilySpec) -> Iterator[str]:
     for fusion in spec.fusions.values():
         yield from (fusion.whole, *fusion.parts)
     for op in (op for naming in spec.namings.values() for op in naming):
-        for pairs in (op.rename or {}, op.stack or {}, op.read_as or {}):
+        for pairs in (op.rename or {}, op.stack or {}, op.unstack or {}, op.read_as or {}):
             yield from (*pairs.keys(), *pairs.values())
-        for patterns in (op.transpose, op.rotary_pairs, op.squeeze, op.rules, op.drop, op.own):
+        for patterns in (op.transpose, op.rotary_pairs, op.squeeze, op.rules, op.drop, op.copies, op.own):
             yield from patterns or ()
 
 

@@ -17,6 +17,7 @@ from ckpttool.formats.config import config_field
 from ckpttool.layout.assemble import is_bias
 from ckpttool.layout.family import (
     Drop,
+    DropCopies,
     Family,
     Fuse,
     OverrideRules,
@@ -67,11 +68,22 @@ REFUSED = [
         )
         for naming in ("torchtitan", "torchtitan-0.2")
     ),
+    *(
+        (family, variant, naming)
+        for family, variant in PUBLISHED
+        for naming in load_family(family, {}).spec.namings
+        if naming.startswith("megatron")
+        and any(w in n for n in LISTS[family, variant].tensors for w in ("_scale", "_blocks", ".indexer."))
+    ),
 ]
+QUANTISED = "{a}_scale{b}"
+"""Refused by families of which no quantised checkpoint is listed, too."""
 # Scale grids beside fused weights are the same for all families, and the largest of the lists.
 FUSED = [
     pytest.param(*key, marks=[pytest.mark.thorough] if key[1].endswith("_fp8") and key[0] not in SCALED else [])
+    # The fusions of Llama 4 have the heads of its text model, which the tower for images has not.
     for key in PUBLISHED
+    if key != ("llama4", "llama4")
 ]
 NAMINGS = [
     (family, variant, naming)
@@ -156,14 +168,16 @@ def patterns_of(op: Transform) -> list[str]:
     match op:
         case Rename(pairs) | OverrideRules(pairs) | Refuse(pairs):
             return [pair[0] for pair in pairs]
-        case Stack(_, part):
-            return [part]
+        case Stack():
+            return [op.whole] if op.inverse else [op.part]
         case Transpose(patterns) | Squeeze(patterns) | Drop(patterns):
             return list(patterns)
         case Fuse():
             return [op.whole] if op.inverse else list(op.parts)
         case Tie():
             return [op.owner]
+        case DropCopies(pairs):
+            return [pair[0] for pair in pairs]
         case _:
             return []
 
@@ -188,7 +202,7 @@ def test_no_statement_of_a_naming_is_dead(family: str) -> None:
                 if isinstance(op, Refuse) and (family, variant, naming) in REFUSED:
                     break
                 views = apply_transforms(views, (op,), got, ops[:i])
-        assert {p for _, p in wanted - live} == set(), naming
+        assert {p for _, p in wanted - live} <= {QUANTISED}, naming
 
 
 @pytest.mark.product
@@ -208,7 +222,7 @@ def test_a_naming_can_be_undone(family: str, variant: str, naming: str) -> None:
 @pytest.mark.parametrize(("family", "variant", "naming"), REFUSED)
 def test_what_a_naming_cannot_say_is_refused(family: str, variant: str, naming: str) -> None:
     got, _, shapes = loaded(family, variant)
-    with pytest.raises(UnsupportedError, match=r"vLLM|TensorRT|torchtitan"):
+    with pytest.raises(UnsupportedError, match=r"vLLM|TensorRT|torchtitan|Megatron"):
         apply_transforms(identity(catalog_of(shapes)[0]), FamilyDialect(naming).statements(got), got)
 
 
