@@ -24,13 +24,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
 from ckpttool.encodings import Contents, Decoder, Encoding
 from ckpttool.errors import CorruptError, OutputError
 from ckpttool.storage.place import SCHEMES, OpenFile, parse_place
+from ckpttool.storage.tar import TarPlace
 
 RWF_DONTCACHE = 0x80
 """Linux 6.14: pages that this call brings into the page cache leave it again; Python has no name for it yet."""
@@ -345,32 +346,46 @@ class FilePool:
             self.give(path)
 
 
+class _Inside(NamedTuple):
+    """Where a file lies in another one of this machine."""
+
+    path: str
+    begin: int
+
+
 class _RemoteSources(FilePool):
     """Files, and sources that are in other places."""
 
     def __init__(self, limit: int | None) -> None:
         super().__init__(limit)
-        self._remote: dict[str, OpenFile | None] = {}
-        """By text; None for paths."""
+        self._remote: dict[str, OpenFile | _Inside] = {}
+        """By text."""
 
     def close(self) -> None:
         super().close()
         while self._remote:
-            if file := self._remote.popitem()[1]:
+            file = self._remote.popitem()[1]
+            if not isinstance(file, _Inside):
                 file.close()
 
-    def _remote_file(self, path: str) -> OpenFile | None:
+    def _remote_file(self, path: str) -> OpenFile | _Inside:
         with self._lock:
             if path not in self._remote:
                 place = parse_place(path)
-                self._remote[path] = None if isinstance(place, Path) else place.open_file()
+                if isinstance(place, TarPlace):
+                    self._remote[path] = _Inside(str(place.archive), place.span()[0])
+                else:
+                    self._remote[path] = _Inside(path, 0) if isinstance(place, Path) else place.open_file()
             return self._remote[path]
 
     def read(self, path: Contents, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
+        if isinstance(path, Encoding) or ":/" not in path:
+            super().read(path, offset, buffers, once=once)
+            return
         try:
-            file = None if isinstance(path, Encoding) else self._remote_file(path)
-            if isinstance(path, Encoding) or file is None:
-                super().read(path, offset, buffers, once=once)
+            file = self._remote_file(path)
+            if isinstance(file, _Inside):
+                super().read(file.path, file.begin + offset, buffers, once=once)
                 return
             for buffer in buffers:
                 done = 0

@@ -1,0 +1,349 @@
+"""Files inside of a tar, read where they lie: a ``.nemo`` is one. Nothing is unpacked.
+
+    tar:/models/llama.nemo!/model_weights/.metadata        of /models/llama.nemo
+
+Only headers are read to list it: 512 bytes before those of each member, and what describes members with long names or
+large sizes. Source: POSIX.1-2017, pax ("ustar Interchange Format", "pax Extended Header"), and the manual of GNU tar
+("Basic Tar Format"). Python's tarfile, which packs a ``.nemo``, writes the first since 3.8 and the second before.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from io import BufferedReader, RawIOBase
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Self
+
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.storage.place import SCHEMES, DataFile, OpenFile, open_file, readable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SCHEME = "tar"
+BLOCK = 512
+"""Bytes of a header; the bytes of a member are filled up to a multiple."""
+MAX_MEMBERS = 1 << 20
+MAX_DESCRIPTION = 1 << 20
+"""Bytes of a long name or a pax header."""
+_REGULAR, _DIRECTORY = (b"0", b"\0", b"7"), b"5"
+_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
+_LINKS = {b"1": "a hard link", b"2": "a symbolic link"}
+_DESCRIPTIONS = (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
+
+
+class TarPlace(NamedTuple):
+    """A file or directory in a tar on this machine; the tar itself is one, too."""
+
+    archive: Path
+    at: str = ""
+    """Its name, with slashes; "" is the tar."""
+
+    def __str__(self) -> str:
+        return f"{SCHEME}:{self.archive.absolute()}!" + (f"/{self.at}" if self.at else "")
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.at).name or self.archive.name
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> Self:
+        return self._replace(at=self.at.rpartition("/")[0])
+
+    def __truediv__(self, name: str, /) -> Self:
+        return self._replace(at=f"{self.at}/{name}" if self.at else name)
+
+    def is_file(self) -> bool:
+        return self.archive.is_file() and self.at in self._tar().files
+
+    def is_dir(self) -> bool:
+        return self.archive.is_file() and self.at in self._tar().folders
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def scan(self) -> Iterator[TarEntry]:
+        tar = self._tar()
+        if self.at not in tar.folders:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))
+        for name in tar.folders[self.at]:
+            yield TarEntry(name, self / name)
+
+    def identity(self) -> tuple[int, str]:
+        return self.span()[1], DataFile.at(self.archive).tag
+
+    def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader:
+        return BufferedReader(_Stream(self.open_file()))
+
+    def open_file(self) -> OpenFile:
+        begin, size = self.span()
+        fd = os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)
+        return _Open(DataFile(self, size, DataFile.at(self.archive, os.fstat(fd)).tag), fd, begin)
+
+    def span(self) -> tuple[int, int]:
+        """The first byte of a file in the tar, and its bytes. Raises OSError for what is no file."""
+        tar = self._tar()
+        if self.at not in tar.files:
+            kind = (errno.EISDIR, "Is a directory") if self.at in tar.folders else (errno.ENOENT, "No such file")
+            raise OSError(*kind, str(self))
+        return tar.files[self.at]
+
+    def _tar(self) -> _Tar:
+        archive = DataFile.at(self.archive)
+        return _read(self.archive, archive.size, archive.tag)
+
+
+class TarEntry(NamedTuple):
+    """A name in a directory of a tar."""
+
+    name: str
+    place: TarPlace
+
+    def is_file(self) -> bool:
+        return self.place.is_file()
+
+    def is_dir(self) -> bool:
+        return self.place.is_dir()
+
+
+def parse(text: str) -> TarPlace:
+    """The place that the text of one names."""
+    text = text.removeprefix(f"{SCHEME}:")
+    ends = [m.start() for m in re.finditer(r"!(?=/|\Z)", text)] or [len(text)]
+    end = next((i for i in ends if Path(text[:i]).is_file()), ends[0])
+    return TarPlace(Path(text[:end]), text[end + 1 :].strip("/"))
+
+
+SCHEMES[SCHEME] = parse
+
+
+class _Open(NamedTuple):
+    info: DataFile
+    fd: int
+    begin: int
+
+    def pread(self, n: int, at: int) -> bytes:
+        return os.pread(self.fd, max(0, min(n, self.info.size - at)), self.begin + at)
+
+    def map(self) -> mmap.mmap:
+        data = mmap.mmap(-1, self.info.size)
+        while data.tell() < self.info.size and (read := self.pread(1 << 20, data.tell())):
+            data.write(read)
+        return data
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class _Stream(RawIOBase):
+    def __init__(self, file: OpenFile) -> None:
+        super().__init__()
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader gives
+        data = self._file.pread(len(buffer), self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+# -- the headers
+
+
+class _Tar(NamedTuple):
+    files: Mapping[str, tuple[int, int]]
+    """Name -> (first byte, bytes)."""
+    folders: Mapping[str, list[str]]
+    """Name -> what lies directly in it."""
+
+
+@lru_cache(maxsize=8)
+def _read(archive: Path, _size: int, _tag: str) -> _Tar:
+    """The members of a tar. Raises IncompleteError for one that is cut off, CorruptError for one that contradicts
+    itself or has names that lead out of it, ConflictError for two members of one name, UnsupportedError for what is
+    not a plain tar.
+    """
+    with readable(archive, "a tar"), open_file(archive) as file:
+        return _Reader(archive, file).read()
+
+
+class _Reader:
+    def __init__(self, archive: Path, file: OpenFile) -> None:
+        self.archive, self.file = archive, file
+        self.files: dict[str, tuple[int, int]] = {}
+        self.folders: dict[str, list[str]] = {"": []}
+
+    def corrupt(self, what: str, hint: str = "fetch or write the file again") -> NoReturn:
+        raise CorruptError(what, where=str(self.archive), hint=hint)
+
+    def refuse(self, what: str, hint: str = "") -> NoReturn:
+        unpack = f"mkdir DIR && tar xf {self.archive.name} -C DIR, and give the directory"
+        raise UnsupportedError(what, where=str(self.archive), hint=hint or f"unpack it: {unpack}")
+
+    def pread(self, n: int, at: int) -> bytes:
+        data = self.file.pread(n, at)
+        if len(data) < n:
+            self.cut_off(at + n)
+        return data
+
+    def cut_off(self, needed: int) -> NoReturn:
+        raise IncompleteError(
+            f"the tar is cut off: it needs at least {needed:,} bytes, it has {self.file.info.size:,}",
+            where=str(self.archive),
+            hint="the download or save was interrupted; fetch the file again",
+            finding="truncated",
+        )
+
+    def read(self) -> _Tar:
+        head = self.pread(min(BLOCK, self.file.info.size), 0)
+        if head.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
+            self.refuse("the tar is compressed, so that nothing in it can be read where it lies")
+        at = count = 0
+        said: dict[str, str] = {}
+        """Of the next member, by what is before it."""
+        while at < self.file.info.size:
+            head = self.pread(BLOCK, at)
+            if not any(head):
+                break
+            if _checksum(head) != _octal(head[148:156]):
+                self.corrupt("this is not a tar" if not at else f"the header of a member at byte {at:,} is damaged")
+            count += 1
+            if count > MAX_MEMBERS:
+                self.refuse(f"the tar has more than {MAX_MEMBERS:,} members")
+            kind, describes = head[156:157], head[156:157] in _DESCRIPTIONS
+            size = self.size(head, {} if describes else said)
+            at += BLOCK
+            if size > self.file.info.size - at:
+                self.cut_off(at + size)
+            if describes:
+                self.describe(kind, at, size, said)
+            else:
+                self.add(kind, self.name(head, said), at, size)
+                said = {}
+            at += size + -size % BLOCK
+        else:
+            self.cut_off(at + BLOCK)  # two blocks of zeros end every tar
+        return _Tar(self.files, self.folders)
+
+    def size(self, head: bytes, said: Mapping[str, str]) -> int:
+        if "size" not in said:
+            return self.number(head[124:136])
+        if not said["size"].isdecimal() or len(said["size"]) > 19:
+            self.corrupt("a pax header has a size that is not a number")
+        return int(said["size"])
+
+    def number(self, field: bytes) -> int:
+        """Octal digits, or base 256 where they do not suffice."""
+        found = int.from_bytes(field[1:], "big") if field[:1] == b"\x80" else _octal(field)
+        if found < 0:
+            self.corrupt("a member has a size that is not a number")
+        return found
+
+    def describe(self, kind: bytes, at: int, size: int, said: dict[str, str]) -> None:
+        """What a description says of the member after it."""
+        if size > MAX_DESCRIPTION:
+            self.corrupt(f"the description of a member has {size:,} bytes")
+        data = self.pread(size, at)
+        if kind == _LONG_NAME:
+            said["path"] = _text(data.split(b"\0", 1)[0])
+        elif kind == _PAX:
+            said |= self.records(data)
+        elif kind == _PAX_GLOBAL and self.records(data).keys() & {"path", "size"}:
+            self.refuse("a global pax header names or sizes all members")
+
+    def records(self, data: bytes) -> dict[str, str]:
+        """``LENGTH KEY=VALUE\\n`` each; LENGTH counts all of it."""
+        out = {}
+        while data:
+            length, _, _ = data.partition(b" ")
+            end = int(length) if length.isdigit() and len(length) < 9 else 0
+            key, equals, value = data[len(length) + 1 : end - 1].partition(b"=")
+            if not len(length) < end <= len(data) or not equals or data[end - 1 : end] != b"\n":
+                self.corrupt("a pax header is damaged")
+            out[_text(key)] = _text(value)
+            data = data[end:]
+        return out
+
+    def name(self, head: bytes, said: Mapping[str, str]) -> str:
+        name = _text(head[:100].split(b"\0", 1)[0])
+        if head[257:263] == b"ustar\0" and (prefix := _text(head[345:500].split(b"\0", 1)[0])):
+            name = f"{prefix}/{name}"
+        if any(key.startswith("GNU.sparse.") for key in said):
+            self.refuse("a member of the tar is sparse: it has holes that are not in the file")
+        return said.get("path", name)
+
+    def add(self, kind: bytes, name: str, at: int, size: int) -> None:
+        shown = ascii(name)[1:-1]
+        parts = [p for p in name.split("/") if p not in ("", ".")]
+        if name.startswith("/") or ".." in parts or "\0" in name:
+            self.corrupt(
+                f"the member `{shown[:120]}` leads out of the tar", "do not unpack it: such a file was made to do harm"
+            )
+        if kind in _LINKS:
+            self.refuse(
+                f"the member `{shown[:120]}` is {_LINKS[kind]}",
+                "NeMo itself passes over links; pack the files themselves (tar --dereference --hard-dereference)",
+            )
+        if kind not in (*_REGULAR, _DIRECTORY):
+            what = "sparse" if kind == b"S" else f"of the kind {ascii(kind)[2:-1]!r}, not a file or a directory"
+            self.refuse(f"the member `{shown[:120]}` is {what}")
+        whole = "/".join(parts)
+        if kind == _DIRECTORY or name.endswith("/"):
+            if size:
+                self.corrupt(f"the directory `{shown[:120]}` has {size:,} bytes")
+            self.folder(parts)
+            return
+        if whole in self.files or whole in self.folders:
+            raise ConflictError(
+                f"the tar has two members called `{shown[:120]}`",
+                where=str(self.archive),
+                hint="write it again: which of them counts depends on who unpacks it",
+            )
+        self.folder(parts[:-1])
+        self.files[whole] = (at, size)
+        self.folders["/".join(parts[:-1])].append(parts[-1])
+
+    def folder(self, parts: list[str]) -> None:
+        """A directory and all above it."""
+        for i in range(len(parts)):
+            name = "/".join(parts[: i + 1])
+            if name in self.files:
+                self.corrupt(f"the member `{ascii(name)[1:-1][:120]}` is a file and a directory")
+            if name not in self.folders:
+                self.folders[name] = []
+                self.folders["/".join(parts[:i])].append(parts[i])
+
+
+def _checksum(head: bytes) -> int:
+    """Of a header, in which that of the checksum itself counts as spaces."""
+    return sum(head[:148]) + 8 * 32 + sum(head[156:])
+
+
+def _octal(field: bytes) -> int:
+    """-1 for what is not octal."""
+    digits = field.split(b"\0", 1)[0].strip(b" ")
+    try:
+        return int(digits, 8) if digits.isdigit() else 0 if not digits else -1
+    except ValueError:
+        return -1
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
