@@ -1,10 +1,12 @@
 """Keeps this folder out of an ordinary run: its tests import libraries that only the peers extra brings."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.peers import megatron_cpu
 from tests.peers.rank_group import Group, groups
 
 HERE = Path(__file__).parent
@@ -22,6 +24,15 @@ def quiet() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """megatron-core on CPU, in this process and the ranks that it forks later."""
+    session = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # whose folders lie in that of the session
+        session = session.parent
+    megatron_cpu.install(session / "megatron_cpu")
 
 
 @pytest.fixture(scope="module")

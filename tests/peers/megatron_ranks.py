@@ -1,0 +1,631 @@
+"""One rank of megatron-core (tests/peers/megatron_cpu.py): a GPTModel of any mesh, its optimizer, and both formats.
+
+What Megatron-LM's training scripts do around megatron-core (names of files, ``common.pt``, the order of loading) is
+done here as they do it. Functions that take a ``Case`` are jobs for all ranks of tests/peers/rank_group.py.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.peers.megatron_models import arguments, told
+
+Held = dict[str, torch.Tensor]
+"""Full tensors under Megatron's names with global numbers: ``decoder.layers.3.mlp.linear_fc1.weight``.
+
+Of an optimizer ``master_weights/NAME`` and ``optimizer/exp_avg/NAME``, ``optimizer/exp_avg_sq/NAME``,
+``optimizer/step/NAME``."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained; ``config`` is the folder of a config.json. As many data-parallel ranks as are left."""
+
+    config: str
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    """As many as ``tp`` where it is None, as in Megatron-LM."""
+    vp: int | None = None
+    """Stages on each pipeline rank, where they are interleaved."""
+    dtype: str = "float32"
+    multiple: int = 128
+    """make_vocab_size_divisible_by."""
+    optimizer: str = ""
+    """"", "distributed", or "plain" (every data-parallel rank has all)."""
+    transformer: dict[str, Any] = field(default_factory=dict)
+    """More fields of TransformerConfig; mtp_num_layers among them."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    adam: dict[str, Any] = field(default_factory=dict)
+    """More fields of OptimizerConfig."""
+    seed: int = 0
+
+
+class Trainer:
+    """What one rank has in memory. ``models`` are its stages, ``wrapped`` the same for training."""
+
+    models: list[Any]
+    wrapped: list[Any]
+    optimizer: Any
+    schedule: Any
+    args: Any
+    iteration: int
+
+    def __init__(self, case: Case) -> None:
+        from megatron.core import parallel_state as ps
+        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+        _mesh(case)
+        torch.manual_seed(case.seed + 1000 * ps.get_pipeline_model_parallel_rank())
+        self.case, self.iteration = case, 0
+        self.hf = json.loads(Path(case.config, "config.json").read_text(encoding="utf-8"))
+        self.told = told(self.hf)
+        dtype = getattr(torch, case.dtype)
+        fields = {
+            **self.told.transformer,
+            "tensor_model_parallel_size": case.tp,
+            "pipeline_model_parallel_size": case.pp,
+            "virtual_pipeline_model_parallel_size": case.vp,
+            "expert_model_parallel_size": case.ep,
+            "expert_tensor_parallel_size": case.etp,
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "bf16": case.dtype == "bfloat16",
+            "use_cpu_initialization": True,
+            "init_method_std": 0.1,
+            "gradient_accumulation_fusion": False,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "deallocate_pipeline_outputs": False,
+            **case.transformer,
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.config = (MLATransformerConfig if self.told.mla else TransformerConfig)(**fields)
+            for name, value in self.told.yarn.items():
+                setattr(self.config, name, value)
+            unit = case.multiple * case.tp
+            self.padded = -(-self.hf["vocab_size"] // unit) * unit
+            self.models = [_gpt(self, stage).to(dtype) for stage in range(case.vp or 1)]
+        self.args = _args(self, fields)
+        self.wrapped, self.optimizer, self.schedule = self.models, None, None
+        if case.optimizer:
+            _train(self)
+
+
+def _args(made: Trainer, fields: dict[str, Any]) -> Any:
+    case, parallel = made.case, {}
+    for end in ("first", "last"):
+        parallel[f"decoder_{end}_pipeline_num_layers"] = fields.get(f"num_layers_in_{end}_pipeline_stage")
+    for kind in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor"):
+        parallel[f"{kind}_parallel_size"] = fields[f"{kind}_parallel_size"]
+    return arguments(
+        made.hf,
+        made.told,
+        {k: getattr(made.config, k) for k in fields},
+        made.padded,
+        **parallel,
+        context_parallel_size=1,
+        world_size=dist.get_world_size(),
+        data_parallel_size=dist.get_world_size() // case.tp // case.pp,
+        make_vocab_size_divisible_by=case.multiple,
+        params_dtype=fields["params_dtype"],
+        bf16=case.dtype == "bfloat16",
+        fp16=False,
+        use_distributed_optimizer=case.optimizer == "distributed",
+        optimizer="adam",
+        no_save_optim=None,
+        no_save_rng=None,
+        iteration=0,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+    )
+
+
+def _mesh(case: Case) -> None:
+    from megatron.core import parallel_state as ps
+
+    want = (case.tp, case.pp, case.vp, case.ep, case.etp)
+    if getattr(_mesh, "made", None) == want:
+        if case.vp:
+            ps.set_virtual_pipeline_model_parallel_rank(0)
+        return
+    # Its writer of torch_dist forks, which ranks of multiprocessing may not unless they say so.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    ps.destroy_model_parallel()
+    ps.initialize_model_parallel(
+        case.tp, case.pp, case.vp, expert_model_parallel_size=case.ep, expert_tensor_parallel_size=case.etp
+    )
+    _mesh.made = want  # type: ignore[attr-defined]
+
+
+def _gpt(made: Trainer, stage: int) -> Any:
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    config, vp = made.config, stage if made.case.vp else None
+    options = {"normalization": config.normalization}
+    if config.num_moe_experts:
+        spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp, **options)
+    else:
+        spec = specs.get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, multi_latent_attention=made.told.mla, **options
+        )
+    mtp = None
+    if config.mtp_num_layers:
+        layers = spec
+        if config.num_moe_experts:
+            layers = specs.get_gpt_decoder_layer_specs(config, use_transformer_engine=False, **options)[-1]
+        mtp = specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=vp)
+    return GPTModel(
+        config,
+        spec,
+        made.padded,
+        made.hf.get("max_position_embeddings") or made.hf["n_positions"],
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=vp is None, vp_stage=vp),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=vp is None, vp_stage=vp),
+        parallel_output=True,
+        mtp_block_spec=mtp,
+        vp_stage=vp,
+        **made.told.gpt,
+    )
+
+
+def _train(made: Trainer) -> None:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    sharded = made.case.optimizer == "distributed"
+    ddp = DistributedDataParallelConfig(
+        **{"use_distributed_optimizer": sharded, "grad_reduce_in_fp32": True, **made.case.ddp}
+    )
+    made.wrapped = [
+        DistributedDataParallel(made.config, ddp, model, disable_bucketing=i > 0 or not ddp.overlap_grad_reduce)
+        for i, model in enumerate(made.models)
+    ]
+    adam = {
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "weight_decay": 0.1,
+        "clip_grad": 0.0,
+        "bf16": made.config.bf16,
+        "params_dtype": made.config.params_dtype,
+        "use_distributed_optimizer": sharded,
+    }
+    made.optimizer = get_megatron_optimizer(OptimizerConfig(**adam | made.case.adam), made.wrapped)
+    made.schedule = OptimizerParamScheduler(
+        made.optimizer, init_lr=0.0, max_lr=1e-3, min_lr=1e-4, lr_warmup_steps=0, lr_decay_steps=1000,
+        lr_decay_style="linear", start_wd=0.1, end_wd=0.1, wd_incr_steps=1000, wd_incr_style="constant",
+    )  # fmt: skip
+    made.config.finalize_model_grads_func = finalize_model_grads
+    made.config.no_sync_func = [m.no_sync for m in made.wrapped] if ddp.overlap_grad_reduce else None
+    if made.config.no_sync_func and len(made.wrapped) == 1:
+        made.config.no_sync_func = made.config.no_sync_func[0]
+
+
+def iteration_of(folder: str | Path) -> Path:
+    """The newest iteration of a save."""
+    tracker = Path(folder, "latest_checkpointed_iteration.txt")
+    if not tracker.exists():
+        return Path(folder)
+    text = tracker.read_text(encoding="utf-8").strip()
+    return Path(folder, text if text == "release" else f"iter_{int(text):07d}")
+
+
+def _legacy_place(case: Case, folder: Path) -> Path:
+    from megatron.core import parallel_state as ps
+
+    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
+    name += f"_{ps.get_pipeline_model_parallel_rank():03d}" * (case.pp > 1)
+    name += f"_{ps.get_expert_model_parallel_rank():03d}" * (case.ep > 1)
+    return folder / name
+
+
+def _chunk_key(made: Trainer, i: int) -> str:
+    return f"model{i}" if len(made.models) > 1 else "model"
+
+
+def _metadata(sharding: str, **more: Any) -> dict[str, Any]:
+    from megatron.core import parallel_state as ps
+
+    kind = {"distrib_optim_sharding_type": sharding} if sharding else {}
+    if sharding == "fully_reshardable":
+        kind["distrib_optim_fully_reshardable_mem_efficient"] = False  # type: ignore[assignment]
+    group = ps.get_data_parallel_group(with_context_parallel=True)
+    return {**kind, "singleton_local_shards": False, "chained_optim_avoid_prefix": True, **more, "dp_cp_group": group}
+
+
+def save(made: Trainer, folder: str, form: str, sharding: str = "dp_reshardable", **metadata: Any) -> None:
+    """As ``--ckpt-format torch`` (``form`` legacy) and ``torch_dist`` do; ``sharding`` and ``metadata`` for torch_dist.
+
+    ``sharding`` is ``distrib_optim_sharding_type``; ``metadata`` what else there is of the kind.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as ps
+
+    place = Path(folder) / f"iter_{made.iteration:07d}"
+    args = made.args
+    args.iteration, args.ckpt_format = made.iteration, {"legacy": "torch", "dist": "torch_dist"}[form]
+    args.use_dist_ckpt = form == "dist"
+    args.dist_ckpt_optim_fully_reshardable = sharding == "fully_reshardable"
+    state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": made.iteration}
+    meta = _metadata(sharding if made.case.optimizer == "distributed" else "", **metadata)
+    for i, model in enumerate(made.models):
+        whole = model.sharded_state_dict(metadata=meta) if form == "dist" else model.state_dict_for_save_checkpoint()
+        state[_chunk_key(made, i)] = whole
+    if made.optimizer is not None:
+        if form == "dist":
+            state["optimizer"] = made.optimizer.sharded_state_dict(state, metadata=meta)
+        else:
+            state["optimizer"] = made.optimizer.state_dict()
+        state["opt_param_scheduler"] = made.schedule.state_dict()
+    state["num_floating_point_operations_so_far"] = 0
+    if form == "dist":
+        if dist.get_rank() == 0:
+            place.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        content = {k: v for k, v in meta.items() if k != "dp_cp_group"}
+        dist_checkpointing.save(state, str(place), content_metadata=content)
+    else:
+        state["rng_state"] = [{"torch_rng_state": torch.get_rng_state()[:16].clone(), "rng_tracker_states": {}}]
+        place = _legacy_place(made.case, place)
+        place.mkdir(parents=True, exist_ok=True)
+        if made.case.optimizer == "distributed":
+            made.optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
+        if 0 in (ps.get_data_parallel_rank(), ps.get_expert_data_parallel_rank()):
+            torch.save(state, place / "model_optim_rng.pt")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(folder, "latest_checkpointed_iteration.txt").write_text(str(made.iteration), encoding="utf-8")
+
+
+def load(made: Trainer, folder: str) -> None:
+    """Load a save of either format, with the optimizer where this run has one.
+
+    Strictly: whatever the model has must be there, and nothing else; Megatron-LM lets a torch_dist save hold more.
+    Raises what megatron-core raises.
+    """
+    place = iteration_of(folder)
+    state = _load_dist(made, place) if (place / "metadata.json").exists() else _load_legacy(made, place)
+    made.iteration = state["iteration"]
+    for i, model in enumerate(made.models):
+        model.load_state_dict(state[_chunk_key(made, i)], strict=True)
+    if made.optimizer is not None:
+        made.optimizer.load_state_dict(state["optimizer"])
+        if made.case.optimizer == "distributed" and not (place / "metadata.json").exists():
+            made.optimizer.load_parameter_state(str(_legacy_place(made.case, place) / "distrib_optim.pt"))
+        made.schedule.load_state_dict(state["opt_param_scheduler"])
+    made.saved_args = state.get("args")  # type: ignore[attr-defined]
+
+
+def _load_legacy(made: Trainer, place: Path) -> dict[str, Any]:
+    state = torch.load(_legacy_place(made.case, place) / "model_optim_rng.pt", map_location="cpu", weights_only=False)
+    assert isinstance(state, dict)
+    keys = {k for k in state if k.startswith("model")}
+    assert keys == {_chunk_key(made, i) for i in range(len(made.models))}, keys
+    return state
+
+
+def _load_dist(made: Trainer, place: Path) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    meta = dict(dist_checkpointing.load_content_metadata(str(place)) or {})
+    meta |= {"dp_cp_group": _metadata("")["dp_cp_group"]}
+    common = dist_checkpointing.load_common_state_dict(str(place))
+    state: dict[str, Any] = {
+        _chunk_key(made, i): m.sharded_state_dict(metadata=meta) for i, m in enumerate(made.models)
+    }
+    strict = StrictHandling.RAISE_ALL
+    if made.optimizer is not None:
+        for sub in _chained(made) if made.case.optimizer == "distributed" else ():
+            sub._init_optimizer_states_with_dummy_values()  # torch's Adam has none before its first step
+        state["optimizer"] = made.optimizer.sharded_state_dict(state, is_loading=True, metadata=meta)
+    elif "optimizer" in common:
+        strict = StrictHandling.RAISE_UNEXPECTED  # what is asked for must be there; of what is not, see _unasked
+    loaded = dist_checkpointing.load(state, str(place), strict=strict)
+    if made.optimizer is None:
+        _unasked(made, place, meta)
+    whole: dict[str, Any] = common | loaded
+    return whole
+
+
+def _unasked(made: Trainer, place: Path, meta: Mapping[str, Any]) -> None:
+    """Raises ValueError where the save holds tensors of a model that this model has not."""
+    from megatron.core.dist_checkpointing import load_tensors_metadata
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    there = {k for k in load_tensors_metadata(str(place)) if not k.startswith(("optimizer.", "chained_"))}
+    asked = set()
+    for model in made.models:
+        for value in nested_values(model.sharded_state_dict(metadata=dict(meta))):
+            parts = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
+            asked |= {p.key for p in parts}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, asked)
+    if there - set().union(*everywhere):
+        raise ValueError(f"the model has none of {sorted(there - set().union(*everywhere))}")
+
+
+def logits(made: Trainer, tokens: list[list[int]]) -> torch.Tensor | None:
+    """[batch, sequence, vocabulary without its padding], on rank 0; through all stages in their order."""
+    from megatron.core import parallel_state as ps
+    from megatron.core import tensor_parallel
+
+    ids = torch.tensor(tokens)
+    positions = torch.arange(ids.shape[1])[None].expand_as(ids)
+    future = torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril() < 0.5
+    here, stages = ps.get_pipeline_model_parallel_rank(), made.case.pp
+    hidden = torch.empty(ids.shape[1], ids.shape[0], made.config.hidden_size, dtype=made.config.params_dtype)
+    at = dist.get_process_group_ranks(ps.get_pipeline_model_parallel_group())
+    out = None
+    with torch.no_grad(), _as_it_computes(made):
+        for model in made.models:
+            model.eval()
+            if model.pre_process:
+                given = None
+            else:
+                dist.recv(hidden, at[(here - 1) % stages])
+                given = hidden.clone()
+            model.set_input_tensor(given)
+            out = model(ids, positions, future)
+            if not model.post_process:
+                dist.send(out.contiguous(), at[(here + 1) % stages])
+        if made.models[-1].post_process:
+            assert out is not None
+            out = tensor_parallel.gather_from_tensor_model_parallel_region(out)[
+                ..., : made.hf["vocab_size"]
+            ].contiguous()
+    last = at[-1]
+    if stages > 1 and ps.get_tensor_model_parallel_rank() == 0 and ps.get_data_parallel_rank() == 0:
+        shape = (*ids.shape, made.hf["vocab_size"])
+        if dist.get_rank() == last:
+            assert out is not None
+            dist.send(out, 0)
+        elif dist.get_rank() == 0:
+            out = torch.empty(shape, dtype=made.config.params_dtype)
+            dist.recv(out, last)
+    dist.barrier()
+    return out if dist.get_rank() == 0 else None
+
+
+class _as_it_computes:  # noqa: N801  a context manager
+    """Norms that add 1 to their weight (layernorm_zero_centered_gamma) do so here; torch's cannot."""
+
+    def __init__(self, made: Trainer) -> None:
+        self.norms: list[Any] = []
+        if made.args.apply_layernorm_1p:
+            modules = [m for model in made.models for m in model.modules()]
+            self.norms = [m for m in modules if isinstance(m, torch.nn.LayerNorm | torch.nn.RMSNorm)]
+
+    def __enter__(self) -> None:
+        for norm in self.norms:
+            norm.weight.data += 1
+
+    def __exit__(self, *_: object) -> None:
+        for norm in self.norms:
+            norm.weight.data -= 1
+
+
+@dataclass
+class _Piece:
+    """``values`` lie from ``start`` in the flattened tensor of one rank, ``index`` of ``ways`` along ``axis``."""
+
+    name: str
+    values: torch.Tensor
+    start: int
+    shape: tuple[int, ...]
+    index: int
+    ways: int
+    axis: int
+    stride: int
+
+
+def _names(made: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of this rank under global names."""
+    from megatron.core import parallel_state as ps
+
+    experts = (made.config.num_moe_experts or 0) // made.case.ep
+    for model in made.models:
+        kept = set(model.state_dict())
+        for local, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if local not in kept:
+                continue
+            parts = local.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+            if "local_experts" in parts:
+                at = parts.index("local_experts") + 1
+                parts[at] = str(int(parts[at]) + experts * ps.get_expert_model_parallel_rank())
+            if local == "output_layer.weight" and made.args.untie_embeddings_and_output_weights is False:
+                continue
+            if parts[0] == "embedding" and not model.pre_process:
+                continue  # the last stage's copy for multi-token prediction
+            yield ".".join(parts), tensor
+
+
+def _piece(name: str, tensor: Any, values: torch.Tensor, start: int) -> _Piece:
+    from megatron.core import parallel_state as ps
+
+    experts = ".local_experts." in name
+    index = ps.get_expert_tensor_parallel_rank() if experts else ps.get_tensor_model_parallel_rank()
+    ways = ps.get_expert_tensor_parallel_world_size() if experts else ps.get_tensor_model_parallel_world_size()
+    if ways == 1 or not getattr(tensor, "tensor_model_parallel", False):
+        index, ways = 0, 1
+    axis, stride = getattr(tensor, "partition_dim", 0), getattr(tensor, "partition_stride", 1)
+    whole = values.detach().reshape(-1).clone()
+    return _Piece(
+        name,
+        whole,
+        start,
+        tuple(tensor.shape),
+        index,
+        ways,
+        max(axis, 0),
+        2 if "linear_fc1" in name and stride == 2 else 1,
+    )
+
+
+def _chained(made: Trainer) -> list[Any]:
+    """The optimizers of a rank: with experts there are two."""
+    chained: list[Any] = getattr(made.optimizer, "chained_optimizers", [made.optimizer] if made.optimizer else [])
+    return chained
+
+
+def held(made: Trainer) -> Held:
+    """What all ranks together hold, on rank 0; empty on others. What several hold must be the same."""
+    pieces = [_piece(name, tensor, tensor, 0) for name, tensor in _names(made)]
+    named = {id(t): n for n, t in _names(made)}
+    for sub in _chained(made):
+        pieces += _states(sub, named)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pieces)
+    return _joined([p for pieces in everyone for p in pieces]) if dist.get_rank() == 0 else {}
+
+
+def _states(optimizer: Any, named: Mapping[int, str]) -> Iterator[_Piece]:
+    """The pieces of one optimizer."""
+    if hasattr(optimizer, "model_param_group_index_map"):
+        for param in optimizer.model_param_group_index_map:
+            start = optimizer._get_model_param_range_map(param)["param"].start
+            yield from _of(named.get(id(param)), param, optimizer._get_main_param_and_optimizer_states(param), start)
+    elif hasattr(optimizer, "fp32_from_float16_groups"):
+        groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
+        pairs = [pair for models, mains in groups for pair in zip(models, mains, strict=True)]
+        pairs += [(p, p) for group in optimizer.fp32_from_fp32_groups for p in group]
+        for param, main in pairs:
+            yield from _of(named.get(id(param)), param, {"param": main, **optimizer.optimizer.state[main]}, 0)
+    else:
+        for group in optimizer.optimizer.param_groups:
+            for param in group["params"]:
+                yield from _of(named.get(id(param)), param, {"param": param, **optimizer.optimizer.state[param]}, 0)
+
+
+def _of(name: str | None, param: Any, state: Mapping[str, torch.Tensor], start: int) -> Iterator[_Piece]:
+    if name is None:  # a tied copy
+        return
+    for key, values in state.items():
+        if key == "step":
+            yield _Piece(f"optimizer/step/{name}", values.detach().reshape(-1).float().clone(), 0, (), 0, 1, 0, 1)
+        elif key != "param" or param.dtype != torch.float32:
+            prefix = "master_weights" if key == "param" else f"optimizer/{key}"
+            piece = _piece(name, param, values, start)
+            piece.name = f"{prefix}/{name}"
+            yield piece
+
+
+def _joined(pieces: list[_Piece]) -> Held:
+    locals_: dict[tuple[str, int], tuple[_Piece, torch.Tensor, torch.Tensor]] = {}
+    for p in pieces:
+        size = torch.Size(p.shape).numel()
+        _, flat, seen = locals_.setdefault(
+            (p.name, p.index), (p, torch.zeros(size, dtype=p.values.dtype), torch.zeros(size, dtype=torch.bool))
+        )
+        part = slice(p.start, p.start + p.values.numel())
+        again = seen[part]
+        if not torch.equal(flat[part][again], p.values[again]):
+            raise ValueError(f"ranks differ in {p.name}")
+        flat[part], seen[part] = p.values, True
+    out: Held = {}
+    for name in {name: None for name, _ in locals_}:
+        parts = [locals_[name, i] for i in range(locals_[name, 0][0].ways)]
+        if not all(bool(seen.all()) for _, _, seen in parts):
+            raise ValueError(f"no rank holds all of {name}")
+        p = parts[0][0]
+        tensors = [flat.reshape(p.shape) for _, flat, _ in parts]
+        halves = [t.chunk(p.stride, p.axis) for t in tensors] if p.ways > 1 else []
+        out[name] = torch.cat([h[i] for i in range(p.stride) for h in halves], p.axis) if halves else tensors[0]
+    return out
+
+
+def train(made: Trainer, tokens: list[list[int]], steps: int = 1) -> list[float]:
+    """Steps of Megatron's own schedule on a batch (one row for each micro batch; the same for all data-parallel ranks).
+
+    Returns the losses, on every rank of the last stage.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    ids = torch.tensor(tokens)
+    length = ids.shape[1] - 1
+    losses: list[float] = []
+
+    def forward(batches: Iterator[torch.Tensor], model: Any) -> Any:
+        row = next(batches)
+        future = torch.ones(1, 1, length, length).tril() < 0.5
+        out = model(row[:, :-1], torch.arange(length)[None], future, labels=row[:, 1:])
+        return out, lambda t: (t.float().mean(), {"loss": t.detach().float().mean()})
+
+    for _ in range(steps):
+        for model in made.wrapped:
+            model.train()
+            model.zero_grad_buffer()
+        made.optimizer.zero_grad()
+        feeds = [iter(torch.split(ids, 1)) for _ in made.wrapped]
+        done = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=feeds if len(feeds) > 1 else feeds[0],
+            model=made.wrapped if len(made.wrapped) > 1 else made.wrapped[0],
+            num_microbatches=len(ids),
+            seq_length=length,
+            micro_batch_size=1,
+        )
+        worked, _, _ = made.optimizer.step()
+        assert worked
+        made.schedule.step(increment=len(ids))
+        made.iteration += 1
+        made.args.consumed_train_samples += len(ids)
+        if done:
+            losses.append(float(torch.stack([d["loss"] for d in done]).mean()))
+    return losses
+
+
+# Jobs
+
+
+def load_and_run(case: Case, folder: str, tokens: list[list[int]]) -> torch.Tensor | None:
+    """The logits of a save, on rank 0."""
+    made = Trainer(case)
+    load(made, folder)
+    return logits(made, tokens)
+
+
+def make(
+    case: Case, tokens: list[list[int]], folder: str = "", form: str = "legacy", sharding: str = "dp_reshardable",
+    steps: int = 0, **metadata: Any,
+) -> tuple[torch.Tensor | None, Held]:  # fmt: skip
+    """Train a random model for some steps and save it: its logits and what is held, on rank 0."""
+    made = Trainer(case)
+    if steps:
+        train(made, tokens, steps)
+    if folder:
+        save(made, folder, form, sharding, **metadata)
+    return logits(made, tokens), held(made)
+
+
+def resume(case: Case, folder: str, tokens: list[list[int]], steps: int = 0) -> tuple[Held, Held]:
+    """What a run holds that goes on from a save, and what it holds some steps later; on rank 0."""
+    made = Trainer(case)
+    load(made, folder)
+    before = held(made)
+    if steps:
+        train(made, tokens, steps)
+    return before, held(made)
+
+
+def about(case: Case) -> dict[str, Any]:
+    """A case as JSON has it."""
+    return asdict(case)
