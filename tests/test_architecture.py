@@ -64,6 +64,8 @@ ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 
 # What a format may share with the other formats. A package of formats is one piece of software's: its files share all.
 SHARED_FORMATS = {"base", "config"}
+# Packages of formats that other software builds on: Megatron saves through torch. Others see the face only.
+SHARED_FACES = {f"{PACKAGE}.formats.torch"}
 
 # Handing out torch tensors, and repeating what torch makes of equal magnitudes (merge --rng mergekit).
 TORCH_MODULES = {"ckpttool", "ckpttool.api.checkpoint", "ckpttool.kernels.merge.draws"}
@@ -228,7 +230,7 @@ def format_problems(found: list[Source]) -> Iterator[str]:
                 yield f"{source.module}:{imported.line}: a format imports the registry of formats"
             elif target.startswith(prefix + "."):
                 other = target.split(".")[2]
-                if other != own and other not in SHARED_FORMATS:
+                if other != own and other not in SHARED_FORMATS and target not in SHARED_FACES:
                     yield f"{source.module}:{imported.line}: a format imports another format, {target}"
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from ckpttool.containers.pickle import Global
-from ckpttool.containers.pickle_write import Call, Hole
+from ckpttool.containers.pickle_write import Call, Hole, Instance
 from ckpttool.containers.torch_pickle import STORAGE_CLASS, TORCH_DTYPE
 from ckpttool.containers.torch_zip import ALIGNMENT, CENTRAL, END, END64, FULL, LOCAL, LOCATOR
 from ckpttool.dtypes import itemsize, nbytes
@@ -40,8 +40,8 @@ class TorchLayout(NamedTuple):
 def lay_out_torch(value: Any, top: str) -> TorchLayout:
     """The file of a nested value with Holes for tensors, below the folder ``top``; the same value gives the same bytes.
 
-    Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole, Global (a class or dtype by its name) and
-    Call. Raises UnsupportedError for anything else, and for a dtype that torch does not have.
+    Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole, Global (a class or dtype by its name),
+    Instance and Call. Raises UnsupportedError for anything else, and for a dtype that torch does not have.
     """
     pickler = _Pickler()
     pickler.value(value, ())
@@ -133,6 +133,11 @@ class _Pickler:
             self.tensor(v, path)
         elif type(v) is Global:
             self.named(v.module, v.name)
+        elif isinstance(v, Instance):
+            self.named(v.module, v.cls)
+            run += b")\x81}"
+            self.pairs(v.fields, path)
+            run += b"b"
         elif type(v) is Call:
             self.named(v.module, v.name)
             self.value(v.args, path)

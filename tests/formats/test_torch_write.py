@@ -10,8 +10,8 @@ from zlib import crc32
 
 import pytest
 
-from ckpttool.containers.pickle import Global
-from ckpttool.containers.pickle_write import Call, Hole
+from ckpttool.containers.pickle import Global, Record
+from ckpttool.containers.pickle_write import Call, Hole, Instance
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_write import TorchLayout, lay_out_torch
 from ckpttool.containers.torch_zip import TorchFile, read_torch
@@ -44,6 +44,17 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
         p: at for p, at in laid.offsets.items() if p[-1] != "none"
     }
     assert all(at % 64 == 0 for at in laid.offsets.values())
+
+
+def test_instances(tmp_path: Path) -> None:
+    fields = {"num_layers": 2, "betas": (0.9, 0.95), "w": Hole("F32", (2,))}
+    laid = lay_out_torch({"args": Instance("argparse", "Namespace", fields)}, "archive")
+    _filled(laid, tmp_path / "x.pt")
+    found = read_torch(tmp_path / "x.pt").value["args"]
+    assert isinstance(found, Record)
+    assert found.cls == "argparse.Namespace"
+    assert {**found.fields, "w": found.fields["w"].shape} == {"args": (), **fields, "w": (2,)}
+    assert laid.offsets[("args", "w")] % 64 == 0
 
 
 def test_a_tensor_alone(tmp_path: Path) -> None:

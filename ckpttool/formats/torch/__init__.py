@@ -3,6 +3,9 @@
 from ckpttool.formats.torch.bin import TorchFiles
 from ckpttool.formats.torch.bytecheckpoint import ByteCheckpoint
 from ckpttool.formats.torch.dcp import DistributedCheckpoint
+from ckpttool.formats.torch.dcp_layout import Chunks, ChunkWriter
+from ckpttool.formats.torch.dcp_metadata import Described, write_metadata
+from ckpttool.formats.torch.dcp_place import METADATA
 from ckpttool.formats.torch.deepspeed import DeepSpeed
 from ckpttool.formats.torch.fsdp import Fsdp
 from ckpttool.formats.torch.meta import Meta
@@ -10,12 +13,17 @@ from ckpttool.formats.torch.optimizer import read_beside
 from ckpttool.formats.torch.universal import Universal
 
 __all__ = [
+    "METADATA",
     "ByteCheckpoint",
+    "ChunkWriter",
+    "Chunks",
     "DeepSpeed",
+    "Described",
     "DistributedCheckpoint",
     "Fsdp",
     "Meta",
     "TorchFiles",
     "Universal",
     "read_beside",
+    "write_metadata",
 ]

@@ -198,9 +198,12 @@ class _Parser:
 
 
 def write_metadata(
-    tensors: Mapping[str, Described], objects: Mapping[str, Span], paths: Mapping[str, Any], files: Sequence[str]
+    tensors: Mapping[str, Described], objects: Mapping[str, Span], paths: Mapping[str, Any] | None, files: Sequence[str]
 ) -> bytes:
-    """The ``.metadata`` of tensors and of other objects by their names, which torch's own loaders read."""
+    """The ``.metadata`` of tensors and of other objects by their names, which torch's own loaders read.
+
+    ``paths`` are the keys that lead to each, or None for a state dict that was flat.
+    """
 
     def values() -> Iterator[tuple[str, Instance]]:
         for fqn, t in tensors.items():
