@@ -296,6 +296,13 @@ class Output:
     """Of the companion file when this plan was made."""
     checksums: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Byte at which a stored tensor begins -> where the CRC-32 of its bytes is put (4 bytes, little-endian)."""
+    shared: Sequence[tuple[int, int, tuple[int, ...]]] = ()
+    """(first byte, bytes, the same) of runs that stored tensors share, with zeros between them."""
+
+    @property
+    def summed(self) -> bool:
+        """Whether checksums of tensors are among its literal bytes."""
+        return bool(self.checksums or self.shared)
 
     def __post_init__(self) -> None:
         """Raises ConflictError for a name that leads out of DST, whoever thought of it."""

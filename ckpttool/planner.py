@@ -39,7 +39,9 @@ def build_plan(
     Raises IncompleteError when the pieces do not cover what a rank needs, LayoutError for a cut inside a byte,
     ConflictError for tied tensors that cannot be equal.
     """
-    outputs = [plan.Output(f.name, f.size, f.literals, checksums=f.checksums) for f in file_layout.files]
+    outputs = [
+        plan.Output(f.name, f.size, f.literals, checksums=f.checksums, shared=f.shared) for f in file_layout.files
+    ]
     units = plan.Units()
     moves = _Moves(units)
     jobs: dict[str, _Job] = {}

@@ -298,7 +298,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         fuse: bool = False,
         unfuse: bool = False,
         max_shard_size: int | str | None = None,
-        vocab_multiple: int = 1,
+        vocab_multiple: int | None = None,
         sharding: int | None = None,
         sharding_version: str = "",
         target: str = "",
@@ -326,7 +326,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             fuse: join what the family knows as fused (q, k, v; gate, up).
             unfuse: the reverse.
             max_shard_size: bytes of the largest file, or ``"5GB"``.
-            vocab_multiple: pad the vocabulary to a multiple of this and of ``tp``.
+            vocab_multiple: pad the vocabulary to a multiple of this and of ``tp``; for Megatron of this for each of
+                the ``tp`` ranks. None is what the format needs.
             sharding: ranks that share the optimizer's state.
             sharding_version: ``v1`` or ``v2``.
             target: version of the software that will load the output.

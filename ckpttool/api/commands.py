@@ -59,7 +59,7 @@ def merge(
     fuse: bool = False,
     unfuse: bool = False,
     max_shard_size: int | str | None = None,
-    vocab_multiple: int = 1,
+    vocab_multiple: int | None = None,
     target: str = "",
     betas: Sequence[float] | None = None,
     remove: Sequence[str] = (),

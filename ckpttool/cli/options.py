@@ -228,7 +228,13 @@ class NewTargetOptions(TargetOptions):
             choices.TARGETS,
         ),
     ] = ""
-    vocab_multiple: Annotated[int, number("--vocab-multiple", "Pad the vocabulary of cut embeddings to this.")] = 1
+    vocab_multiple: Annotated[
+        int | None,
+        number(
+            "--vocab-multiple",
+            "Pad the vocabulary of cut embeddings to a multiple of this. Default: 1; megatron: 128 for each tp rank.",
+        ),
+    ] = None
     remove_keys: RemoveKeys = None
     dequant: Annotated[
         str,

@@ -20,6 +20,7 @@ import signal
 import threading
 import time
 from array import array
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -35,7 +36,7 @@ from ckpttool.execute.commit import MANIFEST, Destination
 from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Medium, SourceReadError, create, open_medium, remove_file, share, write_error
-from ckpttool.execute.hashing import ALGORITHM, CRC32, Sums
+from ckpttool.execute.hashing import ALGORITHM, CRC32, Sums, joined_crc32
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.moves import arrange
 from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
@@ -151,7 +152,7 @@ class _Run:
         self.carriers: list[Mover] = []
         self.threads: list[threading.Thread] = []
         self.sums: dict[str, str] = {}
-        self.hashes = [ALGORITHM] * options.manifest + [CRC32] * any(o.checksums for o in plan.outputs)
+        self.hashes = [ALGORITHM] * options.manifest + [CRC32] * any(o.summed for o in plan.outputs)
         self.shared: list[str] = []
         """How each file that may be linked came about: a reflink, a hard link, or "" for a copy."""
         self.notes = list(plan.notes)
@@ -257,8 +258,8 @@ class _Run:
                 continue
             if not create(path, output.size):
                 made.add(i)
-            pool.expect_writes(path, scattered=bool(output.checksums))
-            if not output.checksums:
+            pool.expect_writes(path, scattered=output.summed)
+            if not output.summed:
                 _write_literals(pool, path, output.literals)
         # A file that was not there at its full size cannot hold what the journal says.
         finished.parts -= {p.number for p in parts if not made.isdisjoint(p.files)}
@@ -512,14 +513,23 @@ class _Run:
         """Write the literal bytes of files that have checksums of tensors among them, which are known by now."""
         places = [array("Q") for _ in self.paths]
         sums = [array("I") for _ in self.paths]
+        parts: list[list[tuple[int, int, int]]] = [[] for _ in self.paths]
         for u, unit in enumerate(self.plan.units):
             for t, target in enumerate(unit.stored_tensors):
-                for at in self.plan.outputs[target.file].checksums.get(target.offset, ()):
+                output = self.plan.outputs[target.file]
+                if output.shared:
+                    parts[target.file].append((target.offset, target.nbytes, int(self.sums[sum_key(u, t, CRC32)], 16)))
+                for at in output.checksums.get(target.offset, ()):
                     places[target.file].append(at)
                     sums[target.file].append(int(self.sums[sum_key(u, t, CRC32)], 16))
-        for path, output, at_, sum_ in zip(self.paths, self.plan.outputs, places, sums, strict=True):
-            if output.checksums:
-                _write_literals(pool, path, _filled(output.literals, dict(zip(at_, sum_, strict=True))))
+        for path, output, at_, sum_, held in zip(self.paths, self.plan.outputs, places, sums, parts, strict=True):
+            if output.summed:
+                found = dict(zip(at_, sum_, strict=True))
+                held.sort()
+                for first, size, into in output.shared:
+                    inner = held[bisect_left(held, (first,)) : bisect_left(held, (first + size,))]
+                    found |= dict.fromkeys(into, joined_crc32(first, size, inner))
+                _write_literals(pool, path, _filled(output.literals, found))
 
     def _verify(self, verify: Callable[[Path, Advance], None]) -> None:
         """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -23,6 +24,7 @@ from ckpttool.storage.place import Place
 ALGORITHM = "xxh3_128"
 CRC32 = "crc32"
 _CHUNK = 4 << 20
+_ZEROS = bytes(1 << 16)
 
 ReadBack = Callable[[int, int, memoryview], None]
 """(output file, offset, buffer): fill the buffer with what was written there."""
@@ -62,6 +64,48 @@ class _Crc32:
 
     def hexdigest(self) -> str:
         return f"{self.value:08x}"
+
+
+_POLYNOMIAL = 0xEDB88320
+"""Of CRC-32, the lowest power of x in the highest bit."""
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials modulo that of CRC-32."""
+    product, bit = 0, 1 << 31
+    while a:
+        if a & bit:
+            product ^= b
+            a ^= bit
+        bit >>= 1
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _behind(nbytes: int) -> int:
+    """What a checksum is multiplied with when so many bytes come after it: x to the power of their bits."""
+    power, square = 1 << 31, 1 << 23  # x**0, x**8
+    while nbytes:
+        if nbytes & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        nbytes >>= 1
+    return power
+
+
+def joined_crc32(first: int, size: int, parts: Iterable[tuple[int, int, int]]) -> int:
+    """CRC-32 of ``size`` bytes from ``first`` on. ``parts`` are (offset, bytes, CRC-32) in order; zeros lie between."""
+    sum_, at = 0, first
+    for offset, nbytes, crc in (*parts, (first + size, 0, 0)):
+        zeros = offset - at
+        while zeros:
+            some = min(zeros, len(_ZEROS))
+            sum_ = zlib.crc32(_ZEROS[:some], sum_)
+            zeros -= some
+        sum_ = _times(_behind(nbytes), sum_) ^ crc
+        at = offset + nbytes
+    return sum_
 
 
 class _Sum:

@@ -74,6 +74,8 @@ class Training:
     """State of anything else (learning-rate schedule, counters, ...), by its name: plain values."""
     left: tuple[str, ...] = ()
     """Names of what is no plain data (random number generators, objects), and is not carried."""
+    steps: Mapping[str, float] = field(default_factory=dict)
+    """Of each parameter, for a format that ``counts_steps``."""
 
     def betas(self, parameter: str) -> tuple[float, float] | None:
         """Of Adam for a parameter, or None where nothing says them."""
@@ -252,6 +254,10 @@ class Capabilities(NamedTuple):
     """The files say the shapes of the whole tensors, so that padding is known from them."""
     refused: tuple[str, ...] = ()
     """Which of ``fuse`` and ``unfuse`` would make what the format's own software cannot read."""
+    float32: tuple[str, ...] = ()
+    """Patterns of model weights that its software keeps in float32, whatever --dtype says."""
+    counts_steps: bool = False
+    """Its files have the steps of the optimizer as plain numbers (``Training.steps``)."""
     keeps_form: bool = False
     """Whole tensors as they were published: they keep the form of their family that they have."""
     keeps_names: bool = False
@@ -288,6 +294,8 @@ class OutFile(NamedTuple):
     """(offset, bytes)"""
     checksums: Mapping[int, tuple[int, ...]] = {}
     """Byte at which a tensor begins -> where the CRC-32 of its bytes is put (4 bytes, little-endian)."""
+    shared: Sequence[tuple[int, int, tuple[int, ...]]] = ()
+    """(first byte, bytes, the same) of runs that tensors share, with zeros between them."""
 
 
 def name_in_file(t: RankTensor) -> str:

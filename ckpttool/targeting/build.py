@@ -22,7 +22,7 @@ from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan
 from ckpttool.relate import DerivedTensor, EqualPair, TensorTable, parameters, rename_by_rules
 from ckpttool.select import bounded, nearest_hint
-from ckpttool.states import SCALARS
+from ckpttool.states import SCALARS, STEP
 from ckpttool.targeting.components import chosen_components
 from ckpttool.targeting.mesh import target_mesh
 from ckpttool.targeting.naming import Named, choose_dialect, choose_version, renamed, shapes_of
@@ -30,7 +30,7 @@ from ckpttool.targeting.ranks import Shares, share_out
 from ckpttool.targeting.recode import Recoded, Recoding, recode
 from ckpttool.targeting.select import Selection, select
 from ckpttool.targeting.sidecars import beside, target_config
-from ckpttool.targeting.states import Translation, translated
+from ckpttool.targeting.states import Translation, steps_of, translated
 from ckpttool.targeting.target import Goal, Target, castable, check_target
 from ckpttool.targeting.training import training_of
 
@@ -178,16 +178,21 @@ def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes
         sharding=sharding,
         sharding_version=target.sharding_version,
         version=goal.context.version,
-        training=_training(source, target, named, shares),
+        training=_training(source, target, named, shares, counts_steps=goal.writer.capabilities.counts_steps),
         source=source.stored,
     )
 
 
-def _training(source: Checkpoint, target: Target, named: Named, shares: Shares) -> Training | None:
+def _training(
+    source: Checkpoint, target: Target, named: Named, shares: Shares, *, counts_steps: bool
+) -> Training | None:
     """What a trainer resumes from, where the output holds the state of an optimizer."""
     states = {state: table for (component, state), table in shares.tables.items() if component == "optimizer"}
     counted = {n for state, table in states.items() if state in SCALARS for n in table}
-    return training_of(source, named.views.table, counted, target.betas) if states else None
+    training = training_of(source, named.views.table, counted, target.betas) if states else None
+    if STEP in states and counts_steps:
+        training = replace(training or Training(), steps=steps_of(source.catalog, states[STEP]))
+    return training
 
 
 def _left_to_masters(

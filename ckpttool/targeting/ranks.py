@@ -20,6 +20,7 @@ from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.scales import is_beside, weight_of
 from ckpttool.relate import DerivedTensor, EqualPair, permute, propagate_to_component
+from ckpttool.select import compile_pattern
 from ckpttool.targeting.components import Component, share_of
 from ckpttool.targeting.mesh import chosen_ranks
 from ckpttool.targeting.naming import Named
@@ -54,7 +55,8 @@ def share_out(
     """
     capabilities, views = goal.writer.capabilities, named.views
     packing = find_packing(quantization(goal.context.config), {n: v.dtype for n, v in views.table.items()})
-    cast = _output_dtype(named.names, goal.dtype, packing.parts(named.names) if packing is not None else ())
+    packed = packing.parts(named.names) if packing is not None else ()
+    cast = _output_dtype(named.names, goal.dtype, packed, capabilities.float32)
     shapes = {v.name: v.shape for v in named.ruled}
     uncut = goal.dialect.uncut(goal.context, named.statements, shapes, source.stored.whole)
     family = source.family.with_whole((*capabilities.whole, *uncut))
@@ -79,14 +81,19 @@ def share_out(
     return Shares(family, chosen, ranks, tables, read, stored, dtypes)
 
 
-def _output_dtype(names: Collection[str], wanted: str, packed: Collection[str]) -> Callable[[str, str], str]:
+def _output_dtype(
+    names: Collection[str], wanted: str, packed: Collection[str], single: Sequence[str]
+) -> Callable[[str, str], str]:
     """(name, dtype) -> the dtype that ``--dtype`` makes of it.
 
     Floats of 16 bits and more are cast. Scales are not, those of ``packed`` weights neither: their weights were rounded
-    with just these values.
+    with just these values. Names of the patterns ``single`` are always float32.
     """
+    patterns = [compile_pattern(p) for p in single]
 
     def cast(name: str, dtype: str) -> str:
+        if dtype in CASTABLE and any(p.search(name) for p in patterns):
+            return "F32"
         if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None or is_beside(name):
             return dtype
         return dtype if name in packed else wanted
@@ -108,7 +115,7 @@ def _partitioner(family: Family, goal: Goal, named: Named, cast: Callable[[str, 
         named.statements,
         context,
         goal.context.config,
-        {t.name: cast(t.name, t.dtype) for t in named.ruled} if goal.dtype else {},
+        {t.name: cast(t.name, t.dtype) for t in named.ruled} if goal.dtype or capabilities.float32 else {},
         local_layers=capabilities.local_layers,
         tied=family.tied and not any(isinstance(op, Tie) for op in named.statements),
         names=named.names,
@@ -119,8 +126,8 @@ def _vocab_multiple(goal: Goal) -> int:
     """What the rows of a padded vocabulary are a multiple of."""
     asked, own = goal.target.vocab_multiple, goal.writer.capabilities
     if own.vocab_multiple_per_tp:
-        return (asked if asked > 1 else own.vocab_multiple) * goal.requested.tp
-    return lcm(asked, own.vocab_multiple)
+        return (asked or own.vocab_multiple) * goal.requested.tp
+    return lcm(asked or 1, own.vocab_multiple)
 
 
 def _vocabulary(family: Family, named: Named) -> set[str]:

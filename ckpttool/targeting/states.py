@@ -360,6 +360,12 @@ def betas_of(training: Training | None, asked: Betas | None, where: str) -> dict
     return out
 
 
+def steps_of(catalog: Catalog, views: Mapping[str, DerivedTensor]) -> dict[str, float]:
+    """The step of each parameter, read while planning. Raises what ``read_number`` raises."""
+    with open_medium() as medium:
+        return {name: read_number(medium, catalog, view.parts[0].source) for name, view in views.items()}
+
+
 def read_number(medium: Medium, catalog: Catalog, tensor: LogicalTensor) -> float:
     """The one element of a tensor. Raises ConflictError where its copies differ, and for a tensor of several."""
     found: set[bytes] = set()

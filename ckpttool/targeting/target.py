@@ -34,7 +34,7 @@ class Target:
     dtype: str = ""
     fuse: bool = False
     unfuse: bool = False
-    vocab_multiple: int = 1
+    vocab_multiple: int | None = None
     sharding: int | None = None
     """Ranks that share the optimizer state of one model-parallel rank."""
     sharding_version: str = ""
@@ -92,7 +92,7 @@ def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tu
     """(what is wrong, what to do) of every flag that format or model have no use for."""
     to, can, family = f"--to {writer.name}", writer.capabilities, source.family
     sharding = target.sharding or source.stored.sharding
-    if (n := target.vocab_multiple) > 1 and not (can.sharded and can.pad_vocab):
+    if (n := target.vocab_multiple or 1) > 1 and not (can.sharded and can.pad_vocab):
         yield f"--vocab-multiple {n} pads cut embeddings, and {to} does not pad", "omit it, or use --to ranks"
     if target.max_shard_size and not can.shards:
         what = f"--max-shard-size has no effect with {to}, which has one file for each rank"
