@@ -378,7 +378,7 @@ def test_others_of_these_names(tmp_path: Path) -> None:
     save = broken(tmp_path / "save", rows((6, 4), 3))
     (save / "common.pt").write_bytes(b"")
     (save / "metadata.json").write_text("{}")
-    assert "Megatron" in refused(save, tmp_path / "out", "--to", "hf")
+    assert "common.pt" in refused(save, tmp_path / "out", "--to", "hf")
     (save / "common.pt").unlink()
     data = (save / ".metadata").read_bytes()
     (save / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"../_0.distcp"))

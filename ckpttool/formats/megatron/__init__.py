@@ -5,6 +5,10 @@ models.py    what Megatron's arguments say of each kind of model
 args.py      these arguments and config.json, one made from the other
 order.py     the order of a model's parameters in memory
 buffers.py   where parameters lie in the flat buffers of the distributed optimizer
+groups.py    groups of parameters in its optimizers, and counters
+dist*.py     dist_checkpointing (torch_dist): where a save is, its keys, the optimizer's state
 """
 
-__all__: list[str] = []
+from ckpttool.formats.megatron.dist import MegatronDist
+
+__all__ = ["MegatronDist"]

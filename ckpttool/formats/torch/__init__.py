@@ -3,8 +3,9 @@
 from ckpttool.formats.torch.bin import TorchFiles
 from ckpttool.formats.torch.bytecheckpoint import ByteCheckpoint
 from ckpttool.formats.torch.dcp import DistributedCheckpoint
+from ckpttool.formats.torch.dcp_chunks import MAX_OBJECT, ChunkFiles, NotPlainError, plain_value
 from ckpttool.formats.torch.dcp_layout import Chunks, ChunkWriter
-from ckpttool.formats.torch.dcp_metadata import Described, write_metadata
+from ckpttool.formats.torch.dcp_metadata import CLASS, Described, Entry, entries_of, read_pickle, write_metadata
 from ckpttool.formats.torch.dcp_place import METADATA
 from ckpttool.formats.torch.deepspeed import DeepSpeed
 from ckpttool.formats.torch.fsdp import Fsdp
@@ -13,17 +14,25 @@ from ckpttool.formats.torch.optimizer import read_beside
 from ckpttool.formats.torch.universal import Universal
 
 __all__ = [
+    "CLASS",
+    "MAX_OBJECT",
     "METADATA",
     "ByteCheckpoint",
+    "ChunkFiles",
     "ChunkWriter",
     "Chunks",
     "DeepSpeed",
     "Described",
     "DistributedCheckpoint",
+    "Entry",
     "Fsdp",
     "Meta",
+    "NotPlainError",
     "TorchFiles",
     "Universal",
+    "entries_of",
+    "plain_value",
     "read_beside",
+    "read_pickle",
     "write_metadata",
 ]

@@ -223,7 +223,7 @@ class _Save:
                 self.files.append(base.file_now(listing.path(name)))
             return numbers[name]
 
-        entries = entries_of(value, path, number, _OWNER)
+        entries = entries_of(value, path, number, f"{_OWNER}.Metadata")
         rank = {name: i for i, name in enumerate(order)}
         part = _Part(listing, base.file_now(path), entries, order, described)
         if order and (lost := [e.fqn for e in entries if e.fqn not in rank]):  # its planner says the keys of each

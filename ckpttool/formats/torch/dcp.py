@@ -16,28 +16,22 @@ from operator import itemgetter
 from typing import Any
 
 from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor, whole_tensor
-from ckpttool.containers.pickle import Record, opened, printable
-from ckpttool.containers.torch_pickle import Tensor
-from ckpttool.containers.torch_zip import TorchFile, TorchSlices
-from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.containers.pickle import opened, printable
 from ckpttool.encodings import Encoding, Given
-from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, found_as
+from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, found_as
 from ckpttool.formats import base
+from ckpttool.formats.torch.dcp_chunks import MAX_OBJECT, ChunkFiles, NotPlainError, plain_value
 from ckpttool.formats.torch.dcp_hf import is_sharded, read_sharded
 from ckpttool.formats.torch.dcp_metadata import Described, Entry, Span, read_metadata
 from ckpttool.formats.torch.dcp_names import Assigned, assign, grouped, numbered
-from ckpttool.formats.torch.dcp_place import METADATA, Part, Save, find
+from ckpttool.formats.torch.dcp_place import METADATA, Save, find
 from ckpttool.formats.torch.dcp_write import write_save
 from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
 from ckpttool.states import number_bytes
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, OpenFile
+from ckpttool.storage.place import DataFile
 from ckpttool.words import some
-
-MAX_OBJECT = 1 << 24
-"""Bytes of a value that is no tensor and is read; larger ones are left out by name."""
-
 
 _CUT = "omit it; --sharding-out sets the number of files"
 _NAMES = "save it with torch's get_optimizer_state_dict, which names them; or leave the optimizer out with --only model"
@@ -130,9 +124,8 @@ class _Reading:
 
     def __init__(self, save: Save) -> None:
         self.save, self.where = save, str(save.listing.root)
-        self.files: list[DataFile] = []
-        self.numbers: dict[tuple[str, str], int] = {}
-        self.slices = TorchSlices()
+        self.chunks = ChunkFiles()
+        self.files = self.chunks.files
 
     def entries(self) -> list[Entry]:
         """All values that were saved. Ranks that wrote their own metadata each say a part of a tensor."""
@@ -147,7 +140,7 @@ class _Reading:
                 )
             mine: dict[str, Entry] = {}
             for name in part.metadata:
-                for e in read_metadata(part.listing.path(name), partial(self._number, part)):
+                for e in read_metadata(part.listing.path(name), partial(self.chunks.number, part.listing)):
                     mine[e.fqn] = _joined(mine[e.fqn], e) if e.fqn in mine else e
             if twice := mine.keys() & out.keys():
                 raise ConflictError(
@@ -167,7 +160,7 @@ class _Reading:
             if group is None or group.value not in ("params", "param_names") or isinstance(e.value, Described):
                 continue
             with opened(self.files[e.value[0]].place) as file:
-                value = self._slice(file, e.fqn, e.value).value
+                value = self.chunks.slice(file, e.fqn, e.value).value
             if group.prefix in prefixes and isinstance(value, list):
                 held.setdefault(group[:2], {})[group.value] = value
         out: dict[str, list[dict[int, str]]] = {p: [] for p in prefixes}
@@ -177,21 +170,6 @@ class _Reading:
             names = names if len(names) == len(numbers) and all(type(n) is str for n in names) else [""] * len(numbers)
             out[prefix].append(dict(zip(numbers, names, strict=True)))
         return out
-
-    def _number(self, part: Part, name: str) -> int:
-        """Of a file that the metadata of a directory names."""
-        key = (str(part.listing.root), name)
-        if key not in self.numbers:
-            if name not in part.listing.names:
-                raise IncompleteError(
-                    f"the file {printable(name)} is missing, which {METADATA} names",
-                    where=str(part.listing.root),
-                    hint="copy the files of all ranks into one directory",
-                    finding="rank-missing",
-                )
-            self.numbers[key] = len(self.files)
-            self.files.append(base.file_now(part.listing.path(name)))
-        return self.numbers[key]
 
     def tensors(self, described: Mapping[str, Described], keys: Mapping[str, Key]) -> dict[Key, LogicalTensor]:
         """The tensors, of which the head of each chunk is read, file by file."""
@@ -205,7 +183,7 @@ class _Reading:
                 for span, i, j in group:
                     tensor = described[fqns[i]]
                     box = tensor.chunks[j].box
-                    stored = self._chunk(file, fqns[i], keys[fqns[i]], span, tensor.dtype, box.shape)
+                    stored = self.chunks.chunk(file, fqns[i], keys[fqns[i]], span, tensor.dtype, box.shape)
                     pieces[i][j] = Piece(stored, whole(stored.shape), box)
         out = {}
         for i, fqn in enumerate(fqns):
@@ -219,39 +197,6 @@ class _Reading:
             out[key].dtype = described[fqn].dtype
         return out
 
-    def _slice(self, file: OpenFile, fqn: str, span: Span) -> TorchFile:
-        number, begin, length = span
-        if begin + length > file.info.size:
-            raise IncompleteError(
-                f"{printable(fqn)} lies at bytes {begin:,} to {begin + length:,}, and the file has {file.info.size:,}",
-                where=str(self.files[number].place),
-                hint="the download or save was interrupted; fetch the file again",
-                finding="truncated",
-            )
-        return self.slices.read(file, begin, begin + length)
-
-    def _chunk(
-        self, file: OpenFile, fqn: str, key: Key, span: Span, dtype: str, shape: tuple[int, ...]
-    ) -> StoredTensor:
-        held = self._slice(file, fqn, span)
-        if not isinstance(held.value, Tensor):
-            kind = held.value.cls if isinstance(held.value, Record) else type(held.value).__name__
-            raise UnsupportedError(
-                f"a chunk of `{printable(fqn)}` is a {printable(kind)}, not a plain tensor",
-                where=f"{file.info.place} [byte {span[1]:,}]",
-                hint="save plain tensors or DTensors: dequantised, and not sparse",
-            )
-        stored = held.place(held.value, key.name, span[0])
-        if (stored.dtype, stored.shape) != (dtype, shape):
-            raise CorruptError(
-                f"{METADATA} says that a chunk of `{printable(fqn)}` is {dtype} {list(shape)}, and it is {stored.dtype}"
-                f" {list(stored.shape)}",
-                where=f"{file.info.place} [byte {span[1]:,}]",
-                hint="the files are of different saves: fetch or save the checkpoint again",
-                finding="chunk-size",
-            )
-        return stored._replace(component=key.component, state=key.state) if key.component != "model" else stored
-
     def training(
         self, objects: Sequence[tuple[Entry, Span]], assigned: Assigned, catalog: Catalog
     ) -> base.Training | None:
@@ -262,9 +207,9 @@ class _Reading:
             with opened(self.files[number].place) as file:
                 for e, span in group:
                     if span[2] <= MAX_OBJECT:
-                        held = self._slice(file, e.fqn, span)
-                        with suppress(_NotPlainError):
-                            values[e.fqn] = _plain(held.value, file, held)
+                        held = self.chunks.slice(file, e.fqn, span)
+                        with suppress(NotPlainError):
+                            values[e.fqn] = plain_value(held.value, file, held)
         found = _Objects(assigned, catalog)
         for e, span in objects:
             if e.fqn in values:
@@ -353,25 +298,3 @@ class _Objects:
         if not groups and not self.plain and not self.left:
             return None
         return base.Training(tuple(groups), None, self.plain, tuple(self.left))
-
-
-class _NotPlainError(Exception):
-    """A value has classes or tensors inside."""
-
-
-def _plain(value: Any, file: OpenFile, held: TorchFile) -> Any:
-    """The value with numbers for tensors of one. Raises _NotPlainError."""
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str, bytes):
-        return value
-    if kind is dict:
-        return {_plain(k, file, held): _plain(v, file, held) for k, v in value.items()}
-    if kind in (list, tuple):
-        return kind(_plain(v, file, held) for v in value)
-    if isinstance(value, Tensor) and not value.shape:
-        stored = held.place(value, "", 0)
-        import numpy as np
-
-        data = file.pread(itemsize(stored.dtype), stored.offset)
-        return np.frombuffer(data, numpy_dtype(stored.dtype))[0].item()
-    raise _NotPlainError

@@ -10,7 +10,7 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py (torch 2.1 to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.containers.pickle import Global, Machine, Record, interpret, opened, printable
@@ -21,6 +21,7 @@ from ckpttool.geometry import Box, whole
 from ckpttool.storage.place import Place
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
+CLASS = f"{_CLASSES}.Metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 
 Span = tuple[int, int, int]
@@ -69,9 +70,9 @@ def read_pickle(path: Place) -> Any:
         return interpret(file, _VOCABULARY)[0]
 
 
-def entries_of(value: Any, path: Place, number: Callable[[str], int], owner: str = _CLASSES) -> list[Entry]:
-    """See ``read_metadata``; ``owner`` is the module of the class that the metadata is. Takes ``value`` apart."""
-    return _Parser(path, number).metadata(value, owner)
+def entries_of(value: Any, path: Place, number: Callable[[str], int], *classes: str) -> list[Entry]:
+    """See ``read_metadata``; ``classes`` are those that the metadata may be. Takes ``value`` apart."""
+    return _Parser(path, number).metadata(value, classes or (CLASS,))
 
 
 def _fill(machine: Machine, record: Record, state: Any) -> None:
@@ -103,8 +104,8 @@ class _Parser:
             self.corrupt(f"a value of the metadata is not a {' or '.join(classes)}")
         return value.fields
 
-    def metadata(self, value: Any, owner: str) -> list[Entry]:
-        if type(value) is not Record or value.cls != f"{owner}.Metadata":
+    def metadata(self, value: Any, classes: Collection[str]) -> list[Entry]:
+        if type(value) is not Record or value.cls not in classes:
             kind = printable(value.cls) if type(value) is Record else type(value).__name__
             raise UnsupportedError(
                 f"this is not the metadata of torch.distributed.checkpoint, but a {kind}", where=str(self.path)

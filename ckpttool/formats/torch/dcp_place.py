@@ -16,6 +16,8 @@ from ckpttool.storage.place import Place, open_file
 from ckpttool.words import count, some
 
 METADATA = ".metadata"
+_COMMON = "common.pt"
+"""Beside the chunks of Megatron's saves."""
 _OF_RANK = re.compile(r"__\d+\.metadata")
 """Of a save without collectives: what one rank knows."""
 _CHUNKS = re.compile(r"__\d+_\d+\.distcp")
@@ -52,6 +54,8 @@ def find(listing: Listing) -> Save | None:
     if listing.single == METADATA:
         return find(list_source(listing.root))
     if _CHUNKS.fullmatch(listing.single):
+        if (listing.root / _COMMON).is_file():
+            return None
         raise UsageError(
             "this is one of the files of a checkpoint",
             where=str(listing.path(listing.single)),
@@ -83,7 +87,7 @@ def config_of(listing: Listing) -> tuple[dict[str, Any], str]:
 def _part(listing: Listing) -> Part | None:
     """The directory itself, where it has chunks and they are torch's: others use the names, too."""
     names = listing.names
-    if "common.pt" in names:  # Megatron's
+    if _COMMON in names:
         return None
     metadata = (METADATA,) if METADATA in names else tuple(n for n in names if _OF_RANK.fullmatch(n))
     if metadata and b"bytecheckpoint" in _head(listing.path(metadata[0])):

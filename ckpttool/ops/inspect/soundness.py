@@ -20,7 +20,7 @@ _STEMS = {"_scale_inv": "", "weight_scale": "weight", ".qscale_weight": ".weight
 _PACKED = ("", "_packed", "_qdata", "_quantized")
 """What follows the name of a weight that is stored packed."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
-HEADS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
+HEADS = ("lm_head.weight", "embed_out.weight", "output_layer.weight", "output.weight", "head.weight")
 
 
 class Named(NamedTuple):

@@ -1,0 +1,274 @@
+"""dist_checkpointing of Megatron Core: ``--ckpt-format torch_dist``, the default of Megatron-LM, NeMo and Bridge.
+
+The tensors of a save do not depend on the mesh that trained: the metadata says which box of which tensor each chunk
+is, as in torch.distributed.checkpoint, whose files these are. What Megatron adds is in common.pt (``dist_place``), in
+the keys (``dist_names``) and in the forms of the optimizer's state (``dist_optimizer``).
+Source: megatron/core/dist_checkpointing of Megatron Core 0.6 to 0.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from ckpttool.catalog import Catalog, Key, whole_tensor
+from ckpttool.containers.pickle import Record, opened, printable
+from ckpttool.containers.plain import Numbers
+from ckpttool.containers.torch_zip import read_torch
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats import base
+from ckpttool.formats.megatron import run
+from ckpttool.formats.megatron.args import model_config, plain_args
+from ckpttool.formats.megatron.dist_names import VOCABULARY, Builder, Held, natural_order, part_of
+from ckpttool.formats.megatron.dist_optimizer import State, is_optimizers, state_of, unflattened
+from ckpttool.formats.megatron.dist_place import BACKEND, COMMON, find, holds_save
+from ckpttool.formats.megatron.groups import counters, optimizers_of, placed
+from ckpttool.formats.megatron.names import TARGETS, canonical
+from ckpttool.formats.torch import (
+    CLASS,
+    METADATA,
+    ChunkFiles,
+    Described,
+    Entry,
+    NotPlainError,
+    entries_of,
+    plain_value,
+    read_pickle,
+)
+from ckpttool.mesh import Mesh
+from ckpttool.states import STEP
+from ckpttool.storage.listing import Listing
+from ckpttool.words import count, some
+
+_METADATA_CLASSES = (CLASS, "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata")
+_BACKEND = "torch_dist"
+_STATES = ("master_weights", "optimizer")
+
+
+class MegatronDist:
+    """Directories of dist_checkpointing."""
+
+    name = "megatron-dist"
+    dialect = "megatron"
+    capabilities = base.Capabilities(
+        components=("model", "master_weights", "optimizer"),
+        states="torch",
+        views=True,
+        free_padding=True,
+    )
+
+    def detect(self, listing: Listing) -> int:
+        return 2 * holds_save(listing)
+
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
+        """Raises IncompleteError (a file or chunk is missing), CorruptError (the metadata and the files contradict each
+        other), ConflictError (chunks overlap), UnsupportedError (another backend), and what reading its pickles raises.
+        """
+        base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
+        return _Reading(self.name, find(listing)).read()
+
+
+class _Reading:
+    """One save that is being read."""
+
+    def __init__(self, name: str, save: run.Save) -> None:
+        self.name, self.save, self.where = name, save, str(save.listing.root)
+        self.chunks = ChunkFiles()
+        self.files = self.chunks.files
+        self.common, self.left = self._common()
+        self.args = plain_args(self.common.pop("args", None))
+        self.original: dict[str, tuple[int, ...]] = {}
+        """What the metadata says of the shapes of states that are saved in runs."""
+        self.notes: list[str] = [*save.notes]
+        self.refused: dict[str, CkptError] = {}
+
+    def _common(self) -> tuple[dict[str, Any], list[str]]:
+        """common.pt, and the names of what in it is not plain and not carried."""
+        if COMMON not in self.save.listing.names:
+            return {}, []
+        torch = read_torch(self.save.listing.path(COMMON))
+        if not isinstance(torch.value, dict):
+            raise CorruptError(f"{COMMON} does not hold a dict", where=str(torch.info.place))
+        out: dict[str, Any] = {}
+        left = []
+        with opened(torch.info.place) as file:
+            for key, value in torch.value.items():
+                if key == "args":
+                    out[key] = value
+                    continue
+                try:
+                    out[key] = plain_value(value, file, torch)
+                except NotPlainError:
+                    left.append(f"{COMMON}: {printable(str(key))}")
+        return out, left
+
+    def read(self) -> base.StoredCheckpoint:
+        config, notes = model_config(self.save.beside, self.args)
+        self.notes += notes
+        sorted_ = self._sorted(self._entries())
+        held = self._held({**sorted_.model, **{f: t for f, (_, t) in sorted_.states.items()}})
+        layers = config.get("num_hidden_layers") or self.args.get("num_layers") or 0
+        layers = layers if type(layers) is int else 0
+        parts = {fqn: part_of(fqn, t.shape, layers) for fqn, t in sorted_.model.items()}
+        builder = Builder(self.files, self._vocabulary(config, sorted_.model))
+        for fqn in sorted_.model:
+            builder.add("model", "", parts[fqn], held.pop(fqn))
+        own = 0
+        for fqn, (state, _) in sorted_.states.items():
+            if state.key not in sorted_.model:
+                raise CorruptError(
+                    f"the save has the state `{printable(fqn)}`, and no weight `{printable(state.key)}`",
+                    where=self.where,
+                )
+            weight = sorted_.model[state.key]
+            if state.component == "master_weights" and weight.dtype == "F32":
+                own += 1
+                continue
+            flat = unflattened(fqn, held.pop(fqn), weight.shape, self.original.get(fqn))
+            builder.add(state.component, state.name, parts[state.key], flat)
+        if own:
+            self.notes.append("float32 weights are their own master weights: the copies are left out")
+        catalog = Catalog(self.files, builder.tensors(natural_order(builder.keys)))
+        return self._stored(config, catalog, self._training(catalog))
+
+    def _entries(self) -> list[Entry]:
+        path = self.save.listing.path(METADATA)
+        if METADATA not in self.save.listing.names:
+            said = self.save.listing.json(BACKEND).get("sharded_backend")
+            if isinstance(said, str) and said != _BACKEND:
+                raise UnsupportedError(
+                    f"the tensors are stored by the backend {printable(said)}",
+                    where=str(self.save.listing.path(BACKEND)),
+                    hint=f"load it with Megatron and save it with --ckpt-format {_BACKEND}",
+                )
+            raise IncompleteError(
+                f"the save was not finished, or not copied whole: {METADATA} is missing",
+                where=self.where,
+                hint="give an earlier save of the run; without it nothing says what the chunks are",
+                finding="save-unfinished",
+            )
+        value = read_pickle(path)
+        said = value.fields.get("mcore_data") if type(value) is Record else None
+        for fqn, about in said.items() if isinstance(said, dict) else ():
+            shape = about.get("nd_reformulated_orig_global_shape") if isinstance(about, dict) else None
+            if isinstance(shape, tuple):
+                self.original[fqn] = shape
+        return entries_of(value, path, partial(self.chunks.number, self.save.listing), *_METADATA_CLASSES)
+
+    def _sorted(self, entries: Sequence[Entry]) -> _Sorted:
+        """What each entry is; values that are not read are noted."""
+        out = _Sorted({}, {}, {}, {})
+        extra, unread = 0, []
+        for e in entries:
+            if not canonical(e.fqn):
+                extra += 1
+            elif is_optimizers(e.fqn):
+                if not isinstance(e.value, Described):
+                    out.objects[e.fqn] = e.value
+                elif (state := state_of(e.fqn)) is not None:
+                    out.states[e.fqn] = state, e.value
+                else:
+                    out.flat[e.fqn] = e.value
+            elif isinstance(e.value, Described):
+                out.model[e.fqn] = e.value
+            else:
+                unread.append(e.fqn)
+        if extra:
+            self.notes.append(f"left out: _extra_state (FP8's scaling history), {count(extra, 'entry', 'entries')}")
+        self.left += sorted({u.partition("/")[0] for u in unread})
+        return out
+
+    def _held(self, described: Mapping[str, Described]) -> dict[str, Held]:
+        """The tensors, of which the head of each chunk is read, file by file."""
+        out = {f: Held(t.dtype, t.shape, []) for f, t in described.items()}
+        todo = sorted((c.span, f, j) for f, t in described.items() for j, c in enumerate(t.chunks) if c.box.volume)
+        for number, group in groupby(todo, key=lambda item: item[0][0]):
+            with opened(self.files[number].place) as file:
+                for span, fqn, j in group:
+                    t = described[fqn]
+                    box = t.chunks[j].box
+                    stored = self.chunks.chunk(file, fqn, Key(fqn), span, t.dtype, box.shape)
+                    out[fqn].chunks.append((box, stored))
+        return out
+
+    def _vocabulary(self, config: Mapping[str, Any], model: Mapping[str, Described]) -> int:
+        """Rows of tokens; 0 where nobody says them. Raises ConflictError where there are fewer rows."""
+        rows = next((t.shape[0] for f, t in model.items() if f in VOCABULARY and t.shape), 0)
+        said = config.get("vocab_size")
+        if type(said) is not int or said < 1:
+            return 0
+        if rows and said > rows:
+            raise ConflictError(
+                f"the vocabulary has {said:,} tokens by the model's configuration, and {rows:,} rows in the files",
+                where=self.where,
+                hint="check vocab_size in config.json",
+            )
+        if rows and not self.save.beside.json("config.json") and not self.args.get("vocab_size"):
+            self.notes.append(f"nothing says how many of the {rows:,} rows of the vocabulary are padding; all are kept")
+        return said
+
+    def _training(self, catalog: Catalog) -> base.Training | None:
+        """What else a trainer resumes from; steps become tensors of the catalog."""
+        optimizers = optimizers_of(self.common.get("optimizer"))
+        plain = counters(self.common, self.args)
+        stateful = {k.name for k in catalog.tensors if k.component in _STATES}
+        shapes = {k.name: t.shape for k, t in catalog.tensors.items() if k.component == "model" and k.name in stateful}
+        groups, steps, every = placed(optimizers, shapes)
+        if shapes and optimizers and not every:
+            self.notes.append(
+                "nothing says which parameters are in which group of the optimizer: the groups are left out"
+            )
+        self._steps(catalog, steps)
+        if not groups and not plain and not self.left:
+            return None
+        return base.Training(tuple(groups), None, plain, tuple(self.left))
+
+    def _steps(self, catalog: Catalog, steps: Mapping[str, float]) -> None:
+        if not steps:
+            return
+        numbers = Numbers(self.files)
+        info = base.file_now(self.save.listing.path(COMMON))
+        for name, step in steps.items():
+            key = Key(name, "optimizer", STEP)
+            stored = numbers.place(step, info)._replace(name=name, component=key.component, state=key.state)
+            catalog.tensors[key] = whole_tensor(stored, key)
+
+    def _stored(
+        self, config: dict[str, Any], catalog: Catalog, training: base.Training | None
+    ) -> base.StoredCheckpoint:
+        listing = self.save.listing
+        carried, notes = base.companions(listing, [COMMON, BACKEND, *(f.place.name for f in self.files)])
+        if self.left:
+            notes.append(f"not plain data, and left out: {some(self.left)}")
+        target = self.args.get("transformer_impl")
+        return base.StoredCheckpoint(
+            self.name,
+            listing.root,
+            self.files,
+            [p.stored for t in catalog for p in (*t.pieces, *t.replicas)],
+            Mesh(),
+            "megatron" if config else "hf",
+            config=config,
+            companions=carried,
+            recorded=catalog,
+            notes=[*self.notes, *notes],
+            native=self.args,
+            training=training,
+            indexes=(listing.path(METADATA),),
+            version=target if target in TARGETS else "",
+            refused=self.refused,
+        )
+
+
+class _Sorted(NamedTuple):
+    """What the entries of a save are."""
+
+    model: dict[str, Described]
+    states: dict[str, tuple[State, Described]]
+    """Of the optimizer, by parameter."""
+    flat: dict[str, Described]
+    """Flat buffers of the optimizer."""
+    objects: dict[str, tuple[int, int, int]]
+    """Where the optimizer's values are that are no tensors."""

@@ -1,0 +1,108 @@
+"""The files that hold the chunks of a save of torch.distributed.checkpoint: each chunk is a whole file of torch.save.
+
+    __3_0.distcp    [chunk][chunk][value]...    at the bytes that the metadata says
+
+Whoever writes such files may use this: torch's own savers, Megatron Core. Source: torch/distributed/checkpoint/
+filesystem.py (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpttool.catalog import Key, StoredTensor
+from ckpttool.containers.pickle import Record, printable
+from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_zip import TorchFile, TorchSlices
+from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats import base
+from ckpttool.formats.torch.dcp_metadata import Span
+from ckpttool.formats.torch.dcp_place import METADATA
+from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import DataFile, OpenFile
+
+MAX_OBJECT = 1 << 24
+"""Bytes of a value that is no tensor and is read; larger ones are left out by name."""
+
+
+class ChunkFiles:
+    """Those of one save, numbered as they are met."""
+
+    def __init__(self) -> None:
+        self.files: list[DataFile] = []
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._slices = TorchSlices()
+
+    def number(self, listing: Listing, name: str) -> int:
+        """Of a file that the metadata of a directory names. Raises IncompleteError where it is not there."""
+        key = (str(listing.root), name)
+        if key not in self._numbers:
+            if name not in listing.names:
+                raise IncompleteError(
+                    f"the file {printable(name)} is missing, which {METADATA} names",
+                    where=str(listing.root),
+                    hint="copy the files of all ranks into one directory",
+                    finding="rank-missing",
+                )
+            self._numbers[key] = len(self.files)
+            self.files.append(base.file_now(listing.path(name)))
+        return self._numbers[key]
+
+    def slice(self, file: OpenFile, fqn: str, span: Span) -> TorchFile:
+        """The file of torch.save that is a chunk, or another value. Raises as ``TorchSlices.read`` does."""
+        number, begin, length = span
+        if begin + length > file.info.size:
+            raise IncompleteError(
+                f"{printable(fqn)} lies at bytes {begin:,} to {begin + length:,}, and the file has {file.info.size:,}",
+                where=str(self.files[number].place),
+                hint="the download or save was interrupted; fetch the file again",
+                finding="truncated",
+            )
+        return self._slices.read(file, begin, begin + length)
+
+    def chunk(self, file: OpenFile, fqn: str, key: Key, span: Span, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
+        """The tensor that a chunk is, which the metadata says to have this dtype and shape.
+
+        Raises UnsupportedError for another thing than a plain tensor, CorruptError where it is not as said.
+        """
+        held = self.slice(file, fqn, span)
+        if not isinstance(held.value, Tensor):
+            kind = held.value.cls if isinstance(held.value, Record) else type(held.value).__name__
+            raise UnsupportedError(
+                f"a chunk of `{printable(fqn)}` is a {printable(kind)}, not a plain tensor",
+                where=f"{file.info.place} [byte {span[1]:,}]",
+                hint="save plain tensors or DTensors: dequantised, and not sparse",
+            )
+        stored = held.place(held.value, key.name, span[0])
+        if (stored.dtype, stored.shape) != (dtype, shape):
+            raise CorruptError(
+                f"{METADATA} says that a chunk of `{printable(fqn)}` is {dtype} {list(shape)}, and it is {stored.dtype}"
+                f" {list(stored.shape)}",
+                where=f"{file.info.place} [byte {span[1]:,}]",
+                hint="the files are of different saves: fetch or save the checkpoint again",
+                finding="chunk-size",
+            )
+        return stored._replace(component=key.component, state=key.state) if key.component != "model" else stored
+
+
+class NotPlainError(Exception):
+    """A value has classes or tensors inside."""
+
+
+def plain_value(value: Any, file: OpenFile, held: TorchFile) -> Any:
+    """The value with numbers for tensors of one. Raises NotPlainError."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, bytes):
+        return value
+    if kind is dict:
+        return {plain_value(k, file, held): plain_value(v, file, held) for k, v in value.items()}
+    if kind in (list, tuple):
+        return kind(plain_value(v, file, held) for v in value)
+    if isinstance(value, Tensor) and not value.shape:
+        stored = held.place(value, "", 0)
+        import numpy as np
+
+        data = file.pread(itemsize(stored.dtype), stored.offset)
+        return np.frombuffer(data, numpy_dtype(stored.dtype))[0].item()
+    raise NotPlainError
