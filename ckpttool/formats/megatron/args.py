@@ -8,10 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpttool.containers.pickle import Record
+from ckpttool.containers.pickle import Global, Record
+from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.megatron.models import kind_of
+from ckpttool.formats.config import EXPERTS, LAYERS, config_fields, whole_number
+from ckpttool.formats.megatron.fields import Fields
+from ckpttool.formats.megatron.models import kind_named, kind_of, refuse_others
+from ckpttool.formats.megatron.names import LOCAL, TRANSFORMER_ENGINE
+from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
+
+ARGS, CONFIG = "args.", "config.json: "
+MULTIPLE = 128
+"""Megatron's own --make-vocab-size-divisible-by."""
+_TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def plain_args(value: Any) -> dict[str, Any]:
@@ -20,23 +30,187 @@ def plain_args(value: Any) -> dict[str, Any]:
 
 
 def model_config(listing: Listing, args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """config.json of a save in ``listing``, in Hugging Face's fields, and notes: the file beside the save or its run,
-    else made of ``args``; {} where there is neither.
+    """config.json of a save, in Hugging Face's fields, and notes: the file in ``listing``, else made of ``args``; {}
+    where there is neither.
 
     Raises ConflictError where the file and the arguments contradict each other, UnsupportedError for arguments of a
-    model that Hugging Face's code would compute otherwise.
+    model that Hugging Face's code would compute otherwise, CorruptError for values of a wrong kind.
     """
-    config = listing.json("config.json")
+    config, a = listing.json("config.json"), Fields(args, ARGS)
+    if config and args:
+        kind = kind_named(str(config_fields(config).get("model_type", "")))
+        _check_sizes(config, a, str(listing.path("config.json")))
+        if kind is not None:
+            refuse_others(a, kind.translates)
     if config or not args:
         return config, []
-    kind = kind_of(args)
-    return kind.config(args), []
+    notes = []
+    kind = kind_of(a)
+    made = kind.config(a)
+    if "vocab_size" not in a:
+        rows = made["vocab_size"]
+        notes.append(f"`args.vocab_size` is not there: all {rows} rows of the padded vocabulary are taken for tokens")
+    dtype = args.get("params_dtype")
+    if isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in _TORCH.values():
+        made["torch_dtype"] = dtype.name
+    notes.append(f"there is no config.json: one of {kind.architecture} is made of Megatron's arguments")
+    return made, notes
 
 
-def args_of(request: base.WriteRequest, rows: int) -> dict[str, Any]:
-    """The arguments of the model and the mesh that ``request`` describes; ``rows`` are those of the padded vocabulary.
+def _check_sizes(config: Mapping[str, Any], a: Fields, where: str) -> None:
+    """Raises ConflictError where config.json and the arguments give different sizes."""
+    pairs: dict[str, tuple[str, ...]] = {
+        "num_layers": LAYERS,
+        "hidden_size": ("hidden_size", "n_embd"),
+        "num_attention_heads": ("num_attention_heads", "n_head"),
+        "num_experts": EXPERTS,
+        "moe_ffn_hidden_size": ("moe_intermediate_size",),
+    }
+    if not a.whole("num_experts"):
+        pairs["ffn_hidden_size"] = ("intermediate_size", "n_inner")
+        pairs.pop("moe_ffn_hidden_size")
+    if whole_number(config, "kv_lora_rank") is None:
+        pairs["kv_channels"] = ("head_dim",)
+        if a.flag("group_query_attention"):
+            pairs["num_query_groups"] = ("num_key_value_heads",)
+    else:
+        pairs["kv_lora_rank"] = ("kv_lora_rank",)
+        if not a.flag("multi_latent_attention"):
+            pairs.pop("kv_lora_rank")  # Megatron's default, which means nothing
+    for name, fields in pairs.items():
+        here, there = a.whole(name), whole_number(config, *fields)
+        if here is not None and there is not None and here != there:
+            field = next(f for f in fields if whole_number(config, f) is not None)
+            raise _conflict(a, name, f"`{field}` of config.json is {there}", where)
+    rows, padded = whole_number(config, "vocab_size"), a.whole("padded_vocab_size")
+    if rows is not None and padded is not None and rows > padded:
+        raise _conflict(a, "padded_vocab_size", f"`vocab_size` of config.json is {rows}", where)
 
-    What ``load_args_from_checkpoint`` reads, and plain values only. Raises UnsupportedError for a model that Megatron
-    does not compute.
+
+def _conflict(a: Fields, name: str, other: str, where: str) -> ConflictError:
+    hint = "put the config.json of this model there, or remove it"
+    return ConflictError(f"{a.shown(name)}, and {other}", where=where, hint=hint)
+
+
+def args_of(request: base.WriteRequest, rows: int, *, grouped: bool = False, dist: bool = False) -> dict[str, Any]:
+    """The arguments of the model and the mesh that ``request`` describes.
+
+    ``rows`` are those of the padded vocabulary. ``grouped``: experts have the names of TEGroupedMLP. ``dist``:
+    torch_dist.
+    What ``load_args_from_checkpoint`` reads, and plain values only. Raises UnsupportedError for a model or a mesh that
+    Megatron does not compute, IncompleteError without config.json.
     """
-    return {"padded_vocab_size": rows, "tensor_model_parallel_size": request.mesh.tp}
+    config = config_fields(request.config)
+    if not config:
+        raise IncompleteError(
+            "Megatron's files say what the model is, and the source has no config.json",
+            hint="put the model's config.json beside SRC",
+        )
+    c = Fields(config, CONFIG)
+    kind = kind_named(str(config.get("model_type", "")))
+    if kind is None:
+        raise c.no("model_type", "Megatron's arguments for such a model are not known")
+    mesh = request.requested
+    model = kind.args(c)
+    _check_mesh(model, mesh)
+    vocab = c.whole("vocab_size", least=1) or rows
+    version = request.version or TRANSFORMER_ENGINE
+    return {
+        **model,
+        "untie_embeddings_and_output_weights": not _tied(request, config),
+        "vocab_size": vocab,
+        "padded_vocab_size": rows,
+        "make_vocab_size_divisible_by": _multiple(vocab, rows, mesh.tp),
+        **_precision(request, config),
+        **_parallel(mesh),
+        "moe_grouped_gemm": grouped and bool(model["num_experts"]),
+        "transformer_impl": version,
+        "use_mcore_models": True,
+        "no_persist_layer_norm": version == LOCAL,
+        "ckpt_format": "torch_dist" if dist else "torch",
+        "use_dist_ckpt": dist,
+        "use_distributed_optimizer": any(t.component == "optimizer" for ts in request.ranks for t in ts),
+        **_progress(request.training),
+    }
+
+
+def _tied(request: base.WriteRequest, config: Mapping[str, Any]) -> bool:
+    """Whether the head is the embedding: what is written says it, whatever config.json does."""
+    names = {t.name for ts in request.ranks for t in ts if t.component == "model"}
+    if not names:
+        return bool(config.get("tie_word_embeddings"))
+    return "output_layer.weight" not in names or bool(config.get("tie_word_embeddings"))
+
+
+def _multiple(vocab: int, rows: int, tp: int) -> int:
+    """--make-vocab-size-divisible-by that makes ``rows`` of ``vocab``."""
+    for n in (MULTIPLE, *(1 << i for i in range(16, -1, -1))):
+        if -(-vocab // (n * tp)) * n * tp == rows:
+            return n
+    return max(rows // tp, 1)
+
+
+def _precision(request: base.WriteRequest, config: Mapping[str, Any]) -> dict[str, Any]:
+    found = {t.dtype for ts in request.ranks for t in ts if t.component == "model"} & set(_TORCH)
+    said = _TORCH.get(request.dtype) or str(config.get("torch_dtype") or config.get("dtype") or "")
+    half = next((d for d in ("BF16", "F16") if d in found), "F32" if found else "")
+    name = _TORCH.get(half) or (said if said in _TORCH.values() else "float32")
+    dtype = Global("torch", name)
+    return {"params_dtype": dtype, "bf16": name == "bfloat16", "fp16": name == "float16"}
+
+
+def _parallel(mesh: Mesh) -> dict[str, Any]:
+    stages = mesh.layout
+    out: dict[str, Any] = {
+        "tensor_model_parallel_size": mesh.tp,
+        "pipeline_model_parallel_size": mesh.pp,
+        "transformer_pipeline_model_parallel_size": mesh.pp,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "pipeline_model_parallel_layout": None,
+        "world_size": mesh.world,
+        "data_parallel_size": max(mesh.world // (mesh.tp * mesh.pp), 1),
+        "rank": 0,
+    }
+    turns = len(stages) // mesh.pp if stages else 1
+    uneven = len(set(stages)) > 1
+    if turns > 1:
+        out["virtual_pipeline_model_parallel_size"] = turns
+        out["num_layers_per_virtual_pipeline_stage"] = None if uneven else stages[0]
+    if uneven and turns == 1 and len(set(stages[1:-1])) <= 1:
+        out |= {"decoder_first_pipeline_num_layers": stages[0], "decoder_last_pipeline_num_layers": stages[-1]}
+    elif uneven:
+        texts = ["t" * n for n in stages]
+        out["pipeline_model_parallel_layout"] = "|".join(["E" + texts[0], *texts[1:-1], texts[-1] + "L"])
+    return out
+
+
+def _check_mesh(model: Mapping[str, Any], mesh: Mesh) -> None:
+    """Raises UnsupportedError for ranks among which Megatron does not share out the heads."""
+    heads, groups, tp = model["num_attention_heads"], model["num_query_groups"], mesh.tp
+    if heads % tp:
+        raise UnsupportedError(
+            f"{heads} heads cannot be split evenly across {tp} ranks", hint="choose another --tp-out"
+        )
+    if groups % tp and tp % groups:
+        raise UnsupportedError(
+            f"Megatron does not share {groups} key/value heads among {tp} ranks: neither is a multiple of the other",
+            hint="choose another --tp-out",
+        )
+
+
+def _progress(training: base.Training | None) -> dict[str, Any]:
+    """How far the training is."""
+    plain = training.plain if training else {}
+    out: dict[str, Any] = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0}
+    if training and training.step:
+        out["iteration"] = training.step
+    for name in out:
+        if type(got := plain.get(name)) is int:
+            out[name] = got
+    return out
