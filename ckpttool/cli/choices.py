@@ -29,7 +29,7 @@ FORMATS = (
     "universal",
 )
 """What --to takes."""
-READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed", "megatron-dist")
+READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed", "megatron-dist", "megatron")
 """What --from takes besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 TARGETS = (

@@ -15,7 +15,7 @@ from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.base import Reader, ReadOptions, StoredCheckpoint, Writer
 from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
 from ckpttool.formats.hf import HuggingFace
-from ckpttool.formats.megatron import MegatronDist
+from ckpttool.formats.megatron import Megatron, MegatronDist
 from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
 from ckpttool.formats.ranks import Ranks
 from ckpttool.formats.torch import (
@@ -56,6 +56,7 @@ READERS: dict[str, Reader] = {
         DeepSpeed(),
         Universal(),
         MegatronDist(),
+        Megatron(),
     )
 }
 WRITERS: dict[str, Writer] = {name: f for name, f in READERS.items() if isinstance(f, Writer)}
@@ -70,6 +71,7 @@ ALSO_CALLED = {
     **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed"),
     **dict.fromkeys(("ds-universal", "ucp"), "universal"),
     **dict.fromkeys(("torch-dist", "torch_dist", "dist-checkpointing", "mcore", "megatron-core"), "megatron-dist"),
+    **dict.fromkeys(("megatron-lm", "mp_rank"), "megatron"),
 }
 """What people say for a format; only for hints."""
 _OF_RANKS = (".safetensors", ".pth")

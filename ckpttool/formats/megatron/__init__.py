@@ -6,9 +6,12 @@ args.py      these arguments and config.json, one made from the other
 order.py     the order of a model's parameters in memory
 buffers.py   where parameters lie in the flat buffers of the distributed optimizer
 groups.py    groups of parameters in its optimizers, and counters
+run.py       which save of a run is meant
+legacy*.py   a directory for each rank (mp_rank_00): which ranks these are, their tensors, their optimizer
 dist*.py     dist_checkpointing (torch_dist): where a save is, its keys, the optimizer's state
 """
 
 from ckpttool.formats.megatron.dist import MegatronDist
+from ckpttool.formats.megatron.legacy import Megatron
 
-__all__ = ["MegatronDist"]
+__all__ = ["Megatron", "MegatronDist"]

@@ -1,0 +1,436 @@
+"""Megatron-LM's own checkpoints (``--ckpt-format torch``): a directory for each model-parallel rank.
+
+    run/iter_0001000/mp_rank_01_002/model_optim_rng.pt
+      args                        argparse.Namespace; absent with --no-save-args
+      model, or model0, model1    {name: tensor} of each chunk of the stage's layers (interleaved stages have several)
+      optimizer                   see legacy_optimizer
+      iteration, opt_param_scheduler, rng_state, ...
+    run/iter_0001000/mp_rank_01_002/distrib_optim.pt
+
+A chunk numbers its layers from 0, chunk c of stage s being chunk c * pp + s of the model; a rank numbers its experts
+from 0. GroupedMLP holds the experts of a rank in two tensors, which are those of its experts one behind the other:
+``weight1`` is [experts, hidden, ffn] and ``weight2`` [experts, ffn, hidden], whatever shape they have, and both are
+turned against a linear layer's.
+
+Source: megatron/training/checkpointing.py of Megatron-LM; megatron/core/transformer (moe/experts.py and others) of
+Megatron Core 0.16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from ckpttool.catalog import StoredTensor
+from ckpttool.containers.pickle import printable
+from ckpttool.containers.plain import is_plain
+from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_zip import TorchFile, read_torch
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.formats import base
+from ckpttool.formats.megatron import legacy_ranks, names, run
+from ckpttool.formats.megatron.args import model_config, plain_args
+from ckpttool.formats.megatron.legacy_optimizer import Optimizers
+from ckpttool.formats.megatron.legacy_ranks import Held
+from ckpttool.mesh import Mesh
+from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import DataFile, Place
+from ckpttool.words import count, some
+
+FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+_OLD_FILE = "model_rng.pt"
+_MODEL = re.compile(r"model(\d{0,4})")
+_LAYERS = re.compile(r"(?<![^.])(decoder|mtp)\.layers\.(\d{1,9})\.")
+_LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)(\d{1,9})(?=\.)")
+_GROUPED = re.compile(r"(?P<before>.*\.mlp\.experts\.)weight(?P<number>[12])\Z")
+_SAME = (
+    *legacy_ranks.ARGS.values(),
+    *("virtual_pipeline_model_parallel_size", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
+    *("padded_vocab_size", "iteration"),
+)
+"""Arguments that all ranks of one save have in common."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields of config.json."""
+_STRUCTURE = frozenset({"args", "checkpoint_version", "model", "optimizer"})
+
+
+_canonical = lru_cache(maxsize=1 << 16)(names.canonical)
+"""Ranks have the same names."""
+
+
+class Megatron:
+    """One set of pickles for each model-parallel rank."""
+
+    name = "megatron"
+    capabilities = base.Capabilities(
+        components=("model", "master_weights", "optimizer"),
+        meshes="tp x pp x ep x etp",
+        targets=names.TARGETS,
+        vocab_multiple=128,
+        vocab_multiple_per_tp=True,
+        free_padding=True,
+        fp32_masters="dropped",
+        states="torch",
+        views=True,
+    )
+
+    def detect(self, listing: Listing) -> int:
+        if listing.single:
+            return 0
+        if is_save(listing):
+            return 2
+        found = run.chosen(listing)
+        if found is None:  # the mark leads nowhere
+            found = next((listing.inside(n) for n in run.saves(listing)), None)
+        return 2 if found is not None and is_save(found) else 0
+
+    def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
+        """Raises IncompleteError (ranks or their files are missing), ConflictError (ranks, arguments and flags
+        contradict each other), CorruptError (a file is not what its name says), UnsupportedError (a model from before
+        Megatron Core, tensors of other kinds), and what reading a file of torch.save raises.
+        """
+        save = run.find(listing, is_save=is_save(listing))
+        return _Reader(self.name, save, options).read()
+
+
+def is_save(listing: Listing) -> bool:
+    """Whether a directory holds those of ranks, with a file of the model in one of them."""
+    named = legacy_ranks.directories(listing.folders())
+    return any({FILE, _OLD_FILE} & set(listing.inside(n.name).names) for n in named)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What was read of a directory."""
+
+    rank: int
+    stage: int
+    held: list[Held]
+
+
+class _Reader:
+    """One save while it is read."""
+
+    def __init__(self, format_name: str, save: run.Save, options: base.ReadOptions) -> None:
+        self.format_name, self.save, self.options = format_name, save, options
+        self.root = save.listing.root
+        self.files: list[DataFile] = []
+        self.notes: list[str] = list(save.notes)
+        self.args: dict[str, Any] = {}
+        self.said: dict[str, Any] = {}
+        """Of the first rank: what all have in common."""
+        self.left: dict[str, None] = {}
+        self.extra = 0
+
+    def read(self) -> base.StoredCheckpoint:
+        named = self._directories()
+        first = self._open(named[0].name)
+        self.args = plain_args(first.value.get("args"))
+        config, notes = model_config(self.save.beside, self.args)
+        flags = self.options.from_flags()
+        said = legacy_ranks.said_sizes(self.args, flags, first.info.place)
+        if "pp" not in said and "ep" not in said and len(named[0].numbers) == 2:
+            said["pp" if self._is_staged(named) else "ep"] = 1 + max(n.numbers[1] for n in named)
+        etps = () if "etp" in said else _possible_etps(first, config)
+        grid = legacy_ranks.grid_of(named, said, self.root, etps)
+        base.check_mesh(self.format_name, grid.sizes(), self.options, self.root)
+        optimizers = Optimizers(self.args, grid, self.files)
+        ranks = []
+        for name, rank in grid.ranks.items():
+            file = first if name == named[0].name else self._open(name)
+            ranks.append(self._rank(name, file, rank, grid, optimizers))
+        naming = _Naming(grid, ranks, self.args, config, str(self.root))
+        tensors = [t for r in ranks for h in r.held for t in naming.tensors(h, h.stored)]
+        found = optimizers.finish(naming.tensors)
+        if self.extra:
+            self.notes.append("`_extra_state` of Transformer Engine (scales of FP8, or nothing) is left out")
+        if self.left:
+            self.notes.append(f"not tensors, and left out: {some(list(self.left))}")
+        if not self.args:
+            self.notes.append("the save has no arguments (--no-save-args): config.json and names say the sizes")
+        carried, more = base.companions(self.save.beside, [run.POINTER])
+        return base.StoredCheckpoint(
+            self.format_name,
+            self.save.beside.root,
+            self.files,
+            [*tensors, *found.tensors],
+            Mesh(grid.tp, grid.pp, grid.ep, grid.etp, naming.layout),
+            "megatron" if config else "hf",
+            config=config,
+            companions=carried,
+            notes=[*self.notes, *notes, *found.notes, *more],
+            native=self.args,
+            training=self._training(first, found.groups, found.step),
+            version=naming.version,
+            refused=found.refused,
+        )
+
+    # -- files
+
+    def _directories(self) -> list[legacy_ranks.Named]:
+        """Those of ranks, each of which has its file."""
+        named = sorted(legacy_ranks.directories(self.save.listing.folders()))
+        lacking = [n.name for n in named if FILE not in self.save.listing.inside(n.name).names]
+        if lacking and any(_OLD_FILE in self.save.listing.inside(n).names for n in lacking):
+            raise UnsupportedError(
+                f"the save has {_OLD_FILE} in place of {FILE}, as Megatron-LM wrote it in 2023 with a distributed"
+                " optimizer",
+                where=str(self.root / lacking[0]),
+                hint="load it with Megatron-LM, and save it again",
+            )
+        if lacking:
+            raise IncompleteError(
+                f"{count(len(lacking), 'directory has', 'directories have')} no {FILE}: {some(lacking, 8)}",
+                where=str(self.root),
+                hint="fetch the file again; before April 2026 Megatron-LM did not write those of all ranks where tp is"
+                " larger than ep x etp",
+                finding="rank-missing",
+            )
+        return named
+
+    def _open(self, name: str) -> TorchFile:
+        path = self.root / name / FILE
+        file = read_torch(path)
+        if not isinstance(file.value, dict):
+            raise CorruptError("the file is not one of Megatron-LM: it holds no dict", where=str(path))
+        return file
+
+    def _is_staged(self, named: list[legacy_ranks.Named]) -> bool:
+        """Whether the second number of names is a pipeline stage: ranks of experts all hold the embedding."""
+        last = max(named, key=lambda n: n.numbers[1])
+        held = [n for _, n, _ in _model(self._open(last.name), str(self.root / last.name))]
+        return not any(n.endswith("word_embeddings.weight") for n in held) or not any(
+            "final_layernorm" in n for n in [name for _, name, _ in _model(self._open(named[0].name), "")]
+        )
+
+    def _rank(self, name: str, file: TorchFile, rank: int, grid: legacy_ranks.Grid, optimizers: Optimizers) -> _Rank:
+        where = str(file.info.place)
+        self._check_same(file, where)
+        number = len(self.files)
+        self.files.append(file.info)
+        held = []
+        for chunk, key, value in _model(file, where):
+            if not _canonical(key):
+                self.extra += 1
+            elif isinstance(value, Tensor):
+                bare = key.removeprefix("module.")
+                held.append(Held(chunk, bare, file.place(value, bare, number)._replace(rank=rank)))
+            elif value is None or is_plain(value):
+                self.left[printable(key, 60)] = None
+            else:
+                raise UnsupportedError(
+                    f"`{printable(key)}` is no plain tensor",
+                    where=where,
+                    hint="parameters in FP8 (--fp8-param-gather) are not read: save without it",
+                )
+        beside = self.save.listing.inside(name)
+        if any(n.startswith("layer_wise_optimizer") for n in beside.names):
+            optimizers.refuse("it is a layer-wise one (Muon and others), whose files name no parameters", where)
+        path: Place | None = beside.path(OPTIMIZER_FILE) if OPTIMIZER_FILE in beside.names else None
+        optimizers.add(rank // grid.width, held, file, number, path)
+        return _Rank(rank, rank // grid.width, held)
+
+    def _check_same(self, file: TorchFile, where: str) -> None:
+        """Raises ConflictError for files of two saves."""
+        args = plain_args(file.value.get("args"))
+        said = {n: args.get(n) for n in _SAME if n != "iteration"} if args else {}
+        said["iteration"] = file.value.get("iteration")
+        if not self.said:
+            self.said = {**said, "place": where}
+        for key in said.keys() | self.said.keys() - {"place"}:
+            if said.get(key) != self.said.get(key):
+                raise ConflictError(
+                    f"ranks disagree: {key} is {self.said.get(key)!s:.40} in one file,"
+                    f" {said.get(key)!s:.40} in another",
+                    where=[self.said["place"], where],
+                    hint="files of different saves were put together",
+                    finding="ranks-differ",
+                )
+
+    # -- what training goes on from
+
+    def _training(self, file: TorchFile, groups: tuple[base.ParamGroup, ...], step: int | None) -> base.Training | None:
+        plain: dict[str, Any] = {}
+        left = []
+        for key, value in file.value.items():
+            if str(key) in _STRUCTURE or _MODEL.fullmatch(str(key)) or value is None or value == {}:
+                continue
+            if is_plain(value):
+                plain[str(key)] = value
+            else:
+                left.append(printable(str(key), 60))
+        for key in ("consumed_train_samples", "consumed_valid_samples"):
+            if type(self.args.get(key)) is int:
+                plain[key] = self.args[key]
+        if left:
+            self.notes.append(f"not plain data, and left out: {some(left)}")
+        if not groups and set(plain) <= {"iteration", "num_floating_point_operations_so_far"}:
+            return None  # weights for everyone, as a converter writes them
+        return base.Training(groups, step, plain, tuple(left))
+
+
+def _model(file: TorchFile, where: str) -> Iterator[tuple[int, str, Any]]:
+    """(chunk, name, value) of all that the model of a rank holds."""
+    chunks = {int(m[1] or 0): k for k in file.value if isinstance(k, str) and (m := _MODEL.fullmatch(k))}
+    if sorted(chunks) != list(range(len(chunks))) or not chunks:
+        raise CorruptError(
+            "the file holds no `model`" if not chunks else "chunks of the model are missing in the file",
+            where=where,
+            hint="give a checkpoint that Megatron-LM saved",
+        )
+    for chunk, key in sorted(chunks.items()):
+        model = file.value[key]
+        if isinstance(model, dict) and isinstance(model.get("language_model"), dict):
+            raise UnsupportedError(
+                "the model is one from before Megatron Core (`language_model`, --use-legacy-models)",
+                where=where,
+                hint="convert it with Megatron-LM's tools/checkpoint/convert.py: --loader legacy --saver core",
+            )
+        if not isinstance(model, dict):
+            raise CorruptError(f"`{key}` is no dict of tensors", where=where)
+        for name, value in model.items():
+            yield chunk, str(name), value
+
+
+def _possible_etps(file: TorchFile, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """How many ranks may cut an expert, by the shape of one and config.json; () where the model has none."""
+    for _, name, value in _model(file, str(file.info.place)):
+        if ".mlp.experts." not in name or not isinstance(value, Tensor):
+            continue
+        full = config.get("moe_intermediate_size") or config.get("intermediate_size")
+        if re.search(r"linear_fc2\.weight\d*\Z", name) and len(value.shape) == 2 and full and value.shape[1]:
+            return (full // value.shape[1],)
+    return ()
+
+
+# -- names
+
+
+@dataclass(slots=True)
+class _Naming:
+    """Gives tensors of ranks their names in the whole model."""
+
+    grid: legacy_ranks.Grid
+    ranks: list[_Rank]
+    args: Mapping[str, Any]
+    config: Mapping[str, Any]
+    where: str
+    layout: tuple[int, ...] = ()
+    version: str = ""
+    _first: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(stage, chunk) -> its first layer."""
+    _first_mtp: dict[tuple[int, int], int] = field(default_factory=dict)
+    _layers: int = 0
+    _experts: int = 0
+    """That a rank holds of each layer."""
+    _known: dict[tuple[int, int, int, str], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        decoder, mtp = self._count("decoder"), self._count("mtp")
+        pp = self.grid.pp
+        chunks = 1 + max((c for _, c in decoder), default=0)
+        at = extra = 0
+        for number in range(chunks * pp):
+            key = (number % pp, number // pp)
+            self._first[key], self._first_mtp[key] = at, extra
+            at, extra = at + decoder.get(key, 0), extra + mtp.get(key, 0)
+        self._layers = at
+        counts = tuple([decoder.get((n % pp, n // pp), 0) for n in range(chunks * pp)])
+        self.layout = counts if chunks > 1 or len(set(counts)) > 1 else ()
+        said = self.args.get("num_layers")
+        if type(said) is int and said != at:
+            raise ConflictError(
+                f"the files hold {at} layers, their arguments say {said}",
+                where=self.where,
+                hint="files of different saves were put together",
+                finding="ranks-differ",
+            )
+        self._experts = self._count_experts()
+        bare = {h.name for h in self.ranks[0].held}
+        fused = any(n.endswith("layer_norm_weight") for n in bare)
+        self.version = names.TRANSFORMER_ENGINE if fused else names.LOCAL
+
+    def _count(self, kind: str) -> dict[tuple[int, int], int]:
+        """Layers of each (stage, chunk), in which all its ranks agree. Raises ConflictError."""
+        out: dict[tuple[int, int], int] = {}
+        for r in self.ranks:
+            own: dict[int, int] = {}
+            for h in r.held:
+                if (m := _LAYERS.search(h.name)) and m[1] == kind:
+                    own[h.chunk] = max(own.get(h.chunk, 0), int(m[2]) + 1)
+            for chunk, n in own.items():
+                if out.setdefault((r.stage, chunk), n) != n:
+                    raise ConflictError(
+                        f"ranks of stage {r.stage} hold different numbers of layers: {out[r.stage, chunk]} and {n}",
+                        where=self.where,
+                        hint="files of different saves were put together",
+                        finding="ranks-differ",
+                    )
+        return out
+
+    def _count_experts(self) -> int:
+        """Experts that a rank holds of each layer."""
+        counts = [self.args.get("num_experts"), *map(self.config.get, _EXPERTS)]
+        total = next((n for n in counts if type(n) is int), 0)
+        seen = 0
+        for r in self.ranks:
+            for h in r.held:
+                if h.is_expert and (m := _LOCAL_EXPERT.search(_canonical(h.name))):
+                    seen = max(seen, int(m[1]) + 1)
+        if total and seen and seen * self.grid.ep != total:
+            raise ConflictError(
+                f"a rank holds {seen} experts of each layer, and ep is {self.grid.ep}, but the model has {total}",
+                where=self.where,
+                hint="files of different saves were put together, or config.json is another model's",
+                finding="ranks-differ",
+            )
+        return seen or total // self.grid.ep
+
+    def name(self, rank: int, chunk: int, bare: str) -> str:
+        """The canonical name of what a rank's chunk calls so."""
+        stage, i = divmod(rank, self.grid.width)
+        ep = i // self.grid.etp % self.grid.ep
+        key = (stage, chunk, ep, bare)
+        known = self._known.get(key)
+        if known is None:
+            first = {"decoder": self._first, "mtp": self._first_mtp}
+            text = _LAYERS.sub(
+                lambda m: f"{m[1]}.layers.{int(m[2]) + first[m[1]].get((stage, chunk), 0)}.", bare, count=1
+            )
+            text = names.canonical(text, self._layers)
+            if ep:
+                text = _LOCAL_EXPERT.sub(lambda m: str(int(m[1]) + ep * self._experts), text, count=1)
+            known = self._known[key] = text
+        return known
+
+    def tensors(self, held: Held, stored: StoredTensor) -> Iterator[StoredTensor]:
+        """``stored``, which holds of ``held`` the weight or a state, as tensors of the model."""
+        m = _GROUPED.fullmatch(held.name)
+        if m is None:
+            yield stored._replace(name=self.name(stored.rank, held.chunk, held.name))
+            return
+        experts, shape = self._experts, stored.shape
+        second = m["number"] == "2"
+        if not experts or len(shape) != 2 or shape[not second] % experts or stored.strides is not None:
+            raise UnsupportedError(
+                f"`{printable(held.name)}` {list(shape)} cannot be taken apart: nothing says how many experts it holds",
+                where=self.where,
+                hint="put the model's config.json beside the save",
+            )
+        hidden, inner = (shape[1], shape[0] // experts) if second else (shape[0], shape[1] // experts)
+        # Of each expert [hidden, inner] row-major (weight2: [inner, hidden]); a linear layer has the axes exchanged.
+        turned, strides = ((hidden, inner), (1, hidden)) if second else ((inner, hidden), (1, inner))
+        size = hidden * inner * itemsize(stored.dtype)
+        for e in range(experts):
+            bare = f"{m['before']}local_experts.{e}.linear_fc{m['number']}.weight"
+            yield stored._replace(
+                name=self.name(stored.rank, held.chunk, bare),
+                shape=turned,
+                strides=strides,
+                offset=stored.offset + e * size,
+            )
