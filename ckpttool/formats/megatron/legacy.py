@@ -34,6 +34,7 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError, Unsupp
 from ckpttool.formats import base
 from ckpttool.formats.megatron import legacy_ranks, names, run
 from ckpttool.formats.megatron.args import model_config, plain_args
+from ckpttool.formats.megatron.groups import counters
 from ckpttool.formats.megatron.legacy_optimizer import Optimizers
 from ckpttool.formats.megatron.legacy_ranks import Held
 from ckpttool.mesh import Mesh
@@ -255,18 +256,9 @@ class _Reader:
     # -- what training goes on from
 
     def _training(self, file: TorchFile, groups: tuple[base.ParamGroup, ...], step: int | None) -> base.Training | None:
-        plain: dict[str, Any] = {}
-        left = []
-        for key, value in file.value.items():
-            if str(key) in _STRUCTURE or _MODEL.fullmatch(str(key)) or value is None or value == {}:
-                continue
-            if is_plain(value):
-                plain[str(key)] = value
-            else:
-                left.append(printable(str(key), 60))
-        for key in ("consumed_train_samples", "consumed_valid_samples"):
-            if type(self.args.get(key)) is int:
-                plain[key] = self.args[key]
+        plain = {k: v for k, v in counters(file.value, self.args).items() if is_plain(v) and v not in (None, {})}
+        others = [str(k) for k in file.value if k not in plain and k not in _STRUCTURE and not _MODEL.fullmatch(str(k))]
+        left = [printable(k, 60) for k in others if file.value.get(k)]
         if left:
             self.notes.append(f"not plain data, and left out: {some(left)}")
         if not groups and set(plain) <= {"iteration", "num_floating_point_operations_so_far"}:
