@@ -153,11 +153,11 @@ def default_etp(source: Mesh, tp: int, ep: int, *, ep_asked: bool) -> int:
     """How many ranks cut one expert when nobody asks for a number.
 
     With ``ep_asked`` experts are whole, so that tp 8 with ep 8 is 8 ranks. Else ``ep`` is that of ``source``, whose
-    experts stay as they are; without expert parallelism they are cut like the dense layers, unless those of ``source``
-    are not.
+    experts stay as they are, but are cut no further than fewer tp ranks do; without expert parallelism they are cut
+    like the dense layers, unless those of ``source`` are not.
     """
     if ep > 1:
-        return 1 if ep_asked else source.etp
+        return 1 if ep_asked else min(source.etp, tp) if tp < source.tp else source.etp
     return tp if ep_asked or source.etp == source.tp or source.ep > 1 else source.etp
 
 

@@ -61,8 +61,9 @@ _NAMES = (
     (
         r"latest_checkpointed_iteration\.txt|iter_\d{7}|common\.pt|mp_rank_\d+(_\d+)*|model_optim_rng\.pt",
         KnownUnsupported(
-            "a checkpoint of Megatron-LM",
-            "export it to Hugging Face's format first (AutoBridge.export_ckpt of Megatron Bridge), and give that",
+            "what is left of a save of Megatron-LM",
+            "fetch the directories of its ranks (iter_0001000/mp_rank_00) or its chunks (iter_0001000/__0_0.distcp)",
+            "without its files",
         ),
     ),
     (

@@ -153,14 +153,13 @@ STRANGERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "several of torch.save": (("a.pt", "b.pt"), ("files of torch.save", "give the path of the one")),
     "GGUF": (("llama-q4.gguf",), ("GGUF",)),
     "numpy": (("model.npz",), ("another framework",)),
-    "Megatron-LM": (("latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/a.pt"), ("Megatron-LM", "export")),
+    "Megatron-LM": (("latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/a.pt"), ("Megatron-LM", "fetch")),
     "DeepSpeed's script": (("zero_to_fp32.py",), ("what is left of a save of DeepSpeed", "global_step")),
     "a broken save of DeepSpeed": (
         ("latest", "zero_to_fp32.py", "global_step1/mp_rank_00_model_states.pt"),
         ("saves: global_step1",),
     ),
     "half of a torch DCP": (("__0_0.distcp", ".metadata.tmp"), ("the save was not finished",)),
-    "Megatron's torch_dist": ((".metadata", "__0_0.distcp", "common.pt", "metadata.json"), ("Megatron-LM", "export")),
     "a broken save of accelerate": (
         ("pytorch_model_fsdp_0/.metadata",),
         ("src/pytorch_model_fsdp_0/.metadata", "cut off"),

@@ -108,26 +108,37 @@ def _fit(
 ) -> tuple[tuple[int, ...], bool, int]:
     """``fit`` by positions; cached, because tensor-parallel ranks are alike."""
     parameters = [(str(i), (n,)) for i, n in enumerate(counts)]
+    found: set[tuple[int, ...]] = set()
 
-    def ways(tried: Iterable[int | None]) -> set[tuple[int, ...]]:
-        out = set()
-        for size in tried:
-            for group in alone:
-                for alignment in (ALIGNMENT, 1):
-                    at, total = offsets(parameters, size=size, alone={str(i) for i in group}, alignment=alignment)
-                    if total == elements:
-                        out.add(tuple([at[str(i)] for i in range(len(counts))]))
-        return out
+    def look(size: int | None, group: Collection[int], alignment: int) -> int:
+        """Note where parameters lie with a bucket size, if they fill the buffer; the elements of its smallest full
+        bucket, 0 where there is none."""
+        apart = {str(i) for i in group}
+        made = buckets(parameters, size=size, alone=apart, alignment=alignment)
+        if sum(b.elements for b in made) == elements:
+            at, _ = offsets(parameters, size=size, alone=apart, alignment=alignment)
+            found.add(tuple([at[str(i)] for i in range(len(counts))]))
+        return min((b.elements for b in made if size is not None and b.elements >= size), default=0)
 
+    ways = [(group, alignment) for group in alone for alignment in (ALIGNMENT, 1)]
+    for size in sizes:
+        for way in ways:
+            look(size, *way)
+    if len(found) != 1:
+        found.clear()
+        for way in ways:
+            look(None, *way)
+            # Without gaps buckets move nothing. Else every bucket size is tried that makes other buckets than the last.
+            size = 0 if all(n % way[1] == 0 for n in counts) else 1
+            for _ in range(_MOST // max(1, len(counts))):
+                if not size or not (full := look(size, *way)):
+                    break
+                size = full + 1
+            else:
+                return (), True, 0
     _, expected = offsets(parameters, size=sizes[0] if sizes else None)
-    found = ways(sizes)
-    if len(found) != 1 and all(n % ALIGNMENT == 0 for n in counts):
-        found = ways((None,))  # there are no gaps, so that buckets move nothing
-    elif len(found) != 1:
-        most = min(sum(counts), _MOST)
-        found = ways({None, *range(SMALLEST_BUCKET, most + PER_RANK, PER_RANK)} if most > SMALLEST_BUCKET else (None,))
     return (next(iter(found)) if len(found) == 1 else ()), len(found) > 1, expected
 
 
-_MOST = 1 << 31
-"""Elements of the largest bucket that is tried."""
+_MOST = 1 << 20
+"""Parameters that are laid out before it counts as unclear how they lie."""
