@@ -142,6 +142,8 @@ VARIANTS: dict[str, Tiny] = {
     "gemma": Tiny("gemma", {**_WIDE_HEADS, "num_key_value_heads": 1}),
     "gemma2": Tiny("gemma2", {**_WIDE_HEADS, "query_pre_attn_scalar": 24, "sliding_window": 16}),
     "gemma3_text": Tiny("gemma3_text", {**_WIDE_HEADS, "query_pre_attn_scalar": 24, "sliding_window": 16}),
+    "nemotron": Tiny("nemotron", _WIDE_HEADS),
+    "nemotron_tied": Tiny("nemotron", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "phi3": Tiny("phi3", {"original_max_position_embeddings": 128}),
     "gpt_neox": Tiny("gpt_neox", {k: v for k, v in _PLAIN.items() if k != "num_key_value_heads"}, alone=True),
     "gpt2": Tiny("gpt2", _GPT2, alone=True),

@@ -67,6 +67,12 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
         {"mlp_layer_types": None, "first_k_dense_replace": 1, "num_hidden_layers": 3},
         {"attention_bias": True, "index_n_heads": 3},
     ],
+    "nemotron": [
+        {"tie_word_embeddings": True},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"head_dim": None},
+    ],
     "glm4_moe": [
         {"use_qk_norm": False},
         {"attention_bias": False, "first_k_dense_replace": 0},

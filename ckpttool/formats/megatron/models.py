@@ -81,6 +81,8 @@ class Kind:
     eps: ClassVar = "rms_norm_eps"
     act: ClassVar = "silu"
     acts: ClassVar[tuple[str, ...]] = ("silu",)
+    defaults: ClassVar[dict[str, Any]] = {}
+    """What transformers takes for fields that config.json lacks, where other kinds take something else."""
     mlp: ClassVar[dict[str, bool]] = {"swiglu": True, "squared_relu": False, "quick_geglu": False}
     """The arguments that choose the activation."""
 
@@ -127,6 +129,7 @@ class Kind:
 
     def args(self, c: Fields) -> dict[str, Any]:
         """The model's arguments, without those of the mesh and the vocabulary's padding."""
+        c = Fields({"rms_norm_eps": 1e-6, **self.defaults, **c.values}, c.called)
         hidden, heads, layers = c.size("hidden_size"), c.size("num_attention_heads"), c.size("num_hidden_layers")
         groups = heads if self.latent else c.whole("num_key_value_heads", least=1) or heads
         act = c.text("hidden_act") or c.text("hidden_activation") or self.act
@@ -288,6 +291,7 @@ class Phi3(Kind):
 
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
     partial = True
 
     def own_args(self, c: Fields, layers: int) -> dict[str, Any]:
@@ -314,6 +318,7 @@ class Qwen3(Kind):
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
+    defaults: ClassVar = {"head_dim": 128}
 
     def own_config(self, a: Fields, layers: int) -> dict[str, Any]:
         refuse_biases(a, self.model_type)
@@ -565,6 +570,7 @@ class Mixtral(Kind):
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "num_experts_per_tok": 2}
     translates = frozenset({"window_size"})
 
     def own_config(self, a: Fields, layers: int) -> dict[str, Any]:
@@ -589,6 +595,7 @@ class Qwen3Moe(Qwen3):
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
+    defaults: ClassVar = {"num_experts_per_tok": 8, "num_key_value_heads": 4}
 
     def own_config(self, a: Fields, layers: int) -> dict[str, Any]:
         check_router(a, function="softmax", before=None)
@@ -623,6 +630,7 @@ class Qwen2Moe(Qwen3Moe):
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
+    defaults: ClassVar = {"num_experts_per_tok": 4, "num_key_value_heads": 16}
     translates = frozenset({"moe_shared_expert_gate", "moe_shared_expert_intermediate_size"})
 
     def own_config(self, a: Fields, layers: int) -> dict[str, Any]:
@@ -797,6 +805,7 @@ class DeepseekV3(Latent):
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
+    defaults: ClassVar = {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
 
     def own_config(self, a: Fields, layers: int) -> dict[str, Any]:
         check_sigmoid(a)
@@ -813,6 +822,7 @@ class Glm4Moe(Kind):
 
     model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_key_value_heads": 8}
     translates = _ROUTED
     partial = True
     share = 0.5
@@ -833,6 +843,11 @@ class GptOss(Kind):
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
+    defaults: ClassVar = {
+        "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 4096},
+    }  # fmt: skip
     translates = frozenset({
         "activation_func_clamp_value", "glu_linear_offset", "quick_geglu", "softmax_type", "window_attn_skip_freq",
         "window_size",

@@ -116,7 +116,7 @@ def rope_args(config: Fields, *, latent: bool = False, default_share: float = 1.
     """
     new, old = config.inner("rope_parameters"), config.inner("rope_scaling")
     scaling = new if new.values else old
-    theta = next((t for c in (new, config) for n in ("rope_theta", "rotary_emb_base") if (t := c.number(n))), 10_000.0)
+    theta = next((t for f in (new, config) for n in ("rope_theta", "rotary_emb_base") if (t := f.number(n))), 10_000.0)
     names = ("partial_rotary_factor", "rotary_pct")
     share = next((s for c in (new, config) for n in names if (s := c.number(n)) is not None), default_share)
     kind = scaling.text("rope_type") or scaling.text("type") or "default"
