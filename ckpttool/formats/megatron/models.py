@@ -844,7 +844,8 @@ class GptOss(Kind):
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
     defaults: ClassVar = {
-        "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64,
+        "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "num_experts_per_tok": 4, "num_key_value_heads": 8,
+        "head_dim": 64,
         "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                          "original_max_position_embeddings": 4096},
     }  # fmt: skip

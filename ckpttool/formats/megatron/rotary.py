@@ -54,6 +54,9 @@ def _scaling(args: Fields) -> dict[str, Any]:
     if args.text("position_embedding_type") == "yarn":
         if stretch not in (None, 1.0):
             raise args.no("rotary_seq_len_interpolation_factor", "it cannot be had together with YaRN")
+        for name in ("rotary_scaling_factor", "yarn_original_max_position_embeddings"):
+            if name not in args.values:  # None is Megatron's default; what is put into its config by hand is nowhere
+                raise args.missing(name)
         first = args.whole("yarn_original_max_position_embeddings", least=1)
         return _yarn(args, args.number("rotary_scaling_factor"), first or 4096, "yarn_")
     if args.flag("use_rope_scaling"):
