@@ -772,6 +772,7 @@ class Latent(Kind):
             "qk_head_dim": c.size("qk_nope_head_dim"),
             "qk_pos_emb_head_dim": c.size("qk_rope_head_dim"),
             "v_head_dim": c.size("v_head_dim"),
+            "kv_channels": c.size("v_head_dim"),
         }
 
 
