@@ -1,0 +1,293 @@
+"""NeMo's checkpoints and Megatron Bridge's: where Megatron Core's files lie in them, and what says the model's sizes.
+
+    NeMo 2      NAME--val_loss=1.20-step=99-last/weights/           torch_dist, without arguments of Megatron
+                NAME--val_loss=1.20-step=99-last/context/model.yaml   the model's configuration, defaults included
+    NeMo 1      llama.nemo                        a tar, which is read in place, or a directory with the same files
+                  model_config.yaml
+                  model_weights/                  torch_dist or zarr
+                  model_weights.ckpt              or a file of torch.save for each rank:
+                  mp_rank_TT/, tp_rank_TT_pp_rank_PPP/model_weights.ckpt
+    Bridge      iter_0001000/run_config.yaml      beside torch_dist
+
+Source: nemo/lightning/io/pl.py, ckpt_utils.py, io/mixin.py, pytorch/callbacks/model_checkpoint.py and
+nemo/collections/nlp/parts/nlp_overrides.py of NeMo 2.5; megatron/bridge/training/checkpointing.py of Megatron Bridge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpttool.containers.pickle import printable
+from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
+from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.place import Place
+from ckpttool.storage.tar import TarPlace
+from ckpttool.storage.yaml_file import load_yaml
+from ckpttool.words import some
+
+SUFFIX = ".nemo"
+WEIGHTS = "weights"
+"""Directory of NeMo 2."""
+MODEL_WEIGHTS = "model_weights"
+RANK_FILE = "model_weights.ckpt"
+_CONFIG, _CONTEXT, _MODEL, _RUN = "model_config.yaml", "context", "model.yaml", "run_config.yaml"
+_RUNS = "checkpoints"
+_RANK = re.compile(r"mp_rank_(\d{2,9})|tp_rank_(\d{2,9})_pp_rank_(\d{3,9})")
+_STEP = re.compile(r"(?:\A|-)(?:global_)?step=(\d{1,18})(?=-|\Z)")
+_LAST, _UNFINISHED = "-last", "-unfinished"
+_MOST = 1000
+"""Directories that are looked at."""
+
+
+class Found(NamedTuple):
+    """A save of NeMo."""
+
+    listing: Listing
+    """Of the directory with the files that Megatron Core, or each rank, wrote."""
+    beside: Listing
+    """Of the directory in which config.json and other small files lie."""
+    notes: list[str]
+
+
+def find(listing: Listing) -> Found | None:
+    """The save of NeMo at a source: a .nemo, a directory of one, or the run that has several; None where there is none.
+
+    Raises ConflictError where it is unclear which save is meant, and what listing a tar raises.
+    """
+    if listing.single:
+        if not listing.single.endswith(SUFFIX):
+            return None
+        path = listing.path(listing.single)
+        if not isinstance(path, Path):
+            raise UnsupportedError("a .nemo is read from this machine only", where=str(path), hint="fetch it first")
+        inner = list_source(TarPlace(path))
+        found = _directory(inner)
+        if found is None:
+            raise IncompleteError(
+                f"the tar holds no {MODEL_WEIGHTS} and no {RANK_FILE}",
+                where=str(path),
+                hint=f"it holds: {some([*inner.names, *(f'{n}/' for n in inner.folders())], 6) or 'nothing'}",
+            )
+        return found._replace(beside=listing) if "config.json" in listing.names else found
+    return _directory(listing) or _run(listing)
+
+
+def ranks(listing: Listing) -> dict[str, tuple[int, ...]]:
+    """The directories of ranks in a save of NeMo 1 -> (tp,) or (tp, pp); "" is the save itself, of one rank."""
+    if RANK_FILE in listing.names:
+        return {"": (0,)}
+    held = {n: m for n in listing.folders() if (m := _RANK.fullmatch(n)) and RANK_FILE in listing.inside(n).names}
+    return {n: tuple([int(g) for g in m.groups() if g is not None]) for n, m in held.items()}
+
+
+def _directory(listing: Listing) -> Found | None:
+    """The save in one directory."""
+    folders = listing.folders()
+    if WEIGHTS in folders and _has_files(inner := listing.inside(WEIGHTS)):
+        return Found(inner, listing, [])
+    if listing.root.name == WEIGHTS and _has_files(listing) and _of_nemo2(listing):
+        return Found(listing, list_source(listing.root.parent), [])
+    if MODEL_WEIGHTS in folders and _has_files(inner := listing.inside(MODEL_WEIGHTS)):
+        return Found(inner, listing, [])
+    if listing.root.name == MODEL_WEIGHTS and _has_files(listing):
+        above = list_source(listing.root.parent)
+        return Found(listing, above if _CONFIG in above.names else listing, [])
+    if ranks(listing):
+        return Found(listing, listing, [])
+    return None
+
+
+def _has_files(listing: Listing) -> bool:
+    """Whether Megatron Core's dist_checkpointing wrote here."""
+    return "common.pt" in listing.names and ("metadata.json" in listing.names or ".metadata" in listing.names)
+
+
+def _of_nemo2(listing: Listing) -> bool:
+    return (listing.root.parent / _CONTEXT / _MODEL).is_file()
+
+
+def _run(listing: Listing) -> Found | None:
+    """The save of a run that is the last one."""
+    if _RUNS in listing.folders() and (found := _run(listing.inside(_RUNS))):
+        return found
+    held = {
+        n: s for n in listing.folders()[:_MOST] if (_STEP.search(n) or n.endswith(_LAST)) and (s := _inside(listing, n))
+    }
+    held = {n: s for n, s in held.items() if n + _UNFINISHED not in listing.names}
+    if not held:
+        return None
+    last = [n for n in held if n.endswith(_LAST)] or list(held)
+    steps = {n: int(m[1]) if (m := _STEP.search(n)) else -1 for n in last}
+    chosen = max(last, key=lambda n: steps[n])
+    if sum(s == steps[chosen] for s in steps.values()) > 1:
+        raise ConflictError(
+            f"there are {len(held)} saves here, and it is unclear which one to read",
+            where=str(listing.root),
+            hint=f"give the directory of one: {some(list(held))}",
+        )
+    why = "the only save here" if len(held) == 1 else f"the last of {len(held)} saves"
+    found = held[chosen]
+    return found._replace(notes=[f"{printable(chosen, 120)} is read: {why}", *found.notes])
+
+
+def _inside(listing: Listing, name: str) -> Found | None:
+    inner = listing.inside(name)
+    return _directory(inner) or (Found(inner, inner, []) if _has_files(inner) else None)
+
+
+# -- the model's configuration
+
+
+def arguments(listing: Listing) -> tuple[dict[str, Any], str]:
+    """Megatron's arguments as NeMo or Bridge wrote them beside the files in ``listing``, and where; ({}, "") where
+    they did not, or where they describe no language model.
+
+    Raises CorruptError for a file that cannot be read, UnsupportedError for a model that Megatron's arguments do not
+    describe.
+    """
+    here, above = listing.root, listing.root.parent
+    for place, take in (
+        (here / _RUN, _of_bridge),
+        (above / _CONTEXT / _MODEL, _of_context),
+        (here / _CONFIG, _of_model_config),
+        (above / _CONFIG, _of_model_config),
+    ):
+        if _is_own(place):
+            args = take(load_yaml(place), str(place))
+            return args, str(place) if args else ""
+    return {}, ""
+
+
+def _is_own(place: Place) -> bool:
+    """Whether a file is there, and no link out of its directory."""
+    return place.is_file() and place.name in list_source(place.parent).names
+
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "rotary_percentage": "rotary_percent",
+    "bias": "add_bias_linear",
+    "qkv_bias": "add_qkv_bias",
+    "rope_scaling": "use_rope_scaling",
+}
+"""Fields of TransformerConfig, and of NeMo 1 -> arguments of Megatron-LM."""
+_GATED = {"silu": "swiglu", "quick_gelu": "quick_geglu"}
+_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
+"""Of Llama 3.1 in NeMo: what Megatron-LM assumes."""
+_ACTIVATIONS = {"swiglu": "silu", "fast-swiglu": "silu", "squared-relu": "squared_relu", "openai-gelu": "gelu"}
+"""NeMo 1's words."""
+
+
+def _of_bridge(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    model = data.get("model")
+    if not isinstance(model, dict):
+        return {}
+    inner = model.get("transformer")
+    return _of_transformer({**(inner if isinstance(inner, dict) else {}), **model}, where)
+
+
+def _of_context(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    config = data.get("config")
+    return _of_transformer(config, where) if isinstance(config, dict) else {}
+
+
+def _of_model_config(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """NeMo 1: what MegatronGPTModel makes of its configuration."""
+    config = {k: _resolved(v, data) for k, v in data.items()}
+    said = config.get("activation", "gelu")
+    activation = said if isinstance(said, str) else ""
+    normalization = str(config.get("normalization", "layernorm")).lower()
+    defaults = {
+        "bias": True,
+        "share_embeddings_and_output_weights": True,
+        "position_embedding_type": "learned_absolute",
+    }
+    defaults |= {"max_position_embeddings": config.get("encoder_seq_length")}
+    more = config.get("mcore_customization_config")
+    return _of_transformer(
+        {
+            **defaults,
+            **config,
+            "gated_linear_unit": activation.endswith("glu"),
+            "activation_func": _ACTIVATIONS.get(activation, activation),
+            "normalization": "RMSNorm" if normalization == "rmsnorm" else "LayerNorm",
+            "layernorm_zero_centered_gamma": normalization == "layernorm1p"
+            or bool(config.get("layernorm_zero_centered_gamma")),
+            **(more if isinstance(more, dict) else {}),
+        },
+        where,
+    )
+
+
+def _resolved(value: Any, data: Mapping[str, Any]) -> Any:
+    """OmegaConf keeps references to other fields: ``${.encoder_seq_length}``; None for other expressions."""
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    m = re.fullmatch(r"\$\{\.?(?:model\.)?(\w+)\}", value)
+    found = data.get(m[1]) if m else None
+    return None if isinstance(found, str) and "${" in found else found
+
+
+def _of_transformer(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of Megatron Core's TransformerConfig and GPTModel."""
+    if any(type(config.get(k)) is not int for k in _NEEDED):
+        return {}
+    args = {_RENAMED.get(k, k): v for k, v in config.items() if _is_plain(v)}
+    args |= {"num_experts": args.get("num_experts"), "untie_embeddings_and_output_weights": _is_untied(config)}
+    heads = args["num_attention_heads"]
+    args["num_query_groups"] = args.get("num_query_groups") or heads
+    args["group_query_attention"] = args["num_query_groups"] != heads
+    args["kv_channels"] = args.get("kv_channels") or args["hidden_size"] // max(heads, 1)
+    args["ffn_hidden_size"] = args.get("ffn_hidden_size") or 4 * args["hidden_size"]
+    args["max_position_embeddings"] = args.get("max_position_embeddings") or args.get("seq_length")
+    if isinstance(epsilon := args.get("norm_epsilon"), str):  # YAML takes 1e-5 for a word
+        args["norm_epsilon"] = float(epsilon) if re.fullmatch(r"[\d.]+e-?\d{1,3}", epsilon) else None
+    _add_activation(args, config, where)
+    _add_scaling(args, config, where)
+    return args
+
+
+def _is_untied(config: Mapping[str, Any]) -> bool:
+    return config.get("share_embeddings_and_output_weights") is False
+
+
+def _is_plain(value: Any) -> bool:
+    items: Sequence[Any] = value if isinstance(value, list) else [value]
+    return all(type(v) in (int, float, str, bool, type(None)) for v in items)
+
+
+def _add_activation(args: dict[str, Any], config: Mapping[str, Any], where: str) -> None:
+    said = config.get("activation_func")
+    name = said.get("_target_") if isinstance(said, dict) else said
+    name = name.rpartition(".")[2] if isinstance(name, str) else "gelu"
+    args |= dict.fromkeys((*_GATED.values(), "squared_relu"), False)
+    if config.get("gated_linear_unit"):
+        if name not in _GATED:
+            raise UnsupportedError(
+                f"the activation of this model is a gated {printable(name, 40)}, which none of the models known has",
+                where=where,
+                hint="put the model's config.json beside the save",
+            )
+        args[_GATED[name]] = True
+    elif name == "squared_relu":
+        args[name] = True
+
+
+def _add_scaling(args: dict[str, Any], config: Mapping[str, Any], where: str) -> None:
+    """Llama 3.1: NeMo says four numbers, Megatron-LM one."""
+    if "scale_factor" not in config or "low_freq_factor" not in config:
+        return
+    if other := [k for k, v in _SCALING.items() if config.get(k) != v]:
+        raise UnsupportedError(
+            f"the rotary embedding is scaled with {other[0]} {config.get(other[0])!s:.20}, which no argument of"
+            " Megatron-LM says",
+            where=where,
+            hint="put the model's config.json beside the save",
+        )
+    args |= {"use_rope_scaling": True, "rope_scaling_factor": config["scale_factor"]}
