@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Self
 
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import SCHEMES, DataFile, OpenFile, open_file, readable
+from ckpttool.storage.place import SCHEMES, DataFile, OpenFile, Place, open_file, readable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,6 +115,15 @@ class TarEntry(NamedTuple):
         return self.place.is_dir()
 
 
+def is_tar(place: Place) -> bool:
+    """Whether a file of this machine begins as one. Raises OSError."""
+    if not isinstance(place, Path):
+        return False
+    with open_file(place) as file:
+        head = file.pread(BLOCK, 0)
+    return len(head) == BLOCK and any(head) and _checksum(head) == _octal(head[148:156])
+
+
 def parse(text: str) -> TarPlace:
     """The place that the text of one names."""
     text = text.removeprefix(f"{SCHEME}:")
@@ -151,6 +160,17 @@ class _Stream(RawIOBase):
 
     def readable(self) -> bool:
         return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.info.size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader gives
         data = self._file.pread(len(buffer), self._at)

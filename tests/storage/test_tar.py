@@ -44,6 +44,7 @@ def test_members_are_found_where_they_lie(form: int, tmp_path: Path) -> None:
             assert (file.info.size, file.pread(5000, 0), file.pread(3, 2)) == (len(data), data, data[2:5])
         with place.open("rb") as f:
             assert f.read() == data
+            assert (f.seek(-3, 2) if data else 0, f.read()) == (max(0, len(data) - 3), data[-3:])
     with tarfile.open(path) as tar:
         assert [(root / m.name.removeprefix("./")).span()[0] for m in tar if m.isfile()] == [
             m.offset_data for m in tar if m.isfile()

@@ -19,7 +19,7 @@ from ckpttool.containers.plain import Numbers
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.megatron import run
+from ckpttool.formats.megatron import dist_zarr, nemo, run
 from ckpttool.formats.megatron.args import model_config, plain_args
 from ckpttool.formats.megatron.dist_names import VOCABULARY, Builder, Held, natural_order, part_of
 from ckpttool.formats.megatron.dist_optimizer import State, is_optimizers, state_of, unflattened
@@ -81,6 +81,8 @@ class _Reading:
         self.args = plain_args(self.common.pop("args", None))
         self.original: dict[str, tuple[int, ...]] = {}
         """What the metadata says of the shapes of states that are saved in runs."""
+        self.arrays: dict[str, Held] = {}
+        """Tensors that are files of zarr."""
         self.notes: list[str] = [*save.notes]
         self.refused: dict[str, CkptError] = {}
 
@@ -105,9 +107,11 @@ class _Reading:
         return out, left
 
     def read(self) -> base.StoredCheckpoint:
+        sorted_ = self._sorted(self._entries())
+        if not self.args:
+            self.args = self._other_arguments(sorted_.model)
         config, notes = model_config(self.save.beside, self.args)
         self.notes += notes
-        sorted_ = self._sorted(self._entries())
         held = self._held({**sorted_.model, **{f: t for f, (_, t) in sorted_.states.items()}})
         layers = config.get("num_hidden_layers") or self.args.get("num_layers") or 0
         layers = layers if type(layers) is int else 0
@@ -133,10 +137,26 @@ class _Reading:
         catalog = Catalog(self.files, builder.tensors(natural_order(builder.keys)))
         return self._stored(config, catalog, self._training(catalog))
 
+    def _other_arguments(self, model: Mapping[str, Described]) -> dict[str, Any]:
+        """Those of a save by NeMo or Bridge, which lie beside it; {} where nothing says any."""
+        try:
+            args, where = nemo.arguments(self.save.listing)
+        except UnsupportedError:
+            if self.save.beside.json("config.json"):
+                return {}
+            raise
+        if args:
+            self.notes.append(f"sizes of the model are those of {where}")
+            args.setdefault("padded_vocab_size", _rows(model))
+        return args
+
     def _entries(self) -> list[Entry]:
         path = self.save.listing.path(METADATA)
         if METADATA not in self.save.listing.names:
             said = self.save.listing.json(BACKEND).get("sharded_backend")
+            if said == dist_zarr.BACKEND:
+                self.arrays = dist_zarr.read_arrays(self.save.listing, self.files)
+                return [Entry(k, (k,), Described(h.dtype, h.shape, ())) for k, h in self.arrays.items()]
             if isinstance(said, str) and said != _BACKEND:
                 raise UnsupportedError(
                     f"the tensors are stored by the backend {printable(said)}",
@@ -182,7 +202,7 @@ class _Reading:
 
     def _held(self, described: Mapping[str, Described]) -> dict[str, Held]:
         """The tensors, of which the head of each chunk is read, file by file."""
-        out = {f: Held(t.dtype, t.shape, []) for f, t in described.items()}
+        out = {f: self.arrays.get(f) or Held(t.dtype, t.shape, []) for f, t in described.items()}
         todo = sorted((c.span, f, j) for f, t in described.items() for j, c in enumerate(t.chunks) if c.box.volume)
         for number, group in groupby(todo, key=lambda item: item[0][0]):
             with opened(self.files[number].place) as file:
@@ -195,7 +215,7 @@ class _Reading:
 
     def _vocabulary(self, config: Mapping[str, Any], model: Mapping[str, Described]) -> int:
         """Rows of tokens; 0 where nobody says them. Raises ConflictError where there are fewer rows."""
-        rows = next((t.shape[0] for f, t in model.items() if f in VOCABULARY and t.shape), 0)
+        rows = _rows(model)
         said = config.get("vocab_size")
         if type(said) is not int or said < 1:
             return 0
@@ -256,10 +276,15 @@ class _Reading:
             notes=[*self.notes, *notes],
             native=self.args,
             training=training,
-            indexes=(listing.path(METADATA),),
+            indexes=(listing.path(METADATA),) if METADATA in listing.names else (),
             version=target if target in TARGETS else "",
             refused=self.refused,
         )
+
+
+def _rows(model: Mapping[str, Described]) -> int:
+    """Of the vocabulary, padding included; 0 where there is none."""
+    return next((t.shape[0] for f, t in model.items() if canonical(f) in VOCABULARY and t.shape), 0)
 
 
 class _Sorted(NamedTuple):

@@ -6,6 +6,8 @@ run/iter_0001000/metadata.json           which backend wrote the rest: {"sharded
 run/iter_0001000/.metadata               which box of which tensor lies where
 run/iter_0001000/__0_0.distcp            chunks
 
+Those of NeMo lie in directories of its own, or in a tar (``nemo``).
+
 Megatron FSDP (``--ckpt-format fsdp_dtensor``) and ``torch_dcp`` leave common.pt and metadata.json out: all of it is in
 the chunks. Source: megatron/core/dist_checkpointing/serialization.py and megatron/training/checkpointing.py.
 """
@@ -14,8 +16,8 @@ from __future__ import annotations
 
 import re
 
-from ckpttool.errors import UsageError
-from ckpttool.formats.megatron import run
+from ckpttool.errors import CkptError, UsageError
+from ckpttool.formats.megatron import nemo, run
 from ckpttool.formats.torch import METADATA
 from ckpttool.storage.listing import Listing, list_source
 
@@ -37,17 +39,24 @@ def is_save(listing: Listing) -> bool:
 
 def holds_save(listing: Listing) -> bool:
     """Whether a source is a save, a run with one, or a file of one."""
+    try:
+        if (found := nemo.find(listing)) is not None:
+            return is_save(found.listing)
+    except CkptError:
+        return True  # NeMo's, and reading says what is wrong with it
     if listing.single:
         own = listing.single in (METADATA, COMMON, BACKEND) or _CHUNKS.fullmatch(listing.single)
         return bool(own) and is_save(list_source(listing.root))
     if is_save(listing):
         return True
-    found = run.chosen(listing)
-    return is_save(found) if found else any(is_save(listing.inside(n)) for n in run.saves(listing))
+    chosen = run.chosen(listing)
+    return is_save(chosen) if chosen else any(is_save(listing.inside(n)) for n in run.saves(listing))
 
 
 def find(listing: Listing) -> run.Save:
     """The save at a source. Raises UsageError for one file of several, IncompleteError where there is none."""
+    if (found := nemo.find(listing)) is not None and is_save(found.listing):
+        return run.Save(*found)
     if listing.single:
         raise UsageError(
             "this is one of the files of a checkpoint",

@@ -12,7 +12,6 @@ version 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import product
 from math import ceil, prod
 from typing import Any, NoReturn
@@ -45,18 +44,14 @@ _MOST_CHUNKS = 1 << 22
 _MOST_AXES = 32
 
 
-def keys(listing: Listing) -> list[str]:
-    """Those of tensors."""
-    return [n for n in listing.folders() if ARRAY in listing.inside(n).names]
-
-
-def read_arrays(listing: Listing, keys: Iterable[str], files: list[DataFile]) -> dict[str, Held]:
-    """The tensors with these keys; their chunks are added to ``files``.
+def read_arrays(listing: Listing, files: list[DataFile]) -> dict[str, Held]:
+    """The tensors of a save by key; their chunks are added to ``files``.
 
     Raises IncompleteError for chunks that are missing or cut off, CorruptError for metadata that contradicts itself,
     UnsupportedError for compressed chunks, another version of zarr and other types.
     """
-    return {key: _Array(listing.inside(key), key).read(files) for key in keys}
+    found = [n for n in listing.folders() if ARRAY in listing.inside(n).names]
+    return {key: _Array(listing.inside(key), key).read(files) for key in found}
 
 
 class _Array:

@@ -101,7 +101,7 @@ def check(
     vocab = partial(_vocab_axis, checkpoint) if checkpoint is not None else None
     for finding in tensor_findings(named, config, complete=complete, vocab_axis=vocab):
         result.findings.append(Finding(*finding))
-    result.findings += code_findings(listing, {listing.path(f.name) for f in files if f.sound})
+    result.findings += code_findings(listing, {f.info.place for f in files if f.sound and f.info})
     padded = _padded(checkpoint) if checkpoint is not None else set()
     _check_manifest(listing, files, result, progress, workers, padded)
     if values and checkpoint is not None:
@@ -155,7 +155,8 @@ def _names(listing: Listing, stored: StoredCheckpoint | CkptError, rules: IndexR
 
 
 def _examine(listing: Listing, name: str, index: int, result: CheckResult, *, proven: bool) -> ExaminedFile:
-    path = listing.path(name)
+    said = parse_place(name)  # what lies in no directory of the source has all of its name: a file in a tar
+    path = listing.path(name) if isinstance(said, Path) else said
     try:
         if proven and content(path) != "safetensors":
             return ExaminedFile(name, DataFile.at(path), [], sound=True)

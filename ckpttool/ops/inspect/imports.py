@@ -12,6 +12,7 @@ from ckpttool.findings import DANGEROUS, INERT, REFUSED, Import, ImportsResult
 from ckpttool.ops.inspect.code import PICKLE_SUFFIXES, is_paddles
 from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import Place, parse_place, walk
+from ckpttool.storage.tar import TarPlace, is_tar
 
 _ZIP = b"PK\x03\x04"
 _HEADS = (_ZIP, *(bytes((0x80, protocol)) for protocol in range(2, 6)))
@@ -19,9 +20,11 @@ _HEADS = (_ZIP, *(bytes((0x80, protocol)) for protocol in range(2, 6)))
 
 
 def list_imports(src: str | Place) -> ImportsResult:
-    """Look at every pickle in a directory and below, or at one file. Raises UsageError when there is none such."""
+    """Look at every pickle in a directory and below, in a tar, or at one file. Raises UsageError for none."""
     path = parse_place(src)
     alone = path.is_file()
+    if alone and isinstance(path, Path) and is_tar(path):
+        path, alone = TarPlace(path), False
     root = path.parent if alone else list_source(path).root
     out = ImportsResult(path)
     for name in [path.name] if alone else sorted(walk(root)):
