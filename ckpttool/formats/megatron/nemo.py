@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.containers.pickle import printable
+from ckpttool.containers.pickle import Global, printable
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.place import Place
@@ -175,6 +175,7 @@ _RENAMED = {
     "bias": "add_bias_linear",
     "qkv_bias": "add_qkv_bias",
     "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
 }
 """Fields of TransformerConfig, and of NeMo 1 -> arguments of Megatron-LM."""
 _GATED = {"silu": "swiglu", "quick_gelu": "quick_geglu"}
@@ -239,7 +240,9 @@ def _of_transformer(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if any(type(config.get(k)) is not int for k in _NEEDED):
         return {}
     args = {_RENAMED.get(k, k): v for k, v in config.items() if _is_plain(v)}
-    args |= {"num_experts": args.get("num_experts"), "untie_embeddings_and_output_weights": _is_untied(config)}
+    args["num_experts"] = args.get("num_experts")
+    args["untie_embeddings_and_output_weights"] = config.get("share_embeddings_and_output_weights") is False
+    args["layernorm_zero_centered_gamma"] = args.get("apply_layernorm_1p")
     heads = args["num_attention_heads"]
     args["num_query_groups"] = args.get("num_query_groups") or heads
     args["group_query_attention"] = args["num_query_groups"] != heads
@@ -248,13 +251,11 @@ def _of_transformer(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     args["max_position_embeddings"] = args.get("max_position_embeddings") or args.get("seq_length")
     if isinstance(epsilon := args.get("norm_epsilon"), str):  # YAML takes 1e-5 for a word
         args["norm_epsilon"] = float(epsilon) if re.fullmatch(r"[\d.]+e-?\d{1,3}", epsilon) else None
+    if (dtype := _named(config.get("params_dtype"))) and dtype.startswith("torch."):
+        args["params_dtype"] = Global(*dtype.split(".", 1))
     _add_activation(args, config, where)
     _add_scaling(args, config, where)
     return args
-
-
-def _is_untied(config: Mapping[str, Any]) -> bool:
-    return config.get("share_embeddings_and_output_weights") is False
 
 
 def _is_plain(value: Any) -> bool:
@@ -262,10 +263,14 @@ def _is_plain(value: Any) -> bool:
     return all(type(v) in (int, float, str, bool, type(None)) for v in items)
 
 
+def _named(value: Any) -> str:
+    """The dotted name of an object of Python; "" for anything else."""
+    name = value.get("_target_") if isinstance(value, dict) else value
+    return name if isinstance(name, str) else ""
+
+
 def _add_activation(args: dict[str, Any], config: Mapping[str, Any], where: str) -> None:
-    said = config.get("activation_func")
-    name = said.get("_target_") if isinstance(said, dict) else said
-    name = name.rpartition(".")[2] if isinstance(name, str) else "gelu"
+    name = _named(config.get("activation_func")).rpartition(".")[2] or "gelu"
     args |= dict.fromkeys((*_GATED.values(), "squared_relu"), False)
     if config.get("gated_linear_unit"):
         if name not in _GATED:

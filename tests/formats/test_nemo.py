@@ -1,0 +1,277 @@
+"""Saves of NeMo 1 (.nemo), NeMo 2 and Megatron Bridge, and tensors in zarr, read as the run held them.
+
+``fixtures/megatron/nemo``: ``nemo2`` and ``bridge`` have what NeMo and Bridge write around the chunks of
+``fixtures/megatron/dist/llama_tp2``; ``zarr`` is the model of that save by the zarr backend of Megatron Core 0.9 and
+zarr 2.18, ``zarr_edge`` has arrays by zarr 2.18 whose chunks reach beyond them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpttool.checkpoint import Checkpoint, open_checkpoint
+from tests.formats.test_megatron_dist import assert_state, ranks
+from tests.helpers import tensorfile
+from tests.helpers.command import ckpttool, refused, reshard
+
+NEMO, DIST = Path("fixtures/megatron/nemo"), Path("fixtures/megatron/dist")
+LLAMA = DIST / "llama_tp2/iter_0000005"
+NAME = "llama--val_loss=1.20-step=4-consumed_samples=320.0-last"
+
+
+def model() -> tensorfile.Tensors:
+    return tensorfile.read(DIST / "llama_tp2.safetensors")
+
+
+def nemo2(root: Path, name: str = NAME) -> Path:
+    """A save of NeMo 2."""
+    save = root / name
+    shutil.copytree(NEMO / "nemo2", save)
+    for path in [*LLAMA.glob("*.distcp"), LLAMA / "metadata.json"]:
+        shutil.copy(path, save / "weights")
+    return save
+
+
+def bridge(root: Path) -> Path:
+    """A run of Megatron Bridge."""
+    shutil.copytree(LLAMA, root / "run/iter_0000005")
+    for path in (NEMO / "bridge").iterdir():
+        shutil.copy(path, root / "run/iter_0000005")
+    (root / "run/latest_checkpointed_iteration.txt").write_text("5")
+    return root / "run"
+
+
+def nemo1(root: Path, source: Path = NEMO / "zarr") -> Path:
+    """A .nemo as NeMo packs it."""
+    with tarfile.open(root / "llama.nemo", "w:") as tar:
+        tar.add(source, arcname=".")
+    return root / "llama.nemo"
+
+
+def said(source: Path | str) -> str:
+    done = ckpttool("inspect", source)
+    assert done.code == 0, done.err
+    return done.err + done.out
+
+
+def test_what_a_run_of_nemo2_held(tmp_path: Path) -> None:
+    """The groups of NeMo's optimizer are a list."""
+    found = ranks(nemo2(tmp_path), tmp_path / "out")
+    tensorfile.assert_same({k: t for k, t in found.items() if "/" not in k}, model())
+    assert_state(found, "llama_tp2")
+
+
+def test_what_a_run_of_bridge_held(tmp_path: Path) -> None:
+    run = bridge(tmp_path)
+    found = ranks(run, tmp_path / "out")
+    tensorfile.assert_same({k: t for k, t in found.items() if "/" not in k}, model())
+    assert_state(found, "llama_tp2")
+    assert f"sizes of the model are those of {run}/iter_0000005/run_config.yaml" in said(run)
+
+
+@pytest.mark.parametrize("given", ["save", "weights", "checkpoints", "run"])
+def test_the_save_of_nemo2_is_found(given: str, tmp_path: Path) -> None:
+    save = nemo2(tmp_path / "exp/checkpoints")
+    source = {"save": save, "weights": save / "weights", "checkpoints": save.parent, "run": tmp_path / "exp"}[given]
+    text = said(source)
+    assert "Llama, 2 layers, 30,048 parameters, BF16, with master weights and optimizer state" in text
+    assert (f"{NAME} is read: the only save here" in text) == (given in ("checkpoints", "run"))
+
+
+def test_the_last_save_of_nemo2_is_meant(tmp_path: Path) -> None:
+    old, new = "llama--val_loss=9.20-step=9-consumed_samples=1.0", "llama--val_loss=1.20-step=10-consumed_samples=1.0"
+    for name in (old, new):
+        nemo2(tmp_path, name)
+    assert f"{new} is read: the last of 2 saves" in said(tmp_path)
+    (tmp_path / f"{new}-unfinished").touch()
+    assert f"{old} is read: the only save here" in said(tmp_path)
+    nemo2(tmp_path, old + "-last")
+    assert f"{old}-last is read: the last of 2 saves" in said(tmp_path)
+    nemo2(tmp_path, "another-step=9-last")
+    assert "it is unclear which one to read" in refused(tmp_path, tmp_path / "out")
+
+
+def of_nemo2(tmp_path: Path, **changed: object) -> Path:
+    """A save of NeMo 2 with other lines in model.yaml."""
+    save = nemo2(tmp_path)
+    path = save / "context/model.yaml"
+    lines = path.read_text().splitlines()
+    config = lines.index("config:")
+    for name, value in changed.items():
+        at = next((i for i, line in enumerate(lines) if i > config and line.startswith(f"  {name}:")), None)
+        if at is not None:
+            del lines[at]
+        lines.insert(config + 1, f"  {name}: {json.dumps(value)}")
+    path.write_text("\n".join(lines))
+    return save
+
+
+def config_of(source: Path) -> dict[str, object]:
+    opened: Checkpoint = open_checkpoint(source)
+    return dict(opened.config)
+
+
+def test_the_configuration_of_nemo2(tmp_path: Path) -> None:
+    scaled = {"scale_factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192}
+    config = config_of(of_nemo2(tmp_path, rotary_base=500000, layernorm_epsilon=1e-6, **scaled))
+    assert config["model_type"] == "llama"
+    assert (config["vocab_size"], config["head_dim"], config["num_key_value_heads"]) == (131, 8, 2)
+    assert (config["rope_theta"], config["rms_norm_eps"], config["tie_word_embeddings"]) == (500000.0, 1e-6, False)
+    assert config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"activation_func": {"_target_": "torch._C._nn.gelu"}}, "a gated gelu"),
+        ({"scale_factor": 8.0, "low_freq_factor": 2.0}, "low_freq_factor 2.0"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(changed: dict[str, object], words: str, tmp_path: Path) -> None:
+    save = of_nemo2(tmp_path, **changed)
+    assert words in refused(save, tmp_path / "out", "--to", "hf")
+    (tmp_path / "whole").mkdir()
+    config = config_of(nemo2(tmp_path / "whole"))
+    (save / "config.json").write_text(json.dumps(config))  # says it all
+    reshard(save, tmp_path / "out", "--to", "hf", "--only", "model")
+    tensorfile.assert_same(tensorfile.read_all(tmp_path / "out"), model())
+
+
+def test_what_is_no_language_model_keeps_its_names(tmp_path: Path) -> None:
+    save = nemo2(tmp_path)
+    (save / "context/model.yaml").write_text("_target_: nemo.collections.asr.models.Model\nconfig: {layers: 3}\n")
+    reshard(save, tmp_path / "out", "--to", "hf", "--only", "model")
+    assert "decoder.layers.0.self_attention.linear_qkv.weight" in tensorfile.read_all(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [", "is not valid YAML"),
+        ("- 1", "is not a YAML mapping"),
+        ("[" * 600, "it is nested too deep"),
+        ("a: &a {b: 1}\nc: {<<: *a}", "merge keys"),
+        ("a: " + "x" * (1 << 20), "this is no configuration"),
+    ],
+)
+def test_a_broken_configuration_is_one_error(text: str, words: str, tmp_path: Path) -> None:
+    save = nemo2(tmp_path)
+    (save / "context/model.yaml").write_text(text)
+    assert words in refused(save, tmp_path / "out")
+
+
+def test_objects_in_a_configuration_are_not_made(tmp_path: Path) -> None:
+    save = nemo2(tmp_path)
+    path = save / "context/model.yaml"
+    path.write_text(path.read_text() + "evil: !!python/object/apply:os.mkdir [evil]\nother: !Thing {a: 1}\n")
+    assert "Llama" in said(save)
+    assert not Path("evil").exists()
+
+
+def test_a_link_out_of_the_context_is_not_followed(tmp_path: Path) -> None:
+    save = nemo2(tmp_path)
+    (save / "context/model.yaml").rename(tmp_path / "model.yaml")
+    (save / "context/model.yaml").symlink_to(tmp_path / "model.yaml")
+    assert "sizes of the model" not in said(save)
+
+
+# -- NeMo 1, and zarr
+
+
+def test_a_nemo_is_read_in_place(tmp_path: Path) -> None:
+    """The configuration does not say how many tokens there are, so that all rows of the vocabulary are kept."""
+    source = nemo1(tmp_path)
+    reshard(source, tmp_path / "out", "--to", "hf", "--verify")
+    found = tensorfile.read_all(tmp_path / "out")
+    for name, raw in model().items():
+        rows = raw.bits.shape[0]
+        assert found[name].bits.shape == ((160, 32) if rows == 131 else raw.bits.shape)
+        assert (found[name].bits[:rows] == raw.bits).all()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["llama.nemo", "out"]
+    done = ckpttool("inspect", source, "--check")
+    assert (done.code, "0 errors, 0 warnings" in done.out) == (0, True)
+
+
+def test_config_json_beside_a_nemo(tmp_path: Path) -> None:
+    source = nemo1(tmp_path)
+    config = {**config_of(source), "vocab_size": 131}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    reshard(source, tmp_path / "out", "--to", "hf")
+    tensorfile.assert_same(tensorfile.read_all(tmp_path / "out"), model())
+
+
+@pytest.mark.parametrize("at", ["", "model_weights"])
+def test_an_unpacked_nemo(at: str, tmp_path: Path) -> None:
+    reshard(nemo1(tmp_path), tmp_path / "packed", "--to", "hf")
+    reshard(NEMO / "zarr" / at, tmp_path / "out", "--to", "hf")
+    tensorfile.assert_same(tensorfile.read_all(tmp_path / "out"), tensorfile.read_all(tmp_path / "packed"))
+
+
+def test_a_nemo_of_torch_dist(tmp_path: Path) -> None:
+    inside = tmp_path / "in"
+    inside.mkdir()
+    shutil.copytree(nemo2(tmp_path) / "weights", inside / "model_weights")
+    shutil.copy(NEMO / "zarr/model_config.yaml", inside)
+    found = ranks(nemo1(tmp_path, inside), tmp_path / "out")
+    assert {k for k in found if "/" not in k} == model().keys()
+
+
+def test_chunks_that_reach_beyond_the_tensor(tmp_path: Path) -> None:
+    reshard(NEMO / "zarr_edge", tmp_path / "out", "--to", "hf")
+    found = tensorfile.read_all(tmp_path / "out")
+    wide = (np.arange(35, dtype="<f4").view("<u4") >> 16).astype("<u2").reshape(5, 7)
+    wanted = {
+        "a.weight": tensorfile.Raw("BF16", wide),
+        "b": tensorfile.Raw("I64", np.array(3, "<u8")),
+        "c.weight": tensorfile.Raw("F16", (np.arange(10.0) / 3).astype("<f2").view("<u2")),
+        "d.weight": tensorfile.Raw("F32", np.arange(7, dtype="<f4").view("<u4")),
+        "e.weight": tensorfile.Raw("F32", np.arange(24, dtype="<f4").view("<u4").reshape(2, 3, 4)),
+    }
+    tensorfile.assert_same(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"compressor": {"id": "blosc", "cname": "lz4"}}, "`c.weight` is compressed (blosc)"),
+        ({"filters": [{"id": "delta"}]}, "goes through filters"),
+        ({"order": "F"}, "lies in the order F"),
+        ({"dtype": ">f4"}, "zarr's type >f4"),
+        ({"zarr_format": 3}, "version 3 of zarr"),
+        ({"dimension_separator": "/"}, "chunks in directories"),
+        ({"chunks": [0]}, "says the chunks [0]"),
+        ({"chunks": [4, 4]}, "says the shape [10] and chunks of [4, 4]"),
+        ({"shape": [-1]}, "says the shape [-1]"),
+        ({"shape": [1 << 40], "chunks": [1]}, "has 1,099,511,627,776 chunks"),
+        ({"chunks": [5]}, "has 8 bytes, not 10"),
+        ({"shape": [13]}, "1 of 4 chunks of `c.weight` are missing: 3"),
+    ],
+)
+def test_other_arrays_of_zarr_are_refused(changed: dict[str, object], words: str, tmp_path: Path) -> None:
+    source = tmp_path / "save"
+    shutil.copytree(NEMO / "zarr_edge", source)
+    path = source / "c.weight/.zarray"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    assert words in refused(source, tmp_path / "out", "--to", "hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_nemo_without_weights_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/model_config.yaml").write_text("a: 1")
+    source = nemo1(tmp_path, tmp_path / "in")
+    assert "the tar holds no model_weights" in refused(source, tmp_path / "out")
+    source.write_bytes(b"\x1f\x8b\x08" + bytes(1000))
+    assert "mkdir DIR && tar xf llama.nemo -C DIR" in refused(source, tmp_path / "out")
