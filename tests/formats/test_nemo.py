@@ -106,7 +106,8 @@ def of_nemo2(tmp_path: Path, **changed: object) -> Path:
     for name, value in changed.items():
         at = next((i for i, line in enumerate(lines) if i > config and line.startswith(f"  {name}:")), None)
         if at is not None:
-            del lines[at]
+            end = next(i for i in range(at + 1, len(lines)) if not lines[i].startswith("   "))
+            del lines[at:end]
         lines.insert(config + 1, f"  {name}: {json.dumps(value)}")
     path.write_text("\n".join(lines))
     return save
