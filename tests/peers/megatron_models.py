@@ -264,7 +264,6 @@ def arguments(c: Config, known: Told, transformer: Config, padded: int, **more: 
         "padded_vocab_size": padded,
         "num_experts": transformer.get("num_moe_experts"),
         "moe_layer_freq": transformer.get("moe_layer_freq", 1),
-        "transformer_impl": "local",
         "spec": None,
         "tokenizer_type": "NullTokenizer",
     }

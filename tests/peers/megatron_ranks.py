@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -49,6 +50,8 @@ class Case:
     adam: dict[str, Any] = field(default_factory=dict)
     """More fields of OptimizerConfig."""
     seed: int = 0
+    te: bool = False
+    """Of Transformer Engine's modules, and not of megatron-core's own."""
 
 
 class Trainer:
@@ -59,6 +62,9 @@ class Trainer:
     optimizer: Any
     schedule: Any
     args: Any
+    """What it saves."""
+    saved_args: Any = None
+    """What the loaded save has."""
     iteration: int
 
     def __init__(self, case: Case) -> None:
@@ -87,6 +93,9 @@ class Trainer:
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
             "deallocate_pipeline_outputs": False,
+            "sequence_parallel": case.te and case.tp > 1,  # experts are trained only so
+            "moe_grouped_gemm": case.te,
+            "layernorm_zero_centered_gamma": case.te and self.hf["model_type"] == "nemotron",
             **case.transformer,
         }
         with warnings.catch_warnings():
@@ -122,6 +131,8 @@ def _args(made: Trainer, fields: dict[str, Any]) -> Any:
         params_dtype=fields["params_dtype"],
         bf16=case.dtype == "bfloat16",
         fp16=False,
+        transformer_impl="transformer_engine" if case.te else "local",
+        sequence_parallel=fields["sequence_parallel"],
         use_distributed_optimizer=case.optimizer == "distributed",
         optimizer="adam",
         no_save_optim=None,
@@ -155,19 +166,21 @@ def _gpt(made: Trainer, stage: int) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     config, vp = made.config, stage if made.case.vp else None
-    options = {"normalization": config.normalization}
+    te = made.case.te
+    norm: dict[str, Any] = {} if te else {"normalization": config.normalization}
     if config.num_moe_experts:
-        spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp, **options)
-    else:
-        spec = specs.get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm, multi_latent_attention=made.told.mla, **options
+        spec = specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=te, normalization=config.normalization, vp_stage=vp
         )
+    else:
+        make = specs.get_gpt_layer_with_transformer_engine_spec if te else specs.get_gpt_layer_local_spec
+        spec = make(qk_layernorm=config.qk_layernorm, multi_latent_attention=made.told.mla, **norm)
     mtp = None
     if config.mtp_num_layers:
         layers = spec
         if config.num_moe_experts:
-            layers = specs.get_gpt_decoder_layer_specs(config, use_transformer_engine=False, **options)[-1]
-        mtp = specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=vp)
+            layers = specs.get_gpt_decoder_layer_specs(config, te, normalization=config.normalization)[-1]
+        mtp = specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=te, vp_stage=vp)
     return GPTModel(
         config,
         spec,
@@ -302,13 +315,16 @@ def load(made: Trainer, folder: str) -> None:
     state = _load_dist(made, place) if (place / "metadata.json").exists() else _load_legacy(made, place)
     made.iteration = state["iteration"]
     for i, model in enumerate(made.models):
-        model.load_state_dict(state[_chunk_key(made, i)], strict=True)
+        missing, unexpected = model.load_state_dict(state[_chunk_key(made, i)], strict=False)
+        wrong = [k for k in [*missing, *unexpected] if not k.endswith("_extra_state")]
+        if wrong:
+            raise ValueError(f"the model and the save differ in {wrong}")
     if made.optimizer is not None:
         made.optimizer.load_state_dict(state["optimizer"])
         if made.case.optimizer == "distributed" and not (place / "metadata.json").exists():
             made.optimizer.load_parameter_state(str(_legacy_place(made.case, place) / "distrib_optim.pt"))
         made.schedule.load_state_dict(state["opt_param_scheduler"])
-    made.saved_args = state.get("args")  # type: ignore[attr-defined]
+    made.saved_args = state.get("args")
 
 
 def _load_legacy(made: Trainer, place: Path) -> dict[str, Any]:
@@ -331,8 +347,6 @@ def _load_dist(made: Trainer, place: Path) -> dict[str, Any]:
     }
     strict = StrictHandling.RAISE_ALL
     if made.optimizer is not None:
-        for sub in _chained(made) if made.case.optimizer == "distributed" else ():
-            sub._init_optimizer_states_with_dummy_values()  # torch's Adam has none before its first step
         state["optimizer"] = made.optimizer.sharded_state_dict(state, is_loading=True, metadata=meta)
     elif "optimizer" in common:
         strict = StrictHandling.RAISE_UNEXPECTED  # what is asked for must be there; of what is not, see _unasked
@@ -362,7 +376,10 @@ def _unasked(made: Trainer, place: Path, meta: Mapping[str, Any]) -> None:
 
 
 def logits(made: Trainer, tokens: list[list[int]]) -> torch.Tensor | None:
-    """[batch, sequence, vocabulary without its padding], on rank 0; through all stages in their order."""
+    """[batch, sequence, vocabulary without its padding], on rank 0; through all stages in their order.
+
+    With Transformer Engine's modules the length of a row has to divide by ``tp``.
+    """
     from megatron.core import parallel_state as ps
     from megatron.core import tensor_parallel
 
@@ -370,7 +387,8 @@ def logits(made: Trainer, tokens: list[list[int]]) -> torch.Tensor | None:
     positions = torch.arange(ids.shape[1])[None].expand_as(ids)
     future = torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril() < 0.5
     here, stages = ps.get_pipeline_model_parallel_rank(), made.case.pp
-    hidden = torch.empty(ids.shape[1], ids.shape[0], made.config.hidden_size, dtype=made.config.params_dtype)
+    length = ids.shape[1] // (made.case.tp if made.config.sequence_parallel else 1)
+    hidden = torch.empty(length, ids.shape[0], made.config.hidden_size, dtype=made.config.params_dtype)
     at = dist.get_process_group_ranks(ps.get_pipeline_model_parallel_group())
     out = None
     with torch.no_grad(), _as_it_computes(made):
@@ -408,7 +426,7 @@ class _as_it_computes:  # noqa: N801  a context manager
 
     def __init__(self, made: Trainer) -> None:
         self.norms: list[Any] = []
-        if made.args.apply_layernorm_1p:
+        if made.args.apply_layernorm_1p and not made.case.te:
             modules = [m for model in made.models for m in model.modules()]
             self.norms = [m for m in modules if isinstance(m, torch.nn.LayerNorm | torch.nn.RMSNorm)]
 
@@ -421,63 +439,91 @@ class _as_it_computes:  # noqa: N801  a context manager
             norm.weight.data -= 1
 
 
-@dataclass
-class _Piece:
-    """``values`` lie from ``start`` in the flattened tensor of one rank, ``index`` of ``ways`` along ``axis``."""
+@dataclass(frozen=True)
+class Place:
+    """A tensor of one rank: part ``index`` of ``ways`` along ``axis`` of the full one, in each of its ``halves``."""
 
     name: str
-    values: torch.Tensor
-    start: int
     shape: tuple[int, ...]
     index: int
     ways: int
     axis: int
-    stride: int
+    halves: int
 
 
-def _names(made: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of this rank under global names."""
-    from megatron.core import parallel_state as ps
+FUSED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Transformer Engine's norms are part of the layer behind them."""
 
-    experts = (made.config.num_moe_experts or 0) // made.case.ep
+
+def places(made: Trainer) -> Iterator[tuple[torch.Tensor, Place]]:
+    """The parameters and buffers of this rank under global names; what it has for others alone comes last.
+
+    Those are the embedding's copies for the output and for multi-token prediction, under the embedding's name.
+    """
+    copies = []
     for model in made.models:
         kept = set(model.state_dict())
         for local, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if local not in kept:
                 continue
-            parts = local.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
-            if "local_experts" in parts:
-                at = parts.index("local_experts") + 1
-                parts[at] = str(int(parts[at]) + experts * ps.get_expert_model_parallel_rank())
-            if local == "output_layer.weight" and made.args.untie_embeddings_and_output_weights is False:
-                continue
-            if parts[0] == "embedding" and not model.pre_process:
-                continue  # the last stage's copy for multi-token prediction
-            yield ".".join(parts), tensor
+            place = _place(made, _global(made, model, local), tensor)
+            tied = local == "output_layer.weight" and not made.args.untie_embeddings_and_output_weights
+            if tied or (local.startswith("embedding.") and not model.pre_process):
+                copies.append((tensor, _place(made, "embedding.word_embeddings.weight" if tied else local, tensor)))
+            else:
+                yield tensor, place
+    yield from copies
 
 
-def _piece(name: str, tensor: Any, values: torch.Tensor, start: int) -> _Piece:
+def _global(made: Trainer, model: Any, local: str) -> str:
+    """The name of a tensor in the whole model, as megatron-core's own modules have it."""
+    from megatron.core import parallel_state as ps
+
+    for fused, plain in FUSED.items():
+        local = local.replace(fused, plain)
+    grouped = re.fullmatch(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)", local)
+    if grouped:
+        local = f"{grouped[1]}.local_experts.{grouped[4]}.{grouped[2]}.{grouped[3]}"
+    parts = local.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+    if "local_experts" in parts:
+        at = parts.index("local_experts") + 1
+        before = (made.config.num_moe_experts or 0) // made.case.ep * ps.get_expert_model_parallel_rank()
+        parts[at] = str(int(parts[at]) + before)
+    return ".".join(parts)
+
+
+def _place(made: Trainer, name: str, tensor: Any) -> Place:
     from megatron.core import parallel_state as ps
 
     experts = ".local_experts." in name
     index = ps.get_expert_tensor_parallel_rank() if experts else ps.get_tensor_model_parallel_rank()
     ways = ps.get_expert_tensor_parallel_world_size() if experts else ps.get_tensor_model_parallel_world_size()
-    if ways == 1 or not getattr(tensor, "tensor_model_parallel", False):
+    cut, axis = getattr(tensor, "tensor_model_parallel", False), max(getattr(tensor, "partition_dim", 0), 0)
+    if experts:  # not all of them are told that they are parts
+        cut, axis = not name.endswith("linear_fc2.bias"), int(name.endswith("linear_fc2.weight"))
+    elif name.endswith("softmax_offset"):  # neither is this
+        cut, axis = True, 0
+    halves = 2 if ".linear_fc1." in name and made.config.gated_linear_unit else 1
+    if not cut:
         index, ways = 0, 1
-    axis, stride = getattr(tensor, "partition_dim", 0), getattr(tensor, "partition_stride", 1)
-    whole = values.detach().reshape(-1).clone()
-    return _Piece(
-        name,
-        whole,
-        start,
-        tuple(tensor.shape),
-        index,
-        ways,
-        max(axis, 0),
-        2 if "linear_fc1" in name and stride == 2 else 1,
-    )
+    return Place(name, tuple(tensor.shape), index, ways, axis, halves)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Values of a component ("" is the model) from ``start`` in the flattened tensor of one rank."""
+
+    place: Place
+    component: str
+    values: torch.Tensor
+    start: int = 0
 
 
 def _chained(made: Trainer) -> list[Any]:
@@ -488,67 +534,68 @@ def _chained(made: Trainer) -> list[Any]:
 
 def held(made: Trainer) -> Held:
     """What all ranks together hold, on rank 0; empty on others. What several hold must be the same."""
-    pieces = [_piece(name, tensor, tensor, 0) for name, tensor in _names(made)]
-    named = {id(t): n for n, t in _names(made)}
+    there = list(places(made))
+    named = {id(tensor): place for tensor, place in there}
+    pieces = [_Piece(place, "", tensor.detach().reshape(-1).clone()) for tensor, place in there]
     for sub in _chained(made):
-        pieces += _states(sub, named)
+        for param, state, start in states(sub):
+            pieces += _components(named[id(param)], param, state, start)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, pieces)
     return _joined([p for pieces in everyone for p in pieces]) if dist.get_rank() == 0 else {}
 
 
-def _states(optimizer: Any, named: Mapping[int, str]) -> Iterator[_Piece]:
-    """The pieces of one optimizer."""
+def states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any], int]]:
+    """For each parameter of one optimizer: ``param`` (its master), the moments and the step, and where they begin."""
+    groups = {id(p): g for g in optimizer.optimizer.param_groups for p in g["params"]}
     if hasattr(optimizer, "model_param_group_index_map"):
-        for param in optimizer.model_param_group_index_map:
+        for param, (group, order) in optimizer.model_param_group_index_map.items():
+            main = optimizer.optimizer.param_groups[group]["params"][order]
             start = optimizer._get_model_param_range_map(param)["param"].start
-            yield from _of(named.get(id(param)), param, optimizer._get_main_param_and_optimizer_states(param), start)
-    elif hasattr(optimizer, "fp32_from_float16_groups"):
-        groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
-        pairs = [pair for models, mains in groups for pair in zip(models, mains, strict=True)]
-        pairs += [(p, p) for group in optimizer.fp32_from_fp32_groups for p in group]
-        for param, main in pairs:
-            yield from _of(named.get(id(param)), param, {"param": main, **optimizer.optimizer.state[main]}, 0)
-    else:
-        for group in optimizer.optimizer.param_groups:
-            for param in group["params"]:
-                yield from _of(named.get(id(param)), param, {"param": param, **optimizer.optimizer.state[param]}, 0)
-
-
-def _of(name: str | None, param: Any, state: Mapping[str, torch.Tensor], start: int) -> Iterator[_Piece]:
-    if name is None:  # a tied copy
+            step = {"step": groups[id(main)]["step"]}
+            yield param, step | optimizer._get_main_param_and_optimizer_states(param), start
         return
+    pairs = [(p, p) for group in optimizer.optimizer.param_groups for p in group["params"]]
+    if hasattr(optimizer, "fp32_from_float16_groups"):
+        mixed = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
+        pairs = [pair for models, mains in mixed for pair in zip(models, mains, strict=True)]
+        pairs += [(p, p) for group in optimizer.fp32_from_fp32_groups for p in group]
+    for param, main in pairs:
+        yield param, {"step": groups[id(main)]["step"], "param": main, **optimizer.optimizer.state[main]}, 0
+
+
+def _components(place: Place, param: torch.Tensor, state: Mapping[str, Any], start: int) -> Iterator[_Piece]:
     for key, values in state.items():
         if key == "step":
-            yield _Piece(f"optimizer/step/{name}", values.detach().reshape(-1).float().clone(), 0, (), 0, 1, 0, 1)
+            scalar = Place(place.name, (), 0, 1, 0, 1)
+            yield _Piece(scalar, "optimizer/step/", torch.tensor([float(values)]))
         elif key != "param" or param.dtype != torch.float32:
-            prefix = "master_weights" if key == "param" else f"optimizer/{key}"
-            piece = _piece(name, param, values, start)
-            piece.name = f"{prefix}/{name}"
-            yield piece
+            component = "master_weights/" if key == "param" else f"optimizer/{key}/"
+            yield _Piece(place, component, values.detach().reshape(-1).clone(), start)
 
 
 def _joined(pieces: list[_Piece]) -> Held:
-    locals_: dict[tuple[str, int], tuple[_Piece, torch.Tensor, torch.Tensor]] = {}
+    parts: dict[str, dict[int, tuple[Place, torch.Tensor, torch.Tensor]]] = {}
     for p in pieces:
-        size = torch.Size(p.shape).numel()
-        _, flat, seen = locals_.setdefault(
-            (p.name, p.index), (p, torch.zeros(size, dtype=p.values.dtype), torch.zeros(size, dtype=torch.bool))
-        )
-        part = slice(p.start, p.start + p.values.numel())
-        again = seen[part]
-        if not torch.equal(flat[part][again], p.values[again]):
-            raise ValueError(f"ranks differ in {p.name}")
-        flat[part], seen[part] = p.values, True
+        size = torch.Size(p.place.shape).numel()
+        new = (p.place, torch.zeros(size, dtype=p.values.dtype), torch.zeros(size, dtype=torch.bool))
+        _, flat, seen = parts.setdefault(p.component + p.place.name, {}).setdefault(p.place.index, new)
+        inside = slice(p.start, p.start + p.values.numel())
+        again = seen[inside]
+        if not torch.equal(flat[inside][again], p.values[again]):
+            raise ValueError(f"ranks differ in {p.component}{p.place.name}")
+        flat[inside], seen[inside] = p.values, True
     out: Held = {}
-    for name in {name: None for name, _ in locals_}:
-        parts = [locals_[name, i] for i in range(locals_[name, 0][0].ways)]
-        if not all(bool(seen.all()) for _, _, seen in parts):
+    for name, locals_ in parts.items():
+        place = locals_[0][0]
+        whole = [locals_[i] for i in range(place.ways)]
+        if not all(bool(seen.all()) for _, _, seen in whole):
             raise ValueError(f"no rank holds all of {name}")
-        p = parts[0][0]
-        tensors = [flat.reshape(p.shape) for _, flat, _ in parts]
-        halves = [t.chunk(p.stride, p.axis) for t in tensors] if p.ways > 1 else []
-        out[name] = torch.cat([h[i] for i in range(p.stride) for h in halves], p.axis) if halves else tensors[0]
+        tensors = [flat.reshape(place.shape) for _, flat, _ in whole]
+        halves = (
+            zip(*(t.chunk(place.halves, place.axis) for t in tensors), strict=True) if place.ways > 1 else [tensors]
+        )
+        out[name] = torch.cat([t for half in halves for t in half], place.axis) if place.shape else tensors[0]
     return out
 
 
@@ -607,13 +654,13 @@ def make(
     case: Case, tokens: list[list[int]], folder: str = "", form: str = "legacy", sharding: str = "dp_reshardable",
     steps: int = 0, **metadata: Any,
 ) -> tuple[torch.Tensor | None, Held]:  # fmt: skip
-    """Train a random model for some steps and save it: its logits and what is held, on rank 0."""
+    """Train a random model for some steps and save it. The logits of all but the last token, and what is held."""
     made = Trainer(case)
     if steps:
         train(made, tokens, steps)
     if folder:
         save(made, folder, form, sharding, **metadata)
-    return logits(made, tokens), held(made)
+    return logits(made, [row[:-1] for row in tokens]), held(made)
 
 
 def resume(case: Case, folder: str, tokens: list[list[int]], steps: int = 0) -> tuple[Held, Held]:
