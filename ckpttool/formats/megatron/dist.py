@@ -9,34 +9,48 @@ Source: megatron/core/dist_checkpointing of Megatron Core 0.6 to 0.16.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import Catalog, Key, whole_tensor
+from ckpttool.catalog import Catalog, Key, Piece, whole_tensor
 from ckpttool.containers.pickle import Record, opened, printable
 from ckpttool.containers.plain import Numbers
+from ckpttool.containers.torch_pickle import TORCH_DTYPE
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.megatron import dist_zarr, nemo, run
 from ckpttool.formats.megatron.args import model_config, plain_args
+from ckpttool.formats.megatron.dist_buckets import Buffers, Model, Placer, buffers_of, is_grouped, put_joined, sizes_of
 from ckpttool.formats.megatron.dist_names import VOCABULARY, Builder, Held, natural_order, part_of
-from ckpttool.formats.megatron.dist_optimizer import State, is_optimizers, state_of, unflattened
+from ckpttool.formats.megatron.dist_optimizer import (
+    MASTERS,
+    State,
+    group_of,
+    is_joined,
+    is_optimizers,
+    state_of,
+    unflattened,
+)
 from ckpttool.formats.megatron.dist_place import BACKEND, COMMON, find, holds_save
-from ckpttool.formats.megatron.groups import counters, optimizers_of, placed
+from ckpttool.formats.megatron.groups import Optimizer, counters, optimizers_of, placed
 from ckpttool.formats.megatron.names import TARGETS, canonical
 from ckpttool.formats.torch import (
     CLASS,
+    MAX_OBJECT,
     METADATA,
     ChunkFiles,
     Described,
     Entry,
     NotPlainError,
+    Span,
     entries_of,
     plain_value,
     read_pickle,
 )
+from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
 from ckpttool.states import STEP
 from ckpttool.storage.listing import Listing
@@ -112,7 +126,7 @@ class _Reading:
             self.args = self._other_arguments(sorted_.model)
         config, notes = model_config(self.save.beside, self.args)
         self.notes += notes
-        held = self._held({**sorted_.model, **{f: t for f, (_, t) in sorted_.states.items()}})
+        held = self._held({**sorted_.model, **{f: t for f, (_, t) in sorted_.states.items()}, **sorted_.flat})
         layers = config.get("num_hidden_layers") or self.args.get("num_layers") or 0
         layers = layers if type(layers) is int else 0
         parts = {fqn: part_of(fqn, t.shape, layers) for fqn, t in sorted_.model.items()}
@@ -134,8 +148,60 @@ class _Reading:
             builder.add(state.component, state.name, parts[state.key], flat)
         if own:
             self.notes.append("float32 weights are their own master weights: the copies are left out")
+        if sorted_.flat or any(map(is_joined, sorted_.objects)):
+            self._buckets(builder, {f: held[f] for f in sorted_.flat}, sorted_.objects, layers)
         catalog = Catalog(self.files, builder.tensors(natural_order(builder.keys)))
-        return self._stored(config, catalog, self._training(catalog))
+        return self._stored(config, catalog, self._training(catalog, self._optimizers(sorted_.objects)))
+
+    def _buckets(self, builder: Builder, flat: Mapping[str, Held], objects: Mapping[str, Span], layers: int) -> None:
+        """The state in flat buffers; what is refused is so only where it is asked for."""
+        held = builder.model()
+        model = Model(
+            {n: shape for n, (_, shape, _) in held.items()},
+            {n: TORCH_DTYPE.get(dtype, dtype) for n, (dtype, _, _) in held.items()},
+            {n: boxes for n, (_, _, boxes) in held.items()},
+            layers,
+        )
+        try:
+            target = str(self.args.get("transformer_impl"))
+            grouped = is_grouped(self.args)
+            buffers = buffers_of(flat)
+            for fqn, span in objects.items():
+                if is_joined(fqn):
+                    self._joined(buffers, fqn, span)
+            found = Placer(buffers, model, sizes_of(self.args), target, grouped=grouped).run()
+        except UnsupportedError as e:
+            self.refused |= dict.fromkeys(_STATES, e)
+            self.notes.append(f"the optimizer is not read: {e.what}")
+            return
+        for state, name, box, stored in found:
+            master = state in MASTERS
+            if master and held[name][0] == "F32":
+                continue
+            key = Key(name, *(("master_weights", "") if master else ("optimizer", state)))
+            named = stored._replace(name=name, component=key.component, state=key.state)
+            builder.put(key, Piece(named, whole(named.shape), box))
+
+    def _joined(self, buffers: Buffers, fqn: str, span: Span) -> None:
+        with opened(self.files[span[0]].place) as file:
+            held = self.chunks.slice(file, fqn, span)
+        value = held.value[0] if isinstance(held.value, list) and held.value else held.value
+        put_joined(buffers, fqn, value, lambda t: held.place(t, fqn, span[0]))
+
+    def _optimizers(self, objects: Mapping[str, Span]) -> list[Optimizer]:
+        """Those in common.pt, or the same of each optimizer's first group of ranks."""
+        if found := optimizers_of(self.common.get("optimizer")):
+            return found
+        first: dict[int, tuple[int, str]] = {}
+        for fqn in objects:
+            if (owner := group_of(fqn)) is not None:
+                first[owner[0]] = min(first.get(owner[0], (owner[1], fqn)), (owner[1], fqn))
+        for _, (_, fqn) in sorted(first.items()):
+            span = objects[fqn]
+            with opened(self.files[span[0]].place) as file, suppress(NotPlainError):
+                held = self.chunks.slice(file, fqn, span)
+                found += optimizers_of(plain_value(held.value, file, held)) if span[2] <= MAX_OBJECT else []
+        return found
 
     def _other_arguments(self, model: Mapping[str, Described]) -> dict[str, Any]:
         """Those of a save by NeMo or Bridge, which lie beside it; {} where nothing says any."""
@@ -229,9 +295,8 @@ class _Reading:
             self.notes.append(f"nothing says how many of the {rows:,} rows of the vocabulary are padding; all are kept")
         return said
 
-    def _training(self, catalog: Catalog) -> base.Training | None:
+    def _training(self, catalog: Catalog, optimizers: Sequence[Optimizer]) -> base.Training | None:
         """What else a trainer resumes from; steps become tensors of the catalog."""
-        optimizers = optimizers_of(self.common.get("optimizer"))
         plain = counters(self.common, self.args)
         stateful = {k.name for k in catalog.tensors if k.component in _STATES}
         shapes = {k.name: t.shape for k, t in catalog.tensors.items() if k.component == "model" and k.name in stateful}
@@ -295,5 +360,5 @@ class _Sorted(NamedTuple):
     """Of the optimizer, by parameter."""
     flat: dict[str, Described]
     """Flat buffers of the optimizer."""
-    objects: dict[str, tuple[int, int, int]]
+    objects: dict[str, Span]
     """Where the optimizer's values are that are no tensors."""

@@ -119,6 +119,19 @@ class Builder:
                 place = inner.shift(by) if by else inner
                 self._pieces[key].append(Piece(named, whole(named.shape), self._boxes.setdefault(place, place)))
 
+    def put(self, key: Key, piece: Piece) -> None:
+        """A piece of a component that has the shape of the model's tensor."""
+        self._pieces.setdefault(key, []).append(piece)
+        self._about.setdefault(key, (piece.stored.dtype, self._about[Key(key.name)][1]))
+
+    def model(self) -> dict[str, tuple[str, tuple[int, ...], list[Box]]]:
+        """(dtype, shape, boxes of the chunks in order) of each tensor of the model."""
+        return {
+            k.name: (*self._about[k], sorted({p.logical_box for p in found}))
+            for k, found in self._pieces.items()
+            if k.component == "model"
+        }
+
     def tensors(self, order: Iterable[Key] | None = None) -> dict[Key, LogicalTensor]:
         """All of them, without the rows that pad the vocabulary. Raises IncompleteError and ConflictError."""
         out = {}

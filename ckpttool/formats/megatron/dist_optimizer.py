@@ -51,6 +51,21 @@ def state_of(fqn: str) -> State | None:
     return State("master_weights", "", m["key"]) if m["state"] in MASTERS else State("optimizer", m["state"], m["key"])
 
 
+_GROUP = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,7})\.optimizer(?:/.*)?")
+_JOINED = re.compile(r".*\.dp_group_idx_\d{1,7}\.param_state(?:/.*)?")
+
+
+def group_of(fqn: str) -> tuple[int, int] | None:
+    """(optimizer, group of ranks) whose param_groups an entry is."""
+    m = _GROUP.fullmatch(fqn)
+    return (int(m[1] or 0), int(m[2])) if m else None
+
+
+def is_joined(fqn: str) -> bool:
+    """Whether an entry holds all buffers of a group of ranks (``dp_zero_gather_scatter``)."""
+    return _JOINED.fullmatch(fqn) is not None
+
+
 def sharding_type(common: Mapping[str, Any]) -> str:
     """The form of a distributed optimizer's state; "" for another optimizer."""
     content = common.get("content_metadata")

@@ -70,7 +70,7 @@ def placed(
         every = every and len(fitting) == 1
         said = set[float]().union(*(_step_of(groups[i]) for i in fitting)) or (alone if len(alone) == 1 else set())
         if len(said) == 1:
-            steps[name] = said.pop()
+            (steps[name],) = said
     named = [
         base.ParamGroup(tuple(names), {k: v for k, v in g.items() if k != "params"})
         for g, names in zip(groups, members, strict=True)

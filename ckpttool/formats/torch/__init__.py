@@ -5,7 +5,7 @@ from ckpttool.formats.torch.bytecheckpoint import ByteCheckpoint
 from ckpttool.formats.torch.dcp import DistributedCheckpoint
 from ckpttool.formats.torch.dcp_chunks import MAX_OBJECT, ChunkFiles, NotPlainError, plain_value
 from ckpttool.formats.torch.dcp_layout import Chunks, ChunkWriter
-from ckpttool.formats.torch.dcp_metadata import CLASS, Described, Entry, entries_of, read_pickle, write_metadata
+from ckpttool.formats.torch.dcp_metadata import CLASS, Described, Entry, Span, entries_of, read_pickle, write_metadata
 from ckpttool.formats.torch.dcp_place import METADATA
 from ckpttool.formats.torch.deepspeed import DeepSpeed
 from ckpttool.formats.torch.fsdp import Fsdp
@@ -28,6 +28,7 @@ __all__ = [
     "Fsdp",
     "Meta",
     "NotPlainError",
+    "Span",
     "TorchFiles",
     "Universal",
     "entries_of",
