@@ -27,9 +27,10 @@ FORMATS = (
     "meta",
     "dcp",
     "universal",
+    "megatron",
 )
 """What --to takes."""
-READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed", "megatron-dist", "megatron")
+READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed", "megatron-dist")
 """What --from takes besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 TARGETS = (
@@ -41,6 +42,8 @@ TARGETS = (
     "transformers",
     "torchtitan",
     "torchtitan-0.2",
+    "transformer_engine",
+    "local",
 )
 CASTS = ("f64", "f32", "f16", "bf16")
 DTYPES = (

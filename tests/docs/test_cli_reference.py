@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Options of other programs, or of none, that the pages name between backticks.
-FOREIGN_OPTIONS: set[str] = set()
+MEGATRON = (
+    "ckpt-format", "finetune", "make-vocab-size-divisible-by", "moe-grouped-gemm", "no-load-rng", "overlap-grad-reduce",
+    "override-opt-param-scheduler", "transformer-impl", "use-checkpoint-args", "use-distributed-optimizer",
+)  # fmt: skip
+FOREIGN_OPTIONS = {f"--{name}" for name in MEGATRON}
 
 HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")

@@ -65,12 +65,13 @@ def save_run(
     *,
     groups: Sequence[Mapping[str, Any]] | None = None,
     config: Mapping[str, Any] = CONFIG,
+    family: str = "llama",
     **training: Any,
 ) -> Path:
     """Write it as ``ranks`` do, with the record of docs/formats.md."""
     kinds = {np.dtype(v): k for k, v in NAMES.items()}
     record: dict[str, Any] = {
-        "version": 2, "rank": 0, "mesh": {"tp": 1, "pp": 1, "ep": 1, "etp": 1}, "family": "llama", "naming": "hf",
+        "version": 2, "rank": 0, "mesh": {"tp": 1, "pp": 1, "ep": 1, "etp": 1}, "family": family, "naming": "hf",
         "fused": "", "tensors": {},
     }  # fmt: skip
     if groups is not None or training:

@@ -5,9 +5,11 @@ models.py    what Megatron's arguments say of each kind of model
 args.py      these arguments and config.json, one made from the other
 order.py     the order of a model's parameters in memory
 buffers.py   where parameters lie in the flat buffers of the distributed optimizer
+stages.py    which stage and which of its chunks holds a tensor
 groups.py    groups of parameters in its optimizers, and counters
 run.py       which save of a run is meant
-legacy*.py   a directory for each rank (mp_rank_00): which ranks these are, their tensors, their optimizer
+legacy*.py   a directory for each rank (mp_rank_00): which ranks these are, their tensors, their optimizer;
+             *_write.py write them
 dist*.py     dist_checkpointing (torch_dist): where a save is, its keys, the optimizer's state
 """
 

@@ -37,6 +37,7 @@ from ckpttool.formats.megatron.args import model_config, plain_args
 from ckpttool.formats.megatron.groups import counters
 from ckpttool.formats.megatron.legacy_optimizer import Optimizers
 from ckpttool.formats.megatron.legacy_ranks import Held
+from ckpttool.formats.megatron.legacy_write import legacy_mesh, write_legacy
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import DataFile, Place
@@ -68,6 +69,7 @@ class Megatron:
     """One set of pickles for each model-parallel rank."""
 
     name = "megatron"
+    dialect = "megatron"
     capabilities = base.Capabilities(
         components=("model", "master_weights", "optimizer"),
         meshes="tp x pp x ep x etp",
@@ -77,6 +79,8 @@ class Megatron:
         free_padding=True,
         fp32_masters="dropped",
         states="torch",
+        counts_steps=True,
+        float32=("*.mlp.router.expert_bias",),
         views=True,
     )
 
@@ -97,6 +101,13 @@ class Megatron:
         """
         save = run.find(listing, is_save=is_save(listing))
         return _Reader(self.name, save, options).read()
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        return legacy_mesh(asked, said)
+
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
+        """A set of files for each rank. Raises UnsupportedError for a model or an optimizer that Megatron lacks."""
+        return write_legacy(request)
 
 
 def is_save(listing: Listing) -> bool:
