@@ -68,6 +68,10 @@ GPT2: dict[str, Any] = {
     "n_positions": 1024, "vocab_size": 50257, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
     "tie_word_embeddings": True,
 }  # fmt: skip
+PHI3: dict[str, Any] = {
+    **{k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias", "rope_scaling")},
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.75,
+}  # fmt: skip
 NEOX: dict[str, Any] = {
     "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "vocab_size": 50432, "hidden_size": 768,
     "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "hidden_act": "gelu",
@@ -76,7 +80,7 @@ NEOX: dict[str, Any] = {
 }  # fmt: skip
 OWN = {
     "Llama-3.1-70B": LLAMA, "Mistral-7B-v0.1": MISTRAL, "DeepSeek-V3": DEEPSEEK, "GLM-4.5": GLM, "gpt-oss": GPT_OSS,
-    "Nemotron-4-340B": NEMOTRON, "gpt2": GPT2, "gpt-neox": NEOX,
+    "Nemotron-4-340B": NEMOTRON, "gpt2": GPT2, "Phi-4-mini": PHI3, "gpt-neox": NEOX,
     "linear": {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "new form": {**{k: v for k, v in LLAMA.items() if "rope" not in k}, "head_dim": 72,
                  "rope_parameters": {**LLAMA["rope_scaling"], "rope_theta": 5e5}},
@@ -205,7 +209,7 @@ def test_what_config_json_cannot_say_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("base", "changes", "name"),
     [
-        (LLAMA, {"rotary_percent": 0.5}, "rotary_percent"),
+        (OWN["Qwen3-235B"], {"rotary_percent": 0.5}, "rotary_percent"),
         (LLAMA, {"normalization": "LayerNorm"}, "normalization"),
         (LLAMA, {"position_embedding_type": "relative"}, "position_embedding_type"),
         (LLAMA, {"window_size": (10, 3)}, "window_size"),
@@ -239,6 +243,7 @@ def test_a_model_that_hugging_face_has_not(base: dict[str, Any], changes: dict[s
         (LLAMA, {"rope_scaling": {**LLAMA["rope_scaling"], "high_freq_factor": 8.0}}, "high_freq_factor"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 1.5}}, "factor"),
         (OWN["Qwen3-235B"], {"use_sliding_window": True}, "use_sliding_window"),
+        (OWN["Qwen3-235B"], {"num_experts_per_tok": 1}, "num_experts_per_tok"),
         (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),
         (DEEPSEEK, {"attention_bias": True}, "attention_bias"),
         (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),

@@ -117,6 +117,7 @@ def args_of(request: base.WriteRequest, rows: int, *, grouped: bool = False, dis
     version = request.version or TRANSFORMER_ENGINE
     return {
         **model,
+        "mtp_num_layers": _prediction_layers(request) or None,
         "untie_embeddings_and_output_weights": not _tied(request, config),
         "vocab_size": vocab,
         "padded_vocab_size": rows,
@@ -132,6 +133,11 @@ def args_of(request: base.WriteRequest, rows: int, *, grouped: bool = False, dis
         "use_distributed_optimizer": any(t.component == "optimizer" for ts in request.ranks for t in ts),
         **_progress(request.training),
     }
+
+
+def _prediction_layers(request: base.WriteRequest) -> int:
+    """Layers of multi-token prediction among the tensors: config.json may speak of some that nobody saved."""
+    return len({t.name for ts in request.ranks for t in ts if t.name.endswith(".eh_proj.weight")})
 
 
 def _tied(request: base.WriteRequest, config: Mapping[str, Any]) -> bool:

@@ -287,12 +287,17 @@ class Mistral(Kind):
 
 
 class Phi3(Kind):
-    """Its tensors are joined in another way; Megatron's arguments are a Llama's."""
+    """Its tensors are joined in another way; Megatron's arguments are a Llama's, unless only a part of a head turns."""
 
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
+    translates = frozenset({"window_size"})
     partial = True
+
+    def own_config(self, a: Fields, layers: int) -> dict[str, Any]:
+        # Transformers' own padding token is one that a vocabulary may not have.
+        return super().own_config(a, layers) | {"sliding_window": window_of(a), "pad_token_id": None}
 
     def own_args(self, c: Fields, layers: int) -> dict[str, Any]:
         return window_args(c)
@@ -560,6 +565,12 @@ def moe_args(experts: int, chosen: int, width: int, frequency: int | list[int], 
     }
 
 
+def check_weights(c: Fields, *, before: bool) -> None:
+    """Raises UnsupportedError for one expert for each token, which Megatron weighs by its share of all experts only."""
+    if c.whole("num_experts_per_tok") == 1 and not before:
+        raise c.no("num_experts_per_tok", "Megatron does not weigh one expert for each token so")
+
+
 def experts_of(c: Fields, *names: str) -> int:
     """The number of experts under one of these names."""
     return next((n for name in names if (n := c.whole(name, least=1))), None) or c.size(names[0])
@@ -586,6 +597,7 @@ class Mixtral(Kind):
         }
 
     def own_args(self, c: Fields, layers: int) -> dict[str, Any]:
+        check_weights(c, before=False)
         width, chosen = c.size("intermediate_size"), c.whole("num_experts_per_tok", least=1) or 2
         return moe_args(experts_of(c, "num_local_experts"), chosen, width, 1) | window_args(c)
 
@@ -618,6 +630,7 @@ class Qwen3Moe(Qwen3):
         sparse = [i not in dense and (i + 1) % step == 0 for i in range(layers)]
         chosen, experts = c.size("num_experts_per_tok"), experts_of(c, "num_experts", "num_local_experts")
         before = not c.flag("norm_topk_prob")
+        check_weights(c, before=before)
         router = moe_args(experts, chosen, width, _frequency(sparse), moe_router_pre_softmax=before)
         return self.attention_args(c, layers) | router
 
@@ -864,6 +877,10 @@ class GptOss(Kind):
     }
     """The arguments that it cannot be without."""
 
+    def positions(self, a: Fields) -> dict[str, Any]:
+        # Without a word on scaling transformers takes that of the published models.
+        return {"rope_scaling": {"rope_type": "default"}, **super().positions(a)}
+
     def own_config(self, a: Fields, layers: int) -> dict[str, Any]:
         for name, value in self.own.items():
             if a.values.get(name) != value:
@@ -896,6 +913,7 @@ class GptOss(Kind):
         for name, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
             if c.number(name) not in (None, value):
                 raise c.no(name, f"Megatron's gpt-oss has {value}")
+        check_weights(c, before=False)
         width, chosen = c.size("intermediate_size"), c.whole("num_experts_per_tok", least=1) or 4
         kinds = c.values.get("layer_types") or [
             "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
@@ -949,6 +967,8 @@ def _dense_type(a: Fields) -> str:
             return "qwen3"
         if a.flag("add_qkv_bias") and not a.flag("add_bias_linear", default=True):
             return "qwen2"
+        if a.number("rotary_percent") not in (None, 1.0):
+            return "phi3"
         return "mistral" if "window_size" in a else "llama"
     if "swiglu" not in a:
         raise a.missing("swiglu")
