@@ -27,10 +27,11 @@ FORMATS = (
     "meta",
     "dcp",
     "universal",
+    "megatron-dist",
     "megatron",
 )
 """What --to takes."""
-READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed", "megatron-dist")
+READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed")
 """What --from takes besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 TARGETS = (

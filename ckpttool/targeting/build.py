@@ -20,7 +20,7 @@ from ckpttool.layout.family import Family, Transform
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan
-from ckpttool.relate import DerivedTensor, EqualPair, TensorTable, parameters, rename_by_rules
+from ckpttool.relate import DerivedTensor, EqualPair, TensorTable, Tied, parameters, rename_by_rules
 from ckpttool.select import bounded, nearest_hint
 from ckpttool.states import SCALARS, STEP
 from ckpttool.targeting.components import chosen_components
@@ -31,7 +31,7 @@ from ckpttool.targeting.recode import Recoded, Recoding, recode
 from ckpttool.targeting.select import Selection, select
 from ckpttool.targeting.sidecars import beside, target_config
 from ckpttool.targeting.states import Translation, steps_of, translated
-from ckpttool.targeting.target import Goal, Target, castable, check_target
+from ckpttool.targeting.target import WEIGHTS, Goal, Target, castable, check_target
 from ckpttool.targeting.training import training_of
 
 
@@ -107,6 +107,9 @@ def plan_target(
     source, components = chosen_components(source, target, goal.writer, notes, equal)
     named = _named(source, goal, selection, notes)
     equal += named.views.equal
+    source, moved = _with_tied_states(source, named.views.tied, equal)
+    if translation is not None:
+        translation.moved |= moved
     shares = share_out(source, goal, named, components, equal)
     request = _request(source, goal, named, shares, notes)
     file_layout = goal.writer.write(request)
@@ -156,6 +159,29 @@ def _named(source: Checkpoint, goal: Goal, selection: Selection, notes: list[str
     notes += views.notes
     names = dict(zip((v.name for v in ruled), views.table, strict=True))
     return Named(views, ruled, names, after, removed)
+
+
+def _with_tied_states(
+    source: Checkpoint, tied: Sequence[Tied], equal: list[EqualPair]
+) -> tuple[Checkpoint, dict[str, str]]:
+    """The checkpoint with the state that a tied tensor has under the name of its copy only, as its owner's; and the
+    names of these owners, with those of their copies.
+
+    ``equal`` collects what both have, of which the owner's is written.
+    """
+    tensors, moved = dict(source.catalog.tensors), {}
+    for copy, owner in tied:
+        if copy.same is None or owner.same is None:
+            continue
+        mine, its = copy.same.key.name, owner.same.key.name
+        for key in [k for k in tensors if k.name == mine and k.component not in WEIGHTS]:
+            to = key._replace(name=its)
+            if to in tensors:
+                equal.append((tensors[to], tensors[key]))
+            else:
+                tensors[to] = replace(tensors.pop(key), key=to)
+                moved[its] = mine
+    return replace(source, catalog=replace(source.catalog, tensors=tensors)), moved
 
 
 def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes: list[str]) -> WriteRequest:

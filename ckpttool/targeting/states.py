@@ -113,6 +113,8 @@ class Translation:
     """Number of the file of what was worked out."""
     betas: Mapping[str, Betas]
     """By parameter, of what was worked out."""
+    moved: dict[str, str] = field(default_factory=dict)
+    """Parameter -> the one whose state it got, which is tied to it."""
 
     def check(self, views: Mapping[str, DerivedTensor], written: Catalog) -> None:
         """Compare what was worked out with the source, by logarithms. ``written`` has the names of ``views``.
@@ -124,7 +126,7 @@ class Translation:
                 made = view.same
                 if made is None or not made.pieces or made.pieces[0].stored.file != self.file:
                     continue
-                parameter, state = made.key.name, made.key.state
+                parameter, state = self.moved.get(made.key.name, made.key.name), made.key.state
                 found = read_number(medium, written, written[name])
                 for beta, power in zip(self.betas[parameter], BETA_POWERS, strict=True):
                     other = self.before.tensors.get(Key(parameter, "optimizer", STEP if state != STEP else power))

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 # Options of other programs, or of none, that the pages name between backticks.
 MEGATRON = (
-    "ckpt-format", "finetune", "make-vocab-size-divisible-by", "moe-grouped-gemm", "no-load-rng", "overlap-grad-reduce",
+    "ckpt-format", "dist-ckpt-optim-fully-reshardable", "dist-ckpt-strictness", "finetune",
+    "make-vocab-size-divisible-by", "moe-grouped-gemm", "no-load-optim", "no-load-rng", "overlap-grad-reduce",
     "override-opt-param-scheduler", "transformer-impl", "use-checkpoint-args", "use-distributed-optimizer",
 )  # fmt: skip
 FOREIGN_OPTIONS = {f"--{name}" for name in MEGATRON}

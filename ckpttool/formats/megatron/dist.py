@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ckpttool.containers.torch_zip import read_torch
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.megatron import dist_zarr, nemo, run
-from ckpttool.formats.megatron.args import model_config, plain_args
+from ckpttool.formats.megatron.args import MULTIPLE, model_config, plain_args
 from ckpttool.formats.megatron.dist_buckets import Buffers, Model, Placer, buffers_of, is_grouped, put_joined, sizes_of
 from ckpttool.formats.megatron.dist_names import VOCABULARY, Builder, Held, natural_order, part_of
 from ckpttool.formats.megatron.dist_optimizer import (
@@ -35,6 +36,7 @@ from ckpttool.formats.megatron.dist_optimizer import (
     unflattened,
 )
 from ckpttool.formats.megatron.dist_place import BACKEND, COMMON, find, holds_save
+from ckpttool.formats.megatron.dist_write import write_dist
 from ckpttool.formats.megatron.groups import Optimizer, counters, optimizers_of, placed
 from ckpttool.formats.megatron.names import TARGETS, canonical
 from ckpttool.formats.torch import (
@@ -68,6 +70,13 @@ class MegatronDist:
     dialect = "megatron"
     capabilities = base.Capabilities(
         components=("model", "master_weights", "optimizer"),
+        meshes="any; its files hold all stages",
+        targets=TARGETS,
+        vocab_multiple=MULTIPLE,
+        vocab_multiple_per_tp=True,
+        fp32_masters="dropped",
+        float32=("*.mlp.router.expert_bias",),
+        counts_steps=True,
         states="torch",
         views=True,
         free_padding=True,
@@ -80,8 +89,15 @@ class MegatronDist:
         """Raises IncompleteError (a file or chunk is missing), CorruptError (the metadata and the files contradict each
         other), ConflictError (chunks overlap), UnsupportedError (another backend), and what reading its pickles raises.
         """
-        base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
         return _Reading(self.name, find(listing)).read()
+
+    def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
+        """A save has a file for each rank of one stage, and Megatron cuts what it holds for any mesh."""
+        return replace(asked, pp=1, layout=())
+
+    def write(self, request: base.WriteRequest) -> base.FileLayout:
+        """Raises UnsupportedError for quantised weights, and for an optimizer that is not Adam."""
+        return write_dist(request)
 
 
 class _Reading:

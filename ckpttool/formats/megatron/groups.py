@@ -17,8 +17,10 @@ from ckpttool.formats import base
 _EXPERT = re.compile(r"\.mlp\.experts\.")
 _ENDS = ("embedding.", "output_layer.")
 _STEP = "step"
-_COUNTERS = ("iteration", "num_floating_point_operations_so_far", "opt_param_scheduler", "rerun_state_machine")
-_CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+COUNTERS = ("iteration", "num_floating_point_operations_so_far", "opt_param_scheduler", "rerun_state_machine")
+"""What a save and ``Training.plain`` have under the same name."""
+CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+"""The same of its arguments."""
 
 
 class Optimizer(NamedTuple):
@@ -109,5 +111,5 @@ def _is_number(value: Any) -> bool:
 
 def counters(common: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """What is counted beside the optimizer, of plain values: iteration, samples, the learning rate's schedule."""
-    out = {k: common[k] for k in _COUNTERS if k in common}
-    return out | {k: args[k] for k in _CONSUMED if _is_number(args.get(k))}
+    out = {k: common[k] for k in COUNTERS if k in common}
+    return out | {k: args[k] for k in CONSUMED if _is_number(args.get(k))}

@@ -148,7 +148,7 @@ class _Places(Mapping[str, tuple[int, int]]):
 
 
 class Chunks(Sequence[Chunk]):
-    """The chunks of a tensor. ``boxes`` are (file, box) of each, ``at`` and ``sizes`` the bytes there."""
+    """The chunks of a tensor. ``boxes`` are (file, box) of each, also of those whose places are yet to come."""
 
     __slots__ = ("at", "boxes", "sizes")
 

@@ -1,0 +1,157 @@
+"""What a save of Megatron-LM holds beside tensors: its arguments, counters, and the groups of the optimizer.
+
+Megatron's loader finds the group of a save for each of its own by four values (``wd_mult``, ``lr_mult``,
+``is_expert_parallel``, ``is_decoupled_lr``), and counts the steps of an optimizer once. Experts have an optimizer of
+their own only where they are shared out (ep > 1): a save of one kind is not loaded as the other.
+
+Sources: megatron/core/optimizer/__init__.py and distrib_optimizer.py (``load_state_dict``) of Megatron Core 0.16;
+megatron/training/checkpointing.py of Megatron-LM (``load_checkpoint``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ckpttool.containers.pickle_write import Instance
+from ckpttool.errors import UnsupportedError
+from ckpttool.formats import base
+from ckpttool.formats.megatron.groups import CONSUMED, COUNTERS, is_expert
+from ckpttool.words import some
+
+CHECKPOINT_VERSION = 3.0
+"""Since when query, key and value are interleaved by group."""
+_DEFAULTS = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""Megatron-LM's own for what a source does not say; its scheduler sets ``lr`` and ``weight_decay`` before it steps."""
+_NOT_VALUES = frozenset({"params", "param_names", "step"})
+_SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
+_LEAVE = "leave the optimizer out: --only model"
+
+
+class Identity(NamedTuple):
+    """By what Megatron's loader finds a group."""
+
+    is_expert_parallel: bool
+    wd_mult: float
+    lr_mult: float
+    is_decoupled_lr: bool
+
+
+class Groups(NamedTuple):
+    """The groups of the optimizer."""
+
+    optimizers: list[list[dict[str, Any]]]
+    """``param_groups`` of each optimizer, without parameters: those of the dense layers first."""
+    step: int
+    notes: list[str]
+
+
+def iteration_of(request: base.WriteRequest) -> int:
+    """After how many iterations the training stopped; 0 where nothing says that."""
+    training = request.training or base.Training()
+    said = training.plain.get("iteration")
+    if type(said) is int and said >= 0:
+        return said
+    steps = [s for s in training.steps.values() if s >= 0 and s == int(s)]
+    return int(max(steps)) if steps else max(training.step or 0, 0)
+
+
+def groups_of(training: base.Training | None, shapes: Mapping[str, tuple[int, ...]], *, experts_apart: bool) -> Groups:
+    """The groups of the parameters in ``shapes`` (canonical name -> shape of the whole).
+
+    ``experts_apart``: the experts have an optimizer of their own. Raises UnsupportedError for parameters whose steps
+    differ, or are not known.
+    """
+    training = training or base.Training()
+    step = _step(training, shapes)
+    said = {name: group.values for group in training.groups for name in group.parameters}
+    found: dict[Identity, dict[str, Any]] = {}
+    differ: dict[str, None] = {}
+    missing: dict[str, None] = {}
+    for name, shape in shapes.items():
+        values = said.get(name, {})
+        identity = _identity(values, name, shape, apart=experts_apart)
+        mine = {k: tuple(v) if k == "betas" else v for k, v in values.items() if k not in _NOT_VALUES}
+        mine.update(identity._asdict())
+        missing.update((k, None) for k in _DEFAULTS if k not in mine)
+        first = found.setdefault(identity, mine)
+        if first is not mine and first != mine:
+            differ.update((k, None) for k in {*first, *mine} if first.get(k) != mine.get(k))
+    notes = []
+    if differ:
+        notes.append(
+            f"Megatron has one group where the source has several with different {some(sorted(differ))}: each group is"
+            " written with the values of its first parameter"
+        )
+    if missing:
+        kept = ", ".join(f"{k} {_DEFAULTS[k]}" for k in missing)
+        notes.append(f"the source does not say {some(list(missing))} of the optimizer: {kept} is written")
+    apart = (False, True) if experts_apart else (False,)
+    order = sorted(found, key=lambda i: (-i.wd_mult, i.is_decoupled_lr, -i.lr_mult))
+    optimizers = [[_group(found[i], step) for i in order if i.is_expert_parallel == which] for which in apart]
+    return Groups(optimizers, step, notes)
+
+
+def _identity(values: Mapping[str, Any], name: str, shape: tuple[int, ...], *, apart: bool) -> Identity:
+    """The group that Megatron puts a parameter into: that of the source where it was Megatron's, too."""
+    vector = len(shape) == 1 or name.endswith(".bias")
+    decay = values.get("wd_mult", values.get("pre_wd_mult", 0.0 if vector else 1.0))
+    rate = values.get("lr_mult", values.get("pre_lr_mult", 1.0))
+    return Identity(apart and is_expert(name), decay, rate, bool(values.get("is_decoupled_lr")))
+
+
+def _group(values: Mapping[str, Any], step: int) -> dict[str, Any]:
+    # Transformer Engine's and Apex's Adam ask for bias_correction, and torch's, which always does it, has no such key.
+    return {"default_config": True, "bias_correction": True, **_DEFAULTS, **values, "step": step}
+
+
+def _step(training: base.Training, names: Mapping[str, Any]) -> int:
+    steps = {name: training.steps[name] for name in names if name in training.steps}
+    first = next(iter(steps), "")
+    other = next((n for n, s in steps.items() if s != steps[first]), "")
+    if other:
+        raise UnsupportedError(
+            f"Megatron counts the steps once for all parameters, and they differ: {steps[first]:g} of `{first}`,"
+            f" {steps[other]:g} of `{other}`",
+            hint=_LEAVE,
+        )
+    step: float | None = steps[first] if first else training.step
+    if step is None or step != int(step) or step < 0:
+        what = (
+            "nothing says how many steps the optimizer has taken" if step is None else f"{step} is no number of steps"
+        )
+        raise UnsupportedError(what, hint=_LEAVE)
+    return int(step)
+
+
+def common(request: base.WriteRequest, args: Mapping[str, Any], *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
+    """(what lies beside model and optimizer in a save, notes); ``optimizer``: it has the state of one."""
+    training = request.training or base.Training()
+    plain = training.plain
+    said = {
+        **args,
+        **{k: plain[k] for k in CONSUMED if type(plain.get(k)) is int},
+        "iteration": iteration_of(request),
+        "no_save_optim": not optimizer,
+        "no_save_rng": True,
+        "use_distributed_optimizer": optimizer,
+    }
+    out = {
+        "args": Instance("argparse", "Namespace", said),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "num_floating_point_operations_so_far": 0,
+        **{k: plain[k] for k in COUNTERS if k in plain},
+        "iteration": said["iteration"],
+    }
+    notes = []
+    if optimizer and not isinstance(plain.get("opt_param_scheduler"), dict):
+        # Without one the loader stops; it takes num_steps, and compares the others with its own arguments.
+        samples = said.get("consumed_train_samples", 0)
+        out["opt_param_scheduler"] = {**dict.fromkeys(_SCHEDULE), "num_steps": samples}
+        notes.append(
+            "the source has no learning-rate schedule of Megatron's: load it with --override-opt-param-scheduler, which"
+            f" goes on with yours after {samples:,} samples"
+        )
+    if left := [k for k in plain if k not in (*COUNTERS, *CONSUMED)]:
+        notes.append(f"left out, because Megatron has no place for it: {some(left)}")
+    return out, notes
