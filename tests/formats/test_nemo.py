@@ -2,7 +2,8 @@
 
 ``fixtures/megatron/nemo``: ``nemo2`` and ``bridge`` have what NeMo and Bridge write around the chunks of
 ``fixtures/megatron/dist/llama_tp2``; ``zarr`` is the model of that save by the zarr backend of Megatron Core 0.9 and
-zarr 2.18, ``zarr_edge`` has arrays by zarr 2.18 whose chunks reach beyond them.
+zarr 2.18, ``zarr_edge`` has arrays by zarr 2.18 whose chunks reach beyond them; ``ranks`` and ``own`` are rank files of
+NeMo 1 (NAME.safetensors is the model), the second with the names of NeMo's own GPT in torch's format before 1.6.
 """
 
 from __future__ import annotations
@@ -276,3 +277,98 @@ def test_a_nemo_without_weights_is_one_error(tmp_path: Path) -> None:
     assert "the tar holds no model_weights" in refused(source, tmp_path / "out")
     source.write_bytes(b"\x1f\x8b\x08" + bytes(1000))
     assert "mkdir DIR && tar xf llama.nemo -C DIR" in refused(source, tmp_path / "out")
+
+
+# -- files of ranks
+
+
+def given(source: Path, tmp_path: Path, *, packed: bool) -> Path:
+    """A save of NeMo 1, with the number of tokens."""
+    shutil.copytree(source, tmp_path / "in")
+    config = config_of(source)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 131}))
+    if packed:
+        return nemo1(tmp_path, tmp_path / "in")
+    shutil.copy(tmp_path / "config.json", tmp_path / "in")
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize(("case", "packed"), [("ranks", True), ("ranks", False), ("own", True)])
+def test_files_of_ranks(case: str, packed: bool, tmp_path: Path) -> None:
+    """Two ranks with `model.module.` in front of names; two stages of two ranks, with NeMo's own names."""
+    source = given(NEMO / case, tmp_path, packed=packed)
+    reshard(source, tmp_path / "out", "--to", "hf", "--verify")
+    tensorfile.assert_same(tensorfile.read_all(tmp_path / "out"), tensorfile.read(NEMO / f"{case}.safetensors"))
+    done = ckpttool("inspect", source, "--check")
+    assert (done.code, "0 errors" in done.out) == (0, True), done.out
+
+
+def test_a_file_of_one_rank(tmp_path: Path) -> None:
+    save = nemo2(tmp_path)
+    (save / "context/model.yaml").unlink()  # so that names stay
+    reshard(save, tmp_path / "bin", "--to", "torch-bin", "--only", "model")
+    (tmp_path / "one").mkdir()
+    shutil.copy(tmp_path / "bin/pytorch_model.bin", tmp_path / "one/model_weights.ckpt")
+    shutil.copy(NEMO / "zarr/model_config.yaml", tmp_path / "one")  # it says tp 2
+    reshard(given(tmp_path / "one", tmp_path, packed=True), tmp_path / "out", "--to", "hf")
+    tensorfile.assert_same(tensorfile.read_all(tmp_path / "out"), model())
+
+
+def test_the_configuration_of_nemo1(tmp_path: Path) -> None:
+    config = config_of(NEMO / "own")
+    assert {k: config[k] for k in ("model_type", "vocab_size", "max_position_embeddings", "rms_norm_eps")} == {
+        "model_type": "llama",
+        "vocab_size": 160,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
+    shutil.copytree(NEMO / "own", tmp_path / "in")
+    path = tmp_path / "in/model_config.yaml"
+    path.write_text(path.read_text().replace("fast-swiglu", "geglu"))
+    assert "a gated geglu" in refused(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            b"mlp.dense_h_to_4h.weight",
+            b"mlp.dense_h_to_4_2.weight",
+            "`language_model.encoder.layers.0.mlp.dense_h_to_4_2.weight`",
+        ),
+        (
+            b"model.language_model.encoder.layers.0.input_layernorm",
+            b"model.0.language_model.encoder.layer.0.inputlayernorm",
+            "a virtual pipeline",
+        ),
+    ],
+)
+def test_names_of_others_are_refused(old: bytes, new: bytes, words: str, tmp_path: Path) -> None:
+    shutil.copytree(NEMO / "own", tmp_path / "in")
+    path = tmp_path / "in/tp_rank_00_pp_rank_000/model_weights.ckpt"
+    data = path.read_bytes()
+    at = data.index(old)
+    grown = len(new) - len(old)
+    begin = at - 5 if data[at - 5 : at - 4] == b"X" else data.rindex(b"X", 0, at)
+    length = int.from_bytes(data[begin + 1 : begin + 5], "little")
+    path.write_bytes(
+        data[: begin + 1] + (length + grown).to_bytes(4, "little") + data[begin + 5 : at] + new + data[at + len(old) :]
+    )
+    assert words in refused(tmp_path / "in", tmp_path / "out", "--to", "hf")
+
+
+def test_a_rank_that_is_missing(tmp_path: Path) -> None:
+    shutil.copytree(NEMO / "own", tmp_path / "in")
+    shutil.rmtree(tmp_path / "in/tp_rank_01_pp_rank_001")
+    assert "1 directory is missing: tp_rank_01_pp_rank_001" in refused(tmp_path / "in", tmp_path / "out")
+
+
+def test_code_in_a_nemo_is_named_and_not_run(tmp_path: Path) -> None:
+    shutil.copytree(NEMO / "ranks", tmp_path / "in")
+    path = tmp_path / "in/mp_rank_01/model_weights.ckpt"
+    shutil.copy("fixtures/torch/hostile/system.bin", path)
+    source = nemo1(tmp_path, tmp_path / "in")
+    assert "system" in refused(source, tmp_path / "out")
+    done = ckpttool("inspect", source, "--imports")
+    assert "1 dangerous" in done.out
+    assert "mp_rank_01/model_weights.ckpt" in done.out

@@ -221,12 +221,7 @@ class _Reading:
 
     def _other_arguments(self, model: Mapping[str, Described]) -> dict[str, Any]:
         """Those of a save by NeMo or Bridge, which lie beside it; {} where nothing says any."""
-        try:
-            args, where = nemo.arguments(self.save.listing)
-        except UnsupportedError:
-            if self.save.beside.json("config.json"):
-                return {}
-            raise
+        args, where = nemo.arguments_beside(self.save.listing, self.save.beside)
         if args:
             self.notes.append(f"sizes of the model are those of {where}")
             args.setdefault("padded_vocab_size", _rows(model))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,14 +30,15 @@ from ckpttool.containers.plain import is_plain
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.dtypes import itemsize
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.megatron import legacy_ranks, names, run
+from ckpttool.formats.megatron import legacy_ranks, names, nemo, run
 from ckpttool.formats.megatron.args import model_config, plain_args
 from ckpttool.formats.megatron.groups import counters
 from ckpttool.formats.megatron.legacy_optimizer import Optimizers
 from ckpttool.formats.megatron.legacy_ranks import Held
 from ckpttool.formats.megatron.legacy_write import legacy_mesh, write_legacy
+from ckpttool.formats.megatron.nemo_names import core_names
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import DataFile, Place
@@ -58,6 +59,7 @@ _SAME = (
 """Arguments that all ranks of one save have in common."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of config.json."""
+_EMBEDDING = "embedding.word_embeddings.weight"
 _STRUCTURE = frozenset({"args", "checkpoint_version", "model", "optimizer"})
 
 
@@ -85,20 +87,27 @@ class Megatron:
     )
 
     def detect(self, listing: Listing) -> int:
+        try:
+            if (found := nemo.find(listing)) is not None:
+                return 2 * bool(nemo.ranks(found.listing))
+        except CkptError:
+            return 0  # which of NeMo's, only reading says
         if listing.single:
             return 0
         if is_save(listing):
             return 2
-        found = run.chosen(listing)
-        if found is None:  # the mark leads nowhere
-            found = next((listing.inside(n) for n in run.saves(listing)), None)
-        return 2 if found is not None and is_save(found) else 0
+        save = run.chosen(listing)
+        if save is None:  # the mark leads nowhere
+            save = next((listing.inside(n) for n in run.saves(listing)), None)
+        return 2 if save is not None and is_save(save) else 0
 
     def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (ranks or their files are missing), ConflictError (ranks, arguments and flags
         contradict each other), CorruptError (a file is not what its name says), UnsupportedError (a model from before
         Megatron Core, tensors of other kinds), and what reading a file of torch.save raises.
         """
+        if (found := nemo.find(listing)) is not None and nemo.ranks(found.listing):
+            return _NemoReader(self.name, run.Save(*found), options).read()
         save = run.find(listing, is_save=is_save(listing))
         return _Reader(self.name, save, options).read()
 
@@ -142,7 +151,7 @@ class _Reader:
     def read(self) -> base.StoredCheckpoint:
         named = self._directories()
         first = self._open(named[0].name)
-        self.args = plain_args(first.value.get("args"))
+        self.args = self._arguments(first)
         config, notes = model_config(self.save.beside, self.args)
         flags = self.options.from_flags()
         said = legacy_ranks.said_sizes(self.args, flags, first.info.place)
@@ -181,6 +190,9 @@ class _Reader:
             version=naming.version,
             refused=found.refused,
         )
+
+    def _arguments(self, first: TorchFile) -> dict[str, Any]:
+        return plain_args(first.value.get("args"))
 
     # -- files
 
@@ -240,7 +252,7 @@ class _Reader:
                     where=where,
                     hint="parameters in FP8 (--fp8-param-gather) are not read: save without it",
                 )
-        beside = self.save.listing.inside(name)
+        beside = self.save.listing.inside(name) if name else self.save.listing
         if any(n.startswith("layer_wise_optimizer") for n in beside.names):
             optimizers.refuse("it is a layer-wise one (Muon and others), whose files name no parameters", where)
         path: Place | None = beside.path(OPTIMIZER_FILE) if OPTIMIZER_FILE in beside.names else None
@@ -275,6 +287,36 @@ class _Reader:
         if not groups and set(plain) <= {"iteration", "num_floating_point_operations_so_far"}:
             return None  # weights for everyone, as a converter writes them
         return base.Training(groups, step, plain, tuple(left))
+
+
+class _NemoReader(_Reader):
+    """NeMo 1: a rank's file is the dict of its tensors, and the arguments lie beside it."""
+
+    def __init__(self, format_name: str, save: run.Save, options: base.ReadOptions) -> None:
+        super().__init__(format_name, save, options)
+        self.args, where = nemo.arguments_beside(save.listing, save.beside)
+        if where:
+            self.notes.append(f"sizes of the model are those of {where}")
+
+    def _arguments(self, first: TorchFile) -> dict[str, Any]:
+        rows = first.value["model"].get(_EMBEDDING)
+        if self.args and isinstance(rows, Tensor) and rows.shape:
+            tp = self.args.get(legacy_ranks.ARGS["tp"]) or 1
+            self.args.setdefault("padded_vocab_size", rows.shape[0] * (tp if type(tp) is int else 1))
+        return self.args
+
+    def _directories(self) -> list[legacy_ranks.Named]:
+        named = [legacy_ranks.Named(n, numbers) for n, numbers in nemo.ranks(self.save.listing).items()]
+        if not named[0].name:
+            self.args |= dict.fromkeys(legacy_ranks.ARGS.values(), 1) if self.args else {}
+        return sorted(named)
+
+    def _open(self, name: str) -> TorchFile:
+        path = self.root / name / nemo.RANK_FILE if name else self.root / nemo.RANK_FILE
+        file = read_torch(path)
+        if not isinstance(file.value, dict):
+            raise CorruptError("the file is not one of NeMo: it holds no dict", where=str(path))
+        return replace(file, value={"model": core_names(file.value, self.args, str(path))})
 
 
 def _model(file: TorchFile, where: str) -> Iterator[tuple[int, str, Any]]:

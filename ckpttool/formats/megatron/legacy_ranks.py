@@ -187,7 +187,7 @@ def _complete(
     wanted = [(t, p, e) for p in range(pp) for (t, e), i in places.items() if i < needed]
     missing = [k for k in wanted if k not in here]
     if missing:
-        shown = [_name(*k, axes) for k in missing[:8]]
+        shown = [_name(*k, axes, next(iter(here.values()))) for k in missing[:8]]
         raise IncompleteError(
             f"{count(len(missing), 'directory', 'directories')} {'is' if len(missing) == 1 else 'are'} missing:"
             f" {', '.join(shown)}{' ...' if len(missing) > 8 else ''}",
@@ -197,7 +197,10 @@ def _complete(
         )
 
 
-def _name(t: int, p: int, e: int, axes: Collection[str]) -> str:
+def _name(t: int, p: int, e: int, axes: Collection[str], like: str) -> str:
+    """The name of a directory, as another one is called."""
+    if like.startswith("tp_rank_"):  # NeMo's
+        return f"tp_rank_{t:02d}_pp_rank_{p:03d}"
     return f"mp_rank_{t:02d}" + (f"_{p:03d}" if "pp" in axes else "") + (f"_{e:03d}" if "ep" in axes else "")
 
 

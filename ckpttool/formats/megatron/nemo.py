@@ -161,6 +161,16 @@ def arguments(listing: Listing) -> tuple[dict[str, Any], str]:
     return {}, ""
 
 
+def arguments_beside(listing: Listing, beside: Listing) -> tuple[dict[str, Any], str]:
+    """The same; where a config.json in ``beside`` says all, a model that arguments do not describe is no error."""
+    try:
+        return arguments(listing)
+    except UnsupportedError:
+        if beside.json("config.json"):
+            return {}, ""
+        raise
+
+
 def _is_own(place: Place) -> bool:
     """Whether a file is there, and no link out of its directory."""
     return place.is_file() and place.name in list_source(place.parent).names
