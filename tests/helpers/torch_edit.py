@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.containers.pickle import Record
-from ckpttool.containers.pickle_write import Hole
+from ckpttool.containers.pickle_write import Hole, Instance
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.containers.torch_zip import TorchFile, read_torch
@@ -15,7 +15,10 @@ from tests.helpers.tensorfile import BYTES
 
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    """Write a file anew with what ``change`` makes of its value, or gives back; of objects only enums are kept."""
+    """Write a file anew with what ``change`` makes of its value, or gives back.
+
+    Of objects only enums and arguments (argparse.Namespace) are kept.
+    """
     file = read_torch(path)
     changed = change(file.value)
     data: dict[tuple[Any, ...], bytes] = {}
@@ -36,6 +39,8 @@ def _plain(file: TorchFile, content: bytes, value: Any, at: tuple[Any, ...], dat
         data[at] = content[stored.offset : stored.offset + stored.nbytes]
         assert stored.nbytes == BYTES[value.dtype] * (len(data[at]) // BYTES[value.dtype])
         return Hole(value.dtype, value.shape)
+    if isinstance(value, Record) and value.cls == "argparse.Namespace":
+        return Instance("argparse", "Namespace", _plain(file, content, value.fields, at, data))
     if isinstance(value, Record):
         return next(iter(value.fields.get("args", ())), None)
     if isinstance(value, dict):

@@ -37,6 +37,7 @@ from ckpttool.formats.megatron import buffers
 from ckpttool.formats.megatron.legacy_ranks import Grid, Held
 from ckpttool.states import STEP
 from ckpttool.storage.place import DataFile, Place
+from ckpttool.words import count
 
 MASTERS, COMPONENT = "master_weights", "optimizer"
 _STATES = {"param": (MASTERS, ""), "exp_avg": (COMPONENT, "exp_avg"), "exp_avg_sq": (COMPONENT, "exp_avg_sq")}
@@ -98,7 +99,7 @@ class Optimizers:
         self._grouped = True
         """Whether it is known what the groups hold."""
         self._steps: dict[float, DataFile] = {}
-        self._lacking: list[str] = []
+        self._lacking: dict[str, None] = {}
         """Files of models whose distrib_optim.pt is missing."""
         self._distributed = False
         self._why: CkptError | None = None
@@ -129,13 +130,13 @@ class Optimizers:
         """All of it under the names that ``tensors`` gives. Raises IncompleteError, ConflictError."""
         if self._lacking and self._distributed:
             raise IncompleteError(
-                f"{len(self._lacking)} of the ranks have no distrib_optim.pt, which holds their optimizer's state",
-                where=self._lacking[:4],
+                f"{count(len(self._lacking), 'rank has', 'ranks have')} no distrib_optim.pt, which holds the state",
+                where=list(self._lacking)[:4],
                 hint=f"bring together what all nodes have saved, {_WITHOUT}",
                 finding="rank-missing",
             )
         if self._lacking:
-            self.refuse("its state lies in distrib_optim.pt, which is missing", self._lacking[0])
+            self.refuse("its state lies in distrib_optim.pt, which is missing", next(iter(self._lacking)))
         if len(self._steps) > 1:
             raise ConflictError(
                 f"ranks disagree: their optimizers took {' and '.join(f'{s:g}' for s in list(self._steps)[:2])} steps",
@@ -286,7 +287,7 @@ class Optimizers:
         members = _members(groups, parameters, self.args)
         numbered = all("params" in g for g in groups) and isinstance(inner.get("state"), dict)
         if not numbered and not distributed:
-            self._lacking.append(where)
+            self._lacking[where] = None
         if members is None:
             self._grouped = False
             self._notes["the groups of the optimizer are left out: it is not known which parameters each has"] = None

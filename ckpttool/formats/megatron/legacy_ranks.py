@@ -137,7 +137,7 @@ def grid_of(named: Collection[Named], said: Mapping[str, int], where: Place, etp
             hint="the sizes are wrong, or the directories of other nodes are missing",
             finding="rank-missing",
         )
-    if (pp > 1) != staged or (ep > 1 and not spread):
+    if (pp > 1) != staged or (ep > 1) != spread:
         raise ConflictError(
             f"the save is of tp {tp}, pp {pp}, ep {ep}, and its directories are called as {next(iter(named)).name}",
             where=str(where),

@@ -1,0 +1,482 @@
+"""Megatron-LM's own checkpoints, a directory for each rank, read as the run that wrote them held its tensors.
+
+``fixtures/megatron/legacy/CASE`` are saves by Megatron Core; CASE.safetensors is the model that was put in, CASE.json
+dtype, shape and sha256 of the master weights and moments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpttool.checkpoint import open_checkpoint
+from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.formats.megatron import buffers
+from ckpttool.formats.megatron.legacy_ranks import directories, grid_of
+from tests.helpers import tensorfile
+from tests.helpers.command import ckpttool, refused, reshard
+from tests.helpers.torch_edit import edit
+
+CASES = Path("fixtures/megatron/legacy")
+STAGES = CASES / "llama_pp2_vp2"
+EXPERTS = CASES / "qwen3_moe_tp2_ep2"
+PLAIN = CASES / "qwen3_tp2_plain"
+ETP = CASES / "qwen3_moe_etp2"
+SAVE = "iter_0000005"
+MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
+
+
+def held(src: Path, dst: Path) -> tensorfile.Tensors:
+    """Everything in a checkpoint, under Hugging Face's names."""
+    reshard(src, dst, "--to", "ranks", "--tp-out", 1, "--pp-out", 1, "--ep-out", 1)
+    return tensorfile.read_all(dst)
+
+
+def assert_held(found: tensorfile.Tensors, case: str) -> None:
+    """The model, master weights, moments and steps that the run had."""
+    model = {k: t for k, t in found.items() if "/" not in k}
+    tensorfile.assert_same(model, tensorfile.read(CASES / f"{case}.safetensors"))
+    said = json.loads((CASES / f"{case}.json").read_text())
+    wanted = {f"master_weights/{n}": v for n, v in said["master_weights"].items()}
+    wanted |= {f"optimizer/{n}/{s}": v for s in ("exp_avg", "exp_avg_sq") for n, v in said[s].items()}
+    have = {
+        k: [t.dtype, list(t.bits.shape), hashlib.sha256(t.bits.tobytes()).hexdigest()]
+        for k, t in found.items()
+        if "/" in k and not k.endswith("/step")
+    }
+    assert have == wanted
+    steps = {k: float(t.bits.view("<f4")) for k, t in found.items() if k.endswith("/step") and t.bits.shape == ()}
+    assert steps == {f"optimizer/{n}/step": v for n, v in said["step"].items()}
+
+
+def copy_of(src: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(src, tmp_path / "run"))
+
+
+def edit_all(run: Path, change: Callable[[Any], Any], name: str = MODEL) -> None:
+    for path in sorted(run.glob(f"*/mp_rank_*/{name}")):
+        edit(path, change)
+
+
+def assert_model(run: Path, case: Path, tmp_path: Path) -> None:
+    reshard(run, tmp_path / "hf", "--to", "hf", "--only", "model")
+    tensorfile.assert_same(tensorfile.read_all(tmp_path / "hf"), tensorfile.read(case.with_suffix(".safetensors")))
+
+
+# -- what a run held
+
+
+@pytest.mark.parametrize("case", [STAGES, pytest.param(EXPERTS, marks=pytest.mark.thorough), PLAIN])
+def test_what_the_run_held(case: Path, tmp_path: Path) -> None:
+    """Interleaved stages; experts that have an optimizer of their own; state by numbers, and masters beside it."""
+    assert_held(held(case, tmp_path / "out"), case.name)
+
+
+def test_experts_cut_over_tensor_parallel_ranks(tmp_path: Path) -> None:
+    assert_model(ETP, ETP, tmp_path)
+    assert str(open_checkpoint(ETP).stored.mesh) == "tp 2"
+
+
+def test_the_mesh_and_the_place_of_experts() -> None:
+    """With tp 2, ep 2 and etp 1 there are two files, and dense tensors are in both."""
+    stored = open_checkpoint(EXPERTS).stored
+    assert str(stored.mesh) == "tp 2, ep 2, etp 1"
+    assert stored.version == "local"
+    ranks: dict[str, set[int]] = {}
+    for t in stored.tensors:
+        if t.component == "model":
+            ranks.setdefault(t.name, set()).add(t.rank)
+    assert ranks["decoder.layers.0.mlp.router.weight"] == {0, 1}
+    assert ranks["decoder.layers.3.mlp.experts.local_experts.0.linear_fc1.weight"] == {0}
+    assert ranks["decoder.layers.3.mlp.experts.local_experts.3.linear_fc1.weight"] == {1}
+
+
+def test_layers_of_interleaved_stages() -> None:
+    stored = open_checkpoint(STAGES).stored
+    assert (stored.mesh.pp, stored.mesh.layout) == (2, (1, 1, 1, 1))
+    first = {t.name.split(".")[2] for t in stored.tensors if t.name.startswith("decoder.layers.") and not t.rank}
+    assert first == {"0", "2"}
+
+
+def test_what_training_goes_on_from() -> None:
+    stored = open_checkpoint(EXPERTS).stored
+    training = stored.training
+    assert training is not None
+    assert training.step == 2
+    assert training.plain["iteration"] == 5
+    assert training.plain["opt_param_scheduler"]
+    weights, vectors, experts = sorted(
+        training.groups, key=lambda g: (g.values["is_expert_parallel"], -g.values["wd_mult"])
+    )
+    assert "output_layer.weight" in weights.parameters
+    assert "decoder.layers.0.mlp.router.weight" in weights.parameters
+    assert "decoder.layers.0.self_attention.q_layernorm.weight" in vectors.parameters
+    assert {n for n in experts.parameters if ".layers.0." in n} == {
+        f"decoder.layers.0.mlp.experts.local_experts.{e}.linear_fc{i}.weight" for e in range(4) for i in (1, 2)
+    }
+    assert {"lr", "betas", "weight_decay"} <= set(weights.values)
+    assert not {"params", "step"} & set(weights.values)
+
+
+# -- which save
+
+
+def test_the_directory_of_a_save_and_a_release(tmp_path: Path) -> None:
+    assert open_checkpoint(EXPERTS / SAVE).stored.config
+    run = copy_of(ETP, tmp_path)
+    (run / SAVE).rename(run / "release")
+    (run / "latest_checkpointed_iteration.txt").write_text("release\n")
+    assert_model(run, ETP, tmp_path)
+
+
+def test_a_mark_that_leads_nowhere_or_is_missing(tmp_path: Path) -> None:
+    run = copy_of(ETP, tmp_path)
+    mark = run / "latest_checkpointed_iteration.txt"
+    mark.write_text("10")
+    error = refused(run, tmp_path / "out", "--to", "hf")
+    assert f"{mark.name} names `10`, which is not here" in error
+    assert f"give the directory of a save: {run / SAVE}" in error
+    shutil.copytree(run / SAVE, run / "iter_0000010")
+    note = open_checkpoint(run).stored.notes[0]
+    assert note == f"`{mark.name}` names the save: iter_0000010; {SAVE} is here too"
+    mark.unlink()
+    assert "iter_0000010 is read, the last of 2 saves" in open_checkpoint(run).stored.notes[0]
+
+
+# -- without arguments
+
+
+def test_a_save_without_arguments(tmp_path: Path) -> None:
+    """The names of directories say the mesh, the shapes of experts how many ranks cut one."""
+    run = copy_of(ETP, tmp_path)
+    edit_all(run, lambda v: v.pop("args") and None)
+    assert_model(run, ETP, tmp_path)
+    (run / "config.json").unlink()
+    assert "config.json" in refused(run, tmp_path / "out", "--to", "hf")
+
+
+def test_the_second_number_without_arguments(tmp_path: Path) -> None:
+    """A stage, unless every rank has the embedding."""
+    stages = copy_of(STAGES, tmp_path / "a")
+    (stages / "config.json").write_text(json.dumps(open_checkpoint(STAGES).stored.config))
+    edit_all(stages, lambda v: v.pop("args") and None)
+    experts = copy_of(EXPERTS, tmp_path / "b")
+    edit_all(experts, lambda v: v.pop("args") and None)
+    assert open_checkpoint(stages).stored.mesh.pp == 2
+    assert str(open_checkpoint(experts).stored.mesh) == "tp 2, ep 2, etp 1"
+
+
+# -- other spellings
+
+
+def _as_transformer_engine(value: Any) -> None:
+    """What Transformer Engine's spec calls them: norms inside of projections, experts in grouped layers."""
+    model = value["model"]
+    for name in list(model):
+        new = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        if ".local_experts." in name:
+            before, _, after = name.partition("local_experts.")
+            expert, module, kind = after.split(".")
+            new = f"{before}{module}.{kind}{expert}" if kind == "weight" else f"{before}{module}.{kind}"
+        model[new] = model.pop(name)
+
+
+def test_names_of_transformer_engine(tmp_path: Path) -> None:
+    run = copy_of(EXPERTS, tmp_path)
+    edit_all(run, _as_transformer_engine)
+    assert_model(run, EXPERTS, tmp_path)
+    assert open_checkpoint(run).stored.version == "transformer_engine"
+
+
+def test_experts_in_two_tensors(tmp_path: Path) -> None:
+    """GroupedMLP: [hidden, experts x ffn] and [experts x ffn, hidden], each expert a run of the elements."""
+    run = copy_of(EXPERTS, tmp_path)
+    for path in sorted(run.glob(f"*/mp_rank_*/{MODEL}")):
+        _group(path)
+        path.with_name(OPTIMIZER).unlink()
+    reshard(run, tmp_path / "hf", "--to", "hf", "--only", "model")
+    tensorfile.assert_same(tensorfile.read_all(tmp_path / "hf"), tensorfile.read(EXPERTS.with_suffix(".safetensors")))
+
+
+def _group(path: Path) -> None:
+    """Write the experts of a file as GroupedMLP holds them: turned, one behind the other."""
+    import numpy as np
+
+    from ckpttool.containers.torch_zip import read_torch
+    from tests.helpers.torch_save import torch_save
+
+    file, content = read_torch(path), path.read_bytes()
+    whole: dict[str, Any] = {}
+    grouped: dict[str, list[Any]] = {}
+    for name, value in file.value["model"].items():
+        if not isinstance(value, Tensor):
+            continue
+        at = file.place(value, name, 0)
+        bits = np.frombuffer(content, "<f2", at.nbytes // 2, at.offset).reshape(at.shape)
+        if ".local_experts." in name:
+            before, _, after = name.partition("local_experts.")
+            grouped.setdefault(f"{before}weight{after.split('linear_fc')[1][0]}", []).append(bits.T)
+        else:
+            whole[name] = bits
+    for name, parts in grouped.items():
+        data = np.concatenate([np.ascontiguousarray(p).reshape(-1) for p in parts])
+        first = name.endswith("weight1")
+        whole[name] = data.reshape(parts[0].shape[0], -1) if first else data.reshape(-1, parts[0].shape[1])
+    value = {"model": whole, "iteration": 5}
+    torch_save(value, path)
+    edit(path, _halves_are_bfloat16)
+
+
+def _halves_are_bfloat16(value: Any) -> None:
+    for name, t in value["model"].items():
+        value["model"][name] = t._replace(dtype="BF16")
+
+
+# -- what does not fit together
+
+
+def test_missing_ranks(tmp_path: Path) -> None:
+    run = copy_of(EXPERTS, tmp_path)
+    shutil.rmtree(run / SAVE / "mp_rank_01_001")
+    error = refused(run, tmp_path / "out", "--to", "hf")
+    assert "1 directory is missing: mp_rank_01_001" in error
+    assert "rank-missing" in ckpttool("inspect", "--check", run).out
+    (run / SAVE / "mp_rank_01_001").mkdir()
+    assert f"1 directory has no {MODEL}: mp_rank_01_001" in refused(run, tmp_path / "out", "--to", "hf")
+
+
+def test_ranks_of_two_saves(tmp_path: Path) -> None:
+    run = copy_of(ETP, tmp_path)
+    edit(run / SAVE / "mp_rank_01" / MODEL, lambda v: v.update(iteration=6))
+    assert "ranks disagree: iteration is 5 in one file, 6 in another" in refused(run, tmp_path / "out", "--to", "hf")
+    shutil.copytree(run / SAVE / "mp_rank_01", run / SAVE / "mp_rank_02")
+    assert "1 directory cannot be of this save: mp_rank_02" in refused(run, tmp_path / "out", "--to", "hf")
+    shutil.copytree(run / SAVE / "mp_rank_01", run / SAVE / "mp_rank_01_001")
+    assert "two saves lie in one directory" in refused(run, tmp_path / "out", "--to", "hf")
+
+
+def test_copies_that_differ(tmp_path: Path) -> None:
+    """A norm is on every rank."""
+    run = copy_of(ETP, tmp_path)
+
+    def change(value: Any) -> None:
+        model = value["model"]
+        model["decoder.final_layernorm.weight"] = model["decoder.layers.0.input_layernorm.weight"]._replace(offset=0)
+        model["decoder.final_layernorm.weight"] = model["decoder.layers.0.mlp.router.weight"]._replace(
+            shape=(32,), strides=(1,)
+        )
+
+    edit(run / SAVE / "mp_rank_01" / MODEL, change)
+    assert "decoder.final_layernorm.weight" in refused(run, tmp_path / "out", "--to", "hf")
+
+
+def test_flags_that_contradict() -> None:
+    for flags in (("--tp", 4), ("--pp", 2), ("--etp", 1), ("--ep", 2)):
+        done = ckpttool("inspect", ETP, *flags)
+        assert done.code == 1
+        assert f"{flags[0]} {flags[1]} contradicts the checkpoint" in done.err
+
+
+def test_numbers_of_layers_and_experts(tmp_path: Path) -> None:
+    run = copy_of(ETP, tmp_path)
+    (run / "config.json").unlink()
+    edit_all(run, lambda v: v["args"].fields.update(num_layers=3))
+    assert "the files hold 2 layers, their arguments say 3" in refused(run, tmp_path / "out", "--to", "hf")
+    edit_all(run, lambda v: v["args"].fields.update(num_layers=2, num_experts=5))
+    assert "a rank holds" in refused(run, tmp_path / "out", "--to", "hf")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: v.update(model={"language_model": {"encoder": {}}}), "before Megatron Core"),
+        (lambda v: v.update(model0=v.pop("model"), model2={}), "chunks of the model are missing"),
+        (lambda v: v.pop("model") and None, "holds no `model`"),
+        (lambda v: v.update(model=5), "no dict of tensors"),
+        (lambda _: [], "holds no dict"),
+    ],
+)
+def test_files_that_are_something_else(change: Callable[[Any], Any], words: str, tmp_path: Path) -> None:
+    run = copy_of(ETP, tmp_path)
+    edit_all(run, change)
+    assert words in refused(run, tmp_path / "out", "--to", "hf")
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    run = copy_of(EXPERTS, tmp_path)
+    for name in (MODEL, OPTIMIZER):
+        path = run / SAVE / "mp_rank_01_001" / name
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        assert "cut off" in refused(run, tmp_path / "out", "--to", "hf")
+        path.write_bytes(data)
+
+
+def test_files_from_before_2024(tmp_path: Path) -> None:
+    run = copy_of(ETP, tmp_path)
+    for path in run.glob(f"*/*/{MODEL}"):
+        path.rename(path.with_name("model_rng.pt"))
+    assert "the save has model_rng.pt in place of" in refused(run, tmp_path / "out", "--to", "hf")
+
+
+# -- the optimizer
+
+
+def assert_left_out(run: Path, words: str, tmp_path: Path) -> None:
+    """The model is read, and the optimizer is refused with these words."""
+    assert words in refused(run, tmp_path / "out", "--to", "ranks", "--tp-out", 1, "--only", "optimizer")
+    done = reshard(run, tmp_path / "hf", "--to", "hf")
+    assert "the optimizer is left out" in done.err
+
+
+def _buffers(value: Any) -> list[dict[str, Any]]:
+    entries = value if isinstance(value, list) else [value]
+    return [s for e in entries if e for k, b in e.items() if k != "buckets_coalesced" for s in b.values()]
+
+
+def test_a_buffer_of_another_size(tmp_path: Path) -> None:
+    """One element more or less would put every parameter elsewhere."""
+    run = copy_of(STAGES, tmp_path)
+
+    def change(value: Any) -> None:
+        for state in _buffers(value):
+            for name in ("param", "exp_avg", "exp_avg_sq"):
+                t = state[name]
+                state[name] = t._replace(shape=(t.shape[0] - 1,))
+
+    edit_all(run, change, OPTIMIZER)
+    assert_left_out(run, "elements does not fit", tmp_path)
+
+
+def test_buffers_of_old_and_of_other_kinds(tmp_path: Path) -> None:
+    run = copy_of(STAGES, tmp_path)
+    edit_all(run, lambda v: v.pop("buckets_coalesced") and None, OPTIMIZER)
+    assert_left_out(run, "the form from before April 2024", tmp_path)
+    edit_all(run, lambda v: {0: v[0], "buckets_coalesced": True}, OPTIMIZER)
+    shutil.rmtree(tmp_path / "hf")
+    assert_left_out(run, "it has 1 buffers, the rank's parameters fill 2", tmp_path)
+
+
+def test_state_that_is_missing(tmp_path: Path) -> None:
+    run = copy_of(EXPERTS, tmp_path)
+    (run / SAVE / "mp_rank_01_001" / OPTIMIZER).unlink()
+    error = refused(run, tmp_path / "out", "--to", "hf")
+    assert f"1 rank has no {OPTIMIZER}" in error
+    assert str(run / SAVE / "mp_rank_01_001") in error
+    (run / SAVE / "mp_rank_00_000" / OPTIMIZER).unlink()
+    assert_left_out(run, f"its state lies in {OPTIMIZER}, which is missing", tmp_path)
+
+
+def test_steps_and_learning_rates_that_differ(tmp_path: Path) -> None:
+    run = copy_of(STAGES, tmp_path)
+    path = run / SAVE / "mp_rank_00_001" / MODEL
+    edit(path, lambda v: v["optimizer"]["optimizer"]["param_groups"][0].update(lr=0.5))
+    assert "ranks disagree: `lr` of a group of the optimizer" in refused(run, tmp_path / "out", "--to", "hf")
+    shutil.copy(STAGES / SAVE / "mp_rank_00_001" / MODEL, path)
+    edit(path, lambda v: [g.update(step=3.0) for g in v["optimizer"]["optimizer"]["param_groups"]] and None)
+    assert "their optimizers took 2 and 3 steps" in refused(run, tmp_path / "out", "--to", "hf")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda groups: groups[0]["params"].pop(),  # one fewer
+        lambda groups: [g.update(wd_mult=0.5) for g in groups],  # not Megatron's rule
+    ],
+)
+def test_numbers_that_name_no_parameters(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    run = copy_of(PLAIN, tmp_path)
+    edit_all(run, lambda v: change(v["optimizer"]["optimizer"]["param_groups"]) and None)
+    assert_left_out(run, "nothing says which parameters its numbers are", tmp_path)
+
+
+def test_numbers_with_other_shapes(tmp_path: Path) -> None:
+    run = copy_of(PLAIN, tmp_path)
+
+    def swap(value: Any) -> None:
+        state = value["optimizer"]["optimizer"]["state"]
+        state[0], state[1] = state[1], state[0]
+
+    edit_all(run, swap)
+    assert_left_out(run, "of what should be `", tmp_path)
+
+
+# -- the layout of buffers
+
+
+def test_buckets_begin_anew() -> None:
+    """From the back; a bucket ends with the parameter that fills it, and the next one begins right behind."""
+    parameters = [("a", (70,)), ("b", (10, 10)), ("c", (64,)), ("d", (3,))]
+    assert buffers.offsets(parameters) == ({"d": 0, "c": 64, "b": 128, "a": 256}, 326)
+    assert buffers.offsets(parameters, size=60) == ({"d": 0, "c": 64, "b": 128, "a": 228}, 298)
+    assert buffers.offsets(parameters, alone={"d"}) == ({"d": 0, "c": 3, "b": 67, "a": 195}, 265)
+    assert buffers.offsets(parameters, alone={"b"}) == ({"d": 0, "c": 64, "b": 128, "a": 228}, 298)
+    assert buffers.offsets(parameters, alignment=1) == ({"d": 0, "c": 3, "b": 67, "a": 167}, 237)
+
+
+def test_the_size_says_the_buckets() -> None:
+    parameters = [("a", (70,)), ("b", (10, 10)), ("c", (64,)), ("d", (3,))]
+    for size in (None, 1, 60, 128, 200):
+        at, total = buffers.offsets(parameters, size=size)
+        assert buffers.fit(parameters, total) == buffers.Fit(at, False, 326)
+    assert not buffers.fit(parameters, 300).offsets
+
+
+def test_two_ways_that_fit_are_refused() -> None:
+    """The gap behind either of two equal parameters may be the one that a bucket's end left out."""
+    parameters = [("a", (64,)), ("b", (100,)), ("c", (100,)), ("d", (36,))]
+    one, total = buffers.offsets(parameters, size=136)
+    assert buffers.fit(parameters, total) == buffers.Fit({}, True, 384)
+    found = buffers.fit([("a", (100,)), ("b", (36,)), ("c", (100,))], 100 + 36 + 100 + 28, alone=[{"c"}, {"b"}])
+    assert (found.several, dict(found.offsets)) == (True, {})
+    said = buffers.fit(parameters, total, sizes=(136,))
+    assert said.offsets == one
+
+
+# -- which ranks
+
+
+def grid(*names: str, **said: int) -> dict[str, int]:
+    return grid_of(directories(names), said, Path("run")).ranks
+
+
+def test_ranks_of_directories() -> None:
+    assert grid("mp_rank_00", "mp_rank_01") == {"mp_rank_00": 0, "mp_rank_01": 1}
+    stages = [f"mp_rank_{t:02d}_{p:03d}" for t in range(2) for p in range(2)]
+    assert grid(*stages, tp=2, pp=2, ep=1) == dict(zip(stages, (0, 2, 1, 3), strict=True))
+    folded = ["mp_rank_00_000", "mp_rank_01_001", "mp_rank_02_000", "mp_rank_03_001"]
+    assert grid(*folded, tp=4, ep=2, etp=1) == {n: i for i, n in enumerate(folded)}
+    crossed = [f"mp_rank_{t:02d}_{e:03d}" for t in range(2) for e in range(2)]
+    assert grid(*crossed, tp=2, ep=2, etp=2) == dict(zip(crossed, (0, 2, 1, 3), strict=True))
+
+
+def test_ranks_that_hold_the_same_are_enough() -> None:
+    """tp 2 and ep 3 fold over six ranks, and three of them write all there is."""
+    assert grid("mp_rank_00_000", "mp_rank_01_001", "mp_rank_00_002", tp=2, ep=3, etp=1) == {
+        "mp_rank_00_000": 0,
+        "mp_rank_01_001": 1,
+        "mp_rank_00_002": 2,
+    }
+
+
+def test_meshes_that_cannot_be() -> None:
+    cases: list[tuple[type[CkptError], tuple[str, ...], dict[str, int]]] = [
+        (UnsupportedError, ("mp_rank_00_000", "mp_rank_00_001"), {"tp": 1, "ep": 2, "etp": 2}),
+        (IncompleteError, ("mp_rank_00", "mp_rank_02"), {}),
+        (IncompleteError, ("mp_rank_99999",), {}),
+        (ConflictError, ("mp_rank_00_000", "mp_rank_01_000"), {"tp": 2, "pp": 1, "ep": 1}),
+        (ConflictError, ("mp_rank_00", "mp_rank_01"), {"tp": 1}),
+    ]
+    for error, names, said in cases:
+        with pytest.raises(error):
+            grid(*names, **said)
+    with pytest.raises(UsageError, match="how many ranks cut an expert"):
+        grid_of(directories(["mp_rank_00", "mp_rank_01"]), {}, Path("run"), (1, 2))
+    assert grid_of(directories(["mp_rank_00", "mp_rank_01"]), {}, Path("run"), (1,)).etp == 1
