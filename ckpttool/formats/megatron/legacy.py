@@ -169,7 +169,8 @@ class _Reader:
         tensors = [t for r in ranks for h in r.held for t in naming.tensors(h, h.stored)]
         found = optimizers.finish(naming.tensors)
         if self.extra:
-            self.notes.append("`_extra_state` of Transformer Engine (scales of FP8, or nothing) is left out")
+            entries = count(self.extra, "entry", "entries")
+            self.notes.append(f"left out: _extra_state (FP8's scaling history), {entries}")
         if self.left:
             self.notes.append(f"not tensors, and left out: {some(list(self.left))}")
         if not self.args:
