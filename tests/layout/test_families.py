@@ -163,6 +163,12 @@ def test_no_rule_is_dead(family: str) -> None:
     assert [rule.origin for _, rule, _, _ in got._rules if rule.origin not in deciding] == []
 
 
+def test_trainers_names_become_the_published_ones_where_a_format_has_none() -> None:
+    for name in family_names():
+        spec = load_family(name, {}).spec
+        assert ("megatron" in spec.namings) == ("megatron" in spec.trainer_namings), name
+
+
 def patterns_of(op: Transform) -> list[str]:
     """What the names that a statement changes look like."""
     match op:

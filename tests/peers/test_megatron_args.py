@@ -67,6 +67,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, "rope_parameters": PLAIN, **ROUTED}),
     ("gpt_oss", {"sliding_window": 4, "rope_parameters": {**YARN, "truncate": False}}),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}),
+    ("ernie4_5", {}),
+    ("ernie4_5", {"use_bias": False, "tie_word_embeddings": True}),
     ("nemotron", {}),
     ("nemotron_tied", {}),
     ("gpt2", {}),

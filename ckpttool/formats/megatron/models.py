@@ -33,6 +33,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_hybrid_model": (False,),
     "layernorm_zero_centered_gamma": (False,),
     "linear_attention_freq": (),
+    "mla_down_proj_fusion": (False,),
     "moe_apply_probs_on_input": (False,),
     "moe_latent_size": (),
     "moe_mlp_glu_interleave_size": (),
@@ -46,6 +47,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_shared_expert_gate": (False,),
     "moe_shared_expert_glu_interleave_size": (),
     "moe_shared_expert_intermediate_size": (0,),
+    "moe_single_grouped_bias": (False,),
+    "moe_single_grouped_weight": (False,),
     "mrope_section": (),
     "mtp_hybrid_override_pattern": (),
     "mtp_num_layers": (0,),
@@ -58,6 +61,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (),
     "softmax_type": ("vanilla",),
     "squared_relu": (False,),
+    "use_grouped_gemm_for_dense_mlp": (False,),
+    "use_grouped_gemm_for_shared_expert": (False,),
     "use_mup": (False,),
     "window_attn_skip_freq": (),
     "window_size": (),
@@ -334,6 +339,23 @@ class Qwen3(Kind):
         if c.flag("attention_bias"):
             raise c.no("attention_bias", "Megatron has biases in all linear layers or none")
         return {"qk_layernorm": True}
+
+
+class Ernie(Kind):
+    """A Llama in which neighbours turn."""
+
+    model_type = "ernie4_5"
+    architecture = "Ernie4_5ForCausalLM"
+    translates = frozenset({"rotary_interleaved"})
+    defaults: ClassVar = {"rms_norm_eps": 1e-5, "head_dim": 128}
+
+    def own_config(self, a: Fields, layers: int) -> dict[str, Any]:
+        if not a.flag("rotary_interleaved"):
+            raise a.no("rotary_interleaved", "in Hugging Face's code of ernie4_5 neighbours turn")
+        return {"use_bias": a.flag("add_bias_linear", default=True)}
+
+    def own_args(self, c: Fields, layers: int) -> dict[str, Any]:
+        return {"rotary_interleaved": True, "add_bias_linear": c.flag("use_bias")}
 
 
 class Nemotron(Kind):
@@ -928,7 +950,8 @@ class GptOss(Kind):
 
 
 KINDS: tuple[Kind, ...] = (
-    Llama(), Mistral(), Phi3(), Qwen2(), Qwen3(), Nemotron(), Gpt(), GptNeoX(), Mixtral(), Qwen3Moe(), Qwen2Moe(),
+    Llama(), Mistral(), Phi3(), Qwen2(), Qwen3(), Ernie(), Nemotron(), Gpt(), GptNeoX(), Mixtral(), Qwen3Moe(),
+    Qwen2Moe(),
     DeepseekV2(), DeepseekV3(), Glm4Moe(), GptOss(),
 )  # fmt: skip
 _BY_TYPE = {k.model_type: k for k in KINDS}
@@ -967,6 +990,8 @@ def _dense_type(a: Fields) -> str:
             return "qwen3"
         if a.flag("add_qkv_bias") and not a.flag("add_bias_linear", default=True):
             return "qwen2"
+        if a.flag("rotary_interleaved"):
+            return "ernie4_5"
         if a.number("rotary_percent") not in (None, 1.0):
             return "phi3"
         return "mistral" if "window_size" in a else "llama"
