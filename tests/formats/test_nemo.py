@@ -189,6 +189,56 @@ def test_a_link_out_of_the_context_is_not_followed(tmp_path: Path) -> None:
     assert "sizes of the model" not in said(save)
 
 
+def test_how_far_the_training_was(tmp_path: Path) -> None:
+    for source in (nemo2(tmp_path), bridge(tmp_path)):
+        training = open_checkpoint(source).stored.training
+        assert training is not None
+        assert {k: training.plain[k] for k in ("iteration", "consumed_train_samples")} == {
+            "iteration": 5,
+            "consumed_train_samples": 320,
+        }
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    save, run = nemo2(tmp_path), bridge(tmp_path)
+    for folder in (save / "context/nemo_tokenizer", run / "iter_0000005/tokenizer"):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text("{}")
+    (save / "context/vocab.txt").write_text("a")
+    (save / "context/10e845ad-f676-482e-b6d1-669e911cfaf8").write_bytes(b"a pickle of NeMo's")
+    shutil.copytree(NEMO / "zarr", tmp_path / "in")
+    (tmp_path / "in/aabb_tokenizer.model").write_bytes(b"x")
+    wanted = {
+        save: {"tokenizer.json", "vocab.txt"},
+        run: {"tokenizer.json"},
+        nemo1(tmp_path, tmp_path / "in"): {"aabb_tokenizer.model"},
+        tmp_path / "in": {"aabb_tokenizer.model"},
+    }
+    for i, (source, names) in enumerate(wanted.items()):
+        reshard(source, tmp_path / str(i), "--to", "hf", "--only", "model")
+        found = {p.relative_to(tmp_path / str(i)).as_posix() for p in (tmp_path / str(i)).rglob("*") if p.is_file()}
+        assert found == {"config.json", "model.safetensors", *names}
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "save"
+    shutil.copytree(NEMO / "zarr_edge", source)
+    name = "module.decoder.layers.self_attention.linear_proj.adapter.linear_in.weight"
+    (source / "e.weight").rename(source / name)
+    assert f"`{name}` belongs to an adapter (LoRA)" in refused(source, tmp_path / "out", "--to", "hf")
+
+
+def test_a_run_of_nemo1(tmp_path: Path) -> None:
+    """Its saves are torch_dist without a directory around, and hparams.yaml lies beside `checkpoints`."""
+    shutil.copytree(nemo2(tmp_path / "other") / "weights", tmp_path / "run/checkpoints" / NAME)
+    lines = (NEMO / "zarr/model_config.yaml").read_text().splitlines()
+    (tmp_path / "run/hparams.yaml").write_text("\n".join(["cfg:", *(f"  {line}" for line in lines)]))
+    for source in (tmp_path / "run", tmp_path / "run/checkpoints" / NAME):
+        text = said(source)
+        assert "Llama, 2 layers, 31,904 parameters, BF16, with master weights and optimizer state" in text
+        assert "hparams.yaml" in text
+
+
 # -- NeMo 1, and zarr
 
 

@@ -138,6 +138,7 @@ class _Reading:
 
     def read(self) -> base.StoredCheckpoint:
         sorted_ = self._sorted(self._entries())
+        nemo.refuse_adapters(sorted_.model, self.where)
         if not self.args:
             self.args = self._other_arguments(sorted_.model)
         config, notes = model_config(self.save.beside, self.args)
@@ -308,7 +309,7 @@ class _Reading:
 
     def _training(self, catalog: Catalog, optimizers: Sequence[Optimizer]) -> base.Training | None:
         """What else a trainer resumes from; steps become tensors of the catalog."""
-        plain = counters(self.common, self.args)
+        plain = nemo.progress(self.common, self.save.listing) | counters(self.common, self.args)
         stateful = {k.name for k in catalog.tensors if k.component in _STATES}
         shapes = {k.name: t.shape for k, t in catalog.tensors.items() if k.component == "model" and k.name in stateful}
         groups, steps, every = placed(optimizers, shapes)
@@ -335,13 +336,16 @@ class _Reading:
         self, config: dict[str, Any], catalog: Catalog, training: base.Training | None
     ) -> base.StoredCheckpoint:
         listing = self.save.listing
-        carried, notes = base.companions(listing, [COMMON, BACKEND, *(f.place.name for f in self.files)])
+        root, carried, notes = nemo.small_files(listing) or (
+            listing.root,
+            *base.companions(listing, [COMMON, BACKEND, *(f.place.name for f in self.files)]),
+        )
         if self.left:
             notes.append(f"not plain data, and left out: {some(self.left)}")
         target = self.args.get("transformer_impl")
         return base.StoredCheckpoint(
             self.name,
-            listing.root,
+            root,
             self.files,
             [p.stored for t in catalog for p in (*t.pieces, *t.replicas)],
             Mesh(),

@@ -175,10 +175,13 @@ class _Reader:
             self.notes.append(f"not tensors, and left out: {some(list(self.left))}")
         if not self.args:
             self.notes.append("the save has no arguments (--no-save-args): config.json and names say the sizes")
-        carried, more = base.companions(self.save.beside, [run.POINTER])
+        root, carried, more = nemo.small_files(self.save.listing) or (
+            self.save.beside.root,
+            *base.companions(self.save.beside, [run.POINTER]),
+        )
         return base.StoredCheckpoint(
             self.format_name,
-            self.save.beside.root,
+            root,
             self.files,
             [*tensors, *found.tensors],
             Mesh(grid.tp, grid.pp, grid.ep, grid.etp, naming.layout),

@@ -7,6 +7,8 @@
                   model_weights/                  torch_dist or zarr
                   model_weights.ckpt              or a file of torch.save for each rank:
                   mp_rank_TT/, tp_rank_TT_pp_rank_PPP/model_weights.ckpt
+                checkpoints/NAME--val_loss=1.20-step=99-last/     torch_dist or zarr of a run, with
+                hparams.yaml                                      the configuration
     Bridge      iter_0001000/run_config.yaml      beside torch_dist
 
 Source: nemo/lightning/io/pl.py, ckpt_utils.py, io/mixin.py, pytorch/callbacks/model_checkpoint.py and
@@ -16,12 +18,16 @@ nemo/collections/nlp/parts/nlp_overrides.py of NeMo 2.5; megatron/bridge/trainin
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.containers.pickle import Global, printable
+from ckpttool.containers.pickle import Global, opened, printable
+from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_zip import read_torch
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
+from ckpttool.formats import base
+from ckpttool.formats.torch import plain_value
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.place import Place
 from ckpttool.storage.tar import TarPlace
@@ -33,7 +39,13 @@ WEIGHTS = "weights"
 """Directory of NeMo 2."""
 MODEL_WEIGHTS = "model_weights"
 RANK_FILE = "model_weights.ckpt"
-_CONFIG, _CONTEXT, _MODEL, _RUN = "model_config.yaml", "context", "model.yaml", "run_config.yaml"
+_CONFIG, _HPARAMS = "model_config.yaml", "hparams.yaml"
+_CONTEXT, _MODEL, _RUN = "context", "model.yaml", "run_config.yaml"
+_TOKENIZER, _NEMO_TOKENIZER = "tokenizer", "nemo_tokenizer"
+_OF_TOKENIZERS = (".model", "vocab", "merges", ".txt", ".tiktoken")
+"""How the names of a tokenizer's files end in a context, which has pickles of NeMo's own, too."""
+_ADAPTER = re.compile(r"\.adapters?\.")
+_NOT_THE_MODELS = ("metadata.json", "latest_checkpointed_iteration.txt")
 _RUNS = "checkpoints"
 _RANK = re.compile(r"mp_rank_(\d{2,9})|tp_rank_(\d{2,9})_pp_rank_(\d{3,9})")
 _STEP = re.compile(r"(?:\A|-)(?:global_)?step=(\d{1,18})(?=-|\Z)")
@@ -100,6 +112,57 @@ def _directory(listing: Listing) -> Found | None:
     return None
 
 
+def small_files(listing: Listing) -> tuple[Place, tuple[str, ...], list[str]] | None:
+    """The small files, above all the tokenizer's, of the save in ``listing``: a directory, names below it, and notes
+    about what is too large. None for a save of Megatron-LM.
+    """
+    if _RUN in listing.names:
+        carried, notes = base.companions(listing, [_RUN, *_NOT_THE_MODELS])
+        inner, more = base.companions(listing.inside(_TOKENIZER), [])
+        return listing.root, (*carried, *(f"{_TOKENIZER}/{n}" for n in inner)), [*notes, *more]
+    if listing.root.name == WEIGHTS and _of_nemo2(listing):
+        above = list_source(listing.root.parent)
+        context = above.inside(_CONTEXT)
+        own, notes = base.companions(context, [_MODEL])
+        inner, more = base.companions(context.inside(_NEMO_TOKENIZER), [])
+        names = [n for n in own if n.endswith(_OF_TOKENIZERS)] + [f"{_NEMO_TOKENIZER}/{n}" for n in inner]
+        return above.root, tuple([f"{_CONTEXT}/{n}" for n in names]), [*notes, *more]
+    for place in (listing.root, listing.root.parent):
+        if _is_own(place / _CONFIG):
+            return place, *base.companions(list_source(place), [_CONFIG, *_NOT_THE_MODELS])
+    return None
+
+
+def progress(common: Mapping[str, Any], listing: Listing) -> dict[str, int]:
+    """How far the training of NeMo or Bridge was, under Megatron's names: of the values in common.pt, or beside it."""
+    out: dict[str, Any] = {"iteration": common.get("global_step")}
+    for value in common.values():  # the state of a data module, under the name of its class
+        if isinstance(value, dict) and set(value) == {"consumed_samples"}:
+            out["consumed_train_samples"] = value["consumed_samples"]
+    if _STATE in listing.names:
+        held = read_torch(listing.path(_STATE))
+        with opened(held.info.place) as file:
+            for key, value in held.value.items() if isinstance(held.value, dict) else ():
+                if key in _COUNTED and isinstance(value, Tensor) and not value.shape:
+                    out[_COUNTED[key]] = plain_value(value, file, held)
+    return {k: v for k, v in out.items() if type(v) is int}
+
+
+_STATE = "train_state.pt"
+_COUNTED = {"step": "iteration", **{k: k for k in ("consumed_train_samples", "consumed_valid_samples")}}
+"""In a file of Bridge -> Megatron's names."""
+
+
+def refuse_adapters(names: Iterable[str], where: str) -> None:
+    """Raises UnsupportedError for weights of an adapter: without its model, or not merged with it."""
+    if found := next((n for n in names if _ADAPTER.search(n)), None):
+        raise UnsupportedError(
+            f"`{printable(found)}` belongs to an adapter (LoRA) of NeMo or Megatron Bridge, which is not read",
+            where=where,
+            hint="merge it with its model first: llm.peft.merge_lora of NeMo, examples/peft/merge_lora.py of Bridge",
+        )
+
+
 def _has_files(listing: Listing) -> bool:
     """Whether Megatron Core's dist_checkpointing wrote here."""
     return "common.pt" in listing.names and ("metadata.json" in listing.names or ".metadata" in listing.names)
@@ -154,6 +217,7 @@ def arguments(listing: Listing) -> tuple[dict[str, Any], str]:
         (above / _CONTEXT / _MODEL, _of_context),
         (here / _CONFIG, _of_model_config),
         (above / _CONFIG, _of_model_config),
+        *([(above.parent / _HPARAMS, _of_hparams)] if above.name == _RUNS else []),
     ):
         if _is_own(place):
             args = take(load_yaml(place), str(place))
@@ -206,6 +270,11 @@ def _of_bridge(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _of_context(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     config = data.get("config")
     return _of_transformer(config, where) if isinstance(config, dict) else {}
+
+
+def _of_hparams(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    config = data.get("cfg")
+    return _of_model_config(config, where) if isinstance(config, dict) else {}
 
 
 def _of_model_config(data: Mapping[str, Any], where: str) -> dict[str, Any]:
