@@ -12,11 +12,11 @@ from dataclasses import replace
 from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor, RankTensors
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import Writer
+from ckpttool.formats.base import Capabilities, Writer
 from ckpttool.formats.registry import WRITERS
 from ckpttool.geometry import whole
 from ckpttool.relate import DerivedTensor, EqualPair
-from ckpttool.targeting.target import WEIGHTS, Target
+from ckpttool.targeting.target import WEIGHTS, Target, castable
 from ckpttool.words import either
 
 Component = tuple[str, str]
@@ -81,6 +81,11 @@ def chosen_components(
     tensors = {k: t for k, t in catalog.tensors.items() if k.component in keep}
     if capabilities.fp32_masters == "added" and "master_weights" in keep:
         tensors |= _own_masters(catalog)
+    elif _narrowed(target, capabilities, keep) and not wanted:
+        masters = _own_masters(catalog)
+        tensors |= masters
+        if masters:
+            notes.append(f"master_weights: the source's own F32 weights, of which --dtype {target.dtype} is a rounding")
     elif capabilities.fp32_masters == "dropped" and "model" in keep:
         for key in [k for k in tensors if k.component == "master_weights"]:
             model = catalog.tensors.get(Key(key.name))
@@ -89,6 +94,12 @@ def chosen_components(
     pairs = dict.fromkeys((k.component, k.state) for k in tensors)
     kept = replace(source, catalog=Catalog(catalog.files, tensors, catalog.aliases))
     return kept, sorted(pairs, key=lambda p: (COMPONENTS.index(p[0]), p[1]))
+
+
+def _narrowed(target: Target, capabilities: Capabilities, keep: Sequence[str]) -> bool:
+    """Whether a training run goes on in a narrow dtype: what its optimizer worked on is then in the masters alone."""
+    narrow = castable(target.dtype) in ("BF16", "F16")
+    return narrow and "optimizer" in keep and "master_weights" in capabilities.components
 
 
 def _own_masters(catalog: Catalog) -> dict[Key, LogicalTensor]:

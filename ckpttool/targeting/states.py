@@ -167,12 +167,22 @@ def translated(
         tensors = work.run(capabilities.states)
     notes += work.notes
     before = source.catalog
+    source = _counted(source, work.counted)
     if not work.files:
         return replace(source, catalog=Catalog(before.files, tensors, before.aliases)), None
     file = len(before.files)
     tensors = {k: t if k in work.made else _behind(t, file) for k, t in tensors.items()}
     changed = replace(source, catalog=Catalog([*before.files, *work.files], tensors, before.aliases))
     return changed, Translation(before, file, work.used)
+
+
+def _counted(source: Checkpoint, steps: set[int]) -> Checkpoint:
+    """The checkpoint with the step of its trainer, where only its optimizer says it."""
+    training = source.stored.training
+    if len(steps) != 1 or (training is not None and training.step is not None):
+        return source
+    training = replace(training or Training(), step=next(iter(steps)))
+    return replace(source, stored=replace(source.stored, training=training))
 
 
 def _behind(t: LogicalTensor, file: int) -> LogicalTensor:
@@ -195,6 +205,8 @@ class _Translator:
     made: set[Key] = field(default_factory=set)
     """Those of the tensors that it holds."""
     left: list[str] = field(default_factory=list)
+    counted: set[int] = field(default_factory=set)
+    """Steps that became powers."""
     _held: dict[str, set[str]] = field(default_factory=dict)
     """States of each parameter."""
     _no_sgd: set[str] = field(default_factory=set)
@@ -235,6 +247,7 @@ class _Translator:
                 raise ConflictError(
                     f"`{key}` is {steps}, which is not a number of steps", where=str(self.source.path), hint=_LEAVE
                 )
+            self.counted.add(int(steps))
             for state, beta in zip(BETA_POWERS, self._known_betas(key, {}), strict=True):
                 power = self._of(beta, dtype).after(int(steps))
                 yield self._worked_out(t, state, dtype, (1,), power.tobytes())

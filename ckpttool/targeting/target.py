@@ -115,7 +115,7 @@ def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tu
     if target.sharding_version and (sharding == 1 or not can.sharding_versions):
         why = "without --sharding-out 2 or more" if can.sharding_versions else f"with {to}"
         yield f"--sharding-version {target.sharding_version} has no effect {why}", "omit it"
-    if target.dtype and can.fp32_masters == "dropped" and sharding > 1:
+    if target.dtype and can.fp32_masters == "dropped" and sharding > 1 and not _masters_itself(source):
         what = f"--dtype {target.dtype} is not possible with sharding {sharding}: model weights are stored as master"
         what += " weights only, and read back in the model's own dtype"
         yield what, "write --to unified with --dtype, or --sharding-out 1"
@@ -124,6 +124,12 @@ def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tu
         yield what, "the state of an optimizer keeps its precision"
     if target.sharding is not None and target.sharding < 1:
         yield f"--sharding-out is {target.sharding}", "parallel sizes start at 1"
+
+
+def _masters_itself(source: Checkpoint) -> bool:
+    """Whether the model is float32 and what its optimizer works on: masters are made of it where it is cast."""
+    dtypes = {t.dtype for k, t in source.catalog.tensors.items() if k.component == "model"}
+    return dtypes == {"F32"} and "optimizer" in source.components and "master_weights" not in source.components
 
 
 def _has_experts(source: Checkpoint) -> bool:

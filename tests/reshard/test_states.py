@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ckpttool.checkpoint import OpenOptions
+from ckpttool.containers.paddle_pickle import read_pickle
 from ckpttool.formats.ranks import Ranks
 from ckpttool.ops.reshard import prepare
 from ckpttool.states import BETA_POWERS
@@ -540,3 +541,56 @@ def test_states_of_other_shapes_are_refused(tmp_path: Path) -> None:
     assert "`optimizer/lm_head.weight/row_var` is [20, 1], its parameter is [20, 8]" in text
     assert "leave it out with --only model" in text
     reshard(run, tmp_path / "out", "--to", "dcp", "--only", "model")
+
+
+@pytest.mark.parametrize("to", ["flex", "hybrid", "unified", "ranks"])
+def test_a_run_of_float32_goes_on_in_bfloat16(to: str, tmp_path: Path) -> None:
+    """What its optimizer works on is in the masters then, every bit of it."""
+    tensors = names(masters=False)
+    config = {**CONFIG, "torch_dtype": "float32"}
+    run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)), config=config)
+    cut = ("--tp-out", 1, *(("--sharding-out", 2) if to in ("flex", "hybrid") else ()))
+    done = reshard(run, tmp_path / "out", "--to", to, *cut, "--dtype", "bf16", "--verify")
+    assert "master_weights: the source's own F32 weights, of which --dtype bf16 is a rounding" in done.err
+    reshard(tmp_path / "out", tmp_path / "back", "--to", "ranks", "--tp-out", 1)
+    found = of_ranks(tmp_path / "back")
+    for name in SHAPES:
+        theirs = name if name in found else name.replace("model.", "llama.")
+        want = np.ascontiguousarray(tensors[name].T) if to != "ranks" and LINEAR.search(name) else tensors[name]
+        assert same(found[f"master_weights/{theirs}"], want), name
+        assert same(found[theirs], want.astype(ml_dtypes.bfloat16)), name
+
+
+@pytest.mark.parametrize("more", [("--only", "model"), ("--only", "model", "--only", "optimizer")])
+def test_masters_are_made_for_nobody(more: tuple[str, ...], tmp_path: Path) -> None:
+    """Who says what to write gets that."""
+    run = save_run(tmp_path / "run", names(masters=False), groups=groups((0.9, 0.95)))
+    reshard(run, tmp_path / "out", "--to", "flex", "--dtype", "bf16", *more)
+    assert not (tmp_path / "out" / "master_weight" / "0_0.distcp").exists()
+
+
+def test_a_trainer_of_float32_finds_the_record_of_its_masters(tmp_path: Path) -> None:
+    """PaddleFormers lists that folder before it resumes; it saves one without anything in it."""
+    run = save_run(tmp_path / "run", names(masters=False), groups=groups((0.9, 0.95)))
+    reshard(run, tmp_path / "out", "--to", "flex", "--verify")
+    assert [p.name for p in (tmp_path / "out" / "master_weight").iterdir()] == ["0.metadata"]
+    reshard(run, tmp_path / "model", "--to", "flex", "--only", "model")
+    assert not (tmp_path / "model" / "master_weight").exists()
+
+
+@pytest.mark.parametrize(("rates", "told"), [((0.5, 0.5), True), ((0.5, 0.25), False)])
+def test_a_step_and_a_rate_are_a_schedule(rates: tuple[float, float], told: bool, tmp_path: Path) -> None:
+    """No trainer of Paddle resumes without; where parameters have several rates nobody knows Paddle's one."""
+    grouped = groups((0.9, 0.95))
+    for group, rate in zip(grouped, rates, strict=True):
+        group["values"]["lr"] = rate
+    run = save_run(tmp_path / "run", names(), groups=grouped)
+    for to in ("unified", "flex", "hybrid"):
+        reshard(run, tmp_path / to, "--to", to, "--tp-out", 1)
+        file = tmp_path / to / "scheduler.pdparams"
+        assert file.exists() == told
+        if told:
+            assert read_pickle(file) == {"last_epoch": 7, "last_lr": 0.5}
+    uneven = save_run(tmp_path / "uneven", names(step={"lm_head.weight": 3}), groups=groups((0.9, 0.95)))
+    reshard(uneven, tmp_path / "out", "--to", "unified", "--tp-out", 1)
+    assert not (tmp_path / "out" / "scheduler.pdparams").exists()

@@ -479,7 +479,8 @@ class _Writer:
                         at += nbytes(t.dtype, prod(part.shape), where=t.name)
                     shards.append(flex_files.Shard(e.key, e.offset, t.shape, t.dtype, e.whole, e.run, name))
                 files.append(base.OutFile(f"{directory}/{name}", written.size, tuple(written.literals)))
-            if shards:
+            # A trainer of float32 parameters saves no masters, and wants the record of them none the less.
+            if shards or (component == "master_weights" and "optimizer" in self.entries):
                 data = flex_files.metadata_pickle(shards, self.boxes.get(component, {}))
                 files.append(base.OutFile(f"{directory}/0.metadata", len(data), ((0, data),)))
         usage = resume_flags(self.request, "flex_checkpoint")

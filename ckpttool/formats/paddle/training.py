@@ -1,7 +1,8 @@
 """What Paddle's trainers keep beside tensors: trainer_state.json and scheduler.pdparams.
 
 Both are carried along as the small files that they are. A schedule that came through a format of another software
-(dcp, universal, ranks) becomes a file again. What another trainer keeps has no place in Paddle's files.
+(dcp, universal, ranks) becomes a file again, and so do another trainer's step and learning rate. What else that one
+keeps has no place in Paddle's files.
 """
 
 from __future__ import annotations
@@ -43,9 +44,20 @@ def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -
 
 
 def schedule_of(training: Training | None) -> Mapping[str, Any] | None:
-    """The state of a schedule of Paddle's, wherever it came from."""
-    schedule = training.plain.get(SCHEDULE) if training is not None else None
-    return schedule if isinstance(schedule, dict) else None
+    """The state of a schedule of Paddle's, wherever it came from.
+
+    Another trainer's step and learning rate are one: Paddle's schedules are functions of the step, and no trainer of
+    Paddle resumes without.
+    """
+    if training is None:
+        return None
+    schedule = training.plain.get(SCHEDULE)
+    if isinstance(schedule, dict):
+        return schedule
+    rates = {float(rate) for g in training.groups if isinstance(rate := g.values.get("lr"), (int, float))}
+    if training.step is None or len(rates) != 1:
+        return None
+    return {"last_epoch": training.step, "last_lr": rates.pop()}
 
 
 def schedule_file(request: WriteRequest) -> tuple[tuple[str, bytes], ...]:
