@@ -374,6 +374,15 @@ def test_state_that_is_missing(tmp_path: Path) -> None:
     assert_left_out(run, f"its state lies in {OPTIMIZER}, which is missing", tmp_path)
 
 
+def test_an_optimizer_for_the_first_chunk(tmp_path: Path) -> None:
+    """--overlap-param-gather-with-optimizer-step: the first of several optimizers has the first chunk alone."""
+    run = copy_of(STAGES, tmp_path)
+    edit_all(run, lambda v: [{0: v[i], "buckets_coalesced": True} for i in (0, 1)], OPTIMIZER)
+    edit_all(run, lambda v: v.update(optimizer=[v["optimizer"], {**v["optimizer"], "grad_scaler": {"scale": 2.0}}]))
+    assert_held(held(run, tmp_path / "out"), STAGES.name)
+    assert "the scale of the loss (`grad_scaler`, of float16 training) is left out" in open_checkpoint(run).stored.notes
+
+
 def test_steps_and_learning_rates_that_differ(tmp_path: Path) -> None:
     run = copy_of(STAGES, tmp_path)
     path = run / SAVE / "mp_rank_00_001" / MODEL

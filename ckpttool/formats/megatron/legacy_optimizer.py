@@ -117,11 +117,12 @@ class Optimizers:
         if not all(isinstance(e, dict) for e in entries):
             raise CorruptError("`optimizer` is not the state of an optimizer", where=where)
         try:
+            spread = _is_spread(entries, self.grid.ep)
             if path is not None:
                 self._distributed = True
-                self._read_flat(path, stage, parameters)
+                self._read_flat(path, stage, parameters, spread=spread)
             for i, entry in enumerate(entries):
-                mine = _of_entry(parameters, i, len(entries), self.grid.ep)
+                mine = _of_entry(parameters, i, len(entries), spread=spread)
                 self._read_entry(entry, mine, file, number, distributed=path is not None)
         except UnsupportedError as e:
             self._why = self._why or e
@@ -171,7 +172,7 @@ class Optimizers:
 
     # -- the distributed optimizer
 
-    def _read_flat(self, path: Place, stage: int, parameters: list[Held]) -> None:
+    def _read_flat(self, path: Place, stage: int, parameters: list[Held], *, spread: bool) -> None:
         file = read_torch(path)
         where, number = str(path), len(self.files)
         self.files.append(file.info)
@@ -188,7 +189,7 @@ class Optimizers:
                     where=where,
                     hint=f"{_OLD}, {_WITHOUT}",
                 )
-            wanted = _by_chunk_and_dtype(_of_entry(parameters, i, len(entries), self.grid.ep))
+            wanted = _by_chunk_and_dtype(_of_entry(parameters, i, len(entries), spread=spread))
             keys = sorted(k for k in entry if type(k) is int)
             if keys != list(range(len(wanted))):
                 raise UnsupportedError(
@@ -280,12 +281,14 @@ class Optimizers:
         where = str(file.info.place)
         masters = entry.get("fp32_from_fp16_params", entry.get("fp32_from_fp16"))
         inner = entry.get("optimizer", entry.get("optimizer_state_dict", entry))
-        groups = inner.get("param_groups") if isinstance(inner, dict) else None
-        if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+        groups = _groups_of(entry)
+        if groups is None:
             raise CorruptError("`optimizer` has no list of groups", where=where)
+        if entry.get("grad_scaler"):
+            self._notes["the scale of the loss (`grad_scaler`, of float16 training) is left out"] = None
         self._note_steps(groups, file.info)
         members = _members(groups, parameters, self.args)
-        numbered = all("params" in g for g in groups) and isinstance(inner.get("state"), dict)
+        numbered = all(isinstance(g.get("params"), list) for g in groups) and isinstance(inner.get("state"), dict)
         if not numbered and not distributed:
             self._lacking[where] = None
         if members is None:
@@ -338,7 +341,10 @@ class Optimizers:
     ) -> None:
         """State by numbers, which count the parameters through the groups."""
         where = str(file.info.place)
-        named = {n: h for g, mine in zip(groups, members, strict=True) for n, h in zip(g["params"], mine, strict=True)}
+        count_through = [n for g in groups for n in g["params"]]
+        if any(type(n) is not int for n in count_through) or len(set(count_through)) < len(count_through):
+            raise CorruptError("the groups of the optimizer do not number its parameters", where=where)
+        named = dict(zip(count_through, [h for mine in members for h in mine], strict=True))
         if unknown := [k for k in state if k not in named]:
             raise CorruptError(f"the state of {printable(str(unknown[0]))} belongs to no group", where=where)
         numbers = Numbers(self.files)
@@ -387,13 +393,28 @@ class Optimizers:
                 self._own.append(_Own(held, MASTERS, "", stored._replace(rank=held.stored.rank)))
 
 
-def _of_entry(parameters: Sequence[Held], i: int, entries: int, ep: int) -> list[Held]:
-    """The parameters of one of several optimizers: the last has the experts that are spread over ranks; where two are
+def _is_spread(entries: Sequence[Any], ep: int) -> bool:
+    """Whether experts have an optimizer of their own, as groups say; those of old saves do not.
+
+    They have with expert parallelism, and in later versions where etp is not tp.
+    """
+    groups = [g for e in entries for g in _groups_of(e) or ()]
+    said = [g["is_expert_parallel"] for g in groups if isinstance(g, dict) and "is_expert_parallel" in g]
+    return any(said) if said else ep > 1
+
+
+def _groups_of(entry: Mapping[str, Any]) -> Any:
+    inner = entry.get("optimizer", entry.get("optimizer_state_dict", entry))
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    return groups if isinstance(groups, list) and all(isinstance(g, dict) for g in groups) else None
+
+
+def _of_entry(parameters: Sequence[Held], i: int, entries: int, *, spread: bool) -> list[Held]:
+    """The parameters of one of several optimizers: the last has the experts, if they are ``spread``; where two are
     before it, the first has the first chunk (``--overlap-param-gather-with-optimizer-step``).
     """
     if entries == 1:
         return list(parameters)
-    spread = ep > 1
     if spread and i == entries - 1:
         return [h for h in parameters if h.is_expert]
     dense = [h for h in parameters if not (spread and h.is_expert)]
@@ -417,8 +438,7 @@ def _members(
     ``--decoupled-lr`` the embedding and the head are.
     """
     keys = [tuple([_said(g, n) for n in ("wd_mult", "is_expert_parallel", "is_decoupled_lr")]) for g in groups]
-    decay = {k[0] for k in keys}
-    if len(set(keys)) < len(keys) or not decay <= {None, 0, 1}:
+    if any(k not in (None, 0, 1) for key in keys for k in key) or len(set(keys)) < len(keys):
         return None
     spread, decoupled = any(k[1] for k in keys), any(k[2] for k in keys)
     norms = bool(args.get("apply_wd_to_qk_layernorm"))
