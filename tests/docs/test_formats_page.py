@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpttool.formats.base import Writer
+from ckpttool.formats.megatron.models import KINDS
 from ckpttool.formats.registry import WRITERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
@@ -58,3 +59,9 @@ def test_the_tables_say_what_the_formats_can_hold() -> None:
         assert rows.keys() <= wanted.keys()
         wrong = {row: text for row, text in rows.items() if not text.startswith(wanted[row])}
         assert not wrong, f"{name}: {wrong}"
+
+
+def test_every_kind_of_model_of_megatron_is_listed() -> None:
+    rows = PAGE.partition("### Models of Megatron")[2].partition("\n### ")[0].splitlines()
+    listed = [name.strip(" `") for row in rows if row.startswith("| `") for name in row.split("|")[1].split(",")]
+    assert sorted(listed) == sorted(["model_type", *(k.model_type for k in KINDS)])

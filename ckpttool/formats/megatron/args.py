@@ -179,6 +179,8 @@ def _parallel(mesh: Mesh) -> dict[str, Any]:
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
         "pipeline_model_parallel_layout": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
         "world_size": mesh.world,
         "data_parallel_size": max(mesh.world // (mesh.tp * mesh.pp), 1),
         "rank": 0,
