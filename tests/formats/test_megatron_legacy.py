@@ -150,6 +150,16 @@ def test_a_mark_that_leads_nowhere_or_is_missing(tmp_path: Path) -> None:
     assert "iter_0000010 is read, the last of 2 saves" in open_checkpoint(run).stored.notes[0]
 
 
+def test_one_rank_of_several() -> None:
+    rank = EXPERTS / SAVE / "mp_rank_01_001"
+    for src in (rank, rank / MODEL, rank / OPTIMIZER):
+        done = ckpttool("inspect", src)
+        assert done.code == 2
+        assert f"hint: give the directory of all: {EXPERTS / SAVE}" in done.err
+        assert ("--from torch-bin" in done.err) == (src != rank)
+    assert ckpttool("inspect", rank / MODEL, "--from", "torch-bin").code == 0
+
+
 # -- without arguments
 
 

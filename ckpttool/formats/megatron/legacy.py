@@ -30,7 +30,7 @@ from ckpttool.containers.plain import is_plain
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.dtypes import itemsize
-from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
+from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.megatron import legacy_ranks, names, nemo, run
 from ckpttool.formats.megatron.args import model_config, plain_args
@@ -92,6 +92,8 @@ class Megatron:
                 return 2 * bool(nemo.ranks(found.listing))
         except CkptError:
             return 0  # which of NeMo's, only reading says
+        if _is_of_one_rank(listing):
+            return 2
         if listing.single:
             return 0
         if is_save(listing):
@@ -104,10 +106,18 @@ class Megatron:
     def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (ranks or their files are missing), ConflictError (ranks, arguments and flags
         contradict each other), CorruptError (a file is not what its name says), UnsupportedError (a model from before
-        Megatron Core, tensors of other kinds), and what reading a file of torch.save raises.
+        Megatron Core, tensors of other kinds), UsageError (it is of one rank), and what reading a file of torch.save
+        raises.
         """
         if (found := nemo.find(listing)) is not None and nemo.ranks(found.listing):
             return _NemoReader(self.name, run.Save(*found), options).read()
+        if _is_of_one_rank(listing):
+            alone = "--from torch-bin, which takes the tensors of this file for a model"
+            raise UsageError(
+                "this is of one of the ranks of a checkpoint",
+                where=str(listing.path(listing.single)),
+                hint=f"give the directory of all: {listing.root.parent}" + (f"; or {alone}" if listing.single else ""),
+            )
         save = run.find(listing, is_save=is_save(listing))
         return _Reader(self.name, save, options).read()
 
@@ -123,6 +133,12 @@ def is_save(listing: Listing) -> bool:
     """Whether a directory holds those of ranks, with a file of the model in one of them."""
     named = legacy_ranks.directories(listing.folders())
     return any({FILE, _OLD_FILE} & set(listing.inside(n.name).names) for n in named)
+
+
+def _is_of_one_rank(listing: Listing) -> bool:
+    """Whether a source is the directory of a rank, or a file in it."""
+    found = listing.single in (FILE, OPTIMIZER_FILE) if listing.single else FILE in listing.names
+    return found and bool(legacy_ranks.directories([listing.root.name]))
 
 
 @dataclass(slots=True)
