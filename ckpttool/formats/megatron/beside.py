@@ -11,6 +11,7 @@ megatron/training/checkpointing.py of Megatron-LM (``load_checkpoint``).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle_write import Instance
@@ -23,7 +24,16 @@ CHECKPOINT_VERSION = 3.0
 """Since when query, key and value are interleaved by group."""
 _DEFAULTS = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Megatron-LM's own for what a source does not say; its scheduler sets ``lr`` and ``weight_decay`` before it steps."""
+_OF_ARGS = {
+    "lr": ("lr",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_eps",),
+    "weight_decay": ("weight_decay",),
+}
+"""What the arguments of a run say of its groups."""
 _NOT_VALUES = frozenset({"params", "param_names", "step"})
+_MULTIPLES = frozenset({"wd_mult", "pre_wd_mult"})
+"""What groups of Megatron have, and no others."""
 _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
 _LEAVE = "leave the optimizer out: --only model"
 
@@ -56,11 +66,17 @@ def iteration_of(request: base.WriteRequest) -> int:
     return int(max(steps)) if steps else max(training.step or 0, 0)
 
 
-def groups_of(training: base.Training | None, shapes: Mapping[str, tuple[int, ...]], *, experts_apart: bool) -> Groups:
+def groups_of(
+    training: base.Training | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    experts_apart: bool,
+    args: Mapping[str, Any] = MappingProxyType({}),
+) -> Groups:
     """The groups of the parameters in ``shapes`` (canonical name -> shape of the whole).
 
-    ``experts_apart``: the experts have an optimizer of their own. Raises UnsupportedError for parameters whose steps
-    differ, or are not known.
+    ``experts_apart``: the experts have an optimizer of their own. ``args`` are those of the save: what groups do not
+    say, they may. Raises UnsupportedError for parameters whose steps differ, or are not known.
     """
     training = training or base.Training()
     step = _step(training, shapes)
@@ -68,8 +84,14 @@ def groups_of(training: base.Training | None, shapes: Mapping[str, tuple[int, ..
     found: dict[Identity, dict[str, Any]] = {}
     differ: dict[str, None] = {}
     missing: dict[str, None] = {}
+    rates: dict[Any, None] = {}
+    of_args = _of_args(args)
     for name, shape in shapes.items():
-        values = said.get(name, {})
+        values = {**of_args, **said.get(name, {})}
+        if not _MULTIPLES & {*values} and "lr" in values:
+            top = values.get("initial_lr", values["lr"])
+            values = {"max_lr": top, "min_lr": 0.0, **values}
+            rates[top] = None
         identity = _identity(values, name, shape, apart=experts_apart)
         mine = {k: tuple(v) if k == "betas" else v for k, v in values.items() if k not in _NOT_VALUES}
         mine.update(identity._asdict())
@@ -83,6 +105,11 @@ def groups_of(training: base.Training | None, shapes: Mapping[str, tuple[int, ..
             f"Megatron has one group where the source has several with different {some(sorted(differ))}: each group is"
             " written with the values of its first parameter"
         )
+    if rates:
+        notes.append(
+            f"groups have max_lr {some(list(map(str, rates)))} and min_lr 0.0: start Megatron with these values as --lr"
+            " and --min-lr"
+        )
     if missing:
         kept = ", ".join(f"{k} {_DEFAULTS[k]}" for k in missing)
         notes.append(f"the source does not say {some(list(missing))} of the optimizer: {kept} is written")
@@ -90,6 +117,12 @@ def groups_of(training: base.Training | None, shapes: Mapping[str, tuple[int, ..
     order = sorted(found, key=lambda i: (-i.wd_mult, i.is_decoupled_lr, -i.lr_mult))
     optimizers = [[_group(found[i], step) for i in order if i.is_expert_parallel == which] for which in apart]
     return Groups(optimizers, step, notes)
+
+
+def _of_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments of a run say of all its groups."""
+    said = {k: tuple([args.get(n) for n in names]) for k, names in _OF_ARGS.items()}
+    return {k: v if len(v) > 1 else v[0] for k, v in said.items() if all(type(n) in (int, float) for n in v)}
 
 
 def _identity(values: Mapping[str, Any], name: str, shape: tuple[int, ...], *, apart: bool) -> Identity:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalog import RankTensor, RankTensors
-from ckpttool.containers.pickle_write import Hole, Instance
+from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.plain import is_plain
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.errors import UnsupportedError, UsageError
@@ -26,6 +26,7 @@ from ckpttool.formats import base
 from ckpttool.formats.config import EXPERTS, LAYERS, whole_number
 from ckpttool.formats.megatron import names
 from ckpttool.formats.megatron.args import args_of
+from ckpttool.formats.megatron.beside import common, iteration_of
 from ckpttool.formats.megatron.legacy_optimizer_write import Optimizer
 from ckpttool.formats.megatron.order import is_parameter, place
 from ckpttool.formats.megatron.run import POINTER
@@ -98,10 +99,9 @@ class _Save:
         self.mtp = any(layer_of(n) >= self.layers for n in held)
         self.grouped = request.version == names.TRANSFORMER_ENGINE and self._of_source("moe_grouped_gemm")
         self.args = self._args(held)
-        self.notes: list[str] = []
         trained = {n: t.whole for n, t in held.items() if is_parameter(n)}
         states = any(t.component == "optimizer" for rank in request.ranks for t in rank)
-        self.optimizer = Optimizer(request, trained, self.args, self.notes) if states else None
+        self.optimizer = Optimizer(request, trained, self.args) if states else None
         if not states and any(t.component == "master_weights" for rank in request.ranks for t in rank):
             raise UnsupportedError(
                 "Megatron keeps master weights together with the moments of the optimizer, and there are none",
@@ -112,8 +112,11 @@ class _Save:
         self.rank_files: list[list[int]] = [[] for _ in self.places]
         first = RankTensors()
         self.ranks = [first, *(RankTensors(share_index_with=first) for _ in self.places[1:])]
-        step = self.optimizer.iteration if self.optimizer is not None else 0
-        self.iteration, self.folder = step, f"iter_{step:07d}" if self.optimizer is not None else "release"
+        self.iteration = iteration_of(request) if states else 0
+        self.folder = f"iter_{self.iteration:07d}" if states else "release"
+        own = self.optimizer.args if self.optimizer is not None else {}
+        self.common, self.notes = common(request, self.args | own, optimizer=states)
+        self.common["iteration"] = self.iteration
 
     def run(self) -> base.FileLayout:
         for r in self.request.chosen:
@@ -126,7 +129,7 @@ class _Save:
         return base.FileLayout(
             self.files,
             self.places,
-            self.notes,
+            [*self.notes, *(self.optimizer.notes if self.optimizer is not None else ())],
             self.rank_files,
             ranks=self.ranks,
             generated=((POINTER, b"release" if release else str(self.iteration).encode()),),
@@ -200,17 +203,13 @@ class _Save:
     def _model(self, rank: _Rank, folder: str) -> None:
         """The file of a rank's weights, and of all that is plain."""
         keys = [f"model{i}" for i in range(len(rank.names))] if len(rank.names) > 1 else ["model"]
-        value: dict[str, Any] = {
-            "args": Instance("argparse", "Namespace", self.args),
-            "checkpoint_version": 3.0,
-            "iteration": self.iteration,
-        }
+        value = dict(self.common)
         holes: dict[tuple[Any, ...], RankTensor] = {}
         for key, of in zip(keys, rank.names, strict=True):
             value[key] = {label: Hole(rank.model[n].dtype, rank.model[n].shape) for n, label in of.items()}
             holes |= {(key, label): rank.model[n] for n, label in of.items()}
         if self.optimizer is not None:
-            value |= self.optimizer.plain
+            value["optimizer"] = self.optimizer.plain
         laid = lay_out_torch(value, "archive")
         file = self._add(base.OutFile(f"{folder}/{_MODEL}", laid.size, laid.literals, laid.checksums), rank.at.rank)
         for path, t in holes.items():
