@@ -380,6 +380,17 @@ def _gpt_neox() -> Model:
     return Model("gpt_neox", "gpt_neox", config, shapes, dtypes)
 
 
+def _nemotron() -> Model:
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (V, H)}
+    for i in range(LAYERS):
+        at = LAYER.format(i)
+        norms = ("input_layernorm", "post_attention_layernorm")
+        shapes |= dict(_attention(at)) | dict(_weights(at, {"mlp.up_proj": (I, H), "mlp.down_proj": (H, I)}))
+        shapes |= dict(_weights(at, dict.fromkeys(norms, (H,)), bias=norms))
+    shapes |= dict(_weights("", {"model.norm": (H,), "lm_head": (V, H)}, bias=("model.norm",)))
+    return Model("nemotron", "nemotron", _config("nemotron", "NemotronForCausalLM"), shapes)
+
+
 def _gpt2(*, prefix: str) -> Model:
     shapes: dict[str, Shape] = {prefix + "wte.weight": (V, H), prefix + "wpe.weight": (POSITIONS, H)}
     for i in range(LAYERS):
@@ -432,6 +443,7 @@ MODELS = {
         _plain("gemma3_text", "gemma", "Gemma3ForCausalLM", attention={"norms": True}, norms=_FOUR_NORMS, tied=True),
         _plain("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", tied=True),
         _phi3(),
+        _nemotron(),
         _gpt_neox(),
         _gpt2(prefix="transformer."),
         _gpt2(prefix=""),
