@@ -413,8 +413,8 @@ def _tie(views: TensorTable, op: transforms.Tie, family: Family) -> TensorTable:
     copy = views.table.get(op.name)
     if copy is not None:
         views.tied.append((copy, owner))
-        return views
-    views.notes.append(f"`{op.name}` is written as a copy of `{op.owner}`, to which the config ties it")
+    else:
+        views.notes.append(f"`{op.name}` is written as a copy of `{op.owner}`, to which the config ties it")
     return replace(views, table={**views.table, op.name: owner.named(op.name)})
 
 

@@ -56,7 +56,7 @@ BY_HAND = {
     "by hand: steps": Source(megatron="counts the steps once for all parameters, and they differ: 7 of"),
     "by hand: betas": Source(),
     "by hand: float32": Source(LONG),
-    "by hand: frozen": Source(megatron="for all layers, and some of them have none"),
+    "by hand: frozen": Source(megatron="and some of them have none"),
 }
 SOURCES = BY_HAND | {
     "bytecheckpoint/ddp2": Source(family=False, wrapped=True),
@@ -64,6 +64,9 @@ SOURCES = BY_HAND | {
     "dcp/hsdp2x2_llama/checkpoint": Source(),
     "dcp/titan_llama3/checkpoint": Source(LONG),
     "megatron/dist/llama_tp2": Source(ADAM),
+    "megatron/legacy/llama_pp2_vp2": Source(ADAM),
+    "megatron/legacy/qwen3_moe_tp2_ep2": Source(ADAM, experts=True),
+    "megatron/legacy/qwen3_tp2_plain": Source(ADAM),
     "paddle_flex/tp2_dp2": Source(ADAM, family=False, paddle=True, float8=True),
     "paddle_flex/tp2_dp2_replicas": Source(ADAM, family=False, paddle=True, float8=True),
     "paddle_unified/nlp_llama_bf16_tp2_ignore_merge": Source(ADAM, paddle=True),
@@ -106,10 +109,12 @@ TARGETS: Sequence[Target] = [
     ("flex", "--tp-out", 2, "--pp-out", 1, "--sharding-out", 2),
     ("dcp", "--sharding-out", 3),
     ("universal",),
+    ("megatron", *ONE),
+    ("megatron", "--tp-out", 2, "--pp-out", 2),
     ("megatron-dist", *ONE),
     ("megatron-dist", "--tp-out", 2, "--pp-out", 2, "--target", "local"),
 ]
-MAKES_MASTERS = ("hybrid", "zcc", "unified", "universal", "megatron-dist")
+MAKES_MASTERS = ("hybrid", "zcc", "unified", "universal", "megatron", "megatron-dist")
 """Formats that store a weight once make masters of the weights that have none."""
 
 
@@ -230,6 +235,10 @@ def refusal(source: Source, target: Target) -> str:
     "torch/deepspeed/ams-zcc --tp-out 1 --pp-out 1 --ep-out 1 --sharding-out 2",
     "torch/deepspeed/z3sgd-hybrid --tp-out 1 --pp-out 1 --ep-out 1",
     "torch_fsdp/fsdp1-universal",
+    "by hand: betas-megatron --tp-out 2 --pp-out 2",
+    "by hand: frozen-megatron --tp-out 1 --pp-out 1 --ep-out 1",
+    "megatron/legacy/llama_pp2_vp2-megatron --tp-out 2 --pp-out 2",
+    "paddle_unified/pf12_qwen2tied_bf16_tp1-megatron --tp-out 2 --pp-out 2",
     "by hand: betas-megatron-dist --tp-out 2 --pp-out 2 --target local",
     "megatron/dist/llama_tp2-megatron-dist --tp-out 1 --pp-out 1 --ep-out 1",
     "paddle_unified/pf12_qwen2tied_bf16_tp1-megatron-dist --tp-out 2 --pp-out 2 --target local",

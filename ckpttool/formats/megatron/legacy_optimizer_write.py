@@ -128,9 +128,9 @@ class Optimizer:
     def _moment(name: str, moment: str, states: Mapping[tuple[str, str], RankTensor]) -> RankTensor:
         found = states.get((name, moment))
         if found is None or found.dtype != "F32":
-            why = "has none" if found is None else f"has it in {found.dtype}"
+            why = "some of them have none (frozen?)" if found is None else f"this is {found.dtype}"
             raise UnsupportedError(
-                f"Megatron's optimizer keeps `{moment}` of every parameter in float32; of `{name}` the source {why}",
+                f"`{name}`: Megatron's optimizer keeps `{moment}` of all parameters in float32, and {why}",
                 where=name,
                 hint=_LEAVE,
             )
