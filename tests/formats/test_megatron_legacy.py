@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from ckpttool.checkpoint import open_checkpoint
-from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.megatron import buffers
 from ckpttool.formats.megatron.legacy_ranks import directories, grid_of
@@ -29,6 +28,9 @@ STAGES = CASES / "llama_pp2_vp2"
 EXPERTS = CASES / "qwen3_moe_tp2_ep2"
 PLAIN = CASES / "qwen3_tp2_plain"
 ETP = CASES / "qwen3_moe_etp2"
+TE = CASES / "qwen3_moe_te_ep2"
+GROUPED = CASES / "qwen3_moe_grouped"
+TIED = CASES / "qwen2_pp2_tied"
 SAVE = "iter_0000005"
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 
@@ -73,9 +75,15 @@ def assert_model(run: Path, case: Path, tmp_path: Path) -> None:
 # -- what a run held
 
 
-@pytest.mark.parametrize("case", [STAGES, pytest.param(EXPERTS, marks=pytest.mark.thorough), PLAIN])
+@pytest.mark.parametrize(
+    "case",
+    [STAGES, PLAIN, TIED, GROUPED, *(pytest.param(c, marks=pytest.mark.thorough) for c in (EXPERTS, TE))],
+    ids=lambda case: case.name,
+)
 def test_what_the_run_held(case: Path, tmp_path: Path) -> None:
-    """Interleaved stages; experts that have an optimizer of their own; state by numbers, and masters beside it."""
+    """Interleaved stages; state by numbers, and masters beside it; a head that is a copy of the embedding; experts in
+    two tensors (GroupedMLP), one by one, and as Transformer Engine has them, with an optimizer of their own.
+    """
     assert_held(held(case, tmp_path / "out"), case.name)
 
 
@@ -94,8 +102,8 @@ def test_the_mesh_and_the_place_of_experts() -> None:
         if t.component == "model":
             ranks.setdefault(t.name, set()).add(t.rank)
     assert ranks["decoder.layers.0.mlp.router.weight"] == {0, 1}
-    assert ranks["decoder.layers.3.mlp.experts.local_experts.0.linear_fc1.weight"] == {0}
-    assert ranks["decoder.layers.3.mlp.experts.local_experts.3.linear_fc1.weight"] == {1}
+    assert ranks["decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"] == {0}
+    assert ranks["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"] == {1}
 
 
 def test_layers_of_interleaved_stages() -> None:
@@ -174,79 +182,29 @@ def test_a_save_without_arguments(tmp_path: Path) -> None:
 
 def test_the_second_number_without_arguments(tmp_path: Path) -> None:
     """A stage, unless every rank has the embedding."""
-    stages = copy_of(STAGES, tmp_path / "a")
-    (stages / "config.json").write_text(json.dumps(open_checkpoint(STAGES).stored.config))
-    edit_all(stages, lambda v: v.pop("args") and None)
-    experts = copy_of(EXPERTS, tmp_path / "b")
-    edit_all(experts, lambda v: v.pop("args") and None)
-    assert open_checkpoint(stages).stored.mesh.pp == 2
-    assert str(open_checkpoint(experts).stored.mesh) == "tp 2, ep 2, etp 1"
+    for case, mesh in ((STAGES, "tp 1, pp 2, layers 1,1,1,1"), (EXPERTS, "tp 2, ep 2, etp 1")):
+        run = copy_of(case, tmp_path / case.name)
+        (run / "config.json").write_text(json.dumps(open_checkpoint(case).stored.config))
+        edit_all(run, lambda v: v.pop("args") and None)
+        assert str(open_checkpoint(run).stored.mesh) == mesh
 
 
 # -- other spellings
 
 
-def _as_transformer_engine(value: Any) -> None:
-    """What Transformer Engine's spec calls them: norms inside of projections, experts in grouped layers."""
-    model = value["model"]
-    for name in list(model):
-        new = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
-        if ".local_experts." in name:
-            before, _, after = name.partition("local_experts.")
-            expert, module, kind = after.split(".")
-            new = f"{before}{module}.{kind}{expert}" if kind == "weight" else f"{before}{module}.{kind}"
-        model[new] = model.pop(name)
+def test_names_of_transformer_engine() -> None:
+    """Norms inside of projections, experts in grouped layers."""
+    theirs, ours = open_checkpoint(TE).stored, open_checkpoint(EXPERTS).stored
+    assert (theirs.version, ours.version) == ("transformer_engine", "local")
+    assert {(t.key, t.rank, t.shape) for t in theirs.tensors} == {(t.key, t.rank, t.shape) for t in ours.tensors}
 
 
-def test_names_of_transformer_engine(tmp_path: Path) -> None:
-    run = copy_of(EXPERTS, tmp_path)
-    edit_all(run, _as_transformer_engine)
-    assert_model(run, EXPERTS, tmp_path)
-    assert open_checkpoint(run).stored.version == "transformer_engine"
-
-
-def test_experts_in_two_tensors(tmp_path: Path) -> None:
-    """GroupedMLP: [hidden, experts x ffn] and [experts x ffn, hidden], each expert a run of the elements."""
-    run = copy_of(EXPERTS, tmp_path)
-    for path in sorted(run.glob(f"*/mp_rank_*/{MODEL}")):
-        _group(path)
-        path.with_name(OPTIMIZER).unlink()
-    reshard(run, tmp_path / "hf", "--to", "hf", "--only", "model")
-    tensorfile.assert_same(tensorfile.read_all(tmp_path / "hf"), tensorfile.read(EXPERTS.with_suffix(".safetensors")))
-
-
-def _group(path: Path) -> None:
-    """Write the experts of a file as GroupedMLP holds them: turned, one behind the other."""
-    import numpy as np
-
-    from ckpttool.containers.torch_zip import read_torch
-    from tests.helpers.torch_save import torch_save
-
-    file, content = read_torch(path), path.read_bytes()
-    whole: dict[str, Any] = {}
-    grouped: dict[str, list[Any]] = {}
-    for name, value in file.value["model"].items():
-        if not isinstance(value, Tensor):
-            continue
-        at = file.place(value, name, 0)
-        bits = np.frombuffer(content, "<f2", at.nbytes // 2, at.offset).reshape(at.shape)
-        if ".local_experts." in name:
-            before, _, after = name.partition("local_experts.")
-            grouped.setdefault(f"{before}weight{after.split('linear_fc')[1][0]}", []).append(bits.T)
-        else:
-            whole[name] = bits
-    for name, parts in grouped.items():
-        data = np.concatenate([np.ascontiguousarray(p).reshape(-1) for p in parts])
-        first = name.endswith("weight1")
-        whole[name] = data.reshape(parts[0].shape[0], -1) if first else data.reshape(-1, parts[0].shape[1])
-    value = {"model": whole, "iteration": 5}
-    torch_save(value, path)
-    edit(path, _halves_are_bfloat16)
-
-
-def _halves_are_bfloat16(value: Any) -> None:
-    for name, t in value["model"].items():
-        value["model"][name] = t._replace(dtype="BF16")
+def test_experts_in_two_tensors() -> None:
+    """GroupedMLP: [hidden, experts x ffn] and [experts x ffn, hidden], each expert a run of the elements and turned."""
+    first, *_ = [t for t in open_checkpoint(GROUPED).stored.tensors if ".local_experts.1.linear_fc1." in t.name]
+    second, *_ = [t for t in open_checkpoint(GROUPED).stored.tensors if ".local_experts.1.linear_fc2." in t.name]
+    assert (first.shape, first.strides) == ((20, 12), (1, 20))
+    assert (second.shape, second.strides) == ((12, 10), (1, 12))
 
 
 # -- what does not fit together

@@ -65,6 +65,7 @@ SOURCES = BY_HAND | {
     "dcp/titan_llama3/checkpoint": Source(LONG),
     "megatron/dist/llama_tp2": Source(ADAM),
     "megatron/legacy/llama_pp2_vp2": Source(ADAM),
+    "megatron/legacy/qwen2_pp2_tied": Source(ADAM),
     "megatron/legacy/qwen3_moe_tp2_ep2": Source(ADAM, experts=True),
     "megatron/legacy/qwen3_tp2_plain": Source(ADAM),
     "paddle_flex/tp2_dp2": Source(ADAM, family=False, paddle=True, float8=True),
@@ -120,6 +121,7 @@ MAKES_MASTERS = ("hybrid", "zcc", "unified", "universal", "megatron", "megatron-
 
 OTHERS = (
     "megatron/dist/qwen2_buckets/",  # flat buffers, which nothing in it explains
+    "megatron/legacy/qwen3_moe_",  # other forms of the same, see test_megatron_legacy.py
     "megatron/nemo/",  # the chunks of megatron/dist/llama_tp2 in other directories
     "paddle_pickles/",  # single files, which say nothing of components
     "paddle_unified/pf12_llama_bf16_tp2/",  # arguments of a trainer whose save failed
