@@ -24,7 +24,7 @@ def test_generated_fixtures_are_what_the_script_writes(tmp_path: Path) -> None:
 
 
 def test_fixtures_are_small_and_described() -> None:
-    # A third is checkpoints that Paddle wrote with their optimizer state, which is four times the weights.
-    assert sum(p.stat().st_size for p in FIXTURES.rglob("*") if p.is_file()) < 20_000_000
+    # Half is checkpoints that Paddle and Megatron wrote with their optimizer state, which is six times the weights.
+    assert sum(p.stat().st_size for p in FIXTURES.rglob("*") if p.is_file()) < 23_000_000
     text = (FIXTURES / "README.md").read_text(encoding="utf-8")
     assert [p.name for p in FIXTURES.iterdir() if p.is_dir() and f"`{p.name}`" not in text] == []
