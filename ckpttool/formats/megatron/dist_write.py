@@ -29,6 +29,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import RankTensor, RankTensors
+from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats import base
@@ -53,7 +54,8 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _MODULE = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj|(?P<norm>\w*norm)))\.weight")
-"""Modules with an extra state: linear layers, and Transformer Engine's norms."""
+"""Modules with an extra state: linear layers, and norms of Transformer Engine, whose attention has one, too."""
+_LAST_NORM = "decoder.final_layernorm"
 _ATTENTION = re.compile(r"(?P<attention>.*\.self_attention\.)linear_proj\.weight")
 _MASTERS, _PARAM = "master_weights", "param"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -379,7 +381,7 @@ class _Save:
         """Where the values lie that are no tensors. Raises ConflictError for parts that do not make up the whole.
 
         These are the extra states of modules, which hold FP8's history: a loader asks for them whether there is any or
-        not. All of them are the same value, None.
+        not. All of them are the same value, which says that there is none.
         """
         for fqn, tensor in self._open.items():
             if tensor.elements != prod(tensor.shape) and tensor.component != "model":
@@ -394,15 +396,17 @@ class _Save:
                 )
             self.described[fqn] = Described(tensor.dtype, tensor.shape, tensor.chunks)
         self._open.clear()
-        span = self.files.value([None])
+        span = self.files.value([Hole("U8", (0,))])
         return dict.fromkeys(_extra_states(self.keys.places, self.keys.target), span)
 
 
 def _extra_states(places: Iterable[Place], target: str) -> Iterator[str]:
+    """Names of the extra states that any version of Megatron Core and Transformer Engine asks for."""
     for place in places:
         m, a = _MODULE.fullmatch(place.key), _ATTENTION.fullmatch(place.key)
         end = ".".join(map(str, place.at or (0,))) + "_" + ".".join(map(str, place.counts or (1,)))
-        if m and (not m["norm"] or target != LOCAL):
+        # The last norm is Transformer Engine's wherever that is installed.
+        if m and (not m["norm"] or target != LOCAL or m["module"] == _LAST_NORM):
             yield f"{m['module']}._extra_state/shard_{end}"
         if a and target != LOCAL:
             yield f"{a['attention']}core_attention._extra_state/shard_{end}"
