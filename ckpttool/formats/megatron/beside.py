@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle_write import Instance
+from ckpttool.containers.plain import is_plain
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.megatron.groups import CONSUMED, COUNTERS, is_expert
@@ -23,7 +24,10 @@ from ckpttool.words import some
 CHECKPOINT_VERSION = 3.0
 """Since when query, key and value are interleaved by group."""
 _DEFAULTS = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""Megatron-LM's own for what a source does not say; its scheduler sets ``lr`` and ``weight_decay`` before it steps."""
+"""Megatron-LM's own for what a source does not say; its scheduler sets ``lr`` and ``weight_decay`` before it steps.
+
+Without ``max_lr`` and ``min_lr`` in a group it does so by the run's arguments.
+"""
 _OF_ARGS = {
     "lr": ("lr",),
     "betas": ("adam_beta1", "adam_beta2"),
@@ -31,9 +35,9 @@ _OF_ARGS = {
     "weight_decay": ("weight_decay",),
 }
 """What the arguments of a run say of its groups."""
+_OF_RUN = frozenset({"args", "load", "save", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng"})
+"""Arguments of a source that are about its run, not about the model."""
 _NOT_VALUES = frozenset({"params", "param_names", "step"})
-_MULTIPLES = frozenset({"wd_mult", "pre_wd_mult"})
-"""What groups of Megatron have, and no others."""
 _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
 _LEAVE = "leave the optimizer out: --only model"
 
@@ -54,6 +58,14 @@ class Groups(NamedTuple):
     """``param_groups`` of each optimizer, without parameters: those of the dense layers first."""
     step: int
     notes: list[str]
+
+
+def own_args(request: base.WriteRequest) -> dict[str, Any]:
+    """Arguments of a source that is a save of Megatron's, too: what is plain and not about its run; {} of others."""
+    source = request.source
+    if source is None or source.dialect != request.dialect or not isinstance(source.native, Mapping):
+        return {}
+    return {k: v for k, v in source.native.items() if k not in _OF_RUN and is_plain(v)}
 
 
 def iteration_of(request: base.WriteRequest) -> int:
@@ -84,14 +96,9 @@ def groups_of(
     found: dict[Identity, dict[str, Any]] = {}
     differ: dict[str, None] = {}
     missing: dict[str, None] = {}
-    rates: dict[Any, None] = {}
     of_args = _of_args(args)
     for name, shape in shapes.items():
         values = {**of_args, **said.get(name, {})}
-        if not _MULTIPLES & {*values} and "lr" in values:
-            top = values.get("initial_lr", values["lr"])
-            values = {"max_lr": top, "min_lr": 0.0, **values}
-            rates[top] = None
         identity = _identity(values, name, shape, apart=experts_apart)
         mine = {k: tuple(v) if k == "betas" else v for k, v in values.items() if k not in _NOT_VALUES}
         mine.update(identity._asdict())
@@ -104,11 +111,6 @@ def groups_of(
         notes.append(
             f"Megatron has one group where the source has several with different {some(sorted(differ))}: each group is"
             " written with the values of its first parameter"
-        )
-    if rates:
-        notes.append(
-            f"groups have max_lr {some(list(map(str, rates)))} and min_lr 0.0: start Megatron with these values as --lr"
-            " and --min-lr"
         )
     if missing:
         kept = ", ".join(f"{k} {_DEFAULTS[k]}" for k in missing)

@@ -34,7 +34,7 @@ from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.megatron.args import args_of
-from ckpttool.formats.megatron.beside import common, groups_of, iteration_of
+from ckpttool.formats.megatron.beside import common, groups_of, iteration_of, own_args
 from ckpttool.formats.megatron.dist_place import BACKEND, COMMON
 from ckpttool.formats.megatron.groups import is_expert
 from ckpttool.formats.megatron.names import LOCAL, TRANSFORMER_ENGINE, spelled, traits
@@ -74,7 +74,9 @@ def write_dist(request: base.WriteRequest) -> base.FileLayout:
     """
     _check(request)
     shapes = _padded(request)
-    args = args_of(request, _rows(shapes), grouped=request.version != LOCAL, dist=True)
+    own = own_args(request)
+    grouped = request.version != LOCAL and bool(own.get("moe_grouped_gemm", True))
+    args = {**own, **args_of(request, _rows(shapes), grouped=grouped, dist=True)}
     keys = Keys.of(request, args, shapes)
     held = _Held(request)
     save = _Save(request.mesh, keys, shapes)
@@ -84,12 +86,16 @@ def write_dist(request: base.WriteRequest) -> base.FileLayout:
     args["dist_ckpt_optim_fully_reshardable"] = True
     beside, notes = common(request, args, optimizer=bool(held.trained))
     if held.trained:
-        groups = groups_of(request.training, {n: shapes[n] for n in held.trained}, experts_apart=keys.chained)
+        groups = groups_of(
+            request.training, {n: shapes[n] for n in held.trained}, experts_apart=keys.chained, args=args
+        )
         of_each = [
             {"optimizer": {"param_groups": g}, "param_state_sharding_type": _SHARDING} for g in groups.optimizers
         ]
         beside["optimizer"] = dict(enumerate(of_each)) if keys.chained else of_each[0]
         notes += groups.notes
+        if not keys.chained and any(map(is_expert, held.trained)):
+            notes.append("the optimizer is that of runs with ep 1; for others write it with --ep-out 2 or more")
     notes += [*held.notes, *keys.notes]
     beside["content_metadata"] = {
         "distrib_optim_sharding_type": _SHARDING if held.trained else None,

@@ -19,14 +19,13 @@ from typing import Any
 
 from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.containers.pickle_write import Hole
-from ckpttool.containers.plain import is_plain
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.config import EXPERTS, LAYERS, whole_number
 from ckpttool.formats.megatron import names
 from ckpttool.formats.megatron.args import args_of
-from ckpttool.formats.megatron.beside import common, iteration_of
+from ckpttool.formats.megatron.beside import common, iteration_of, own_args
 from ckpttool.formats.megatron.legacy_optimizer_write import Optimizer
 from ckpttool.formats.megatron.order import is_parameter, place
 from ckpttool.formats.megatron.run import POINTER
@@ -44,8 +43,6 @@ from ckpttool.words import some
 
 _MODEL, _STATE = "model_optim_rng.pt", "distrib_optim.pt"
 _EMBEDDING = "embedding."
-_OF_RUN = ("args", "load", "save", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng")
-"""Arguments of a source that are about its run, not about the model."""
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -142,21 +139,13 @@ class _Save:
         """The arguments, which are the same on all ranks."""
         tables = [t for n, t in held.items() if n.startswith((f"{_EMBEDDING}word_embeddings.", "output_layer."))]
         rows = max((t.shape[0] for t in tables), default=0) * self.mesh.tp
-        own = self.request.native if self._is_megatrons else {}
-        kept = {k: v for k, v in own.items() if k not in _OF_RUN and is_plain(v)}
-        return kept | args_of(self.request, rows, grouped=self.grouped)
-
-    @property
-    def _is_megatrons(self) -> bool:
-        """Whether the source is a save of Megatron's too, with arguments of its own."""
-        source = self.request.source
-        return source is not None and source.dialect == self.request.dialect and isinstance(source.native, Mapping)
+        return own_args(self.request) | args_of(self.request, rows, grouped=self.grouped)
 
     def _of_source(self, name: str) -> bool:
         """An argument of a source in the same form; True where it is another one."""
         source = self.request.source
-        same = self._is_megatrons and source is not None and source.version == self.request.version
-        return bool(self.request.native.get(name, True)) if same else True
+        same = source is not None and source.version == self.request.version
+        return bool(own_args(self.request).get(name, True)) if same else True
 
     def _named(self, at: Coords) -> str:
         """The directory of a rank."""
