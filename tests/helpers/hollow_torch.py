@@ -431,3 +431,206 @@ def bytecheckpoint(root: Path, shapes: Shapes, ranks: int) -> None:
     for rank, end in enumerate(ends):
         with (folder / f"__{rank}_0.distcp").open("wb") as f:
             f.truncate(end)
+
+
+# -- Megatron Core
+
+_SAVE_METADATA = _named(_DCP, "Metadata")
+_BYTES_STORAGE = _named(_DCP, "BytesStorageMetadata")
+
+
+def deepseek_keys(
+    layers: int = 61, dense_layers: int = 3, experts: int = 256, hidden: int = 7168, vocab: int = 129280
+) -> dict[str, tuple[tuple[int, ...], int, int, int]]:
+    """key -> (shape, axes of experts, chunks along the next axis, layer) of DeepSeek-V3 as Megatron Core saves it."""
+    latent: tuple[tuple[str, tuple[int, ...]], ...] = (
+        ("input_layernorm", (hidden,)),
+        ("self_attention.linear_proj", (hidden, 16384)),
+        ("self_attention.linear_q_down_proj", (1536, hidden)),
+        ("self_attention.linear_q_up_proj", (24576, 1536)),
+        ("self_attention.linear_q_up_proj.layer_norm", (1536,)),
+        ("self_attention.linear_kv_down_proj", (576, hidden)),
+        ("self_attention.linear_kv_up_proj", (32768, 512)),
+        ("self_attention.linear_kv_up_proj.layer_norm", (512,)),
+    )
+    out: dict[str, tuple[tuple[int, ...], int, int, int]] = {}
+
+    def put(layer: int, name: str, shape: tuple[int, ...], fronts: int = 0, cuts: int = 1) -> None:
+        out[f"decoder.layers.{layer}.{name}"] = shape, fronts, cuts, layer
+
+    out["embedding.word_embeddings.weight"] = (vocab, hidden), 0, 1, 0
+    for i in range(layers):
+        for name, shape in latent:
+            put(i, f"{name}_weight" if name.endswith("layer_norm") else f"{name}.weight", shape)
+        if i < dense_layers:
+            put(i, "mlp.linear_fc1.layer_norm_weight", (hidden,))
+            put(i, "mlp.linear_fc1.weight", (36864, hidden), 0, 2)
+            put(i, "mlp.linear_fc2.weight", (hidden, 18432))
+            continue
+        put(i, "pre_mlp_layernorm.weight", (hidden,))
+        put(i, "mlp.router.weight", (experts, hidden))
+        put(i, "mlp.router.expert_bias", (experts,))
+        put(i, "mlp.experts.experts.linear_fc1.weight", (experts, 4096, hidden), 1, 2)
+        put(i, "mlp.experts.experts.linear_fc2.weight", (experts, hidden, 2048), 1)
+        put(i, "mlp.shared_experts.linear_fc1.weight", (4096, hidden), 0, 2)
+        put(i, "mlp.shared_experts.linear_fc2.weight", (hidden, 2048))
+    out["decoder.final_layernorm.weight"] = (hidden,), 0, 1, layers - 1
+    out["output_layer.weight"] = (vocab, hidden), 0, 1, layers - 1
+    return out
+
+
+DEEPSEEK_ARGS = {
+    "num_layers": 61,
+    "hidden_size": 7168,
+    "ffn_hidden_size": 18432,
+    "num_attention_heads": 128,
+    "num_query_groups": 128,
+    "kv_channels": 128,
+    "multi_latent_attention": True,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "max_position_embeddings": 163840,
+    "position_embedding_type": "rope",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "add_bias_linear": False,
+    "qk_layernorm": True,
+    "untie_embeddings_and_output_weights": True,
+    "vocab_size": 129280,
+    "padded_vocab_size": 129280,
+    "bf16": True,
+    "num_experts": 256,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "moe_layer_freq": [0] * 3 + [1] * 58,
+    "moe_router_topk": 8,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_pre_softmax": True,
+    "moe_grouped_gemm": True,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 16,
+    "expert_model_parallel_size": 64,
+    "expert_tensor_parallel_size": 1,
+    "transformer_impl": "transformer_engine",
+    "iteration": 1000,
+}
+"""Arguments of Megatron-LM for such a model, trained on pp 16, ep 64."""
+
+
+def torch_dist(
+    root: Path,
+    keys: Mapping[str, tuple[tuple[int, ...], int, int, int]],
+    args: Mapping[str, Any] = DEEPSEEK_ARGS,
+    *,
+    optimizer: bool = False,
+) -> None:
+    """A save of dist_checkpointing by as many ranks as pp x ep, with FP8's history as entries of their own."""
+    pp, ep, layers = args["pipeline_model_parallel_size"], args["expert_model_parallel_size"], args["num_layers"]
+    save = root / "iter_0001000"
+    save.mkdir(parents=True)
+    described: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    ends = [0] * (pp * ep)
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, list[tuple[int, bytes]]]] = {}
+    files = [(save / f"__{r}_0.distcp").open("wb") for r in range(pp * ep)]
+
+    def chunk(rank: int, dtype: str, shape: tuple[int, ...]) -> Any:
+        if (dtype, shape) not in known:
+            saved(save / "chunk", tensor(dtype, shape))
+            known[dtype, shape] = _literals(save / "chunk", nbytes(dtype, prod(shape)))
+            (save / "chunk").unlink()
+        size, literals = known[dtype, shape]
+        for at, data in literals:
+            files[rank].seek(ends[rank] + at)
+            files[rank].write(data)
+        fields = {
+            "relative_path": f"__{rank}_0.distcp",
+            "offset": ends[rank],
+            "length": size,
+            "transform_descriptors": None,
+        }
+        ends[rank] += size
+        return _instance(_INFO, fields)
+
+    def put(fqn: str, dtype: str, key: str) -> None:
+        shape, fronts, cuts, layer = keys[key]
+        stage = layer * pp // layers
+        chunks = []
+        each = (*[1] * fronts, shape[fronts] // cuts, *shape[fronts + 1 :])
+        for e in range(shape[0] if fronts else 1):
+            rank = stage * ep + (e * ep // shape[0] if fronts else len(described) % ep)
+            for c in range(cuts):
+                offset = (*[e] * fronts, c * each[fronts], *[0] * (len(shape) - fronts - 1))
+                chunks.append(_instance(_CHUNK, {"offsets": _Called(_SIZE, offset), "sizes": _Called(_SIZE, each)}))
+                index = _instance(_INDEX, {"fqn": fqn, "offset": _Called(_SIZE, offset), "index": None})
+                storage[index] = chunk(rank, dtype, each)
+        state = (_DTYPES[dtype], _STRIDED, False, _Called(_ENCODING, 0), False)
+        fields = {"properties": _instance(_PROPERTIES, {"state": state}), "size": _Called(_SIZE, shape)}
+        described[fqn] = _instance(_TENSOR, {**fields, "chunks": chunks})
+
+    def extra(key: str) -> None:
+        shape, fronts, _, layer = keys[key]
+        for e in range(shape[0] if fronts else 1):
+            fqn = f"{key.removesuffix('weight')}_extra_state/shard_{e}_{shape[0] if fronts else 1}"
+            rank = layer * pp // layers * ep + (e * ep // shape[0] if fronts else 0)
+            described[fqn] = _instance(_BYTES_STORAGE, {})
+            index = _instance(_INDEX, {"fqn": fqn, "offset": None, "index": None})
+            storage[index] = chunk(rank, "F32", (1,))
+
+    for key in keys:
+        put(key, "F32" if key.endswith("expert_bias") else "BF16", key)
+        if "linear_" in key and key.endswith(".weight"):
+            extra(key)
+    for key in keys if optimizer else ():
+        chain = 1 if ".experts.experts." in key else 0
+        for state in ("param", "exp_avg", "exp_avg_sq") if not key.endswith("expert_bias") else ():
+            put(f"chained_{chain}.optimizer.state.{state}.{key}", "F32", key)
+    for f, end in zip(files, ends, strict=True):
+        f.truncate(end)
+        f.close()
+    fields = {"state_dict_metadata": described, "planner_data": None, "storage_data": storage}
+    value = _instance(_SAVE_METADATA, {**fields, "storage_meta": None, "version": "1.0.0"})
+    with _imported(), (save / ".metadata").open("wb") as f:
+        pickle.Pickler(f, 4).dump(value)
+    group = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "wd_mult": 1.0, "step": 1000}
+    groups = [{**group, "wd_mult": wd, "is_expert_parallel": e} for e in (False, True) for wd in (1.0, 0.0)]
+    common: dict[str, Any] = {
+        "args": _instance(_ARGS, args),
+        "iteration": 1000,
+        "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
+    }
+    if optimizer:
+        common["optimizer"] = {i: {"optimizer": {"param_groups": groups[2 * i : 2 * i + 2]}} for i in (0, 1)}
+    saved(save / "common.pt", common)
+    (save / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (root / "latest_checkpointed_iteration.txt").write_text("1000")
+
+
+_ARGS = _named("argparse", "Namespace")
+
+
+def _literals(path: Path, hole: int) -> tuple[int, list[tuple[int, bytes]]]:
+    """(bytes, what of them is not zero) of a file with one storage."""
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        head = f.read(min(size, 4096)) if hole > 1 << 16 else f.read()
+        f.seek(max(0, size - 4096))
+        tail = f.read() if hole > 1 << 16 else b""
+    return size, [(0, head), (size - len(tail), tail)] if tail else [(0, head)]

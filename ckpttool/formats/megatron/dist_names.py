@@ -25,7 +25,7 @@ from ckpttool.containers.pickle import printable
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import CkptError, ConflictError, CorruptError, found_as
 from ckpttool.formats.megatron.names import canonical
-from ckpttool.geometry import Box, contiguous_strides, whole
+from ckpttool.geometry import Box, whole
 from ckpttool.storage.place import DataFile
 
 Chunk = tuple[Box, StoredTensor]
@@ -113,11 +113,17 @@ class Builder:
             self._pieces.setdefault(key, [])
         by = (rows, *(0 for _ in shape[1:])) if part.half == "v" else None
         for box, stored in held.chunks:
-            for at, slab, inner in slabs(box, stored, part.counts):
+            strides = stored.strides and stored.strides[axes:]
+            inner = Box(box.start[axes:], box.stop[axes:]) if axes else box
+            place = inner.shift(by) if by else inner
+            place = self._boxes.setdefault(place, place)
+            local = whole(place.shape)
+            for at, offset in slabs(box, stored, part.counts):
                 key = keys[at]
-                named = slab._replace(name=key.name, component=component, state=state)
-                place = inner.shift(by) if by else inner
-                self._pieces[key].append(Piece(named, whole(named.shape), self._boxes.setdefault(place, place)))
+                named = StoredTensor(
+                    key.name, stored.dtype, local.stop, stored.file, offset, stored.rank, strides, component, state
+                )
+                self._pieces[key].append(Piece(named, local, place))
 
     def put(self, key: Key, piece: Piece) -> None:
         """A piece of a component that has the shape of the model's tensor."""
@@ -157,23 +163,24 @@ class Builder:
         return list(self._pieces)
 
 
-def slabs(box: Box, stored: StoredTensor, counts: Sequence[int]) -> Iterator[tuple[int, StoredTensor, Box]]:
-    """What a chunk holds of each layer and expert: (number among all of them, tensor, its box)."""
+def slabs(box: Box, stored: StoredTensor, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """What a chunk holds of each layer and expert: (number among all of them, byte at which it begins)."""
     axes = len(counts)
     if not axes:
-        yield 0, stored, box
+        yield 0, stored.offset
         return
-    inner = Box(box.start[axes:], box.stop[axes:])
-    shape = stored.shape[axes:]
-    strides = stored.element_strides
-    rest = None if stored.strides is None or strides[axes:] == contiguous_strides(shape) else strides[axes:]
-    item = itemsize(stored.dtype)
-    for at in product(*(range(n) for n in stored.shape[:axes])):
-        number = 0
-        for n, i, start in zip(counts, at, box.start, strict=False):
-            number = number * n + start + i
-        offset = stored.offset + item * sum([i * s for i, s in zip(at, strides, strict=False)])
-        yield number, stored._replace(shape=shape, offset=offset, strides=rest), inner
+    if stored.shape[:axes] == (1,) * axes:  # Megatron's own saves
+        at = 0
+        for n, start in zip(counts, box.start, strict=False):
+            at = at * n + start
+        yield at, stored.offset
+        return
+    strides, item = stored.element_strides, itemsize(stored.dtype)
+    for index in product(*(range(n) for n in stored.shape[:axes])):
+        at = 0
+        for n, i, start in zip(counts, index, box.start, strict=False):
+            at = at * n + start + i
+        yield at, stored.offset + item * sum([i * s for i, s in zip(index, strides, strict=False)])
 
 
 def _cut(pieces: Sequence[Piece], rows: int) -> tuple[list[Piece], list[Pad]]:

@@ -13,7 +13,7 @@ from typing import Any
 from ckpttool.catalog import Key, StoredTensor
 from ckpttool.containers.pickle import Record, printable
 from ckpttool.containers.torch_pickle import Tensor
-from ckpttool.containers.torch_zip import TorchFile, TorchSlices
+from ckpttool.containers.torch_zip import MAX_HEADS, TorchFile, TorchSlices
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
@@ -33,6 +33,9 @@ class ChunkFiles:
         self.files: list[DataFile] = []
         self._numbers: dict[tuple[str, str], int] = {}
         self._slices = TorchSlices()
+        self._placed: dict[tuple[int, int], tuple[Tensor, StoredTensor]] = {}
+        """By identity of the value and length: slices with the same head have one value, and their tensor in one place.
+        """
 
     def number(self, listing: Listing, name: str) -> int:
         """Of a file that the metadata of a directory names. Raises IncompleteError where it is not there."""
@@ -67,6 +70,11 @@ class ChunkFiles:
         Raises UnsupportedError for another thing than a plain tensor, CorruptError where it is not as said.
         """
         held = self.slice(file, fqn, span)
+        known = self._placed.get((id(held.value), span[2]))
+        if known is not None and (known[1].dtype, known[1].shape) == (dtype, shape):
+            like = known[1]
+            at = like.offset + span[1]
+            return StoredTensor(key.name, dtype, shape, span[0], at, 0, like.strides, key.component, key.state)
         if not isinstance(held.value, Tensor):
             kind = held.value.cls if isinstance(held.value, Record) else type(held.value).__name__
             raise UnsupportedError(
@@ -83,6 +91,8 @@ class ChunkFiles:
                 hint="the files are of different saves: fetch or save the checkpoint again",
                 finding="chunk-size",
             )
+        if len(self._placed) < MAX_HEADS:
+            self._placed[id(held.value), span[2]] = held.value, stored._replace(offset=stored.offset - span[1])
         return stored._replace(component=key.component, state=key.state) if key.component != "model" else stored
 
 

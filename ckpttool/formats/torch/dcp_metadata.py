@@ -75,9 +75,12 @@ def entries_of(value: Any, path: Place, number: Callable[[str], int], *classes: 
     return _Parser(path, number).metadata(value, classes or (CLASS,))
 
 
+_STRINGS = frozenset((str,))
+
+
 def _fill(machine: Machine, record: Record, state: Any) -> None:
     """There are three records for each chunk, so the dict that the pickle remembers is not kept beside its copy."""
-    if type(state) is not dict or any(type(k) is not str for k in state):
+    if type(state) is not dict or not _STRINGS.issuperset(map(type, state)):
         record.fields["state"] = machine.plain(state)
         return
     machine.made += len(state)
