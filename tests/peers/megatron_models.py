@@ -91,7 +91,10 @@ def experts(out: Told, c: Config, size: str) -> Told:
 
 
 def qwen3_moe(c: Config) -> Told:
-    return experts(qwen3(c), c, "moe_intermediate_size")
+    out = experts(qwen3(c), c, "moe_intermediate_size")
+    if dense_layers := c.get("mlp_only_layers"):
+        out.transformer["moe_layer_freq"] = [int(i not in dense_layers) for i in range(c["num_hidden_layers"])]
+    return out
 
 
 def mixtral(c: Config) -> Told:
@@ -161,6 +164,8 @@ def gpt_oss(c: Config) -> Told:
         "window_size": (c["sliding_window"] - 1, 0),
         "window_attn_skip_freq": [int(t != "full_attention") for t in c["layer_types"]],
     }
+    if rope["rope_type"] != "yarn":
+        return out
     out.gpt["position_embedding_type"] = "yarn"
     out.yarn = {
         "yarn_rotary_scaling_factor": rope["factor"],
@@ -267,4 +272,6 @@ def arguments(c: Config, known: Told, transformer: Config, padded: int, **more: 
         "spec": None,
         "tokenizer_type": "NullTokenizer",
     }
+    unprefixed = {"yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"}
+    out |= {k.removeprefix("yarn_") if k in unprefixed else k: v for k, v in known.yarn.items()}
     return argparse.Namespace(**(out | more))

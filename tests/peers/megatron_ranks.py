@@ -6,10 +6,12 @@ done here as they do it. Functions that take a ``Case`` are jobs for all ranks o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import re
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.peers.megatron_models import arguments, told
+from tests.peers.transformer_engine_cpu import Norm
 
 Held = dict[str, torch.Tensor]
 """Full tensors under Megatron's names with global numbers: ``decoder.layers.3.mlp.linear_fc1.weight``.
@@ -68,11 +71,9 @@ class Trainer:
     iteration: int
 
     def __init__(self, case: Case) -> None:
-        from megatron.core import parallel_state as ps
         from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
         _mesh(case)
-        torch.manual_seed(case.seed + 1000 * ps.get_pipeline_model_parallel_rank())
         self.case, self.iteration = case, 0
         self.hf = json.loads(Path(case.config, "config.json").read_text(encoding="utf-8"))
         self.told = told(self.hf)
@@ -88,7 +89,6 @@ class Trainer:
             "pipeline_dtype": dtype,
             "bf16": case.dtype == "bfloat16",
             "use_cpu_initialization": True,
-            "init_method_std": 0.1,
             "gradient_accumulation_fusion": False,
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
@@ -107,6 +107,7 @@ class Trainer:
             self.padded = -(-self.hf["vocab_size"] // unit) * unit
             self.models = [_gpt(self, stage).to(dtype) for stage in range(case.vp or 1)]
         self.args = _args(self, fields)
+        _fill(self)
         self.wrapped, self.optimizer, self.schedule = self.models, None, None
         if case.optimizer:
             _train(self)
@@ -143,21 +144,28 @@ def _args(made: Trainer, fields: dict[str, Any]) -> Any:
     )
 
 
+_meshes: dict[Any, dict[str, Any]] = {}
+"""What megatron-core keeps of each mesh that was made: making all its groups once more takes longer than most jobs."""
+
+
 def _mesh(case: Case) -> None:
     from megatron.core import parallel_state as ps
 
+    def kept() -> dict[str, Any]:
+        return {k: v for k, v in vars(ps).items() if re.fullmatch(r"_[A-Z_]+", k)}
+
+    if not _meshes:
+        # Its writer of torch_dist forks, which ranks of multiprocessing may not unless they say so.
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        _meshes[None] = kept()
     want = (case.tp, case.pp, case.vp, case.ep, case.etp)
-    if getattr(_mesh, "made", None) == want:
-        if case.vp:
-            ps.set_virtual_pipeline_model_parallel_rank(0)
-        return
-    # Its writer of torch_dist forks, which ranks of multiprocessing may not unless they say so.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    ps.destroy_model_parallel()
-    ps.initialize_model_parallel(
-        case.tp, case.pp, case.vp, expert_model_parallel_size=case.ep, expert_tensor_parallel_size=case.etp
-    )
-    _mesh.made = want  # type: ignore[attr-defined]
+    if want not in _meshes:
+        vars(ps).update(_meshes[None])
+        ps.initialize_model_parallel(
+            case.tp, case.pp, case.vp, expert_model_parallel_size=case.ep, expert_tensor_parallel_size=case.etp
+        )
+        _meshes[want] = kept()
+    vars(ps).update(_meshes[want])
 
 
 def _gpt(made: Trainer, stage: int) -> Any:
@@ -193,6 +201,16 @@ def _gpt(made: Trainer, stage: int) -> Any:
         vp_stage=vp,
         **made.told.gpt,
     )
+
+
+def _fill(made: Trainer) -> None:
+    """Random values, of norms and biases, too. By the name: megatron-core's experts are the same on every rank."""
+    for tensor, place in places(made):
+        seed = zlib.crc32(f"{made.case.seed}/{place.name}/{place.index}".encode())
+        values = torch.randn(place.shape, generator=torch.Generator().manual_seed(seed))
+        norm = place.name.endswith(("norm.weight", "layernorm.weight")) and not made.args.apply_layernorm_1p
+        with torch.no_grad():
+            tensor.copy_(values * 0.15 + norm)
 
 
 def _train(made: Trainer) -> None:
@@ -322,7 +340,8 @@ def load(made: Trainer, folder: str) -> None:
     if made.optimizer is not None:
         made.optimizer.load_state_dict(state["optimizer"])
         if made.case.optimizer == "distributed" and not (place / "metadata.json").exists():
-            made.optimizer.load_parameter_state(str(_legacy_place(made.case, place) / "distrib_optim.pt"))
+            with torch.no_grad():  # which megatron-core leaves out for models of float32
+                made.optimizer.load_parameter_state(str(_legacy_place(made.case, place) / "distrib_optim.pt"))
         made.schedule.load_state_dict(state["opt_param_scheduler"])
     made.saved_args = state.get("args")
 
@@ -345,34 +364,16 @@ def _load_dist(made: Trainer, place: Path) -> dict[str, Any]:
     state: dict[str, Any] = {
         _chunk_key(made, i): m.sharded_state_dict(metadata=meta) for i, m in enumerate(made.models)
     }
-    strict = StrictHandling.RAISE_ALL
     if made.optimizer is not None:
         state["optimizer"] = made.optimizer.sharded_state_dict(state, is_loading=True, metadata=meta)
-    elif "optimizer" in common:
-        strict = StrictHandling.RAISE_UNEXPECTED  # what is asked for must be there; of what is not, see _unasked
-    loaded = dist_checkpointing.load(state, str(place), strict=strict)
-    if made.optimizer is None:
-        _unasked(made, place, meta)
+    loaded, unasked, lacking = dist_checkpointing.load(state, str(place), strict=StrictHandling.RETURN_ALL)
+    # Which modules have an extra state depends on the versions of Megatron Core and Transformer Engine.
+    own = ("optimizer.", "chained_") if made.optimizer is None else ()
+    unasked = {k for k in unasked if not k.startswith(own) and not k.endswith("._extra_state")}
+    if unasked or lacking:
+        raise ValueError(f"the model has none of {sorted(unasked)}, and the save has none of {sorted(lacking)}")
     whole: dict[str, Any] = common | loaded
     return whole
-
-
-def _unasked(made: Trainer, place: Path, meta: Mapping[str, Any]) -> None:
-    """Raises ValueError where the save holds tensors of a model that this model has not."""
-    from megatron.core.dist_checkpointing import load_tensors_metadata
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
-    there = {k for k in load_tensors_metadata(str(place)) if not k.startswith(("optimizer.", "chained_"))}
-    asked = set()
-    for model in made.models:
-        for value in nested_values(model.sharded_state_dict(metadata=dict(meta))):
-            parts = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
-            asked |= {p.key for p in parts}
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, asked)
-    if there - set().union(*everywhere):
-        raise ValueError(f"the model has none of {sorted(there - set().union(*everywhere))}")
 
 
 def logits(made: Trainer, tokens: list[list[int]]) -> torch.Tensor | None:
@@ -421,22 +422,18 @@ def logits(made: Trainer, tokens: list[list[int]]) -> torch.Tensor | None:
     return out if dist.get_rank() == 0 else None
 
 
-class _as_it_computes:  # noqa: N801  a context manager
+@contextlib.contextmanager
+def _as_it_computes(made: Trainer) -> Iterator[None]:
     """Norms that add 1 to their weight (layernorm_zero_centered_gamma) do so here; torch's cannot."""
-
-    def __init__(self, made: Trainer) -> None:
-        self.norms: list[Any] = []
-        if made.args.apply_layernorm_1p and not made.case.te:
-            modules = [m for model in made.models for m in model.modules()]
-            self.norms = [m for m in modules if isinstance(m, torch.nn.LayerNorm | torch.nn.RMSNorm)]
-
-    def __enter__(self) -> None:
-        for norm in self.norms:
-            norm.weight.data += 1
-
-    def __exit__(self, *_: object) -> None:
-        for norm in self.norms:
-            norm.weight.data -= 1
+    changed = made.args.apply_layernorm_1p and not made.case.te
+    modules = [m for model in made.models for m in model.modules()] if changed else []
+    norms = [m for m in modules if isinstance(m, torch.nn.LayerNorm | Norm)]
+    stored = [norm.weight.data for norm in norms]
+    for norm in norms:
+        norm.weight.data = norm.weight.data + 1
+    yield
+    for norm, weight in zip(norms, stored, strict=True):
+        norm.weight.data = weight
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 
 from tests.helpers.command import reshard
 from tests.peers.megatron_ranks import Case, make, resume
+from tests.peers.megatron_tiny import TOKENS, config, same
 from tests.peers.rank_group import Group
-from tests.peers.test_megatron import TOKENS, config, same
 
 pytestmark = pytest.mark.usefixtures("megatron")
 QWEN2 = {"model_type": "qwen2", "tie_word_embeddings": True}
