@@ -57,7 +57,7 @@ format: $(DEV) ## rewrite the files the way `make lint` wants them, where that i
 types: $(DEV) ## check types
 	@$(BIN)/mypy --strict
 
-bench: $(PEERS) $(PADDLE) ## measure speed and memory beside cp, torch, DeepSpeed, mergekit and Paddle (40 minutes, 60 GB of disk; ARGS=--quick: 2, 2 GB)
+bench: $(PEERS) $(PADDLE) ## measure speed and memory beside cp, torch, DeepSpeed, megatron-core, mergekit and Paddle (45 minutes, 60 GB of disk; ARGS=--quick: 2, 2 GB)
 	@$(BIN)/python -m bench $(ARGS)
 
 bench-scale: $(DEV) ## measure how planning and inspecting grow with tensors and ranks (20 minutes, 1 GB of disk)

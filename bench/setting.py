@@ -27,6 +27,7 @@ class Setting:
     """Of the checkpoint that is resharded; of a model that is merged, and of every other source, a third."""
     torch: bool = False
     deepspeed: bool = False
+    megatron: bool = False
     """Whether the packages of these names are installed beside ckpttool."""
     mergekit: str = ""
     """Path of mergekit-yaml, "" where there is none."""
