@@ -216,3 +216,33 @@ def test_an_order_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_the_order_that_fits_is_taken_where_nothing_says_it(tmp_path: Path, whole: tensorfile.Tensors) -> None:
     save = buckets(tmp_path / "save", 1, 1, 2, spec="transformer_engine", said="unknown")
     tensorfile.assert_same(ranks(save, tmp_path / "out"), whole)
+
+
+def test_saves_of_fsdp_hold_everything_in_chunks(tmp_path: Path, whole: tensorfile.Tensors) -> None:
+    """fsdp_dtensor: layers apart, halves of fused tensors apart, arguments and steps among the chunks."""
+    save, model = megatron.Save(tmp_path / "run/iter_0000100"), megatron.model()
+
+    def put(fqn: str, key: str, front: tuple[int, ...], array: megatron.Array) -> None:
+        layer = key.replace("decoder.layers.", f"decoder.layers.{front[0]}.") if front else key
+        halves = np.split(array, 2) if layer.endswith("linear_fc1.weight") else [array]
+        for half, one in zip(("_w", "_v") if len(halves) == 2 else ("",), halves, strict=True):
+            rows = [((0, *[0] * (one.ndim - 1)), one[:3]), ((3, *[0] * (one.ndim - 1)), one[3:])]
+            save.tensor(fqn.format(layer + half), one.shape, rows)
+
+    for key, array in model.items():
+        for front, one in megatron.layers_of(key, array):
+            put("model.module.{}", key, front, one)
+    states = megatron.states(model)
+    for name, state in (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("fp32_param", "param")):
+        for key, array in states[state].items():
+            for front, one in megatron.layers_of(key, array):
+                put("optimizer.state.module.{}." + name, key, front, one)
+    for key in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight"):
+        save.described[f"optimizer.state.module.{key}.step"] = megatron.number(save, 4.0)
+    save.objects["args"] = save.put_object(megatron.namespace(megatron.ARGS))
+    path = save.write()
+    for name in ("common.pt", "metadata.json"):
+        (path / name).unlink()
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("100")
+    for source in (path, path.parent):
+        tensorfile.assert_same(ranks(source, tmp_path / f"out-{source.name}"), whole)

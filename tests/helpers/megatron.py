@@ -107,6 +107,10 @@ class Save:
         self.data: list[bytes] = []
         self.size = 0
 
+    def put_object(self, value: Any) -> Span:
+        """Where the bytes of any object are."""
+        return self._put(value)
+
     def _put(self, value: Any) -> Span:
         data = torch_save(value, self.path / "chunk").read_bytes()
         (self.path / "chunk").unlink()
@@ -143,9 +147,19 @@ class Save:
     def write(self, common: Mapping[str, Any] = {}, args: Mapping[str, Any] = ARGS) -> Path:
         (self.path / "__0_0.distcp").write_bytes(b"".join(self.data))
         (self.path / ".metadata").write_bytes(write_metadata(self.described, self.objects, {}, ["__0_0.distcp"]))
-        torch_save({"args": Instance("argparse", "Namespace", dict(args)), **common}, self.path / "common.pt")
+        torch_save({"args": namespace(args), **common}, self.path / "common.pt")
         (self.path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
         return self.path
+
+
+def namespace(args: Mapping[str, Any]) -> Instance:
+    """Arguments as a trainer keeps them."""
+    return Instance("argparse", "Namespace", dict(args))
+
+
+def number(save: Save, value: float) -> Described:
+    """A tensor without axes."""
+    return Described("F32", (), [Chunk(Box((), ()), save.put_object(np.array(value, "<f4")))])
 
 
 def states(arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:

@@ -32,6 +32,7 @@ def save(path: Path, experts: int) -> Path:
     return path
 
 
+@pytest.mark.thorough  # files of a large model
 def test_every_chunk_is_a_piece(tmp_path: Path) -> None:
     """Two chunks of gate and up for each expert, one of down."""
     catalog = open_checkpoint(save(tmp_path / "save", 8)).catalog

@@ -25,6 +25,7 @@ from ckpttool.formats import base
 from ckpttool.formats.megatron import dist_zarr, nemo, run
 from ckpttool.formats.megatron.args import MULTIPLE, model_config, plain_args
 from ckpttool.formats.megatron.dist_buckets import Buffers, Model, Placer, buffers_of, is_grouped, put_joined, sizes_of
+from ckpttool.formats.megatron.dist_fsdp import translated
 from ckpttool.formats.megatron.dist_names import VOCABULARY, Builder, Held, natural_order, part_of
 from ckpttool.formats.megatron.dist_optimizer import (
     MASTERS,
@@ -253,7 +254,27 @@ class _Reading:
             shape = about.get("nd_reformulated_orig_global_shape") if isinstance(about, dict) else None
             if isinstance(shape, tuple):
                 self.original[fqn] = shape
-        return entries_of(value, path, partial(self.chunks.number, self.save.listing), *_METADATA_CLASSES)
+        entries = entries_of(value, path, partial(self.chunks.number, self.save.listing), *_METADATA_CLASSES)
+        return entries if COMMON in self.save.listing.names else self._of_fsdp(entries)
+
+    def _of_fsdp(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The entries of a save that has common.pt's values among them."""
+        found = translated(entries)
+        for fqn, span in found.values:
+            with opened(self.files[span[0]].place) as file, suppress(NotPlainError):
+                held = self.chunks.slice(file, fqn, span)
+                self.common[fqn] = held.value if fqn == "args" else plain_value(held.value, file, held)
+        self.args = plain_args(self.common.pop("args", None))
+        steps = set()
+        for fqn, span in found.steps:
+            with opened(self.files[span[0]].place) as file, suppress(NotPlainError):
+                held = self.chunks.slice(file, fqn, span)
+                steps.add(plain_value(held.value, file, held))
+        if len(steps) == 1 and type(step := steps.pop()) in (int, float):
+            self.common["optimizer"] = {"param_groups": [], "state": {"common_step": step}}
+        elif found.steps:
+            self.notes.append("the optimizer's steps differ from parameter to parameter, and are left out")
+        return found.entries
 
     def _sorted(self, entries: Sequence[Entry]) -> _Sorted:
         """What each entry is; values that are not read are noted."""
@@ -313,7 +334,7 @@ class _Reading:
         stateful = {k.name for k in catalog.tensors if k.component in _STATES}
         shapes = {k.name: t.shape for k, t in catalog.tensors.items() if k.component == "model" and k.name in stateful}
         groups, steps, every = placed(optimizers, shapes)
-        if shapes and optimizers and not every:
+        if shapes and any(o.groups for o in optimizers) and not every:
             self.notes.append(
                 "nothing says which parameters are in which group of the optimizer: the groups are left out"
             )
@@ -326,7 +347,8 @@ class _Reading:
         if not steps:
             return
         numbers = Numbers(self.files)
-        info = base.file_now(self.save.listing.path(COMMON))
+        said_by = COMMON if COMMON in self.save.listing.names else METADATA
+        info = base.file_now(self.save.listing.path(said_by))
         for name, step in steps.items():
             key = Key(name, "optimizer", STEP)
             stored = numbers.place(step, info)._replace(name=name, component=key.component, state=key.state)

@@ -18,6 +18,8 @@ from ckpttool.words import count, some
 METADATA = ".metadata"
 _COMMON = "common.pt"
 """Beside the chunks of Megatron's saves."""
+_OF_MEGATRON = re.compile(r"iter_\d{7,18}")
+_POINTER = "latest_checkpointed_iteration.txt"
 _OF_RANK = re.compile(r"__\d+\.metadata")
 """Of a save without collectives: what one rank knows."""
 _CHUNKS = re.compile(r"__\d+_\d+\.distcp")
@@ -64,7 +66,7 @@ def find(listing: Listing) -> Save | None:
     if listing.single or any(n.endswith((".safetensors", ".index.json")) for n in listing.names):
         return None
     part = _part(listing)
-    if part is None and "latest_checkpointed_iteration.txt" in listing.names:  # Megatron's, verl's
+    if part is None and _POINTER in listing.names:  # Megatron's, verl's
         return None
     found = Save(listing, [part], listing.json("config.json"), []) if part else _below(listing, 2)
     if found is None:
@@ -87,7 +89,7 @@ def config_of(listing: Listing) -> tuple[dict[str, Any], str]:
 def _part(listing: Listing) -> Part | None:
     """The directory itself, where it has chunks and they are torch's: others use the names, too."""
     names = listing.names
-    if _COMMON in names:
+    if _COMMON in names or (_OF_MEGATRON.fullmatch(listing.root.name) and (listing.root.parent / _POINTER).is_file()):
         return None
     metadata = (METADATA,) if METADATA in names else tuple(n for n in names if _OF_RANK.fullmatch(n))
     if metadata and b"bytecheckpoint" in _head(listing.path(metadata[0])):
