@@ -168,6 +168,16 @@ def test_one_rank_of_several() -> None:
     assert ckpttool("inspect", rank / MODEL, "--from", "torch-bin").code == 0
 
 
+def test_the_null_tokenizer_has_one_token_more(tmp_path: Path) -> None:
+    """And what is written says the true number, so that it does not grow."""
+    run = copy_of(EXPERTS, tmp_path)
+    edit_all(run, lambda v: v["args"].fields.update(vocab_size=112, tokenizer_type="NullTokenizer"))
+    assert_model(run, EXPERTS, tmp_path)
+    reshard(run, tmp_path / "again", "--to", "megatron", "--tp-out", 1, "--ep-out", 1, "--only", "model")
+    (tmp_path / "again" / "config.json").unlink()
+    assert open_checkpoint(tmp_path / "again").stored.config["vocab_size"] == 113
+
+
 # -- without arguments
 
 

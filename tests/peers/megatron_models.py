@@ -270,7 +270,7 @@ def arguments(c: Config, known: Told, transformer: Config, padded: int, **more: 
         "num_experts": transformer.get("num_moe_experts"),
         "moe_layer_freq": transformer.get("moe_layer_freq", 1),
         "spec": None,
-        "tokenizer_type": "NullTokenizer",
+        "tokenizer_type": "HuggingFaceTokenizer",
     }
     unprefixed = {"yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"}
     out |= {k.removeprefix("yarn_") if k in unprefixed else k: v for k, v in known.yarn.items()}

@@ -19,6 +19,7 @@ from ckpttool.containers.plain import is_plain
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.megatron.groups import CONSUMED, COUNTERS, is_expert
+from ckpttool.formats.megatron.models import NULL_TOKENIZER
 from ckpttool.words import some
 
 CHECKPOINT_VERSION = 3.0
@@ -65,7 +66,7 @@ def own_args(request: base.WriteRequest) -> dict[str, Any]:
     source = request.source
     if source is None or source.dialect != request.dialect or not isinstance(source.native, Mapping):
         return {}
-    return {k: v for k, v in source.native.items() if k not in _OF_RUN and is_plain(v)}
+    return {k: v for k, v in source.native.items() if k not in _OF_RUN and is_plain(v) and v != NULL_TOKENIZER}
 
 
 def iteration_of(request: base.WriteRequest) -> int:

@@ -226,6 +226,10 @@ def _needed_flag(a: Fields, name: str) -> bool:
     return a.flag(name)
 
 
+NULL_TOKENIZER = "NullTokenizer"
+"""Until 2025 it had one token more than ``vocab_size`` says; converters take it. A row too many is one of padding."""
+
+
 def vocab_of(a: Fields) -> int:
     """True rows of the vocabulary, else the padded ones."""
     true, padded = a.whole("vocab_size", least=1), a.whole("padded_vocab_size", least=1)
@@ -233,6 +237,8 @@ def vocab_of(a: Fields) -> int:
         raise CorruptError(f"{a.shown('vocab_size')}, and {a.shown('padded_vocab_size')}, which is less")
     if not (true or padded):
         raise a.missing("padded_vocab_size")
+    if true and a.text("tokenizer_type") == NULL_TOKENIZER:
+        return min(true + 1, padded or true + 1)
     return true or padded or 0
 
 
