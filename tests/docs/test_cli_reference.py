@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 MEGATRON = (
     "ckpt-format", "dist-ckpt-optim-fully-reshardable", "dist-ckpt-strictness", "finetune",
     "make-vocab-size-divisible-by", "moe-grouped-gemm", "no-load-optim", "no-load-rng", "overlap-grad-reduce",
-    "override-opt-param-scheduler", "transformer-impl", "use-checkpoint-args", "use-distributed-optimizer",
+    "override-opt-param-scheduler", "norm-epsilon", "qk-layernorm", "transformer-impl",
+    "use-checkpoint-args", "use-distributed-optimizer",
 )  # fmt: skip
 FOREIGN_OPTIONS = {f"--{name}" for name in MEGATRON}
 

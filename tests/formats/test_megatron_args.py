@@ -10,7 +10,7 @@ import pytest
 
 from ckpttool.containers.pickle import Global, Record
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats.megatron.args import model_config, plain_args
+from ckpttool.formats.megatron.args import model_config, options, plain_args
 from ckpttool.formats.megatron.fields import Fields
 from ckpttool.formats.megatron.models import KINDS, NEUTRAL, kind_named, kind_of, sparse_layers
 from ckpttool.storage.listing import Listing, list_source
@@ -402,3 +402,29 @@ def test_what_a_pickle_holds() -> None:
 
 def test_every_kind_is_tried() -> None:
     assert {k.model_type for k in KINDS} <= {c["model_type"] for c in configs().values()}
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("gpt2", []),
+        ("Llama-3.1-70B", ["--use-rope-scaling"]),
+        ("Mistral-7B-v0.1", ["--window-size 4095,0"]),
+        ("no groups", ["--norm-epsilon 1e-06", "--no-rope-fusion", "--rope-type rope", "--q-lora-rank 1536"]),
+        ("DeepSeek-V3", ["--rotary-scaling-factor 40.0", "--mscale-all-dim 1.0", "--moe-router-group-topk 4"]),
+        ("gpt-oss", ["--softmax-type learnable", "--window-attn-skip-freq 2", "--quick-geglu"]),
+        ("Nemotron-4-340B", ["--apply-layernorm-1p"]),
+        ("Qwen2-MoE", ["--moe-shared-expert-gate"]),
+    ],
+)
+def test_what_checkpoint_args_leave_out(name: str, needed: list[str]) -> None:
+    """Tried with Megatron-LM of August 2026: with these its arguments are those of the save."""
+    got = options(args_of(OWN[name]))
+    assert set(needed) <= set(got)
+    assert got or not needed
+    assert not [o for o in got if o.endswith(("None", "False", "True"))]
+
+
+def test_lists_are_spelled_as_the_command_line_takes_them() -> None:
+    said = args_of({**GPT_OSS, "layer_types": ["full_attention", "sliding_attention"] * 18})
+    assert f"--window-attn-skip-freq [{','.join(['0,1'] * 18)}]" in options(said)

@@ -21,6 +21,40 @@ from ckpttool.storage.listing import Listing
 ARGS, CONFIG = "args.", "config.json: "
 MULTIPLE = 128
 """Megatron's own --make-vocab-size-divisible-by."""
+_UNREAD: dict[str, tuple[str, Any]] = {
+    "norm_epsilon": ("--norm-epsilon", 1e-5),
+    "qk_layernorm": ("--qk-layernorm", False),
+    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", False),
+    "use_rope_scaling": ("--use-rope-scaling", False),
+    "rope_scaling_factor": ("--rope-scaling-factor", 8.0),
+    "rotary_seq_len_interpolation_factor": ("--rotary-seq-len-interpolation-factor", None),
+    "rope_type": ("--rope-type", None),
+    "rotary_scaling_factor": ("--rotary-scaling-factor", 1.0),
+    "yarn_original_max_position_embeddings": ("--yarn-original-max-position-embeddings", None),
+    "yarn_beta_fast": ("--yarn-beta-fast", None),
+    "yarn_beta_slow": ("--yarn-beta-slow", None),
+    "yarn_correction_range_round_to_int": ("--no-yarn-correction-range-round-to-int", True),
+    "mscale": ("--mscale", 1.0),
+    "mscale_all_dim": ("--mscale-all-dim", 0.0),
+    "multi_latent_attention": ("--multi-latent-attention", False),
+    "q_lora_rank": ("--q-lora-rank", None),
+    "kv_lora_rank": ("--kv-lora-rank", 32),
+    "qk_head_dim": ("--qk-head-dim", 128),
+    "qk_pos_emb_head_dim": ("--qk-pos-emb-head-dim", 64),
+    "v_head_dim": ("--v-head-dim", 128),
+    "moe_router_num_groups": ("--moe-router-num-groups", None),
+    "moe_router_group_topk": ("--moe-router-group-topk", None),
+    "moe_shared_expert_gate": ("--moe-shared-expert-gate", False),
+    "quick_geglu": ("--quick-geglu", False),
+    "glu_linear_offset": ("--glu-linear-offset", 0.0),
+    "activation_func_clamp_value": ("--activation-func-clamp-value", None),
+    "softmax_type": ("--softmax-type", "vanilla"),
+    "window_size": ("--window-size", None),
+    "window_attn_skip_freq": ("--window-attn-skip-freq", None),
+    "apply_rope_fusion": ("--no-rope-fusion", True),
+    "bias_gelu_fusion": ("--no-bias-gelu-fusion", True),
+}
+"""Arguments of a model that ``load_args_from_checkpoint`` leaves as they are: the option, and what is meant without."""
 _TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -133,6 +167,21 @@ def args_of(request: base.WriteRequest, rows: int, *, grouped: bool = False, dis
         "use_distributed_optimizer": any(t.component == "optimizer" for ts in request.ranks for t in ts),
         **_progress(request.training),
     }
+
+
+def options(args: Mapping[str, Any]) -> list[str]:
+    """The options that a run needs besides --use-checkpoint-args to be of the model that ``args`` describe."""
+    out = []
+    for name, (option, default) in _UNREAD.items():
+        value = args.get(name, default)
+        if value is None or value == default:
+            continue
+        if isinstance(value, (list, tuple)):
+            many = ",".join(map(str, value))
+            out.append(f"{option} {many if name == 'window_size' else f'[{many}]'}")
+        else:
+            out.append(option if isinstance(value, bool) else f"{option} {value}")
+    return out
 
 
 def _prediction_layers(request: base.WriteRequest) -> int:

@@ -18,6 +18,7 @@ from ckpttool.containers.pickle_write import Instance
 from ckpttool.containers.plain import is_plain
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.megatron.args import options
 from ckpttool.formats.megatron.groups import CONSUMED, COUNTERS, is_expert
 from ckpttool.formats.megatron.models import NULL_TOKENIZER
 from ckpttool.words import some
@@ -188,6 +189,8 @@ def common(request: base.WriteRequest, args: Mapping[str, Any], *, optimizer: bo
             "the source has no learning-rate schedule of Megatron's: load it with --override-opt-param-scheduler, which"
             f" goes on with yours after {samples:,} samples"
         )
+    if (request.source is None or request.source.dialect != request.dialect) and (needed := options(args)):
+        notes.append(f"Megatron-LM's --use-checkpoint-args does not take all of them: pass also {' '.join(needed)}")
     if left := [k for k in plain if k not in (*COUNTERS, *CONSUMED)]:
         notes.append(f"left out, because Megatron has no place for it: {some(left)}")
     return out, notes

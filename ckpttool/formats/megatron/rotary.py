@@ -155,7 +155,8 @@ def rope_args(config: Fields, *, latent: bool = False, default_share: float = 1.
 
 def _latent_args(scaling: Fields, kind: str) -> dict[str, Any]:
     if kind == "default":
-        return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        plain = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        return {**plain, "apply_rope_fusion": False}  # Megatron's kernel of latent attention is for YaRN only
     if kind != "yarn":
         raise UnsupportedError(f"Megatron's multi-latent attention has no rotary positions of the kind `{kind}`")
     return {"rope_type": "yarn", **_yarn_args(scaling, "")}
