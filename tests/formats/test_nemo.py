@@ -379,6 +379,32 @@ def test_the_configuration_of_nemo1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"hidden_size": 128}, "hidden_size"),
+        ({"num_attention_heads": 16, "num_key_value_heads": 8}, "num_attention_heads and head_dim"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 12}, "num_attention_heads and head_dim"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 2}, "num_attention_heads, num_key_value_heads and head_dim"),
+        ({"intermediate_size": 88}, "intermediate_size"),
+    ],
+)
+@pytest.mark.parametrize("case", ["own", "zarr"])
+def test_the_configuration_of_another_model_is_refused(
+    case: str, changed: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    """Twice as many heads of each kind would cut queries, keys and values in other places, and fit."""
+    config = config_of(NEMO / case)
+    scale = {"own": 1, "zarr": 2}[case]
+    config |= {"vocab_size": 131} | {k: v // scale for k, v in changed.items()}
+    shutil.copytree(NEMO / case, tmp_path / "in")
+    for name in ("model_config.yaml", "config.json"):
+        (tmp_path / "in" / name).unlink(missing_ok=True)
+    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    error = refused(tmp_path / "in", tmp_path / "out", "--to", "hf")
+    assert f"does not fit {said} of the model's configuration" in error
+
+
+@pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         (

@@ -72,6 +72,12 @@ FILES = (
     ("torch/deepspeed/universal_z1", f"{UNIVERSAL}/zero/optimizer_state.pt"),
     ("bytecheckpoint/fsdp2", "model/.metadata"),
     ("bytecheckpoint/fsdp2", "optimizer/.metadata"),
+    ("megatron/dist/llama_tp2/iter_0000005", ".metadata"),
+    ("megatron/dist/llama_tp2/iter_0000005", "common.pt"),
+    ("megatron/dist/llama_tp2/iter_0000005", "__0_0.distcp"),
+    ("megatron/legacy/qwen3_moe_tp2_ep2", "iter_0000005/mp_rank_00_000/model_optim_rng.pt"),
+    ("megatron/legacy/qwen3_moe_tp2_ep2", "iter_0000005/mp_rank_00_000/distrib_optim.pt"),
+    ("megatron/nemo/ranks", "mp_rank_01/model_weights.ckpt"),
 )
 TORCH_BAITS = {
     "getattr": b"\x80\x04cbuiltins\ngetattr\n(cbuiltins\n__import__\nV__call__\ntR(Vos\ntR.",

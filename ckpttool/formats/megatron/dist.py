@@ -40,6 +40,7 @@ from ckpttool.formats.megatron.dist_place import BACKEND, COMMON, find, holds_sa
 from ckpttool.formats.megatron.dist_write import write_dist
 from ckpttool.formats.megatron.groups import Optimizer, counters, optimizers_of, placed
 from ckpttool.formats.megatron.names import TARGETS, canonical
+from ckpttool.formats.megatron.sizes import check_sizes
 from ckpttool.formats.torch import (
     CLASS,
     MAX_OBJECT,
@@ -169,6 +170,8 @@ class _Reading:
         if sorted_.flat or any(map(is_joined, sorted_.objects)):
             self._buckets(builder, {f: held[f] for f in sorted_.flat}, sorted_.objects, layers)
         catalog = Catalog(self.files, builder.tensors(natural_order(builder.keys)))
+        model = ((t.key.name, t.shape) for t in catalog if t.key.component == "model")
+        check_sizes(config, model, self.where)
         return self._stored(config, catalog, self._training(catalog, self._optimizers(sorted_.objects)))
 
     def _buckets(self, builder: Builder, flat: Mapping[str, Held], objects: Mapping[str, Span], layers: int) -> None:

@@ -39,6 +39,7 @@ from ckpttool.formats.megatron.legacy_optimizer import Optimizers
 from ckpttool.formats.megatron.legacy_ranks import Held
 from ckpttool.formats.megatron.legacy_write import legacy_mesh, write_legacy
 from ckpttool.formats.megatron.nemo_names import core_names
+from ckpttool.formats.megatron.sizes import check_sizes
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import DataFile, Place
@@ -183,6 +184,7 @@ class _Reader:
             ranks.append(self._rank(name, file, rank, grid, optimizers))
         naming = _Naming(grid, ranks, self.args, config, str(self.root))
         tensors = [t for r in ranks for h in r.held for t in naming.tensors(h, h.stored)]
+        check_sizes(config, ((t.name, t.shape) for t in tensors if not t.rank), str(self.root), grid.tp)
         found = optimizers.finish(naming.tensors)
         if self.extra:
             entries = count(self.extra, "entry", "entries")

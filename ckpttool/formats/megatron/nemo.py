@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.containers.pickle import Global, opened, printable
+from ckpttool.containers.pickle import opened, printable
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
@@ -330,8 +330,6 @@ def _of_transformer(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     args["max_position_embeddings"] = args.get("max_position_embeddings") or args.get("seq_length")
     if isinstance(epsilon := args.get("norm_epsilon"), str):  # YAML takes 1e-5 for a word
         args["norm_epsilon"] = float(epsilon) if re.fullmatch(r"[\d.]+e-?\d{1,3}", epsilon) else None
-    if (dtype := _named(config.get("params_dtype"))) and dtype.startswith("torch."):
-        args["params_dtype"] = Global(*dtype.split(".", 1))
     _add_activation(args, config, where)
     _add_scaling(args, config, where)
     return args
