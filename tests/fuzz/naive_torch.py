@@ -311,6 +311,50 @@ def dcp(prefix: str = "") -> Callable[[Path], Answers]:
     return read
 
 
+_SPELLED = (
+    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+)
+_OF_STATE = re.compile(r"optimizer/(\w+?)\.(.+)/(\w+)")
+"""What ``dcp`` makes of a state: the parameter's name ends behind the slash."""
+_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def megatron_dist(rows: int, step: float) -> Callable[[Path], Answers]:
+    """A save of Megatron Core's of a Llama with ``rows`` tokens, whose optimizer has the shapes of its model and took
+    ``step`` steps; common.pt is not looked at.
+    """
+    plain = dcp()
+
+    def read(folder: Path) -> Answers:
+        out: Answers = {}
+        for fqn, (shape, data) in plain(folder).items():
+            component, state, key = "", "", fqn
+            if m := _OF_STATE.fullmatch(fqn):
+                state, key = m[1], f"{m[2]}.{m[3]}"
+                component = "master_weights/" if state == "param" else "optimizer/"
+                state = "" if state == "param" else f"/{state}"
+            for said, meant in _SPELLED:
+                key = key.replace(said, meant)
+            own = {key: (shape, data)}
+            if key.startswith("decoder.layers."):
+                each = len(data) // shape[0] if shape[0] else 0
+                rest = key.removeprefix("decoder.layers.")
+                own = {
+                    f"decoder.layers.{i}.{rest}": (tuple(shape[1:]), data[i * each : (i + 1) * each])
+                    for i in range(shape[0])
+                }
+            elif key in _ROWS:
+                own = {key: ((rows, *shape[1:]), data[: len(data) // shape[0] * rows])}
+            for name, answer in own.items():
+                out[f"{component}{name}{state}"] = answer
+                if component == "optimizer/":
+                    out[f"optimizer/{name}/step"] = bits(np.array(step, "<f4"))
+        return out
+
+    return read
+
+
 def _slice(folder: Path, place: Mapping[str, Any]) -> bytes:
     name, begin, length = place["relative_path"], place["offset"], place["length"]
     data = (folder / name).read_bytes()[begin : begin + length]

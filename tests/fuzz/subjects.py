@@ -20,12 +20,14 @@ from tests.fuzz.naive_torch import (
     dcp,
     deepspeed,
     fsdp,
+    megatron_dist,
     meta,
     one_file,
     sharded_safetensors,
     trained,
     universal,
 )
+from tests.helpers import megatron
 from tests.helpers.command import Done, ckpttool, reshard
 from tests.helpers.torch_save import torch_save
 
@@ -434,6 +436,17 @@ def small_dcp(folder: Path) -> None:
         reshard(scratch, folder, "-q", "--workers", 1, "--to", "dcp", "--sharding-out", 2)
 
 
+def small_megatron(folder: Path) -> None:
+    """A save of Megatron Core's: a Llama of three layers, cut for two ranks, and its optimizer."""
+    folder.rmdir()
+    save, model = megatron.Save(folder), megatron.model()
+    save.sharded("", model, 2)
+    for state, arrays in megatron.states(model).items():
+        save.sharded(f"optimizer.state.{state}.", arrays, 2)
+    groups = [{"lr": 0.1, "wd_mult": wd, "step": 4} for wd in (1.0, 0.0)]
+    save.write({"optimizer": {"optimizer": {"param_groups": groups}}})
+
+
 STATE = (("reshard", "{src}", "{out}", "--to", "ranks", "--tp-out", "1", "--workers", "1", "-q"),)
 """Writes the optimizer too."""
 _STEP3, _UNIVERSAL = "global_step3/", "global_step3_universal/"
@@ -468,6 +481,12 @@ def torch_world() -> list[Subject]:
             made("torch/deepspeed/z2", "--to", "dcp", "--sharding-out", 2),
             {".metadata": "pickle", "__1_0.distcp": "slices"},
             dcp("model."),
+        ),
+        of(
+            "megatron-dist",
+            small_megatron,
+            {".metadata": "pickle", "__0_0.distcp": "slices", "metadata.json": "json"},
+            megatron_dist(13, 4),
         ),
         of(
             "dcp of safetensors",

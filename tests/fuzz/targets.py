@@ -48,8 +48,18 @@ from ckpttool.vocabulary.read import read_vocabulary
 from tests.fuzz.damage_torch import pickle_change, pickle_of, with_pickle
 from tests.fuzz.harness import Answers, read
 from tests.fuzz.naive import flex, library, pickled, program
-from tests.fuzz.naive_torch import bytecheckpoint, dcp, deepspeed, fsdp, meta, one_file, trained, universal
-from tests.fuzz.subjects import FIXTURES, made, small_dcp, tree
+from tests.fuzz.naive_torch import (
+    bytecheckpoint,
+    dcp,
+    deepspeed,
+    fsdp,
+    megatron_dist,
+    meta,
+    one_file,
+    trained,
+    universal,
+)
+from tests.fuzz.subjects import FIXTURES, made, small_dcp, small_megatron, tree
 from tests.fuzz.trees import change
 from tests.helpers.aoa import table, tensor
 from tests.helpers.torch_save import torch_save
@@ -553,6 +563,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "torch": _torch,
     "dcp": _torch_part(tree("dcp/uneven/checkpoint"), dcp("model."), ".metadata", "__0_0.distcp"),
     "dcp state": _torch_part(small_dcp, dcp("model."), ".metadata", "__1_0.distcp"),
+    "megatron-dist": _torch_part(small_megatron, megatron_dist(13, 4), ".metadata", "__0_0.distcp", "metadata.json"),
     "bytecheckpoint": _torch_part(
         tree("bytecheckpoint/fsdp2"), bytecheckpoint, "model/.metadata", "optimizer/.metadata", "optimizer/__0_0.distcp"
     ),

@@ -25,7 +25,7 @@ SUBJECTS = {s.name: s for s in subjects()}
 SAMPLE = (
     *("hf", "hf sharded", "ranks", "deepseek", "vllm", "unified nlp_llama_bf16_tp2_ignore_merge", "hybrid"),
     *("torch-bin sharded", "torch-bin before 1.6", "optimizer", "dcp with an optimizer", "dcp of safetensors"),
-    *("fsdp tp_fsdp", "deepspeed z3", "universal z1", "bytecheckpoint fsdp2", "meta"),
+    *("fsdp tp_fsdp", "deepspeed z3", "universal z1", "megatron-dist", "bytecheckpoint fsdp2", "meta"),
     *("flex of tensors", "pdparams model.pdparams", "program in JSON", "fp8 deepseek_fp8"),
     *("recipe of Paddle", "tokenizers", "adapter", "aoa lines", "family", "manifest", "header"),
 )

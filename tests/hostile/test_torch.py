@@ -60,6 +60,9 @@ def copy(court: Court, fixture: str) -> Path:
 FILES = (
     ("dcp/uneven/checkpoint", ".metadata"),
     ("dcp/uneven/checkpoint", "__0_0.distcp"),
+    ("megatron/dist/qwen2_buckets", "iter_0000005/.metadata"),
+    ("megatron/dist/qwen2_buckets", "iter_0000005/common.pt"),
+    ("megatron/dist/qwen2_buckets", "iter_0000005/__1_0.distcp"),
     ("torch_fsdp/uneven", "model_world_size_4_rank_1.pt"),
     ("torch_fsdp/uneven", "optim_world_size_4_rank_0.pt"),
     ("torch_fsdp/uneven", "extra_state_world_size_4_rank_0.pt"),
