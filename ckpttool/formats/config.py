@@ -10,6 +10,9 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Fields that count the decoder's layers."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Fields that count the routed experts of a layer."""
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
+HEADS = ("lm_head.weight", "embed_out.weight", "output_layer.weight", "output.weight", "head.weight")
+"""Ends of names of the embedding, and names of the head, whoever names them."""
 QUANTIZATION = ("quantization_config", "compression_config")
 """Under which a config speaks of quantisation."""
 TIED = "tie_word_embeddings"

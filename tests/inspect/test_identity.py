@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.ops.inspect.identity import family_name
+from ckpttool.ops.inspect.identity import family_name, parameters
+from ckpttool.ops.inspect.listing import Row
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import Raw, Tensors, origin, save_hf
 from tests.inspect.models import CONFIG, FP8_CONFIG, fp8_llama, llama, shapes
@@ -189,3 +190,18 @@ def test_ranks_without_rules_have_no_number_of_parameters(tmp_path: Path) -> Non
         (tmp_path / "tp2" / f"x_rank{r}.safetensors").write_bytes(data.replace(b"ckpttool", b"somebody"))
     (tmp_path / "tp2/config.json").write_text('{"model_type": "unheard_of"}')
     assert identity(tmp_path / "tp2", "--tp", 2)["parameters"] is None
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head"),
+    [
+        ("model.embed_tokens.weight", "lm_head.weight"),
+        ("embedding.word_embeddings.weight", "output_layer.weight"),
+        ("transformer.wte.weight", "lm_head.weight"),
+    ],
+)
+def test_a_head_that_is_tied_counts_once(embedding: str, head: str) -> None:
+    rows = [Row(n, "BF16", (7, 3), 42, 0, 0, 1) for n in (embedding, head, "model.norm.weight")]
+    assert parameters(rows, {"tie_word_embeddings": True}) == {"BF16": 42}
+    assert parameters(rows, {"tie_word_embeddings": False}) == {"BF16": 63}
+    assert parameters(rows[1:], {"tie_word_embeddings": True}) == {"BF16": 42}

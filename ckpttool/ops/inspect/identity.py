@@ -19,7 +19,7 @@ from ckpttool.catalog import in_order
 from ckpttool.dtypes import lookup
 from ckpttool.errors import CkptError
 from ckpttool.formats.base import StoredCheckpoint
-from ckpttool.formats.config import EXPERTS, LAYERS, quantization, ties_head, whole_number
+from ckpttool.formats.config import EMBEDDINGS, EXPERTS, HEADS, LAYERS, quantization, ties_head, whole_number
 from ckpttool.ops.inspect.listing import Listing, Row
 from ckpttool.storage.listing import list_source
 
@@ -143,9 +143,8 @@ def parameters(rows: Sequence[Row], config: Mapping[str, Any]) -> Counter[str]:
             if each := _each(name, dtype, table, config):
                 out[dtype] += each * prod(shape)
     if ties_head(config):
-        same = [r for r in rows if r.name.endswith(("lm_head.weight", "embed_tokens.weight"))]
-        heads = [r for r in same if r.name.endswith("lm_head.weight")]
-        for head in heads if len(same) > len(heads) else ():
+        heads = [r for r in rows if r.name in HEADS or r.name.endswith(".lm_head.weight")]
+        for head in heads if any(r.name.endswith(EMBEDDINGS) for r in rows) else ():
             out[head.dtype] -= prod(head.shape)
     return out
 

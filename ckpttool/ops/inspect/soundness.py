@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ckpttool.errors import LayoutError
-from ckpttool.formats.config import LAYERS, quantization, ties_head, whole_number
+from ckpttool.formats.config import EMBEDDINGS, HEADS, LAYERS, quantization, ties_head, whole_number
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import find_family
 from ckpttool.layout.packed import Part, find_packing
@@ -19,8 +19,6 @@ _SCALE_ENDS = ("_scale_inv", "weight_scale", ".qscale_weight")
 _STEMS = {"_scale_inv": "", "weight_scale": "weight", ".qscale_weight": ".weight"}
 _PACKED = ("", "_packed", "_qdata", "_quantized")
 """What follows the name of a weight that is stored packed."""
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
-HEADS = ("lm_head.weight", "embed_out.weight", "output_layer.weight", "output.weight", "head.weight")
 
 
 class Named(NamedTuple):
