@@ -384,6 +384,22 @@ def test_numbers_that_name_no_parameters(change: Callable[[Any], Any], tmp_path:
     assert_left_out(run, "nothing says which parameters its numbers are", tmp_path)
 
 
+def test_norms_that_decay_like_all_others(tmp_path: Path) -> None:
+    """A run that overrides Megatron's rule has one group, and its values must not become Megatron's defaults."""
+    run = copy_of(STAGES, tmp_path)
+
+    def one(value: Any) -> None:
+        groups = value["optimizer"]["optimizer"]["param_groups"]
+        groups[:] = [g | {"betas": (0.9, 0.95)} for g in groups if g["wd_mult"]]
+
+    edit_all(run, one)
+    training = open_checkpoint(run).stored.training
+    assert training is not None
+    (group,) = training.groups
+    assert group.values["betas"] == (0.9, 0.95)
+    assert any("layernorm" in n for n in group.parameters)
+
+
 def test_numbers_with_other_shapes(tmp_path: Path) -> None:
     run = copy_of(PLAIN, tmp_path)
 

@@ -434,18 +434,19 @@ def _members(
 ) -> list[list[Held]] | None:
     """The parameters of each group by Megatron's rules; None where these do not say it.
 
-    Biases and what has one axis do not decay (``wd_mult`` 0), experts that are spread over ranks are apart, and with
-    ``--decoupled-lr`` the embedding and the head are.
+    Biases and what has one axis do not decay (``wd_mult`` 0) unless everything does, experts that are spread over ranks
+    are apart, and with ``--decoupled-lr`` the embedding and the head are.
     """
     keys = [tuple([_said(g, n) for n in ("wd_mult", "is_expert_parallel", "is_decoupled_lr")]) for g in groups]
     if any(k not in (None, 0, 1) for key in keys for k in key) or len(set(keys)) < len(keys):
         return None
     spread, decoupled = any(k[1] for k in keys), any(k[2] for k in keys)
     norms = bool(args.get("apply_wd_to_qk_layernorm"))
+    all_decay = all(k[0] for k in keys)  # every rank has the groups of all, those that are empty on it, too
     out: list[list[Held]] = [[] for _ in groups]
     for h in parameters:
         flat = h.name.endswith(".bias") or len(h.stored.shape) == 1
-        if norms and ("q_layernorm." in h.name or "k_layernorm." in h.name):
+        if all_decay or (norms and ("q_layernorm." in h.name or "k_layernorm." in h.name)):
             flat = False
         edge = decoupled and h.name.startswith(("embedding.", "output_layer."))
         fitting = [
