@@ -82,6 +82,10 @@ class Dialect(ABC):
         """
         return ()
 
+    def single(self, context: NamingContext) -> tuple[str, ...]:
+        """Patterns of the parameters that its trainers keep in float32 in a model of any dtype, without masters."""
+        return ()
+
     def found_whole(
         self, context: NamingContext, own: Statements, cutting: PartitionContext, known: Shapes,
         tensors: Iterable[StoredTensor],

@@ -34,6 +34,8 @@ _NLP_PREFIXES = ("llama", "qwen2", "qwen2_moe", "mistral", "mixtral", "gemma", "
 """Model types whose base model PaddleNLP names like the type."""
 _FUSED_12 = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "ernie4_5", "ernie4_5_moe", "glm4_moe")
 """Model types that paddleformers 1.x holds with fused projections."""
+_SINGLE = {"qwen2_moe": ("*.mlp.gate.weight",), "qwen3_moe": ("*.mlp.gate.weight",)}
+"""Model type -> what PaddleFormers makes float32, whatever the model's dtype: the router (``dtype_guard``)."""
 FUSED_FLAGS = {"fuse_attention_qkv": ("qkv_proj",), "fuse_attention_ffn": ("gate_up_fused_proj", "up_gate_proj")}
 """Fields of PaddleNLP's configs that say which projections are fused -> the fused modules."""
 _COORDINATE = re.compile(r"(?<=[._])(tp|pp|shard|moe)(\d{2,})(?=[._])")
@@ -126,6 +128,10 @@ class PaddleDialect(Dialect):
                 where=where,
                 hint="put the model's config.json beside the checkpoint, or pass --family NAME",
             )
+
+    def single(self, context: NamingContext) -> tuple[str, ...]:
+        nlp = (context.version or TARGETS[0]).startswith("paddlenlp")
+        return () if nlp else _SINGLE.get(str(context.config.get("model_type", "")), ())
 
     def uncut(self, context: NamingContext, after: Statements, shapes: Shapes, held: Sequence[str]) -> tuple[str, ...]:
         return kept_whole(context.family, after, shapes, context.mesh.tp, held)

@@ -23,10 +23,10 @@ from ckpttool.planner import Computed, build_plan
 from ckpttool.relate import DerivedTensor, EqualPair, TensorTable, Tied, parameters, rename_by_rules
 from ckpttool.select import bounded, nearest_hint
 from ckpttool.states import SCALARS, STEP
-from ckpttool.targeting.components import chosen_components
+from ckpttool.targeting.components import chosen_components, with_single
 from ckpttool.targeting.mesh import target_mesh
 from ckpttool.targeting.naming import Named, choose_dialect, choose_version, renamed, shapes_of
-from ckpttool.targeting.ranks import Shares, share_out
+from ckpttool.targeting.ranks import Shares, kept_single, share_out
 from ckpttool.targeting.recode import Recoded, Recoding, recode
 from ckpttool.targeting.select import Selection, select
 from ckpttool.targeting.sidecars import beside, target_config
@@ -105,6 +105,9 @@ def plan_target(
     goal = _decide(source, target, notes)
     source, translation = translated(source, target, goal.writer.capabilities, notes)
     source, components = chosen_components(source, target, goal.writer, notes, equal)
+    if single := kept_single(goal, components):
+        views = _named(source, goal, selection, []).views.table
+        source = with_single(source, goal.writer.capabilities, single, views)
     named = _named(source, goal, selection, notes)
     equal += named.views.equal
     source, moved = _with_tied_states(source, named.views.tied, equal)

@@ -16,6 +16,7 @@ from ckpttool.formats.base import Capabilities, Writer
 from ckpttool.formats.registry import WRITERS
 from ckpttool.geometry import whole
 from ckpttool.relate import DerivedTensor, EqualPair
+from ckpttool.select import compile_pattern
 from ckpttool.targeting.target import WEIGHTS, Target, castable
 from ckpttool.words import either
 
@@ -110,6 +111,25 @@ def _own_masters(catalog: Catalog) -> dict[Key, LogicalTensor]:
         if key.component == "model" and t.dtype == "F32" and master not in catalog.tensors:
             out[master] = replace(t, key=master)
     return out
+
+
+def with_single(
+    source: Checkpoint, capabilities: Capabilities, patterns: Sequence[str], views: Mapping[str, DerivedTensor]
+) -> Checkpoint:
+    """The checkpoint with what a trainer keeps in float32 (``patterns`` of names in ``views``) as it has it.
+
+    A weight is its master then, all bits of it, and has no other where float32 parameters have none.
+    """
+    compiled = [compile_pattern(p) for p in patterns]
+    found = [v for n, v in views.items() if any(p.search(n) for p in compiled)]
+    tensors = dict(source.catalog.tensors)
+    for name in {part.source.key.name for view in found for part in view.parts}:
+        key, master = Key(name), Key(name, "master_weights")
+        if master in tensors:
+            tensors[key] = replace(tensors[master], key=key)
+            if capabilities.fp32_masters != "added":
+                del tensors[master]
+    return replace(source, catalog=Catalog(source.catalog.files, tensors, source.catalog.aliases))
 
 
 def _ema_as_model(catalog: Catalog) -> Catalog:

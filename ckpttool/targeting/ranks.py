@@ -56,7 +56,7 @@ def share_out(
     capabilities, views = goal.writer.capabilities, named.views
     packing = find_packing(quantization(goal.context.config), {n: v.dtype for n, v in views.table.items()})
     packed = packing.parts(named.names) if packing is not None else ()
-    cast = _output_dtype(named.names, goal.dtype, packed, capabilities.float32)
+    cast = _output_dtype(named.names, goal.dtype, packed, capabilities.float32, kept_single(goal, components))
     shapes = {v.name: v.shape for v in named.ruled}
     uncut = goal.dialect.uncut(goal.context, named.statements, shapes, source.stored.whole)
     family = source.family.with_whole((*capabilities.whole, *uncut))
@@ -81,19 +81,28 @@ def share_out(
     return Shares(family, chosen, ranks, tables, read, stored, dtypes)
 
 
+def kept_single(goal: Goal, components: Sequence[Component]) -> tuple[str, ...]:
+    """Patterns of what the trainer that goes on from the output keeps in float32; () where no training goes on."""
+    trained = any(c == "optimizer" for c, _ in components) and goal.writer.capabilities.states
+    return goal.dialect.single(goal.context) if trained else ()
+
+
 def _output_dtype(
-    names: Collection[str], wanted: str, packed: Collection[str], single: Sequence[str]
+    names: Collection[str], wanted: str, packed: Collection[str], single: Sequence[str], kept: Sequence[str]
 ) -> Callable[[str, str], str]:
     """(name, dtype) -> the dtype that ``--dtype`` makes of it.
 
     Floats of 16 bits and more are cast. Scales are not, those of ``packed`` weights neither: their weights were rounded
-    with just these values. Names of the patterns ``single`` are always float32.
+    with just these values. Names of the patterns ``single`` are always float32, and those of ``kept`` stay it.
     """
     patterns = [compile_pattern(p) for p in single]
+    staying = [compile_pattern(p) for p in kept]
 
     def cast(name: str, dtype: str) -> str:
         if dtype in CASTABLE and any(p.search(name) for p in patterns):
             return "F32"
+        if dtype == "F32" and any(p.search(name) for p in staying):
+            return dtype
         if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None or is_beside(name):
             return dtype
         return dtype if name in packed else wanted

@@ -594,3 +594,51 @@ def test_a_step_and_a_rate_are_a_schedule(rates: tuple[float, float], told: bool
     uneven = save_run(tmp_path / "uneven", names(step={"lm_head.weight": 3}), groups=groups((0.9, 0.95)))
     reshard(uneven, tmp_path / "out", "--to", "unified", "--tp-out", 1)
     assert not (tmp_path / "out" / "scheduler.pdparams").exists()
+
+
+MOE = {
+    **{k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type")},
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 2,
+    "num_experts_per_tok": 1, "moe_intermediate_size": 12, "head_dim": 2, "decoder_sparse_step": 1,
+}  # fmt: skip
+ROUTER = "model.layers.0.mlp.gate.weight"
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("masters", [True, False], ids=["bf16", "f32"])
+@pytest.mark.parametrize(
+    ("to", "target"),
+    [
+        ("flex", "paddleformers-1.2"), ("hybrid", "paddleformers-1.2"), ("unified", "paddleformers-0.4"),
+        ("unified", "paddlenlp-3.0"), ("hybrid", "paddlenlp-3.0"),
+    ],
+)  # fmt: skip
+def test_routers_that_paddleformers_keeps_in_float32(target: str, to: str, masters: bool, tmp_path: Path) -> None:
+    """The router is what its master was, and has no other: the trainer asks for none, and would not read it."""
+    rng = np.random.default_rng(4)
+    made: dict[str, Array] = {}
+    sizes: dict[str, tuple[int, ...]] = {ROUTER: (2, 8), "model.embed_tokens.weight": (20, 8)}
+    for name, shape in sizes.items():
+        master = rng.standard_normal(shape).astype("f4")
+        made[name] = master.astype(ml_dtypes.bfloat16) if masters else master
+        made |= {f"master_weights/{name}": master} if masters else {}
+        made |= {f"optimizer/{name}/{s}": rng.random(shape).astype("f4") for s in PADDLE_NAMES}
+        made[f"optimizer/{name}/step"] = np.array(7, np.float32)
+    group = [{"parameters": list(sizes), "values": {"lr": 1e-3, "betas": [0.9, 0.95]}}]
+    config = {**MOE, "torch_dtype": "bfloat16" if masters else "float32"}
+    run = save_run(tmp_path / "run", made, groups=group, config=config)
+    more = ("--target", target) if to != "flex" else ()
+    cast = () if masters else ("--dtype", "bf16")
+    reshard(run, tmp_path / "out", "--to", to, "--tp-out", 1, *more, *cast, "--verify")
+    reshard(tmp_path / "out", tmp_path / "back", "--to", "ranks", "--tp-out", 1)
+    found = {k.replace("qwen3_moe.", "model."): v for k, v in of_ranks(tmp_path / "back").items()}
+    want = made[f"master_weights/{ROUTER}" if masters else ROUTER]
+    single = target != "paddlenlp-3.0"
+    assert found[ROUTER].dtype == (np.float32 if single else ml_dtypes.bfloat16)
+    if single:
+        assert same(found[ROUTER], np.ascontiguousarray(want.T))
+        assert (f"master_weights/{ROUTER}" in found) == (to == "unified")
+    else:
+        assert same(found[f"master_weights/{ROUTER}"], np.ascontiguousarray(want.T))
+    assert found["model.embed_tokens.weight"].dtype == ml_dtypes.bfloat16
+    assert "master_weights/model.embed_tokens.weight" in found
