@@ -7,7 +7,7 @@ import collections
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,7 @@ _STORAGES = {
     "BFloat16Storage": ml_dtypes.bfloat16,
     "HalfStorage": np.float16,
     "LongStorage": np.int64,
+    "ByteStorage": np.uint8,
 }
 
 
@@ -53,7 +54,7 @@ def _tensor(storage: Any, offset: int, shape: tuple[int, ...], strides: tuple[in
     return array
 
 
-def torch_load(path: Path) -> Any:
+def torch_load(path: Path | IO[bytes]) -> Any:
     """The value of a file."""
     with zipfile.ZipFile(path) as file:
         top = next(n for n in file.namelist() if n.endswith("/data.pkl")).removesuffix("/data.pkl")
