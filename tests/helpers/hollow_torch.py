@@ -634,3 +634,93 @@ def _literals(path: Path, hole: int) -> tuple[int, list[tuple[int, bytes]]]:
         f.seek(max(0, size - 4096))
         tail = f.read() if hole > 1 << 16 else b""
     return size, [(0, head), (size - len(tail), tail)] if tail else [(0, head)]
+
+
+_NAMESPACE = _named("argparse", "Namespace")
+_NOT = (
+    *("multi_latent_attention", "rope_type", "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "rotary_scaling_factor"),
+    *("moe_router_score_function", "moe_router_enable_expert_bias"),
+)
+_QWEN3_MOE = {
+    **{n: v for n, v in DEEPSEEK_ARGS.items() if n not in _NOT},
+    "num_attention_heads": 8,
+    "num_query_groups": 8,
+    "moe_layer_freq": 1,
+    "vocab_size": 1024,
+    "padded_vocab_size": 1024,
+    "overlap_grad_reduce": False,
+}
+
+
+def megatron_ranks(
+    root: Path, tp: int, pp: int, ep: int, etp: int, layers: int, experts: int, hidden: int = 64, inner: int = 64
+) -> None:
+    """A save of Megatron-LM's own form, of a Qwen3 with experts: a directory for each rank, with its optimizer."""
+    args: dict[str, Any] = {
+        **_QWEN3_MOE,
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": inner,
+        "moe_ffn_hidden_size": inner,
+        "num_experts": experts,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+    }
+    for stage in range(pp):
+        shapes = _of_stage(args, stage)
+        for i in range(max(tp, ep * etp)):
+            folder = f"mp_rank_{i % tp:02d}" + (f"_{stage:03d}" if pp > 1 else "")
+            at = root / "iter_0000100" / (folder + (f"_{i // etp % ep:03d}" if ep > 1 else ""))
+            model = OrderedDict((n, tensor("BF16", s)) for n, s in shapes.items())
+            spread = [False, True] if ep > 1 else [False]
+            value = {
+                "args": _instance(_NAMESPACE, args),
+                "iteration": 100,
+                "model": model,
+                "optimizer": [{"optimizer": {"param_groups": [_group(w, x) for w in (1.0, 0.0)]}} for x in spread],
+            }
+            saved(at / "model_optim_rng.pt", value)
+            held = [[s for n, s in shapes.items() if ep == 1 or (".experts." in n) == x] for x in spread]
+            saved(
+                at / "distrib_optim.pt", [_flat(s) if x or i < tp else None for x, s in zip(spread, held, strict=True)]
+            )
+    (root / "latest_checkpointed_iteration.txt").write_text("100")
+
+
+def _of_stage(args: Mapping[str, Any], stage: int) -> Shapes:
+    """What each rank of a stage of the pipeline holds."""
+    tp, pp, hidden, inner = (args[n] for n in (*_SIZES, "hidden_size", "moe_ffn_hidden_size"))
+    ep, etp = args["expert_model_parallel_size"], args["expert_tensor_parallel_size"]
+    table = (args["padded_vocab_size"] // tp, hidden)
+    out: dict[str, tuple[int, ...]] = {} if stage else {"embedding.word_embeddings.weight": table}
+    for i in range(args["num_layers"] // pp):
+        b = f"decoder.layers.{i}."
+        out |= {f"{b}{n}_layernorm.weight": (hidden,) for n in ("input", "pre_mlp")}
+        out |= {f"{b}self_attention.{n}_layernorm.weight": (128,) for n in "qk"}
+        out[b + "self_attention.linear_qkv.weight"] = (8 * 3 * 128 // tp, hidden)
+        out[b + "self_attention.linear_proj.weight"] = (hidden, 8 * 128 // tp)
+        out[b + "mlp.router.weight"] = (args["num_experts"], hidden)
+        for e in range(args["num_experts"] // ep):
+            out[f"{b}mlp.experts.local_experts.{e}.linear_fc1.weight"] = (2 * inner // etp, hidden)
+            out[f"{b}mlp.experts.local_experts.{e}.linear_fc2.weight"] = (hidden, inner // etp)
+    last = {"decoder.final_layernorm.weight": (hidden,), "output_layer.weight": table}
+    return {**out, **last} if stage == pp - 1 else out
+
+
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+def _group(decay: float, spread: bool) -> dict[str, Any]:
+    return {"wd_mult": decay, "is_expert_parallel": spread, "lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "step": 100}
+
+
+def _flat(shapes: Sequence[tuple[int, ...]]) -> dict[Any, Any]:
+    """A buffer of the distributed optimizer."""
+    total = 0
+    for shape in reversed(shapes):
+        total += -total % 64 + prod(shape)
+    state = {n: tensor("F32", (total,)) for n in ("param", "exp_avg", "exp_avg_sq")}
+    return {0: {(_DTYPES["BF16"], _DTYPES["F32"]): {**state, "numel_unpadded": total}}, "buckets_coalesced": True}
