@@ -11,12 +11,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.helpers.command import refused, reshard
+from ckpttool.execute import engine
+from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.paddle import Array
 from tests.helpers.tensorfile import Raw, read_all, save_hf
 from tests.helpers.torch_load import Dtype, torch_load
 from tests.helpers.training_run import save_run
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 H, HEADS, GROUPS, D, F, V, E = 16, 4, 2, 8, 12, 20, 4
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": H, "intermediate_size": F,
@@ -65,10 +67,17 @@ def model(folder: Path, config: dict[str, Any] = LLAMA) -> tuple[Path, dict[str,
     return save_hf(folder, raw, config), found
 
 
-def run(folder: Path, config: dict[str, Any] = LLAMA, *, masters: bool = True, **options: Any) -> dict[str, Any]:
+def run(
+    folder: Path,
+    config: dict[str, Any] = LLAMA,
+    *,
+    masters: bool = True,
+    dtype: Any = ml_dtypes.bfloat16,
+    **options: Any,
+) -> dict[str, Any]:
     """A run of a trainer; {"param": {name: array}, "exp_avg": ..., "exp_avg_sq": ..., "model": ...}."""
     parts = {p: weights(config, seed) for seed, p in enumerate(("param", "exp_avg", "exp_avg_sq"), 5)}
-    parts["model"] = {n: a.astype(ml_dtypes.bfloat16) for n, a in parts["param"].items()}
+    parts["model"] = {n: a.astype(dtype) for n, a in parts["param"].items()}
     steps = options.pop("steps", {})
     tensors: dict[str, Array] = dict(parts["model"])
     for name in shapes(config):
@@ -332,6 +341,48 @@ def test_optimizer(masters: bool, target: str, tmp_path: Path) -> None:
         assert value["opt_param_scheduler"]["max_lr"] is None
     assert "--override-opt-param-scheduler" in done.err
     assert "--no-load-rng" in done.err
+
+
+def test_a_float32_model_is_its_own_master(tmp_path: Path) -> None:
+    held = run(tmp_path / "src", masters=False, dtype=np.float32)
+    done = reshard(tmp_path / "src", tmp_path / "out", "--to", "megatron", "--target", "local", "--verify")
+    assert "master weights" not in done.err
+    folder = tmp_path / "out/iter_0000007/mp_rank_00"
+    value, state = torch_load(folder / "model_optim_rng.pt"), torch_load(folder / "distrib_optim.pt")
+    assert (value["args"].bf16, value["args"].fp16, value["args"].params_dtype) == (False, False, Dtype("float32"))
+    (key,) = state[0]
+    assert key == (Dtype("float32"), Dtype("float32"))
+    assert state[0][key]["param"].tobytes() == buffer(list(value["model"]), fused(held["model"], LLAMA)).tobytes()
+
+
+def test_the_bias_of_a_router_stays_float32(tmp_path: Path) -> None:
+    source = FIXTURES / "megatron" / "dist" / "deepseek_v3"
+    flags = ("--ep-out", 2, "--etp-out", 1, "--dtype", "f16", "--verify", "-q")
+    reshard(source, tmp_path / "out", "--to", "megatron", *flags)
+    value = torch_load(tmp_path / "out/release/mp_rank_00_001/model_optim_rng.pt")
+    found = {n: a.dtype for n, a in value["model"].items() if n.endswith("expert_bias")}
+    assert found
+    assert set(found.values()) == {np.dtype(np.float32)}
+    assert value["args"].fp16 is True
+
+
+def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums over vectors that many parameters share are those of all of them, whoever wrote them."""
+    run(tmp_path / "src")
+    flags = ("--to", "megatron", "--tp-out", 2, "--target", "local", "-q")
+    reshard(tmp_path / "src", tmp_path / "whole", *flags)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._Run, "_write_summed", interrupt)
+        assert ckpttool("reshard", tmp_path / "src", tmp_path / "out", *flags).code == 130
+    reshard(tmp_path / "src", tmp_path / "out", *flags, "--resume")
+    for path in (tmp_path / "whole").rglob("*.pt"):
+        again = tmp_path / "out" / path.relative_to(tmp_path / "whole")
+        assert again.read_bytes() == path.read_bytes()
+        torch_load(again)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_optimizers_of_experts(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ class _Save:
             ranks=self.ranks,
             generated=((POINTER, b"release" if release else str(self.iteration).encode()),),
             label=self._label,
-            usage="torchrun ... pretrain_gpt.py --load {dst} --use-checkpoint-args --ckpt-format torch"
+            usage="torchrun pretrain_gpt.py --load {dst} --use-checkpoint-args --ckpt-format torch"
             + ("" if release else " --use-distributed-optimizer --no-load-rng"),
         )
 
