@@ -3,6 +3,7 @@
     DataFile.encoding   Encoding   the bytes that its file stands for; stored tensors are strided blocks of these
       parts             Text       characters in UTF-8 whose code points are the bytes (pickles of protocol 2)
                         Moment     8-bit codes with scales (quantised optimizer state)
+                        Blocks8    8-bit codes in blocks of 32 behind their scale (Q8_0 of GGUF)
                         Given      bytes that are in no file (a step, worked out from what the file says)
 
 Any byte can be asked for, in any order: a part says where it may be cut, and little more than what is wanted is
@@ -35,6 +36,8 @@ TEXT_STEP = 1 << 12
 
 ROWS_PER_SCALE = 32
 """Of packed moments."""
+Q8_ELEMENTS, Q8_BYTES = 32, 34
+"""Of a block of Q8_0."""
 
 
 class Span(NamedTuple):
@@ -167,6 +170,37 @@ class Moment(NamedTuple):
         return np.repeat(load(first, -(-(column + columns) // inner)), inner)[column - first * inner :][:columns]
 
 
+class Blocks8(NamedTuple):
+    """Q8_0 of GGUF as float32: blocks of 32 elements, each a scale (float16) and 32 codes (int8); value = scale * code.
+
+    Source: block_q8_0 and dequantize_row_q8_0 of ggml.
+    """
+
+    start: int
+    blocks: Span
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.blocks.nbytes // Q8_BYTES * 4 * Q8_ELEMENTS
+
+    def block(self, at: int, want: int) -> tuple[int, int]:
+        """See ``Text``."""
+        step = 4 * Q8_ELEMENTS
+        lo = self.start + (at - self.start) // step * step
+        return lo, min(self.stop, lo + min(BLOCK, -(-(at + want - lo) // step) * step))
+
+    def decode(self, lo: int, hi: int, read: Read) -> memoryview:
+        """See ``Text``."""
+        import numpy as np
+
+        step = 4 * Q8_ELEMENTS
+        raw = self.blocks.load(read, (lo - self.start) // step * Q8_BYTES, (hi - self.start) // step * Q8_BYTES)
+        found = np.frombuffer(raw, [("scale", "<f2"), ("codes", "i1", Q8_ELEMENTS)])
+        with np.errstate(all="ignore"):
+            values = found["scale"].astype(np.float32)[:, None] * found["codes"].astype(np.float32)
+        return np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8).data
+
+
 class Given(NamedTuple):
     """Few bytes that are known already."""
 
@@ -194,10 +228,10 @@ class Encoding:
     """The bytes that a file is decoded to."""
 
     name: str
-    """What is decoded: ``text``, ``moments`` or ``given``."""
+    """What is decoded: ``text``, ``moments``, ``blocks`` or ``given``."""
     path: str
     """Of the file, for errors."""
-    parts: list[Text | Moment | Given] = field(default_factory=list)
+    parts: list[Text | Moment | Blocks8 | Given] = field(default_factory=list)
     """One behind the other."""
 
     def __str__(self) -> str:

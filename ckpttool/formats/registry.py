@@ -14,6 +14,7 @@ from ckpttool.containers.index import set_of
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.base import Reader, ReadOptions, StoredCheckpoint, Writer
 from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
+from ckpttool.formats.gguf import Gguf
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.megatron import Megatron, MegatronDist
 from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
@@ -55,6 +56,7 @@ READERS: dict[str, Reader] = {
         ByteCheckpoint(),
         DeepSpeed(),
         Universal(),
+        Gguf(),
         MegatronDist(),
         Megatron(),
     )
@@ -66,6 +68,7 @@ ALSO_CALLED = {
     **dict.fromkeys(("rank", "tp", "sharded", "shards"), "ranks"),
     **dict.fromkeys(("paddlenlp", "paddleformers"), "unified"),
     **dict.fromkeys(("consolidated", "mistral"), "meta"),
+    **dict.fromkeys(("llama.cpp", "llamacpp", "ggml", "ollama"), "gguf"),
     **dict.fromkeys(("distcp", "torch-dcp", "fsdp2", "torchtitan", "torch.distributed.checkpoint"), "dcp"),
     **dict.fromkeys(("torch", "pytorch", "bin", "pth", "pt", "ckpt"), "torch-bin"),
     **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed"),

@@ -42,7 +42,7 @@ _STARTS = (
         rb'\s*\{\s*"(error|message|detail)"|(entry |repository )?not found|unauthorized|forbidden|access to',
         KnownUnsupported("a server's error message, not the file", _AGAIN),
     ),
-    (rb"GGUF", KnownUnsupported("a GGUF file (llama.cpp)", "give the safetensors that it was made of")),
+    (rb"GGUF", KnownUnsupported("a GGUF file (llama.cpp)", "call it .gguf: such files are read")),
     (rb"PK\x03\x04", KnownUnsupported("a zip archive, such as torch.save writes", _RENAME)),
     (rb"\x80[\x02-\x05]", KnownUnsupported("a pickle, such as torch.save writes", _RENAME)),
     (rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf", KnownUnsupported("a compressed file", "unpack it first")),
@@ -69,10 +69,6 @@ _NAMES = (
     (
         r"adapter_model\.bin",
         KnownUnsupported("an adapter in PyTorch's own file (.bin)", "save it with PEFT's save_pretrained: safetensors"),
-    ),
-    (
-        r".*\.gguf",
-        KnownUnsupported("a model in GGUF (llama.cpp)", "give the safetensors that it was made of"),
     ),
     (
         r".*\.(pt|pth|ckpt|bin)",
