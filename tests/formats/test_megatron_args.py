@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+import ckpttool
 from ckpttool.containers.pickle import Global, Record
+from ckpttool.containers.torch_zip import read_torch
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.megatron.args import model_config, options, plain_args
 from ckpttool.formats.megatron.fields import Fields
 from ckpttool.formats.megatron.models import KINDS, NEUTRAL, kind_named, kind_of, sparse_layers
 from ckpttool.storage.listing import Listing, list_source
+from tests.helpers.tensorfile import origin, save_hf
+from tests.helpers.tiny_names import family_lists
 
 TESTS = Path(__file__).parents[1]
 YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -428,3 +432,24 @@ def test_what_checkpoint_args_leave_out(name: str, needed: list[str]) -> None:
 def test_lists_are_spelled_as_the_command_line_takes_them() -> None:
     said = args_of({**GPT_OSS, "layer_types": ["full_attention", "sliding_attention"] * 18})
     assert f"--window-attn-skip-freq [{','.join(['0,1'] * 18)}]" in options(said)
+
+
+def test_yarn_stays_yarn() -> None:
+    """Megatron takes ``use_rotary_position_embeddings`` for plain rotary positions, whatever else is said."""
+    said = args_of(GPT_OSS)
+    assert (said["position_embedding_type"], said["use_rotary_position_embeddings"]) == ("yarn", False)
+
+
+@pytest.mark.parametrize(("said", "untied"), [(None, False), (True, False), (False, True)])
+def test_a_head_that_config_json_says_nothing_about(said: bool | None, untied: bool, tmp_path: Path) -> None:
+    """GPT-2's is the embedding, of which the last stage has a copy."""
+    variant = "gpt2_untied" if said is False else "gpt2"
+    listed = family_lists("gpt2")[variant]
+    config = {k: v for k, v in listed.config.items() if k != "tie_word_embeddings"}
+    tensors = {n: origin(i, "BF16", tuple(s)) for i, (n, s) in enumerate(listed.tensors.items())}
+    save_hf(tmp_path / "hf", tensors, config if said is None else {**config, "tie_word_embeddings": said})
+    ckpttool.open(tmp_path / "hf").reshard(to="megatron", pp=2).run(tmp_path / "out")
+    (last,) = (tmp_path / "out").rglob("mp_rank_00_001/model_optim_rng.pt")
+    read = read_torch(last).value
+    assert "output_layer.weight" in read["model"]
+    assert plain_args(read["args"])["untie_embeddings_and_output_weights"] is untied

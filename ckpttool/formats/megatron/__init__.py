@@ -3,6 +3,8 @@
 names.py     canonical names of tensors, and how they are spelled in files
 models.py    what Megatron's arguments say of each kind of model
 args.py      these arguments and config.json, one made from the other
+fields.py    values of both, of which nothing is believed
+rotary.py    rotary positions in both
 order.py     the order of a model's parameters in memory
 buffers.py   where parameters lie in the flat buffers of the distributed optimizer
 stages.py    which stage and which of its chunks holds a tensor

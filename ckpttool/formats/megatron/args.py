@@ -11,7 +11,7 @@ from typing import Any
 from ckpttool.containers.pickle import Global, Record
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.config import EXPERTS, LAYERS, config_fields, whole_number
+from ckpttool.formats.config import EXPERTS, LAYERS, config_fields, ties_head, whole_number
 from ckpttool.formats.megatron.fields import Fields
 from ckpttool.formats.megatron.models import kind_named, kind_of, refuse_others
 from ckpttool.formats.megatron.names import LOCAL, TRANSFORMER_ENGINE
@@ -42,6 +42,7 @@ _UNREAD: dict[str, tuple[str, Any]] = {
     "qk_head_dim": ("--qk-head-dim", 128),
     "qk_pos_emb_head_dim": ("--qk-pos-emb-head-dim", 64),
     "v_head_dim": ("--v-head-dim", 128),
+    "moe_router_dtype": ("--moe-router-dtype", None),
     "moe_router_num_groups": ("--moe-router-num-groups", None),
     "moe_router_group_topk": ("--moe-router-group-topk", None),
     "moe_shared_expert_gate": ("--moe-shared-expert-gate", False),
@@ -152,7 +153,7 @@ def args_of(request: base.WriteRequest, rows: int, *, grouped: bool = False, dis
     return {
         **model,
         "mtp_num_layers": _prediction_layers(request) or None,
-        "untie_embeddings_and_output_weights": not _tied(request, config),
+        "untie_embeddings_and_output_weights": not _tied(request, default=kind.tied),
         "vocab_size": vocab,
         "padded_vocab_size": rows,
         "make_vocab_size_divisible_by": _multiple(vocab, rows, mesh.tp),
@@ -189,12 +190,13 @@ def _prediction_layers(request: base.WriteRequest) -> int:
     return len({t.name for ts in request.ranks for t in ts if t.name.endswith(".eh_proj.weight")})
 
 
-def _tied(request: base.WriteRequest, config: Mapping[str, Any]) -> bool:
-    """Whether the head is the embedding: what is written says it, whatever config.json does."""
+def _tied(request: base.WriteRequest, *, default: bool) -> bool:
+    """Whether the head is the embedding; with several stages there is a copy of it all the same."""
     names = {t.name for ts in request.ranks for t in ts if t.component == "model"}
-    if not names:
-        return bool(config.get("tie_word_embeddings"))
-    return "output_layer.weight" not in names or bool(config.get("tie_word_embeddings"))
+    if names and "output_layer.weight" not in names:
+        return True
+    said = ties_head(request.config)
+    return default if said is None else said
 
 
 def _multiple(vocab: int, rows: int, tp: int) -> int:

@@ -78,6 +78,8 @@ class Kind:
     translates: ClassVar[frozenset[str]] = frozenset()
     """Those of NEUTRAL that it looks at itself."""
     latent: ClassVar = False
+    tied: ClassVar = False
+    """What config.json means that does not say whether the head is the embedding."""
     partial: ClassVar = False
     """Hugging Face's code can turn a part of each head."""
     share: ClassVar = 1.0
@@ -352,6 +354,7 @@ class Ernie(Kind):
 
     model_type = "ernie4_5"
     architecture = "Ernie4_5ForCausalLM"
+    tied = True
     translates = frozenset({"rotary_interleaved"})
     defaults: ClassVar = {"rms_norm_eps": 1e-5, "head_dim": 128}
 
@@ -405,6 +408,7 @@ class Gpt(Kind):
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
+    tied = True
     norm = "LayerNorm"
     eps = "layer_norm_epsilon"
     act = "gelu_new"
@@ -752,6 +756,7 @@ def routed_args(c: Fields, layers: int, *, first: int, shared: int, per_group: i
     mtp = c.whole("num_nextn_predict_layers")
     return moe_args(
         experts, chosen, width, _frequency(sparse),
+        moe_router_dtype="fp32",  # as in Hugging Face's code
         moe_router_num_groups=groups if limited else None,
         moe_router_group_topk=allowed if limited else None,
         moe_router_topk_scaling_factor=scale if scale not in (None, 1.0) else None,

@@ -126,7 +126,7 @@ def rope_args(config: Fields, *, latent: bool = False, default_share: float = 1.
     out: dict[str, Any] = {
         "position_embedding_type": "rope",
         "use_rotary_position_embeddings": True,
-        "add_position_embedding": False,
+        "add_position_embedding": True,
         "rotary_base": int(theta) if theta.is_integer() else theta,
         "rotary_percent": share,
         "rotary_interleaved": False,
@@ -149,7 +149,8 @@ def rope_args(config: Fields, *, latent: bool = False, default_share: float = 1.
         return out | {"use_rope_scaling": True, "rope_scaling_factor": factor or 8.0}
     if kind == "yarn":
         own = _yarn_args(scaling, "yarn_")
-        return out | own | {"position_embedding_type": "yarn", "add_position_embedding": True}
+        # Megatron takes the older argument for `rope`, whatever the newer one says.
+        return out | own | {"position_embedding_type": "yarn", "use_rotary_position_embeddings": False}
     raise UnsupportedError(f"Megatron has no rotary positions of the kind `{kind}`")
 
 
