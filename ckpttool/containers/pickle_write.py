@@ -98,6 +98,12 @@ class Call(NamedTuple):
     items: Mapping[Any, Any] | tuple[()] = ()
 
 
+class Once(NamedTuple):
+    """An instance that is written once for equal ones, and is one object wherever it stands."""
+
+    value: Instance
+
+
 class Pairs(NamedTuple):
     """A dict whose keys and values are made while it is written."""
 
@@ -123,7 +129,8 @@ class _Writer:
         """Byte of the file at which ``run`` begins."""
         self.literals: list[tuple[int, bytes]] = []
         self.places: dict[tuple[Any, ...], int] = {}
-        self.memo: dict[Any, int] = {}
+        self.memo: dict[Any, bytes] = {}
+        """What recalls a value."""
 
     def hole(self, size: int, path: tuple[Any, ...]) -> None:
         at = self.start + len(self.run)
@@ -139,14 +146,15 @@ class _Writer:
 
     def recalled(self, what: Any) -> bool:
         """Recall a value by what it is remembered as, if it was written before."""
-        at = self.memo.get(what)
-        if at is None:
+        code = self.memo.get(what)
+        if code is None:
             return False
-        self.run += b"h" + bytes([at]) if at < 256 else b"j" + struct.pack("<I", at)
+        self.run += code
         return True
 
     def remember(self, what: Any) -> None:
-        self.memo[what] = len(self.memo)
+        at = len(self.memo)
+        self.memo[what] = b"h" + bytes([at]) if at < 256 else b"j" + struct.pack("<I", at)
         self.run += b"\x94"
 
     # Values.
@@ -170,6 +178,10 @@ class _Writer:
             self.array(v, path)
         elif isinstance(v, Instance):
             self.instance(v, path)
+        elif type(v) is Once:
+            if not self.recalled(v):
+                self.instance(v.value, path)
+                self.remember(v)
         elif type(v) is Global:
             self.named(v.module, v.name)
         elif type(v) is Stateful:
@@ -313,7 +325,8 @@ class _Writer:
 def layout_pickle(value: Any) -> Written:
     """The file of a nested value with Holes for arrays; the same value gives the same bytes.
 
-    Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole, Instance, Stateful, Global, Call and Pairs.
+    Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole, Instance, Once, Stateful, Global, Call and
+    Pairs.
     Raises UnsupportedError for anything else, and for dtypes that Paddle cannot hold.
     """
     w = _Writer()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.containers.pickle import Global, Machine, Record, interpret, opened, printable
-from ckpttool.containers.pickle_write import Call, Instance, Pairs, Stateful, plain_pickle
+from ckpttool.containers.pickle_write import Call, Instance, Once, Pairs, Stateful, plain_pickle
 from ckpttool.containers.torch_pickle import BY_TORCH, TORCH_DTYPE, vocabulary
 from ckpttool.errors import CorruptError, UnsupportedError
 from ckpttool.geometry import Box, whole
@@ -209,7 +209,7 @@ def write_metadata(
     ``paths`` are the keys that lead to each, or None for a state dict that was flat.
     """
 
-    def values() -> Iterator[tuple[str, Instance]]:
+    def values() -> Iterator[tuple[str, Instance | Once]]:
         for fqn, t in tensors.items():
             chunks = [
                 Instance(_CLASSES, "ChunkStorageMetadata", {"offsets": _size(c.box.start), "sizes": _size(c.box.shape)})
@@ -218,14 +218,14 @@ def write_metadata(
             fields = {"properties": _properties(t.dtype), "size": _size(t.shape), "chunks": chunks}
             yield fqn, Instance(_CLASSES, "TensorStorageMetadata", fields)
         for fqn in objects:
-            yield fqn, Instance(_CLASSES, "BytesStorageMetadata", {})
+            yield fqn, Once(Instance(_CLASSES, "BytesStorageMetadata", {}))
 
-    def places() -> Iterable[tuple[Instance, Instance]]:
+    def places() -> Iterable[tuple[Instance, Instance | Once]]:
         for fqn, t in tensors.items():
             for i, c in enumerate(t.chunks):
                 yield _index(fqn, c.box.start, i), _info(c.span, files)
         for fqn, span in objects.items():
-            yield _index(fqn, None, None), _info(span, files)
+            yield _index(fqn, None, None), Once(_info(span, files))  # equal values may lie in one place
 
     fields = {
         "state_dict_metadata": Pairs(values),
