@@ -73,7 +73,7 @@ NAMES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups",
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_experts", "vocab_size", "padded_vocab_size")
 
 
-@SAMPLE
+@pytest.mark.product(one_in=75)
 @pytest.mark.parametrize("value", NUMBERS, ids=[str(n)[:8] for n in NUMBERS])
 @pytest.mark.parametrize("name", [*NAMES, *SIZES, "iteration", "rotary_base", "norm_epsilon", "moe_layer_freq"])
 @pytest.mark.parametrize("fixture", [DIST, LEGACY], ids=["dist", "legacy"])
@@ -88,7 +88,7 @@ def test_arguments(fixture: Path, name: str, value: Any, tmp_path: Path) -> None
         assert 0 not in codes[2:], "no model has such sizes"
 
 
-@SAMPLE
+@pytest.mark.product(one_in=48)
 @pytest.mark.parametrize("value", NUMBERS[:-1], ids=[str(n)[:8] for n in NUMBERS[:-1]])
 @pytest.mark.parametrize("name", [*NAMES, *SIZES[:3], "layernorm_epsilon"])
 def test_configurations(name: str, value: Any, tmp_path: Path) -> None:

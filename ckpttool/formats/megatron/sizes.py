@@ -15,7 +15,7 @@ from ckpttool.formats.config import config_fields, whole_number
 _EMBEDDING = "embedding.word_embeddings.weight"
 _QKV = ".self_attention.linear_qkv.weight"
 _OUT = ".self_attention.linear_proj.weight"
-_IN = ".mlp.linear_fc1.weight"
+_DOWN = ".mlp.linear_fc2.weight"
 
 
 def check_sizes(
@@ -33,21 +33,20 @@ def check_sizes(
     width = whole_number(fields, "head_dim") or hidden // heads
     latent = whole_number(fields, "kv_lora_rank") is not None
     inner = whole_number(fields, "intermediate_size", "n_inner")
-    wanted: dict[str, tuple[str, tuple[int | None, ...], int]] = {_EMBEDDING: ("hidden_size", (hidden,), 1)}
+    wanted: dict[str, tuple[str, int, int]] = {_EMBEDDING: ("hidden_size", hidden, 1)}
     if not latent and groups % tp == 0:
-        wanted[_QKV] = "num_attention_heads, num_key_value_heads and head_dim", ((heads + 2 * groups) * width // tp,), 0
-        wanted[_OUT] = "num_attention_heads and head_dim", (heads * width // tp,), 1
+        wanted[_QKV] = "num_attention_heads, num_key_value_heads and head_dim", (heads + 2 * groups) * width // tp, 0
+        wanted[_OUT] = "num_attention_heads and head_dim", heads * width // tp, 1
     if inner:
-        wanted[_IN] = "intermediate_size", (inner // tp, 2 * inner // tp), 0
+        wanted[_DOWN] = "intermediate_size", inner // tp, 1
     for name, shape in tensors:
         end = next((e for e in wanted if name.endswith(e)), None)
         if end is None or len(shape) != 2:
             continue
-        said, fitting, axis = wanted[end]
-        if shape[axis] not in fitting:
+        said, size, axis = wanted[end]
+        if shape[axis] != size:
             raise ConflictError(
-                f"`{name}` {list(shape)} does not fit {said} of the model's configuration"
-                f" ({' or '.join(map(str, fitting))} on axis {axis} of a rank)",
+                f"`{name}` {list(shape)} does not fit {said} of the model's configuration: axis {axis} is {size} by it",
                 where=where,
                 hint="put the config.json of this model beside the save",
             )
