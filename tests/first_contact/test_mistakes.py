@@ -151,7 +151,7 @@ STRANGERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "PyTorch, empty": (("pytorch_model.bin",), ("this is not a file of torch.save",)),
     "PyTorch's shards": (("pytorch_model-00001-of-00002.bin",), ("1 of 2 files are missing",)),
     "several of torch.save": (("a.pt", "b.pt"), ("files of torch.save", "give the path of the one")),
-    "GGUF": (("llama-q4.gguf",), ("GGUF",)),
+    "GGUF, empty": (("llama-q4.gguf",), ("within its header",)),
     "numpy": (("model.npz",), ("another framework",)),
     "Megatron-LM": (("latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/a.pt"), ("Megatron-LM", "fetch")),
     "DeepSpeed's script": (("zero_to_fp32.py",), ("what is left of a save of DeepSpeed", "global_step")),
