@@ -10,13 +10,16 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ckpttool.checkpoint import open_checkpoint
+from ckpttool.containers.pickle_write import Hole
 from tests.helpers import megatron, tensorfile
 from tests.helpers.command import ckpttool, refused, reshard
+from tests.helpers.torch_edit import edit
 
 CASES = Path("fixtures/megatron/dist")
 LLAMA = CASES / "llama_tp2"
@@ -99,6 +102,24 @@ def test_training() -> None:
         "opt_param_scheduler": {"max_lr": 0.001, "num_steps": 320},
         "consumed_train_samples": 320,
     }
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_scale_of_the_loss_is_left_out(chained: bool, tmp_path: Path) -> None:
+    """And nothing with it: groups and steps are beside it."""
+
+    def scaled(common: Any) -> None:
+        optimizer = {**common["optimizer"], "grad_scaler": {"scale": Hole("F32", (1,)), "growth_tracker": 2}}
+        common["optimizer"] = {0: optimizer} if chained else optimizer
+
+    save = Path(shutil.copytree(LLAMA, tmp_path / "save"))
+    edit(save / PLACES / "common.pt", scaled)
+    plain, stored = open_checkpoint(LLAMA).stored, open_checkpoint(save).stored
+    assert {*stored.notes} - {*plain.notes} == {
+        "the scale of the loss (`grad_scaler`, of float16 training) is left out"
+    }
+    assert stored.training == plain.training
+    assert len(stored.tensors) == len(plain.tensors)
 
 
 def test_a_save_without_metadata_was_not_finished(tmp_path: Path) -> None:

@@ -109,13 +109,13 @@ class _Reading:
         self.name, self.save, self.where = name, save, str(save.listing.root)
         self.chunks = ChunkFiles()
         self.files = self.chunks.files
+        self.notes: list[str] = [*save.notes]
         self.common, self.left = self._common()
         self.args = plain_args(self.common.pop("args", None))
         self.original: dict[str, tuple[int, ...]] = {}
         """What the metadata says of the shapes of states that are saved in runs."""
         self.arrays: dict[str, Held] = {}
         """Tensors that are files of zarr."""
-        self.notes: list[str] = [*save.notes]
         self.refused: dict[str, CkptError] = {}
 
     def _common(self) -> tuple[dict[str, Any], list[str]]:
@@ -132,11 +132,21 @@ class _Reading:
                 if key == "args":
                     out[key] = value
                     continue
+                known = self._without_scale(value) if key == "optimizer" else value
                 try:
-                    out[key] = plain_value(value, file, torch)
+                    out[key] = plain_value(known, file, torch)
                 except NotPlainError:
                     left.append(f"{COMMON}: {printable(str(key))}")
         return out, left
+
+    def _without_scale(self, optimizer: Any) -> Any:
+        """What is known of one optimizer, or of several by their numbers, but the scale of the loss: it is a tensor."""
+        if not isinstance(optimizer, dict):
+            return optimizer
+        out = {k: self._without_scale(v) if type(k) is int else v for k, v in optimizer.items()}
+        if out.pop("grad_scaler", None) is not None:
+            self.notes.append("the scale of the loss (`grad_scaler`, of float16 training) is left out")
+        return out
 
     def read(self) -> base.StoredCheckpoint:
         sorted_ = self._sorted(self._entries())
