@@ -20,6 +20,7 @@ from ckpttool.checkpoint import Checkpoint, open_checkpoint
 from tests.formats.test_megatron_dist import assert_state, ranks
 from tests.helpers import tensorfile
 from tests.helpers.command import ckpttool, refused, reshard
+from tests.helpers.torch_save import torch_save
 
 NEMO, DIST = Path("fixtures/megatron/nemo"), Path("fixtures/megatron/dist")
 LLAMA = DIST / "llama_tp2/iter_0000005"
@@ -362,6 +363,14 @@ def test_a_file_of_one_rank(tmp_path: Path) -> None:
     shutil.copy(NEMO / "zarr/model_config.yaml", tmp_path / "one")  # it says tp 2
     reshard(given(tmp_path / "one", tmp_path, packed=True), tmp_path / "out", "--to", "hf")
     tensorfile.assert_same(tensorfile.read_all(tmp_path / "out"), model())
+
+
+def test_models_of_speech_keep_their_names(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    torch_save({"model.joint.weight": np.zeros((2, 3), "<f4")}, tmp_path / "in/model_weights.ckpt")
+    (tmp_path / "in/model_config.yaml").write_text("target: nemo.collections.asr.models.Model\n")
+    reshard(nemo1(tmp_path, tmp_path / "in"), tmp_path / "out", "--to", "hf")
+    assert list(tensorfile.read_all(tmp_path / "out")) == ["model.joint.weight"]
 
 
 def test_the_configuration_of_nemo1(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 from ckpttool.containers.pickle import printable
 from ckpttool.errors import UnsupportedError
 
-_WRAPPERS = re.compile(r"model\.(?:module\.)*")
+_WRAPPERS = re.compile(
+    r"model\.(?:module\.)*(?=(?:embedding|decoder|output_layer|mtp|language_model|word_embeddings|rotary_pos_emb)\.)"
+)
 _CHUNK = re.compile(r"model\.\d+\.")
 _OWN = "language_model."
 _LAYER = re.compile(r"encoder\.layers\.(?P<number>\d{1,9})\.(?P<module>[\w.]+)\.(?P<kind>weight|bias)")
