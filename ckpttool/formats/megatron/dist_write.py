@@ -127,11 +127,16 @@ def write_dist(request: base.WriteRequest) -> base.FileLayout:
 
 
 def _check(request: base.WriteRequest) -> None:
-    """Raises UsageError for a choice of ranks, UnsupportedError for quantised weights."""
+    """Raises UsageError for a choice of ranks, UnsupportedError for quantised weights and without a model."""
     if len(request.chosen) != request.mesh.world:
         raise UsageError(
             "--ranks-out has no effect with --to megatron-dist: the metadata of a save describes all of its files",
             hint="write all ranks; Megatron's own ranks read what they need of them",
+        )
+    if not any(t.component == "model" for t in request.ranks[0]):
+        raise UnsupportedError(
+            "a save of Megatron's holds the model, and the state of its optimizer beside it",
+            hint="add --only model, or leave --only out",
         )
     odd = next((t for t in request.ranks[0] if t.component == "model" and t.dtype not in _FLOATS), None)
     if odd is not None:
