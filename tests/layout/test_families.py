@@ -81,9 +81,7 @@ QUANTISED = "{a}_scale{b}"
 # Scale grids beside fused weights are the same for all families, and the largest of the lists.
 FUSED = [
     pytest.param(*key, marks=[pytest.mark.thorough] if key[1].endswith("_fp8") and key[0] not in SCALED else [])
-    # The fusions of Llama 4 have the heads of its text model, which the tower for images has not.
     for key in PUBLISHED
-    if key != ("llama4", "llama4")
 ]
 NAMINGS = [
     (family, variant, naming)
