@@ -108,6 +108,7 @@ SOURCES: dict[str, Make] = {
     **{f"zero1-{n}": torch_ranks(torch_side.zero12, n) for n in TRAINERS},
     **{f"fsdp-{n}": torch_ranks(torch_side.fsdp, n) for n in TRAINERS[:2]},
     "fsdp1-16": torch_ranks(torch_side.fsdp, 16, sharded=True, optimizer=False),
+    "v3-megatron": lambda root: torch_side.torch_dist(root, torch_side.deepseek_keys()),
     "bytes-128": torch_ranks(torch_side.bytecheckpoint, 128),
     **{f"program-{n}": partial(program, parameters=n) for n in PARAMETERS},
 }
@@ -146,6 +147,9 @@ MODELS = (
     ("to hf", "reshard {rows-dcp1024} DST -n --to hf"),
     ("to tp 8", "reshard {rows-dcp1024} DST -n --to ranks --tp-out 8"),
     ("to dcp, 1,024 files", "reshard {rows-dcp1024} DST -n --to dcp --sharding-out 1024"),
+    ("inspect", "inspect {v3-megatron}"),
+    ("to hf", "reshard {v3-megatron} DST -n --to hf"),
+    ("to tp 8, ep 8", f"reshard {{v3-megatron}} DST -n --to ranks {EP8}"),
     ("inspect", "inspect {zero3-1024}"),
     ("to universal", "reshard {zero3-1024} DST -n --to universal"),
     ("to hf", "reshard {zero3-1024} DST -n --to hf"),
