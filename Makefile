@@ -12,7 +12,7 @@ PADDLE := $(PADDLE_VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers lint format types docs-check torture walk fuzz bench bench-scale clean
+.PHONY: help setup demo test test-all test-peers test-resume lint format types docs-check torture walk fuzz bench bench-scale clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test-all: $(DEV) ## run them with every case and every page of docs/, and more e
 
 test-peers: $(PEERS) $(PADDLE) ## let the libraries that read these formats judge what ckpttool writes
 	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/peers $(ARGS)
+
+test-resume: $(PEERS) $(PADDLE) ## move training runs between all frameworks, and check docs/resume.md (10 minutes; ARGS=--write)
+	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' $(BIN)/python -m tests.peers.resume $(ARGS)
 
 docs-check: $(DEV) ## run every command and example of README.md and docs/, check links and the reference
 	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --all tests/docs $(ARGS)

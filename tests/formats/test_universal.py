@@ -21,6 +21,7 @@ from tests.helpers import tensorfile
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.dcp import rows, write_save
 from tests.helpers.torch_edit import edit
+from tests.helpers.training_run import groups, names, save_run
 
 CASES = Path("fixtures/torch/deepspeed")
 
@@ -205,3 +206,11 @@ def test_a_trainers_value_does_not_take_the_place_of_deepspeeds(key: str, tmp_pa
     assert f"left out, because DeepSpeed calls its own values so: {key}" in done.err
     assert ckpttool("inspect", tmp_path / "dst", "--check").code == 0
     assert ranks(tmp_path / "dst", tmp_path / "ranks").keys() == ranks(tmp_path / "src", tmp_path / "same").keys()
+
+
+def test_steps_that_only_the_optimizer_counted(tmp_path: Path) -> None:
+    """They are the engine's: it would begin its schedule anew."""
+    run = save_run(tmp_path / "run", names(), groups=groups((0.9, 0.95)))
+    reshard(run, tmp_path / "out", "--to", "universal")
+    states = read_torch(next((tmp_path / "out").rglob("mp_rank_00_model_states.pt"))).value
+    assert states["global_steps"] == 7

@@ -52,6 +52,8 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     adam: dict[str, Any] = field(default_factory=dict)
     """More fields of OptimizerConfig."""
+    overrides: dict[Any, Any] | None = None
+    """Of these by parameter; None as Megatron has them: norms and biases do not decay."""
     seed: int = 0
     te: bool = False
     """Of Transformer Engine's modules, and not of megatron-core's own."""
@@ -226,7 +228,7 @@ def _train(made: Trainer) -> None:
         DistributedDataParallel(made.config, ddp, model, disable_bucketing=i > 0 or not ddp.overlap_grad_reduce)
         for i, model in enumerate(made.models)
     ]
-    adam = {
+    adam: dict[str, Any] = {
         "optimizer": "adam",
         "lr": 1e-3,
         "min_lr": 1e-4,
@@ -236,10 +238,12 @@ def _train(made: Trainer) -> None:
         "params_dtype": made.config.params_dtype,
         "use_distributed_optimizer": sharded,
     }
-    made.optimizer = get_megatron_optimizer(OptimizerConfig(**adam | made.case.adam), made.wrapped)
+    adam |= made.case.adam
+    made.optimizer = get_megatron_optimizer(OptimizerConfig(**adam), made.wrapped, made.case.overrides)
+    decay = {"start_wd": adam["weight_decay"], "end_wd": adam["weight_decay"]}
     made.schedule = OptimizerParamScheduler(
-        made.optimizer, init_lr=0.0, max_lr=1e-3, min_lr=1e-4, lr_warmup_steps=0, lr_decay_steps=1000,
-        lr_decay_style="linear", start_wd=0.1, end_wd=0.1, wd_incr_steps=1000, wd_incr_style="constant",
+        made.optimizer, init_lr=0.0, max_lr=adam["lr"], min_lr=adam["min_lr"], lr_warmup_steps=0, lr_decay_steps=1000,
+        lr_decay_style="linear", **decay, wd_incr_steps=1000, wd_incr_style="constant",
     )  # fmt: skip
     made.config.finalize_model_grads_func = finalize_model_grads
     made.config.no_sync_func = [m.no_sync for m in made.wrapped] if ddp.overlap_grad_reduce else None

@@ -44,7 +44,11 @@ class Universal:
     name = "universal"
     dialect = "hf"
     capabilities = base.Capabilities(
-        components=("model", "master_weights", "optimizer"), views=True, states="torch", namings=("transformers",)
+        components=("model", "master_weights", "optimizer"),
+        views=True,
+        states="torch",
+        namings=("transformers",),
+        counts_steps=True,
     )
 
     def detect(self, listing: Listing) -> int:

@@ -153,7 +153,9 @@ def _groups(training: base.Training | None, trained: Iterable[str]) -> list[tupl
 
 def _model_states(training: base.Training | None, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, Any]:
     plain = dict(training.plain) if training else {}
-    steps = training.step if training and training.step is not None else 0
+    steps = training.step if training else None
+    if steps is None:  # no trainer says it: as many as the optimizer took
+        steps = int(max(training.steps.values(), default=0)) if training else 0
     own = {
         "buffer_names": [],
         "optimizer": None,
