@@ -25,16 +25,18 @@ from ckpttool import select
 from ckpttool.adapters.peft import adapter
 from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.catalog import Catalog, Key
-from ckpttool.checkpoint import OpenOptions
+from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.containers.json_stream import JsonError, JsonStream
 from ckpttool.containers.pickle_imports import UNKNOWN, named
 from ckpttool.containers.safetensors import examine, read_header
 from ckpttool.errors import CkptError
+from ckpttool.execute.compare import read_tensor
 from ckpttool.execute.journal import Journal, sealed
 from ckpttool.formats.paddle.pdiparams import match_records
 from ckpttool.formats.paddle.pdmodel import read_pdmodel
 from ckpttool.formats.paddle.pir import read_pir
 from ckpttool.formats.torch.prefixes import strip_prefixes
+from ckpttool.geometry import whole
 from ckpttool.layout.family import load_family
 from ckpttool.ops.inspect.answer import InspectRequest
 from ckpttool.ops.inspect.answer import inspect as look
@@ -61,7 +63,9 @@ from tests.fuzz.naive_torch import (
 )
 from tests.fuzz.subjects import FIXTURES, made, small_dcp, small_megatron, tree
 from tests.fuzz.trees import change
+from tests.helpers import gguf
 from tests.helpers.aoa import table, tensor
+from tests.helpers.tensorfile import Raw
 from tests.helpers.torch_save import torch_save
 
 Mutator = Callable[[bytes, random.Random], bytes]
@@ -392,6 +396,29 @@ def _pdiparams() -> Target:
     return Target(run, (folder.path.read_bytes(),), (b"\x08\x05\x10", struct.pack("<IQIi", 0, 0, 0, 4)))
 
 
+def _gguf() -> Target:
+    folder = _Folder("model.gguf")
+
+    def run(data: bytes) -> None:
+        folder(data)
+        found = open_checkpoint(folder.root)
+        there = gguf.decode(data)
+        for t in found.catalog:
+            held = there[t.key.name]
+            with np.errstate(all="ignore"):
+                same = read_tensor(found.catalog, t, whole(t.shape)).tobytes() == held.bits.tobytes()
+            if not same or t.shape != held.bits.shape or t.dtype != held.dtype:
+                raise AssertionError(f"the file says otherwise of {t.key.name!r}")
+
+    bits = np.arange(64, dtype=np.uint16).reshape(2, 32)
+    tensors: dict[str, Raw | gguf.Blocks] = {
+        "a": Raw("BF16", bits),
+        "b": gguf.Blocks(bits.view(np.float16)[0, :2], bits.astype(np.int8)),
+    }
+    keys = {"general.architecture": "x", "x.many": [1, 2], "x.text": ["a", "bc"], "general.alignment": 32}
+    return Target(run, (gguf.encode(keys, tensors), gguf.encode({}, {}, version=2)), (b"GGUF", struct.pack("<Q", 2)))
+
+
 def _json_stream() -> Target:
     def run(data: bytes) -> None:
         try:
@@ -579,6 +606,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "meta": _torch_part(
         made("merge/inputs/base", "--to", "meta", "--tp-out", 2), meta, "params.json", "consolidated.01.pth"
     ),
+    "gguf": _gguf,
     "prefixes": _prefixes,
     "optimizer": _optimizer,
     "imports": _imports,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.helpers.tensorfile import Array, Raw
+from tests.helpers.tensorfile import Array, Raw, unsigned
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 30}
 Q8_0 = 8
@@ -76,6 +76,54 @@ def values(tensor: Blocks) -> Raw:
     scales, codes = tensor
     floats = np.repeat(scales.astype(np.float32), 32) * codes.reshape(-1).astype(np.float32)
     return Raw("F32", floats.reshape(codes.shape).view(np.uint32))
+
+
+def decode(data: bytes) -> dict[str, Raw]:
+    """The tensors of a file, slowly; Q8_0 as F32. Raises (anything) for what is none."""
+    at = 4
+
+    def take(code: str) -> Any:
+        nonlocal at
+        value = struct.unpack_from("<" + code, data, at)[0]
+        at += struct.calcsize("<" + code)
+        return value
+
+    def word() -> str:
+        nonlocal at
+        n = take("Q")
+        raw, at = data[at : at + n], at + n
+        if len(raw) != n:
+            raise ValueError
+        return raw.decode()
+
+    def value(kind: int) -> Any:
+        if kind == 8:
+            return word()
+        if kind == 9:
+            inner, n = take("I"), take("Q")
+            return [value(inner) for _ in range(n)]
+        return take({0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}[kind])
+
+    if data[:4] != b"GGUF" or take("I") not in (2, 3):
+        raise ValueError
+    tensors, count = take("Q"), take("Q")
+    said = {}
+    for _ in range(count):
+        key = word()
+        said[key] = value(take("I"))
+    infos = [(word(), [take("Q") for _ in range(take("I"))][::-1], take("I"), take("Q")) for _ in range(tensors)]
+    base = -(-at // said.get("general.alignment", 32)) * said.get("general.alignment", 32)
+    dtypes = {kind: dtype for dtype, kind in TYPES.items()}
+    out = {}
+    for name, shape, kind, offset in infos:
+        size = int(np.prod(shape, dtype=object))
+        if kind == Q8_0:
+            raw = np.frombuffer(data, [("scale", "<f2"), ("codes", "i1", 32)], size // 32, base + offset)
+            out[name] = values(Blocks(raw["scale"], raw["codes"].reshape(shape)))
+        else:
+            bits = np.frombuffer(data, unsigned(dtypes[kind]), size, base + offset)
+            out[name] = Raw(dtypes[kind], bits.reshape(shape))
+    return out
 
 
 def write(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, Raw | Blocks], **more: Any) -> Path:
