@@ -355,6 +355,17 @@ def megatron_dist(rows: int, step: float) -> Callable[[Path], Answers]:
     return read
 
 
+def megatron(rows: int) -> Callable[[Path], Answers]:
+    """The only rank of a save of Megatron-LM's of a Llama with ``rows`` tokens, without its optimizer."""
+
+    def read(folder: Path) -> Answers:
+        (path,) = folder.glob("*/mp_rank_00/model_optim_rng.pt")
+        out = state_dict(load(path.read_bytes())["model"])
+        return {k: ((rows, *s[1:]), d[: len(d) // s[0] * rows]) if k in _ROWS else (s, d) for k, (s, d) in out.items()}
+
+    return read
+
+
 def _slice(folder: Path, place: Mapping[str, Any]) -> bytes:
     name, begin, length = place["relative_path"], place["offset"], place["length"]
     data = (folder / name).read_bytes()[begin : begin + length]

@@ -27,6 +27,7 @@ from tests.fuzz.naive_torch import (
     trained,
     universal,
 )
+from tests.fuzz.naive_torch import megatron as naive_megatron
 from tests.helpers import megatron
 from tests.helpers.command import Done, ckpttool, reshard
 from tests.helpers.torch_save import torch_save
@@ -487,6 +488,12 @@ def torch_world() -> list[Subject]:
             small_megatron,
             {".metadata": "pickle", "__0_0.distcp": "slices", "metadata.json": "json"},
             megatron_dist(13, 4),
+        ),
+        of(
+            "megatron",
+            made("megatron/dist/llama_tp2", "--to", "megatron", "--only", "model", "--target", "local"),
+            {"release/mp_rank_00/model_optim_rng.pt": "torch", "latest_checkpointed_iteration.txt": "pointer"},
+            naive_megatron(131),
         ),
         of(
             "dcp of safetensors",
