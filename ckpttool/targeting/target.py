@@ -115,7 +115,8 @@ def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tu
     if target.sharding_version and (sharding == 1 or not can.sharding_versions):
         why = "without --sharding-out 2 or more" if can.sharding_versions else f"with {to}"
         yield f"--sharding-version {target.sharding_version} has no effect {why}", "omit it"
-    if target.dtype and can.fp32_masters == "dropped" and sharding > 1 and not _masters_itself(source):
+    shared = can.optimizer_shards and sharding > 1
+    if target.dtype and can.fp32_masters == "dropped" and shared and not _masters_itself(source):
         what = f"--dtype {target.dtype} is not possible with sharding {sharding}: model weights are stored as master"
         what += " weights only, and read back in the model's own dtype"
         yield what, "write --to unified with --dtype, or --sharding-out 1"

@@ -21,7 +21,7 @@ from tests.helpers import tensorfile
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.dcp import rows, write_save
 from tests.helpers.torch_edit import edit
-from tests.helpers.training_run import groups, names, save_run
+from tests.helpers.training_run import SHAPES, groups, names, save_run
 
 CASES = Path("fixtures/torch/deepspeed")
 
@@ -214,3 +214,24 @@ def test_steps_that_only_the_optimizer_counted(tmp_path: Path) -> None:
     reshard(run, tmp_path / "out", "--to", "universal")
     states = read_torch(next((tmp_path / "out").rglob("mp_rank_00_model_states.pt"))).value
     assert states["global_steps"] == 7
+
+
+def test_float32_weights_that_are_listed_among_the_masters(tmp_path: Path) -> None:
+    """As Paddle's unified checkpoints do: they are the same, and are compared."""
+    run = names(masters=False)
+    listed = run | {f"master_weights/{n}": run[n] for n in SHAPES}
+    source = save_run(tmp_path / "run", listed, groups=groups((0.9, 0.95)))
+    reshard(source, tmp_path / "out", "--to", "universal", "--verify")
+    reshard(tmp_path / "out", tmp_path / "back", "--to", "ranks", "--tp-out", 1)
+    found = tensorfile.read(next((tmp_path / "back").glob("rank-*")))
+    assert all(found[n].bits.tobytes() == run[n].tobytes() for n in SHAPES)
+    name = next(iter(SHAPES))
+    other = save_run(tmp_path / "other", listed | {f"master_weights/{name}": run[name] + 1}, groups=groups((0.9, 0.95)))
+    assert "differ" in refused(other, tmp_path / "none", "--to", "universal")
+
+
+def test_a_cast_of_what_was_shared_out(tmp_path: Path) -> None:
+    """Only where DST stores weights as their masters alone it cannot be."""
+    source, more = Path("fixtures/paddle_zcc/sharding2_v1"), ("--betas", "0.9,0.999", "--dtype", "f16")
+    reshard(source, tmp_path / "out", "--to", "universal", *more)
+    assert "stored as master weights only" in refused(source, tmp_path / "no", "--to", "hybrid", *more[2:], code=2)

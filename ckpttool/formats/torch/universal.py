@@ -49,6 +49,7 @@ class Universal:
         states="torch",
         namings=("transformers",),
         counts_steps=True,
+        fp32_masters="dropped",  # and written as the weights: reading knows no others
     )
 
     def detect(self, listing: Listing) -> int:

@@ -205,7 +205,8 @@ def options(sender: Framework, receiver: Framework, model: str, *, bf16: bool) -
     out = list(receiver.receives[model].options)
     if "hybrid" in out and "--sharding-out" in out and not bf16:
         out += ["--sharding-version", "v1"]
-    if bf16 and sender.own_masters and not receiver.own_masters:
+    routers = sender.world == "paddle" and receiver.world != "paddle" and model == "qwen3_moe"  # are float32 there
+    if bf16 and (sender.own_masters or routers) and not receiver.own_masters:
         out += ["--dtype", "bf16"]
     if sender.world == "paddle" and receiver.world != "paddle":
         out += ["--betas", ",".join(map(str, BETAS))]
