@@ -96,7 +96,7 @@ def plot(moves: Sequence[Move], kind: Runs) -> str:
         at = (_LEFT + _index(here, move.receiver), _TOP + _index(here, move.sender))
         parts += _small(move, at, low, high)
     height = _TOP + len(here) * (_SIZE + _GAP) + 10
-    style = f"text{{font:11px ui-monospace,Menlo,Consolas,monospace;fill:{_INK}}}.t{{font-size:14px;font-weight:bold}}"
+    style = f"text{{font:9.5px ui-monospace,Menlo,Consolas,monospace;fill:{_INK}}}.t{{font-size:14px;font-weight:bold}}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{side}" height="{height}" viewBox="0 0 {side} {height}"'
         f' role="img" aria-label="{escape(title(kind))}: losses">\n<style>{style}</style>\n'
