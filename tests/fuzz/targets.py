@@ -55,6 +55,7 @@ from tests.fuzz.naive_torch import (
     dcp,
     deepspeed,
     fsdp,
+    megatron,
     megatron_dist,
     meta,
     one_file,
@@ -591,6 +592,12 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "dcp": _torch_part(tree("dcp/uneven/checkpoint"), dcp("model."), ".metadata", "__0_0.distcp"),
     "dcp state": _torch_part(small_dcp, dcp("model."), ".metadata", "__1_0.distcp"),
     "megatron-dist": _torch_part(small_megatron, megatron_dist(13, 4), ".metadata", "__0_0.distcp", "metadata.json"),
+    "megatron": _torch_part(
+        made("megatron/dist/llama_tp2", "--to", "megatron", "--only", "model", "--target", "local"),
+        megatron(131),
+        "release/mp_rank_00/model_optim_rng.pt",
+        "latest_checkpointed_iteration.txt",
+    ),
     "bytecheckpoint": _torch_part(
         tree("bytecheckpoint/fsdp2"), bytecheckpoint, "model/.metadata", "optimizer/.metadata", "optimizer/__0_0.distcp"
     ),

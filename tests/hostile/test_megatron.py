@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from ckpttool.errors import UnsupportedError
+from ckpttool.formats.base import Training
+from ckpttool.formats.megatron.beside import groups_of
 from tests.fuzz.harness import watched
 from tests.helpers.torch_edit import edit
 from tests.hostile.court import SAMPLE, Court
@@ -176,3 +179,9 @@ def test_links_are_not_carried(case: str, tmp_path: Path) -> None:
         (court.src / "model_config.yaml").unlink()
     LINKS[case](court.src)
     judge(court)
+
+
+@pytest.mark.parametrize("step", [math.nan, math.inf, -1.0, 3.5])
+def test_steps_that_are_none(step: float) -> None:
+    with pytest.raises(UnsupportedError, match="is no number of steps"):
+        groups_of(Training(steps={"a": step}), {"a": (2,)}, experts_apart=False)

@@ -76,7 +76,7 @@ def iteration_of(request: base.WriteRequest) -> int:
     said = training.plain.get("iteration")
     if type(said) is int and said >= 0:
         return said
-    steps = [s for s in training.steps.values() if s >= 0 and s == int(s)]
+    steps = [s for s in training.steps.values() if s >= 0 and float(s).is_integer()]
     return int(max(steps)) if steps else max(training.step or 0, 0)
 
 
@@ -144,20 +144,21 @@ def _group(values: Mapping[str, Any], step: int) -> dict[str, Any]:
 
 def _step(training: base.Training, names: Mapping[str, Any]) -> int:
     steps = {name: training.steps[name] for name in names if name in training.steps}
-    first = next(iter(steps), "")
-    other = next((n for n, s in steps.items() if s != steps[first]), "")
-    if other:
-        raise UnsupportedError(
-            f"Megatron counts the steps once for all parameters, and they differ: {steps[first]:g} of `{first}`,"
-            f" {steps[other]:g} of `{other}`",
-            hint=_LEAVE,
-        )
-    step: float | None = steps[first] if first else training.step
-    if step is None or step != int(step) or step < 0:
-        what = (
-            "nothing says how many steps the optimizer has taken" if step is None else f"{step} is no number of steps"
-        )
-        raise UnsupportedError(what, hint=_LEAVE)
+    if not steps:
+        if training.step is None:
+            raise UnsupportedError("nothing says how many steps the optimizer has taken", hint=_LEAVE)
+        steps = {"": training.step}
+    (first, step), *others = steps.items()
+    for s in steps.values():
+        if s < 0 or not float(s).is_integer():
+            raise UnsupportedError(f"{s} is no number of steps", hint=_LEAVE)
+    for name, s in others:
+        if s != step:
+            raise UnsupportedError(
+                f"Megatron counts the steps once for all parameters, and they differ: {step:g} of `{first}`,"
+                f" {s:g} of `{name}`",
+                hint=_LEAVE,
+            )
     return int(step)
 
 

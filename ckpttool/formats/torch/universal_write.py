@@ -7,6 +7,7 @@ are written. All restore parameters, frozen ones and buffers excepted, from ``ze
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from ckpttool.catalog import RankTensor
@@ -155,7 +156,8 @@ def _model_states(training: base.Training | None, shapes: Sequence[Mapping[str, 
     plain = dict(training.plain) if training else {}
     steps = training.step if training else None
     if steps is None:  # no trainer says it: as many as the optimizer took
-        steps = int(max(training.steps.values(), default=0)) if training else 0
+        taken = training.steps.values() if training else ()
+        steps = int(max((n for n in taken if isfinite(n)), default=0))
     own = {
         "buffer_names": [],
         "optimizer": None,
