@@ -88,10 +88,16 @@ def chosen_components(
         if masters:
             notes.append(f"master_weights: the source's own F32 weights, of which --dtype {target.dtype} is a rounding")
     elif capabilities.fp32_masters == "dropped" and "model" in keep:
+        widened = 0
         for key in [k for k in tensors if k.component == "master_weights"]:
             model = catalog.tensors.get(Key(key.name))
             if model is not None and model.dtype == "F32":
                 equal.append((model, tensors.pop(key)))
+            elif model is not None and castable(target.dtype) == "F32":
+                tensors[model.key] = replace(tensors.pop(key), key=model.key)
+                widened += 1
+        if widened:
+            notes.append("the weights are the source's master weights: float32 weights have no others")
     pairs = dict.fromkeys((k.component, k.state) for k in tensors)
     kept = replace(source, catalog=Catalog(catalog.files, tensors, catalog.aliases))
     return kept, sorted(pairs, key=lambda p: (COMPONENTS.index(p[0]), p[1]))

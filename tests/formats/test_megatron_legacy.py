@@ -240,6 +240,49 @@ def test_ranks_of_two_saves(tmp_path: Path) -> None:
     assert "two saves lie in one directory" in refused(run, tmp_path / "out", "--to", "hf")
 
 
+def as_trained(run: Path, *, world: int = 4, **more: Any) -> None:
+    """Each rank's own arguments, as Megatron-LM saves them, of a run with the ranks of its mesh."""
+    for rank, path in enumerate(sorted((run / SAVE).glob(f"mp_rank_*/{MODEL}"))):
+        edit(path, lambda v, rank=rank: v["args"].fields.update(rank=rank, world_size=world, **more))  # type: ignore[misc]
+
+
+def test_the_file_of_another_rank(tmp_path: Path) -> None:
+    """Halves of two ranks that are exchanged, or the same one twice: all shapes fit."""
+    run = copy_of(ETP, tmp_path)
+    as_trained(run)
+    reshard(run, tmp_path / "hf", "--to", "hf")
+    first, second, aside = run / SAVE / "mp_rank_00", run / SAVE / "mp_rank_01", run / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    error = refused(run, tmp_path / "out", "--to", "hf")
+    assert "the file of tensor-parallel rank 0 was saved by rank 1 of the run, which is tensor-parallel rank 1" in error
+    assert "ranks-differ" in ckpttool("inspect", "--check", run).out
+    shutil.rmtree(second)
+    shutil.copytree(first, second)
+    assert "the file of tensor-parallel rank 0 was saved by rank 1" in refused(run, tmp_path / "out", "--to", "hf")
+
+
+def test_the_file_of_another_stage(tmp_path: Path) -> None:
+    """With --use-tp-pp-dp-mapping the ranks of a stage are not one behind the other."""
+    run = copy_of(STAGES, tmp_path)
+    as_trained(run, world=2)
+    reshard(run, tmp_path / "hf", "--to", "hf")
+    as_trained(run, use_tp_pp_dp_mapping=True)
+    reshard(run, tmp_path / "mapped", "--to", "hf")
+    as_trained(run, use_tp_pp_dp_mapping=False)
+    assert "the file of pipeline stage 1 was saved by rank 1 of the run" in refused(run, tmp_path / "out", "--to", "hf")
+
+
+def test_all_files_by_one_rank(tmp_path: Path) -> None:
+    """A converter writes those of all ranks, and has no random numbers."""
+    run = copy_of(ETP, tmp_path)
+    edit_all(run, lambda v: v["args"].fields.update(rank=0))
+    assert "the file of tensor-parallel rank 1 was saved by rank 0" in refused(run, tmp_path / "out", "--to", "hf")
+    edit_all(run, lambda v: {k: x for k, x in v.items() if k != "rng_state"})
+    reshard(run, tmp_path / "hf", "--to", "hf")
+
+
 def test_copies_that_differ(tmp_path: Path) -> None:
     """A norm is on every rank."""
     run = copy_of(ETP, tmp_path)

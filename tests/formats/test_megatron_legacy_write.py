@@ -355,6 +355,27 @@ def test_a_float32_model_is_its_own_master(tmp_path: Path) -> None:
     assert state[0][key]["param"].tobytes() == buffer(list(value["model"]), fused(held["model"], LLAMA)).tobytes()
 
 
+def test_a_run_in_bf16_goes_on_in_float32(tmp_path: Path) -> None:
+    """What its optimizer worked on is the model then: float32 weights have no masters."""
+    source = FIXTURES / "megatron" / "legacy" / "qwen3_tp2_plain"
+    reshard(source, tmp_path / "ranks", "--to", "ranks", "--tp-out", 1, "--pp-out", 1)
+    done = reshard(source, tmp_path / "out", "--to", "megatron", "--dtype", "f32", "--verify")
+    assert "the weights are the source's master weights" in done.err
+    reshard(tmp_path / "out", tmp_path / "hf", "--to", "hf")
+    bits = {k: t.bits for k, t in read_all(tmp_path / "ranks").items()}
+    model = read_all(tmp_path / "hf")
+    assert model
+    for name, t in model.items():
+        assert t.dtype == "F32"
+        np.testing.assert_array_equal(t.bits, bits[f"master_weights/{name}"])
+
+
+def test_state_without_its_weights(tmp_path: Path) -> None:
+    source = FIXTURES / "megatron" / "legacy" / "qwen3_tp2_plain"
+    error = refused(source, tmp_path / "out", "--to", "megatron", "--only", "optimizer")
+    assert "the state of a weight together with the weight" in error
+
+
 def test_the_bias_of_a_router_stays_float32(tmp_path: Path) -> None:
     source = FIXTURES / "megatron" / "dist" / "deepseek_v3"
     flags = ("--ep-out", 2, "--etp-out", 1, "--dtype", "f16", "--verify", "-q")

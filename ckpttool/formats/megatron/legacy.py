@@ -162,6 +162,9 @@ class _Reader:
         self.args: dict[str, Any] = {}
         self.said: dict[str, Any] = {}
         """Of the first rank: what all have in common."""
+        self.writers: dict[str, Mapping[str, Any]] = {}
+        """Directory: the arguments in it."""
+        self.trained = False
         self.left: dict[str, None] = {}
         self.extra = 0
 
@@ -182,6 +185,7 @@ class _Reader:
         for name, rank in grid.ranks.items():
             file = first if name == named[0].name else self._open(name)
             ranks.append(self._rank(name, file, rank, grid, optimizers))
+        legacy_ranks.check_writers(grid, self.writers, self.root, trained=self.trained)
         naming = _Naming(grid, ranks, self.args, config, str(self.root))
         tensors = [t for r in ranks for h in r.held for t in naming.tensors(h, h.stored)]
         check_sizes(config, ((t.name, t.shape) for t in tensors if not t.rank), str(self.root), grid.tp)
@@ -256,7 +260,8 @@ class _Reader:
 
     def _rank(self, name: str, file: TorchFile, rank: int, grid: legacy_ranks.Grid, optimizers: Optimizers) -> _Rank:
         where = str(file.info.place)
-        self._check_same(file, where)
+        self.writers[name] = self._check_same(file, where)
+        self.trained |= "rng_state" in file.value
         number = len(self.files)
         self.files.append(file.info)
         held = []
@@ -281,8 +286,8 @@ class _Reader:
         optimizers.add(rank // grid.width, held, file, number, path)
         return _Rank(rank, rank // grid.width, held)
 
-    def _check_same(self, file: TorchFile, where: str) -> None:
-        """Raises ConflictError for files of two saves."""
+    def _check_same(self, file: TorchFile, where: str) -> dict[str, Any]:
+        """The arguments of a rank. Raises ConflictError for files of two saves."""
         args = plain_args(file.value.get("args"))
         said = {n: args.get(n) for n in _SAME if n != "iteration"} if args else {}
         said["iteration"] = file.value.get("iteration")
@@ -297,6 +302,7 @@ class _Reader:
                     hint="files of different saves were put together",
                     finding="ranks-differ",
                 )
+        return args
 
     # -- what training goes on from
 

@@ -197,6 +197,37 @@ def _complete(
         )
 
 
+def check_writers(grid: Grid, args: Mapping[str, Mapping[str, Any]], where: Place, *, trained: bool) -> None:
+    """Raises ConflictError for a directory whose file another rank wrote. ``args`` are the arguments in the file of
+    each directory, of which each rank has its own ``rank``.
+
+    Converters write all files as one rank; so files that say one rank count only where a run was ``trained``.
+    """
+    writers = {name: a.get("rank") for name, a in args.items()}
+    if len(set(writers.values())) < 2 and (len(writers) < 2 or not trained):
+        return
+    for name, rank in grid.ranks.items():
+        writer, world = writers.get(name), args.get(name, {}).get("world_size")
+        if type(writer) is not int:
+            continue
+        stage, t = rank // grid.width, rank % grid.tp
+        found = [("tensor-parallel rank", t, writer % grid.tp)]
+        if type(world) is int and world >= grid.tp * grid.pp and world % grid.pp == 0:
+            inner = world // grid.pp
+            if args[name].get("use_tp_pp_dp_mapping"):
+                cp = args[name].get("context_parallel_size")
+                inner = grid.tp * (cp if type(cp) is int and cp > 0 else 1)
+            found.append(("pipeline stage", stage, writer // inner % grid.pp))
+        if wrong := next((f for f in found if f[1] != f[2]), None):
+            what, wanted, got = wrong
+            raise ConflictError(
+                f"the file of {what} {wanted} was saved by rank {writer} of the run, which is {what} {got}",
+                where=str(where / name),
+                hint="a directory was copied under another one's name: copy it again",
+                finding="ranks-differ",
+            )
+
+
 def _name(t: int, p: int, e: int, axes: Collection[str], like: str) -> str:
     """The name of a directory, as another one is called."""
     if like.startswith("tp_rank_"):  # NeMo's

@@ -104,6 +104,13 @@ class _Save:
                 "Megatron keeps master weights together with the moments of the optimizer, and there are none",
                 hint="write the model alone: --only model",
             )
+        alone = next((t.name for rank in request.ranks for t in rank if t.state and t.name not in trained), None)
+        if alone is not None:
+            raise UnsupportedError(
+                f"`{alone}`: Megatron's files hold the state of a weight together with the weight, which is left out",
+                where=alone,
+                hint="leave --only out",
+            )
         self.files: list[base.OutFile] = []
         self.places: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.mesh.world)]
         self.rank_files: list[list[int]] = [[] for _ in self.places]
