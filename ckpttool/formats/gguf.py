@@ -13,9 +13,9 @@ from typing import Any
 from ckpttool.catalog import StoredTensor
 from ckpttool.containers.gguf import GgufFile, read_gguf
 from ckpttool.encodings import Blocks8, Encoding, Span
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.config import whole_number
+from ckpttool.formats.config import config_fields, whole_number
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import DataFile
@@ -48,6 +48,8 @@ _FIELDS = {
 }
 """Key, behind the architecture: field of config.json."""
 _NEEDED = ("block_count", "embedding_length", "attention.head_count")
+_HEADS_OF_OTHERS = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"})
+"""Models whose heads llama.cpp leaves as they are; those of `llama` have other rows."""
 _EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 _EMBEDDING, _HEAD, _SCALED = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
@@ -91,6 +93,8 @@ class Gguf:
             return "hf", beside
         shapes = {t.name: t.shape for t in stored.tensors}
         made = _config(keys, kind, shapes, str(stored.root))
+        _check_blocks(shapes, made["num_hidden_layers"], str(stored.root))
+        _check_heads(keys, kind, made, shapes, str(stored.root))
         if beside:
             _compare(beside, made, str(stored.root / "config.json"))
             return self.name, beside
@@ -158,7 +162,7 @@ def _check_once(stored: base.StoredCheckpoint) -> None:
 def _config(keys: Mapping[str, Any], kind: str, shapes: Mapping[str, Sequence[int]], where: str) -> dict[str, Any]:
     """config.json of a model that the keys describe. Raises IncompleteError for a key that is missing, CorruptError for
     one that is no number."""
-    for name in _NEEDED:
+    for name in (*_NEEDED, *(["expert_count"] if kind.endswith("moe") else [])):
         if f"{kind}.{name}" not in keys:
             raise IncompleteError(f"the file does not say `{kind}.{name}`", where=where, hint="convert the model again")
     experts = keys.get(f"{kind}.expert_count")
@@ -171,8 +175,10 @@ def _config(keys: Mapping[str, Any], kind: str, shapes: Mapping[str, Sequence[in
         if type(value) not in (int, float) or value <= 0:
             raise CorruptError(f"`{kind}.{key}` is {value}, and this model needs one number there", where=where)
         config[field] = round(value, 12) if isinstance(value, float) else value
-    if experts:
-        config[_EXPERTS.get(model_type, "num_experts")] = experts
+    if model_type in _EXPERTS:
+        config[_EXPERTS[model_type]] = experts
+    if model_type == "qwen3_moe":
+        config["norm_topk_prob"] = True  # as llama.cpp computes it; transformers does not unless it is told
     if len(rows := shapes.get(_EMBEDDING, ())) == 2:
         config["vocab_size"] = rows[0]
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
@@ -182,8 +188,54 @@ def _config(keys: Mapping[str, Any], kind: str, shapes: Mapping[str, Sequence[in
     return config
 
 
+def _check_blocks(shapes: Mapping[str, Sequence[int]], layers: Any, where: str) -> None:
+    """Raises IncompleteError for a layer of which no file has anything."""
+    found = {n.split(".")[1] for n in shapes if n.startswith("blk.")}
+    lost = [f"blk.{i}" for i in range(min(int(layers), 1 << 16)) if str(i) not in found]
+    if lost:
+        raise IncompleteError(
+            f"the model has {int(layers)} layers, and of {len(lost)} there are no tensors: {some(lost)}",
+            where=where,
+            hint="fetch the file again, or convert the model again",
+        )
+
+
+def _check_heads(
+    keys: Mapping[str, Any], kind: str, made: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], where: str
+) -> None:
+    """Raises ConflictError where the width of a head is not that of the weights, UnsupportedError where only a part of
+    a head turns, which these models do not do."""
+    heads, groups = int(made["num_attention_heads"]), int(made["num_key_value_heads"])
+    width = int(made.get("head_dim") or made["hidden_size"] // heads)
+    for name, n in (("blk.0.attn_q.weight", heads), ("blk.0.attn_k.weight", groups)):
+        rows = shapes.get(name, (n * width,))[0]
+        if rows != n * width:
+            raise ConflictError(
+                f"`{name}` has {rows} rows, and the keys of the file say {n} heads of {width}",
+                where=where,
+                hint="convert the model again",
+            )
+    turned = keys.get(f"{kind}.rope.dimension_count")
+    if type(turned) is int and turned != width:
+        raise UnsupportedError(
+            f"`{kind}.rope.dimension_count` is {turned}, and a head is {width} wide: {made['architectures'][0]} turns"
+            " whole heads",
+            where=where,
+            hint="give the model's safetensors",
+        )
+
+
 def _compare(beside: Mapping[str, Any], made: Mapping[str, Any], where: str) -> None:
-    """Raises ConflictError where config.json and the file give different sizes, by which rows are told apart."""
+    """Raises ConflictError where config.json and the file give different sizes, by which rows are told apart, or models
+    whose rows llama.cpp stores in different orders."""
+    ours, theirs = str(config_fields(beside).get("model_type", "")), made["model_type"]
+    alike = ours not in _HEADS_OF_OTHERS if theirs == "llama" else ours == theirs
+    if ours and not alike:
+        raise ConflictError(
+            f"`model_type` of config.json is {ours[:40]}, and the GGUF file is of a {theirs}",
+            where=where,
+            hint="put the config.json of this model there, or remove it",
+        )
     for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"):
         here, there = whole_number(beside, field), made.get(field)
         if here is not None and there is not None and here != there:

@@ -161,6 +161,46 @@ def test_config_beside_that_is_of_another_model(tmp_path: Path) -> None:
     assert "`num_key_value_heads` of config.json is 4, and the GGUF file says 2" in said
 
 
+def test_config_beside_of_a_model_with_other_rows(tmp_path: Path) -> None:
+    """Of the same sizes, but llama.cpp leaves the rows of a Qwen2 as they are."""
+    _, files = model()
+    gguf.write(tmp_path / "a" / "m.gguf", keys(), files)
+    reshard(tmp_path / "a", tmp_path / "hf", "--to", "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    reshard(tmp_path / "a", tmp_path / "mistral", "--to", "hf")
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    said = refused(tmp_path / "a", tmp_path / "out", "--to", "hf")
+    assert "`model_type` of config.json is qwen2, and the GGUF file is of a llama" in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"block_count": 3}, "the model has 3 layers, and of 2 there are no tensors: blk.1, blk.2"),
+        ({"attention.key_length": 8}, "`blk.0.attn_q.weight` has 64 rows, and the keys of the file say 4 heads of 8"),
+        ({"rope.dimension_count": 8}, "`llama.rope.dimension_count` is 8, and a head is 16 wide"),
+    ],
+)
+def test_keys_of_another_model(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    _, files = model()
+    gguf.write(tmp_path / "a" / "m.gguf", keys(**changed), files)
+    assert said in refused(tmp_path / "a", tmp_path / "hf", "--to", "hf")
+
+
+def test_experts_of_qwen3_are_weighed_as_llama_cpp_does(tmp_path: Path) -> None:
+    """transformers does not make the weights of the chosen experts 1 together, where config.json does not say so."""
+    _, files = model(experts=EXPERTS)
+    norms: Files = {f"blk.0.attn_{part}_norm.weight": numbers(HEAD) for part in "qk"}
+    sizes: dict[str, Any] = {"expert_used_count": 2, "expert_feed_forward_length": FFN}
+    gguf.write(tmp_path / "a" / "m.gguf", keys("qwen3moe", **sizes), files | norms)
+    assert "does not say `qwen3moe.expert_count`" in refused(tmp_path / "a", tmp_path / "out", "--to", "hf")
+    gguf.write(tmp_path / "a" / "m.gguf", keys("qwen3moe", expert_count=EXPERTS, **sizes), files | norms)
+    reshard(tmp_path / "a", tmp_path / "hf", "--to", "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["num_experts"], config["norm_topk_prob"]) == (EXPERTS, True)
+
+
 def test_two_models_in_one_directory(tmp_path: Path) -> None:
     _, files = model()
     for name in ("a.gguf", "mmproj-a.gguf"):

@@ -283,6 +283,12 @@ def test_all_files_by_one_rank(tmp_path: Path) -> None:
     reshard(run, tmp_path / "hf", "--to", "hf")
 
 
+def test_a_layer_that_no_rank_has(tmp_path: Path) -> None:
+    run = copy_of(ETP, tmp_path)
+    edit_all(run, lambda v: v.update(model={k: t for k, t in v["model"].items() if ".layers.0." not in k}))
+    assert "has nothing of layer 0 of its 2" in refused(run, tmp_path / "out", "--to", "hf")
+
+
 def test_copies_that_differ(tmp_path: Path) -> None:
     """A norm is on every rank."""
     run = copy_of(ETP, tmp_path)

@@ -432,11 +432,18 @@ class _Naming:
         """Layers of each (stage, chunk), in which all its ranks agree. Raises ConflictError."""
         out: dict[tuple[int, int], int] = {}
         for r in self.ranks:
-            own: dict[int, int] = {}
+            own: dict[int, set[int]] = {}
             for h in r.held:
                 if (m := _LAYERS.search(h.name)) and m[1] == kind:
-                    own[h.chunk] = max(own.get(h.chunk, 0), int(m[2]) + 1)
-            for chunk, n in own.items():
+                    own.setdefault(h.chunk, set()).add(int(m[2]))
+            for chunk, held in own.items():
+                if (n := 1 + max(held)) != len(held):
+                    lost = next(i for i in range(n) if i not in held)
+                    raise IncompleteError(
+                        f"a rank of stage {r.stage} has nothing of layer {lost} of its {n}",
+                        where=self.where,
+                        hint="the file is damaged, or was changed by another tool",
+                    )
                 if out.setdefault((r.stage, chunk), n) != n:
                     raise ConflictError(
                         f"ranks of stage {r.stage} hold different numbers of layers: {out[r.stage, chunk]} and {n}",
