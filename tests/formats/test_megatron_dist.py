@@ -145,6 +145,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "__1_0.distcp is missing" in refused(save, tmp_path / "out", "--to", "hf")
 
 
+@pytest.mark.parametrize("said", [1, 3])
+def test_layers_of_another_number(said: int, tmp_path: Path) -> None:
+    """All shapes fit, and config.json would have been made of what is wrong."""
+    save = Path(shutil.copytree(LLAMA, tmp_path / "save"))
+    edit(save / PLACES / "common.pt", lambda v: v["args"].fields.update(num_layers=said))
+    assert f"and the model's configuration says {said}" in refused(save, tmp_path / "out", "--to", "hf")
+
+
+def test_experts_of_another_number(tmp_path: Path) -> None:
+    save = Path(shutil.copytree(CASES / "deepseek_v3", tmp_path / "save"))
+    config = json.loads((save / "config.json").read_text()) | {"n_routed_experts": 2}
+    (save / "config.json").write_text(json.dumps(config))
+    edit(save / PLACES / "common.pt", lambda v: v["args"].fields.update(num_experts=2))
+    assert "does not fit the number of experts" in refused(save, tmp_path / "out", "--to", "hf")
+
+
 def test_inspect_finds_nothing_wrong() -> None:
     done = ckpttool("inspect", LLAMA, "--check")
     assert done.code == 0, done.err

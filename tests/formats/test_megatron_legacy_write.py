@@ -370,6 +370,13 @@ def test_a_run_in_bf16_goes_on_in_float32(tmp_path: Path) -> None:
         np.testing.assert_array_equal(t.bits, bits[f"master_weights/{name}"])
 
 
+def test_a_layer_that_is_left_out(tmp_path: Path) -> None:
+    source = FIXTURES / "megatron" / "legacy" / "qwen3_tp2_plain"
+    error = refused(source, tmp_path / "out", "--to", "megatron", "--remove-keys", "*.layers.0.*")
+    assert "nothing of layer 0 is written" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_state_without_its_weights(tmp_path: Path) -> None:
     source = FIXTURES / "megatron" / "legacy" / "qwen3_tp2_plain"
     error = refused(source, tmp_path / "out", "--to", "megatron", "--only", "optimizer")

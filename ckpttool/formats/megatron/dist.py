@@ -26,7 +26,7 @@ from ckpttool.formats.megatron import dist_zarr, nemo, run
 from ckpttool.formats.megatron.args import MULTIPLE, model_config, plain_args
 from ckpttool.formats.megatron.dist_buckets import Buffers, Model, Placer, buffers_of, is_grouped, put_joined, sizes_of
 from ckpttool.formats.megatron.dist_fsdp import translated
-from ckpttool.formats.megatron.dist_names import VOCABULARY, Builder, Held, natural_order, part_of
+from ckpttool.formats.megatron.dist_names import VOCABULARY, Builder, Held, check_layers, natural_order, part_of
 from ckpttool.formats.megatron.dist_optimizer import (
     MASTERS,
     State,
@@ -159,6 +159,7 @@ class _Reading:
         layers = config.get("num_hidden_layers") or self.args.get("num_layers") or 0
         layers = layers if type(layers) is int else 0
         parts = {fqn: part_of(fqn, t.shape, layers) for fqn, t in sorted_.model.items()}
+        check_layers(parts, layers, self.where)
         builder = Builder(self.files, self._vocabulary(config, sorted_.model))
         for fqn in sorted_.model:
             builder.add("model", "", parts[fqn], held.pop(fqn))

@@ -15,7 +15,7 @@ megatron/core/transformer/transformer_block.py, mlp.py and moe/experts.py (Megat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from ckpttool.containers.pickle import printable
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import CkptError, ConflictError, CorruptError, found_as
 from ckpttool.formats.megatron.names import canonical
+from ckpttool.formats.megatron.stages import layer_of
 from ckpttool.geometry import Box, whole
 from ckpttool.storage.place import DataFile
 
@@ -53,6 +54,7 @@ class Part(NamedTuple):
 
 
 _LAYERS = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d{1,9}\.)?(?P<rest>.+)")
+_STACKED = re.compile(r"(?:^|\.)decoder\.layers\.(?!\d)")
 _EXPERTS = re.compile(r"(?P<before>(?:.*\.)?mlp\.experts\.)experts\.(?P<number>\d{1,9}\.)?(?P<rest>linear_fc[12]\..+)")
 _MOST = 1 << 20
 """Tensors of one key."""
@@ -87,6 +89,20 @@ def part_of(key: str, shape: tuple[int, ...], layers: int) -> Part:
                 name += rest
         names.append(canonical(name, layers))
     return Part(tuple(names), counts, half)
+
+
+def check_layers(parts: Mapping[str, Part], layers: int, where: str) -> None:
+    """Raises ConflictError where the keys hold other layers than the ``layers`` of the model's configuration."""
+    for key, part in parts.items():
+        if "mtp.layers." in key or not part.names or not layers:
+            continue
+        held = layer_of(part.names[-1]) + 1
+        if held > layers or (held != layers and _STACKED.search(key)):
+            raise ConflictError(
+                f"`{printable(key)}` is of {held} layers, and the model's configuration says {layers}",
+                where=where,
+                hint="put the config.json of this model beside the save",
+            )
 
 
 class Builder:

@@ -90,6 +90,7 @@ class _Save:
         _check_dtypes(held)
         known = whole_number(request.config, *LAYERS)
         self.layers = known if known is not None else 1 + max(map(layer_of, held), default=-1)
+        _check_layers(held, self.layers)
         self.sparse, self.latent = names.traits(held)
         self.experts = whole_number(request.config, *EXPERTS) or 1 + max(map(expert_of, held), default=-1)
         self.chunks = chunks(self.mesh, self.layers)
@@ -239,6 +240,17 @@ class _Save:
     def _put(self, rank: int, t: RankTensor, at: tuple[int, int]) -> None:
         self.places[rank][t.slot] = at
         self.ranks[rank].append(t)
+
+
+def _check_layers(held: Collection[str], layers: int) -> None:
+    """Raises UnsupportedError for a layer that is left out: the next one would get its number."""
+    found = {*map(layer_of, held)}
+    if held and (lost := [str(i) for i in range(layers) if i not in found]):
+        raise UnsupportedError(
+            f"the model has {layers} layers, and nothing of {some([f'layer {i}' for i in lost])} is written:"
+            " Megatron's files count the layers of a stage, and the next one would get its number",
+            hint="write all layers; or --to hf, and give those that are left new numbers there",
+        )
 
 
 def _check_dtypes(held: Mapping[str, RankTensor]) -> None:

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpttool.errors import ConflictError
-from ckpttool.formats.config import config_fields, whole_number
+from ckpttool.formats.config import EXPERTS, config_fields, whole_number
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _QKV = ".self_attention.linear_qkv.weight"
 _OUT = ".self_attention.linear_proj.weight"
 _DOWN = ".mlp.linear_fc2.weight"
+_ROUTER = ".mlp.router.weight"
 
 
 def check_sizes(
@@ -39,6 +40,8 @@ def check_sizes(
         wanted[_OUT] = "num_attention_heads and head_dim", heads * width // tp, 1
     if inner:
         wanted[_DOWN] = "intermediate_size", inner // tp, 1
+    if experts := whole_number(fields, *EXPERTS):
+        wanted[_ROUTER] = "the number of experts", experts, 0
     for name, shape in tensors:
         end = next((e for e in wanted if name.endswith(e)), None)
         if end is None or len(shape) != 2:
