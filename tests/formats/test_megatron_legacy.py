@@ -283,6 +283,24 @@ def test_all_files_by_one_rank(tmp_path: Path) -> None:
     reshard(run, tmp_path / "hf", "--to", "hf")
 
 
+@pytest.mark.parametrize(
+    ("case", "name", "said"),
+    [
+        (PLAIN, "qk_layernorm", "is True, and a llama as config.json describes it has False there"),
+        (TIED, "add_qkv_bias", "is True, and a llama as config.json describes it has False there"),
+    ],
+)
+def test_config_beside_of_a_model_with_the_same_sizes(case: Path, name: str, said: str, tmp_path: Path) -> None:
+    run = copy_of(case, tmp_path)
+    edit_all(run, lambda v: v["args"].fields.update({name: True, "add_bias_linear": False}))
+    reshard(run, tmp_path / "hf", "--to", "hf", "--only", "model")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config))
+    reshard(run, tmp_path / "same", "--to", "hf", "--only", "model")
+    (run / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    assert f"`args.{name}` {said}" in refused(run, tmp_path / "out", "--to", "hf", "--only", "model")
+
+
 def test_a_layer_that_no_rank_has(tmp_path: Path) -> None:
     run = copy_of(ETP, tmp_path)
     edit_all(run, lambda v: v.update(model={k: t for k, t in v["model"].items() if ".layers.0." not in k}))

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpttool.containers.pickle import Global, Record
-from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
+from ckpttool.containers.pickle import Global, Record, printable
+from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.config import EXPERTS, LAYERS, config_fields, ties_head, whole_number
-from ckpttool.formats.megatron.fields import Fields
-from ckpttool.formats.megatron.models import kind_named, kind_of, refuse_others
+from ckpttool.formats.megatron.fields import Fields, shown
+from ckpttool.formats.megatron.models import Kind, kind_named, kind_of, refuse_others
 from ckpttool.formats.megatron.names import LOCAL, TRANSFORMER_ENGINE
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
@@ -56,6 +56,13 @@ _UNREAD: dict[str, tuple[str, Any]] = {
     "bias_gelu_fusion": ("--no-bias-gelu-fusion", True),
 }
 """Arguments of a model that ``load_args_from_checkpoint`` leaves as they are: the option, and what is meant without."""
+_STRUCTURE = (
+    *("swiglu", "squared_relu", "quick_geglu", "normalization", "qk_layernorm"),
+    *("position_embedding_type", "rotary_interleaved", "multi_latent_attention"),
+)
+"""Arguments by which models differ that have the same sizes."""
+_BIASES = ("add_qkv_bias", "add_bias_linear")
+"""Either gives the queries, keys and values biases."""
 _TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -77,6 +84,7 @@ def model_config(listing: Listing, args: Mapping[str, Any]) -> tuple[dict[str, A
         _check_sizes(config, a, str(listing.path("config.json")))
         if kind is not None:
             refuse_others(a, kind.translates)
+            _check_kind(kind, config, a, str(listing.path("config.json")))
     if config or not args:
         return config, []
     notes = []
@@ -120,6 +128,24 @@ def _check_sizes(config: Mapping[str, Any], a: Fields, where: str) -> None:
     rows, padded = whole_number(config, "vocab_size"), a.whole("padded_vocab_size")
     if rows is not None and padded is not None and rows > padded:
         raise _conflict(a, "padded_vocab_size", f"`vocab_size` of config.json is {rows}", where)
+
+
+def _check_kind(kind: Kind, config: Mapping[str, Any], a: Fields, where: str) -> None:
+    """Raises ConflictError where config.json is of a model that has other tensors, or computes otherwise with them."""
+    try:
+        meant = kind.args(Fields(config_fields(config), CONFIG))
+    except CkptError:
+        return  # only who writes Megatron's files needs them all
+    other = f"a {printable(str(config_fields(config).get('model_type')), 40)} as config.json describes it has"
+    for name in _STRUCTURE:
+        here, there = a.values.get(name), meant.get(name)
+        if here is not None and there is not None and here != there:
+            raise _conflict(a, name, f"{other} {shown(there)} there", where)
+    if "num_experts" in a.values and bool(a.values["num_experts"]) != bool(meant.get("num_experts")):
+        raise _conflict(a, "num_experts", f"{other} {meant.get('num_experts')}", where)
+    if all(n in a.values for n in _BIASES) and any(map(a.flag, _BIASES)) != any(map(meant.get, _BIASES)):
+        name = next((n for n in _BIASES if a.flag(n)), _BIASES[0])
+        raise _conflict(a, name, f"{other} {shown(meant.get(name))} there", where)
 
 
 def _conflict(a: Fields, name: str, other: str, where: str) -> ConflictError:
