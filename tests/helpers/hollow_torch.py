@@ -479,6 +479,7 @@ def deepseek_keys(
     return out
 
 
+_NAMESPACE = _named("argparse", "Namespace")
 DEEPSEEK_ARGS = {
     "num_layers": 61,
     "hidden_size": 7168,
@@ -612,7 +613,7 @@ def torch_dist(
     group = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "wd_mult": 1.0, "step": 1000}
     groups = [{**group, "wd_mult": wd, "is_expert_parallel": e} for e in (False, True) for wd in (1.0, 0.0)]
     common: dict[str, Any] = {
-        "args": _instance(_ARGS, args),
+        "args": _instance(_NAMESPACE, args),
         "iteration": 1000,
         "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
     }
@@ -621,9 +622,6 @@ def torch_dist(
     saved(save / "common.pt", common)
     (save / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (root / "latest_checkpointed_iteration.txt").write_text("1000")
-
-
-_ARGS = _named("argparse", "Namespace")
 
 
 def _literals(path: Path, hole: int) -> tuple[int, list[tuple[int, bytes]]]:
@@ -636,7 +634,6 @@ def _literals(path: Path, hole: int) -> tuple[int, list[tuple[int, bytes]]]:
     return size, [(0, head), (size - len(tail), tail)] if tail else [(0, head)]
 
 
-_NAMESPACE = _named("argparse", "Namespace")
 _NOT = (
     *("multi_latent_attention", "rope_type", "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "rotary_scaling_factor"),
