@@ -153,6 +153,15 @@ def test_layers_of_another_number(said: int, tmp_path: Path) -> None:
     assert f"and the model's configuration says {said}" in refused(save, tmp_path / "out", "--to", "hf")
 
 
+def test_common_values_of_another_iteration(tmp_path: Path) -> None:
+    """The steps of the optimizer are among them."""
+    save = Path(shutil.copytree(LLAMA, tmp_path / "save"))
+    said = "the directory is called iter_0000005, and its files are of iteration 9"
+    assert said not in open_checkpoint(save).stored.notes
+    edit(save / PLACES / "common.pt", lambda v: v.update(iteration=9))
+    assert said in open_checkpoint(save).stored.notes
+
+
 def test_experts_of_another_number(tmp_path: Path) -> None:
     save = Path(shutil.copytree(CASES / "deepseek_v3", tmp_path / "save"))
     config = json.loads((save / "config.json").read_text()) | {"n_routed_experts": 2}

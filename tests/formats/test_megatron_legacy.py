@@ -301,6 +301,13 @@ def test_config_beside_of_a_model_with_the_same_sizes(case: Path, name: str, sai
     assert f"`args.{name}` {said}" in refused(run, tmp_path / "out", "--to", "hf", "--only", "model")
 
 
+def test_a_directory_of_another_iteration(tmp_path: Path) -> None:
+    run = copy_of(ETP, tmp_path)
+    (run / SAVE).rename(run / "iter_0000009")
+    notes = open_checkpoint(run / "iter_0000009").stored.notes
+    assert "the directory is called iter_0000009, and its files are of iteration 5" in notes
+
+
 def test_a_layer_that_no_rank_has(tmp_path: Path) -> None:
     run = copy_of(ETP, tmp_path)
     edit_all(run, lambda v: v.update(model={k: t for k, t in v["model"].items() if ".layers.0." not in k}))

@@ -112,6 +112,7 @@ class _Reading:
         self.notes: list[str] = [*save.notes]
         self.common, self.left = self._common()
         self.args = plain_args(self.common.pop("args", None))
+        self.notes += run.other_iteration(save.listing, self.common.get("iteration"))
         self.original: dict[str, tuple[int, ...]] = {}
         """What the metadata says of the shapes of states that are saved in runs."""
         self.arrays: dict[str, Held] = {}

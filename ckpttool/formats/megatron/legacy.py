@@ -195,6 +195,7 @@ class _Reader:
             self.notes.append(f"left out: _extra_state (FP8's scaling history), {entries}")
         if self.left:
             self.notes.append(f"not tensors, and left out: {some(list(self.left))}")
+        self.notes += run.other_iteration(self.save.listing, self.said.get("iteration"))
         if not self.args:
             self.notes.append("the save has no arguments (--no-save-args): config.json and names say the sizes")
         root, carried, more = nemo.small_files(self.save.listing) or (

@@ -38,6 +38,15 @@ def saves(listing: Listing) -> list[str]:
     return sorted(found, key=lambda n: found[n])
 
 
+def other_iteration(listing: Listing, said: Any) -> list[str]:
+    """A note where the directory of a save is called by another iteration than its files are of: somebody renamed it,
+    or put files of two saves together."""
+    m = _SAVE.fullmatch(listing.root.name)
+    if m is None or m["number"] is None or type(said) is not int or int(m["number"]) == said:
+        return []
+    return [f"the directory is called {listing.root.name}, and its files are of iteration {said}"]
+
+
 def chosen(listing: Listing) -> Listing | None:
     """The save of the run at ``listing`` that is meant: the one that is marked, else the last; None where there is
     none, or the mark leads nowhere."""
