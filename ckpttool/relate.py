@@ -622,7 +622,7 @@ def _fuse(views: TensorTable, op: transforms.Fuse, axes: _Axes) -> TensorTable:
         if missing:
             raise IncompleteError(
                 f"`{name}` cannot be fused ({op.name}): `{missing[0]}` is not in the checkpoint",
-                hint="without that fusion: drop --fuse",
+                hint="keep or remove all that is fused; or, where it was asked for, drop --fuse",
             )
         parts = [views.table[n] for n in names]
         whole_name = expand(op.whole, m.groupdict())
