@@ -128,11 +128,12 @@ def plan_target(
     )  # fmt: skip
     notes += plan.notes
     plan.notes = notes
+    whole = len(request.chosen) == request.mesh.world
     return Prepared(
         source, target, goal.writer.name, goal.mesh, shares.family, TensorTable(shares.read), plan, goal.dtype,
         shares.dtypes, notes, named.removed, computed=computed, selection=selection, statements=named.statements,
         translation=translation, sharding=request.sharding,
-        usage=file_layout.usage if goal.dialect.reads(context) else "",
+        usage=file_layout.usage if whole and goal.dialect.reads(context) else "",
     )  # fmt: skip
 
 

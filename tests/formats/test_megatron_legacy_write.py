@@ -377,6 +377,24 @@ def test_a_layer_that_is_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_ranks_that_are_written_alone(tmp_path: Path) -> None:
+    """On several machines, each its own: what a file says of the model does not depend on which ranks are asked for."""
+    mesh = ("--to", "megatron", "--tp-out", 2, "--pp-out", 2)
+    done = reshard(FIXTURES / "hf_tiny_source", tmp_path / "all", *mesh)
+    assert "torchrun" in done.err
+    for rank in range(4):
+        done = reshard(FIXTURES / "hf_tiny_source", tmp_path / str(rank), *mesh, "--ranks-out", rank)
+        assert "torchrun" not in done.err  # which loads all of them
+        (file,) = (tmp_path / str(rank)).rglob("*.pt")
+        assert file.read_bytes() == (tmp_path / "all" / file.relative_to(tmp_path / str(rank))).read_bytes()
+
+
+def test_a_head_that_is_left_out_is_not_tied(tmp_path: Path) -> None:
+    reshard(FIXTURES / "hf_tiny_source", tmp_path / "a", "--to", "megatron", "--remove-keys", "lm_head.*")
+    (file,) = (tmp_path / "a").rglob("*.pt")
+    assert vars(torch_load(file)["args"])["untie_embeddings_and_output_weights"] is True
+
+
 def test_state_without_its_weights(tmp_path: Path) -> None:
     source = FIXTURES / "megatron" / "legacy" / "qwen3_tp2_plain"
     error = refused(source, tmp_path / "out", "--to", "megatron", "--only", "optimizer")

@@ -218,11 +218,11 @@ def _prediction_layers(request: base.WriteRequest) -> int:
 
 def _tied(request: base.WriteRequest, *, default: bool) -> bool:
     """Whether the head is the embedding; with several stages there is a copy of it all the same."""
-    names = {t.name for ts in request.ranks for t in ts if t.component == "model"}
-    if names and "output_layer.weight" not in names:
-        return True
     said = ties_head(request.config)
-    return default if said is None else said
+    if said is not None:
+        return said
+    names = {t.name for ts in request.ranks for t in ts if t.component == "model"}
+    return default or bool(names and request.complete and "output_layer.weight" not in names)
 
 
 def _multiple(vocab: int, rows: int, tp: int) -> int:

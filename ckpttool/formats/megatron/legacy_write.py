@@ -13,7 +13,7 @@ Source: megatron/training/checkpointing.py of Megatron-LM (``get_checkpoint_name
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,10 +90,11 @@ class _Save:
         _check_dtypes(held)
         known = whole_number(request.config, *LAYERS)
         self.layers = known if known is not None else 1 + max(map(layer_of, held), default=-1)
-        _check_layers(held, self.layers)
+        self.chunks = chunks(self.mesh, self.layers)
+        written = {rank // self.mesh.width for rank in request.chosen}
+        _check_layers(held, self.layers, [c for c in self.chunks if c.stage in written])
         self.sparse, self.latent = names.traits(held)
         self.experts = whole_number(request.config, *EXPERTS) or 1 + max(map(expert_of, held), default=-1)
-        self.chunks = chunks(self.mesh, self.layers)
         self.mtp = any(layer_of(n) >= self.layers for n in held)
         self.grouped = request.version == names.TRANSFORMER_ENGINE and self._of_source("moe_grouped_gemm")
         self.args = self._args(held)
@@ -242,10 +243,10 @@ class _Save:
         self.ranks[rank].append(t)
 
 
-def _check_layers(held: Collection[str], layers: int) -> None:
-    """Raises UnsupportedError for a layer that is left out: the next one would get its number."""
+def _check_layers(held: Collection[str], layers: int, among: Sequence[Chunk]) -> None:
+    """Raises UnsupportedError for a layer of these chunks that is left out: the next one would get its number."""
     found = {*map(layer_of, held)}
-    if held and (lost := [str(i) for i in range(layers) if i not in found]):
+    if held and (lost := [str(i) for c in among for i in range(c.first, c.stop) if i not in found]):
         raise UnsupportedError(
             f"the model has {layers} layers, and nothing of {some([f'layer {i}' for i in lost])} is written:"
             " Megatron's files count the layers of a stage, and the next one would get its number",
