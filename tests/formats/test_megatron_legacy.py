@@ -445,6 +445,12 @@ def test_steps_and_learning_rates_that_differ(tmp_path: Path) -> None:
     assert "their optimizers took 2 and 3 steps" in refused(run, tmp_path / "out", "--to", "hf")
 
 
+def test_steps_of_groups_that_differ(tmp_path: Path) -> None:
+    run = copy_of(STAGES, tmp_path)
+    edit_all(run, lambda v: v["optimizer"]["optimizer"]["param_groups"][0].update(step=3.0))
+    assert_left_out(run, "its groups took 3 and 2 steps", tmp_path)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -139,12 +139,17 @@ class Optimizers:
         if self._lacking:
             self.refuse("its state lies in distrib_optim.pt, which is missing", next(iter(self._lacking)))
         if len(self._steps) > 1:
-            raise ConflictError(
-                f"ranks disagree: their optimizers took {' and '.join(f'{s:g}' for s in list(self._steps)[:2])} steps",
-                where=[str(f.place) for f in list(self._steps.values())[:2]],
-                hint="files of different saves were put together",
-                finding="ranks-differ",
-            )
+            where = list(dict.fromkeys(str(f.place) for f in self._steps.values()))[:2]
+            taken = " and ".join(f"{s:g}" for s in list(self._steps)[:2])
+            if len(where) == 1:
+                self.refuse(f"its groups took {taken} steps, and Megatron counts one for all", where[0])
+            else:
+                raise ConflictError(
+                    f"ranks disagree: their optimizers took {taken} steps",
+                    where=where,
+                    hint="files of different saves were put together",
+                    finding="ranks-differ",
+                )
         if self._why is not None:
             note = f"the optimizer is left out: {self._why.what.removeprefix('the optimizer is not read: ')}"
             return Found([], (), None, [note], {COMPONENT: self._why, MASTERS: self._why})
