@@ -245,6 +245,10 @@ def _set(t: tuple[int, ...], axis: int, to: int) -> tuple[int, ...]:
 
 def take(name: str, view: DerivedTensor, axis: int, start: int, stop: int) -> DerivedTensor:
     """The slab ``[start, stop)`` of an axis, as a tensor of its own."""
+    if view.same is not None:  # the most: a part of one tensor
+        shape, n = _set(view.shape, axis, stop - start), len(view.shape)
+        region = Region(shape, (0,) * n, (1,) * n, view.same, _set((0,) * n, axis, start), tuple(range(n)), (1,) * n)
+        return DerivedTensor(name, view.dtype, shape, None, (region,) if stop > start else ())
     box = whole(view.shape)
     box = Box(_set(box.start, axis, start), _set(box.stop, axis, stop))
     parts = [c._replace(first=_add(c.first, axis, -start)) for p in view.parts if (c := p.clip(box)) is not None]
@@ -823,11 +827,11 @@ def propagate_to_component(
     weights = component in ("model", "adapter")
     out: dict[str, DerivedTensor] = {}
     for view in views:
-        if component == "model" and view.same is not None and catalog.tensors.get(Key(view.same.key.name)) is view.same:
-            out[view.name] = view  # by far the most: a weight that becomes what it is
-            continue
         parts = view.parts if view.same is None else ()
         sources = [view.same] if view.same is not None else list({id(p.source): p.source for p in parts}.values())
+        if component == "model" and sources and all(catalog.tensors.get(Key(s.key.name)) is s for s in sources):
+            out[view.name] = view  # by far the most: a weight that becomes what it is
+            continue
         found = [catalog.tensors.get(Key(s.key.name, component, state)) for s in sources]
         there = [t for t in found if t is not None]
         if not there:

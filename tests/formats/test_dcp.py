@@ -145,6 +145,14 @@ def test_a_path_that_is_not_the_name_is_refused(tmp_path: Path) -> None:
         opened(saved(tmp_path / "save", {"model.a": ("model", "b"), "model.c": ("model", "c")}))
 
 
+def test_a_path_that_is_missing_is_refused(tmp_path: Path) -> None:
+    """Without it a weight would not be one of the model, whose other weights have paths."""
+    box = [((0,), (2,), 0)]
+    write_save(tmp_path, dict.fromkeys(("model.a", "model.b"), ("F32", (2,), box)), paths={"model.a": ("model", "a")})
+    with pytest.raises(CorruptError, match=r"no path of `model\.b`"):
+        opened(tmp_path)
+
+
 def test_several_models(tmp_path: Path) -> None:
     """None is guessed; the state of the other model's optimizer stays out."""
     names: dict[str, tuple[str | int, ...]] = {}

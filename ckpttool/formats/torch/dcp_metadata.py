@@ -127,6 +127,8 @@ class _Parser:
             what = described[fqn]
             if type(fqn) is not str:
                 self.corrupt("a tensor has a name that is no text")
+            if paths and fqn not in paths:  # its planner writes those of all values, or of none
+                self.corrupt(f"the metadata says no path of `{printable(fqn)}`, and those of other values")
             path = self.path_of(paths.get(fqn), fqn)
             if type(what) is Record and what.cls == f"{_CLASSES}.BytesStorageMetadata":
                 if (fqn, None) not in places:
