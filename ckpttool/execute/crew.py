@@ -63,6 +63,9 @@ class _Parent(Protocol):
     def end(self, *, now: bool) -> None:
         """Wait until all have ended; with ``now``, kill them."""
 
+    def close(self) -> None:
+        """After the threads that ask for a ``status`` have ended."""
+
 
 class Worker:
     """The side of one worker that gives it orders."""
@@ -131,6 +134,7 @@ class ProcessPool:
         """After the threads that listen have ended."""
         for worker in self.workers:
             worker.close()
+        self._parent.close()
 
 
 def spawn(
@@ -195,6 +199,9 @@ class _Forked:
                     os.kill(pid, signal.SIGKILL)
             self.status(number)
 
+    def close(self) -> None:
+        """Nothing is open but the pipes of the workers."""
+
 
 class _Helper:
     """Workers that are children of a fresh interpreter, which says how they ended."""
@@ -233,8 +240,10 @@ class _Helper:
                 return helper
         except BaseException:
             helper.end(now=True)
+            helper.close()
             raise
         helper.end(now=True)
+        helper.close()
         return None
 
     def tell(self, what: dict[str, Any]) -> None:
@@ -264,8 +273,10 @@ class _Helper:
         if now:
             self._process.kill()  # and the kernel kills its children
         self._process.wait()
+
+    def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None and not self._asking.locked():
+            if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
 

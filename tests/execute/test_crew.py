@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -103,6 +104,33 @@ def test_errors_and_deaths_beside_a_thread() -> None:
     found.dismiss(now=True)
     found.close()
     assert gone(helper)
+
+
+@pytest.mark.usefixtures("beside")
+def test_nothing_stays_open_behind_a_thread_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is still told how its worker ended, while the others are killed."""
+    hears, asks = crew._Helper.hears, threading.Event()
+
+    def late(helper: crew._Helper) -> object:
+        asks.set()
+        time.sleep(0.05)
+        return hears(helper)
+
+    found = hired(2)
+    monkeypatch.setattr(crew._Helper, "hears", late)
+
+    def wait() -> None:
+        with pytest.raises(OutputError, match="a worker process ended"):
+            ask(found.workers[0], die=True)
+
+    asking = threading.Thread(target=wait)
+    asking.start()
+    asks.wait()
+    found.dismiss(now=True)
+    asking.join()
+    found.close()
+    del found
+    gc.collect()  # a file that is left to it is a warning, and so an error
 
 
 @pytest.mark.usefixtures("beside")
