@@ -116,20 +116,21 @@ def test_nothing_stays_open_behind_a_thread_that_asks(monkeypatch: pytest.Monkey
         time.sleep(0.05)
         return hears(helper)
 
-    found = hired(2)
-    monkeypatch.setattr(crew._Helper, "hears", late)
+    def killed() -> None:
+        found = hired(2)
+        monkeypatch.setattr(crew._Helper, "hears", late)
+        asking = threading.Thread(target=wait, args=(found.workers[0],))
+        asking.start()
+        asks.wait()
+        found.dismiss(now=True)
+        asking.join()
+        found.close()
 
-    def wait() -> None:
+    def wait(worker: crew.Worker) -> None:
         with pytest.raises(OutputError, match="a worker process ended"):
-            ask(found.workers[0], die=True)
+            ask(worker, die=True)
 
-    asking = threading.Thread(target=wait)
-    asking.start()
-    asks.wait()
-    found.dismiss(now=True)
-    asking.join()
-    found.close()
-    del found
+    killed()
     gc.collect()  # a file that is left to it is a warning, and so an error
 
 
