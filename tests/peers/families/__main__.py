@@ -1,0 +1,113 @@
+"""``python -m tests.peers.families``: every architecture of transformers, made tiny, cut and judged."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.peers.families.judge import Found
+    from tests.peers.families.tiny import Architecture
+
+
+def quiet() -> None:
+    """No network, one thread, no progress bars."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("ignore")
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def scratch() -> Path:
+    shared = Path("/dev/shm")  # noqa: S108 - memory, where there is such a place
+    return Path(tempfile.mkdtemp(prefix="families-", dir=shared if os.access(shared, os.W_OK) else None))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.peers.families", description=__doc__)
+    parser.add_argument("--only", default="", metavar="MODEL_TYPE[,...]", help="also GROUP, MODEL_TYPE:GROUP, CLASS")
+    parser.add_argument("--family", default="", metavar="NAME|FILE", help="instead of what config.json names")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the tiny config")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the files here")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--covered", action="store_true", help="leave out what no family names")
+    said = parser.parse_args()
+    quiet()
+    from tests.peers.families.tiny import architectures, find
+
+    wanted = [w for w in said.only.split(",") if w]
+    groups = {a.group for a in architectures()}
+    chosen: list[Architecture] = []
+    for word in wanted or sorted(groups):
+        got = [a for a in architectures() if a.group == word] if word in groups else find(word)
+        if not got:
+            print(f"no architecture `{word}`", file=sys.stderr)  # noqa: T201 - for the person who runs it
+            return 2
+        chosen += [a for a in got if a not in chosen]
+    root = said.keep or scratch()
+    try:
+        return run(chosen, root, said)
+    finally:
+        if said.keep is None:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def run(chosen: list[Architecture], root: Path, said: argparse.Namespace) -> int:
+    import json
+
+    from tests.peers.families.judge import judge
+
+    changes = {}
+    for text in said.set:
+        name, _, value = text.partition("=")
+        changes[name] = json.loads(value)
+    failures = 0
+    for one in chosen:
+        folder = root / one.name.replace(":", "_")
+        shutil.rmtree(folder, ignore_errors=True)
+        found = judge(one, folder, said.family, changes)
+        if said.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        print(describe(found, long=len(chosen) <= 20), flush=True)  # noqa: T201 - for the person who runs it
+        failures += not found.passed
+    print(f"{len(chosen) - failures} of {len(chosen)} pass")  # noqa: T201 - for the person who runs it
+    return 1 if failures else 0
+
+
+def describe(found: Found, *, long: bool = True) -> str:
+    head = f"{found.architecture.name} {found.architecture.cls}"
+    if found.not_made:
+        return f"NOT MADE {head}: {found.not_made}"
+    if found.refused:
+        return f"REFUSED {head} ({found.params:,} parameters, family {found.family}): {found.refused}"
+    lines = [f"{'FAILED' if found.wrong else 'ok'} {head} ({found.params:,} parameters), family {found.family}"]
+    if found.wrong or long:
+        lines += [f"{k}: {v}" for k, v in found.back.items()]
+        lines += [
+            f"exchanged at {k}: " + ("nothing is cut but the vocabulary" if v < 0 else f"logits differ by {v:.1e}")
+            for k, v in found.swapped.items()
+        ]
+        lines += [f"to {k}: {v}" for k, v in found.targets.items()]
+        lines.append(f"tensors: {found.declared}")
+        lines.append(f"cut: {' '.join(found.cut)}")
+        lines.append(f"whole: {' '.join(found.whole)}")
+    if found.not_run:
+        lines.append(f"logits not compared: {found.not_run}")
+    if found.unseen:
+        lines.append(f"logits do not show: {' '.join(found.unseen)}")
+    lines += [f"WRONG {w}" for w in found.wrong]
+    return "\n    ".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

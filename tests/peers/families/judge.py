@@ -1,0 +1,244 @@
+"""One architecture, judged: cut and put together, exchanged, declared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.command import ckpttool
+from tests.peers.families import forward, swap
+from tests.peers.families.tiny import VOCAB, Architecture, kinds, parameters, save
+
+TOLERANCE = 2e-5
+"""Largest difference of logits, beside the largest: sums in another order."""
+ENGINES = ("vllm", "trtllm", "deepseek")
+
+
+@dataclass
+class Found:
+    """What came out for an architecture. A text in ``wrong`` is a failure; ``refused`` is none, but no success."""
+
+    architecture: Architecture
+    params: int = 0
+    not_made: str = ""
+    family: str = ""
+    refused: str = ""
+    back: dict[str, str] = field(default_factory=dict)
+    """By parallelism (``tp 2``): "ok", or why it is refused."""
+    swapped: dict[str, float] = field(default_factory=dict)
+    """By parallelism the largest difference of the logits."""
+    not_run: str = ""
+    cut: list[str] = field(default_factory=list)
+    """Kinds of tensors that are cut at tp 2, those of the vocabulary left out."""
+    whole: list[str] = field(default_factory=list)
+    """Kinds of matrices that every rank holds whole."""
+    unseen: list[str] = field(default_factory=list)
+    """Kinds that are cut, and the logits do not tell whether they are exchanged."""
+    declared: str = ""
+    """ "ok", or what differs."""
+    targets: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.params) and not self.refused and not self.wrong
+
+
+def error_of(text: str) -> str:
+    """First line of an error, and the first of its details."""
+    lines = [x.strip() for x in text[text.find("error: ") :].splitlines() if x.strip()]
+    details = [x for x in lines[1:] if not x.startswith("hint")]
+    return " | ".join([lines[0].removeprefix("error: "), *details[:2]])[:300] if lines else text[:300]
+
+
+def judge(architecture: Architecture, folder: Path, family: str = "", changes: dict[str, Any] | None = None) -> Found:
+    """Make it tiny, cut it, judge it; files lie under ``folder``."""
+    found = Found(architecture)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = folder / "whole"
+    try:
+        found.params = parameters(save(architecture, whole, changes))
+    except Exception as e:  # noqa: BLE001 - whatever transformers raises
+        found.not_made = f"{type(e).__name__}: {e}".replace("\n", " ")[:300]
+        return found
+    _Judge(found, whole, folder, ("--family", family) if family else ()).all()
+    return found
+
+
+class _Judge:
+    def __init__(self, found: Found, whole: Path, folder: Path, options: tuple[str, ...]) -> None:
+        self.found = found
+        self.whole = whole
+        self.folder = folder
+        self.options = options
+        self.tensors = swap.read_all(whole)
+        self.config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
+        self._models: list[tuple[Any, dict[str, Any], Any]] = []
+
+    def all(self) -> None:
+        first = self.cut("tp 2", ["--tp-out", 2])
+        self.family()
+        if first is None:
+            self.found.refused = self.found.back.pop("tp 2")
+            return
+        self.list_kinds(first)
+        self.swap(first, "tp 2", kinds_too=True)
+        for tp in (4, 16):
+            if (cut := self.cut(f"tp {tp}", ["--tp-out", tp])) is not None:
+                self.swap(cut, f"tp {tp}")
+        if any(".experts." in n or ".experts_" in n for n in self.tensors):
+            self.cut("ep 2", ["--tp-out", 2, "--ep-out", 2])
+        self.declared()
+
+    def wrong(self, text: str) -> None:
+        self.found.wrong.append(text)
+
+    def vocabulary(self, name: str) -> bool:
+        return VOCAB in self.tensors[name].shape
+
+    def cut(self, label: str, sizes: list[Any]) -> Path | None:
+        """Cut and put together again; None where the tool refuses."""
+        ranks = self.folder / label.replace(" ", "")
+        done = ckpttool("reshard", self.whole, ranks, "--to", "ranks", *sizes, *self.options)
+        if done.code != 0:
+            self.found.back[label] = f"refused: {error_of(done.err)}"
+            return None
+        back = self.together(ranks, ranks.with_suffix(".back"))
+        if back is None:
+            return None
+        if differ := swap.same(self.tensors, swap.read_all(back)):
+            self.found.back[label] = "differs"
+            self.wrong(f"{label} and back: {len(differ)} tensors differ: {', '.join(differ[:3])}")
+        else:
+            self.found.back[label] = "ok"
+        return ranks
+
+    def together(self, ranks: Path, out: Path) -> Path | None:
+        done = ckpttool("reshard", ranks, out, "--to", "hf", "--tp-out", 1, *self.options)
+        if done.code != 0:
+            self.wrong(f"{ranks.name} and back: {error_of(done.err)}")
+            return None
+        return out
+
+    def list_kinds(self, ranks: Path) -> None:
+        parts = swap.read(swap.rank_files(ranks)[0])[0]
+        names = [n for n in self.tensors if not self.vocabulary(n)]
+        cut = {n for n in names if n in parts and parts[n].shape != self.tensors[n].shape}
+        self.found.cut = [k for k, _ in kinds(sorted(cut))]
+        self.found.whole = [k for k, _ in kinds([n for n in names if n not in cut and self.tensors[n].ndim > 1])]
+
+    def reference(self) -> tuple[Any, dict[str, Any], Any] | None:
+        """The whole model with its inputs and what it computes."""
+        if not self._models and not self.found.not_run:
+            import transformers
+
+            try:
+                model = forward.load(getattr(transformers, self.found.architecture.cls), self.whole)
+                given = forward.inputs(model)
+                self._models.append((model, given, forward.compute(model, given)))
+            except Exception as e:  # noqa: BLE001 - whatever transformers raises
+                self.found.not_run = f"{type(e).__name__}: {e}".replace("\n", " ")[:300]
+                return None
+            if not float(self._models[0][2].std()) > 1e-2:
+                self.found.not_run = "its logits are all alike"
+                self._models.clear()
+        return self._models[0] if self._models else None
+
+    def swap(self, ranks: Path, label: str, *, kinds_too: bool = False) -> None:
+        reference = self.reference()
+        if reference is None:
+            return
+        model, given, want = reference
+        swapped = ranks.with_suffix(".swapped")
+        shutil.copytree(ranks, swapped)
+        exchanged = swap.swap(swapped, self.vocabulary)
+        back = self.together(swapped, swapped.with_suffix(".exchanged"))
+        if back is None:
+            return
+        if not exchanged or not swap.same(self.tensors, swap.read_all(back)):
+            self.found.swapped[label] = -1.0
+            return
+        try:
+            other = forward.load(type(model), back)
+            got = forward.compute(other, given)
+        except Exception as e:  # noqa: BLE001 - whatever transformers raises
+            self.wrong(f"{label} exchanged: {type(e).__name__}: {e}"[:300])
+            return
+        apart = self.found.swapped[label] = forward.difference(want, got)
+        if not apart <= TOLERANCE:
+            self.wrong(f"{label}: with ranks 0 and 1 exchanged the logits differ by {apart:.2g}")
+        if kinds_too:
+            self.found.unseen = unseen(model, other, lambda: forward.compute(model, given), want)
+
+    def family(self) -> None:
+        from ckpttool.layout.family import pick_family
+
+        try:
+            family = pick_family(self.options[1] if self.options else "", "", self.config)
+        except Exception as e:  # noqa: BLE001 - the reshard has said it
+            self.found.family = f"? {e}"[:60]
+            return
+        self.found.family = family.name
+        for engine in ENGINES:
+            if engine in family.spec.namings:
+                self.target(engine)
+
+    def target(self, engine: str) -> None:
+        out = self.folder / engine
+        done = ckpttool("reshard", self.whole, out, "--to", engine, "--tp-out", 2, *self.options)
+        if done.code != 0:
+            self.found.targets[engine] = f"refused: {error_of(done.err)}"
+            return
+        back = self.together(out, self.folder / f"{engine}.back")
+        self.found.targets[engine] = "no way back"
+        if back is not None:
+            differ = swap.same(self.tensors, swap.read_all(back))
+            self.found.targets[engine] = "ok" if not differ else f"differs: {', '.join(differ[:3])}"
+
+    def declared(self) -> None:
+        from ckpttool.errors import CkptError
+        from ckpttool.layout.family import pick_family
+        from ckpttool.layout.shapes import declared_tensors
+
+        family = pick_family(self.options[1] if self.options else "", "", self.config)
+        if family.spec.tensors is None:
+            self.found.declared = "none"
+            return
+        try:
+            ours = {t.name: list(t.shape) for t in declared_tensors(family, self.config, mtp=False)}
+        except CkptError as e:
+            self.found.declared = f"error: {e}"[:200]
+            self.wrong(f"tensors: {e}"[:300])
+            return
+        theirs = {n: list(t.shape) for n, t in self.tensors.items()}
+        differ = sorted(
+            f"{n}: declared {ours.get(n)}, saved {theirs.get(n)}"
+            for n in ours.keys() | theirs
+            if ours.get(n) != theirs.get(n)
+        )
+        self.found.declared = "ok" if not differ else "differs"
+        if differ:
+            self.wrong(f"tensors: {len(differ)} differ: {'; '.join(differ[:4])}")
+
+
+def unseen(model: Any, other: Any, run: Callable[[], Any], want: Any) -> list[str]:
+    """Kinds of parameters that two models hold differently, and that alone exchanged change nothing computed."""
+    import torch
+
+    mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    out = []
+    with torch.no_grad():
+        changed = [n for n in mine if not torch.equal(mine[n], theirs[n])]
+        for kind, names in kinds(changed):
+            kept = {n: mine[n].clone() for n in names}
+            for n in names:
+                mine[n].copy_(theirs[n])
+            if forward.difference(want, run()) <= TOLERANCE:
+                out.append(kind)
+            for n in names:
+                mine[n].copy_(kept[n])
+    return out
