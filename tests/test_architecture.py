@@ -76,7 +76,7 @@ TORCH_MODULES = {"ckpttool", "ckpttool.api.checkpoint", "ckpttool.kernels.merge.
 LOCAL_ROWS = {"storage", "execute", "cli", "report", "recipe"}
 LOCAL_MODULES = {
     "ckpttool.formats.registry",
-    "ckpttool.layout.family",
+    "ckpttool.layout.files",
     "ckpttool.ops.convert_json.check",
     "ckpttool.ops.convert_json.durable",
     "ckpttool.ops.convert_json.header",

@@ -80,19 +80,19 @@ def catalog_of(
     for key, dtype in stored.dtypes.items():
         if key in catalog.tensors:
             catalog.tensors[key].dtype = dtype
-    return catalog, [*notes, *_tie(catalog)] if family.tied else notes
+    return catalog, [*notes, *_tie(catalog, family.ties)]
 
 
-def _tie(catalog: Catalog) -> list[str]:
+def _tie(catalog: Catalog, ties: Mapping[str, str]) -> list[str]:
     """Take a head for the embedding that it is tied to, where it is not stored, or has the same bytes (a note)."""
-    copy, owner, notes = Key("lm_head.weight"), Key("model.embed_tokens.weight"), []
-    head, embedding = catalog.tensors.get(copy), catalog.tensors.get(owner)
-    if head and embedding and _bytes_of(head) == _bytes_of(embedding):
-        notes.append("`lm_head.weight` has the bytes of `model.embed_tokens.weight`, to which it is tied; read once")
-        del catalog.tensors[copy]
+    notes = []
+    for copy, owner in ties.items():
+        head, embedding = catalog.tensors.get(Key(copy)), catalog.tensors.get(Key(owner))
+        if head and embedding and _bytes_of(head) == _bytes_of(embedding):
+            notes.append(f"`{copy}` has the bytes of `{owner}`, to which it is tied; read once")
+            del catalog.tensors[Key(copy)]
     names = {k.name for k in catalog.tensors}
-    if copy.name not in names and owner.name in names:
-        catalog.aliases = {copy: owner}
+    catalog.aliases = {Key(c): Key(o) for c, o in ties.items() if c not in names and o in names}
     return notes
 
 

@@ -9,17 +9,16 @@ key with an example.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
-from ckpttool.formats.config import config_field, quantization, ties_head, whole_number
+from ckpttool.formats.config import config_places, quantization, ties_head
+from ckpttool.layout.files import builtin, completed, find_file, inner_config, read_builtin, read_own
 from ckpttool.layout.names import expand, has_literal_number, pattern_regex, samples, split_numbers
 from ckpttool.layout.rules import Rule, Size, Sizes, fused_rule, parse_rule, part_rule
 from ckpttool.layout.scales import config_block
@@ -29,7 +28,10 @@ _T = TypeVar("_T")
 
 _KINDS = ("weight", "bias")
 """Of a module, in the order in which it has them."""
-FAMILIES = Path(__file__).with_name("families")
+_TIES = {"lm_head.weight": "model.embed_tokens.weight"}
+"""Where a file says nothing else."""
+TASK_HEADS = ("score.*", "classifier.*", "classification_head.*", "qa_outputs.*", "v_head.*", "regression_head.*")
+"""Heads that a model of any family may have in place of its own: every rank holds them whole."""
 
 
 class _Strict(BaseModel):
@@ -118,19 +120,26 @@ class LayersSpec(_Strict):
     rules: dict[str, str]
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """A key that stands twice in one map is an error, where YAML itself lets the last one win."""
+class StackSpec(_Strict):
+    """Layers of another stack than ``layers``: an encoder, a tower."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002 - PyYAML's own signature
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"`{key.value}` stands twice in one map", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+    prefix: str
+    rules: dict[str, str]
+
+
+class InsideSpec(_Strict):
+    """The language model in a model, which another family describes; layout/files.py puts both together."""
+
+    config: list[str] = []
+    """Parts of the config that are the language model's, the first that is there."""
+    family: str = ""
+    """"" is what that part names."""
+    default: str = ""
+    """Where that part names none."""
+    names: dict[str, str] = {}
+    """Prefix of a name in that family: prefix here. The first that fits."""
+    namings: list[str] = []
+    """Those of that family that hold here, too."""
 
 
 class DefaultSpec(_Strict):
@@ -173,7 +182,16 @@ class FamilySpec(_Strict):
     sizes: dict[str, SizeSpec | str | list[str]] = {}
     first: dict[str, str] = {}
     layers: LayersSpec
+    stacks: dict[str, StackSpec] = {}
+    """Other stacks of layers, which live on the first stage."""
     last: dict[str, str] = {}
+    inside: InsideSpec | None = None
+    base: str = ""
+    """What names begin with that checkpoints of the model without its head may have without it."""
+    ties: dict[str, str] = {}
+    """name: owner, of which it is a copy with tie_word_embeddings."""
+    no_pipeline: str = ""
+    """Why the layers of the model cannot be shared out over pipeline stages; "" where they can."""
     fusions: dict[str, FusionSpec] = {}
     namings: dict[str, list[OpSpec]] = {}
     hf_namings: list[str] = []
@@ -183,6 +201,11 @@ class FamilySpec(_Strict):
     tensors: TensorsSpec | None = None
     parameters: list[str] = []
     """Modules of a layer, and parameters that are none of one, in the order in which the model has them in memory."""
+
+    def places(self, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Where the fields of a config are looked up, the first that has one counts."""
+        inner = inner_config(self.inside.config, config) if self.inside else {}
+        return [inner, config] if inner else config_places(config)
 
 
 class Placement(NamedTuple):
@@ -395,8 +418,8 @@ class Family:
     """What the config says of quantised weights."""
     tied: bool = False
     """tie_word_embeddings of the config."""
-    model_type: str = ""
-    """Of the config."""
+    model_types: frozenset[str] = frozenset()
+    """Of the config, and of its language model's part."""
     overrides: tuple[tuple[re.Pattern[str], Rule], ...] = ()
     """From --replicate and --split; before every rule of the file."""
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
@@ -412,7 +435,7 @@ class Family:
     def ties(self) -> dict[str, str]:
         """The tensors that are stored by their owner only, if at all, and those owners; {} when nothing is tied."""
         ops = [op for spec in self.spec.namings.values() for op in spec]
-        found = [t for op in ops for t in (op.tie, op.tie_as, op.tie_staged) if t]
+        found = [self.spec.ties or _TIES, *(t for op in ops for t in (op.tie, op.tie_as, op.tie_staged) if t)]
         return {copy: owner for pairs in found for copy, owner in pairs.items()} if self.tied else {}
 
     def statements(self, naming: str, *, staged: bool = False) -> tuple[Transform, ...]:
@@ -429,7 +452,7 @@ class Family:
             )
         out: list[Transform] = []
         for spec in self.spec.namings[naming]:
-            if spec.only_for and self.model_type not in spec.only_for:
+            if spec.only_for and self.model_types.isdisjoint(spec.only_for):
                 continue
             if spec.rename is not None:
                 out.append(Rename(tuple(spec.rename.items())))
@@ -707,32 +730,14 @@ def no_family() -> Family:
     return Family(FamilySpec(family="none", layers=LayersSpec(prefix="", rules={})), "")
 
 
-@lru_cache(maxsize=1)
-def _builtin() -> dict[str, tuple[Path, dict[str, Any]]]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    out = {}
-    for path in sorted(FAMILIES.glob("*.yaml")):
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - the safe loader, in C where there is one
-        out[data["family"]] = (path, data)
-    return out
-
-
 def family_names() -> list[str]:
     """The built-in families."""
-    return sorted(_builtin())
+    return sorted(builtin())
 
 
 def find_family(config: Mapping[str, Any]) -> str | None:
     """The family whose architectures or model types the config names, or None."""
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list):
-        architectures = []
-    for known in ("architectures", "model_types"):
-        wanted = architectures if known == "architectures" else [config.get("model_type")]
-        for name, (_, data) in _builtin().items():
-            if any(w in data.get(known, []) for w in wanted):
-                return name
-    return None
+    return find_file(config)
 
 
 def pick_family(name: str, recorded: str, config: Mapping[str, Any]) -> Family:
@@ -740,8 +745,13 @@ def pick_family(name: str, recorded: str, config: Mapping[str, Any]) -> Family:
 
     A recorded name that is not known is that of a user's file. Raises UnsupportedError for an unknown ``name``.
     """
-    chosen = name or (recorded if recorded in family_names() else "") or find_family(config)
-    return load_family(chosen, config) if chosen and chosen != "none" else no_family()
+    if name:
+        return load_family(name, config) if name != "none" else no_family()
+    chosen = (recorded if recorded in builtin() else "") or find_file(config)
+    try:
+        return load_family(chosen, config) if chosen else no_family()
+    except UnsupportedError:  # around a language model of no known family; it can be read
+        return no_family()
 
 
 def load_family(name: str, config: Mapping[str, Any]) -> Family:
@@ -749,56 +759,49 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
 
     Raises UnsupportedError for an unknown name and LayoutError for a file that is not valid, with the wrong key.
     """
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name)
-        try:
-            data = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)  # noqa: S506 - a safe loader
-        except OSError as e:
-            raise UsageError(f"cannot read the family file: {e.strerror}", where=str(path)) from None
-        except RecursionError:
-            raise LayoutError("the family file is nested too deeply", where=str(path)) from None
-        except yaml.MarkedYAMLError as e:
-            mark = e.problem_mark or e.context_mark
-            line = f":{mark.line + 1}" if mark else ""
-            what = f"the family file is not valid YAML: {e.problem or e.context}"
-            raise LayoutError(what, where=f"{path}{line}") from None
-        except (yaml.YAMLError, ValueError) as e:  # ValueError: no UTF-8, or a date that is none
-            raise LayoutError(f"the family file is not valid YAML: {str(e).splitlines()[0]}", where=str(path)) from None
-    else:
-        if name not in _builtin():
-            import difflib
-
-            close = difflib.get_close_matches(name, family_names(), n=1)
-            raise UnsupportedError(
-                f"unknown family `{name}`",
-                hint=(f"did you mean `{close[0]}`? " if close else "")
-                + f"known: {', '.join(family_names())}; or --family FILE.yaml",
-            )
-        path, data = _builtin()[name]
+    own = name.endswith((".yaml", ".yml"))
+    origin = Path(name).name if own else f"{name}.yaml"
+    data = completed(read_own(Path(name)) if own else read_builtin(name), config, origin)
     try:
         spec = FamilySpec.model_validate(data)
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(str(x) for x in first["loc"])
-        raise LayoutError(f"the family file is not valid at `{where}`: {first['msg']}", where=str(path.name)) from None
+        raise LayoutError(f"the family file is not valid at `{where}`: {first['msg']}", where=origin) from None
+    if spec.base:
+        _add_bare(spec)
     return Family(
         spec,
-        path.name,
-        read_sizes(spec, config),
+        origin,
+        read_sizes(spec, spec.places(config)),
         config_block(config),
         quantization(config),
         spec.tied if (tied := ties_head(config)) is None else tied,
-        str(config.get("model_type", "")),
-        _rules=_compile(spec, path.name),
+        frozenset(str(place.get("model_type", "")) for place in spec.places(config)),
+        _rules=_compile(spec, origin),
         _by_name=any(has_literal_number(p) for p in _patterns(spec)),
     )
 
 
+_BARE = "bare"
+"""The naming of a checkpoint without the family's ``base``."""
+
+
+def _add_bare(spec: FamilySpec) -> None:
+    """Give a family the names that its base model has alone."""
+    base = spec.base
+    prefixes = [spec.layers.prefix, *(s.prefix for s in spec.stacks.values())]
+    names = [n for p in (*spec.first, *prefixes, *spec.last) for n in samples(p) if n.startswith(base)]
+    words = dict.fromkeys(n.removeprefix(base).split(".")[0] for n in names)
+    spec.namings[_BARE] = [OpSpec(rename={f"{base}{w}.{{a}}": f"{w}.{{a}}" for w in words})]
+    spec.hf_namings = [*spec.hf_namings, _BARE]
+
+
 def _patterns(spec: FamilySpec) -> Iterator[str]:
     """Every pattern of a family file."""
-    for rules in (spec.first, spec.layers.rules, spec.last):
+    for rules in (spec.first, spec.layers.rules, spec.last, *(s.rules for s in spec.stacks.values())):
         yield from rules
-    yield spec.layers.prefix
+    yield from (spec.layers.prefix, *(s.prefix for s in spec.stacks.values()))
     for fusion in spec.fusions.values():
         yield from (fusion.whole, *fusion.parts)
     for op in (op for naming in spec.namings.values() for op in naming):
@@ -811,10 +814,13 @@ def _patterns(spec: FamilySpec) -> Iterator[str]:
 def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule, str, bool]]:
     out = []
     transposed = spec.orientation == "in_out"
+    heads = dict.fromkeys(TASK_HEADS, "replicate")
     for stage, prefix, rules in (
         ("first", "", spec.first),
+        *(("first", s.prefix, s.rules) for s in spec.stacks.values()),
         ("layers", spec.layers.prefix, spec.layers.rules),
         ("last", "", spec.last),
+        ("last", "", heads),
     ):
         for pattern, text in rules.items():
             rule = parse_rule(
@@ -824,19 +830,23 @@ def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule,
     return out
 
 
-def read_sizes(spec: FamilySpec, config: Mapping[str, Any]) -> dict[str, Size]:
-    """Sizes from a config; a size without field or default is left out, and an error only if a rule needs it."""
+def read_sizes(spec: FamilySpec, places: Sequence[Mapping[str, Any]]) -> dict[str, Size]:
+    """Sizes from a config; a size without field or default is left out, and an error only if a rule needs it.
+
+    ``places`` are where its fields are looked up, as ``FamilySpec.places`` has them.
+    """
     out: dict[str, Size] = {}
     for name, short in spec.sizes.items():
         fields = [short] if isinstance(short, str) else short
         raw = fields if isinstance(fields, SizeSpec) else SizeSpec.model_validate({"from": fields})
-        value: int | str | None = next((n for key in raw.fields if (n := whole_number(config, key)) is not None), None)
-        if value is None and any(config_field(config, key) is not None for key in raw.fields):
+        said = [p[key] for key in raw.fields for p in places if p.get(key) is not None]
+        value: int | str | None = next((n for n in said if type(n) is int), None)
+        if value is None and said:
             continue  # something is said, and it is not a number: the default would be a guess
         if value is None:
             value = out[raw.default].value if isinstance(raw.default, str) and raw.default in out else raw.default
         if isinstance(value, int):
-            value += sum(whole_number(config, key) or 0 for key in raw.plus)
+            value += sum(next((p[key] for p in places if type(p.get(key)) is int), 0) for key in raw.plus)
             if value < 1:
                 continue
             out[name] = Size(value, raw.shared)

@@ -86,6 +86,9 @@ class Partitioner:
                 name = self.names.get(t.name, t.name)
                 out[0].append(RankTensor(name, self.dtypes.get(t.name, t.dtype), t.shape, name, t.shape, ((box, box),)))
             return out
+        if mesh.pp > 1 and self.family.spec.no_pipeline:
+            why = f"models of family `{self.family.name}` have no pipeline stages: {self.family.spec.no_pipeline}"
+            raise LayoutError(why, where=self.family.origin, hint="use 1")
         chosen = set(range(mesh.world) if ranks is None else ranks)
         coords = [c for c in mesh.all_coords() if c.rank in chosen]
         by_stage: dict[int, list[Coords]] = {}

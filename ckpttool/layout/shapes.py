@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.dtypes import CASTABLE, DTYPES, parse
 from ckpttool.errors import LayoutError, UnsupportedError
-from ckpttool.formats.config import TIED, config_places
+from ckpttool.formats.config import TIED
 from ckpttool.layout.family import DefaultSpec, Family, SizeSpec, TensorsSpec
 
 Value = int | str | list[Any]
@@ -104,7 +104,7 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
     if count > _MOST:
         raise scope.wrong(f"{count:,} layers are more than any model has", ("count",), str(spec.count))
     prefix = _prefix(spec, family)
-    out = _Tensors(scope, _config_dtype(config))
+    out = _Tensors(scope, _config_dtype(family.spec.places(config)))
     out.add(_entries(spec.first, "first", family))
     in_layers = _entries(spec.layers, "layers", family)
     for layer in range(count):
@@ -123,7 +123,7 @@ def check_sizes(family: Family, config: Mapping[str, Any]) -> None:
     """
     for name in family.spec.sizes:
         try:
-            _sized(family, config_places(config), name)
+            _sized(family, family.spec.places(config), name)
         except _Refused as e:
             raise LayoutError(e.why, where=f"{family.origin}: sizes: {name}", hint=e.hint) from None
 
@@ -218,9 +218,9 @@ def _prefix(spec: TensorsSpec, family: Family) -> str:
     return prefix
 
 
-def _config_dtype(config: Mapping[str, Any]) -> str:
+def _config_dtype(places: Sequence[Mapping[str, Any]]) -> str:
     """Dtype of the weights: ``dtype`` or ``torch_dtype`` of the config, BF16 if it has neither."""
-    for place in config_places(config):
+    for place in places:
         for key in ("dtype", "torch_dtype"):
             said = place.get(key)
             if said is None or said == "auto":  # whatever the files have, which a config alone does not say
@@ -324,7 +324,7 @@ class _Scope:
     def __init__(self, family: Family, spec: TensorsSpec, config: Mapping[str, Any]) -> None:
         self._family = family
         self._spec = spec
-        self._places = config_places(config)
+        self._places = family.spec.places(config)
         self._layer: int | None = None
         self.mtp = 0
         """How many prediction layers the model has."""
@@ -440,7 +440,9 @@ class _Scope:
         size = self._family.size(name)
         if size is not None:
             return size
-        said = [p[name] for p in self._places if name in p]
+        # Whether the head is tied is a matter of the whole model, and not of the language model in it.
+        places = reversed(self._places) if name == TIED and self._family.spec.inside else self._places
+        said = [p[name] for p in places if name in p]
         found = next((s for s in said if s is not None), None)
         if found is not None:
             return _field(name, found, self._kind(name))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.layout.family import FAMILIES
+from ckpttool.layout.files import FAMILIES
 from tests.helpers.tiny_models import TOKENS, VARIANTS, save_tiny
 from tests.peers.rank_group import Group
 from tests.peers.rank_model import Job, logits_of, run

@@ -12,12 +12,6 @@ def expected() -> dict[str, dict[str, Listed]]:
     return expected_lists()
 
 
-def test_every_family_is_there(expected: dict[str, dict[str, Listed]]) -> None:
-    from ckpttool.layout.family import family_names
-
-    assert sorted(expected) == family_names()
-
-
 def test_the_lists_are_up_to_date(expected: dict[str, dict[str, Listed]]) -> None:
     """``python -m tests.helpers.tiny_names`` writes them anew."""
     for family, lists in expected.items():

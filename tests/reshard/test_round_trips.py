@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.layout.family import family_names
 from tests.helpers.command import reshard
 from tests.helpers.families import LAYERS, MODELS, Model
 from tests.helpers.tensorfile import Tensors, assert_same, read, read_all, save_hf
@@ -45,10 +44,6 @@ def meshes(model: Model) -> list[tuple[object, ...]]:
         ("--tp-out", 2, "--ep-out", 4, "--etp-out", 1, *uneven),  # six experts on four ranks: 2, 2, 1, 1
         ("--tp-out", 4, "--pp-out", 1, "--ep-out", 2, "--etp-out", 2),
     ]
-
-
-def test_every_family_has_a_model() -> None:
-    assert {m.family for m in MODELS.values()} == set(family_names())
 
 
 # Models times ways: half of the models go one of the ways here, test_contents.py meets every model.

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
-from ckpttool.formats.config import config_places
 from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.model import Model
 
@@ -129,7 +128,7 @@ class _Fields:
 
     def __init__(self, model: Model) -> None:
         self._path = model.path
-        self.places = config_places(model.config)
+        self.places = model.family.spec.places(model.config)
         self.model_type = str(self.get("model_type") or "")
 
     def get(self, name: str) -> Any:

@@ -21,7 +21,6 @@ from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, read_view
 from ckpttool.execute.reader import blocks
 from ckpttool.formats.base import OpenOptions
-from ckpttool.formats.config import ties_head
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Array, Distance, differs, differs_in_bits, first_index
 from ckpttool.layout.family import inverse
@@ -288,8 +287,8 @@ def _add_aliases(checkpoint: Checkpoint, side: Side, *, renamed: bool) -> None:
     """Under their other names, the tensors that a tied model does not store twice."""
     table = side.tables["model"]
     aliases = {k.name: v.name for k, v in checkpoint.catalog.aliases.items()}
-    if renamed and ties_head(checkpoint.config):
-        aliases.setdefault("lm_head.weight", "model.embed_tokens.weight")
+    if renamed:
+        aliases = {**checkpoint.family.ties, **aliases}
     for alias, owner in aliases.items():
         if alias not in table and owner in table:
             side.aliases.add(alias)

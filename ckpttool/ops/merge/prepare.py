@@ -332,9 +332,8 @@ def _as_checkpoint(
     family = pick_family(options.family, old.family, config)
     tensors = form.of(builder.tensors, family) if form else builder.tensors
     catalog = Catalog(models.files, tensors)
-    tied = family.tied and Key("lm_head.weight") not in tensors
-    if tied and Key("model.embed_tokens.weight") in tensors:
-        catalog.aliases = {Key("lm_head.weight"): Key("model.embed_tokens.weight")}
+    ties = [(Key(copy), Key(owner)) for copy, owner in family.ties.items()]
+    catalog.aliases = {copy: owner for copy, owner in ties if copy not in tensors and owner in tensors}
     return Checkpoint(donor.checkpoint.path, stored, family, catalog, notes, form.ops if form else ())
 
 

@@ -1,0 +1,189 @@
+"""The family files as files: what is chosen by a head, and what one file takes from another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ckpttool.errors import CkptError, LayoutError, UnsupportedError
+from ckpttool.layout.family import Family, find_family, load_family, pick_family
+from ckpttool.layout.files import FAMILIES, HEAD, UniqueKeys, builtin
+from ckpttool.layout.shapes import declared_tensors
+
+FILES = sorted(FAMILIES.rglob("*.yaml"))
+
+
+def test_the_heads_of_all_files() -> None:
+    """A file is chosen by its first lines, read as text: they say what YAML says."""
+    assert len(builtin()) == len(FILES)
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        # What is chosen by nothing is for --family alone.
+        said = yaml.load("".join(text.splitlines(keepends=True)[: len(HEAD)]), Loader=UniqueKeys)  # noqa: S506 - a safe loader
+        assert tuple(said) == HEAD, path.name
+        name = path.relative_to(FAMILIES).with_suffix("").as_posix()
+        assert said["family"] == name
+        assert builtin()[name].chosen_by == {key: frozenset(said[key]) for key in HEAD[2:]}
+
+
+def test_no_two_files_of_a_kind_are_for_one_model() -> None:
+    for generated in (False, True):
+        for key in HEAD[2:]:
+            files = [f for f in builtin().values() if ("/" in f.name) == generated]
+            named = [(word, f.name) for f in files for word in f.chosen_by[key]]
+            assert len({word for word, _ in named}) == len(named), sorted(named)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_no_key_stands_twice_in_a_family(path: Path) -> None:
+    assert yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)["family"]  # noqa: S506 - a safe loader
+
+
+@pytest.mark.parametrize("name", builtin())
+def test_every_file_is_valid(name: str) -> None:
+    """Around a language model that a config names there is nothing to load without one."""
+    try:
+        assert load_family(name, {}).spec.family == name
+    except UnsupportedError as e:
+        assert "the language model in it" in e.what  # noqa: PT017 - both are right
+
+
+CONFIG: dict[str, Any] = {
+    "model_type": "orca", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32,
+    "intermediate_size": 48, "vocab_size": 100, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def written(tmp_path: Path, text: str, config: dict[str, Any] | None = None) -> Family:
+    path = tmp_path / "orca.yaml"
+    path.write_text("family: orca\n" + text, encoding="utf-8")
+    return load_family(str(path), CONFIG if config is None else config)
+
+
+def rule(family: Family, name: str) -> str | None:
+    place = family.placement(name)
+    return None if place is None else place.rule.text
+
+
+def test_extends(tmp_path: Path) -> None:
+    got = written(
+        tmp_path,
+        "extends: {family: llama, namings: [vllm]}\n"
+        "layers:\n  rules:\n    self_attn.q_norm.weight: replicate\n    self_attn.o_proj.*: replicate\n"
+        "tensors:\n  layers:\n    self_attn.q_norm.weight: [head_dim]\n"
+        "    if attention_bias and model_type != 'mistral': null\n",
+    )
+    assert rule(got, "model.layers.1.self_attn.q_norm.weight") == "replicate"
+    assert rule(got, "model.layers.1.self_attn.o_proj.weight") == "replicate", "its own rules come first"
+    assert rule(got, "model.layers.1.self_attn.q_proj.weight") == "column heads"
+    assert set(got.spec.namings) == {"vllm"}
+    assert got.spec.trainer_namings == []
+    names = {t.name for t in declared_tensors(got, {**CONFIG, "attention_bias": True})}
+    assert "model.layers.0.self_attn.q_norm.weight" in names
+    assert "model.layers.0.mlp.up_proj.weight" in names
+    assert "model.layers.0.self_attn.q_proj.bias" not in names, "null takes a key away"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("extends: {family: lama}\n", "unknown family `lama`"),
+        ("extends: llama\n", "not valid at `extends`"),
+        ("extends: {name: llama}\n", "not valid at `extends`: `name`"),
+        ("extends: {family: llama, namings: [gpt]}\n", "family `llama` has no naming `gpt`"),
+        ("inside: {family: llama, names: model}\n", "not valid at `inside`: `names`"),
+    ],
+)
+def test_what_cannot_be_taken_over(tmp_path: Path, text: str, what: str) -> None:
+    with pytest.raises(CkptError, match=what.replace("[", r"\[")):
+        written(tmp_path, text)
+
+
+AROUND = """
+inside: {config: [text_config], names: {"model.": "model.language_model."}, namings: [vllm]}
+first:
+  "model.visual.*": replicate
+namings:
+  vllm:
+    - rename: {"model.language_model.{a}": "language_model.model.{a}"}
+tensors:
+  first:
+    model.visual.patch.weight: [vision_width, hidden_size]
+"""
+
+
+def test_inside(tmp_path: Path) -> None:
+    """The sizes are those of the part of the config that is about the language model."""
+    config = {"vision_width": 7, "text_config": {**CONFIG, "model_type": "llama"}, "num_attention_heads": 3}
+    got = written(tmp_path, AROUND, config)
+    assert got.size("heads") == 4
+    assert rule(got, "model.language_model.layers.0.self_attn.q_proj.weight") == "column heads"
+    assert rule(got, "model.layers.0.self_attn.q_proj.weight") is None
+    assert rule(got, "model.visual.blocks.0.attn.qkv.weight") == "replicate"
+    assert rule(got, "lm_head.weight") == "vocab"
+    statements = got.statements("vllm")
+    assert got.placement("language_model.model.layers.0.self_attn.qkv_proj.weight", statements) is not None
+    declared = {t.name: t.shape for t in declared_tensors(got, config)}
+    assert declared["model.visual.patch.weight"] == (7, 32)
+    assert declared["model.language_model.layers.1.mlp.up_proj.weight"] == (48, 32)
+    assert declared["lm_head.weight"] == (100, 32)
+
+
+def test_a_language_model_of_no_known_family(tmp_path: Path) -> None:
+    config = {"text_config": {"model_type": "kraken"}}
+    with pytest.raises(UnsupportedError, match="the language model in it is a `kraken`"):
+        written(tmp_path, AROUND, config)
+
+
+def test_inside_goes_by_the_language_model(tmp_path: Path) -> None:
+    """What that cannot be brought to, the whole cannot either; and it says which statements are for it."""
+    around = AROUND.replace("visual.patch.weight: [vision_width", "visual.patch.weight: [7")
+    assert "vllm" not in written(tmp_path, around, {"text_config": {**CONFIG, "model_type": "nemotron"}}).spec.namings
+    config = {"model_type": "orca", "text_config": {**CONFIG, "model_type": "gemma3_text"}}
+    assert written(tmp_path, around, config).model_types == {"orca", "gemma3_text"}
+    around = around.replace("namings: [vllm]}", "namings: [vllm], default: qwen2}")
+    unnamed = {k: v for k, v in CONFIG.items() if k != "model_type"}
+    biased = written(tmp_path, around, {"tie_word_embeddings": True, "text_config": unnamed})
+    names = [t.name for t in declared_tensors(biased, {"tie_word_embeddings": True, "text_config": unnamed})]
+    assert "model.language_model.layers.0.self_attn.q_proj.bias" in names
+    assert "lm_head.weight" not in names, "tied, says the whole, whatever the language model says"
+
+
+def test_base(tmp_path: Path) -> None:
+    """Embedding models and classifiers are published without the head, and some without its prefix."""
+    got = written(tmp_path, 'extends: {family: llama}\nbase: "model."\n')
+    names = ["layers.0.self_attn.q_proj.weight", "embed_tokens.weight", "norm.weight"]
+    assert got.published_form(names) == ("bare", "")
+    statements = got.statements("bare")
+    assert [got.placement(n, statements) is not None for n in names] == [True] * 3
+    assert got.published_form([f"model.{n}" for n in names] + ["score.weight"]) == ("", "")
+    assert rule(got, "score.weight") == "replicate"
+
+
+def test_other_stacks_live_on_the_first_stage(tmp_path: Path) -> None:
+    got = written(
+        tmp_path,
+        "extends: {family: llama}\nstacks:\n  encoder:\n    prefix: encoder.block.{layer}.\n"
+        "    rules: {q.weight: column heads}\n",
+    )
+    place = got.placement("encoder.block.3.q.weight")
+    assert place is not None
+    assert (place.stage, place.rule.text) == ("first", "column heads")
+
+
+def test_ties(tmp_path: Path) -> None:
+    text = "extends: {family: llama}\nties: {head.weight: shared.weight}\ntied: true\n"
+    assert written(tmp_path, text, {}).ties["head.weight"] == "shared.weight"
+    assert written(tmp_path, text).ties == {}
+
+
+def test_what_a_file_records_is_not_needed_to_read(tmp_path: Path) -> None:
+    config = json.loads(json.dumps({"model_type": "none of them"}))
+    assert find_family(config) is None
+    assert pick_family("", "orca", config).name == "none"
+    with pytest.raises(LayoutError):
+        written(tmp_path, "layers: 3\n")
