@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ckpttool.layout.family import FamilySpec, FusionSpec, OpSpec, SizeSpec
+from ckpttool.layout.family import FamilySpec, FusionSpec, InsideSpec, OpSpec, SizeSpec
 from ckpttool.layout.rules import VERBS, parse_rule
 from scripts.make_reference import ROOT
 
@@ -19,7 +19,12 @@ def section(title: str) -> str:
 def test_every_key_is_explained() -> None:
     shown = section("The data structure").split("```")[1]
     keys = re.findall(r"^(\w+)", shown, re.MULTILINE)
-    assert sorted(keys) == sorted(FamilySpec.model_fields)
+    assert sorted(keys) == sorted([*FamilySpec.model_fields, "extends"]), "extends is gone once it is carried out"
+
+
+def test_every_key_of_a_language_model_inside_is_explained() -> None:
+    page = section("A family on top of another")
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(InsideSpec.model_fields)
 
 
 def test_every_key_of_a_size_is_explained() -> None:
