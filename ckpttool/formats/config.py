@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -29,6 +29,19 @@ def config_places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def config_field(config: Mapping[str, Any], name: str) -> Any:
     """What the config says under this name; None where it says nothing."""
     return next((p[name] for p in config_places(config) if p.get(name) is not None), None)
+
+
+def values_at(places: Iterable[Mapping[str, Any]], path: str) -> list[Any]:
+    """What stands under a name, or under a path ``part.field``, in each place that has it, null included."""
+    return [v for p in places for v in _at(p, path)]
+
+
+def _at(place: Mapping[str, Any], path: str) -> list[Any]:
+    if path in place:
+        return [place[path]]
+    part, _, rest = path.partition(".")
+    inner = place.get(part)
+    return _at(inner, rest) if rest and isinstance(inner, Mapping) else []
 
 
 def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:

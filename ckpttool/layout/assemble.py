@@ -165,7 +165,9 @@ class Assembler:
         for fused in (False, True):
             for name, place in known.items():
                 tensor, rule = tensors.get(name), place.rule
-                units = rule.parts[0].units if fused and rule.parts else rule.units
+                # A part of a length of its own may hold more than the query.
+                part = rule.parts[0] if fused and rule.parts else None
+                units = rule.units if part is None else part.units if part.units == part.length else ""
                 if tensor is None or len(tensor.shape) != 2 or not units or tensor.dtype not in _UNPACKED:
                     continue
                 axis = cut_axis(rule, 2, bias=False)

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.config import config_places, quantization, ties_head
 from ckpttool.layout.files import builtin, completed, find_file, inner_config, read_builtin, read_own
 from ckpttool.layout.names import expand, has_literal_number, pattern_regex, samples, split_numbers
-from ckpttool.layout.rules import Rule, Size, Sizes, fused_rule, parse_rule, part_rule
+from ckpttool.layout.rules import Rule, Sizes, fused_rule, parse_rule, part_rule
 from ckpttool.layout.scales import config_block
+from ckpttool.layout.sizes import Default, SizeSpec, Vocabulary, read_sizes, size_spec
 from ckpttool.select import compile_pattern
 
 _T = TypeVar("_T")
@@ -38,17 +39,6 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class SizeSpec(_Strict):
-    """Where a size comes from: the first config field that is there, else the default."""
-
-    fields: list[str] = Field(alias="from")
-    plus: list[str] = []
-    """Config fields that are added to it."""
-    default: int | str | None = None
-    """A number, or the name of another size."""
-    shared: bool = False
-
-
 class FusionSpec(_Strict):
     """``parts`` joined on the output axis are ``whole``."""
 
@@ -60,6 +50,12 @@ class FusionSpec(_Strict):
     """Interleaved: the axis is ``groups`` times (share of part 1, share of part 2, ...). "" is one after the other."""
     only_named: bool = False
     """Used by namings, and not by --fuse and --unfuse."""
+
+    @model_validator(mode="after")
+    def _has_units_of_all_parts(self) -> FusionSpec:
+        if self.units and len(self.units) != len(self.parts):
+            raise ValueError(f"{len(self.parts)} parts need as many `units`, or none where they are equal")
+        return self
 
 
 class CopySpec(_Strict):
@@ -142,18 +138,10 @@ class InsideSpec(_Strict):
     """Those of that family that hold here, too."""
 
 
-class DefaultSpec(_Strict):
-    """What a config field means that is not there, where that is something else than null."""
-
-    missing: bool | int | str
-    none: bool | int | str
-    """The field is null."""
-
-
 class TensorsSpec(_Strict):
     """Which tensors a model has; layout/shapes.py reads it, and checks what stands below first, layers and last."""
 
-    defaults: dict[str, bool | int | str | list[int | str] | DefaultSpec] = {}
+    defaults: dict[str, Default] = {}
     """Config fields that may be missing: what they mean then. A text is an expression."""
     names: dict[str, str] = {}
     """Expressions that are used more than once."""
@@ -553,6 +541,11 @@ class Family:
         shared = {n for n, s in self.spec.sizes.items() if isinstance(s, SizeSpec) and s.shared}
         return frozenset(self.spec.sizes) - shared
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What the words of its expressions are."""
+        return _vocabulary(self.spec, self.origin)
+
     def size(self, name: str) -> int | None:
         got = self.sizes.get(name)
         return got.value if got else None
@@ -626,7 +619,8 @@ class Family:
                     if op.groups:
                         return found[0]._replace(rule=replace(found[0].rule, units=op.groups))
                     names = [p.rsplit(".", 2)[-2] if "." in p else p for p in op.parts]
-                    return found[0]._replace(rule=fused_rule([(n, p.rule) for n, p in zip(names, found, strict=True)]))
+                    rules = [(n, p.rule) for n, p in zip(names, found, strict=True)]
+                    return found[0]._replace(rule=fused_rule(rules, op.units))
         if isinstance(op, Stack):
             if op.inverse:
                 if m := pattern_regex(op.part).match(name):
@@ -766,14 +760,14 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
         spec = FamilySpec.model_validate(data)
     except ValidationError as e:
         first = e.errors()[0]
-        where = ".".join(str(x) for x in first["loc"])
+        where = ".".join(str(x) for x in first["loc"] if not str(x).startswith("function-"))
         raise LayoutError(f"the family file is not valid at `{where}`: {first['msg']}", where=origin) from None
     if spec.base:
         _add_bare(spec)
     return Family(
         spec,
         origin,
-        read_sizes(spec, spec.places(config)),
+        read_sizes(_vocabulary(spec, origin), spec.places(config)),
         config_block(config),
         quantization(config),
         spec.tied if (tied := ties_head(config)) is None else tied,
@@ -795,6 +789,14 @@ def _add_bare(spec: FamilySpec) -> None:
     words = dict.fromkeys(n.removeprefix(base).split(".")[0] for n in names)
     spec.namings[_BARE] = [OpSpec(rename={f"{base}{w}.{{a}}": f"{w}.{{a}}" for w in words})]
     spec.hf_namings = [*spec.hf_namings, _BARE]
+
+
+def _vocabulary(spec: FamilySpec, origin: str) -> Vocabulary:
+    """What the words of its expressions are."""
+    sizes = {name: size_spec(said) for name, said in spec.sizes.items()}
+    said = spec.tensors or TensorsSpec()
+    inside = spec.inside is not None
+    return Vocabulary(spec.family, origin, sizes, said.names, said.defaults, said.count, said.mtp, spec.tied, inside)
 
 
 def _patterns(spec: FamilySpec) -> Iterator[str]:
@@ -827,27 +829,4 @@ def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule,
                 text, origin=f"{origin}: {prefix}{pattern}", in_out=transposed, expert="{expert}" in pattern
             )
             out.append((pattern_regex(prefix + pattern), rule, stage, stage == "layers"))
-    return out
-
-
-def read_sizes(spec: FamilySpec, places: Sequence[Mapping[str, Any]]) -> dict[str, Size]:
-    """Sizes from a config; a size without field or default is left out, and an error only if a rule needs it.
-
-    ``places`` are where its fields are looked up, as ``FamilySpec.places`` has them.
-    """
-    out: dict[str, Size] = {}
-    for name, short in spec.sizes.items():
-        fields = [short] if isinstance(short, str) else short
-        raw = fields if isinstance(fields, SizeSpec) else SizeSpec.model_validate({"from": fields})
-        said = [p[key] for key in raw.fields for p in places if p.get(key) is not None]
-        value: int | str | None = next((n for n in said if type(n) is int), None)
-        if value is None and said:
-            continue  # something is said, and it is not a number: the default would be a guess
-        if value is None:
-            value = out[raw.default].value if isinstance(raw.default, str) and raw.default in out else raw.default
-        if isinstance(value, int):
-            value += sum(next((p[key] for p in places if type(p.get(key)) is int), 0) for key in raw.plus)
-            if value < 1:
-                continue
-            out[name] = Size(value, raw.shared)
     return out

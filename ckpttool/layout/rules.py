@@ -8,6 +8,7 @@ column [UNITS]   an equal share of the output axis, cut between UNITS (heads) so
 row [UNITS]      an equal share of the input axis; a bias is replicated
 vocab            an equal share of the output axis, padded up to a multiple of the ranks
 fused A:U B:V    an equal share of each part of the output axis, one after the other: [A_r; B_r]
+                 A:LENGTH/UNITS is as long as LENGTH and cut between UNITS; A:LENGTH/whole is held whole
 grouped VERB     experts stacked on axis 0, shared out by expert, each cut by VERB over expert-TP
 ===============  =========================================================================================
 
@@ -22,7 +23,7 @@ others, because what they compute with it is summed (some engines' bias of row-p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, lcm
@@ -46,12 +47,36 @@ class Size(NamedTuple):
 Sizes = Mapping[str, Size]
 
 
+WHOLE = "whole"
+"""In place of a part's units: every rank holds all of it."""
+
+
+def in_layer(size: str, layer: int) -> str:
+    """What a size is called in one layer that has another value in each."""
+    return f"{size}[{layer}]"
+
+
+def size_name(units: str) -> str:
+    """The name in the family file of what ``in_layer`` may have made of it."""
+    return units.partition("[")[0]
+
+
 class PartSpec(NamedTuple):
     """One part of a fused output axis."""
 
     name: str
+    length: str = ""
+    """Size that gives its weight among the parts; "" is weight 1."""
     units: str = ""
-    """Size that gives its weight among the parts and its granularity; "" is weight 1 and no granularity."""
+    """Size that gives its granularity, "" is none; or ``WHOLE``."""
+
+    @property
+    def text(self) -> str:
+        """As ``parse_rule`` reads it."""
+        if not self.length and not self.units:
+            return self.name
+        apart = "" if self.units == self.length else f"/{self.units}"
+        return f"{self.name}:{self.length or 1}{apart}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +131,24 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
     if verb == "fused":
         if len(args) < 2:
             raise LayoutError(f"`{text}`: fused needs at least two parts", where=origin, hint="fused gate up")
-        parts = tuple(PartSpec(*a.split(":", 1)) for a in args)
+        parts = tuple(_part(a, str(text), origin) for a in args)
         return Rule(verb, "", parts, grouped, axis, in_out, expert or grouped, once, str(text), origin)
     return Rule(verb, args[0] if args else "", (), grouped, axis, in_out, expert or grouped, once, str(text), origin)
+
+
+def _part(word: str, text: str, origin: str) -> PartSpec:
+    """``name``, ``name:LENGTH``, ``name:LENGTH/UNITS`` or ``name:LENGTH/whole``. Raises LayoutError."""
+    name, colon, sizes = word.partition(":")
+    length, slash, units = sizes.partition("/")
+    missing = not name or (colon and not length) or (slash and not units)
+    zero = any(n and not n.strip("0") for n in (length, units))
+    if missing or zero or "/" in name + units or ":" in sizes or length == WHOLE:
+        raise LayoutError(
+            f"`{text}`: `{word}` is not a part of a fused tensor",
+            where=origin,
+            hint="a part is NAME, NAME:LENGTH, NAME:LENGTH/UNITS or NAME:LENGTH/whole",
+        )
+    return PartSpec(name, length, units or length)
 
 
 class Segment(NamedTuple):
@@ -189,9 +229,14 @@ def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
 
 def _guard(rule: Rule, cutting: PartitionContext) -> Size | None:
     """The size that a plain cut must respect, or None when nothing is known that it could tear."""
-    if rule.units in cutting.optional and rule.units not in cutting.sizes:
+    return _granularity(rule.units, rule, cutting)
+
+
+def _granularity(units: str, rule: Rule, cutting: PartitionContext) -> Size | None:
+    """The size that cuts fall between, or None when nothing is known that they could tear."""
+    if size_name(units) in cutting.optional and units not in cutting.sizes:
         return None
-    return unit_count(rule.units, cutting.sizes, rule)
+    return unit_count(units, cutting.sizes, rule)
 
 
 def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisShare:
@@ -231,21 +276,27 @@ def _divisors(n: int, *, shared: bool = False) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _weights(rule: Rule, sizes: Sizes) -> list[tuple[int, Size | None]]:
-    out = []
-    for part in rule.parts:
-        size = unit_count(part.units, sizes, rule)
-        out.append((size.value if size else 1, size))
-    return out
+def _weights(rule: Rule, sizes: Sizes) -> list[int]:
+    """How long the parts of a fused axis are, in a unit that they share."""
+    found = [unit_count(part.length, sizes, rule) for part in rule.parts]
+    return [size.value if size else 1 for size in found]
 
 
 def part_lengths(rule: Rule, n: int, sizes: Sizes) -> list[int]:
     """Lengths of the parts of a fused axis of ``n`` elements."""
-    weights = [w for w, _ in _weights(rule, sizes)]
+    weights = _weights(rule, sizes)
     unit, rest = divmod(n, sum(weights))
     if rest:
         raise IndivisibleError(f"{n} does not divide into parts {':'.join(map(str, weights))}", ())
     return [w * unit for w in weights]
+
+
+def _part_share(part: PartSpec, rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
+    """What one rank holds of a part of ``n`` elements."""
+    if part.units == WHOLE:
+        return whole_axis(n)
+    units = _granularity(part.units, rule, cutting)
+    return _even(n, units, ways, index, part.units or f"elements of {part.name}")
 
 
 def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
@@ -261,8 +312,8 @@ def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionCont
     if rule.verb == "fused":
         segments, local, logical = [], 0, 0
         lengths = part_lengths(rule, n, cutting.sizes)
-        for part, (_, size), length in zip(rule.parts, _weights(rule, cutting.sizes), lengths, strict=True):
-            got = _even(length, size, ways, index, part.units or f"elements of {part.name}")
+        for part, length in zip(rule.parts, lengths, strict=True):
+            got = _part_share(part, rule, length, ways, index, cutting)
             segments += [Segment(local + s.local, logical + s.logical, s.length) for s in got.segments]
             local += got.size
             logical += length
@@ -358,16 +409,20 @@ def global_axis(rule: Rule, local: int, ways: int, cutting: PartitionContext) ->
         return vocab.value if cutting.pad_vocab and vocab and vocab.value <= padded else padded
     if rule.verb == "fused":
         weights = _weights(rule, sizes)
-        # local = unit * (a copied part counts one unit, any other w / ways); multiplied by ways to stay in integers
-        held = sum(ways if size and size.shared and ways > w else w for w, size in weights)
-        unit, rest = divmod(local * ways, held)
+        # local = unit * (the sum of every part's weight / pieces), an integer; times a common multiple to stay in them
+        pieces = [1 if part.units == WHOLE else _pieces(part.units, rule, ways, cutting) for part in rule.parts]
+        common = lcm(*pieces)
+        unit, rest = divmod(local * common, sum(w * common // p for w, p in zip(weights, pieces, strict=True)))
         if rest:
             raise IndivisibleError(f"{local} does not divide into the parts of {ways} ranks", ())
-        return unit * sum(w for w, _ in weights)
-    units = _guard(rule, cutting)
-    if units and units.shared and ways > units.value:
-        return local * units.value
-    return local * ways
+        return unit * sum(weights)
+    return local * _pieces(rule.units, rule, ways, cutting)
+
+
+def _pieces(units: str, rule: Rule, ways: int, cutting: PartitionContext) -> int:
+    """How many different shares of an axis the ranks hold: fewer than there are ranks where units are copied."""
+    size = _granularity(units, rule, cutting)
+    return size.value if size and size.shared and ways > size.value else ways
 
 
 def global_shape(
@@ -384,30 +439,38 @@ def global_shape(
     return tuple(out)
 
 
-def fused_rule(parts: list[tuple[str, Rule]]) -> Rule:
+def fused_rule(parts: list[tuple[str, Rule]], lengths: Sequence[str] = ()) -> Rule:
     """The rule of a tensor made by joining tensors with these rules on their output axis.
 
-    Raises LayoutError when the parts are not all cut on the output axis.
+    ``lengths`` are the sizes that the parts are multiples of, "" for parts of the length 1; without them a part's units
+    are its length. Raises LayoutError when the parts are not all cut on the output axis, or held whole.
     """
     verbs = {r.verb for _, r in parts}
-    first = parts[0][1]
+    first = next((r for _, r in parts if r.verb == "column"), parts[0][1])
     if verbs == {"replicate"}:
         return first
-    if verbs != {"column"}:
+    if not verbs <= {"column", "replicate"} or ("replicate" in verbs and not lengths):
         raise LayoutError(
             f"{', '.join(n for n, _ in parts)} cannot be fused: their rules are {', '.join(sorted(verbs))}",
             where=first.place,
         )
-    specs = tuple(PartSpec(name, rule.units) for name, rule in parts)
-    text = "fused " + " ".join(f"{p.name}:{p.units}" if p.units else p.name for p in specs)
-    return replace(first, verb="fused", units="", parts=specs, text=text)
+    specs = []
+    for (name, rule), length in zip(parts, lengths or [r.units for _, r in parts], strict=True):
+        units = rule.units if rule.verb == "column" else WHOLE
+        specs.append(PartSpec(name, length if length or not units else "1", units))
+    return replace(
+        first, verb="fused", units="", parts=tuple(specs), text=" ".join(["fused", *(p.text for p in specs)])
+    )
 
 
 def part_rule(rule: Rule, index: int) -> Rule:
-    """The rule of one part of a fused tensor, stored on its own."""
+    """The rule of one part of a fused tensor, stored on its own. Raises LayoutError where there is no such part."""
     if rule.verb == "replicate":
         return rule
     if rule.verb != "fused":
         raise LayoutError("only a fused tensor can be taken apart", where=rule.place)
-    part = rule.parts[index]
-    return replace(rule, verb="column", units=part.units, parts=(), text=f"column {part.units}".strip())
+    if index >= len(rule.parts):
+        raise LayoutError(f"a fusion takes {index + 1} parts out of a tensor of {len(rule.parts)}", where=rule.place)
+    units = rule.parts[index].units
+    verb, units = ("replicate", "") if units == WHOLE else ("column", units)
+    return replace(rule, verb=verb, units=units, parts=(), text=f"{verb} {units}".strip())

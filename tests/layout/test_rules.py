@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -101,20 +102,22 @@ def cases(draw: st.DrawFn) -> Case:
         return Size(draw(st.sampled_from([d for d in range(1, ways + 1) if ways % d == 0])), shared=True)
 
     sizes: dict[str, Size] = {}
+    whole_parts: list[int] = []
     words = [verb]
     if verb == "fused":
         each = draw(st.integers(1, 3)) * draw(st.sampled_from([1, ways]))
         lengths = []
         for i in range(draw(st.integers(2, 4))):
-            if draw(st.booleans()):
+            kind = draw(st.sampled_from(["p", "p:u", "p:n/u", "p:n/whole"]))
+            words.append(re.sub("[pnu](?!nits|hole)", lambda m, i=i: f"{m[0]}{i}", kind))  # type: ignore[misc]
+            if kind.endswith("u"):
                 sizes[f"u{i}"] = units()
-                words.append(f"p{i}:u{i}")
-                lengths.append(sizes[f"u{i}"].value * each)
-            else:
-                words.append(f"p{i}")
-                lengths.append(each)
+            if "n" in kind:
+                sizes[f"n{i}"] = Size(draw(st.integers(1, 3)) * (sizes[f"u{i}"].value if f"u{i}" in sizes else 1))
+            whole_parts += [i] if kind.endswith("whole") else []
+            lengths.append(next((sizes[s].value for s in (f"n{i}", f"u{i}") if s in sizes), 1) * each)
         # A part without units has the weight 1 and is cut like any other axis.
-        assume(all(f"u{i}" in sizes or n % ways == 0 for i, n in enumerate(lengths)))
+        assume(all(f"u{i}" in sizes or i in whole_parts or n % ways == 0 for i, n in enumerate(lengths)))
         length = sum(lengths)
     elif verb == "vocab":
         length, lengths = draw(st.integers(1, 40)), []
@@ -143,7 +146,11 @@ def cases(draw: st.DrawFn) -> Case:
         elif verb == "fused":
             parts = np.split(mine, np.cumsum(lengths)[:-1], axis)
             got = np.concatenate(
-                [shared_out(p, ways, axis, sizes.get(f"u{i}"))[index] for i, p in enumerate(parts)], axis
+                [
+                    p if i in whole_parts else shared_out(p, ways, axis, sizes.get(f"u{i}"))[index]
+                    for i, p in enumerate(parts)
+                ],
+                axis,
             )
         else:
             got = shared_out(mine, ways, axis, sizes.get("u"))[index]
@@ -216,6 +223,46 @@ def test_fused_parts_with_copied_heads() -> None:
     sizes = {"heads": Size(4), "kv": Size(2, shared=True)}
     got = cut("fused q:heads k:kv v:kv", (8,), Mesh(tp=4), sizes)
     assert [p.tolist() for p in got] == [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]]
+
+
+MAMBA = {
+    "inner": Size(8),
+    "bc": Size(2),
+    "heads": Size(4),
+    "groups": Size(2, shared=True),
+}
+"""A state space model: 4 heads with 2 channels each, and 2 groups that share a B and a C of one state."""
+
+
+def test_parts_with_a_length_of_their_own_are_cut_between_their_units() -> None:
+    """in_proj of Mamba 2: z, x and dt by heads, B and C by groups, of which two ranks have the same."""
+    text = "fused z:inner/heads x:inner/heads B:bc/groups C:bc/groups dt:heads"
+    got = cut(text, (24,), Mesh(tp=4), MAMBA)
+    assert [p.tolist() for p in got] == [
+        [0, 1, 8, 9, 16, 18, 20],
+        [2, 3, 10, 11, 16, 18, 21],
+        [4, 5, 12, 13, 17, 19, 22],
+        [6, 7, 14, 15, 17, 19, 23],
+    ]
+    with pytest.raises(IndivisibleError, match="4 heads cannot be split evenly across 8 ranks"):
+        cut(text, (24,), Mesh(tp=8), MAMBA)
+
+
+def test_a_part_that_every_rank_holds_whole() -> None:
+    first, second = cut("fused x:inner/heads B:2/whole", (10,), Mesh(tp=2), MAMBA)
+    assert first.tolist() == [0, 1, 2, 3, 8, 9]
+    assert second.tolist() == [4, 5, 6, 7, 8, 9]
+    cutting = PartitionContext(Mesh(tp=2), MAMBA)
+    assert global_shape(parse_rule("fused x:inner/heads B:2/whole"), (6,), 0, cutting) == (10,)
+
+
+def test_units_that_only_guard_may_be_unknown() -> None:
+    """What the config does not say cannot be checked; a part's length it has to say."""
+    cutting = PartitionContext(Mesh(tp=2), {"inner": Size(8)}, optional=frozenset({"heads"}))
+    rule = parse_rule("fused z:inner/heads x:inner/heads")
+    assert local_boxes(rule, (16,), cutting, Coords(0, 0, 0, 0, 0)).shape == (8,)
+    with pytest.raises(LayoutError, match="the size `inner` is not known"):
+        local_boxes(rule, (16,), replace(cutting, sizes={}), Coords(0, 0, 0, 0, 0))
 
 
 def test_a_row_bias_is_whole_on_every_rank() -> None:
@@ -391,6 +438,16 @@ def test_reading_a_rule(text: str, rule: Rule) -> None:
         ("row a b", "too many words after row"),
         ("fused gate", "fused needs at least two parts"),
         ("column axis=x", "`axis=x` is not an axis"),
+        ("fused gate: up", "`gate:` is not a part of a fused tensor"),
+        ("fused gate :up", "`:up` is not a part of a fused tensor"),
+        ("fused gate/heads up", "`gate/heads` is not a part of a fused tensor"),
+        ("fused gate:/heads up", "`gate:/heads` is not a part of a fused tensor"),
+        ("fused gate:inner/ up", "`gate:inner/` is not a part of a fused tensor"),
+        ("fused gate:inner/heads/whole up", "`gate:inner/heads/whole` is not a part of a fused tensor"),
+        ("fused gate:a:b up", "`gate:a:b` is not a part of a fused tensor"),
+        ("fused gate:whole up", "`gate:whole` is not a part of a fused tensor"),
+        ("fused gate:0 up", "`gate:0` is not a part of a fused tensor"),
+        ("fused gate:8/00 up", "`gate:8/00` is not a part of a fused tensor"),
     ],
 )
 def test_a_wrong_rule_names_the_word(text: str, says: str) -> None:
@@ -437,6 +494,16 @@ def test_joining_rules_and_taking_them_apart() -> None:
     assert joined.text == "fused q:heads k:kv"
     assert [part_rule(joined, i).units for i in range(2)] == ["heads", "kv"]
     assert fused_rule([("a", parse_rule("replicate")), ("b", parse_rule("replicate"))]).verb == "replicate"
+    texts = ["column heads", "column heads", "replicate", "replicate", "column"]
+    rules = [(name, parse_rule(text)) for name, text in zip("zxBCd", texts, strict=True)]
+    mixed = fused_rule(rules, ["inner", "", "state", "", ""])
+    assert mixed.text == "fused z:inner/heads x:1/heads B:state/whole C:1/whole d"
+    assert mixed.parts == parse_rule(mixed.text).parts
+    assert [part_rule(mixed, i).text for i in range(5)] == texts
+    with pytest.raises(LayoutError, match="takes 6 parts out of a tensor of 5"):
+        part_rule(mixed, 5)
+    with pytest.raises(LayoutError, match="their rules are column, replicate"):
+        fused_rule(rules)
     with pytest.raises(LayoutError, match="cannot be fused"):
         fused_rule([("q", q), ("o", parse_rule("row heads"))])
     with pytest.raises(LayoutError, match="only a fused tensor can be taken apart"):

@@ -354,6 +354,10 @@ def test_a_family_without_the_section(tmp_path: Path) -> None:
         ("nothing", 5),
         ("absent", 7),
         ("twice + 1", 17),
+        ("vision.size * 2", 22),
+        ("vision.tower.depths[1]", 4),
+        ("vision.patch", 14),
+        ("vision.nothing", 5),
     ],
 )
 def test_expressions(tmp_path: Path, expression: str, value: int) -> None:
@@ -362,10 +366,13 @@ defaults:
   left_out: experts * width
   nothing: {{missing: 3, none: 5}}
   absent: {{missing: 7, none: 5}}
+  vision.patch: 14
+  vision.nothing: {{missing: 3, none: 5}}
 names: {{twice: 2 * width}}
 first: {{w: ["{expression}"]}}
 """
-    fields = {"flag": False, "kind": "b", "widths": [5, 6], "nothing": None}
+    vision = {"size": 11, "tower": {"depths": [3, 4]}, "nothing": None}
+    fields = {"flag": False, "kind": "b", "widths": [5, 6], "nothing": None, "vision": vision}
     assert orca(tmp_path, section, **fields) == {"w": (value,)}
 
 
@@ -404,7 +411,8 @@ last:
 
 BAD = {
     "call": ("first: {w: ['int(3)']}", "`int(3)` is nothing that an expression may hold", "first: w: `int(3)`"),
-    "attribute": ("first: {w: [width.real]}", "`width.real` is nothing", "first: w: `width.real`"),
+    "attribute": ("first: {w: ['[1].real']}", "`[1].real` is nothing", "first: w"),
+    "no part": ("first: {w: [width.real]}", "config.json lacks `width.real`", "first: w: `width.real`"),
     "power": ("first: {w: ['2 ** 9']}", "`2 ** 9` is nothing", "first: w"),
     "division": ("first: {w: ['width / 2']}", "`width / 2` is nothing", "first: w"),
     "fraction": ("first: {w: ['1.5']}", "`1.5` is nothing", "first: w"),

@@ -1,0 +1,326 @@
+"""What the words of a family file's expressions mean for one config.json, and the sizes that come of them.
+
+A word is the first of these that there is: ``layer``, a name of the section ``tensors``, a size of the family, a field
+of config.json (or of its ``text_config``; ``a.b`` is field b of its part a), its default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ckpttool.errors import LayoutError
+from ckpttool.formats.config import TIED, values_at
+from ckpttool.layout.expressions import Expressions, Refused, Value, checked, words
+from ckpttool.layout.rules import Size, Sizes, in_layer
+
+HINT = "correct it in config.json, as the authors of the model publish it"
+
+_MOST_LAYERS = 10_000
+"""More than any model has; a config that asks for more is wrong."""
+
+
+class SizeSpec(BaseModel):
+    """Where a size comes from: the first config field that is there, else the default; or an expression."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    fields: list[str] = Field(default=[], alias="from")
+    """Names of fields, or dotted paths (``vision_config.hidden_size``)."""
+    expr: str = ""
+    plus: list[str] = []
+    """Config fields that are added to it."""
+    default: int | str | None = None
+    """A number or an expression."""
+    shared: bool = False
+
+    @field_validator("expr", "default")
+    @classmethod
+    def _is_expression(cls, text: int | str | None) -> int | str | None:
+        try:
+            return checked(text) if isinstance(text, str) and text else text
+        except Refused as e:
+            raise ValueError(f"`{str(text)[:60]}`: {e.why}") from None
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> SizeSpec:
+        if bool(self.fields) == bool(self.expr):
+            raise ValueError("a size comes `from` fields of config.json or is an `expr`, one of the two")
+        if self.expr and (self.plus or self.default is not None):
+            raise ValueError("a size that is an `expr` says all in it: no `plus` and no `default` beside it")
+        return self
+
+
+class DefaultSpec(BaseModel):
+    """What a config field means that is not there, where that is something else than null."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    missing: bool | int | str
+    none: bool | int | str
+    """The field is null."""
+
+
+Default = bool | int | str | list[int | str] | DefaultSpec
+
+
+def size_spec(short: SizeSpec | str | list[str]) -> SizeSpec:
+    """The full form of what a family file says of a size."""
+    if isinstance(short, SizeSpec):
+        return short
+    return SizeSpec.model_validate({"from": [short] if isinstance(short, str) else short})
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a family file says of the words of its expressions."""
+
+    family: str
+    origin: str
+    """File name, for messages."""
+    specs: Mapping[str, SizeSpec]
+    """The sizes, in the order of the file."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Expressions that are used more than once."""
+    defaults: Mapping[str, Default] = field(default_factory=dict)
+    """What fields mean that are not there. A text is an expression."""
+    count: int | str = "layers"
+    """How many layers are numbered."""
+    mtp: int | str = 0
+    """How many of them are for multi-token prediction."""
+    tied: bool = False
+    """tie_word_embeddings of a config that does not say it."""
+    inside: bool = False
+    """The first place is that of the language model in the model of the last."""
+
+
+class Scope(Expressions):
+    """What words mean for one config, and in one layer."""
+
+    def __init__(self, vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]], sizes: Sizes) -> None:
+        """``places``: where fields are looked up, as ``FamilySpec.places`` has them; ``sizes``: what is known."""
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.places = places
+        self.sizes = sizes
+
+    def read(self, text: str) -> dict[str, Any]:
+        """The fields of config.json that an expression comes from, as far as they are there."""
+        out: dict[str, Any] = {}
+        seen: set[str] = set()
+        todo: list[object] = [text]
+        while todo:
+            following = todo.pop(0)
+            if isinstance(following, DefaultSpec):
+                todo += [following.missing, following.none]
+            if not isinstance(following, str):
+                continue
+            for name in (n for n in words(following) if n not in seen):
+                seen.add(name)
+                if name in self.vocabulary.names:
+                    todo.append(self.vocabulary.names[name])
+                    continue
+                spec = self.vocabulary.specs.get(name)
+                fields = [name] if spec is None else [*spec.fields, *spec.plus]
+                found = {f: v for f in fields for v in reversed(values_at(self.places, f))}
+                out |= found
+                if spec is not None and spec.expr:
+                    todo.append(spec.expr)
+                elif not any(v is not None for v in found.values()):
+                    todo.append(self.vocabulary.defaults.get(name))
+        return out
+
+    def meaning(self, name: str) -> Value:
+        own = self.vocabulary
+        if name in own.names:
+            return self._explained("tensors: names", name, own.names[name])
+        if name in own.specs:
+            refuse_other_fields(own.specs[name], self.places)
+        size = self.size(name)
+        if size is not None:
+            return size.value
+        # Whether the head is tied is a matter of the whole model, and not of the language model in it.
+        said = values_at(self.places[::-1] if name == TIED and own.inside else self.places, name)
+        found = next((s for s in said if s is not None), None)
+        if found is not None:
+            return _field(name, found, self._kind(name))
+        if name in own.defaults:
+            default = own.defaults[name]
+            if isinstance(default, DefaultSpec):
+                default = default.none if said else default.missing
+            return self._explained("tensors: defaults", name, default)
+        if name == TIED:
+            return not said and own.tied
+        lacking = name
+        if name in own.specs:
+            spec = own.specs[name]
+            if spec.expr:
+                return self._explained("sizes", name, spec.expr)
+            lacking = spec.fields[0]
+            if wrong := _said(spec.fields, self.places)[:1]:
+                raise Refused(f"`{wrong[0][0]}` of config.json is {shown(wrong[0][1])}, which is not a size", hint=HINT)
+        raise Refused(
+            f"config.json lacks `{lacking}`, on which the tensors of family `{own.family}` depend",
+            hint="give the complete config.json of the model; a family file can have a default in `tensors: defaults:`",
+            lacks=True,
+        )
+
+    def size(self, name: str) -> Size | None:
+        """A size of the family, in the layer that was entered if it has another value in each."""
+        if (size := self.sizes.get(name)) is not None:
+            return size
+        if in_layer(name, 0) in self.sizes:
+            return self.sizes.get(in_layer(name, self.layer()))
+        return None
+
+    def element(self, of: str, value: object) -> Value:
+        return _field(of, value)
+
+    def _kind(self, name: str) -> type | None:
+        """What a field has to be, as its default is; None where that does not say it."""
+        if name == TIED:
+            return bool
+        default = self.vocabulary.defaults.get(name)
+        if isinstance(default, DefaultSpec):
+            default = default.missing
+        if default is None:
+            return None
+        try:
+            return type(self._explained("tensors: defaults", name, default))
+        except Refused:
+            return None
+
+    def _explained(self, key: str, name: str, text: Value) -> Value:
+        """The meaning that the family file gives a name."""
+        if not isinstance(text, str):
+            return text
+        try:
+            return self.work_out(text)
+        except Refused as e:
+            e.through.append(f"{self.vocabulary.origin}: {key}: {name}: `{text}`")
+            raise
+
+
+def refuse_other_fields(spec: SizeSpec, places: Sequence[Mapping[str, Any]]) -> None:
+    """Raises Refused when a field that a size comes from is there and is no size."""
+    for name, value in (*_said(spec.fields, places)[:1], *_said(spec.plus, places)):
+        if type(value) is not int:
+            raise Refused(f"`{name}` of config.json is {shown(value)}, not a whole number", hint=HINT)
+
+
+def _said(fields: Iterable[str], places: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """The fields that are there and not null, with their values."""
+    return [(f, v) for f in fields for v in values_at(places, f) if v is not None]
+
+
+def read_sizes(vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]]) -> dict[str, Size]:
+    """The sizes of a model; one that differs from layer to layer is there as ``heads[3]``.
+
+    ``places`` are where fields are looked up, as ``FamilySpec.places`` has them. A size without field or default is
+    left out, and an error only if a rule needs it. Raises LayoutError for a size that is explained by a later one.
+    """
+    out: dict[str, Size] = {}
+    layers: int | None = None
+    for i, (name, spec) in enumerate(vocabulary.specs.items()):
+        _refuse_later(vocabulary, name, [*vocabulary.specs][i + 1 :])
+        scope = Scope(vocabulary, places, out)  # the size's own name is a field of the config here, and later is not
+        if not scope.depends(partial(_one, spec, scope)):
+            _put(out, name, spec, scope)
+            continue
+        layers = _layers(scope) if layers is None else layers
+        for layer in range(layers):
+            scope.enter(layer)
+            _put(out, in_layer(name, layer), spec, scope)
+    return out
+
+
+def check_size(scope: Scope, name: str) -> None:
+    """Raises Refused when what config.json says of a size is no size; what it does not say is no error."""
+    spec = scope.vocabulary.specs[name]
+    refuse_other_fields(spec, scope.places)
+    try:
+        if spec.expr and not scope.depends(lambda: _one(spec, scope)):
+            _one(spec, scope)
+    except Refused as e:
+        if not e.lacks:
+            raise
+
+
+def _put(out: dict[str, Size], name: str, spec: SizeSpec, scope: Scope) -> None:
+    try:
+        value = _one(spec, scope)
+    except Refused:
+        return
+    if value >= 1:
+        out[name] = Size(value, spec.shared)
+
+
+def _one(spec: SizeSpec, scope: Scope) -> int:
+    """A size, in the layer that the scope is in. Raises Refused."""
+    said = _said(spec.fields, scope.places)
+    text: int | str | None = next((n for _, n in said if type(n) is int), None)
+    if text is None and said:
+        raise Refused("something is said, and it is not a number: the default would be a guess")
+    if text is None:
+        text = spec.expr or spec.default
+    if text is None:
+        raise Refused("config.json does not say it", lacks=True)
+    try:
+        value = scope.work_out(text) if isinstance(text, str) else text
+    except RecursionError:
+        raise Refused("this expression is too deep") from None
+    if type(value) is not int:
+        raise Refused(f"`{text}` comes to {value!r}, which is not a size")
+    return value + sum(next((v for v in values_at(scope.places, f) if type(v) is int), 0) for f in spec.plus)
+
+
+def _layers(scope: Scope) -> int:
+    """How many layers are numbered, as far as config.json says it."""
+
+    def number(text: int | str) -> int:
+        try:
+            value = scope.work_out(text) if isinstance(text, str) else text
+        except (Refused, RecursionError):
+            return 0
+        return min(value, _MOST_LAYERS) if type(value) is int else 0
+
+    scope.given["mtp"] = number(scope.vocabulary.mtp)
+    return number(scope.vocabulary.count) or number("layers")
+
+
+def _refuse_later(vocabulary: Vocabulary, name: str, later: list[str]) -> None:
+    """Raises LayoutError for an expression of a size with a word that is explained further down."""
+    spec = vocabulary.specs[name]
+    text = spec.expr or (spec.default if isinstance(spec.default, str) else "")
+    for word in words(text):
+        if word in later and word not in vocabulary.names:
+            raise LayoutError(
+                f"the size `{name}` is explained by `{word}`, which comes later",
+                where=f"{vocabulary.origin}: sizes: {name}: `{text}`",
+                hint="a size may be explained by those above it",
+            )
+
+
+_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", list: "a list"}
+
+
+def shown(value: object) -> str:
+    """A value as config.json has it."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _field(name: str, value: object, kind: type | None = None) -> Value:
+    """A value of config.json that an expression can use; ``kind`` is what it has to be."""
+    if kind is bool and type(value) is int and value in (0, 1):
+        return value
+    if kind is not None and type(value) is not kind:
+        raise Refused(f"`{name}` of config.json is {shown(value)}, not {_WORDS[kind]}", hint=HINT)
+    if isinstance(value, int | str | list):
+        return value
+    raise Refused(f"`{name}` of config.json is {shown(value)}, which is not a whole number, a text or a list")

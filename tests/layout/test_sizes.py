@@ -1,0 +1,153 @@
+"""Sizes of a family: fields and paths of config.json, expressions, and what differs from layer to layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpttool.errors import LayoutError
+from ckpttool.layout.family import Family, load_family
+from ckpttool.layout.shapes import check_sizes
+
+
+def family_of(tmp_path: Path, sizes: str, config: dict[str, Any], rest: str = "") -> Family:
+    """A family file with these sizes."""
+    path = tmp_path / "orca.yaml"
+    body = "".join(f"  {line}\n" for line in sizes.strip().splitlines())
+    path.write_text(f'family: orca\nsizes:\n{body}layers: {{prefix: "b.{{layer}}.", rules: {{}}}}\n{rest}', "utf-8")
+    return load_family(str(path), config)
+
+
+def sizes_of(tmp_path: Path, sizes: str, config: dict[str, Any], rest: str = "") -> dict[str, int]:
+    return {name: size.value for name, size in family_of(tmp_path, sizes, config, rest).sizes.items()}
+
+
+CONFIG = {
+    "layers": 2,
+    "width": 64,
+    "text_config": {"heads": 8, "vision": {"heads": 3}},
+    "vision_config": {"heads": 5, "tower": {"heads": 7}, "name": "x"},
+    "dotted.name": 9,
+    "size": [5, 6],
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "value"),
+    [
+        ("vision_config.heads", 5),
+        ("text_config.heads", 8),
+        ("vision_config.tower.heads", 7),
+        ("vision.heads", 3),
+        ("dotted.name", 9),
+        ("{expr: 'size[1]'}", 6),
+        ("[vision_config.depth, vision_config.heads]", 5),
+        ("{from: [vision_config.heads], plus: [vision_config.tower.heads]}", 12),
+        ("{from: [vision_config.depth], default: 4}", 4),
+        ("{from: [head_dim], default: width // heads}", 8),
+        ("{expr: 2 * width}", 128),
+        ("{expr: '(width + vision_config.heads) // 2'}", 34),
+        ("{expr: 1 if width == 64 and not tie_word_embeddings else 2}", 1),
+        ("{expr: expand * width}", 192),
+        ("{expr: wide}", 256),
+    ],
+)
+def test_where_a_size_comes_from(tmp_path: Path, size: str, value: int) -> None:
+    rest = "tensors: {defaults: {expand: 3}, names: {wide: 4 * width}}\n"
+    assert sizes_of(tmp_path, f"size: {size}", CONFIG, rest) == {"size": value}
+
+
+def test_an_expression_knows_the_sizes_above_it(tmp_path: Path) -> None:
+    sizes = "heads: {from: [heads], shared: true}\ninner: {expr: heads * width, shared: true}\nouter: {expr: 2 * inner}"
+    family = family_of(tmp_path, sizes, CONFIG)
+    assert {n: (s.value, s.shared) for n, s in family.sizes.items()} == {
+        "heads": (8, True),
+        "inner": (512, True),
+        "outer": (1024, False),
+    }
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "vision_config.depth",
+        "vision_config.name.length",
+        "{expr: depth * 2}",
+        "{expr: width - 64}",
+        "{expr: vision_config.name}",
+        "{expr: width == 64}",
+        "{from: [vision_config.name], default: 3}",
+        "{from: [head_dim], default: width // depth}",
+        "{expr: 2 * size}",
+    ],
+)
+def test_a_size_that_the_config_does_not_give_is_left_out(tmp_path: Path, size: str) -> None:
+    assert sizes_of(tmp_path, f"size: {size}", CONFIG) == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ("size: {expr: 2 +}", "`2 +`: this is not an expression"),
+        ("size: {expr: len(x)}", "`len(x)` is nothing that an expression may hold"),
+        ("size: {expr: '[1].real'}", "`[1].real` is nothing that an expression may hold"),
+        ("size: {expr: width ** 2}", "`width ** 2` is nothing that an expression may hold"),
+        ("size: {expr: 1.5 * width}", "`1.5` is nothing that an expression may hold"),
+        ("size: {from: [a], default: width /}", "`width /`: this is not an expression"),
+        ("size: {from: [a], expr: width}", "a size comes `from` fields of config.json or is an `expr`"),
+        ("size: {shared: true}", "a size comes `from` fields of config.json or is an `expr`"),
+        ("size: {expr: width, default: 3}", "a size that is an `expr` says all in it"),
+        ("size: {expr: other}\nother: {expr: width}", "the size `size` is explained by `other`, which comes later"),
+        ("size: {expr: width is 3}", "`width is 3` is nothing that an expression may hold"),
+        ("size: {from: [a], default: other}\nother: width", "the size `size` is explained by `other`"),
+    ],
+)
+def test_a_wrong_size_is_refused_at_once(tmp_path: Path, sizes: str, says: str) -> None:
+    with pytest.raises(LayoutError) as e:
+        family_of(tmp_path, sizes, CONFIG)
+    assert says in e.value.what
+    assert "orca.yaml" in str(e.value.where)
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        ("vision_config.name", '`vision_config.name` of config.json is "x", not a whole number'),
+        ("{expr: 2 * vision_config.name}", "`vision_config.name` is 'x', not a whole number"),
+        ("{expr: vision_config.name}", "comes to 'x', which is not a size"),
+        ("vision_config.depth", ""),
+        ("{expr: depth * 2}", ""),
+        ("{expr: layer + depth}", ""),
+    ],
+)
+def test_what_contradicts_a_size_is_said_where_sizes_must_be_right(tmp_path: Path, size: str, says: str) -> None:
+    family = family_of(tmp_path, f"size: {size}", CONFIG)
+    if not says:
+        check_sizes(family, CONFIG)
+        return
+    with pytest.raises(LayoutError) as e:
+        check_sizes(family, CONFIG)
+    assert says in e.value.what
+    assert e.value.where[0] == "orca.yaml: sizes: size"
+
+
+def test_a_size_for_each_layer(tmp_path: Path) -> None:
+    """A list of config.json, a kind of layer, and what follows from such sizes; the last layer predicts tokens."""
+    config = {"n": 3, "heads": [8, 4, None, 2], "kinds": ["full", "linear", "full", "full"], "kv": 2, "extra": 1}
+    sizes = """
+layers: n
+heads: {expr: "heads[layer]"}
+kv_heads: {expr: "kv if kinds[layer] == 'full' else heads", shared: true}
+inner: {from: [inner], default: 2 * heads}
+same: {expr: kv if n == 3 else layer}
+"""
+    found = sizes_of(tmp_path, sizes, config, "tensors: {mtp: extra, count: layers + mtp}\n")
+    assert found == {
+        "layers": 3,
+        "heads[0]": 8, "heads[1]": 4, "heads[3]": 2,
+        "kv_heads[0]": 2, "kv_heads[1]": 4, "kv_heads[2]": 2, "kv_heads[3]": 2,
+        "inner[0]": 16, "inner[1]": 8, "inner[3]": 4,
+        "same": 2,
+    }  # fmt: skip
