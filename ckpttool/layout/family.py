@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.config import config_places, quantization, ties_head
 from ckpttool.layout.files import builtin, completed, find_file, inner_config, read_builtin, read_own
-from ckpttool.layout.names import expand, has_literal_number, pattern_regex, samples, split_numbers
+from ckpttool.layout.names import expand, has_inner_number, has_literal_number, pattern_regex, samples, split_numbers
 from ckpttool.layout.rules import Rule, Sizes, fused_rule, parse_rule, part_rule
 from ckpttool.layout.scales import config_block
 from ckpttool.layout.sizes import Default, SizeSpec, Vocabulary, read_sizes, size_spec
@@ -412,7 +412,7 @@ class Family:
     """From --replicate and --split; before every rule of the file."""
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
     _by_name: bool = False
-    """Some pattern names one number, so that names of one template may have different rules."""
+    """Some pattern names one number, or has an expert's number inside a word: names of one template may differ."""
     _cache: dict[tuple[Transform, ...], dict[str, tuple[Placement, int, int] | None]] = field(default_factory=dict)
 
     @property
@@ -773,7 +773,7 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
         spec.tied if (tied := ties_head(config)) is None else tied,
         frozenset(str(place.get("model_type", "")) for place in spec.places(config)),
         _rules=_compile(spec, origin),
-        _by_name=any(has_literal_number(p) for p in _patterns(spec)),
+        _by_name=any(has_literal_number(p) or has_inner_number(p) for p in _patterns(spec)),
     )
 
 

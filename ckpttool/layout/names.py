@@ -74,6 +74,11 @@ def has_literal_number(pattern: str) -> bool:
     return re.search(r"(?<![^.{,])\d+(?![^.},])", pattern) is not None
 
 
+def has_inner_number(pattern: str) -> bool:
+    """Whether a number is only a part of a name's component (``expert_{expert}``): templates keep it as it is."""
+    return re.search(r"[^.]\{(?:layer|expert)\}|\{(?:layer|expert)\}[^.]", pattern) is not None
+
+
 class Renamer:
     """A name -> name function, evaluated once per template.
 
