@@ -36,6 +36,9 @@ class Views:
     imports: Annotated[
         bool, flag("--imports", "What the pickles in SRC would import; exit 3 when one is dangerous.")
     ] = False
+    suggest_family: Annotated[
+        bool, flag("--suggest-family", "Print a family file to start from, for a model that none is for.")
+    ] = False
     check: Annotated[
         bool, flag("--check", "Look for problems, and prove a manifest's checksums; exit 3 on an error.")
     ] = False

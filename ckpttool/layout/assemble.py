@@ -7,7 +7,6 @@ wrong tensor.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +15,10 @@ from typing import Any
 
 from ckpttool.catalog import SHAPE_FROM_RULES, Catalog, Key, LogicalTensor, Pad, Piece, StoredTensor, logical_tensor
 from ckpttool.catalog import whole_tensor as whole_logical
-from ckpttool.errors import CkptError, ConflictError, LayoutError
+from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.formats.config import quantization
 from ckpttool.geometry import Box, uncovered, whole
-from ckpttool.layout.family import Family, Placement, Transform, family_names, load_family
+from ckpttool.layout.family import Family, Placement, Transform
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.rules import (
@@ -77,26 +76,20 @@ def no_rule(names: Iterable[str], family: Family, config: Mapping[str, Any]) -> 
         hint = f"put the model's config.json beside the weights, or specify how they are held: {single}"
     elif family.name == "none":
         origin = f"no family (config.json names none that is known: model_type `{config.get('model_type')}`)"
-        fitting = _fitting(names, config)
-        if fitting:
-            hint = f"if the model is built like those of a family with such names: --family {', '.join(fitting)}"
+        from ckpttool.layout.nearest import fitting, nearest
+
+        if known := fitting(names):
+            hint = f"if the model is built like those of a family with such names: --family {', '.join(known[:3])}"
+        elif near := nearest(names):
+            hint = (
+                f"the nearest family is `{near.family}`, whose rules name {near.named} of {near.kinds} kinds of tensor;"
+                f" ckpttool inspect SRC --suggest-family prints a file to start from, for --family. Or {single}"
+            )
     return LayoutError(
         f"no layout rule names {len(templates)} kind{'s' if len(templates) > 1 else ''} of tensor",
         where=[origin, *shown],
         hint=hint,
     )
-
-
-def _fitting(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Built-in families whose rules name all these tensors."""
-    one_of_each = {split_numbers(n)[0]: n for n in names}.values()
-    out = []
-    for name in family_names():
-        with contextlib.suppress(CkptError):  # a config that lacks what the family needs
-            place = load_family(name, config).placer(())
-            if all(place(n) is not None for n in one_of_each):
-                out.append(name)
-    return out
 
 
 @dataclass(slots=True)

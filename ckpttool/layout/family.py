@@ -123,6 +123,14 @@ class StackSpec(_Strict):
     rules: dict[str, str]
 
 
+class ExtendsSpec(_Strict):
+    """The family that this one is like; layout/files.py has put both together."""
+
+    family: str
+    namings: list[str] = []
+    """Those of that family that hold here, too."""
+
+
 class InsideSpec(_Strict):
     """The language model in a model, which another family describes; layout/files.py puts both together."""
 
@@ -173,6 +181,7 @@ class FamilySpec(_Strict):
     stacks: dict[str, StackSpec] = {}
     """Other stacks of layers, which live on the first stage."""
     last: dict[str, str] = {}
+    extends: ExtendsSpec | None = None
     inside: InsideSpec | None = None
     base: str = ""
     """What names begin with that checkpoints of the model without its head may have without it."""

@@ -166,9 +166,7 @@ def _with_namings(other: dict[str, Any], taken: list[str], origin: str) -> dict[
 def _extended(data: dict[str, Any], config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     said = _of_other("extends", data["extends"], {"family": str, "namings": list}, origin)
     other = _with_namings(_other(said.get("family", ""), config, origin), said.get("namings", []), origin)
-    out = _joined(data, other)
-    del out["extends"]
-    return out
+    return _joined(data, other)
 
 
 def _joined(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

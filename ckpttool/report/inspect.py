@@ -21,7 +21,7 @@ from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.findings import CheckResult, Finding, Import, ImportsResult
-    from ckpttool.ops.inspect.answer import TensorStats, Totalled, View
+    from ckpttool.ops.inspect.answer import Suggested, TensorStats, Totalled, View
     from ckpttool.ops.inspect.diff import Changed, DiffResult
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.identity import Identity
@@ -39,7 +39,15 @@ def show_inspect(
 ) -> None:
     """Print what ``ops.inspect`` answered; ``quiet`` leaves notes out."""
     from ckpttool.findings import CheckResult, ImportsResult
-    from ckpttool.ops.inspect.answer import LayoutView, TensorListing, TensorSlices, TensorStats, Totalled, View
+    from ckpttool.ops.inspect.answer import (
+        LayoutView,
+        Suggested,
+        TensorListing,
+        TensorSlices,
+        TensorStats,
+        Totalled,
+        View,
+    )
 
     if not as_json and not quiet:
         text.notes(answer.listing.notes if isinstance(answer, View) else answer.notes)
@@ -59,6 +67,8 @@ def show_inspect(
         show_values(answer, as_json=as_json)
     elif isinstance(answer, Totalled):
         show_total(answer, as_json=as_json, quiet=quiet)
+    elif isinstance(answer, Suggested):
+        show_suggestion(answer, as_json=as_json, quiet=quiet)
     elif isinstance(answer, TensorSlices):
         show_slices(answer.listing, answer.slices, as_json=as_json)
     elif isinstance(answer, ImportsResult):
@@ -533,6 +543,19 @@ def show_imports(result: ImportsResult, *, as_json: bool, quiet: bool = False) -
     if not quiet:
         sums = [f"{sum(v == verdict for v, _ in together):,} {verdict}" for verdict in order]
         text.write(f"{plain(str(result.path))}: {count(result.files, 'pickle')}, {', '.join(sums)}\n")
+
+
+def show_suggestion(answer: Suggested, *, as_json: bool, quiet: bool = False) -> None:
+    """The file, to be redirected; how far it can be believed goes to stderr."""
+    from ckpttool.ops.inspect.suggest import summary
+
+    found = answer.suggestion
+    if as_json:
+        dump({**_head(answer.listing, "family"), **found._asdict()}, entries=len(found.doubts))
+        return
+    text.write(found.text)
+    if not quiet:
+        text.notes([summary(found)])
 
 
 def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None:

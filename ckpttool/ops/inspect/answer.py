@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpttool.findings import CheckResult, ImportsResult
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
+    from ckpttool.ops.inspect.suggest import Suggestion
     from ckpttool.ops.inspect.total import Total
     from ckpttool.ops.inspect.values import Slice, Values
 
@@ -41,6 +42,7 @@ class InspectRequest:
     total: bool = False
     """With ``digest``: one for everything."""
     imports: bool = False
+    suggest_family: bool = False
     check: bool = False
     diff: Place | None = None
     values: bool = False
@@ -97,6 +99,13 @@ class Totalled(View):
     """One digest of everything."""
 
     total: Total
+
+
+@dataclass(frozen=True, slots=True)
+class Suggested(View):
+    """A family file to start from."""
+
+    suggestion: Suggestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +175,12 @@ def _answer(
 
         listing = list_tensors(src, options)
         return TensorSlices(question, listing, tuple(show(listing, question.show)))
+    if question.suggest_family:
+        from ckpttool.ops.inspect.suggest import suggest
+
+        listing = list_tensors(src, options, stored_too=False)
+        shapes = {r.name: r.shape for r in listing.rows if r.component == "model"}
+        return Suggested(question, listing, suggest(shapes, listing.stored.config))
     if question.ranks:
         from ckpttool.ops.inspect.holdings import layout_of
 
@@ -203,6 +218,7 @@ def _sensible(question: InspectRequest) -> None:
         "--show": bool(question.show),
         "--stats, --hist and --hash": question.reads_values,
         "--imports": question.imports,
+        "--suggest-family": question.suggest_family,
         "--check": question.check,
         "--diff": question.diff is not None,
     }
