@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import warnings
@@ -55,6 +56,7 @@ def main() -> int:
             return 2
         chosen += [a for a in got if a not in chosen]
     root = said.keep or scratch()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the files would stay
     try:
         return run(chosen, root, said)
     finally:

@@ -3,43 +3,131 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 LENGTH = 24
 
 
-def inputs(model: Any) -> dict[str, Any]:
-    """Random inputs of the model's own kind: two sentences, and what else it cannot do without."""
+def _draw() -> Any:
     import torch
 
-    draw = torch.Generator().manual_seed(5)
-    accepted = inspect.signature(model.forward).parameters
-    tokens = torch.randint(100, 270, (2, LENGTH), generator=draw)
+    return torch.Generator().manual_seed(5)
+
+
+def _random(*shape: int) -> Any:
+    import torch
+
+    return torch.randn(shape, generator=_draw())
+
+
+def _tokens(length: int = LENGTH) -> Any:
+    """Two sentences of plain words: the special tokens of tiny models have small numbers."""
+    import torch
+
+    return torch.randint(100, 270, (2, length), generator=_draw())
+
+
+def _text_and_image(config: Any) -> dict[str, Any]:
+    return {"input_ids": _tokens(), "pixel_values": _image(config)}
+
+
+def _image(config: Any) -> Any:
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", 32)
+    return _random(2, getattr(vision, "num_channels", 3), size, size)
+
+
+def _sound(config: Any) -> dict[str, Any]:
+    for part in (config, *(getattr(config, n, None) for n in ("audio_config", "encoder_config", "encoder"))):
+        mels = getattr(part, "num_mel_bins", None) or getattr(part, "input_feat_per_channel", None)
+        if mels:
+            frames = 2 * int(getattr(part, "max_source_positions", LENGTH))
+            shape = (frames, mels) if config.model_type in FRAMES_FIRST else (mels, frames)
+            return {"input_features": _random(2, *shape)}
+    return {"input_values": _random(2, 1600)}
+
+
+FRAMES_FIRST = frozenset({"speech_to_text", "canary", "cohere_asr", "seamless_m4t", "seamless_m4t_v2"})
+"""Speech models whose features are [frames, mels]."""
+
+
+def _querying(config: Any) -> dict[str, Any]:
+    import torch
+
+    found = _text_and_image(config)
+    count = config.num_query_tokens
+    found["input_ids"][:, :count] = config.image_token_id
+    found["qformer_input_ids"] = _tokens(8)
+    return found | {"attention_mask": torch.ones_like(found["input_ids"])}
+
+
+def _boxes(config: Any) -> dict[str, Any]:
+    import torch
+
+    corner = torch.randint(0, 60, (2, LENGTH, 2), generator=_draw())
+    size = config.max_2d_position_embeddings
+    return {
+        "input_ids": _tokens(),
+        "bbox": torch.cat([corner, corner + 30], -1) / size,
+        "decoder_input_ids": _tokens(),
+    }
+
+
+def _kosmos(config: Any) -> dict[str, Any]:
+    import torch
+
+    mask = torch.zeros(2, LENGTH, dtype=torch.long)
+    mask[:, : config.latent_query_num] = 1
+    return _text_and_image(config) | {"image_embeds_position_mask": mask}
+
+
+EXTRA: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "blip": _text_and_image,
+    "blip-2": _text_and_image,
+    "instructblip": _querying,
+    "instructblipvideo": lambda c: _querying(c) | {"pixel_values": _image(c).unsqueeze(1)},
+    "idefics": lambda c: {"input_ids": _tokens(), "pixel_values": _image(c).unsqueeze(1)},
+    "kosmos-2": _kosmos,
+    "udop": _boxes,
+    "vision-encoder-decoder": lambda c: {
+        "pixel_values": _image(c.encoder),
+        "decoder_input_ids": _tokens(),
+    },
+    "pix2struct": lambda c: {
+        "flattened_patches": _random(2, 16, 2 + 3 * c.vision_config.patch_size**2).abs().round(),
+        "decoder_input_ids": _tokens(),
+    },
+    "musicgen": lambda c: {"input_ids": _tokens(LENGTH).repeat(c.num_codebooks, 1)[:, :8].remainder(60)},
+    "musicgen_decoder": lambda c: {"input_ids": _tokens().repeat(c.num_codebooks, 1).remainder(60)},
+    "musicgen_melody_decoder": lambda c: {"input_ids": _tokens().repeat(c.num_codebooks, 1).remainder(60)},
+    "modernvbert": lambda _: {"input_ids": _tokens()},
+    "ultravbert": lambda _: {"input_ids": _tokens()},
+}
+"""By model type: inputs that cannot be told from the signature."""
+
+
+def inputs(model: Any) -> dict[str, Any]:
+    """Random inputs of the model's own kind: two sentences, and what else it cannot do without."""
     config = model.config
+    accepted = inspect.signature(model.forward).parameters
     out: dict[str, Any] = {}
-    main = getattr(model, "main_input_name", "input_ids")
-    if main == "input_features" or ("input_features" in accepted and "input_ids" not in accepted):
-        frames = 2 * int(getattr(config, "max_source_positions", LENGTH))
-        mels = int(getattr(config, "num_mel_bins", 0) or getattr(config, "input_feat_per_channel", 8))
-        shape = (2, frames, mels) if "speech_to_text" in config.model_type else (2, mels, frames)
-        out["input_features"] = torch.randn(shape, generator=draw)
+    if config.model_type in EXTRA:
+        out = EXTRA[config.model_type](config)
+    elif "input_ids" in accepted and "logits_per_image" in (inspect.getsource(type(model)) or ""):
+        out = _text_and_image(config)
     elif "input_ids" in accepted:
-        out["input_ids"] = tokens
+        out["input_ids"] = _tokens()
+    elif "pixel_values" in accepted:
+        out["pixel_values"] = _image(config)
+    else:
+        out = _sound(config)
     if config.is_encoder_decoder and "decoder_input_ids" in accepted:
-        out["decoder_input_ids"] = torch.randint(100, 270, (2, LENGTH), generator=draw)
-    vision = getattr(config, "vision_config", None)
-    if (
-        vision is not None
-        and "pixel_values" in accepted
-        and hasattr(config, "text_config")
-        and "ForCond" not in type(model).__name__
-    ):
-        size = getattr(vision, "image_size", 32)
-        out["pixel_values"] = torch.randn(2, getattr(vision, "num_channels", 3), size, size, generator=draw)
+        out.setdefault("decoder_input_ids", _tokens())
     if "use_cache" in accepted:
         out["use_cache"] = False
-    return out
+    return {k: v for k, v in out.items() if k in accepted}
 
 
 def load(cls: type, folder: Path) -> Any:

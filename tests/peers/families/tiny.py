@@ -20,6 +20,8 @@ from tests.peers.families.settings import PLAIN_HEADS, SETTINGS
 
 VOCAB = 272
 """Rows of every vocabulary: 16 x 17, a number that no other axis has."""
+LARGEST = 3_000_000
+"""Parameters of a tiny model."""
 KEPT = {
     *("transformers_version", "architectures", "dtype", "id2label", "label2id", "problem_type", "return_dict"),
     *("output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "attn_implementation"),
@@ -44,6 +46,7 @@ NUMBERS = _numbers(
     64 thinker_hidden_size input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim
     64 patch_embed_hidden_size pooler_hidden_size pooler_output_size merged_hidden_size decoder_hidden_size embed_dim
     64 adapter_out_dim alignment_hidden_size image_token_embed_dim llm_hidden_size encoder_embed_dim decoder_embed_dim
+    128 attention_hidden_size
     128 intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim d_ff mlp_dim d_inner dim_ff dff hidden_dim
     128 ffn_hidden_size projection_hidden_size projection_hidden_dim projection_intermediate_size prompt_mid_dim
     128 alignment_intermediate_size vision_output_dim feed_forward_size intermediate_size_mlp dense_intermediate_size
@@ -57,7 +60,7 @@ NUMBERS = _numbers(
     8 num_sliding_attention_heads swa_num_attention_heads resampler_heads
     2 num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_query_groups num_attention_groups
     16 head_dim d_kv d_head swa_head_dim resampler_head_dim dim_head global_head_dim attention_head_size
-    16 resampler_dim_head
+    16 resampler_dim_head attention_head_dim
     32 q_lora_rank o_lora_rank
     16 kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim linear_head_dim
     8 qk_rope_head_dim linear_key_head_dim
@@ -97,7 +100,6 @@ LISTS: dict[str, Any] = {
     "vision_feature_layer": [-2, -1],
     "channel_multiplier": [1, 1],
     "summary_idxs": [0],
-    "norm_mean": ...,
 }
 """Lists that are no list of layers."""
 _TOKEN = re.compile(r"(_token_id|_token_index|_token_ids|_index|_id)$")
@@ -184,6 +186,26 @@ def shrink(config: Any, heads: int, tokens: _Tokens | None = None) -> dict[str, 
             out[name] = value
     if kept and (layers := _layers_field(fields)):
         out[layers] = len(kept)
+    if fields.get("qk_rope_head_dim") and fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
+        out["num_key_value_heads"] = out["num_attention_heads"]  # a latent has a key for every query
+        if fields.get("head_dim") == fields["qk_rope_head_dim"]:
+            out["head_dim"] = out["qk_rope_head_dim"]
+    if isinstance(rope := out.get("rope_parameters"), dict):
+        out["rope_parameters"] = _sections(rope, int(out.get("head_dim") or 8))
+    return out
+
+
+def _sections(rope: dict[str, Any], head: int) -> dict[str, Any]:
+    """Rotary parameters whose sections for time, height and width fit a head."""
+    out: dict[str, Any] = {}
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            out[name] = _sections(value, head)
+        elif name == "mrope_section":
+            quarter = int(head * rope.get("partial_rotary_factor", 1.0)) // 8
+            out[name] = [2 * quarter, quarter, quarter]
+        else:
+            out[name] = value
     return out
 
 
@@ -229,7 +251,9 @@ def _is_numbering(values: Any) -> bool:
 
 def _listed(name: str, value: Any, kept: list[int], fields: Mapping[str, Any], tokens: _Tokens) -> Any:
     if name in LISTS:
-        return value if LISTS[name] is ... else LISTS[name][: max(1, len(value))]
+        return LISTS[name][: max(1, len(value))]
+    if name in NUMBERS and value and all(type(v) is int for v in value):
+        value = [NUMBERS[name]] * len(value)
     count = fields.get(_layers_field(fields) or "")
     if kept and len(value) == count:
         return list(range(len(kept))) if _is_numbering(value) and value[0] == 0 else [value[i] for i in kept]
@@ -295,6 +319,12 @@ def tiny_model(architecture: Architecture, changes: Mapping[str, Any] | None = N
     config = tiny_config(architecture.model_type, changes)
     config.dtype = torch.float32
     cls = getattr(transformers, architecture.cls)
+    if architecture.group == "causal" and not isinstance(config, cls.config_class):
+        config = config.get_text_config(decoder=True)
+    with torch.device("meta"):
+        size = parameters(cls._from_config(config, attn_implementation="eager"))
+    if size > LARGEST:
+        raise ValueError(f"{size:,} parameters are not tiny")
     torch.manual_seed(0)
     model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
     random_weights(model)
