@@ -27,7 +27,7 @@ from ckpttool.layout.family import Family, Transform, matches
 from ckpttool.layout.names import Renamer, expand, pattern_regex
 from ckpttool.layout.packed import GLOBAL, INPUTS, Packing, find_packing
 from ckpttool.layout.packed import Part as PackedPart
-from ckpttool.layout.rules import Rule, cut_axis, unit_count
+from ckpttool.layout.rules import Rule, Size, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
 from ckpttool.select import bounded, nearest_hint, renamer
 from ckpttool.states import SCALARS
@@ -375,7 +375,7 @@ def apply_transforms(
         elif isinstance(op, transforms.Fuse):
             views = (_take_apart if op.inverse else _fuse)(views, op, _Axes(views, family, tuple(done), packing))
         elif isinstance(op, transforms.RotaryPairs):
-            views = _rotate(views, op, family, packing)
+            views = _rotate(views, op, _Axes(views, family, tuple(done), packing))
         elif isinstance(op, transforms.Transpose | transforms.Squeeze):
             if packing is not None:
                 _refuse_packed(views, op.patterns, packing, "transposed")
@@ -498,7 +498,8 @@ def _reshape(views: TensorTable, op: transforms.Transpose | transforms.Squeeze) 
     return replace(views, table=table)
 
 
-def _rotate(views: TensorTable, op: transforms.RotaryPairs, family: Family, packing: Packing | None) -> TensorTable:
+def _rotate(views: TensorTable, op: transforms.RotaryPairs, axes: _Axes) -> TensorTable:
+    packing = axes.packing
     patterns = [pattern for pattern, _ in op.pairs]
     for name in views.table if packing is not None else ():
         if packing is not None and (part := packing.part(name, views.table)) and matches(patterns, part.weight):
@@ -507,7 +508,7 @@ def _rotate(views: TensorTable, op: transforms.RotaryPairs, family: Family, pack
     rows: dict[int, str] = {}
     for pattern, size in op.pairs:
         for name in [n for n in table if matches((pattern,), n)]:
-            view, heads = table[name], family.size(size)
+            view, heads = table[name], axes.family.size(size, axes.layer(name))
             if view.dtype not in _FLOATS:
                 raise UnsupportedError(
                     f"`{name}` is {view.dtype}: rows of quantised weights are not put into another order",
@@ -594,6 +595,16 @@ class _Axes:
         axis = cut_axis(rule, ndim, bias=is_bias(name))
         return ndim - 1 if axis is None else axis
 
+    def layer(self, name: str) -> int | None:
+        """Whose tensor it is."""
+        place = self.family.placement(name, self.before)
+        return place.layer if place else None
+
+    def count(self, units: str, name: str, op: transforms.Fuse) -> Size | None:
+        """A size that a fusion needs. Raises LayoutError when the model's config does not give it."""
+        where = Rule("fused", text=f"fusion {op.name}")
+        return unit_count(self.family.word(units, self.layer(name)), self.family.sizes, where)
+
     def grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(elements of the weight for each of the tensor along each axis, shape of the weight) of scale grids and
         packed weights; ((), the tensor's own shape) of others."""
@@ -662,7 +673,7 @@ def _joined(op: transforms.Fuse, parts: Sequence[DerivedTensor], whole_name: str
                 hint="keep the parts apart: a target that does not fuse, or without --fuse",
             )
     if op.groups:
-        size = unit_count(op.groups, axes.family.sizes, _no_rule(op))
+        size = axes.count(op.groups, name, op)
         if size is None or (block and block[axis] != 1):
             raise LayoutError(f"`{name}` cannot be interleaved into `{whole_name}`: one scale is for several rows")
         return interleave(whole_name, parts, axis, size.value)
@@ -681,11 +692,6 @@ def _one_for_all(views: TensorTable, parts: Sequence[DerivedTensor], packed: Pac
         if other.same is not first.same:
             views.equal.append((first.same, other.same))
     return first.named(name)
-
-
-def _no_rule(op: transforms.Fuse) -> Rule:
-    """Where a size is needed by a fusion and not by a rule."""
-    return Rule("fused", text=f"fusion {op.name}")
 
 
 def _scale_block(views: TensorTable, name: str, family: Family) -> tuple[int, ...]:
@@ -720,7 +726,7 @@ def _take_apart(views: TensorTable, op: transforms.Fuse, axes: _Axes) -> TensorT
                 _put(table, view.named(part), f"fusion {op.name}")
             continue
         axis = axes.output(name)
-        units = [unit_count(u, axes.family.sizes, _no_rule(op)) for u in op.units]
+        units = [axes.count(u, name, op) for u in op.units]
         weights = [u.value if u else 1 for u in units]
         block, whole_shape = axes.grid(name)
         n = whole_shape[axis] if whole_shape else 0
@@ -739,7 +745,7 @@ def _take_apart(views: TensorTable, op: transforms.Fuse, axes: _Axes) -> TensorT
         lengths = [-(-x // rows) for x in lengths]
         groups = 0
         if op.groups:
-            size = unit_count(op.groups, axes.family.sizes, _no_rule(op))
+            size = axes.count(op.groups, name, op)
             if size is None or rows != 1:
                 raise LayoutError(f"`{name}` cannot be taken apart: one scale is for rows of several parts")
             groups = size.value

@@ -13,7 +13,7 @@ from ckpttool.errors import CkptError, ConflictError
 from ckpttool.layout.assemble import is_bias
 from ckpttool.layout.family import Family, Fuse, Placement, Rename, Transform, inverse
 from ckpttool.layout.names import expand, pattern_regex, split_numbers
-from ckpttool.layout.rules import IndivisibleError, PartitionContext, Rule, Sizes, cut_axis, global_axis
+from ckpttool.layout.rules import IndivisibleError, PartitionContext, Rule, Sizes, cut_axis, global_axis, size_name
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.select import compile_pattern, exactly
 
@@ -25,7 +25,7 @@ def keeps_whole(rule: Rule, sizes: Sizes, tp: int) -> bool:
     that does not. Writing asks this function, and reading does where a save does not record what is cut.
     """
     kind = "vocab" if rule.verb == "vocab" else rule.units if rule.verb == "column" else ""
-    return kind in ("vocab", "kv_heads") and kind in sizes and sizes[kind].value % tp != 0
+    return size_name(kind) in ("vocab", "kv_heads") and kind in sizes and sizes[kind].value % tp != 0
 
 
 def kept_whole(family: Family, ops: Statements, shapes: Shapes, tp: int, source: Sequence[str] = ()) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class WholeTensors:
         if length in (held, joined):
             return length == held
         if rule.verb != "vocab":
-            if length is None or rule.units != "kv_heads":
+            if length is None or size_name(rule.units) != "kv_heads":
                 return usual
         elif length is not None:
             # A whole vocabulary may be padded, and so may one that is cut.

@@ -20,7 +20,7 @@ from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.config import config_places, quantization, ties_head
 from ckpttool.layout.files import builtin, completed, find_file, inner_config, read_builtin, read_own
 from ckpttool.layout.names import expand, has_inner_number, has_literal_number, pattern_regex, samples, split_numbers
-from ckpttool.layout.rules import Rule, Sizes, fused_rule, parse_rule, part_rule
+from ckpttool.layout.rules import Rule, Sizes, fused_rule, in_layer, parse_rule, part_rule, rule_in_layer, varying
 from ckpttool.layout.scales import config_block
 from ckpttool.layout.sizes import Default, SizeSpec, Vocabulary, read_sizes, size_spec
 from ckpttool.select import compile_pattern
@@ -215,6 +215,17 @@ class Placement(NamedTuple):
     expert: int | None = None
     position: int = 0
     """Of its rule in the family file, which lists tensors in the order in which a model holds them."""
+
+
+class _Known(NamedTuple):
+    """What is known of names that differ only in their numbers."""
+
+    found: Placement
+    layer_at: int
+    """Which of the numbers is the layer; -1: none."""
+    expert_at: int
+    varies: bool
+    """The rule depends on the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +433,14 @@ class Family:
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
     _by_name: bool = False
     """Some pattern names one number, or has an expert's number inside a word: names of one template may differ."""
-    _cache: dict[tuple[Transform, ...], dict[str, tuple[Placement, int, int] | None]] = field(default_factory=dict)
+    _cache: dict[tuple[Transform, ...], dict[str, _Known | None]] = field(default_factory=dict)
+    _varying: frozenset[str] = field(init=False)
+    """Sizes that differ from layer to layer."""
+    _layer_rules: dict[tuple[Rule, int], Rule] = field(init=False, default_factory=dict)
+    """Rules with the sizes of one layer; one object for each, as cuts are remembered by it."""
+
+    def __post_init__(self) -> None:
+        self._varying = varying(self.sizes)
 
     @property
     def name(self) -> str:
@@ -555,9 +573,14 @@ class Family:
         """What the words of its expressions are."""
         return _vocabulary(self.spec, self.origin)
 
-    def size(self, name: str) -> int | None:
-        got = self.sizes.get(name)
+    def size(self, name: str, layer: int | None = None) -> int | None:
+        """A size of the model; of one that differs from layer to layer, that of this layer."""
+        got = self.sizes.get(self.word(name, layer))
         return got.value if got else None
+
+    def word(self, name: str, layer: int | None) -> str:
+        """What a size is called in ``sizes``, where it may differ from layer to layer."""
+        return in_layer(name, layer) if layer is not None and name in self._varying else name
 
     def placement(self, name: str, ops: tuple[Transform, ...] = ()) -> Placement | None:
         """Rule and stage of a tensor named as after ``ops``; None when no rule names it."""
@@ -566,7 +589,7 @@ class Family:
     def placer(self, ops: tuple[Transform, ...]) -> Callable[[str], Placement | None]:
         """``placement`` for many names of one naming: one lookup for each name template, not for each name."""
         if self._by_name:
-            return lambda name: self._resolve(name, ops)
+            return lambda name: self._in_layer(self._resolve(name, ops))
         known = self._cache.setdefault(ops, {})
 
         def place(name: str) -> Placement | None:
@@ -577,23 +600,31 @@ class Family:
                 hit = known[template] = self._remember(name, numbers, ops)
             if hit is None:
                 return None
-            found, layer_at, expert_at = hit
+            found, layer_at, expert_at, varies = hit
             if layer_at < 0 and expert_at < 0:
                 return found
-            return Placement(
+            got = Placement(
                 found.rule,
                 found.stage,
                 int(numbers[layer_at]) if layer_at >= 0 else None,
                 int(numbers[expert_at]) if expert_at >= 0 else None,
                 found.position,
             )
+            return self._in_layer(got) if varies else got
 
         return place
 
-    def _remember(
-        self, name: str, numbers: tuple[str, ...], ops: tuple[Transform, ...]
-    ) -> tuple[Placement, int, int] | None:
-        """The placement of a name, and which of its numbers are the layer and the expert."""
+    def _in_layer(self, place: Placement | None) -> Placement | None:
+        """The same with the sizes of its layer, where they differ from layer to layer."""
+        if place is None or place.layer is None or not self._varying:
+            return place
+        key = place.rule, place.layer
+        if key not in self._layer_rules:
+            self._layer_rules[key] = rule_in_layer(*key, self._varying)
+        return place._replace(rule=self._layer_rules[key])
+
+    def _remember(self, name: str, numbers: tuple[str, ...], ops: tuple[Transform, ...]) -> _Known | None:
+        """The placement of a name, and what it says of other names of the same template."""
         got = self._resolve(name, ops)
         if got is None:
             return None
@@ -601,7 +632,7 @@ class Family:
         layer_at = values.index(got.layer) if got.layer is not None else -1
         # The layer comes first in a name and the expert last, which tells them apart when they are equal.
         expert_at = len(values) - 1 - values[::-1].index(got.expert) if got.expert is not None else -1
-        return got, layer_at, expert_at
+        return _Known(got, layer_at, expert_at, varies=self._in_layer(got) != got)
 
     def _resolve(self, name: str, ops: tuple[Transform, ...]) -> Placement | None:
         if not ops:

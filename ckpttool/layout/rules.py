@@ -23,7 +23,7 @@ others, because what they compute with it is summed (some engines' bias of row-p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, lcm
@@ -59,6 +59,11 @@ def in_layer(size: str, layer: int) -> str:
 def size_name(units: str) -> str:
     """The name in the family file of what ``in_layer`` may have made of it."""
     return units.partition("[")[0]
+
+
+def varying(sizes: Sizes) -> frozenset[str]:
+    """The sizes that differ from layer to layer."""
+    return frozenset(size_name(s) for s in sizes if s != size_name(s))
 
 
 class PartSpec(NamedTuple):
@@ -219,12 +224,26 @@ def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
     if units.isdigit():
         return Size(int(units))
     if units not in sizes:
+        if units in varying(sizes):
+            raise LayoutError(
+                f"the size `{units}` differs from layer to layer, and this tensor is of none", where=rule.place
+            )
         raise LayoutError(
             f"the size `{units}` is not known, because the config has no whole number in the field it comes from",
             where=rule.place,
             hint="put the model's config.json beside the checkpoint",
         )
     return sizes[units]
+
+
+def rule_in_layer(rule: Rule, layer: int, varies: Collection[str]) -> Rule:
+    """The rule with the sizes of one layer; ``varies`` are those that differ from layer to layer."""
+
+    def word(size: str) -> str:
+        return in_layer(size, layer) if size in varies else size
+
+    parts = tuple(PartSpec(p.name, word(p.length), word(p.units)) for p in rule.parts)
+    return replace(rule, units=word(rule.units), parts=parts)
 
 
 def _guard(rule: Rule, cutting: PartitionContext) -> Size | None:
@@ -296,7 +315,7 @@ def _part_share(part: PartSpec, rule: Rule, n: int, ways: int, index: int, cutti
     if part.units == WHOLE:
         return whole_axis(n)
     units = _granularity(part.units, rule, cutting)
-    return _even(n, units, ways, index, part.units or f"elements of {part.name}")
+    return _even(n, units, ways, index, size_name(part.units) or f"elements of {part.name}")
 
 
 def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
@@ -318,7 +337,7 @@ def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionCont
             local += got.size
             logical += length
         return AxisShare(local, tuple(segments))
-    word = "groups of heads" if rule.units.isdigit() else rule.units or "elements"
+    word = "groups of heads" if rule.units.isdigit() else size_name(rule.units) or "elements"
     return _even(n, _guard(rule, cutting), ways, index, word)
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from ckpttool.errors import LayoutError
 from ckpttool.formats.config import TIED, values_at
 from ckpttool.layout.expressions import Expressions, Refused, Value, checked, words
-from ckpttool.layout.rules import Size, Sizes, in_layer
+from ckpttool.layout.rules import Size, Sizes, in_layer, varying
 
 HINT = "correct it in config.json, as the authors of the model publish it"
 
@@ -102,12 +102,19 @@ class Vocabulary:
 class Scope(Expressions):
     """What words mean for one config, and in one layer."""
 
-    def __init__(self, vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]], sizes: Sizes) -> None:
-        """``places``: where fields are looked up, as ``FamilySpec.places`` has them; ``sizes``: what is known."""
+    def __init__(
+        self, vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]], sizes: Sizes, reading: str = ""
+    ) -> None:
+        """``places``: where fields are looked up, as ``FamilySpec.places`` has them; ``sizes``: what is known.
+
+        While a size is read its own name, ``reading``, is that of a field.
+        """
         super().__init__()
         self.vocabulary = vocabulary
         self.places = places
         self.sizes = sizes
+        self._reading = reading
+        self._varying = varying(sizes)
 
     def read(self, text: str) -> dict[str, Any]:
         """The fields of config.json that an expression comes from, as far as they are there."""
@@ -139,11 +146,14 @@ class Scope(Expressions):
         own = self.vocabulary
         if name in own.names:
             return self._explained("tensors: names", name, own.names[name])
-        if name in own.specs:
-            refuse_other_fields(own.specs[name], self.places)
+        spec = own.specs.get(name) if name != self._reading else None
+        if spec is not None:
+            refuse_other_fields(spec, self.places)
         size = self.size(name)
         if size is not None:
             return size.value
+        if spec is not None and spec.expr:
+            return self._explained("sizes", name, spec.expr)
         # Whether the head is tied is a matter of the whole model, and not of the language model in it.
         said = values_at(self.places[::-1] if name == TIED and own.inside else self.places, name)
         found = next((s for s in said if s is not None), None)
@@ -157,10 +167,7 @@ class Scope(Expressions):
         if name == TIED:
             return not said and own.tied
         lacking = name
-        if name in own.specs:
-            spec = own.specs[name]
-            if spec.expr:
-                return self._explained("sizes", name, spec.expr)
+        if spec is not None:
             lacking = spec.fields[0]
             if wrong := _said(spec.fields, self.places)[:1]:
                 raise Refused(f"`{wrong[0][0]}` of config.json is {shown(wrong[0][1])}, which is not a size", hint=HINT)
@@ -174,9 +181,7 @@ class Scope(Expressions):
         """A size of the family, in the layer that was entered if it has another value in each."""
         if (size := self.sizes.get(name)) is not None:
             return size
-        if in_layer(name, 0) in self.sizes:
-            return self.sizes.get(in_layer(name, self.layer()))
-        return None
+        return self.sizes.get(in_layer(name, self.layer())) if name in self._varying else None
 
     def element(self, of: str, value: object) -> Value:
         return _field(of, value)
@@ -228,7 +233,7 @@ def read_sizes(vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]]) -> d
     layers: int | None = None
     for i, (name, spec) in enumerate(vocabulary.specs.items()):
         _refuse_later(vocabulary, name, [*vocabulary.specs][i + 1 :])
-        scope = Scope(vocabulary, places, out)  # the size's own name is a field of the config here, and later is not
+        scope = Scope(vocabulary, places, out, name)
         if not scope.depends(partial(_one, spec, scope)):
             _put(out, name, spec, scope)
             continue

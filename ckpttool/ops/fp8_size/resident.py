@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import LayoutError
@@ -141,8 +141,8 @@ def _kinds(model: Model, applied: Applied, mesh: Mesh) -> _Counted:
     last = mesh.pp - 1
     experts = family.size("experts") or 0
     owners = {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
-    found: dict[tuple[int, tuple[int, ...], int], _Kind] = {}
-    counts: dict[tuple[int, tuple[int, ...], int], int] = {}
+    found: dict[tuple[Any, ...], _Kind] = {}
+    counts: dict[tuple[Any, ...], int] = {}
     missing = []
     for number, g in enumerate(applied.groups):
         w = g.weight
@@ -164,7 +164,7 @@ def _kinds(model: Model, applied: Applied, mesh: Mesh) -> _Counted:
                     stages = (last,)
                 if place.expert is not None:
                     owner = owners.get(place.expert, 0)
-            key = (number, stages, owner)
+            key = (number, stages, owner, rule.units, rule.parts)  # sizes may differ from layer to layer
             if key not in found:
                 blocks: tuple[int, ...] = ()
                 parameters = 1

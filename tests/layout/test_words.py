@@ -1,0 +1,200 @@
+"""A model whose layers differ: cut by its family file, put together from the ranks' shapes, fused and taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpttool.catalog import RankTensor, StoredTensor
+from ckpttool.errors import LayoutError
+from ckpttool.layout.assemble import Assembler
+from ckpttool.layout.family import Family, Transform, inverse, load_family
+from ckpttool.layout.partition import Partitioner
+from ckpttool.layout.rules import PartitionContext, local_boxes
+from ckpttool.layout.shapes import declared_tensors
+from ckpttool.mesh import Mesh
+from ckpttool.relate import TensorTable, apply_transforms, identity
+from ckpttool.storage.place import DataFile
+from tests.helpers.arrays import Array, catalog_of, index, materialise
+
+HYBRID = """
+family: orca
+sizes:
+  layers: n
+  heads: {expr: "text_config.heads[layer]"}
+  kv_heads: {expr: "text_config.kv_heads[layer]", shared: true}
+  channels: text_config.mamba.heads
+  groups: {from: [text_config.mamba.groups], shared: true}
+  inner: {expr: channels * head}
+  state: {expr: groups * text_config.mamba.state}
+layers:
+  prefix: "b.{layer}."
+  rules:
+    q.*: column heads
+    "{k,v}.*": column kv_heads
+    qkv.*: fused q:heads k:kv_heads v:kv_heads
+    o.*: row heads
+    in_proj.*: fused z:inner/channels x:inner/channels B:state/groups C:state/groups dt:channels
+    conv.*: fused x:inner/channels B:state/groups C:state/groups axis=0
+    out_proj.*: row channels
+    norm.*: replicate
+fusions:
+  qkv:
+    whole: "{a}.qkv.{b}"
+    parts: ["{a}.q.{b}", "{a}.k.{b}", "{a}.v.{b}"]
+    units: [heads, kv_heads, kv_heads]
+  in_proj:
+    whole: "{a}.in_proj.{b}"
+    parts: ["{a}.z.{b}", "{a}.x.{b}", "{a}.B.{b}", "{a}.C.{b}", "{a}.dt.{b}"]
+    units: [inner, inner, state, state, channels]
+tensors:
+  defaults: {head: 2}
+  names: {mamba: heads == 4 and layer == 1}
+  layers:
+    norm.weight: [6]
+    if not mamba:
+      q.weight: [heads * head, 3]
+      "{k,v}.weight": [kv_heads * head, 3]
+      o.weight: [3, heads * head]
+    if mamba:
+      in_proj.weight: [2 * inner + 2 * state + channels, 3]
+      conv.weight: [inner + 2 * state, 1, 2]
+      out_proj.weight: [3, inner]
+"""
+CONFIG: dict[str, Any] = {
+    "n": 4,
+    "text_config": {
+        "heads": [4, 4, 8, 4],
+        "kv_heads": [2, 1, 1, 4],
+        "mamba": {"heads": 4, "groups": 2, "state": 3},
+    },
+}
+
+
+def family_of(tmp_path: Path, text: str = HYBRID, config: Mapping[str, Any] = CONFIG) -> Family:
+    path = tmp_path / "orca.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_family(str(path), config)
+
+
+def views_of(family: Family, config: Mapping[str, Any] = CONFIG) -> tuple[TensorTable, dict[str, Array]]:
+    """The tensors that the family declares."""
+    catalog, arrays = catalog_of({t.name: t.shape for t in declared_tensors(family, config)})
+    return identity(catalog), arrays
+
+
+def cut(
+    family: Family, ops: tuple[Transform, ...], mesh: Mesh, views: TensorTable, config: Mapping[str, Any] = CONFIG
+) -> Sequence[Sequence[RankTensor]]:
+    return Partitioner(family, ops, PartitionContext(mesh, family.sizes), config).run(list(views))
+
+
+def held(t: RankTensor, whole: Array) -> Array:
+    out = np.full(t.shape, -1, np.int64)
+    for inner, outer in t.boxes:
+        out[index(inner)] = whole[index(outer)]
+    return out
+
+
+def together(
+    family: Family,
+    ops: tuple[Transform, ...],
+    mesh: Mesh,
+    ranks: Sequence[Sequence[RankTensor]],
+    wholes: Mapping[str, Array],
+    config: Mapping[str, Any] = CONFIG,
+) -> dict[str, Array]:
+    """The tensors put together again from the names and shapes of the ranks; copies must be equal."""
+    files = [DataFile(Path("file"), 0, "")]
+    stored = [StoredTensor(t.name, "F32", t.shape, 0, 0, r) for r, tensors in enumerate(ranks) for t in tensors]
+    mine = {(r, t.name): held(t, wholes[t.name]) for r, tensors in enumerate(ranks) for t in tensors}
+    cutting = PartitionContext(mesh, family.sizes, optional=family.guards())
+    out = {}
+    for tensor in Assembler(files, family, ops, cutting, config).run(stored):
+        whole = out[tensor.key.name] = np.full(tensor.shape, -1, np.int64)
+        for piece in (*tensor.pieces, *tensor.replicas):
+            got = mine[piece.stored.rank, tensor.key.name][index(piece.stored_box)]
+            into = whole[index(piece.logical_box)]
+            assert ((into == -1) | (into == got)).all()
+            into[...] = got
+    return out
+
+
+MESHES = [Mesh(tp=2), Mesh(tp=4), Mesh(tp=4, pp=2)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("fusion", ["", "qkv", "in_proj"])
+def test_a_hybrid_model_there_and_back(tmp_path: Path, mesh: Mesh, fusion: str) -> None:
+    family = family_of(tmp_path)
+    start, arrays = views_of(family)
+    ops: tuple[Transform, ...] = ()
+    if fusion:
+        op = family.fusion(fusion)
+        ops = (op,) if fusion == "qkv" else inverse([op])
+    views = apply_transforms(start, ops, family)
+    wholes = {v.name: materialise(v, arrays) for v in views}
+    got = together(family, ops, mesh, cut(family, ops, mesh, views), wholes)
+    assert got.keys() == wholes.keys()
+    for name, whole in wholes.items():
+        np.testing.assert_array_equal(got[name], whole)
+    back = apply_transforms(views, inverse(ops), family, ops)
+    for view in back:
+        np.testing.assert_array_equal(materialise(view, arrays), arrays[view.name])
+
+
+def test_every_layer_is_cut_by_its_own_sizes(tmp_path: Path) -> None:
+    """Layer 0 has 4 heads and 2 for keys, layer 2 has 8 and 1, layer 3 has 4 and 4; layer 1 is of another kind."""
+    family = family_of(tmp_path)
+    start, arrays = views_of(family)
+    ranks = cut(family, (), Mesh(tp=4), start)
+    shapes = {(t.name): t.shape for t in ranks[1]}
+    assert [shapes[f"b.{i}.q.weight"][0] for i in (0, 2, 3)] == [2, 4, 2]
+    assert [shapes[f"b.{i}.k.weight"][0] for i in (0, 2, 3)] == [2, 2, 2]
+    keys = {i: [held(t, arrays[t.name])[0, 0] for r in ranks for t in r if t.name == f"b.{i}.k.weight"] for i in (0, 2)}
+    first, second, third = arrays["b.0.k.weight"][0, 0], arrays["b.0.k.weight"][2, 0], arrays["b.2.k.weight"][0, 0]
+    assert keys == {0: [first, first, second, second], 2: [third] * 4}
+
+
+def test_one_rule_for_each_layer_is_made_once(tmp_path: Path) -> None:
+    """Cuts are remembered by the rule; a layer with the same sizes in all of its rules has those of the file."""
+    family = family_of(tmp_path)
+    place = family.placer(())
+
+    def rule(name: str) -> Any:
+        got = place(name)
+        assert got is not None
+        return got.rule
+
+    assert rule("b.0.q.weight") is rule("b.0.q.weight")
+    assert rule("b.0.q.weight") is not rule("b.2.q.weight")
+    assert rule("b.0.out_proj.weight") is rule("b.2.out_proj.weight")
+    assert (rule("b.2.q.weight").units, rule("b.2.q.weight").text) == ("heads[2]", "column heads")
+    assert [p.units for p in rule("b.3.qkv.weight").parts] == ["heads[3]", "kv_heads[3]", "kv_heads[3]"]
+    by_name = family_of(
+        tmp_path, HYBRID.replace("    norm.*: replicate", "    norm.*: replicate\n    w.7.x: row heads")
+    )
+    got = by_name.placement("b.2.q.weight")
+    assert got is not None
+    assert got.rule.units == "heads[2]"
+
+
+def test_a_cut_that_one_layer_does_not_allow(tmp_path: Path) -> None:
+    family = family_of(tmp_path)
+    start, _ = views_of(family)
+    with pytest.raises(LayoutError) as e:
+        cut(family, (), Mesh(tp=8), start)
+    assert "`b.0.q.weight` [8, 3] cannot be cut for tp 8, ep 1, etp 1: 4 heads cannot be split evenly" in e.value.what
+    assert e.value.hint == "use --tp-out 1, 2 or 4"
+
+
+def test_a_size_of_layers_has_no_meaning_outside_of_them(tmp_path: Path) -> None:
+    family = family_of(tmp_path, HYBRID + "first: {e.*: column heads}\n")
+    place = family.placement("e.w")
+    assert place is not None
+    with pytest.raises(LayoutError, match="`heads` differs from layer to layer, and this tensor is of none"):
+        local_boxes(place.rule, (4, 4), PartitionContext(Mesh(tp=2), family.sizes), Mesh(tp=2).coords(0))
