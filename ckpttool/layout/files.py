@@ -197,6 +197,8 @@ def _around(data: dict[str, Any], config: Mapping[str, Any], origin: str) -> dic
     lacking = {n for n in said.get("namings", []) if n not in other.get("namings", {})}
     other = _with_namings(other, [n for n in said.get("namings", []) if n not in lacking], origin)
     around = _renamed(other, _longer(said.get("names", {})))
+    if "tensors" not in data:  # those of the language model are not all
+        around.pop("tensors", None)
     out = _joined(data, around)
     # Its statements come first: those around it go on from the names that they lead to.
     namings, own = around["namings"], data.get("namings", {})

@@ -153,6 +153,12 @@ def test_inside_goes_by_the_language_model(tmp_path: Path) -> None:
     assert "lm_head.weight" not in names, "tied, says the whole, whatever the language model says"
 
 
+def test_the_tensors_of_the_language_model_are_not_all(tmp_path: Path) -> None:
+    """A file that says nothing of the tensors around it says nothing of tensors: a sum of the others would be wrong."""
+    config = {"text_config": {**CONFIG, "model_type": "llama"}}
+    assert written(tmp_path, AROUND.split("tensors:")[0], config).spec.tensors is None
+
+
 def test_base(tmp_path: Path) -> None:
     """Embedding models and classifiers are published without the head, and some without its prefix."""
     got = written(tmp_path, 'extends: {family: llama}\nbase: "model."\n')
