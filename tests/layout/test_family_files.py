@@ -156,7 +156,7 @@ def test_inside_goes_by_the_language_model(tmp_path: Path) -> None:
 def test_the_tensors_of_the_language_model_are_not_all(tmp_path: Path) -> None:
     """A file that says nothing of the tensors around it says nothing of tensors: a sum of the others would be wrong."""
     config = {"text_config": {**CONFIG, "model_type": "llama"}}
-    assert written(tmp_path, AROUND.split("tensors:")[0], config).spec.tensors is None
+    assert written(tmp_path, AROUND.split("tensors:", maxsplit=1)[0], config).spec.tensors is None
 
 
 def test_base(tmp_path: Path) -> None:
