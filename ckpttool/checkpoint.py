@@ -13,6 +13,7 @@ from ckpttool.catalog import Catalog
 from ckpttool.dialects import PUBLISHED, Dialect, NamingContext, dialect
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
+from ckpttool.formats.parts import parts_of
 from ckpttool.formats.registry import read_source, reader
 from ckpttool.layout.components import catalog_of, family_of
 from ckpttool.layout.family import Family, Transform
@@ -80,6 +81,12 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
 
     ``family`` is for callers that have one already.
     """
+    if parts_of(stored) is not None and (options.family or options.replicate or options.split):
+        raise UsageError(
+            "--family, --replicate and --split are for one model, and this is a directory of several",
+            where=str(root),
+            hint="give one part of it as SRC",
+        )
     family = family_of(stored, options, str(root), family)
     capabilities = reader(stored.format).capabilities
     if options.mesh.more and not capabilities.multi_directory:

@@ -35,7 +35,7 @@ from ckpttool.quant.keep import Keep
 from ckpttool.quant.scheme import scheme
 from ckpttool.select import matching, nearest_hint
 from ckpttool.storage.place import Place, parse_place
-from ckpttool.targeting.build import plan_recoded, plan_target
+from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding, high
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
@@ -365,10 +365,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             betas=None if betas is None else pair_of_betas(betas),
         )
         selection = Selection(several(remove, "remove"), several(keep, "keep"), several(rename, "rename"))
-        if dequant:
-            recoding = Recoding(None, high(dequant, "dequant"))
-            return Resharding(plan_recoded(self._reading(), recoding, wanted, selection))
-        return Resharding(plan_target(self._reading(), wanted, selection))
+        recoding = Recoding(None, high(dequant, "dequant")) if dequant else None
+        return Resharding(plan_parts(self._reading(), wanted, selection, recoding))
 
     def fp8_cast(
         self,
@@ -406,7 +404,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             wanted = scheme(recipe, method=method, block=sides(block), scale_dtype=scale_dtype)
             recoding = Recoding(wanted, keep=Keep(preset, several(keep, "keep"), several(include, "include")))
         target = Target(format="hf", tp=1, pp=1, ep=1, etp=1, max_shard_size=nbytes(max_shard_size, "max_shard_size"))
-        return Resharding(plan_recoded(self._reading(), recoding, target, Selection()))
+        return Resharding(plan_parts(self._reading(), target, Selection(), recoding))
 
     def drop_keys(self, *patterns: str, keep: Sequence[str] = (), link: bool = False) -> Dropping:
         """Plan what ``ckpttool drop-keys`` does: the checkpoint without the tensors that match ``patterns``.
@@ -438,6 +436,7 @@ def open_(
     family: str = "",
     replicate: Sequence[str] = (),
     split: Sequence[str] = (),
+    part: Sequence[str] = (),
 ) -> Checkpoint:
     """Open a checkpoint of any format. Headers and small JSON files are read, no tensor data.
 
@@ -455,6 +454,7 @@ def open_(
         family: name of a family or a YAML file; by config.json by default.
         replicate: patterns of tensors that every rank has whole.
         split: ``PATTERN=AXIS`` of tensors that are cut.
+        part: the only parts that are meant, of a directory of several models: ``["transformer"]``.
 
     Raises:
         UsageError: no such path or option.
@@ -469,7 +469,7 @@ def open_(
     beside = [also] if isinstance(also, str | Path) else also
     sizes = counts(tp=tp, pp=pp, ep=ep, etp=etp, sharding=sharding)
     places = tuple([parse_place(p) for p in beside])
-    said = ReadOptions(**sizes, rank_pattern=rank_pattern, more=places, select=select)
+    said = ReadOptions(**sizes, rank_pattern=rank_pattern, more=places, select=select, parts=several(part, "part"))
     options = OpenOptions(format, said, family, several(replicate, "replicate"), several(split, "split"))
     return Checkpoint(open_checkpoint(parse_place(path), options), options)
 

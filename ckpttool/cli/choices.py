@@ -31,7 +31,7 @@ FORMATS = (
     "megatron",
 )
 """What --to takes."""
-READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed", "gguf")
+READ_ONLY = ("pdparams", "fsdp", "bytecheckpoint", "deepspeed", "gguf", "diffusers", "sentence-transformers")
 """What --from takes besides."""
 COMPONENTS = ("model", "adapter", "master_weights", "optimizer", "ema")
 TARGETS = (

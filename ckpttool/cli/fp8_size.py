@@ -94,7 +94,7 @@ def fp8_size(
     ] = "",
     by: Annotated[str, value("--by", "class|dtype|module|tensor", "Rows of the table.", choices.GROUPINGS)] = "class",
     unit: Annotated[str, value("--unit", "GB|GiB|B", "Unit of sizes; default: GB and GiB.", choices.UNITS)] = "",
-    source: Annotated[options.SourceOptions, options.without("replicate", "split", "sharding", "also")],
+    source: Annotated[options.SourceOptions, options.without("replicate", "split", "sharding", "also", "part")],
     shown: options.OutputFlags,
 ) -> None:
     """Estimate the disk and GPU memory of SRC (a checkpoint or a config.json) in FP8, with its KV cache."""

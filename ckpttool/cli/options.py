@@ -141,6 +141,10 @@ class SourceOptions:
         list[str] | None, value("--replicate", "PATTERN", "These tensors are whole on every rank.")
     ] = None
     split: Annotated[list[str] | None, value("--split", "PATTERN=AXIS", "These tensors are cut evenly on AXIS.")] = None
+    part: Annotated[
+        list[str] | None,
+        value("--part", "NAME", "Only this part of a pipeline, such as transformer; the others stay as they are."),
+    ] = None
     sharding: Annotated[int | None, number("--sharding", "Ranks that share the optimizer state of SRC.")] = None
     also: Annotated[list[Path] | None, value("--also", "DIR", "A further directory of SRC, saved by another node.")] = (
         None
@@ -159,6 +163,7 @@ class SourceOptions:
             sharding=self.sharding,
             more=tuple(self.also or ()),
             select=self.select,
+            parts=tuple(self.part or ()),
         )
         return OpenOptions(self.from_, mesh, self.family, tuple(self.replicate or ()), tuple(self.split or ()))
 

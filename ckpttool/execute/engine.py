@@ -229,7 +229,8 @@ class _Run:
         self.tasks = deque(schedule(self.plan, self.hashes))
         parts = sum([len(t.parts) for t in self.tasks])
         digest = self.plan.digest()
-        own = {Path(o.name).parts[0] for o in self.plan.outputs} | {MANIFEST, *self.options.late_files}
+        names = [*(o.name for o in self.plan.outputs), *self.options.late_files]
+        own = {Path(n).parts[0] for n in names} | {MANIFEST}
         fd, left = self.destination.open(own, force=self.options.force, resume=self.options.resume)
         journal = Journal(fd, str(self.destination.partial))
         try:

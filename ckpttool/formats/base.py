@@ -35,6 +35,10 @@ class ReadOptions:
     """Names as they are in the files, all of them model weights: what Paddle's own merge of flex checkpoints does."""
     select: str = ""
     """Dotted path of the dict whose tensors are meant, where a file holds several (``Capabilities.nested``)."""
+    parts: tuple[str, ...] = ()
+    """Those that are meant of a directory of several models; () is all."""
+    beside: tuple[str, ...] = ()
+    """Directories below that are other parts of the same, and not carried with this one."""
     wrapped: bool = True
     """What wrappers put in front of names is left out. False where ckpttool reads again what it has written."""
 
@@ -160,6 +164,8 @@ class StoredCheckpoint:
     refused: dict[str, CkptError] = field(default_factory=dict)
     """Components that are there and cannot be read, and why; raised where they are asked for."""
 
+    beside: tuple[str, ...] = ()
+    """``ReadOptions.beside``."""
     findings: list[tuple[str, str, str]] = field(default_factory=list)
     """What a check reports of files that could be read all the same: identifier, text, where."""
 
@@ -268,6 +274,8 @@ class Capabilities(NamedTuple):
     """Of the indexes that lie beside its files."""
     default_target: bool = False
     """What comes in this format stays in it unless --to says otherwise."""
+    part: bool = False
+    """Directories of several models have parts in this format."""
     views: bool = False
     """Tensors may share bytes, and repeat them; their reader has checked that they lie inside of their files."""
     nested: bool = False

@@ -60,6 +60,7 @@ def _set_of(name: str) -> tuple[str, str]:
     return (stem, variant) if stem in index_files.LOADED else ("", "")
 
 
+_DIFFUSERS = "diffusion_pytorch_model"
 _PARAMETERS = "total_parameters"
 """Elements of all tensors, in indexes that transformers 5 writes."""
 SHARD_LIMIT = 5 * 10**9
@@ -72,7 +73,7 @@ class HuggingFace:
     name = "hf"
     dialect = "hf"
     capabilities = base.Capabilities(
-        shards=True, keeps_form=True, optimizer_beside=True, indexes=index_files.IndexRules()
+        shards=True, keeps_form=True, part=True, optimizer_beside=True, indexes=index_files.IndexRules()
     )
 
     def detect(self, listing: Listing) -> int:
@@ -128,7 +129,7 @@ class HuggingFace:
         return base.whole_mesh(said, "hf: Hugging Face files hold whole tensors")
 
     def write(self, request: base.WriteRequest) -> base.FileLayout:
-        named = request.native if isinstance(request.native, FileNames) else FileNames()
+        named = request.native if isinstance(request.native, FileNames) else _usual_names(request.config)
         file_layout = layout_published(request.ranks[0], request.max_shard_size, lambda _: {"format": "pt"}, named)
         return file_layout._replace(usage=_usage(request.config, named, request.ranks[0]))
 
@@ -148,6 +149,11 @@ class HuggingFace:
         if len(files) == 1 and old is None:
             return base.Remainder(files, [])
         return base.Remainder(files, [(index, _index_without(old or {}, files, stored.tensors))])
+
+
+def _usual_names(config: Mapping[str, Any]) -> FileNames:
+    """What the library that wrote the config calls its files: diffusers has a name of its own."""
+    return FileNames(_DIFFUSERS) if "_diffusers_version" in config else FileNames()
 
 
 def _renumbered(kept: Sequence[str], before: int) -> list[str]:
@@ -189,7 +195,7 @@ def _usage(config: Mapping[str, Any], named: FileNames, tensors: Iterable[RankTe
         name = auto_class(config, [t.name for t in tensors])
         if not name:
             return ""
-    elif stem == "diffusion_pytorch_model" and re.fullmatch(r"\w+", str(config.get("_class_name", ""))):
+    elif stem == _DIFFUSERS and re.fullmatch(r"\w+", str(config.get("_class_name", ""))):
         name = f"diffusers.{config['_class_name']}"
     else:
         return ""

@@ -6,18 +6,19 @@ Imported formats only; adding one is adding its module here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from ckpttool.containers.index import set_of
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
-from ckpttool.formats.base import Reader, ReadOptions, StoredCheckpoint, Writer
+from ckpttool.formats.base import OpenOptions, Reader, ReadOptions, StoredCheckpoint, Writer
 from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
 from ckpttool.formats.gguf import Gguf
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.megatron import Megatron, MegatronDist
 from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
+from ckpttool.formats.parts import Diffusers, MultiPart, SentenceTransformers
 from ckpttool.formats.ranks import Ranks
 from ckpttool.formats.torch import (
     ByteCheckpoint,
@@ -34,6 +35,13 @@ from ckpttool.storage.listing import Listing, is_index, list_source, lost, natur
 from ckpttool.storage.place import Place, scan
 
 _T = TypeVar("_T")
+
+
+def _read_part(listing: Listing) -> StoredCheckpoint:
+    """A model that lies in a directory of several."""
+    alone = [f for f in READERS.values() if not isinstance(f, MultiPart)]
+    return detect(listing, alone).read(listing, ReadOptions())
+
 
 READERS: dict[str, Reader] = {
     f.name: f
@@ -59,6 +67,8 @@ READERS: dict[str, Reader] = {
         Gguf(),
         MegatronDist(),
         Megatron(),
+        Diffusers(_read_part),
+        SentenceTransformers(_read_part),
     )
 }
 WRITERS: dict[str, Writer] = {name: f for name, f in READERS.items() if isinstance(f, Writer)}
@@ -111,10 +121,11 @@ def _named(known: Mapping[str, _T], name: str, option: str) -> _T:
     return known[name]
 
 
-def detect(listing: Listing) -> Reader:
+def detect(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
     """The format that a source looks most like. Raises ConflictError with the candidates when several are equal."""
-    sure = {f.name: f.detect(listing) for f in READERS.values()}
-    found = [f for f in READERS.values() if sure[f.name] and sure[f.name] == max(sure.values())]
+    readers = list(among) or list(READERS.values())
+    sure = {f.name: f.detect(listing) for f in readers}
+    found = [f for f in readers if sure[f.name] and sure[f.name] == max(sure.values())]
     if len(found) == 1:
         return found[0]
     if found:
@@ -185,6 +196,15 @@ def choose(listing: Listing, name: str, options: ReadOptions) -> Reader:
     return found
 
 
+def is_multi_part(path: Place, options: OpenOptions) -> bool:
+    """Whether what is read there is a directory of several models. Raises UsageError when there is no such source."""
+    if options.format:
+        return isinstance(reader(options.format), MultiPart)
+    listing = list_source(path)
+    several = [f for f in READERS.values() if isinstance(f, MultiPart)]
+    return not options.mesh.rank_pattern and any(f.detect(listing) for f in several)
+
+
 def _refuse_part(path: Place) -> None:
     """Raises UsageError when ``path`` is one file of several that make up a checkpoint.
 
@@ -222,9 +242,16 @@ def read_source(path: Place, name: str, options: ReadOptions, *, complete: bool 
         _refuse_part(path)
     listing = list_source(path)
     found = choose(listing, name, options)
+    if options.parts and not isinstance(found, MultiPart):
+        raise UsageError(
+            f"--part {options.parts[0]}: SRC is one model, not a directory of several",
+            where=str(path),
+            hint="drop --part; pipelines of diffusers have a model_index.json",
+        )
     if options.select and not found.capabilities.nested:
         raise UsageError(f"--select has no effect on {found.name}", where=str(path), hint=_NO_SELECT)
     stored = found.read(listing, options)
+    stored.beside = options.beside
     if found.capabilities.optimizer_beside:
         read_beside(stored, listing)
     stored.notes += [f"{n} is left out: it is a link out of the checkpoint, to {to}" for n, to in listing.away.items()]

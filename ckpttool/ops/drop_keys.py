@@ -17,6 +17,7 @@ from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import DropsInPlace, Remainder, build_files, file_now
 from ckpttool.formats.config import ties_head
+from ckpttool.formats.parts import Parts, parts_of
 from ckpttool.formats.registry import reader
 from ckpttool.geometry import whole
 from ckpttool.layout.assemble import LAYER
@@ -25,8 +26,10 @@ from ckpttool.mesh import Mesh
 from ckpttool.planner import build_plan
 from ckpttool.relate import DerivedTensor, TensorTable, identity, parameters
 from ckpttool.storage.json_file import indented
+from ckpttool.storage.listing import WEIGHTS
 from ckpttool.storage.place import Place, source_files
 from ckpttool.targeting.build import Prepared, plan_target
+from ckpttool.targeting.parts import Several, part_target
 from ckpttool.targeting.select import Selection, left_out, select
 from ckpttool.targeting.sidecars import carried_below
 from ckpttool.targeting.target import Target
@@ -90,6 +93,9 @@ def prepare(
         raise UsageError("nothing is to go", hint="name patterns: ckpttool drop-keys SRC DST 'lm_head.*'")
     source = open_checkpoint(src, options)
     refuse_empty(source)
+    parts = parts_of(source.stored)
+    if parts is not None:
+        return _of_parts(source, parts, selection, target, link=link)
     same = target == Target() and not selection.rename
     source = _own(source) if same else source
     table = parameters(source.catalog).table
@@ -125,6 +131,25 @@ def prepare(
         notes.append("every file is rewritten, also those that lose nothing")
     written = {t.file for unit in prepared.plan.units for t in unit.stored_tensors}
     return PreparedDrop(prepared, gone, warnings, len(written), 0, 0)
+
+
+def _of_parts(source: Checkpoint, parts: Parts, selection: Selection, target: Target, *, link: bool) -> PreparedDrop:
+    """Plan the parts that lose something, or all of them for another target; the others stay as they are."""
+    other = target != Target()
+    target = part_target(source, parts, target) if other else target
+    several = Several(source, parts, link=link)
+    chosen = several.selections(selection)
+    planned = {
+        p: prepare(p.place, parts.options(p), s if s.keep else Selection(keep=("*",)), target, link=link)
+        for p in parts.chosen
+        if (s := chosen[p.name]).keep or other
+    }
+    prepared = several.joined({p: one.target for p, one in planned.items()})
+    gone = [g._replace(name=p.prefix + g.name) for p, one in planned.items() for g in one.gone]
+    warnings = [f"{p.name}: {w}" for p, one in planned.items() for w in one.warnings]
+    others = sum(o.carried.endswith(WEIGHTS) for o in prepared.plan.outputs)
+    ones = planned.values()
+    return PreparedDrop(prepared, gone, warnings, sum(o.rewritten for o in ones), others, sum(o.dropped for o in ones))
 
 
 def _own(source: Checkpoint) -> Checkpoint:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
-from ckpttool.targeting.build import Prepared, plan_recoded
+from ckpttool.targeting.build import Prepared
+from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
@@ -24,4 +25,4 @@ def prepare(
 ) -> Prepared:
     """Plan a cast. Raises a CkptError subclass; nothing is written."""
     target = Target(format="hf", tp=1, pp=1, ep=1, etp=1, max_shard_size=max_shard_size)
-    return plan_recoded(open_checkpoint(src, options), recoding, target, selection)
+    return plan_parts(open_checkpoint(src, options), target, selection, recoding)

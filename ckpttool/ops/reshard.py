@@ -9,7 +9,8 @@ from pathlib import Path
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
-from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
+from ckpttool.targeting.build import Prepared
+from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
@@ -36,12 +37,10 @@ def prepare(
 ) -> Prepared:
     """Plan a reshard. Raises a CkptError subclass; nothing is written."""
     source = open_checkpoint(src, options)
-    if recoding is None:
-        prepared = plan_target(source, target, selection or Selection())
-        if target == Target() and selection in (None, Selection()) and source.mesh.world > 1:
-            prepared.notes.append(f"same parallelism as SRC ({source.mesh}); change it with --tp-out")
-        return prepared
-    return plan_recoded(source, recoding, target, selection or Selection())
+    prepared = plan_parts(source, target, selection or Selection(), recoding)
+    if recoding is None and target == Target() and selection in (None, Selection()) and source.mesh.world > 1:
+        prepared.notes.append(f"same parallelism as SRC ({source.mesh}); change it with --tp-out")
+    return prepared
 
 
 def execute(

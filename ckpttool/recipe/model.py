@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -164,6 +164,17 @@ class Recipe:
         listed = (s.model for piece in self.slices for s in piece.sources)
         bases = (b for b in (self.base, *(piece.base for piece in self.slices)) if b is not None)
         return tuple(dict.fromkeys(chain(listed, bases)))
+
+    def mapped(self, change: Callable[[ModelRef], ModelRef]) -> Recipe:
+        """The same with other models in the place of these."""
+
+        def source(s: Source) -> Source:
+            return replace(s, model=change(s.model))
+
+        slices = [
+            replace(p, sources=tuple(map(source, p.sources)), base=p.base and change(p.base)) for p in self.slices
+        ]
+        return replace(self, slices=tuple(slices), base=self.base and change(self.base))
 
     def base_of(self, piece: Slice) -> ModelRef | None:
         """The base of one slice."""

@@ -67,6 +67,8 @@ class Prepared:
     """Ranks that share the optimizer state of the output, for each of the mesh."""
     usage: str = ""
     """What reads the output, see ``FileLayout``."""
+    parts: Mapping[str, Prepared] = field(default_factory=dict)
+    """Of a directory of several models, what each of those becomes that are written anew, by its directory."""
 
     def next_step(self, dst: str | Path) -> str:
         """A command, or a line of Python, that reads the output at ``dst``; "" where there is none to name."""

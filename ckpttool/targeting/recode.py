@@ -119,6 +119,12 @@ def scaled(coded: Coded, views: Mapping[str, DerivedTensor], operands: Operands,
     return Scaled(codes, scale, coded.block, code, factor, coded.divides)
 
 
+def is_quantised(source: Checkpoint) -> bool:
+    """Whether any of its weights is codes and scales. Raises what finding them raises."""
+    table = {v.name: (v.dtype, v.shape) for v in identity(source.catalog)}
+    return bool(find_codes(table, source.config, where=str(source.path)).weights)
+
+
 def recode(source: Checkpoint, recoding: Recoding, *, remove: Sequence[str] = (), keep: Sequence[str] = ()) -> Recoded:
     """Plan the weights of ``source`` in another precision.
 

@@ -71,7 +71,8 @@ def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str])
     if not (source.path.is_dir() or is_index(source.path.name)):
         return []  # one file of a directory that may hold anything
     root = source.stored.root
-    below = files_below(root, [*(f.place for f in source.stored.files), *(root / n for n in source.stored.companions)])
+    own = [*(f.place for f in source.stored.files), *(root / n for n in source.stored.companions)]
+    below = files_below(root, [*own, *(root / n / "config.json" for n in source.stored.beside)])
     left = list(map(str, below.left))
     carried = []
     for name in below.carried:

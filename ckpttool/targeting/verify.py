@@ -14,9 +14,14 @@ from ckpttool.execute.compare import verify_views
 from ckpttool.execute.compute import verify_computed
 from ckpttool.formats.base import ReadOptions
 from ckpttool.formats.registry import read_source
+from ckpttool.plan import Output
 from ckpttool.relate import DerivedTensor
+from ckpttool.storage.place import open_file, parse_place
 from ckpttool.targeting.account import Account
 from ckpttool.targeting.build import Prepared
+
+_BLOCK = 1 << 20
+"""Bytes of a carried file that are compared at once."""
 
 
 def verify_output(prepared: Prepared, written: Path, advance: Advance, *, memory: int) -> None:
@@ -27,6 +32,13 @@ def verify_output(prepared: Prepared, written: Path, advance: Advance, *, memory
     ``advance`` is told the bytes of ``written`` that are verified.
     Raises VerifyError naming the first tensors that differ.
     """
+    if prepared.parts:
+        for folder, one in prepared.parts.items():
+            verify_output(one, written / folder, advance, memory=memory)
+        for output in prepared.plan.outputs:
+            if output.carried:
+                _verify_carried(output, written / output.name, advance)
+        return
     mesh = prepared.mesh
     said = ReadOptions(mesh.tp, mesh.pp, mesh.ep, mesh.etp, mesh.layout, wrapped=False)
     stored = read_source(written, prepared.format, said)
@@ -57,6 +69,18 @@ def verify_output(prepared: Prepared, written: Path, advance: Advance, *, memory
     )
     if prepared.translation is not None:
         prepared.translation.check(expected, found)
+
+
+def _verify_carried(output: Output, written: Path, advance: Advance) -> None:
+    """Raises VerifyError when a file that stays as it is has other bytes."""
+    with open_file(parse_place(output.carried)) as one, open_file(written) as other:
+        at = 0
+        while at < output.size or one.info.size != other.info.size:
+            block = one.pread(_BLOCK, at)
+            if not block or block != other.pread(len(block), at):
+                raise VerifyError("the file differs from that of the source", where=[str(written), output.carried])
+            at += len(block)
+            advance(len(block))
 
 
 def _verify_nothing_lost(prepared: Prepared) -> None:

@@ -11,7 +11,8 @@ from ckpttool.dtypes import lookup
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import quantization
-from ckpttool.formats.registry import detect, read_source
+from ckpttool.formats.parts import parts_of
+from ckpttool.formats.registry import detect, is_multi_part, read_source
 from ckpttool.layout.family import Family, Transform, inverse, pick_family
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.packed import Packing, Part, find_packing
@@ -197,9 +198,28 @@ def _check_file(path: Place, options: OpenOptions) -> None:
             ) from None
 
 
+def _part(path: Place, options: OpenOptions) -> tuple[Place, OpenOptions, str]:
+    """The only model in a directory of several parts, and a note. Raises UsageError when it has several."""
+    parts = parts_of(read_source(path, options.format, options.mesh))
+    found = [p for p in parts.all if p.is_model] if parts is not None else []
+    if parts is None or len(found) != 1:
+        raise UsageError(
+            f"the size of one model is asked for, and SRC has several: {', '.join(p.name for p in found)}",
+            where=str(path),
+            hint=f"give one part as SRC: {path / found[0].name}" if found else None,
+        )
+    others = ", ".join(p.name for p in parts.all if p not in found)
+    return found[0].place, parts.options(found[0]), f"the size of part {found[0].name} alone, without {others}"
+
+
 def _open(path: Place, options: OpenOptions, config: Place | None) -> Checkpoint:
     if path.is_file():
         _check_file(path, options)
+    elif path.is_dir() and is_multi_part(path, options):
+        path, options, note = _part(path, options)
+        source = _open(path, options, config)
+        source.notes.append(note)
+        return source
     if config is None:
         return open_checkpoint(path, options)
     stored = read_source(path, options.format, options.mesh)

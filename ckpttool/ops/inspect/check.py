@@ -31,7 +31,8 @@ from ckpttool.execute.hashing import ALGORITHM, hash_range
 from ckpttool.findings import ERROR, CheckResult, Finding
 from ckpttool.formats.base import ChecksItself, OpenOptions, Reader, StoredCheckpoint
 from ckpttool.formats.hf import NOT_WEIGHTS, indexes_of
-from ckpttool.formats.registry import choose, reader
+from ckpttool.formats.parts import parts_of
+from ckpttool.formats.registry import choose, is_multi_part, reader
 from ckpttool.index_checks import ExaminedFile, Index, check_duplicates, check_mapping, check_numbers, parse_index
 from ckpttool.ops.inspect.code import code_findings
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs
@@ -61,6 +62,8 @@ def check(
     Raises UsageError when there is no such source or component; everything else is a finding.
     """
     path = parse_place(src)
+    if is_multi_part(path, options):
+        return _check_parts(path, options, progress, values=values, only=only, workers=workers)
     listing = list_source(path)
     chosen = _choose(listing, options)
     if isinstance(chosen, ChecksItself):
@@ -110,6 +113,23 @@ def check(
         check_components(only, checkpoint.components, path)
         for finding in value_findings(checkpoint, result.checked, progress, only):
             result.findings.append(Finding(*finding))
+    return result
+
+
+def _check_parts(path: Place, options: OpenOptions, progress: Progress, **how: Any) -> CheckResult:
+    """Of a directory of several models: each part by itself, and whether the directory can be opened."""
+    result = CheckResult(path)
+    stored = _read(path, options)
+    if isinstance(stored, CkptError):
+        result.add(_class_id(stored), stored.what, path, stored.hint)
+        return result
+    result.format, parts = stored.format, parts_of(stored)
+    assert parts is not None  # noqa: S101 - that is what it was chosen by
+    for part in parts.chosen:
+        one = check(part.place, parts.options(part), progress, **how)
+        result.findings += one.findings
+        for noun, n in one.checked.items():
+            result.checked[noun] = result.checked.get(noun, 0) + n
     return result
 
 

@@ -20,6 +20,7 @@ from ckpttool.dtypes import lookup
 from ckpttool.errors import CkptError
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import EMBEDDINGS, EXPERTS, HEADS, LAYERS, quantization, ties_head, whole_number
+from ckpttool.formats.parts import parts_of
 from ckpttool.ops.inspect.listing import Listing, Row
 from ckpttool.storage.listing import list_source
 
@@ -102,9 +103,10 @@ def identify(listing: Listing) -> Identity:
     mine = rows if len(components) == 1 else [r for r in rows if r[7] == main]
     adapter = _lora(stored) if "model" not in components else None
     elements = parameters(mine, config)
+    parts = parts_of(stored)
     return Identity(
-        family_name(config, Path(listing.options.family).stem or stored.family),
-        whole_number(config, *LAYERS) or _layers(mine),
+        parts.label if parts is not None else family_name(config, Path(listing.options.family).stem or stored.family),
+        whole_number(config, *LAYERS) or (_layers(mine) if parts is None else 0),
         (whole_number(config, *EXPERTS) or 0) if config else _experts(mine),
         sum(elements.values()) if listing.logical else None,
         _precision(elements, mine, config),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import TextIOWrapper
 from math import prod
@@ -14,10 +14,11 @@ from typing import Any, Literal
 from ckpttool.catalog import Catalog, Key
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.dtypes import parse
-from ckpttool.errors import UnsupportedError, UsageError
+from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.formats.base import StoredCheckpoint
-from ckpttool.formats.registry import writer
+from ckpttool.formats.parts import Part, Parts, parts_of
+from ckpttool.formats.registry import is_multi_part, reader
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.sparse import drawing
 from ckpttool.layout.assemble import LAYER
@@ -35,8 +36,9 @@ from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved, resolve
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, parse_place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
+from ckpttool.targeting.parts import Several, part_target
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
@@ -73,6 +75,8 @@ class PreparedMerge:
     """Tensors that are worked out from several."""
     copied: int
     roots: tuple[str, ...]
+    parts: Mapping[Part, PreparedMerge] = field(default_factory=dict)
+    """Of directories of several models, the merge of each part."""
 
     @property
     def plan(self) -> Plan:
@@ -98,6 +102,8 @@ def prepare(
     recipe: Recipe, options: OpenOptions, target: Target, selection: Selection, choices: MergeOptions
 ) -> PreparedMerge:
     """Plan a merge. Raises a CkptError subclass; nothing is written."""
+    if any(is_multi_part(parse_place(r.path), options) for r in recipe.references()):
+        return _parts(recipe, options, target, selection, choices)
     selection = replace(selection, remove=(*selection.remove, *recipe.remove_keys))
     refs = recipe.references()
     masters = recipe.component != "model"
@@ -167,6 +173,12 @@ def prepare_one(
     Paddle's checkpoints keep all components that a unified checkpoint can hold: the result can be trained on.
     """
     source = open_checkpoint(src, options)
+    if parts_of(source.stored) is not None:
+        raise UsageError(
+            "these are the parts of one pipeline, and there is nothing to merge",
+            where=str(src),
+            hint="name a second pipeline, or PATH+ADAPTER; `ckpttool reshard` casts and cuts",
+        )
     cut = _is_cut(target)
     usual = _kept(source) or source.dialect.whole_format or "hf"
     if source.stored.merged_raw and not target.format and not cut:
@@ -193,14 +205,96 @@ def execute(
     """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
     path = Path(dst)
     target, plan = prepared.target, prepared.plan
-    record = PROGRAM_RECORD if writer(target.format).capabilities.exact else RECORD
+    record = PROGRAM_RECORD if reader(target.format).capabilities.exact else RECORD
+    late: dict[str, Callable[[Mapping[str, str]], bytes]] = {}
+    first = 0
+    for part, one in prepared.parts.items():
+        late[part.folder + RECORD] = partial(_record_of, one, first)
+        first += len(one.plan.units)
     options = replace(
         options,
         source_roots=prepared.roots,
-        late_files={record: lambda digests: prepared.provenance.record(plan, digests)},
+        late_files=late or {record: partial(prepared.provenance.record, plan)},
         verify=partial(verify_output, target, memory=options.memory) if verify else None,
     )
     return MergeResult(prepared, path, run(plan, path, options, progress), verify)
+
+
+def _record_of(one: PreparedMerge, first: int, digests: Mapping[str, str]) -> bytes:
+    """The record of a part whose units are those from ``first`` on."""
+    mine = {}
+    for key, digest in digests.items():
+        unit, colon, rest = key.partition(":")
+        if unit.isdecimal() and int(unit) >= first:
+            mine[f"{int(unit) - first}{colon}{rest}"] = digest
+    return one.provenance.record(one.plan, mine)
+
+
+def _parts(
+    recipe: Recipe, options: OpenOptions, target: Target, selection: Selection, choices: MergeOptions
+) -> PreparedMerge:
+    """Merge directories of several models, part by part."""
+    _check_parts(recipe, choices)
+    refs = recipe.references()
+    opened = {r.path: open_checkpoint(r.path, options) for r in refs}
+    held = {path: parts_of(c.stored) for path, c in opened.items()}
+    known = {path: parts for path, parts in held.items() if parts is not None}
+    donor = opened[(recipe.base or refs[0]).path]
+    mine = parts_of(donor.stored)
+    if mine is None or len(known) < len(held):
+        alone = next(p for p, parts in held.items() if parts is None)
+        raise ConflictError(
+            "one source is a directory of several models, and another one is a single model",
+            where=[next(iter(known)), alone],
+            hint=f"name the part that {alone} is merged with: PIPELINE/transformer",
+        )
+    names = {path: [p.name for p in parts.chosen] for path, parts in known.items()}
+    for path, found in names.items():
+        if odd := sorted(set(found) ^ {p.name for p in mine.chosen}):
+            raise ConflictError(
+                f"the sources have different parts: not all have {odd[0]}",
+                where=[str(donor.path), path],
+                hint="choose those that they share: --part NAME",
+            )
+    target = part_target(donor, mine, target)
+    several = Several(donor, mine)
+    selections = several.selections(replace(selection, remove=(*selection.remove, *recipe.remove_keys)))
+    merged: dict[Part, PreparedMerge] = {}
+    for part in mine.chosen:
+        of_part = recipe.mapped(partial(_at_part, known, part.name))
+        merged[part] = prepare(
+            replace(of_part, remove_keys=()), mine.options(part), target, selections[part.name], choices
+        )
+    ones = list(merged.values())
+    return PreparedMerge(
+        several.joined({p: one.target for p, one in merged.items()}),
+        recipe.method,
+        ones[0].provenance,
+        merged=sum(one.merged for one in ones),
+        copied=sum(one.copied for one in ones),
+        roots=tuple(dict.fromkeys(r.path for r in refs)),
+        parts=merged,
+    )
+
+
+def _check_parts(recipe: Recipe, choices: MergeOptions) -> None:
+    """Raises UsageError for what is said of one model."""
+    layers = any(s.layers is not None for piece in recipe.slices for s in piece.sources)
+    draws = choices.rng == "mergekit" and METHODS[recipe.method].random
+    wrong = "slices" if layers else "tokenizer" if recipe.tokenizer or recipe.chat_template else ""
+    wrong = wrong or ("--rng mergekit" if draws else "--card" if choices.card else "")
+    if wrong:
+        raise UsageError(
+            f"{wrong} is for one model, and the sources are directories of several",
+            where=recipe.name,
+            hint="merge one part of them: PIPELINE/transformer",
+        )
+
+
+def _at_part(known: Mapping[str, Parts], name: str, ref: ModelRef) -> ModelRef:
+    """The model that is the part of this name."""
+    place = next(p.place for p in known[ref.path].chosen if p.name == name)
+    return replace(ref, path=str(place))
 
 
 def _is_cut(target: Target) -> bool:
@@ -328,6 +422,7 @@ def _as_checkpoint(
         companions=tuple([n for n in companions if n not in run]),
         native_config=old.native_config or (old.config if config != old.config else {}),
         native=old.native if old.format == kind else None,
+        beside=old.beside,
     )
     family = pick_family(options.family, old.family, config)
     tensors = form.of(builder.tensors, family) if form else builder.tensors
