@@ -77,10 +77,11 @@ def run(chosen: list[Architecture], root: Path, said: argparse.Namespace) -> int
     for one in chosen:
         folder = root / one.name.replace(":", "_")
         shutil.rmtree(folder, ignore_errors=True)
-        found = judge(one, folder, said.family, changes)
+        found = judge(one, folder, said.family, changes, covered_only=said.covered)
         if said.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-        print(describe(found, long=len(chosen) <= 20), flush=True)  # noqa: T201 - for the person who runs it
+        if not (said.covered and found.refused and not found.params):
+            print(describe(found, long=len(chosen) <= 20), flush=True)  # noqa: T201 - for the person who runs it
         failures += not found.passed
     print(f"{len(chosen) - failures} of {len(chosen)} pass")  # noqa: T201 - for the person who runs it
     return 1 if failures else 0
@@ -105,6 +106,8 @@ def describe(found: Found, *, long: bool = True) -> str:
         lines.append(f"whole: {' '.join(found.whole)}")
     if found.not_run:
         lines.append(f"logits not compared: {found.not_run}")
+    if found.by_number:
+        lines.append(f"exchanged besides: {found.by_number}")
     if found.unseen:
         lines.append(f"logits do not show: {' '.join(found.unseen)}")
     lines += [f"WRONG {w}" for w in found.wrong]

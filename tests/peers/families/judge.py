@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.helpers.command import ckpttool
 from tests.peers.families import forward, swap
+from tests.peers.families.by_number import BY_NUMBER, exchange_tensors, exchanging
 from tests.peers.families.tiny import VOCAB, Architecture, kinds, parameters, save
 
 TOLERANCE = 2e-5
@@ -29,6 +30,8 @@ class Found:
     refused: str = ""
     back: dict[str, str] = field(default_factory=dict)
     """By parallelism (``tp 2``): "ok", or why it is refused."""
+    by_number: str = ""
+    """Why more was exchanged than what is cut."""
     swapped: dict[str, float] = field(default_factory=dict)
     """By parallelism the largest difference of the logits."""
     not_run: str = ""
@@ -55,9 +58,19 @@ def error_of(text: str) -> str:
     return " | ".join([lines[0].removeprefix("error: "), *details[:2]])[:300] if lines else text[:300]
 
 
-def judge(architecture: Architecture, folder: Path, family: str = "", changes: dict[str, Any] | None = None) -> Found:
-    """Make it tiny, cut it, judge it; files lie under ``folder``."""
+def judge(
+    architecture: Architecture,
+    folder: Path,
+    family: str = "",
+    changes: dict[str, Any] | None = None,
+    *,
+    covered_only: bool = False,
+) -> Found:
+    """Make it tiny, cut it, judge it; files lie under ``folder``. ``covered_only``: only if a family names it."""
     found = Found(architecture)
+    if not family and not changes and covered_only and not named(architecture):
+        found.refused = "no family names it"
+        return found
     folder.mkdir(parents=True, exist_ok=True)
     whole = folder / "whole"
     try:
@@ -69,6 +82,13 @@ def judge(architecture: Architecture, folder: Path, family: str = "", changes: d
     return found
 
 
+def named(architecture: Architecture) -> bool:
+    """Whether a family is chosen by such a model's config.json."""
+    from ckpttool.layout.family import find_family
+
+    return find_family({"model_type": architecture.model_type, "architectures": [architecture.cls]}) is not None
+
+
 class _Judge:
     def __init__(self, found: Found, whole: Path, folder: Path, options: tuple[str, ...]) -> None:
         self.found = found
@@ -77,6 +97,8 @@ class _Judge:
         self.options = options
         self.tensors = swap.read_all(whole)
         self.config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
+        if (said := BY_NUMBER.get(str(self.config.get("model_type")))) is not None:
+            found.by_number = said.reason
         self._models: list[tuple[Any, dict[str, Any], Any]] = []
 
     def all(self) -> None:
@@ -163,8 +185,11 @@ class _Judge:
             self.found.swapped[label] = -1.0
             return
         try:
+            kind, ranks_in_all = str(self.config.get("model_type")), len(swap.rank_files(ranks))
+            exchange_tensors(back, kind, self.config, ranks_in_all)
             other = forward.load(type(model), back)
-            got = forward.compute(other, given)
+            with exchanging(kind, heads_of(self.config), ranks_in_all):
+                got = forward.compute(other, given)
         except Exception as e:  # noqa: BLE001 - whatever transformers raises
             self.wrong(f"{label} exchanged: {type(e).__name__}: {e}"[:300])
             return
@@ -223,6 +248,11 @@ class _Judge:
         self.found.declared = "ok" if not differ else "differs"
         if differ:
             self.wrong(f"tensors: {len(differ)} differ: {'; '.join(differ[:4])}")
+
+
+def heads_of(config: dict[str, Any]) -> int:
+    """How many heads a model has."""
+    return next((config[n] for n in ("num_attention_heads", "n_head", "n_heads", "num_heads") if n in config), 0)
 
 
 def unseen(model: Any, other: Any, run: Callable[[], Any], want: Any) -> list[str]:
