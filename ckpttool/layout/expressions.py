@@ -178,11 +178,12 @@ class Expressions:
             self._depends = self._depends or outer
         return got
 
-    def layer(self) -> int:
+    def layer(self, asking: str = "") -> int:
         """The number of the layer, for what differs from layer to layer. Raises Refused outside of layers."""
         self._depends = True
         if self._layer is None:
-            raise Refused("`layer` has a meaning only in `layers`")
+            what = f"`{asking}` differs from layer to layer, and" if asking else "`layer`"
+            raise Refused(f"{what} has a meaning only in `layers`")
         return self._layer
 
     def _name(self, name: str) -> Value:

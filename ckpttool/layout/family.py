@@ -578,6 +578,10 @@ class Family:
         got = self.sizes.get(self.word(name, layer))
         return got.value if got else None
 
+    def varies(self, name: str) -> bool:
+        """Whether a size differs from layer to layer."""
+        return name in self._varying
+
     def word(self, name: str, layer: int | None) -> str:
         """What a size is called in ``sizes``, where it may differ from layer to layer."""
         return in_layer(name, layer) if layer is not None and name in self._varying else name

@@ -174,6 +174,11 @@ class Partitioner:
         Raises LayoutError when they cannot be shared out, ConflictError for an expert that config.json does not count.
         """
         mesh = self.cutting.mesh
+        if mesh.ep > 1 and self.family.varies("experts"):
+            raise LayoutError(
+                "the number of experts differs from layer to layer, and ranks cannot share them out",
+                hint=f"use --ep-{self.flag} 1",
+            )
         experts = self.family.size("experts") or 1 + max((p.expert or 0 for _, p, _, _ in placed), default=0)
         if experts % mesh.ep and not self.cutting.ragged_experts and any(p.expert is not None for _, p, _, _ in placed):
             raise LayoutError(

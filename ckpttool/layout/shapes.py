@@ -68,6 +68,12 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
     count = scope.number(spec.count, ("count",))
     if count > _MOST:
         raise scope.wrong(f"{count:,} layers are more than any model has", ("count",), str(spec.count))
+    if scope.skips:
+        raise LayoutError(
+            "some layers of the model lack modules (`skip` in `per_layer_config` of config.json), which"
+            f" family `{family.name}` does not know",
+            hint="give the checkpoint itself in place of its config.json",
+        )
     prefix = _prefix(spec, family)
     out = _Tensors(scope, _config_dtype(family.spec.places(config)))
     out.add(_entries(spec.first, "first", family))

@@ -1,7 +1,8 @@
 """What the words of a family file's expressions mean for one config.json, and the sizes that come of them.
 
 A word is the first of these that there is: ``layer``, a name of the section ``tensors``, a size of the family, a field
-of config.json (or of its ``text_config``; ``a.b`` is field b of its part a), its default.
+of config.json (or of its ``text_config``; ``a.b`` is field b of its part a), its default. What ``per_layer_config``
+says of a field holds in that layer.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ class Scope(Expressions):
         self.sizes = sizes
         self._reading = reading
         self._varying = varying(sizes)
+        self._exceptions = [_exceptions(p) for p in places]
 
     def read(self, text: str) -> dict[str, Any]:
         """The fields of config.json that an expression comes from, as far as they are there."""
@@ -148,14 +150,15 @@ class Scope(Expressions):
             return self._explained("tensors: names", name, own.names[name])
         spec = own.specs.get(name) if name != self._reading else None
         if spec is not None:
-            refuse_other_fields(spec, self.places)
+            self.refuse_other_fields(spec)
         size = self.size(name)
         if size is not None:
             return size.value
         if spec is not None and spec.expr:
             return self._explained("sizes", name, spec.expr)
-        # Whether the head is tied is a matter of the whole model, and not of the language model in it.
-        said = values_at(self.places[::-1] if name == TIED and own.inside else self.places, name)
+        said = self.values(name)
+        if name == TIED and own.inside:  # a matter of the whole model, and not of the language model in it
+            said = said[::-1]
         found = next((s for s in said if s is not None), None)
         if found is not None:
             return _field(name, found, self._kind(name))
@@ -169,7 +172,7 @@ class Scope(Expressions):
         lacking = name
         if spec is not None:
             lacking = spec.fields[0]
-            if wrong := _said(spec.fields, self.places)[:1]:
+            if wrong := self.said(spec.fields)[:1]:
                 raise Refused(f"`{wrong[0][0]}` of config.json is {shown(wrong[0][1])}, which is not a size", hint=HINT)
         raise Refused(
             f"config.json lacks `{lacking}`, on which the tensors of family `{own.family}` depend",
@@ -181,7 +184,34 @@ class Scope(Expressions):
         """A size of the family, in the layer that was entered if it has another value in each."""
         if (size := self.sizes.get(name)) is not None:
             return size
-        return self.sizes.get(in_layer(name, self.layer())) if name in self._varying else None
+        return self.sizes.get(in_layer(name, self.layer(name))) if name in self._varying else None
+
+    def values(self, path: str) -> list[Any]:
+        """What config.json says under a name or path in each place that has it, null included.
+
+        Raises Refused outside of layers for what is something else in some of them.
+        """
+        out = []
+        for place, layers in zip(self.places, self._exceptions, strict=True):
+            if any(path in fields for fields in layers.values()):
+                out += values_at([layers.get(self.layer(path), {})], path)
+            out += values_at([place], path)
+        return out
+
+    @property
+    def skips(self) -> bool:
+        """Whether layers lack modules that others have."""
+        return any(fields.get("skip") for layers in self._exceptions for fields in layers.values())
+
+    def said(self, fields: Iterable[str]) -> list[tuple[str, Any]]:
+        """The fields that are there and not null, with their values."""
+        return [(f, v) for f in fields for v in self.values(f) if v is not None]
+
+    def refuse_other_fields(self, spec: SizeSpec) -> None:
+        """Raises Refused when a field that a size comes from is there and is no size."""
+        for name, value in (*self.said(spec.fields)[:1], *self.said(spec.plus)):
+            if type(value) is not int:
+                raise Refused(f"`{name}` of config.json is {shown(value)}, not a whole number", hint=HINT)
 
     def element(self, of: str, value: object) -> Value:
         return _field(of, value)
@@ -211,16 +241,11 @@ class Scope(Expressions):
             raise
 
 
-def refuse_other_fields(spec: SizeSpec, places: Sequence[Mapping[str, Any]]) -> None:
-    """Raises Refused when a field that a size comes from is there and is no size."""
-    for name, value in (*_said(spec.fields, places)[:1], *_said(spec.plus, places)):
-        if type(value) is not int:
-            raise Refused(f"`{name}` of config.json is {shown(value)}, not a whole number", hint=HINT)
-
-
-def _said(fields: Iterable[str], places: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """The fields that are there and not null, with their values."""
-    return [(f, v) for f in fields for v in values_at(places, f) if v is not None]
+def _exceptions(place: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """Fields that are something else in some layers, as transformers 5 writes them for models of all kinds."""
+    said = place.get("per_layer_config")
+    items = said.items() if isinstance(said, Mapping) else ()
+    return {int(n): fields for n, fields in items if str(n).isdecimal() and isinstance(fields, Mapping)}
 
 
 def read_sizes(vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]]) -> dict[str, Size]:
@@ -247,9 +272,10 @@ def read_sizes(vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]]) -> d
 def check_size(scope: Scope, name: str) -> None:
     """Raises Refused when what config.json says of a size is no size; what it does not say is no error."""
     spec = scope.vocabulary.specs[name]
-    refuse_other_fields(spec, scope.places)
     try:
-        if spec.expr and not scope.depends(lambda: _one(spec, scope)):
+        if not scope.depends(partial(scope.refuse_other_fields, spec)):
+            scope.refuse_other_fields(spec)
+        if spec.expr and not scope.depends(partial(_one, spec, scope)):
             _one(spec, scope)
     except Refused as e:
         if not e.lacks:
@@ -267,7 +293,7 @@ def _put(out: dict[str, Size], name: str, spec: SizeSpec, scope: Scope) -> None:
 
 def _one(spec: SizeSpec, scope: Scope) -> int:
     """A size, in the layer that the scope is in. Raises Refused."""
-    said = _said(spec.fields, scope.places)
+    said = scope.said(spec.fields)
     text: int | str | None = next((n for _, n in said if type(n) is int), None)
     if text is None and said:
         raise Refused("something is said, and it is not a number: the default would be a guess")
@@ -281,7 +307,7 @@ def _one(spec: SizeSpec, scope: Scope) -> int:
         raise Refused("this expression is too deep") from None
     if type(value) is not int:
         raise Refused(f"`{text}` comes to {value!r}, which is not a size")
-    return value + sum(next((v for v in values_at(scope.places, f) if type(v) is int), 0) for f in spec.plus)
+    return value + sum(next((v for _, v in scope.said([f]) if type(v) is int), 0) for f in spec.plus)
 
 
 def _layers(scope: Scope) -> int:

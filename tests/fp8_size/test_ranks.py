@@ -231,6 +231,14 @@ def test_a_state_that_the_config_does_not_place_is_not_guessed() -> None:
         cache_of(model_of(small(mamba_d_state=16)), "bf16", Mesh(), tokens=1, batch=1, length=0)
 
 
+def test_caches_of_layers_that_differ_are_not_guessed() -> None:
+    config = small(per_layer_config={"1": {"num_key_value_heads": 1}})
+    with pytest.raises(UnsupportedError, match="`num_key_value_heads` differs from layer to layer"):
+        cache_of(model_of(config), "bf16", Mesh(), tokens=1, batch=1, length=0)
+    other = small(per_layer_config={"1": {"intermediate_size": 8}})
+    assert cache_of(model_of(other), "bf16", Mesh(), tokens=1, batch=1, length=0).per_layer
+
+
 def test_caches_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="no latent attention"):
         kv("Llama-3-8B", "fp8_ds_mla")

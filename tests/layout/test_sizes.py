@@ -9,7 +9,7 @@ import pytest
 
 from ckpttool.errors import LayoutError
 from ckpttool.layout.family import Family, load_family
-from ckpttool.layout.shapes import check_sizes
+from ckpttool.layout.shapes import check_sizes, declared_tensors
 
 
 def family_of(tmp_path: Path, sizes: str, config: dict[str, Any], rest: str = "") -> Family:
@@ -151,3 +151,48 @@ same: {expr: kv if n == 3 else layer}
         "inner[0]": 16, "inner[1]": 8, "inner[3]": 4,
         "same": 2,
     }  # fmt: skip
+
+
+EXCEPTIONS = {
+    "n": 3,
+    "width": 8,
+    "text_config": {
+        "kv": 4,
+        "head": 2,
+        "per_layer_config": {"01": {"kv": 1, "head": 6}, "2": {"head": None}, "x": {"width": 3}},
+    },
+}
+
+
+def test_fields_that_are_something_else_in_some_layers(tmp_path: Path) -> None:
+    """transformers 5 writes such exceptions for models of all kinds."""
+    sizes = """
+layers: n
+kv: {from: [kv], shared: true}
+width: width
+head: {from: [head], default: 3}
+rows: {expr: kv * head}
+"""
+    assert sizes_of(tmp_path, sizes, EXCEPTIONS) == {
+        "layers": 3, "width": 8,
+        "kv[0]": 4, "kv[1]": 1, "kv[2]": 4,
+        "head[0]": 2, "head[1]": 6, "head[2]": 2,
+        "rows[0]": 8, "rows[1]": 6, "rows[2]": 8,
+    }  # fmt: skip
+    tensors = "tensors:\n  first: {e: [width]}\n  layers: {w: [kv, rows * head]}\n"
+    family = family_of(tmp_path, sizes, EXCEPTIONS, tensors)
+    assert [t.shape for t in declared_tensors(family, EXCEPTIONS)] == [(8,), (4, 16), (1, 36), (4, 16)]
+    check_sizes(family, EXCEPTIONS)
+
+
+def test_what_differs_from_layer_to_layer_is_not_known_outside_of_layers(tmp_path: Path) -> None:
+    family = family_of(tmp_path, "layers: n", EXCEPTIONS, "tensors: {last: {e: [head]}}\n")
+    with pytest.raises(LayoutError, match="`head` differs from layer to layer, and has a meaning only in `layers`"):
+        declared_tensors(family, EXCEPTIONS)
+
+
+def test_layers_that_lack_modules_are_not_declared(tmp_path: Path) -> None:
+    config = {"n": 2, "per_layer_config": {"1": {"skip": ["attention"]}}}
+    family = family_of(tmp_path, "layers: n", config, "tensors: {layers: {w: [1]}}\n")
+    with pytest.raises(LayoutError, match="some layers of the model lack modules"):
+        declared_tensors(family, config)

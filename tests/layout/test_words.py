@@ -198,3 +198,19 @@ def test_a_size_of_layers_has_no_meaning_outside_of_them(tmp_path: Path) -> None
     assert place is not None
     with pytest.raises(LayoutError, match="`heads` differs from layer to layer, and this tensor is of none"):
         local_boxes(place.rule, (4, 4), PartitionContext(Mesh(tp=2), family.sizes), Mesh(tp=2).coords(0))
+
+
+def test_ranks_do_not_share_out_numbers_of_experts_that_differ(tmp_path: Path) -> None:
+    config = {"n": 2, "experts": 4, "per_layer_config": {"1": {"experts": 2}}}
+    text = """
+family: orca
+sizes: {layers: n, experts: experts}
+layers: {prefix: "b.{layer}.", rules: {"e.{expert}.w": column}}
+tensors: {layers: {"e.{expert}.w": [4, 2]}}
+"""
+    family = family_of(tmp_path, text, config)
+    start, _ = views_of(family, config)
+    assert len(list(start)) == 6
+    assert [len(r) for r in cut(family, (), Mesh(tp=2, etp=2), start, config)] == [6, 6]
+    with pytest.raises(LayoutError, match="the number of experts differs from layer to layer"):
+        cut(family, (), Mesh(tp=2, ep=2), start, config)

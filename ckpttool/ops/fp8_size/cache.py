@@ -25,6 +25,11 @@ KINDS = ("bf16", "fp8", "fp8_ds_mla")
 DS_MLA = 656
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
+_OF_CACHE = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "kv_lora_rank", "qk_rope_head_dim",
+    "sliding_window", "skip",
+)  # fmt: skip
+"""Fields on which the size of a layer's cache depends."""
 _STATEFUL = ("mamba", "ssm", "linear_", "recurrent", "lru_", "short_conv", "conv_L_cache", "rwkv", "hybrid_override")
 """Starts of config fields of models with layers that keep a state of constant size."""
 
@@ -85,6 +90,12 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
     if length and length < tokens:
         raise UsageError(f"--max-model-len {length} is less than --tokens {tokens}")
     config = _Fields(model)
+    if exception := next((n for n in config.exceptions() if n in _OF_CACHE), None):
+        raise UnsupportedError(
+            f"`{exception}` differs from layer to layer (`per_layer_config`): such a cache is not modelled",
+            where=str(model.path),
+            hint="drop --kv",
+        )
     size = 2 if dtype == "bf16" else 1
     latent = config.number("kv_lora_rank", least=0)
     if latent:
@@ -137,6 +148,11 @@ class _Fields:
     def has(self, name: str) -> bool:
         """Whether the config has it, be it null."""
         return any(name in p for p in self.places)
+
+    def exceptions(self) -> list[str]:
+        """Fields that are something else in some layers."""
+        said = [p["per_layer_config"] for p in self.places if isinstance(p.get("per_layer_config"), Mapping)]
+        return [n for layers in said for fields in layers.values() if isinstance(fields, Mapping) for n in fields]
 
     def wrong(self, name: str, what: str) -> ConflictError:
         text = json.dumps(self.get(name), default=repr)

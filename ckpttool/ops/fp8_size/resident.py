@@ -140,6 +140,10 @@ def _kinds(model: Model, applied: Applied, mesh: Mesh) -> _Counted:
     stage_of = _stages(model, mesh)
     last = mesh.pp - 1
     experts = family.size("experts") or 0
+    if mesh.ep > 1 and family.varies("experts"):
+        raise LayoutError(
+            "the number of experts differs from layer to layer, and ranks cannot share them out", hint="use --ep-out 1"
+        )
     owners = {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
     found: dict[tuple[Any, ...], _Kind] = {}
     counts: dict[tuple[Any, ...], int] = {}
