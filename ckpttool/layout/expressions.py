@@ -7,10 +7,11 @@
 ``layer``                       number of the layer
 ``+ - * // %``                  whole numbers only
 ``== != < <= > >= in not in``   comparisons
-``and or not``, ``a if b else c``, ``list[i]``
+``and or not``, ``a if b else c``
+``list[i]``, ``len(list)``      also of a text: ``'M-M*'[2]`` is ``'M'``
 ==============================  ================================================================================
 
-and nothing else: no calls. An expression is worked out once, or once for each layer if it asks for the layer.
+and nothing else: no other calls. An expression is worked out once, or once for each layer if it asks for the layer.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ def checked(text: str) -> str:
     todo: list[ast.AST] = [parsed(text)]
     while todo:
         node = todo.pop()
+        if (measured := _measured(node)) is not None:
+            todo.append(measured)
+            continue
         if _path(node):
             continue
         inner = list(ast.iter_child_nodes(node))
@@ -95,8 +99,9 @@ def words(text: str) -> list[str]:
         return []
     while todo:
         node = todo.pop(0)
-        path = _path(node)
-        if path:
+        if (measured := _measured(node)) is not None:
+            todo.append(measured)
+        elif path := _path(node):
             found.append(path)
         else:
             todo += ast.iter_child_nodes(node)
@@ -112,10 +117,18 @@ def _path(node: ast.AST) -> str:
     return ".".join([node.id, *reversed(fields)]) if isinstance(node, ast.Name) else ""
 
 
+def _measured(node: ast.AST) -> ast.expr | None:
+    """What ``len()`` is asked of; None for anything else."""
+    match node:
+        case ast.Call(func=ast.Name(id="len"), args=[value], keywords=[]):
+            return value
+    return None
+
+
 def _nothing(node: ast.AST) -> Refused:
     return Refused(
         f"`{ast.unparse(node)}` is nothing that an expression may hold",
-        hint="names, whole numbers, + - * // %, comparisons, and, or, not, `a if b else c`, list[i]",
+        hint="names, whole numbers, + - * // %, comparisons, and, or, not, `a if b else c`, list[i], len(list)",
     )
 
 
@@ -226,6 +239,8 @@ class Expressions:
                 return self._compared(left, ops, others)
             case ast.Subscript(value=value, slice=index):
                 return self._element(value, index)
+            case ast.Call() if (measured := _measured(node)) is not None:
+                return len(self._sequence(measured))
         raise _nothing(node)
 
     def _truth(self, node: ast.expr) -> bool:
@@ -253,8 +268,14 @@ class Expressions:
             a = b
         return True
 
+    def _sequence(self, node: ast.expr) -> str | list[Any]:
+        got = self.evaluate(node)
+        if not isinstance(got, str | list):
+            raise Refused(f"`{ast.unparse(node)}` is {got!r}, which is neither a list nor a text")
+        return got
+
     def _element(self, value: ast.expr, index: ast.expr) -> Value:
-        elements, at = self.evaluate(value), self._whole(index)
-        if not isinstance(elements, list) or not 0 <= at < len(elements):
+        elements, at = self._sequence(value), self._whole(index)
+        if not 0 <= at < len(elements):
             raise Refused(f"`{ast.unparse(value)}` has no element {at}")
         return self.element(ast.unparse(value), elements[at])

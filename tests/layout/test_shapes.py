@@ -350,6 +350,8 @@ def test_a_family_without_the_section(tmp_path: Path) -> None:
         ("4 if kind in ['a', 'b'] else 1", 4),
         ("4 if kind not in ['a', 'b'] else 1", 1),
         ("4 if kind == 'b' else 1", 4),
+        ("4 if pattern[2] == 'M' else 1", 4),
+        ("len(widths) + len(pattern) * len([1, 2, 3])", 14),
         ("left_out", 24),
         ("nothing", 5),
         ("absent", 7),
@@ -372,7 +374,7 @@ names: {{twice: 2 * width}}
 first: {{w: ["{expression}"]}}
 """
     vision = {"size": 11, "tower": {"depths": [3, 4]}, "nothing": None}
-    fields = {"flag": False, "kind": "b", "widths": [5, 6], "nothing": None, "vision": vision}
+    fields = {"flag": False, "kind": "b", "pattern": "E*M-", "widths": [5, 6], "nothing": None, "vision": vision}
     assert orca(tmp_path, section, **fields) == {"w": (value,)}
 
 
@@ -432,7 +434,10 @@ BAD = {
     "compared": ("first: {w: ['1 if kind < 3 else 2']}", "'b' and 3 cannot be compared", "first: w"),
     "identity": ("first: {w: ['1 if kind is 3 else 2']}", "cannot be compared like this", "first: w"),
     "index": ("first: {w: ['widths[7]']}", "`widths` has no element 7", "first: w"),
-    "no list": ("first: {w: ['width[0]']}", "`width` has no element 0", "first: w"),
+    "no list": ("first: {w: ['width[0]']}", "`width` is 8, which is neither a list nor a text", "first: w"),
+    "no length": ("first: {w: ['len(width)']}", "`width` is 8, which is neither a list nor a text", "first: w"),
+    "length of two": ("first: {w: ['len(width, width)']}", "`len(width, width)` is nothing that", "first: w"),
+    "text index": ("first: {w: ['1 if kind[1] else 2']}", "`kind` has no element 1", "first: w"),
     "fraction field": ("first: {w: [ratio]}", "`ratio` of config.json is 0.5", "first: w: `ratio`"),
     "unknown": ("first: {w: [hidden]}", "config.json lacks `hidden`", "first: w: `hidden`"),
     "condition": ("first: {if hidden: {w: [1]}}", "config.json lacks `hidden`", "first: if hidden: `hidden`"),

@@ -52,6 +52,7 @@ CONFIG = {
         ("{expr: 1 if width == 64 and not tie_word_embeddings else 2}", 1),
         ("{expr: expand * width}", 192),
         ("{expr: wide}", 256),
+        ("{from: [other], default: len(vision_config.name) + len(size)}", 3),
     ],
 )
 def test_where_a_size_comes_from(tmp_path: Path, size: str, value: int) -> None:
@@ -91,7 +92,8 @@ def test_a_size_that_the_config_does_not_give_is_left_out(tmp_path: Path, size: 
     ("sizes", "says"),
     [
         ("size: {expr: 2 +}", "`2 +`: this is not an expression"),
-        ("size: {expr: len(x)}", "`len(x)` is nothing that an expression may hold"),
+        ("size: {expr: max(x)}", "`max(x)` is nothing that an expression may hold"),
+        ("size: {expr: len(x ** 2)}", "`x ** 2` is nothing that an expression may hold"),
         ("size: {expr: '[1].real'}", "`[1].real` is nothing that an expression may hold"),
         ("size: {expr: width ** 2}", "`width ** 2` is nothing that an expression may hold"),
         ("size: {expr: 1.5 * width}", "`1.5` is nothing that an expression may hold"),
