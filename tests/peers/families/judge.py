@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from tests.helpers.command import ckpttool
 from tests.peers.families import forward, swap
 from tests.peers.families.by_number import BY_NUMBER, exchange_tensors, exchanging
+from tests.peers.families.remote import REMOTE
 from tests.peers.families.tiny import VOCAB, Architecture, kinds, parameters, save
 
 TOLERANCE = 2e-5
@@ -34,6 +38,8 @@ class Found:
     """Why more was exchanged than what is cut."""
     swapped: dict[str, float] = field(default_factory=dict)
     """By parallelism the largest difference of the logits."""
+    plan: str = ""
+    """At which sizes each rank holds what transformers' plan gives it."""
     not_run: str = ""
     cut: list[str] = field(default_factory=list)
     """Kinds of tensors that are cut at tp 2, those of the vocabulary left out."""
@@ -74,11 +80,12 @@ def judge(
     folder.mkdir(parents=True, exist_ok=True)
     whole = folder / "whole"
     try:
-        found.params = parameters(save(architecture, whole, changes))
+        remote = REMOTE.get(architecture.cls) if architecture.group == "remote" else None
+        found.params = remote.save(whole) if remote else parameters(save(architecture, whole, changes))
     except Exception as e:  # noqa: BLE001 - whatever transformers raises
         found.not_made = f"{type(e).__name__}: {e}".replace("\n", " ")[:300]
         return found
-    _Judge(found, whole, folder, ("--family", family) if family else ()).all()
+    _Judge(found, whole, folder, ("--family", family) if family else (), changes).all()
     return found
 
 
@@ -89,8 +96,90 @@ def named(architecture: Architecture) -> bool:
     return find_family({"model_type": architecture.model_type, "architectures": [architecture.cls]}) is not None
 
 
+class Runner(Protocol):
+    """A model that can be run with the weights of several checkpoints."""
+
+    want: Any
+    """What it computes with those of the whole model."""
+
+    def compute(self, folder: Path) -> Any:
+        """What it computes with those of a checkpoint."""
+
+    def unseen(self, folder: Path) -> list[str]:
+        """Kinds of tensors that, taken alone from the checkpoint, change nothing of that."""
+
+
+def runner(architecture: Architecture, whole: Path) -> Runner:
+    """Raises whatever transformers raises."""
+    if architecture.group == "remote":
+        return _FromFiles(REMOTE[architecture.cls].compute, whole)
+    import transformers
+
+    return _InMemory(getattr(transformers, architecture.cls), whole)
+
+
+class _InMemory:
+    """One of transformers' models."""
+
+    def __init__(self, cls: type, whole: Path) -> None:
+        self.model = forward.load(cls, whole)
+        self.given = forward.inputs(self.model)
+        self.want = forward.compute(self.model, self.given)
+        self.other: Any = None
+
+    def compute(self, folder: Path) -> Any:
+        self.other = forward.load(type(self.model), folder)
+        return forward.compute(self.other, self.given)
+
+    def unseen(self, folder: Path) -> list[str]:
+        import torch
+
+        other = self.other or forward.load(type(self.model), folder)
+        mine, theirs = dict(self.model.named_parameters()), dict(other.named_parameters())
+        out = []
+        with torch.no_grad():
+            changed = [n for n in mine if not torch.equal(mine[n], theirs[n])]
+            for kind, names in kinds(changed):
+                kept = {n: mine[n].clone() for n in names}
+                for n in names:
+                    mine[n].copy_(theirs[n])
+                if forward.difference(self.want, forward.compute(self.model, self.given)) <= TOLERANCE:
+                    out.append(kind)
+                for n in names:
+                    mine[n].copy_(kept[n])
+        return out
+
+
+class _FromFiles:
+    """A model that has only a function of its files."""
+
+    def __init__(self, compute: Callable[[Path], Any], whole: Path) -> None:
+        self.run = compute
+        self.whole = whole
+        self.want = compute(whole)
+
+    def compute(self, folder: Path) -> Any:
+        return self.run(folder)
+
+    def unseen(self, folder: Path) -> list[str]:
+        from safetensors.numpy import save_file
+
+        mine, theirs = swap.read_all(self.whole), swap.read_all(folder)
+        mixed = folder.with_suffix(".mixed")
+        mixed.mkdir()
+        shutil.copy(self.whole / "config.json", mixed)
+        out = []
+        for kind, names in kinds(swap.same(mine, theirs)):
+            save_file(mine | {n: theirs[n] for n in names}, mixed / "model.safetensors", {"format": "pt"})
+            if forward.difference(self.want, self.run(mixed)) <= TOLERANCE:
+                out.append(kind)
+        return out
+
+
 class _Judge:
-    def __init__(self, found: Found, whole: Path, folder: Path, options: tuple[str, ...]) -> None:
+    def __init__(
+        self, found: Found, whole: Path, folder: Path, options: tuple[str, ...], changes: dict[str, Any] | None
+    ) -> None:
         self.found = found
         self.whole = whole
         self.folder = folder
@@ -99,7 +188,10 @@ class _Judge:
         self.config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
         if (said := BY_NUMBER.get(str(self.config.get("model_type")))) is not None:
             found.by_number = said.reason
-        self._models: list[tuple[Any, dict[str, Any], Any]] = []
+        self._runner: Runner | None = None
+        self.changes = changes
+        self.gathered: frozenset[str] = frozenset()
+        """What transformers' plan cuts anywhere, because the results are gathered."""
 
     def all(self) -> None:
         first = self.cut("tp 2", ["--tp-out", 2])
@@ -108,9 +200,13 @@ class _Judge:
             self.found.refused = self.found.back.pop("tp 2")
             return
         self.list_kinds(first)
+        if self.found.family.startswith("transformers/"):
+            self.compare_with_plan(first, 2)
         self.swap(first, "tp 2", kinds_too=True)
         for tp in (4, 16):
             if (cut := self.cut(f"tp {tp}", ["--tp-out", tp])) is not None:
+                if tp == 4 and self.found.family.startswith("transformers/"):
+                    self.compare_with_plan(cut, tp)
                 self.swap(cut, f"tp {tp}")
         if any(".experts." in n or ".experts_" in n for n in self.tensors):
             self.cut("ep 2", ["--tp-out", 2, "--ep-out", 2])
@@ -153,51 +249,64 @@ class _Judge:
         self.found.cut = [k for k, _ in kinds(sorted(cut))]
         self.found.whole = [k for k, _ in kinds([n for n in names if n not in cut and self.tensors[n].ndim > 1])]
 
-    def reference(self) -> tuple[Any, dict[str, Any], Any] | None:
-        """The whole model with its inputs and what it computes."""
-        if not self._models and not self.found.not_run:
-            import transformers
+    def compare_with_plan(self, ranks: Path, tp: int) -> None:
+        """Each rank holds what transformers' own plan gives it, element for element."""
+        plans = importlib.import_module("tests.peers.families.plans")
+        from tests.peers.families.tiny import tiny_model
 
+        def build() -> Any:
+            return tiny_model(self.found.architecture, self.changes)
+
+        self.gathered = plans.gathered(build())
+        held = plans.owners(build, tp)
+        for r, path in enumerate(swap.rank_files(ranks)):
+            mine = swap.read(path)[0]
+            for name, masks in held.items():
+                if self.vocabulary(name) or name not in mine:
+                    continue
+                if not np.array_equal(self.tensors[name][masks >> r & 1 == 1], mine[name].ravel()):
+                    self.wrong(f"tp {tp}: rank {r} of transformers' plan holds another part of {name}")
+                    return
+        self.found.plan += f"{', ' if self.found.plan else ''}tp {tp}"
+
+    def reference(self) -> Runner | None:
+        """The whole model; None where it cannot be run."""
+        if self._runner is None and not self.found.not_run:
             try:
-                model = forward.load(getattr(transformers, self.found.architecture.cls), self.whole)
-                given = forward.inputs(model)
-                self._models.append((model, given, forward.compute(model, given)))
+                self._runner = runner(self.found.architecture, self.whole)
             except Exception as e:  # noqa: BLE001 - whatever transformers raises
                 self.found.not_run = f"{type(e).__name__}: {e}".replace("\n", " ")[:300]
                 return None
-            if not float(self._models[0][2].std()) > 1e-2:
+            if not float(self._runner.want.std()) > 1e-2:
                 self.found.not_run = "its logits are all alike"
-                self._models.clear()
-        return self._models[0] if self._models else None
+                self._runner = None
+        return self._runner
 
     def swap(self, ranks: Path, label: str, *, kinds_too: bool = False) -> None:
         reference = self.reference()
         if reference is None:
             return
-        model, given, want = reference
         swapped = ranks.with_suffix(".swapped")
         shutil.copytree(ranks, swapped)
-        exchanged = swap.swap(swapped, self.vocabulary)
+        exchanged = swap.swap(swapped, lambda n: self.vocabulary(n) or n in self.gathered)
         back = self.together(swapped, swapped.with_suffix(".exchanged"))
         if back is None:
             return
         if not exchanged or not swap.same(self.tensors, swap.read_all(back)):
             self.found.swapped[label] = -1.0
             return
+        kind, ranks_in_all = str(self.config.get("model_type")), len(swap.rank_files(ranks))
         try:
-            kind, ranks_in_all = str(self.config.get("model_type")), len(swap.rank_files(ranks))
             exchange_tensors(back, kind, self.config, ranks_in_all)
-            other = forward.load(type(model), back)
             with exchanging(kind, heads_of(self.config), ranks_in_all):
-                got = forward.compute(other, given)
+                apart = self.found.swapped[label] = forward.difference(reference.want, reference.compute(back))
         except Exception as e:  # noqa: BLE001 - whatever transformers raises
             self.wrong(f"{label} exchanged: {type(e).__name__}: {e}"[:300])
             return
-        apart = self.found.swapped[label] = forward.difference(want, got)
         if not apart <= TOLERANCE:
             self.wrong(f"{label}: with ranks 0 and 1 exchanged the logits differ by {apart:.2g}")
         if kinds_too:
-            self.found.unseen = unseen(model, other, lambda: forward.compute(model, given), want)
+            self.found.unseen = reference.unseen(back)
 
     def family(self) -> None:
         from ckpttool.layout.family import pick_family
@@ -253,22 +362,3 @@ class _Judge:
 def heads_of(config: dict[str, Any]) -> int:
     """How many heads a model has."""
     return next((config[n] for n in ("num_attention_heads", "n_head", "n_heads", "num_heads") if n in config), 0)
-
-
-def unseen(model: Any, other: Any, run: Callable[[], Any], want: Any) -> list[str]:
-    """Kinds of parameters that two models hold differently, and that alone exchanged change nothing computed."""
-    import torch
-
-    mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
-    out = []
-    with torch.no_grad():
-        changed = [n for n in mine if not torch.equal(mine[n], theirs[n])]
-        for kind, names in kinds(changed):
-            kept = {n: mine[n].clone() for n in names}
-            for n in names:
-                mine[n].copy_(theirs[n])
-            if forward.difference(want, run()) <= TOLERANCE:
-                out.append(kind)
-            for n in names:
-                mine[n].copy_(kept[n])
-    return out

@@ -138,6 +138,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "text_config.rope_parameters.partial_rotary_factor": 1.0,
     },
     "glm5_next": {"text_config.num_key_value_heads": 8, "text_config.qk_head_dim": 16},
+    "glm_moe_dsa": {"num_key_value_heads": 8},
     "glm_ocr": {"text_config.rope_parameters.mrope_section": [2, 1, 1]},
     "glmga": {"text_config.rope_parameters.mrope_section": [2, 1, 1]},
     "gptj": {"rotary_dim": 8},

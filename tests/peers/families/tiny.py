@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.peers.families.remote import REMOTE
 from tests.peers.families.settings import PLAIN_HEADS, SETTINGS
 
 VOCAB = 272
@@ -141,7 +142,7 @@ def architectures() -> list[Architecture]:
                 if (model_type, cls) not in seen:
                     seen.add((model_type, cls))
                     out.append(Architecture(group, model_type, cls))
-    return out
+    return [*out, *(Architecture("remote", r.model_type, cls) for cls, r in REMOTE.items())]
 
 
 def find(name: str) -> list[Architecture]:
