@@ -111,7 +111,7 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
             stored.notes.append(f"the tensors have the names of {stored.dialect}")
     said = dialect(stored.dialect)
     if said.published and (by_names or stored.recorded is None):
-        naming, stored.fused = family.published_form(names)
+        naming, stored.fused = family.published_form(names, lambda: _shapes(stored))
         stored.dialect = naming or stored.dialect
     context = NamingContext(family, stored.config, stored.mesh, stored.fused, stored.version)
     ops = dialect(stored.dialect).detect(context, lambda: _shapes(stored))

@@ -26,6 +26,8 @@ from ckpttool.layout.sizes import Default, SizeSpec, Vocabulary, read_sizes, siz
 from ckpttool.select import compile_pattern
 
 _T = TypeVar("_T")
+Shapes = Mapping[str, tuple[int, ...]]
+"""By the names of tensors."""
 
 _KINDS = ("weight", "bias")
 """Of a module, in the order in which it has them."""
@@ -95,6 +97,8 @@ class OpSpec(_Strict):
     """Patterns of tensors that do not exist in this naming, because each is a copy of another one."""
     own: list[str] | None = None
     """Patterns of tensors that exist in this naming only; every rank holds them whole."""
+    shapes: dict[str, list[str]] | None = None
+    """Pattern: a size for each axis. Files are told to have this naming by tensors of these shapes, not by names."""
     read_as: dict[str, str] | None = None
     """other name: name in this naming. Files may have the other one; only the way back knows it."""
     tie: dict[str, str] | None = None
@@ -146,6 +150,16 @@ class InsideSpec(_Strict):
     """Those of that family that hold here, too."""
 
 
+class TensorStackSpec(_Strict):
+    """Which tensors the layers of another stack have."""
+
+    count: int | str
+    """How many layers are numbered."""
+    prefix: str = ""
+    """Of a layer's tensors; that of the rules unless given."""
+    tensors: dict[str, Any]
+
+
 class TensorsSpec(_Strict):
     """Which tensors a model has; layout/shapes.py reads it, and checks what stands below first, layers and last."""
 
@@ -162,6 +176,8 @@ class TensorsSpec(_Strict):
     first: dict[str, Any] = {}
     """Pattern: shape or {shape, dtype}; ``if CONDITION``: more of these."""
     layers: dict[str, Any] = {}
+    stacks: dict[str, TensorStackSpec] = {}
+    """Other stacks of layers; they stand behind ``first``."""
     last: dict[str, Any] = {}
 
 
@@ -530,11 +546,11 @@ class Family:
         whole = pattern_regex(spec.fusions[name].whole)
         return any(whole.match(sample) for pattern in patterns for sample in samples(pattern))
 
-    def published_form(self, names: Iterable[str]) -> tuple[str, str]:
+    def published_form(self, names: Iterable[str], shapes: Callable[[], Shapes] = dict) -> tuple[str, str]:
         """Which of ``hf_namings`` published names have ("" is none), and ``fuse`` or ``unfuse`` where they have not the
-        fusions that are usual."""
+        fusions that are usual. ``shapes`` are those of whole tensors, asked for where names alone do not tell."""
         known = {split_numbers(n)[0].replace("#", "0") for n in names}
-        naming = next((n for n in self.spec.hf_namings if self._has_naming(n, known)), "")
+        naming = next((n for n in self.spec.hf_namings if self._has_naming(n, known, shapes)), "")
         for name, spec in self.spec.fusions.items():
             wholes = any(matches((spec.whole,), s) for s in known)
             parts = any(matches(spec.parts, s) for s in known)
@@ -555,13 +571,27 @@ class Family:
                 fitting.append(naming)
         return fitting[0] if len(fitting) == 1 else ""
 
-    def _has_naming(self, naming: str, known: Collection[str]) -> bool:
-        """Whether some of the names are those of a naming, and none is the one that it replaces."""
+    def _has_naming(self, naming: str, known: Collection[str], shapes: Callable[[], Shapes] = dict) -> bool:
+        """Whether some of the names are those of a naming, and none is the one that it replaces; or whether tensors
+        have the shapes that tell it."""
+        telling = {k: v for op in self.spec.namings[naming] for k, v in (op.shapes or {}).items()}
+        if telling:
+            return self._has_shapes(telling, shapes())
         ops = self.statements(naming)
         pairs = [pair for op in ops if isinstance(op, Rename) for pair in op.pairs]
         pairs += [(op.part, op.whole) for op in ops if isinstance(op, Stack)]
         before, after = ([pair[i] for pair in pairs] for i in (0, 1))
         return any(matches(after, s) for s in known) and not any(matches(before, s) for s in known)
+
+    def _has_shapes(self, telling: Mapping[str, Sequence[str]], shapes: Shapes) -> bool:
+        """Whether there are tensors that match, and all that do have the sizes that stand there."""
+        found = [
+            shape == tuple(self.size(n) for n in sizes)
+            for pattern, sizes in telling.items()
+            for name, shape in shapes.items()
+            if pattern_regex(pattern).match(name)
+        ]
+        return bool(found) and all(found)
 
     def guards(self) -> frozenset[str]:
         """Sizes that are not needed to put ranks together: no rank ever holds another's share of them."""

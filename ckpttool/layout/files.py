@@ -235,7 +235,7 @@ def _longer(names: Mapping[str, str]) -> Callable[[str], str]:
 
 
 _PATTERN_MAPS = ("rename", "stack", "unstack", "read_as", "tie", "tie_as", "tie_staged")
-_PATTERN_KEYS = ("rotary_pairs", "rules", "refuse")
+_PATTERN_KEYS = ("rotary_pairs", "rules", "refuse", "shapes")
 _PATTERN_LISTS = ("transpose", "squeeze", "drop", "own")
 
 
@@ -263,6 +263,10 @@ def _renamed(data: dict[str, Any], longer: Callable[[str], str]) -> dict[str, An
         out["tensors"] = {
             **tensors, "first": keys(tensors.get("first", {})), "last": keys(tensors.get("last", {})),
             **({"prefix": longer(tensors["prefix"])} if tensors.get("prefix") else {}),
+            "stacks": {
+                name: {**stack, **({"prefix": longer(stack["prefix"])} if stack.get("prefix") else {})}
+                for name, stack in tensors.get("stacks", {}).items()
+            },
         }  # fmt: skip
     out.pop("parameters", None)  # the order of a model that has more than these
     return out

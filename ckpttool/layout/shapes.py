@@ -65,24 +65,21 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
         )
     scope = _Scope(family, spec, config)
     scope.given["mtp"] = scope.number(spec.mtp, ("mtp",)) if mtp else 0
-    count = scope.number(spec.count, ("count",))
-    if count > _MOST:
-        raise scope.wrong(f"{count:,} layers are more than any model has", ("count",), str(spec.count))
     if scope.skips:
         raise LayoutError(
             "some layers of the model lack modules (`skip` in `per_layer_config` of config.json), which"
             f" family `{family.name}` does not know",
             hint="give the checkpoint itself in place of its config.json",
         )
-    prefix = _prefix(spec, family)
     out = _Tensors(scope, _config_dtype(family.spec.places(config)))
-    out.add(_entries(spec.first, "first", family))
-    in_layers = _entries(spec.layers, "layers", family)
-    for layer in range(count):
-        scope.enter(layer)
-        out.add(in_layers, prefix.replace("{layer}", str(layer)))
-    scope.enter(None)
-    out.add(_entries(spec.last, "last", family))
+    out.add(_entries(spec.first, ("first",), family))
+    for name, stack in spec.stacks.items():
+        rules = family.spec.stacks.get(name)
+        prefix = stack.prefix or (rules.prefix if rules else "")
+        out.add_layers(_Layers(("stacks", name), stack.count, prefix, stack.tensors), family)
+    prefix = spec.prefix or family.spec.layers.prefix
+    out.add_layers(_Layers((), spec.count, prefix, spec.layers), family)
+    out.add(_entries(spec.last, ("last",), family))
     out.check()
     return out.found
 
@@ -121,9 +118,21 @@ def _wrong(family: Family, path: Sequence[str], why: str, *, hint: str | None = 
     return LayoutError(why, where=f"{family.origin}: tensors: {': '.join(path)}", hint=hint)
 
 
-def _entries(tree: Mapping[Any, Any], section: str, family: Family) -> list[_Entry]:
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """The lines of a stack of layers."""
+
+    path: tuple[str, ...]
+    """The keys that lead to it, for messages."""
+    count: int | str
+    prefix: str
+    """What stands before the names of a layer's tensors, with {layer}."""
+    lines: Mapping[Any, Any]
+
+
+def _entries(tree: Mapping[Any, Any], path: tuple[str, ...], family: Family) -> list[_Entry]:
     """The lines of one part of the section, each with the conditions that it stands under."""
-    return list(_walk(tree, (section,), (), family))
+    return list(_walk(tree, path, (), family))
 
 
 def _walk(
@@ -177,17 +186,15 @@ def _names(pattern: str, path: Sequence[str], family: Family) -> tuple[str, tupl
     return counted, tuple((head, tail) for head, _, tail in split)
 
 
-def _prefix(spec: TensorsSpec, family: Family) -> str:
-    """What stands before the names of a layer's tensors, with {layer}."""
-    prefix = spec.prefix or family.spec.layers.prefix
-    if spec.layers and _CAPTURE.findall(prefix) != ["layer"]:
+def _check_prefix(layers: _Layers, family: Family) -> None:
+    """Raises LayoutError for a prefix that gives a layer no name, or several."""
+    if layers.lines and _CAPTURE.findall(layers.prefix) != ["layer"]:
         raise _wrong(
             family,
-            ("prefix",),
-            f"`{prefix}` does not give every layer one name",
+            (*layers.path, "prefix"),
+            f"`{layers.prefix}` does not give every layer one name",
             hint='give the names of a layer\'s tensors a `prefix` with {layer}: prefix: "model.layers.{layer}."',
         )
-    return prefix
 
 
 def _config_dtype(places: Sequence[Mapping[str, Any]]) -> str:
@@ -234,6 +241,20 @@ class _Tensors:
                     for entry, dtype, shape in group
                     for head, tail in entry.names
                 ]
+
+    def add_layers(self, layers: _Layers, family: Family) -> None:
+        """The tensors of a stack, layer by layer."""
+        scope = self._scope
+        count = scope.number(layers.count, (*layers.path, "count"))
+        if count > _MOST:
+            what = f"{count:,} layers are more than any model has"
+            raise scope.wrong(what, (*layers.path, "count"), str(layers.count))
+        _check_prefix(layers, family)
+        entries = _entries(layers.lines, (*layers.path, "tensors" if layers.path else "layers"), family)
+        for layer in range(count):
+            scope.enter(layer)
+            self.add(entries, layers.prefix.replace("{layer}", str(layer)))
+        scope.enter(None)
 
     def check(self) -> None:
         """Raises LayoutError when two lines declare the same tensor."""

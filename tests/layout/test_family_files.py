@@ -159,6 +159,37 @@ def test_the_tensors_of_the_language_model_are_not_all(tmp_path: Path) -> None:
     assert written(tmp_path, AROUND.split("tensors:", maxsplit=1)[0], config).spec.tensors is None
 
 
+def test_tensors_of_other_stacks(tmp_path: Path) -> None:
+    """They stand behind `first`, numbered by themselves; a stack with rules needs no prefix of its own."""
+    text = AROUND + (
+        "  stacks:\n"
+        "    vision: {count: depth, tensors: {qkv.weight: [3 * vision_width, layer + 1]}}\n"
+        '    merger: {count: 1, prefix: "model.merger.{layer}.", tensors: {weight: [hidden_size]}}\n'
+        'stacks: {vision: {prefix: "model.visual.blocks.{layer}.", rules: {"*": replicate}}}\n'
+    )
+    config = {"vision_width": 7, "depth": 2, "text_config": {**CONFIG, "model_type": "llama"}}
+    got = declared_tensors(written(tmp_path, text, config), config)
+    assert [(t.name, t.shape) for t in got[2:5]] == [
+        ("model.visual.blocks.0.qkv.weight", (21, 1)),
+        ("model.visual.blocks.1.qkv.weight", (21, 2)),
+        ("model.merger.0.weight", (32,)),
+    ]
+    with pytest.raises(LayoutError, match="does not give every layer one name"):
+        declared_tensors(written(tmp_path, text.replace("merger.{layer}.", "merger."), config), config)
+
+
+def test_a_naming_that_shapes_tell() -> None:
+    """Qwen3-VL's experts are published [expert, in, out]; transformers 5 writes [expert, out, in] under their names."""
+    family = load_family("qwen3_vl_moe", {"text_config": {**CONFIG, "num_experts": 4, "moe_intermediate_size": 24}})
+    name = "model.language_model.layers.1.mlp.experts.down_proj"
+    assert family.published_form([name], lambda: {name: (4, 24, 32)}) == ("", "")
+    assert family.published_form([name], lambda: {name: (4, 32, 24)}) == ("transformers", "")
+    place = family.placement(name, family.statements("transformers"))
+    assert place is not None
+    assert (family.placement(name) or place).rule.in_out
+    assert not place.rule.in_out
+
+
 def test_base(tmp_path: Path) -> None:
     """Embedding models and classifiers are published without the head, and some without its prefix."""
     got = written(tmp_path, 'extends: {family: llama}\nbase: "model."\n')
