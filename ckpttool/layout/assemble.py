@@ -35,7 +35,7 @@ from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, 
 from ckpttool.mesh import Coords, share
 from ckpttool.storage.place import DataFile
 
-LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks|blk)\.(\d{1,18})(?![^.])")
+LAYER = re.compile(r"(?<![^.])(?:layers?|h|blocks?|blk)\.(\d{1,18})(?![^.])")
 """The layer number of a name in any naming."""
 EXPERT = re.compile(r"(?<![^.])(?:local_)?experts\.(\d{1,18})(?![^.])")
 """The expert number of a name that has one."""

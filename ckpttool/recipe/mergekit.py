@@ -128,7 +128,7 @@ class _Parser:
                 hint="drop it",
                 error=UnsupportedError,
             )
-        fields = value.known(("sources", "base_model", "parameters", "residual_weight"))
+        fields = value.known(("sources", "stack", "base_model", "parameters", "residual_weight"))
         listed = fields["sources"].items() if "sources" in fields else []
         if not listed:
             value.wrong("a slice needs `sources`")
@@ -137,6 +137,7 @@ class _Parser:
             tuple(s for s in sources if s is not None),
             self._model(fields["base_model"]) if "base_model" in fields else None,
             settings(fields["parameters"], method, of_model=False) if "parameters" in fields else {},
+            (fields["stack"].text() or "") if "stack" in fields else "",
         )
 
     def _source(self, value: Value, method: Method | None, keys: tuple[str, ...]) -> Source | None:

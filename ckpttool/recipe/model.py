@@ -104,6 +104,8 @@ class Slice:
     base: ModelRef | None = None
     """None: the recipe's."""
     parameters: Settings = field(default_factory=dict)
+    stack: str = ""
+    """Words of the names of its layers, which tell several stacks of a model apart; "" where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,7 @@ class Recipe:
         whole = len(self.slices) == 1 and all(s.layers is None for s in self.slices[0].sources)
         slices = [
             _filled(
+                stack=piece.stack,
                 sources=[_source(s) for s in piece.sources],
                 base_model=piece.base and str(piece.base),
                 parameters=_settings(piece.parameters),

@@ -56,3 +56,41 @@ def test_numbers_of_layers_are_not_a_list_of_layers() -> None:
     """As many as there are layers."""
     config = {"num_hidden_layers": 2, "mlp_only_layers": [1, 0], "decoder_sparse_step": 1}
     assert merged_config(config, layers=[0])["mlp_only_layers"] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "stack", "changed"),
+    [
+        ({"num_layers": 6, "num_decoder_layers": 6}, "decoder.block.", {"num_decoder_layers": 2}),
+        ({"num_layers": 6}, "encoder.block.", {"num_layers": 2, "num_decoder_layers": 6}),
+        ({"num_layers": 6}, "decoder.block.", {"num_decoder_layers": 2}),
+        (
+            {"encoder_layers": 6, "num_hidden_layers": 6, "decoder_layers": 6},
+            "model.encoder.layers.",
+            {"encoder_layers": 2, "num_hidden_layers": 2},
+        ),
+        (
+            {"encoder_layers": 6, "num_hidden_layers": 6, "decoder_layers": 6},
+            "model.decoder.layers.",
+            {"decoder_layers": 2},
+        ),
+        (
+            {"text_config": {"num_hidden_layers": 6}, "vision_config": {"depth": 9}},
+            "model.visual.blocks.",
+            {"vision_config": {"depth": 2}},
+        ),
+        (
+            {"text_config": {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"]}, "vision_config": {"depth": 9}},
+            "model.language_model.layers.",
+            {"text_config": {"num_hidden_layers": 2, "layer_types": ["c", "a"]}},
+        ),
+        ({"num_hidden_layers": 6, "vision_config": {"depth": 9}}, "model.layers.", {"num_hidden_layers": 2}),
+    ],
+)
+def test_one_stack_of_several(config: dict[str, Any], stack: str, changed: dict[str, Any]) -> None:
+    assert merged_config(config, stacks={stack: [2, 0]}) == {**config, **changed}
+
+
+def test_a_stack_that_no_field_counts() -> None:
+    with pytest.raises(UnsupportedError, match=r"count the layers of `visual\.blocks\.`"):
+        merged_config({"num_hidden_layers": 6}, stacks={"visual.blocks.": [2, 0]})

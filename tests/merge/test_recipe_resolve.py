@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
+from ckpttool.errors import CkptError, ConflictError, UsageError
 from ckpttool.kernels.merge import METHODS
 from ckpttool.layout.assemble import LAYER
 from ckpttool.recipe.mergekit import parse_mergekit
@@ -43,8 +43,7 @@ def resolved(text: str, names: dict[str, list[str]] | None = None, layers: int =
 
 def resolved_recipe(recipe: Recipe, names: dict[str, list[str]] | None = None, layers: int = 5) -> Resolved:
     found = {ref: (names or {}).get(ref.path, llama(layers)) for ref in recipe.references()}
-    depth = {r: 1 + max((int(m[1]) for n in ns if (m := LAYER.search(n))), default=-1) for r, ns in found.items()}
-    return resolve(recipe, found, depth, layer=LAYER)
+    return resolve(recipe, found, layer=LAYER)
 
 
 def by_name(result: Resolved) -> dict[str, Merged]:
@@ -301,12 +300,83 @@ def test_every_stack_of_layers_has_its_own_gradient() -> None:
     assert len(result.layers) == 5
 
 
-def test_slices_of_several_stacks_are_refused() -> None:
-    names = ["visual.blocks.0.w", "model.layers.0.w"]
-    text = "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0, 1]}]}]"
-    with pytest.raises(UnsupportedError, match="several") as caught:
-        resolved(text, {"a": names})
-    assert caught.value.where == ("visual.blocks.0...", "model.layers.0...")
+def t5(encoder: int, decoder: int) -> list[str]:
+    return [
+        "shared.weight",
+        *[f"encoder.block.{i}.layer.0.q.weight" for i in range(encoder)],
+        "encoder.block.0.layer.0.relative.weight",
+        "encoder.final_layer_norm.weight",
+        *[f"decoder.block.{i}.layer.0.q.weight" for i in range(decoder)],
+        "decoder.block.0.layer.0.relative.weight",
+        "decoder.final_layer_norm.weight",
+        "lm_head.weight",
+    ]
+
+
+TWO = {"a": t5(2, 4), "b": t5(2, 4)}
+
+
+def stacked(*slices: str) -> str:
+    return "merge_method: passthrough\nslices:\n" + "\n".join(f"- {{{s}}}" for s in slices)
+
+
+def test_slices_of_one_of_two_stacks() -> None:
+    """The other one is whole, from the first slice's models. Norms behind a stack are its last slice's."""
+    first = "stack: decoder, sources: [{model: a, layer_range: [1, 3]}]"
+    result = resolved(stacked(first, "stack: decoder.block, sources: [{model: b, layer_range: [0, 1]}]"), TWO)
+    found = {m.name: (m.inputs[0][0].path, m.inputs[0][1]) for m in result.tensors}
+    assert len(found) == len(result.tensors)
+    q = "{}.block.{}.layer.0.q.weight"
+    assert [found[q.format("decoder", i)] for i in range(3)] == [
+        ("a", q.format("decoder", 1)), ("a", q.format("decoder", 2)), ("b", q.format("decoder", 0)),
+    ]  # fmt: skip
+    assert [found[q.format("encoder", i)] for i in range(2)] == [("a", q.format("encoder", i)) for i in range(2)]
+    assert found["decoder.final_layer_norm.weight"][0] == "b"
+    assert found["encoder.final_layer_norm.weight"][0] == "a"
+    assert (found["shared.weight"][0], found["lm_head.weight"][0]) == ("a", "b")
+    a, b = ModelRef("a"), ModelRef("b")
+    assert (result.layers, result.stacks) == ((), {"decoder.block.": (((a, 1),), ((a, 2),), ((b, 0),))})
+
+
+def test_what_only_the_first_layer_has_stays_there() -> None:
+    """T5's layers all use the relative positions that are stored with the first."""
+    first = "stack: decoder, sources: [{model: a, layer_range: [2, 4]}]"
+    result = resolved(stacked(first, "stack: decoder, sources: [{model: b, layer_range: [0, 2]}]"), TWO)
+    name = "decoder.block.0.layer.0.relative.weight"
+    relative = [m for m in result.tensors if m.name.startswith("decoder") and "relative" in m.name]
+    assert [(m.name, m.inputs) for m in relative] == [(name, ((ModelRef("a"), name),))]
+    kinds = [f"model.layers.{i}.{w}" for i in range(3) for w in (("mlp.w",) if i == 0 else ("experts.w", "gate"))]
+    result = resolved(stacked("sources: [{model: a, layer_range: [1, 3]}]"), {"a": kinds})
+    assert [m.name for m in result.tensors] == [n.replace(".1.", ".0.").replace(".2.", ".1.") for n in kinds[1:]]
+
+
+def test_slices_of_both_stacks() -> None:
+    text = stacked(*(f"stack: {s}, sources: [{{model: {m}, layer_range: [0, 2]}}]" for s, m in ("eb", "da")))
+    text = text.replace("stack: e", "stack: encoder").replace("stack: d", "stack: decoder")
+    found = {m.name: m.inputs[0][0].path for m in resolved(text, TWO).tensors}
+    assert found["encoder.block.1.layer.0.q.weight"] == found["encoder.final_layer_norm.weight"] == "b"
+    assert found["decoder.block.1.layer.0.q.weight"] == found["decoder.final_layer_norm.weight"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ("", "2 stacks of layers, and the slice does not say which"),
+        ("stack: block, ", "`stack: block` fits 2 of the stacks"),
+        ("stack: coder, ", "`stack: coder` fits none of the stacks"),
+    ],
+)
+def test_a_slice_that_does_not_say_of_which_stack_it_is(said: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what) as caught:
+        resolved(stacked(said + "sources: [{model: a, layer_range: [0, 1]}]"), TWO)
+    assert caught.value.where[1:] == ("encoder.block.{0..1}", "decoder.block.{0..3}")
+    assert caught.value.hint == "add to the slice: `stack: encoder` or `stack: decoder`"
+
+
+def test_layers_of_bert() -> None:
+    names = [f"bert.encoder.layer.{i}.w" for i in range(3)]
+    result = resolved(stacked("sources: [{model: a, layer_range: [1, 3]}]"), {"a": names})
+    assert [m.name for m in result.tensors] == names[:2]
 
 
 def test_layers_that_a_model_does_not_have() -> None:

@@ -34,7 +34,7 @@ from ckpttool.ops.merge.words import VocabularyPlan
 from ckpttool.plan import Plan, Randomness
 from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
-from ckpttool.recipe.resolve import Resolved, resolve
+from ckpttool.recipe.resolve import resolve
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
 from ckpttool.storage.place import DataFile, parse_place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
@@ -117,9 +117,7 @@ def prepare(
     donor = models[donor_ref]
     words = VocabularyPlan.of(recipe, models, donor_ref)
     form = form_of(donor.checkpoint, [m.checkpoint for m in models], target.format)
-    resolved = resolve(
-        recipe, {r: adaptations.names(r) for r in refs}, {r: models[r].layers for r in refs}, layer=LAYER
-    )
+    resolved = resolve(recipe, {r: adaptations.names(r) for r in refs}, layer=LAYER)
     builder = Builder(
         models,
         adaptations,
@@ -133,7 +131,8 @@ def prepare(
     builder.run(resolved, choices.missing)
     config = merged_config(
         donor.checkpoint.config,
-        layers=_donor_layers(resolved, donor_ref, donor),
+        layers=_donor_layers(resolved.layers, donor_ref, donor.layers),
+        stacks={s: _of_donor(origins, donor_ref) for s, origins in resolved.stacks.items()},
         vocabulary=words.rows if words is not None else builder.vocabulary,
         dequantised=any(models[r].quantised for r in refs),
         untied=adaptations.untied,
@@ -386,10 +385,18 @@ def _randomness(choices: MergeOptions, builder: Builder, recipe: Recipe) -> Rand
     return Randomness(choices.rng, choices.seed, tuple(order))
 
 
-def _donor_layers(resolved: Resolved, donor_ref: ModelRef, donor: Model) -> list[int] | None:
-    """The donor's layer for each layer of the output; None when slices have changed nothing."""
-    layers = [dict(origin).get(donor_ref, origin[0][1]) for origin in resolved.layers if origin]
-    return None if layers == list(range(donor.layers)) else layers
+_Origins = Sequence[Sequence[tuple[ModelRef, int]]]
+
+
+def _of_donor(origins: _Origins, donor: ModelRef) -> list[int]:
+    """The donor's layer for each layer of the output."""
+    return [dict(origin).get(donor, origin[0][1]) for origin in origins if origin]
+
+
+def _donor_layers(origins: _Origins, donor: ModelRef, count: int) -> list[int] | None:
+    """The same; None when slices have changed nothing of its ``count`` layers, or name stacks."""
+    layers = _of_donor(origins, donor)
+    return None if not origins or layers == list(range(count)) else layers
 
 
 def _as_checkpoint(
