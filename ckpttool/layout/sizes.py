@@ -337,7 +337,7 @@ def _refuse_later(vocabulary: Vocabulary, name: str, later: list[str]) -> None:
             )
 
 
-_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", list: "a list"}
+_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a text", list: "a list"}
 
 
 def shown(value: object) -> str:

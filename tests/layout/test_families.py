@@ -496,7 +496,7 @@ def test_an_unknown_family_says_the_nearest() -> None:
 
 
 def test_a_config_that_names_no_known_family() -> None:
-    assert find_family({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}) is None
+    assert find_family({"model_type": "orca", "architectures": ["OrcaForCausalLM"]}) is None
     assert find_family({}) is None
 
 

@@ -438,6 +438,11 @@ BAD = {
     "no length": ("first: {w: ['len(width)']}", "`width` is 8, which is neither a list nor a text", "first: w"),
     "length of two": ("first: {w: ['len(width, width)']}", "`len(width, width)` is nothing that", "first: w"),
     "text index": ("first: {w: ['1 if kind[1] else 2']}", "`kind` has no element 1", "first: w"),
+    "number for a text": (
+        """defaults: {width: "'auto'"}\nfirst: {w: [width]}""",
+        "`width` of config.json is 8, not a text",
+        "first: w: `width`",
+    ),
     "fraction field": ("first: {w: [ratio]}", "`ratio` of config.json is 0.5", "first: w: `ratio`"),
     "unknown": ("first: {w: [hidden]}", "config.json lacks `hidden`", "first: w: `hidden`"),
     "condition": ("first: {if hidden: {w: [1]}}", "config.json lacks `hidden`", "first: if hidden: `hidden`"),
