@@ -690,11 +690,11 @@ class Family:
                 parts = [self._resolve(expand(p, m.groupdict()), earlier) for p in op.parts]
                 if None not in parts:
                     found = [p for p in parts if p is not None]
-                    if op.groups:
+                    if op.groups.isdigit():  # of software where no two ranks share a group
                         return found[0]._replace(rule=replace(found[0].rule, units=op.groups))
                     names = [p.rsplit(".", 2)[-2] if "." in p else p for p in op.parts]
                     rules = [(n, p.rule) for n, p in zip(names, found, strict=True)]
-                    return found[0]._replace(rule=fused_rule(rules, op.units))
+                    return found[0]._replace(rule=fused_rule(rules, op.units, op.groups))
         if isinstance(op, Stack):
             if op.inverse:
                 if m := pattern_regex(op.part).match(name):

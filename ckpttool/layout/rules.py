@@ -9,6 +9,8 @@ row [UNITS]      an equal share of the input axis; a bias is replicated
 vocab            an equal share of the output axis, padded up to a multiple of the ranks
 fused A:U B:V    an equal share of each part of the output axis, one after the other: [A_r; B_r]
                  A:LENGTH/UNITS is as long as LENGTH and cut between UNITS; A:LENGTH/whole is held whole
+... groups=N     the axis goes group by group, and each group has all the parts: [A_0; B_0; A_1; B_1; ...]. Up to N
+                 ranks hold whole groups; above, several ranks share a group: A is cut, B is copied if it is shared
 grouped VERB     experts stacked on axis 0, shared out by expert, each cut by VERB over expert-TP
 ===============  =========================================================================================
 
@@ -91,6 +93,8 @@ class Rule:
     verb: str
     units: str = ""
     parts: tuple[PartSpec, ...] = ()
+    groups: str = ""
+    """Size that counts the groups in which the parts lie; "" is part after part."""
     grouped: bool = False
     axis: int | None = None
     in_out: bool = False
@@ -115,6 +119,7 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
     words = words[1:] if grouped else words
     axis = None
     once = False
+    groups = ""
     rest = []
     for w in words:
         if w.startswith("axis="):
@@ -122,6 +127,10 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
                 axis = int(w[5:])
             except ValueError:
                 raise LayoutError(f"`{w}` is not an axis", where=origin) from None
+        elif w.startswith("groups="):
+            groups = w[7:]
+            if not groups.strip("0"):
+                raise LayoutError(f"`{w}` is no number of groups", where=origin, hint="groups=kv_heads")
         elif w in ("in_out", "out_in"):
             in_out = w == "in_out"
         elif w == "once":
@@ -137,8 +146,13 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
         if len(args) < 2:
             raise LayoutError(f"`{text}`: fused needs at least two parts", where=origin, hint="fused gate up")
         parts = tuple(_part(a, str(text), origin) for a in args)
-        return Rule(verb, "", parts, grouped, axis, in_out, expert or grouped, once, str(text), origin)
-    return Rule(verb, args[0] if args else "", (), grouped, axis, in_out, expert or grouped, once, str(text), origin)
+        if groups and any(p.units == WHOLE for p in parts):
+            raise LayoutError(f"`{text}`: a part of groups cannot be held whole", where=origin)
+        return Rule(verb, "", parts, groups, grouped, axis, in_out, expert or grouped, once, str(text), origin)
+    if groups:
+        raise LayoutError(f"`{text}`: only the parts of a fused tensor lie in groups", where=origin)
+    units = args[0] if args else ""
+    return Rule(verb, units, (), "", grouped, axis, in_out, expert or grouped, once, str(text), origin)
 
 
 def _part(word: str, text: str, origin: str) -> PartSpec:
@@ -243,7 +257,7 @@ def rule_in_layer(rule: Rule, layer: int, varies: Collection[str]) -> Rule:
         return in_layer(size, layer) if size in varies else size
 
     parts = tuple(PartSpec(p.name, word(p.length), word(p.units)) for p in rule.parts)
-    return replace(rule, units=word(rule.units), parts=parts)
+    return replace(rule, units=word(rule.units), parts=parts, groups=word(rule.groups))
 
 
 def _guard(rule: Rule, cutting: PartitionContext) -> Size | None:
@@ -318,6 +332,46 @@ def _part_share(part: PartSpec, rule: Rule, n: int, ways: int, index: int, cutti
     return _even(n, units, ways, index, size_name(part.units) or f"elements of {part.name}")
 
 
+def _group_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
+    """What one rank holds of a fused axis that goes group by group."""
+    groups, lengths = _groups(rule, cutting), part_lengths(rule, n, cutting.sizes)
+    word = size_name(rule.groups)
+    for part, length in zip(rule.parts, lengths, strict=True):
+        if length % groups:
+            raise IndivisibleError(f"{length} elements of {part.name} do not divide into {groups} {word}", ())
+    if ways <= groups:
+        return _even(n, Size(groups), ways, index, "groups of heads" if word.isdigit() else word)
+    sharing = _sharing(ways, groups, word)
+    segments, local, logical = [], 0, index // sharing * (n // groups)
+    for part, length in zip(rule.parts, lengths, strict=True):
+        units = _of_group(part, rule, groups, cutting)
+        got = _even(length // groups, units, sharing, index % sharing, f"{size_name(part.units)} of a group")
+        segments += [Segment(local + s.local, logical + s.logical, s.length) for s in got.segments]
+        local += got.size
+        logical += length // groups
+    return AxisShare(local, tuple(segments))
+
+
+def _groups(rule: Rule, cutting: PartitionContext) -> int:
+    found = unit_count(rule.groups, cutting.sizes, rule)
+    return found.value if found else 1
+
+
+def _sharing(ways: int, groups: int, word: str) -> int:
+    """How many ranks share a group."""
+    if ways % groups:
+        raise IndivisibleError(f"{ways} ranks cannot share {groups} {word} evenly", _divisors(groups, shared=True))
+    return ways // groups
+
+
+def _of_group(part: PartSpec, rule: Rule, groups: int, cutting: PartitionContext) -> Size | None:
+    """The units of a part in one group."""
+    units = _granularity(part.units, rule, cutting)
+    if units and units.value % groups:
+        raise IndivisibleError(f"{units.value} {part.units} do not divide into {groups} {rule.groups}", ())
+    return units and Size(units.value // groups, units.shared)
+
+
 def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
     """What rank ``index`` of ``ways`` holds of an axis of ``n`` elements. Raises IndivisibleError."""
     if rule.verb == "vocab":
@@ -328,6 +382,8 @@ def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionCont
         start = min(index * each, n)
         length = min(start + each, n) - start
         return AxisShare(each, (Segment(0, start, length),) if length else ())
+    if rule.groups:
+        return _group_share(rule, n, ways, index, cutting)
     if rule.verb == "fused":
         segments, local, logical = [], 0, 0
         lengths = part_lengths(rule, n, cutting.sizes)
@@ -427,21 +483,25 @@ def global_axis(rule: Rule, local: int, ways: int, cutting: PartitionContext) ->
         padded = local * ways
         return vocab.value if cutting.pad_vocab and vocab and vocab.value <= padded else padded
     if rule.verb == "fused":
+        groups = _groups(rule, cutting) if rule.groups else 1
+        if rule.groups and groups >= ways:
+            return local * ways
+        sharing = _sharing(ways, groups, size_name(rule.groups))
         weights = _weights(rule, sizes)
-        # local = unit * (the sum of every part's weight / pieces), an integer; times a common multiple to stay in them
-        pieces = [1 if part.units == WHOLE else _pieces(part.units, rule, ways, cutting) for part in rule.parts]
+        pieces = [1 if p.units == WHOLE else _pieces(_of_group(p, rule, groups, cutting), sharing) for p in rule.parts]
+        # local = unit * (the sum of every part's weight / pieces) / groups, an integer; multiplied to stay in integers
         common = lcm(*pieces)
-        unit, rest = divmod(local * common, sum(w * common // p for w, p in zip(weights, pieces, strict=True)))
+        held = sum(w * common // p for w, p in zip(weights, pieces, strict=True))
+        unit, rest = divmod(local * common * groups, held)
         if rest:
             raise IndivisibleError(f"{local} does not divide into the parts of {ways} ranks", ())
         return unit * sum(weights)
-    return local * _pieces(rule.units, rule, ways, cutting)
+    return local * _pieces(_guard(rule, cutting), ways)
 
 
-def _pieces(units: str, rule: Rule, ways: int, cutting: PartitionContext) -> int:
+def _pieces(units: Size | None, ways: int) -> int:
     """How many different shares of an axis the ranks hold: fewer than there are ranks where units are copied."""
-    size = _granularity(units, rule, cutting)
-    return size.value if size and size.shared and ways > size.value else ways
+    return units.value if units and units.shared and ways > units.value else ways
 
 
 def global_shape(
@@ -458,8 +518,8 @@ def global_shape(
     return tuple(out)
 
 
-def fused_rule(parts: list[tuple[str, Rule]], lengths: Sequence[str] = ()) -> Rule:
-    """The rule of a tensor made by joining tensors with these rules on their output axis.
+def fused_rule(parts: list[tuple[str, Rule]], lengths: Sequence[str] = (), groups: str = "") -> Rule:
+    """The rule of a tensor made by joining tensors with these rules on their output axis, in so many ``groups``.
 
     ``lengths`` are the sizes that the parts are multiples of, "" for parts of the length 1; without them a part's units
     are its length. Raises LayoutError when the parts are not all cut on the output axis, or held whole.
@@ -468,7 +528,7 @@ def fused_rule(parts: list[tuple[str, Rule]], lengths: Sequence[str] = ()) -> Ru
     first = next((r for _, r in parts if r.verb == "column"), parts[0][1])
     if verbs == {"replicate"}:
         return first
-    if not verbs <= {"column", "replicate"} or ("replicate" in verbs and not lengths):
+    if not verbs <= {"column", "replicate"} or ("replicate" in verbs and (groups or not lengths)):
         raise LayoutError(
             f"{', '.join(n for n, _ in parts)} cannot be fused: their rules are {', '.join(sorted(verbs))}",
             where=first.place,
@@ -477,9 +537,8 @@ def fused_rule(parts: list[tuple[str, Rule]], lengths: Sequence[str] = ()) -> Ru
     for (name, rule), length in zip(parts, lengths or [r.units for _, r in parts], strict=True):
         units = rule.units if rule.verb == "column" else WHOLE
         specs.append(PartSpec(name, length if length or not units else "1", units))
-    return replace(
-        first, verb="fused", units="", parts=tuple(specs), text=" ".join(["fused", *(p.text for p in specs)])
-    )
+    text = " ".join(["fused", *(p.text for p in specs), *([f"groups={groups}"] if groups else [])])
+    return replace(first, verb="fused", units="", parts=tuple(specs), groups=groups, text=text)
 
 
 def part_rule(rule: Rule, index: int) -> Rule:
@@ -492,4 +551,4 @@ def part_rule(rule: Rule, index: int) -> Rule:
         raise LayoutError(f"a fusion takes {index + 1} parts out of a tensor of {len(rule.parts)}", where=rule.place)
     units = rule.parts[index].units
     verb, units = ("replicate", "") if units == WHOLE else ("column", units)
-    return replace(rule, verb=verb, units=units, parts=(), text=f"{verb} {units}".strip())
+    return replace(rule, verb=verb, units=units, parts=(), groups="", text=f"{verb} {units}".strip())

@@ -73,6 +73,19 @@ def small(**fields: Any) -> dict[str, Any]:
     }
 
 
+def test_parts_of_a_fused_tensor_are_looked_at_one_by_one() -> None:
+    """The 1,152 rows of a rank would be three times 384, a multiple of 128; but its key has 192 of them."""
+    fields = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_attention_heads": 8, "head_dim": 192}
+    made = model_of(small(**fields))
+    found = partition(made, apply(made, Wanted("block")), tp(2), 64, blocks=True, follows=True)
+    assert [(m.name, m.why) for m in found.misfits] == [
+        (
+            "model.layers.0.self_attn.qkv_proj.weight",
+            "a rank has 192 of its 2,304 rows, not a multiple of 128",
+        )
+    ]
+
+
 def test_joined_parts_are_whole_blocks_though_nothing_is_cut() -> None:
     made = model_of(small(num_key_value_heads=1))
     found = partition(made, apply(made, Wanted("block")), Mesh(), 64, blocks=True, follows=True)

@@ -265,6 +265,75 @@ def test_units_that_only_guard_may_be_unknown() -> None:
         local_boxes(rule, (16,), replace(cutting, sizes={}), Coords(0, 0, 0, 0, 0))
 
 
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[str, Array, int, dict[str, Size]]:
+    """A rule, the whole axis, how many ranks, and the sizes, of which every part can be shared out."""
+    count, sharing, queries = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    ways = draw(st.sampled_from([d for d in range(1, count + 1) if count % d == 0] + [count * sharing]))
+    shared = {d * count for d in range(1, sharing + 1) if sharing % d == 0}
+    heads = Size(count * sharing * queries, draw(st.booleans()))
+    sizes = {"g": Size(count, draw(st.booleans())), "h": heads, "k": Size(draw(st.sampled_from(sorted(shared))), True)}
+    sizes["n"] = Size(sizes["k"].value * draw(st.integers(1, 3)))
+    words = draw(st.lists(st.sampled_from(["q:h", "k:k", "v:n/k"]), min_size=2, max_size=4))
+    lengths = [sizes[{"q": "h", "k": "k", "v": "n"}[w[0]]].value for w in words]
+    whole = counted((sum(lengths) * draw(st.integers(1, 3)),))
+    return f"fused {' '.join(words)} groups=g", whole, ways, sizes
+
+
+@given(groups())
+def test_groups_hold_what_the_parts_would_hold_alone(case: tuple[str, Array, int, dict[str, Size]]) -> None:
+    """The parts of all groups, taken out and cut by themselves, are what the ranks hold; and the way back."""
+    text, whole, ways, sizes = case
+    rule, count = parse_rule(text), sizes["g"].value
+    parts: list[list[Array]] = [[] for _ in rule.parts]
+    weights = [sizes[p.length].value for p in rule.parts]
+    for group in np.split(whole, count):
+        for part, rows in zip(
+            parts, np.split(group, np.cumsum(weights)[:-1] * len(group) // sum(weights)), strict=True
+        ):
+            part.append(rows)
+    got = cut(text, whole.shape, Mesh(tp=ways), sizes)
+    for rank, held_by_it in enumerate(got):
+        alone = [
+            cut(part_rule(rule, i).text, (len(whole) * w // sum(weights),), Mesh(tp=ways), sizes)[rank]
+            for i, w in enumerate(weights)
+        ]
+        want = np.concatenate([np.concatenate(p)[mine] for p, mine in zip(parts, alone, strict=True)])
+        if ways > count:
+            np.testing.assert_array_equal(held_by_it, want)
+        else:  # whole groups
+            np.testing.assert_array_equal(held_by_it, np.split(whole, ways)[rank])
+            assert sorted(held_by_it) == sorted(want)
+        cutting = PartitionContext(Mesh(tp=ways), sizes)
+        assert global_shape(rule, held_by_it.shape, 0, cutting) == whole.shape
+
+
+def test_more_ranks_than_groups_cut_the_queries_and_copy_the_keys() -> None:
+    """InternLM2: per key head its two queries, the key and the value; heads of one element."""
+    sizes = {"heads": Size(4), "kv": Size(2, shared=True)}
+    text = "fused q:heads k:kv v:kv groups=kv"
+    assert [p.tolist() for p in cut(text, (8,), Mesh(tp=2), sizes)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    got = cut(text, (8,), Mesh(tp=4), sizes)
+    assert [p.tolist() for p in got] == [[0, 2, 3], [1, 2, 3], [4, 6, 7], [5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "tp", "why"),
+    [
+        ("fused q:heads k:kv v:kv groups=kv", 8, 8, "2 heads of a group cannot be split evenly across 4 ranks"),
+        ("fused q:heads k:kv v:kv groups=kv", 8, 3, "3 ranks cannot share 2 kv evenly"),
+        ("fused q:heads k:alone v:alone groups=kv", 8, 4, "1 alone of a group cannot be split evenly across 2 ranks"),
+        ("fused q:heads k:kv v:kv groups=heads", 8, 2, "2 elements of k do not divide into 4 heads"),
+        ("fused k:kv q:heads v:kv groups=heads", 16, 8, "2 kv do not divide into 4 heads"),
+        ("fused q:heads k:kv v:kv groups=4", 16, 3, "4 groups of heads cannot be split evenly across 3 ranks"),
+    ],
+)
+def test_groups_that_do_not_come_out_even(text: str, n: int, tp: int, why: str) -> None:
+    sizes = {"heads": Size(4), "kv": Size(2, shared=True), "alone": Size(2)}
+    with pytest.raises(IndivisibleError, match=why):
+        cut(text, (n,), Mesh(tp=tp), sizes)
+
+
 def test_a_row_bias_is_whole_on_every_rank() -> None:
     assert [p.tolist() for p in cut("row", (4,), Mesh(tp=2), bias=True)] == [[0, 1, 2, 3]] * 2
 
@@ -446,6 +515,10 @@ def test_reading_a_rule(text: str, rule: Rule) -> None:
         ("fused gate:inner/heads/whole up", "`gate:inner/heads/whole` is not a part of a fused tensor"),
         ("fused gate:a:b up", "`gate:a:b` is not a part of a fused tensor"),
         ("fused gate:whole up", "`gate:whole` is not a part of a fused tensor"),
+        ("fused gate up groups=", "`groups=` is no number of groups"),
+        ("fused gate up groups=0", "`groups=0` is no number of groups"),
+        ("column heads groups=4", "only the parts of a fused tensor lie in groups"),
+        ("fused x:8/whole y:8 groups=4", "a part of groups cannot be held whole"),
         ("fused gate:0 up", "`gate:0` is not a part of a fused tensor"),
         ("fused gate:8/00 up", "`gate:8/00` is not a part of a fused tensor"),
     ],
@@ -500,6 +573,9 @@ def test_joining_rules_and_taking_them_apart() -> None:
     assert mixed.text == "fused z:inner/heads x:1/heads B:state/whole C:1/whole d"
     assert mixed.parts == parse_rule(mixed.text).parts
     assert [part_rule(mixed, i).text for i in range(5)] == texts
+    joined = fused_rule([("q", q), ("k", k)], ["heads", "kv"], "kv")
+    assert joined.text == "fused q:heads k:kv groups=kv"
+    assert [part_rule(joined, i) for i in range(2)] == [q, k]
     with pytest.raises(LayoutError, match="takes 6 parts out of a tensor of 5"):
         part_rule(mixed, 5)
     with pytest.raises(LayoutError, match="their rules are column, replicate"):

@@ -47,6 +47,11 @@ fusions:
     whole: "{a}.qkv.{b}"
     parts: ["{a}.q.{b}", "{a}.k.{b}", "{a}.v.{b}"]
     units: [heads, kv_heads, kv_heads]
+  wqkv:
+    whole: "{a}.wqkv.{b}"
+    parts: ["{a}.q.{b}", "{a}.k.{b}", "{a}.v.{b}"]
+    units: [heads, kv_heads, kv_heads]
+    groups: kv_heads
   in_proj:
     whole: "{a}.in_proj.{b}"
     parts: ["{a}.z.{b}", "{a}.x.{b}", "{a}.B.{b}", "{a}.C.{b}", "{a}.dt.{b}"]
@@ -128,14 +133,14 @@ MESHES = [Mesh(tp=2), Mesh(tp=4), Mesh(tp=4, pp=2)]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("fusion", ["", "qkv", "in_proj"])
+@pytest.mark.parametrize("fusion", ["", "qkv", "wqkv", "in_proj"])
 def test_a_hybrid_model_there_and_back(tmp_path: Path, mesh: Mesh, fusion: str) -> None:
     family = family_of(tmp_path)
     start, arrays = views_of(family)
     ops: tuple[Transform, ...] = ()
     if fusion:
         op = family.fusion(fusion)
-        ops = (op,) if fusion == "qkv" else inverse([op])
+        ops = inverse([op]) if fusion == "in_proj" else (op,)
     views = apply_transforms(start, ops, family)
     wholes = {v.name: materialise(v, arrays) for v in views}
     got = together(family, ops, mesh, cut(family, ops, mesh, views), wholes)
@@ -145,6 +150,29 @@ def test_a_hybrid_model_there_and_back(tmp_path: Path, mesh: Mesh, fusion: str) 
     back = apply_transforms(views, inverse(ops), family, ops)
     for view in back:
         np.testing.assert_array_equal(materialise(view, arrays), arrays[view.name])
+
+
+def test_groups_that_are_published_are_taken_apart(tmp_path: Path) -> None:
+    """The rule of the whole is as good as those of the parts."""
+    apart = '    q.*: column heads\n    "{k,v}.*": column kv_heads\n    qkv.*: fused q:heads k:kv_heads v:kv_heads\n'
+    assert apart in HYBRID
+    text = HYBRID.replace(apart, "    wqkv.*: fused q:heads k:kv_heads v:kv_heads groups=kv_heads\n")
+    lines = '      q.weight: [heads * head, 3]\n      "{k,v}.weight": [kv_heads * head, 3]\n'
+    assert lines in text
+    family = family_of(tmp_path, text.replace(lines, "      wqkv.weight: [(heads + 2 * kv_heads) * head, 3]\n"))
+    start, arrays = views_of(family)
+    for mesh in MESHES:
+        np.testing.assert_equal(together(family, (), mesh, cut(family, (), mesh, start), arrays), arrays)
+    ops = inverse([family.fusion("wqkv")])
+    views = apply_transforms(start, ops, family)
+    wholes = {v.name: materialise(v, arrays) for v in views}
+    other = family_of(tmp_path)
+    assert wholes.keys() == views_of(other)[1].keys()
+    for name in wholes:
+        there, here = other.placement(name), family.placement(name, ops)
+        assert there is not None
+        assert here is not None
+        assert (here.rule.verb, here.rule.units) == (there.rule.verb, there.rule.units)
 
 
 def test_every_layer_is_cut_by_its_own_sizes(tmp_path: Path) -> None:

@@ -276,18 +276,19 @@ def _misfit(kind: _Kind, cutting: PartitionContext, *, blocks: bool) -> str:
     joined without being cut the last may end inside a block.
     """
     try:
-        local = _local(kind, cutting, cutting.mesh.coords(0)).shape
+        share = _local(kind, cutting, cutting.mesh.coords(0))
     except IndivisibleError as e:
         return e.why
     if not blocks or kind.coding is None or not kind.coding.sides[0]:
         return ""
-    (rows, columns), (all_rows, all_columns), (n, k) = kind.coding.sides, kind.shape[-2:], local[-2:]
+    (rows, columns), (all_rows, all_columns), (n, k) = kind.coding.sides, kind.shape[-2:], share.shape[-2:]
     cut = n != all_rows
     joined = kind.merged == "inner" or kind.rule.verb == "fused" or (bool(kind.merged) and kind.rule.expert)
+    parts = [n]
     if kind.rule.verb == "fused":
-        n //= len(kind.rule.parts)
-    if (cut or joined) and n % rows:
-        has = f"a rank has {n:,} of its {all_rows:,} rows" if cut else f"it is joined to others with {n:,} rows"
+        parts = [inner.stop[-2] - inner.start[-2] for inner, _ in share.boxes][: None if cut else -1]
+    if (cut or joined) and (odd := next((m for m in parts if m % rows), 0)):
+        has = f"a rank has {odd:,} of its {all_rows:,} rows" if cut else f"it is joined to others with {odd:,} rows"
         return f"{has}, not a multiple of {rows}"
     if k != all_columns and k % columns:
         return f"a rank has {k:,} of its {all_columns:,} columns, not a multiple of {columns}"
