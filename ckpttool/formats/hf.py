@@ -153,7 +153,7 @@ class HuggingFace:
 
 def _usual_names(config: Mapping[str, Any]) -> FileNames:
     """What the library that wrote the config calls its files: diffusers has a name of its own."""
-    return FileNames(_DIFFUSERS) if "_diffusers_version" in config else FileNames()
+    return FileNames(_DIFFUSERS) if "_class_name" in config else FileNames()
 
 
 def _renumbered(kept: Sequence[str], before: int) -> list[str]:

@@ -347,7 +347,9 @@ def shown(value: object) -> str:
 
 
 def _field(name: str, value: object, kind: type | None = None) -> Value:
-    """A value of config.json that an expression can use; ``kind`` is what it has to be."""
+    """A value of config.json that an expression can use; ``kind`` is what it has to be. 3.0 is a whole number."""
+    if type(value) is float and value.is_integer():
+        value = int(value)
     if kind is bool and type(value) is int and value in (0, 1):
         return value
     if kind is not None and type(value) is not kind:
