@@ -244,13 +244,13 @@ class Assembler:
             first = group[0]
             if not base:
                 experts = 0
-                if rule.grouped:
+                if rule.grouped and not rule.rows:
                     per_rank = {self._coords[t.rank].ep: t.shape[0] for t in group if t.shape}
                     experts = sum(per_rank.values()) if len(per_rank) == mesh.ep else self.family.size("experts") or 0
                 held = tuple(n * b for n, b in zip(first.shape, unit, strict=True)) if unit else first.shape
                 base = global_shape(rule, held, experts, self.cutting, bias=bias)
                 expected = self.family.size("experts")
-                if rule.grouped and expected and base and base[0] != expected:
+                if rule.grouped and not rule.rows and expected and base and base[0] != expected:
                     raise ConflictError(
                         f"tensor `{name}` holds {base[0]} experts in all, config.json says {expected}",
                         where=[str(self.files[first.file].place), rule.place],
@@ -341,7 +341,7 @@ class Assembler:
 
 def _replicated(place: Placement) -> Placement:
     text = "replicate (one number for the tensor)"
-    return place._replace(rule=replace(place.rule, verb="replicate", grouped=False, text=text))
+    return place._replace(rule=replace(place.rule, verb="replicate", grouped=False, rows="", text=text))
 
 
 def overridden(family: Family, name: str, base: Placement | None) -> Placement | None:

@@ -714,7 +714,7 @@ class Family:
         if got is None:
             return None
         if isinstance(op, Transpose) and matches(op.patterns, name):
-            if got.rule.axis is not None:
+            if got.rule.axis is not None or got.rule.rows:
                 raise LayoutError("a tensor whose rule names its axis cannot be transposed", where=got.rule.place)
             return got._replace(rule=replace(got.rule, in_out=not got.rule.in_out))
         if isinstance(op, OverrideRules):

@@ -118,7 +118,7 @@ class Packing:
             return rule
         if self.why:
             raise self.refuse("cut")
-        if rule.verb == "vocab" or rule.axis is not None:
+        if rule.verb == "vocab" or rule.axis is not None or rule.rows:
             raise UnsupportedError(
                 f"`{part.codes}` is packed by {self.software} and cannot be cut by `{rule.text}`", where=rule.place
             )

@@ -12,6 +12,7 @@ fused A:U B:V    an equal share of each part of the output axis, one after the o
 ... groups=N     the axis goes group by group, and each group has all the parts: [A_0; B_0; A_1; B_1; ...]. Up to N
                  ranks hold whole groups; above, several ranks share a group: A is cut, B is copied if it is shared
 grouped VERB     experts stacked on axis 0, shared out by expert, each cut by VERB over expert-TP
+... rows         the same, where the rows of all experts lie one after the other on axis 0
 ===============  =========================================================================================
 
 UNITS names a size of the family (``heads``, ``kv_heads``). A size that is marked ``shared`` may be copied: with more
@@ -49,6 +50,8 @@ class Size(NamedTuple):
 Sizes = Mapping[str, Size]
 
 
+EXPERTS = "experts"
+"""The size that counts them."""
 WHOLE = "whole"
 """In place of a part's units: every rank holds all of it."""
 
@@ -96,6 +99,8 @@ class Rule:
     groups: str = ""
     """Size that counts the groups in which the parts lie; "" is part after part."""
     grouped: bool = False
+    rows: str = ""
+    """Size that counts the experts whose rows lie one after the other on axis 0; "": the experts have an axis."""
     axis: int | None = None
     in_out: bool = False
     """Stored [in, out]."""
@@ -120,6 +125,7 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
     axis = None
     once = False
     groups = ""
+    rows = EXPERTS if "rows" in words else ""
     rest = []
     for w in words:
         if w.startswith("axis="):
@@ -133,6 +139,9 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
                 raise LayoutError(f"`{w}` is no number of groups", where=origin, hint="groups=kv_heads")
         elif w in ("in_out", "out_in"):
             in_out = w == "in_out"
+        elif w == "rows":
+            if not grouped or any(o.startswith("axis=") for o in words):
+                raise LayoutError(f"`{text}`: `rows` is for grouped experts, and says their axis", where=origin)
         elif w == "once":
             once = True
         else:
@@ -142,17 +151,19 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
         raise LayoutError(f"`{text}` is not a layout rule", where=origin, hint=f"the verbs are {', '.join(VERBS)}")
     if (verb in ("replicate", "vocab") and args) or (verb in ("column", "row") and len(args) > 1):
         raise LayoutError(f"`{text}`: too many words after {verb}", where=origin)
+    if rows and verb == "vocab":
+        raise LayoutError(f"`{text}`: experts have no vocabulary", where=origin)
     if verb == "fused":
         if len(args) < 2:
             raise LayoutError(f"`{text}`: fused needs at least two parts", where=origin, hint="fused gate up")
         parts = tuple(_part(a, str(text), origin) for a in args)
         if groups and any(p.units == WHOLE for p in parts):
             raise LayoutError(f"`{text}`: a part of groups cannot be held whole", where=origin)
-        return Rule(verb, "", parts, groups, grouped, axis, in_out, expert or grouped, once, str(text), origin)
+        return Rule(verb, "", parts, groups, grouped, rows, axis, in_out, expert or grouped, once, str(text), origin)
     if groups:
         raise LayoutError(f"`{text}`: only the parts of a fused tensor lie in groups", where=origin)
     units = args[0] if args else ""
-    return Rule(verb, units, (), "", grouped, axis, in_out, expert or grouped, once, str(text), origin)
+    return Rule(verb, units, (), "", grouped, rows, axis, in_out, expert or grouped, once, str(text), origin)
 
 
 def _part(word: str, text: str, origin: str) -> PartSpec:
@@ -218,6 +229,9 @@ def cut_axis(rule: Rule, ndim: int, *, bias: bool) -> int | None:
 
     Raises LayoutError for a rule that names an axis which the tensor does not have.
     """
+    if rule.rows and ndim:  # as if the experts had an axis of their own
+        cut = cut_axis(replace(rule, rows=""), ndim + 1, bias=bias)
+        return cut and cut - 1
     first = 1 if rule.grouped else 0
     if rule.verb == "replicate" or ndim <= first:
         return None
@@ -257,7 +271,7 @@ def rule_in_layer(rule: Rule, layer: int, varies: Collection[str]) -> Rule:
         return in_layer(size, layer) if size in varies else size
 
     parts = tuple(PartSpec(p.name, word(p.length), word(p.units)) for p in rule.parts)
-    return replace(rule, units=word(rule.units), parts=parts, groups=word(rule.groups))
+    return replace(rule, units=word(rule.units), parts=parts, groups=word(rule.groups), rows=word(rule.rows))
 
 
 def _guard(rule: Rule, cutting: PartitionContext) -> Size | None:
@@ -424,6 +438,62 @@ def blocked(got: AxisShare, n: int, block: int) -> AxisShare:
     return AxisShare(-(-got.size // block), tuple(segments))
 
 
+def _shares(
+    rule: Rule, shape: tuple[int, ...], cutting: PartitionContext, at: Coords, *, bias: bool
+) -> list[AxisShare]:
+    """What the rank at ``at`` stores of each axis. Raises IndivisibleError."""
+    mesh = cutting.mesh
+    if rule.rows and shape:
+        stacked = _with_experts(rule, shape, cutting)
+        experts, inner, *others = _shares(replace(rule, rows=""), stacked, cutting, at, bias=bias)
+        return [_one_after_the_other(experts, inner, stacked[1]), *others]
+    ways, index = (mesh.etp, at.etp) if rule.expert else (mesh.tp, at.tp)
+    cut = cut_axis(rule, len(shape), bias=bias)
+    shares = []
+    for axis, n in enumerate(shape):
+        if axis == cut:
+            got = axis_share(rule, n, ways, index, cutting)
+        elif axis == 0 and rule.grouped:
+            if n % mesh.ep and not cutting.ragged_experts:
+                raise IndivisibleError(f"{n} experts cannot be shared evenly by {mesh.ep} ranks", _divisors(n))
+            start, stop = share(n, mesh.ep, at.ep)
+            got = AxisShare(stop - start, (Segment(0, start, stop - start),))
+        else:
+            got = whole_axis(n)
+        shares.append(got)
+    return shares
+
+
+def _with_experts(rule: Rule, shape: tuple[int, ...], cutting: PartitionContext, ranks: int = 1) -> tuple[int, ...]:
+    """The shape of what one of ``ranks`` holds of all experts, whose rows lie on axis 0, with an axis of experts.
+
+    The shares must be equal, because nothing but the number of its rows says how many experts a rank has.
+    """
+    found = unit_count(rule.rows, cutting.sizes, rule)
+    experts, ep = found.value if found else 1, cutting.mesh.ep
+    if experts % ep:
+        raise IndivisibleError(f"{experts} experts cannot be shared evenly by {ep} ranks", _divisors(experts))
+    held = experts // ranks
+    if shape[0] % held:
+        raise IndivisibleError(f"{shape[0]} rows do not divide into those of {held} experts", ())
+    return (held, shape[0] // held, *shape[1:])
+
+
+def _one_after_the_other(experts: AxisShare, inner: AxisShare, rows: int) -> AxisShare:
+    """The shares of two axes as that of one, on which every expert has ``rows``."""
+    (held,) = experts.segments
+    if inner == whole_axis(rows):
+        return AxisShare(held.length * rows, (Segment(0, held.logical * rows, held.length * rows),))
+    return AxisShare(
+        experts.size * inner.size,
+        tuple(
+            Segment(e * inner.size + s.local, (held.logical + e) * rows + s.logical, s.length)
+            for e in range(held.length)
+            for s in inner.segments
+        ),
+    )
+
+
 def local_boxes(
     rule: Rule,
     shape: tuple[int, ...],
@@ -439,22 +509,10 @@ def local_boxes(
     along axis i (0: the whole axis has one), and the result is in scales. Raises IndivisibleError; which pipeline
     stage and which single expert a rank holds is not decided here.
     """
-    mesh = cutting.mesh
-    ways, index = (mesh.etp, at.etp) if rule.expert else (mesh.tp, at.tp)
-    cut = cut_axis(rule, len(shape), bias=bias)
-    shares = []
-    for axis, n in enumerate(shape):
-        if axis == cut:
-            got = axis_share(rule, n, ways, index, cutting)
-        elif axis == 0 and rule.grouped:
-            if n % mesh.ep and not cutting.ragged_experts:
-                raise IndivisibleError(f"{n} experts cannot be shared evenly by {mesh.ep} ranks", _divisors(n))
-            start, stop = share(n, mesh.ep, at.ep)
-            got = AxisShare(stop - start, (Segment(0, start, stop - start),))
-        else:
-            got = whole_axis(n)
-        shares.append(blocked(got, n, blocks[axis]) if blocks else got)
-    if rule.once and cut is None and index:
+    shares = _shares(rule, shape, cutting, at, bias=bias)
+    if blocks:
+        shares = [blocked(got, n, block) for got, n, block in zip(shares, shape, blocks, strict=True)]
+    if rule.once and (at.etp if rule.expert else at.tp) and cut_axis(rule, len(shape), bias=bias) is None:
         return RankShare(tuple(s.size for s in shares), ())
     if all(len(s.segments) == 1 and s.size == s.segments[0].length for s in shares):
         # By far the most common: one box, no padding.
@@ -509,6 +567,11 @@ def global_shape(
 ) -> tuple[int, ...]:
     """Shape of the logical tensor from one rank's stored shape; ``experts`` is the stacked total (0: unknown)."""
     mesh = cutting.mesh
+    if rule.rows and shape:
+        held = _with_experts(rule, shape, cutting, mesh.ep)
+        total = held[0] * mesh.ep
+        _, inner, *others = global_shape(replace(rule, rows=""), held, total, cutting, bias=bias)
+        return (total * inner, *others)
     cut = cut_axis(rule, len(shape), bias=bias)
     out = list(shape)
     if cut is not None:
@@ -525,6 +588,13 @@ def fused_rule(parts: list[tuple[str, Rule]], lengths: Sequence[str] = (), group
     are its length. Raises LayoutError when the parts are not all cut on the output axis, or held whole.
     """
     verbs = {r.verb for _, r in parts}
+    rows = {r.rows for _, r in parts}
+    if rows != {""}:
+        if rows != {groups}:
+            raise LayoutError(
+                "rows of experts are joined expert by expert", where=parts[0][1].place, hint="groups: experts"
+            )
+        groups = ""
     first = next((r for _, r in parts if r.verb == "column"), parts[0][1])
     if verbs == {"replicate"}:
         return first

@@ -129,7 +129,9 @@ def cases(draw: st.DrawFn) -> Case:
         length, lengths = sizes["u"].value * draw(st.integers(0, 3)), []
     other = draw(st.integers(1, 3))
     axes = [length] if bias else ([other, length] if in_out == (verb != "row") else [length, other])
-    shape = (draw(st.integers(0, 5)), *axes) if grouped else tuple(axes)
+    rows = grouped and draw(st.booleans())
+    experts = draw(st.integers(1, 2)) * ep if rows else draw(st.integers(0, 5))
+    shape = (experts, *axes) if grouped else tuple(axes)
     axis = len(shape) - 1 if bias or in_out == (verb != "row") else len(shape) - 2
     text = " ".join((["grouped"] if grouped else []) + words + (["in_out"] if in_out else []))
     whole = counted(shape)
@@ -155,7 +157,11 @@ def cases(draw: st.DrawFn) -> Case:
         else:
             got = shared_out(mine, ways, axis, sizes.get("u"))[index]
         expected.append(got)
-    return Case(text, shape, mesh, sizes, expected, bias)
+    if rows:  # the same elements, without the axis of experts
+        sizes["experts"] = Size(experts)
+        shape = (shape[0] * shape[1], *shape[2:])
+        expected = [e.reshape(e.shape[0] * e.shape[1], *e.shape[2:]) for e in expected]
+    return Case(f"{text} rows" if rows else text, shape, mesh, sizes, expected, bias)
 
 
 @given(cases())
@@ -345,6 +351,40 @@ def test_the_bias_of_grouped_experts_has_an_output_axis_only() -> None:
     assert [p.tolist() for p in row] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
 
 
+def test_rows_of_experts_are_cut_in_every_expert() -> None:
+    """DBRX: w1 of all experts in one matrix, and w2 stored [in, out]: two experts of two rows."""
+    sizes = {"experts": Size(2)}
+    for text in ("grouped column rows", "grouped row rows in_out"):
+        got = cut(text, (4, 1), Mesh(ep=2), sizes)
+        assert [p.ravel().tolist() for p in got] == [[0, 1], [2, 3]]
+        got = cut(text, (4, 1), Mesh(tp=2, etp=2), sizes)
+        assert [p.ravel().tolist() for p in got] == [[0, 2], [1, 3]]
+    row = cut("grouped row rows", (4, 2), Mesh(tp=2, ep=2, etp=2), sizes)
+    assert [p.ravel().tolist() for p in row] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    fused = cut("grouped fused gate up rows", (8,), Mesh(tp=2, etp=2), sizes)
+    assert [p.tolist() for p in fused] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    cutting = PartitionContext(Mesh(ep=2), sizes)
+    rule = parse_rule("grouped column rows")
+    with pytest.raises(IndivisibleError, match="5 rows do not divide into those of 2 experts"):
+        local_boxes(rule, (5, 1), cutting, Coords(0, 0, 0, 0, 0))
+    with pytest.raises(IndivisibleError, match="3 experts cannot be shared evenly by 2 ranks"):
+        local_boxes(rule, (6, 1), replace(cutting, sizes={"experts": Size(3)}), Coords(0, 0, 0, 0, 0))
+    with pytest.raises(LayoutError, match="the size `experts` is not known"):
+        global_shape(rule, (2, 1), 0, replace(cutting, sizes={}))
+
+
+def test_scales_of_rows_of_experts_follow_them_or_are_refused() -> None:
+    """Two experts of 256 rows in blocks of 128: half of an expert is a block, a quarter is none."""
+    sizes = {"experts": Size(2)}
+    rule = parse_rule("grouped column rows")
+    half = PartitionContext(Mesh(tp=2, etp=2), sizes)
+    got = [local_boxes(rule, (512, 128), half, at, blocks=(128, 128)) for at in ranks(half.mesh)]
+    assert [held(counted((4, 1)), g).ravel().tolist() for g in got] == [[0, 2], [1, 3]]
+    quarter = PartitionContext(Mesh(tp=4, etp=4), sizes)
+    with pytest.raises(IndivisibleError, match="falls inside a scale block of 128"):
+        local_boxes(rule, (512, 128), quarter, Coords(0, 0, 0, 0, 0), blocks=(128, 128))
+
+
 def test_held_once_is_zeros_on_the_other_ranks() -> None:
     """What every rank would add before a sum; PAD is what is written as zeros."""
     got = cut("grouped row once", (4, 3), Mesh(tp=2, ep=2, etp=2), bias=True)
@@ -517,6 +557,9 @@ def test_reading_a_rule(text: str, rule: Rule) -> None:
         ("fused gate:whole up", "`gate:whole` is not a part of a fused tensor"),
         ("fused gate up groups=", "`groups=` is no number of groups"),
         ("fused gate up groups=0", "`groups=0` is no number of groups"),
+        ("column rows", "`rows` is for grouped experts"),
+        ("grouped column rows axis=0", "`rows` is for grouped experts"),
+        ("grouped vocab rows", "experts have no vocabulary"),
         ("column heads groups=4", "only the parts of a fused tensor lie in groups"),
         ("fused x:8/whole y:8 groups=4", "a part of groups cannot be held whole"),
         ("fused gate:0 up", "`gate:0` is not a part of a fused tensor"),
@@ -576,6 +619,15 @@ def test_joining_rules_and_taking_them_apart() -> None:
     joined = fused_rule([("q", q), ("k", k)], ["heads", "kv"], "kv")
     assert joined.text == "fused q:heads k:kv groups=kv"
     assert [part_rule(joined, i) for i in range(2)] == [q, k]
+    gate, up = parse_rule("grouped column rows"), parse_rule("grouped column rows")
+    joined = fused_rule([("gate", gate), ("up", up)], ["", ""], "experts")
+    assert (joined.rows, joined.groups, [part_rule(joined, i).rows for i in range(2)]) == (
+        "experts",
+        "",
+        ["experts"] * 2,
+    )
+    with pytest.raises(LayoutError, match="rows of experts are joined expert by expert"):
+        fused_rule([("gate", gate), ("up", up)], ["", ""])
     with pytest.raises(LayoutError, match="takes 6 parts out of a tensor of 5"):
         part_rule(mixed, 5)
     with pytest.raises(LayoutError, match="their rules are column, replicate"):

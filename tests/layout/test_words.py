@@ -242,3 +242,45 @@ tensors: {layers: {"e.{expert}.w": [4, 2]}}
     assert [len(r) for r in cut(family, (), Mesh(tp=2, etp=2), start, config)] == [6, 6]
     with pytest.raises(LayoutError, match="the number of experts differs from layer to layer"):
         cut(family, (), Mesh(tp=2, ep=2), start, config)
+
+
+ROWS = """
+family: orca
+sizes: {layers: n, experts: experts}
+layers:
+  prefix: "b.{layer}."
+  rules:
+    "{w1,v1}": grouped column rows
+    w2: grouped row rows in_out
+    w13: grouped fused w1 v1 rows
+fusions:
+  w13:
+    whole: "{a}.w13"
+    parts: ["{a}.w1", "{a}.v1"]
+    groups: experts
+tensors:
+  layers: {"{w1,v1,w2}": [experts * 4, 3]}
+"""
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=2, ep=2, etp=1), Mesh(tp=4, ep=2, etp=2), Mesh(tp=4, etp=4)], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_rows_of_experts_there_and_back(tmp_path: Path, mesh: Mesh, fused: bool) -> None:
+    config = {"n": 1, "experts": 4}
+    family = family_of(tmp_path, ROWS, config)
+    start, arrays = views_of(family, config)
+    ops: tuple[Transform, ...] = (family.fusion("w13"),) if fused else ()
+    views = apply_transforms(start, ops, family)
+    wholes = {v.name: materialise(v, arrays) for v in views}
+    assert wholes.keys() == {"b.0.w2", *(["b.0.w13"] if fused else ["b.0.w1", "b.0.v1"])}
+    ranks = cut(family, ops, mesh, views, config)
+    np.testing.assert_equal(together(family, ops, mesh, ranks, wholes, config), wholes)
+    own, made = family.placement("b.0.w13"), family.placement("b.0.w13", (family.fusion("w13"),))
+    assert own is not None
+    assert made is not None
+    assert (own.rule.verb, own.rule.rows, own.rule.expert) == (made.rule.verb, made.rule.rows, made.rule.expert)
+    assert (made.rule.verb, made.rule.rows, made.rule.expert) == ("fused", "experts", True)
+    for view in apply_transforms(views, inverse(ops), family, ops):
+        np.testing.assert_array_equal(materialise(view, arrays), arrays[view.name])
+    with pytest.raises(LayoutError, match="4 experts cannot be shared evenly by 3 ranks"):
+        cut(family, ops, Mesh(tp=3, ep=3, etp=1), views, config)
