@@ -1,7 +1,7 @@
 """Write the tables of docs/ that follow from the code: python scripts/make_reference.py
 
     docs/reference.md   every command, argument and option, from the command line itself
-    docs/layouts.md     the built-in families, from their files
+    docs/layouts.md     the built-in families, from their files; those as transformers cuts
 
 A table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is left as it is.
 tests/docs/test_reference.py fails when a page is not up to date.
@@ -100,7 +100,23 @@ def families() -> str:
     return "\n".join(rows)
 
 
-TABLES = {"commands": ("docs/reference.md", commands), "families": ("docs/layouts.md", families)}
+def generated() -> str:
+    """The families as transformers cuts: those of models that have no other one, and the others."""
+    from ckpttool.layout.files import builtin
+
+    by_hand = {m for f in builtin().values() if "/" not in f.name for m in f.chosen_by["model_types"]}
+    found = {f.name: not f.chosen_by["model_types"].isdisjoint(by_hand) for f in builtin().values() if "/" in f.name}
+    rows = ["| | `--family` |", "| --- | --- |"]
+    for words, other in (("chosen by config.json", False), ("with `--family` only", True)):
+        rows.append(f"| {words} | " + ", ".join(f"`{n}`" for n, has in sorted(found.items()) if has == other) + " |")
+    return "\n".join(rows)
+
+
+TABLES = {
+    "commands": ("docs/reference.md", commands),
+    "families": ("docs/layouts.md", families),
+    "generated families": ("docs/layouts.md", generated),
+}
 
 
 def with_table(text: str, name: str, table: str) -> str:

@@ -1,0 +1,619 @@
+"""Reads the rules of a family off transformers' tensor-parallel plan of a model, and proves them.
+
+Which rank holds which element says ``tests.peers.families.plans``. What that cannot say is whether a cut may fall
+anywhere or only between heads. That is tried: units that are alike can be exchanged without a change of the logits.
+Where single rows cannot, whole heads must; which tensors count query heads and which key heads is seen where a config
+with more of them makes longer tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from ckpttool.layout.assemble import is_bias
+from ckpttool.layout.rules import PartitionContext, RankShare, Size, local_boxes, parse_rule
+from ckpttool.mesh import Mesh
+from tests.peers.families import forward, plans
+from tests.peers.families.tiny import VOCAB, Architecture, random_weights, tiny_config
+
+TOLERANCE = 2e-5
+"""Largest difference of logits, beside the largest: sums in another order."""
+OUTPUT = re.compile(r"(gate|up|w1|w3|fc1|input_linear|wi)")
+INPUT = re.compile(r"(down|w2|fc2|output_linear|wo)")
+SIDE = re.compile(r"(^|[._])(vision|visual|image|audio|sound|speech|tower|encoder|projector|connector|mtp|nextn|patch)")
+PREDICTION = re.compile(r"(^|[._])(mtp|nextn)")
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_query_groups", "num_attention_groups")
+COUNT = re.compile(r"(heads|groups|n_head)$")
+WHOLE_WORLD = (2, 4)
+
+
+class Refused(Exception):  # noqa: N818 - an answer, not an error
+    """Why there is no family file."""
+
+
+class Cut(NamedTuple):
+    """How one kind of stored tensor is cut."""
+
+    axis: int = 0
+    """Counted from behind, so that experts in front change nothing."""
+    parts: tuple[str, ...] = ()
+    """``cut`` or ``whole`` for each stretch of the axis; () is a tensor that every rank holds."""
+    lengths: tuple[int, ...] = ()
+    """Of the parts; for a plain cut ()."""
+    grouped: bool = False
+    """Experts on the first axis, as a plan for experts shares them out."""
+
+
+@dataclass
+class Kind:
+    """Stored tensors whose names differ in their numbers only."""
+
+    pattern: str
+    """The name with {layer}, {expert} and * for numbers; behind the prefix for those of layers."""
+    section: str
+    names: list[str]
+    cut: Cut = field(default_factory=Cut)
+    gathered: bool = False
+    verb: str = "replicate"
+    unit: str = ""
+    note: str = ""
+
+    @property
+    def rule(self) -> str:
+        return f"{self.verb} {self.unit}".strip()
+
+
+@dataclass
+class Reading:
+    """What was read of one architecture."""
+
+    architecture: Architecture
+    config: dict[str, Any]
+    prefix: str
+    kinds: list[Kind]
+    sizes: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    ties: dict[str, str] = field(default_factory=dict)
+    base: str = ""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    counts: dict[str, Size] = field(default_factory=dict)
+    """Sizes that count units, as the tiny config has them."""
+    notes: list[str] = field(default_factory=list)
+
+
+def builder(architecture: Architecture, changes: Mapping[str, Any] | None = None) -> Callable[[], Any]:
+    """What makes the tiny model."""
+    config = tiny_config(architecture.model_type, changes)
+    cls = getattr(transformers, architecture.cls)
+    return lambda: cls._from_config(config, attn_implementation="eager")
+
+
+def walk(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field of a config and of its parts, with dots."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and "model_type" in value:
+            yield from walk(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def text_path(config: Mapping[str, Any]) -> str:
+    """Where the language model's fields stand: "" or ``text_config.`` and the like."""
+    found = [n.rpartition(".")[0] for n, v in walk(config) if n.rpartition(".")[2] in HEADS and isinstance(v, int)]
+    best = sorted(found, key=lambda p: (bool(SIDE.search(p)), p.count("."), "text" not in p and "language" not in p))
+    return f"{best[0]}." if best and best[0] else ""
+
+
+# --- names ---
+
+
+def stack_of(names: Iterable[str], cut: Callable[[str], bool]) -> str:
+    """The prefix of the layers of the language model, with {layer}."""
+    counts: dict[str, tuple[int, int]] = {}
+    for name in names:
+        if m := re.match(r"(.*?\.)\d+\.", name):
+            at = counts.get(m[1], (0, 0))
+            counts[m[1]] = (at[0] + (not SIDE.search(m[1]) and cut(name)), at[1] + 1)
+    if not counts:
+        raise Refused("it has no layers with numbers")
+    best = max(counts, key=lambda p: (not SIDE.search(p), *counts[p]))
+    return f"{best}{{layer}}."
+
+
+def pattern_of(name: str, prefix: str) -> tuple[str, str]:
+    """A stored name -> its pattern and section ("layers", or "" for those outside)."""
+    start = prefix.partition("{layer}")[0]
+    inside = name.startswith(start) and re.match(r"\d+\.", name[len(start) :]) is not None
+    rest = name[len(start) :].partition(".")[2] if inside else name
+    words: list[str] = []
+    for word in rest.split("."):
+        expert = word.isdigit() and bool(words) and "expert" in words[-1]
+        words.append("{expert}" if expert and inside else "*" if word.isdigit() else word)
+    return ".".join(words), "layers" if inside else ""
+
+
+# --- cuts ---
+
+
+def stretches(masks: NDArray[np.int64], ways: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Masks along an axis -> which parts it has. Raises Refused for what no rule says."""
+    edges = np.flatnonzero(np.diff(masks)) + 1
+    starts = [0, *edges.tolist()]
+    runs = [(int(masks[s]), e - s) for s, e in zip(starts, [*starts[1:], len(masks)], strict=True)]
+    kinds: list[str] = []
+    lengths: list[int] = []
+    at = 0
+    while at < len(runs):
+        if runs[at][0] == (1 << ways) - 1:
+            kinds.append("whole")
+            lengths.append(runs[at][1])
+            at += 1
+            continue
+        share = runs[at : at + ways]
+        if [m for m, _ in share] != [1 << r for r in range(ways)]:
+            raise Refused("the shares of the ranks do not follow one another")
+        if len({n for _, n in share}) > 1 and len(runs) > ways:
+            raise Refused("parts that do not divide")
+        kinds.append("cut")
+        lengths.append(sum(n for _, n in share))
+        at += ways
+    return tuple(kinds), tuple(lengths)
+
+
+def cut_of(masks: NDArray[np.int64], ways: int) -> Cut:
+    """How one tensor is cut, by the ranks that hold each of its elements."""
+    varies = [a for a in range(masks.ndim) if masks.shape[a] and (masks != masks.take([0], axis=a)).any()]
+    if not varies:
+        if masks.size and int(masks.flat[0]) != (1 << ways) - 1:
+            raise Refused("a tensor that one rank holds alone")
+        return Cut()
+    if len(varies) > 1:
+        raise Refused("a tensor that is cut on two axes")
+    axis = varies[0]
+    line = np.moveaxis(masks, axis, 0).reshape(masks.shape[axis], -1)[:, 0]
+    kinds, lengths = stretches(line, ways)
+    if kinds == ("cut",):
+        return Cut(axis - masks.ndim, kinds)
+    return Cut(axis - masks.ndim, kinds, lengths)
+
+
+def by_expert(whole: NDArray[np.int64]) -> bool:
+    """Whether an expert plan shares out the first axis."""
+    return (
+        whole.ndim > 1
+        and (whole != whole.take([0], axis=0)).any().item()
+        and not (
+            whole
+            != np.broadcast_to(whole.reshape(len(whole), -1)[:, 0].reshape(-1, *[1] * (whole.ndim - 1)), whole.shape)
+        ).any()
+    )
+
+
+def verb_of(kind: Kind, shape: Sequence[int]) -> str:
+    """The rule without its unit."""
+    cut = kind.cut
+    words = "grouped " if cut.grouped else ""
+    ndim = len(shape) - cut.grouped
+    if not cut.parts:
+        return f"{words}replicate" if cut.grouped else "replicate"
+    name = kind.pattern.removesuffix(".weight").rpartition(".")[2]
+    axis = cut.axis + len(shape)
+    turned = ""
+    if ndim == 1 or is_bias(kind.names[0]):
+        output = True
+        if cut.axis != -1:
+            raise Refused(f"{kind.pattern}: a bias that is cut on another axis")
+    elif ndim == 2:
+        output = cut.axis == -2
+        other = (OUTPUT.search(name) and not output) or (INPUT.search(name) and not OUTPUT.search(name) and output)
+        if other and (".experts." in f".{kind.pattern}" or cut.grouped):
+            output, turned = not output, " in_out"
+    else:
+        output, turned = axis == 0, f" axis={axis}"
+    if len(cut.parts) == 1:
+        if kind.section != "layers" and shape[axis] == VOCAB and output and not turned:
+            return "vocab"
+        return f"{words}{'column' if output else 'row'}{turned}"
+    if "whole" in cut.parts or len(set(cut.lengths)) > 1 or not output:
+        raise Refused(f"{kind.pattern}: parts of lengths {cut.lengths} ({' '.join(cut.parts)})")
+    count = len(cut.parts)
+    parts = "gate up" if count == 2 else " ".join(f"part{i}" for i in range(count))
+    return f"{words}fused {parts}{turned}"
+
+
+# --- units ---
+
+
+def shares(kind: Kind, name: str, shape: tuple[int, ...], sizes: Mapping[str, Size], ways: int) -> list[RankShare]:
+    """What each of ``ways`` ranks would hold of a tensor."""
+    rule = parse_rule(kind.rule, expert="{expert}" in kind.pattern)
+    mesh = Mesh(tp=ways, etp=ways)
+    context = PartitionContext(mesh, sizes)
+    return [local_boxes(rule, shape, context, mesh.coords(r), bias=is_bias(name)) for r in range(ways)]
+
+
+class Prover:
+    """A model of which parts are exchanged."""
+
+    def __init__(self, architecture: Architecture, changes: Mapping[str, Any] | None = None) -> None:
+        self.config = tiny_config(architecture.model_type, changes)
+        cls = getattr(transformers, architecture.cls)
+        torch.manual_seed(0)
+        self.config.dtype = torch.float32
+        self.model = cls._from_config(self.config, attn_implementation="eager", dtype=torch.float32)
+        random_weights(self.model)
+        self.model = self.model.float().eval()
+        numbers = plans.numbered(self.model)
+        self.ids = {n: t.to(torch.int64).numpy() for n, t in plans.stored(self.model, numbers).items()}
+        self.fields = dict(walk(self.config.to_dict()))
+        self._where = {n: numbers[n].to(torch.int64) for n in self.model.state_dict()}
+        total = 1 + int(max(t.max() for t in self._where.values() if t.numel()))
+        self._flat = torch.zeros(total, dtype=torch.float64)
+        for name, tensor in self.model.state_dict().items():
+            self._flat[self._where[name]] = tensor.double()
+        self.given = forward.inputs(self.model)
+        self.want = forward.compute(self.model, self.given)
+        if not float(self.want.std()) > 1e-2:
+            raise Refused("its logits are all alike")
+
+    def exchanged(
+        self, kinds: Sequence[Kind], sizes: Mapping[str, Size], ways: int, one: int, other: int, *, alike: bool = False
+    ) -> float:
+        """Difference of the logits when two of ``ways`` ranks change places in these tensors; -1: nothing changes.
+
+        With ``alike`` tensors of which both hold the same stay; without, that is no exchange: -1.
+        """
+        place = np.arange(len(self._flat))
+        changed = False
+        for kind in kinds:
+            for name in kind.names:
+                ids = self.ids.get(name)
+                if ids is None:
+                    continue
+                all_shares = shares(kind, name, ids.shape, sizes, ways)
+                a, b = all_shares[one].boxes, all_shares[other].boxes
+                if a == b:
+                    if kind.verb != "replicate" and not alike:
+                        return -1.0
+                    continue
+                for (_, x), (_, y) in zip(a, b, strict=True):
+                    left = tuple(slice(i, j) for i, j in zip(x.start, x.stop, strict=True))
+                    right = tuple(slice(i, j) for i, j in zip(y.start, y.stop, strict=True))
+                    place[ids[left]], place[ids[right]] = ids[right], ids[left]
+                    changed = True
+        if not changed:
+            return -1.0
+        return self.computed(torch.from_numpy(place))
+
+    def computed(self, place: torch.Tensor) -> float:
+        """Difference of the logits with every element taken from another place."""
+        moved = self._flat[place]
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                if tensor.is_floating_point():
+                    tensor.copy_(moved[self._where[name]])
+            got = forward.compute(self.model, self.given)
+            for name, tensor in self.model.state_dict().items():
+                if tensor.is_floating_point():
+                    tensor.copy_(self._flat[self._where[name]])
+        return forward.difference(self.want, got)
+
+
+def groups_of(kinds: Sequence[Kind]) -> list[list[Kind]]:
+    """Kinds that are cut together: what comes out of some goes into the others."""
+    by_path: dict[str, list[Kind]] = {}
+    for kind in kinds:
+        if kind.cut.parts and not kind.gathered and kind.verb != "vocab":
+            words = kind.pattern.split(".")
+            path = words[:-1] if words[-1] not in ("weight", "bias") else words[:-2]
+            by_path.setdefault(".".join(path), []).append(kind)
+    changed = True
+    while changed:
+        changed = False
+        for at in sorted(by_path, key=lambda p: -p.count(".")):
+            verbs = {k.verb.replace("grouped ", "").split()[0] for k in by_path[at]}
+            if "row" not in verbs or verbs == {"row"}:
+                above = at.rpartition(".")[0]
+                other = next((p for p in by_path if p != at and (above == p or p.startswith(f"{above}."))), None)
+                if other is None:
+                    continue
+                by_path[other] += by_path.pop(at)
+                changed = True
+                break
+    return list(by_path.values())
+
+
+def finest(prover: Prover, kinds: Sequence[Kind]) -> int:
+    """Pieces into which every tensor of a group can be cut without regard to units."""
+    lengths = []
+    for kind in kinds:
+        name = next(n for n in kind.names if n in prover.ids)
+        n = prover.ids[name].shape[kind.cut.axis]
+        lengths.append(n // max(1, len(kind.cut.parts)))
+    return gcd(*lengths)
+
+
+def free(prover: Prover, kinds: Sequence[Kind]) -> bool:
+    """Whether single rows of these tensors can be exchanged: they need no units."""
+    pieces = finest(prover, kinds)
+    pairs = {(0, 1), (0, pieces - 1), (0, pieces // 2)} - {(0, 0)}
+    return all(prover.exchanged(kinds, {}, pieces, a, b, alike=True) <= TOLERANCE for a, b in sorted(pairs))
+
+
+def own_field(fields: Mapping[str, Any], names: Sequence[str], path: str) -> str:
+    """The first of these fields that the language model's part has, with its path; "" for none."""
+    return next((path + n for n in names if isinstance(fields.get(path + n), int)), "")
+
+
+def lengths(build: Callable[[], Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stored tensors."""
+    model = build()
+    return {n: tuple(t.shape) for n, t in plans.stored(model, plans.numbered(model)).items()}
+
+
+def dependences(architecture: Architecture, changes: Mapping[str, Any], kinds: Sequence[Kind]) -> dict[str, set[str]]:
+    """By pattern: the counts of the config (heads, groups) with which the cut axis grows."""
+    fields = dict(walk(tiny_config(architecture.model_type, changes).to_dict()))
+    base = lengths(builder(architecture, changes))
+    out: dict[str, set[str]] = {k.pattern: set() for k in kinds}
+    for name, value in fields.items():
+        if not COUNT.search(name) or type(value) is not int or value < 2:
+            continue
+        try:
+            other = lengths(builder(architecture, {**changes, name: 2 * value}))
+        except Exception:  # noqa: BLE001, S112 - whatever a class says to a number that it does not like
+            continue
+        for kind in kinds:
+            for stored in kind.names:
+                if stored in other and kind.cut.parts and base[stored][kind.cut.axis] != other[stored][kind.cut.axis]:
+                    out[kind.pattern].add(name)
+                    break
+    return out
+
+
+def assign(reading: Reading, kinds: Sequence[Kind], depends: Mapping[str, set[str]], path: str) -> None:
+    """Give a group's tensors the counts that their units are, and the reading these sizes."""
+    fields = dict(walk(reading.config))
+    found = {n for k in kinds for n in depends[k.pattern]}
+    places = {n.rpartition(".")[0] for n in found} or {path.rstrip(".")}
+    if len(places) > 1:
+        raise Refused(f"{kinds[0].pattern} is as long as several parts of the config say: {', '.join(sorted(found))}")
+    place = places.pop()
+    before = f"{place}." if place else ""
+    heads, kv_heads = own_field(fields, HEADS, before), own_field(fields, KV_HEADS, before)
+    for kind in kinds:
+        counts = depends[kind.pattern]
+        if "fused" in kind.verb:
+            raise Refused(f"{kind.pattern} has parts, and rows that are not alike")
+        if not counts and kind.section != "layers":
+            raise Refused(f"{kind.pattern}: no size of the config says how many heads it has")
+        if kv_heads and kv_heads in counts:
+            field = kv_heads
+        elif heads and (heads in counts or not counts):
+            field = heads
+        elif len(counts) == 1:
+            field = min(counts)
+        else:
+            raise Refused(f"{kind.pattern} is as long as several counts say: {', '.join(sorted(counts))}")
+        kind.unit = size_name(reading, field, path, kv=field == kv_heads)
+
+
+def size_name(reading: Reading, field: str, path: str, *, kv: bool) -> str:
+    """The name of a size that counts units; adds it to the reading."""
+    place, _, last = field.rpartition(".")
+    own = f"{place}." == path or (not place and not path)
+    word = "kv_heads" if kv else "heads" if last in HEADS else last
+    name = word if own else "_".join([*(w.removesuffix("_config") for w in place.split(".") if w), word])
+    reading.counts[name] = Size(dict(walk(reading.config))[field], shared=kv)
+    if name not in reading.sizes:
+        shown = last if own and path == "text_config." else field
+        heads = name.replace("kv_heads", "heads")
+        known = heads in reading.sizes
+        reading.sizes[name] = (
+            {"from": [shown], **({"default": heads} if known else {}), "shared": True} if kv else shown
+        )
+    return name
+
+
+def prove(prover: Prover, kinds: Sequence[Kind], sizes: Mapping[str, Size]) -> None:
+    """Exchange whole units of a group. Raises Refused when that changes what the model computes."""
+    counts = {sizes[k.unit].value for k in kinds}
+    low = min([sizes[k.unit].value for k in kinds if sizes[k.unit].shared], default=max(counts))
+    proven = False
+    for ways in sorted(counts | {2}):
+        pairs = {(0, 1), (0, ways - 1)} if ways <= low else {(0, 1)} if ways // low > 1 else set()
+        for a, b in sorted(pairs):
+            apart = prover.exchanged(kinds, sizes, ways, a, b, alike=True)
+            if apart > TOLERANCE:
+                names = " ".join(k.pattern for k in kinds)
+                raise Refused(f"with {ways} ranks, {a} and {b} exchanged change the logits by {apart:.1e}: {names}")
+            proven = proven or apart >= 0
+    if not proven:
+        raise Refused(f"nothing could be exchanged of {' '.join(k.pattern for k in kinds)}")
+
+
+def sort_kinds(owned: Mapping[int, plans.Owners], by_experts: plans.Owners | None, prefix: str) -> list[Kind]:
+    """Stored tensors by what they are, and how each kind is cut."""
+    kinds: dict[tuple[str, str], Kind] = {}
+    for name in owned[2]:
+        pattern, section = pattern_of(name, prefix)
+        kinds.setdefault((section, pattern), Kind(pattern, section, [])).names.append(name)
+    for kind in kinds.values():
+        found: dict[Cut, str] = {}
+        for name in kind.names:
+            for ways, masks in owned.items():
+                try:
+                    cut = cut_of(masks[name], ways)
+                except Refused as e:
+                    raise Refused(f"{name}: {e}") from None
+                shared_out = by_experts is not None and by_expert(by_experts[name])
+                grouped = shared_out and not (cut.parts and cut.axis == -masks[name].ndim)
+                found[cut._replace(grouped=grouped)] = name
+        if len(found) > 1:
+            raise Refused(f"{kind.pattern} is cut in several ways: {' and '.join(map(str, found))}")
+        kind.cut = next(iter(found))
+    return list(kinds.values())
+
+
+def read(architecture: Architecture) -> Reading:
+    """What transformers' plan says of an architecture, with the tensors that it has by other configs, too.
+
+    Raises Refused.
+    """
+    out = read_one(architecture, {})
+    for changes in variants(architecture):
+        try:
+            names = lengths(builder(architecture, changes))
+        except Exception:  # noqa: BLE001, S112 - a class that does not want it
+            continue
+        known = {(k.section, k.pattern): k for k in out.kinds}
+        if all(pattern_of(n, out.prefix)[::-1] in known for n in names):
+            continue
+        try:
+            other = read_one(architecture, changes)
+        except Refused as e:
+            out.notes.append(f"not with {changes}: {e}")
+            continue
+        if other.prefix != out.prefix:
+            raise Refused(f"layers are called {out.prefix} or, with {changes}, {other.prefix}")
+        for kind in other.kinds:
+            mine = known.get((kind.section, kind.pattern))
+            if mine is None:
+                out.kinds.append(kind)
+                out.shapes |= {n: other.shapes[n] for n in kind.names}
+            elif mine.rule != kind.rule:
+                raise Refused(f"{kind.pattern}: `{mine.rule}`, with {changes} `{kind.rule}`")
+        out.notes += other.notes
+        out.sizes |= other.sizes
+        out.ties = out.ties or other.ties
+    used = {w for k in out.kinds for w in k.rule.split()} | {"layers", "vocab", "experts"}
+    if "kv_heads" in used:
+        used.add("heads")
+    out.sizes = {n: v for n, v in out.sizes.items() if n in used}
+    return out
+
+
+SOME_DENSE = (
+    {"mlp_only_layers": [0]},
+    {"first_k_dense_replace": 1},
+    {"decoder_sparse_step": 2},
+    {"q_lora_rank": None},
+    {"mlp_layer_types": ["dense", "sparse"]},
+    {"num_nextn_predict_layers": 1},
+)
+"""Changes besides flags with which a config asks for other tensors."""
+
+
+def variants(architecture: Architecture) -> Iterator[dict[str, Any]]:
+    """Changes of the tiny config that may give the model other tensors: every flag the other way round."""
+    fields = dict(walk(tiny_config(architecture.model_type).to_dict()))
+    path = text_path(tiny_config(architecture.model_type).to_dict())
+    for name, value in fields.items():
+        if name.rpartition(".")[0] in ("", path.rstrip(".")) and isinstance(value, bool) and not UNRELATED.search(name):
+            yield {name: not value}
+    for changes in SOME_DENSE:
+        if all(path + name in fields for name in changes):
+            yield {path + name: value for name, value in changes.items()}
+
+
+UNRELATED = re.compile(r"(output_|return_|use_cache|is_decoder|is_encoder|cross_attention|torchscript|chunk|scale)")
+"""Flags that say nothing about tensors, or make another kind of model."""
+
+
+def read_one(architecture: Architecture, changes: Mapping[str, Any]) -> Reading:
+    """What the plan says of one tiny config."""
+    build = builder(architecture, changes)
+    model = build()
+    if not plans.has_plan(model):
+        raise Refused("transformers has no plan for it")
+    config = model.config.to_dict()
+    path = text_path(config)
+    owned = {ways: plans.owners(build, ways) for ways in WHOLE_WORLD}
+    experts = plans.owners(build, 2, experts=True) if model.ep_plan else None
+    is_cut = {n: bool((m != 3).any()) for n, m in owned[2].items()}
+    prefix = stack_of(owned[2], is_cut.__getitem__)
+    kinds = sort_kinds(owned, experts, prefix)
+    style, order = plans.styles(model)
+    kinds.sort(key=lambda k: order.get(k.names[0], 0))
+    for kind in kinds:
+        kind.gathered = style.get(kind.names[0], "") in plans.GATHERED
+        kind.verb = verb_of(kind, owned[2][kind.names[0]].shape)
+        if style.get(kind.names[0], "").startswith("embedding") and kind.cut.parts and kind.verb != "vocab":
+            raise Refused(f"{kind.pattern} is cut with the embedding, and is none")
+    if not any(k.cut.parts and k.verb != "vocab" for k in kinds):
+        raise Refused("transformers cuts only embedding and head")
+    out = Reading(architecture, config, prefix, kinds, shapes={n: m.shape for n, m in owned[2].items()})
+    add_sizes(out, path)
+    find_units(out, path, changes)
+    add_ties(out, model)
+    return out
+
+
+def add_sizes(reading: Reading, path: str) -> None:
+    """The sizes with the fields that they come from."""
+    fields = dict(walk(reading.config))
+    other = {v: k for k, v in getattr(type(tiny_config(reading.architecture.model_type)), "attribute_map", {}).items()}
+    shown = "" if path == "text_config." else path
+
+    def named(fields_of: Sequence[str]) -> str | list[str]:
+        field = own_field(fields, fields_of, path)
+        alias = other.get(field) if not path else None
+        names = [shown + field[len(path) :], *([alias] if alias and alias != field else [])]
+        return names if len(names) > 1 else names[0]
+
+    if own_field(fields, LAYERS, path):
+        reading.sizes["layers"] = named(LAYERS)
+    if own_field(fields, ("vocab_size",), path):
+        reading.sizes["vocab"] = named(("vocab_size",))
+    if own_field(fields, HEADS, path):
+        reading.sizes["heads"] = named(HEADS)
+    if own_field(fields, KV_HEADS, path):
+        fields_of = named(KV_HEADS)
+        fields_of = [fields_of] if isinstance(fields_of, str) else fields_of
+        reading.sizes["kv_heads"] = {"from": fields_of, "default": "heads", "shared": True}
+    if own_field(fields, EXPERTS, path) and any("expert" in k.pattern for k in reading.kinds):
+        reading.sizes["experts"] = named(EXPERTS)
+
+
+def find_units(reading: Reading, path: str, changes: Mapping[str, Any]) -> None:
+    """Where cuts may fall. Raises Refused when no units are found that are alike."""
+    groups = groups_of(reading.kinds)
+    if not groups:
+        return
+    try:
+        prover = Prover(reading.architecture, changes)
+    except Refused:
+        raise
+    except Exception as e:
+        raise Refused(f"it cannot be run: {type(e).__name__}: {str(e).splitlines()[0][:120]}") from e
+    depends = dependences(reading.architecture, changes, reading.kinds)
+    for group in groups:
+        if not any(depends[k.pattern] for k in group) and free(prover, group):
+            continue
+        assign(reading, group, depends, path)
+        prove(prover, group, reading.counts)
+
+
+def add_ties(reading: Reading, model: Any) -> None:
+    """Which tensors are copies of others when embeddings are tied, in stored names; and the base model's prefix."""
+    reading.tied = (
+        bool(getattr(type(model.config)(), "tie_word_embeddings", False))
+        if not any("." in n for n, _ in walk(reading.config))
+        else bool(reading.config.get("tie_word_embeddings", False))
+    )
+    embedding = [k.names[0] for k in reading.kinds if k.verb == "vocab" and "embed" in k.pattern]
+    head = [k.names[0] for k in reading.kinds if k.section != "layers" and "lm_head.weight" in k.pattern]
+    if embedding and head and (head[0], embedding[0]) != ("lm_head.weight", "model.embed_tokens.weight"):
+        reading.ties = {head[0]: embedding[0]}
