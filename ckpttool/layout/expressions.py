@@ -9,6 +9,7 @@
 ``== != < <= > >= in not in``   comparisons
 ``and or not``, ``a if b else c``
 ``list[i]``, ``len(list)``      also of a text: ``'M-M*'[2]`` is ``'M'``
+``blocks[layer].heads``         a field of an element
 ==============================  ================================================================================
 
 and nothing else: no other calls. An expression is worked out once, or once for each layer if it asks for the layer.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -83,8 +84,9 @@ def checked(text: str) -> str:
         if _path(node):
             continue
         inner = list(ast.iter_child_nodes(node))
+        field = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Subscript | ast.Attribute)
         constant = isinstance(node, ast.Constant) and type(node.value) in (int, bool, str)
-        if not (constant or isinstance(node, _NODES)) or any(isinstance(n, _OTHER_SIGNS) for n in inner):
+        if not (constant or field or isinstance(node, _NODES)) or any(isinstance(n, _OTHER_SIGNS) for n in inner):
             raise _nothing(node)
         todo += [n for n in inner if isinstance(n, ast.expr)]
     return text
@@ -153,7 +155,7 @@ class Expressions:
         raise NotImplementedError
 
     def element(self, of: str, value: object) -> Value:
-        """An element of a list that ``of`` comes to, as an expression can use it. Raises Refused."""
+        """An element of a list, called ``of``, as an expression can use it. Raises Refused."""
         raise NotImplementedError
 
     def enter(self, layer: int | None) -> None:
@@ -237,8 +239,8 @@ class Expressions:
                 return self.evaluate(body if self._truth(test) else orelse)
             case ast.Compare(left=left, ops=ops, comparators=others):
                 return self._compared(left, ops, others)
-            case ast.Subscript(value=value, slice=index):
-                return self._element(value, index)
+            case ast.Subscript() | ast.Attribute(value=ast.Subscript() | ast.Attribute()):
+                return self.element(ast.unparse(node), self._object(node))
             case ast.Call() if (measured := _measured(node)) is not None:
                 return len(self._sequence(measured))
         raise _nothing(node)
@@ -274,8 +276,19 @@ class Expressions:
             raise Refused(f"`{ast.unparse(node)}` is {got!r}, which is neither a list nor a text")
         return got
 
-    def _element(self, value: ast.expr, index: ast.expr) -> Value:
-        elements, at = self._sequence(value), self._whole(index)
-        if not 0 <= at < len(elements):
-            raise Refused(f"`{ast.unparse(value)}` has no element {at}")
-        return self.element(ast.unparse(value), elements[at])
+    def _object(self, node: ast.expr) -> object:
+        """An element of a list, or a field of an element that is a part of the config."""
+        match node:
+            case ast.Subscript(value=value, slice=index):
+                elements, at = self._object(value), self._whole(index)
+                if not isinstance(elements, str | list):
+                    raise Refused(f"`{ast.unparse(value)}` is {elements!r}, which is neither a list nor a text")
+                if not 0 <= at < len(elements):
+                    raise Refused(f"`{ast.unparse(value)}` has no element {at}")
+                return elements[at]
+            case ast.Attribute(value=value, attr=name) if not _path(node):
+                part = self._object(value)
+                if not isinstance(part, Mapping) or name not in part:
+                    raise Refused(f"`{ast.unparse(value)}` of config.json has no `{name}`", lacks=True)
+                return part[name]
+        return self.evaluate(node)

@@ -351,6 +351,8 @@ def test_a_family_without_the_section(tmp_path: Path) -> None:
         ("4 if kind not in ['a', 'b'] else 1", 1),
         ("4 if kind == 'b' else 1", 4),
         ("4 if pattern[2] == 'M' else 1", 4),
+        ("blocks[1].attention.heads[0] + blocks[0].width", 12),
+        ("blocks[1].off", 1),
         ("len(widths) + len(pattern) * len([1, 2, 3])", 14),
         ("left_out", 24),
         ("nothing", 5),
@@ -375,6 +377,8 @@ first: {{w: ["{expression}"]}}
 """
     vision = {"size": 11, "tower": {"depths": [3, 4]}, "nothing": None}
     fields = {"flag": False, "kind": "b", "pattern": "E*M-", "widths": [5, 6], "nothing": None, "vision": vision}
+    blocks = [{"width": 5, "attention": None}, {"attention": {"heads": [7, 8]}, "off": 1}]
+    fields |= {"blocks": blocks}
     assert orca(tmp_path, section, **fields) == {"w": (value,)}
 
 
@@ -437,6 +441,11 @@ BAD = {
     "no list": ("first: {w: ['width[0]']}", "`width` is 8, which is neither a list nor a text", "first: w"),
     "no length": ("first: {w: ['len(width)']}", "`width` is 8, which is neither a list nor a text", "first: w"),
     "length of two": ("first: {w: ['len(width, width)']}", "`len(width, width)` is nothing that", "first: w"),
+    "no field": ("first: {w: ['blocks[0].wide']}", "`blocks[0]` of config.json has no `wide`", "first: w"),
+    "part": ("first: {w: ['blocks[0].a']}", '`blocks[0].a` of config.json is {"b": null}, which is not', "first: w"),
+    "null": ("first: {w: ['blocks[0].a.b']}", "`blocks[0].a.b` of config.json is null", "first: w"),
+    "null part": ("first: {w: ['blocks[0].a.b.c']}", "`blocks[0].a.b` of config.json has no `c`", "first: w"),
+    "field of a call": ("first: {w: ['len(blocks).a']}", "`len(blocks).a` is nothing that", "first: w"),
     "text index": ("first: {w: ['1 if kind[1] else 2']}", "`kind` has no element 1", "first: w"),
     "number for a text": (
         """defaults: {width: "'auto'"}\nfirst: {w: [width]}""",
@@ -475,7 +484,7 @@ BAD = {
 def test_bad_sections(tmp_path: Path, case: str) -> None:
     section, what, where = BAD[case]
     with pytest.raises(LayoutError) as e:
-        orca(tmp_path, section, kind="b", flag=True, widths=[1], ratio=0.5)
+        orca(tmp_path, section, kind="b", flag=True, widths=[1], ratio=0.5, blocks=[{"a": {"b": None}}])
     assert what in e.value.what
     assert e.value.where[0].startswith("orca.yaml: tensors" + (f": {where}" if where else ""))
 

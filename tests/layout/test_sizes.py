@@ -93,6 +93,8 @@ def test_a_size_that_the_config_does_not_give_is_left_out(tmp_path: Path, size: 
     [
         ("size: {expr: 2 +}", "`2 +`: this is not an expression"),
         ("size: {expr: max(x)}", "`max(x)` is nothing that an expression may hold"),
+        ("size: {expr: len(x).y}", "`len(x).y` is nothing that an expression may hold"),
+        ("size: {expr: 'x[0 ** 1].y'}", "`0 ** 1` is nothing that an expression may hold"),
         ("size: {expr: len(x ** 2)}", "`x ** 2` is nothing that an expression may hold"),
         ("size: {expr: '[1].real'}", "`[1].real` is nothing that an expression may hold"),
         ("size: {expr: width ** 2}", "`width ** 2` is nothing that an expression may hold"),
@@ -185,6 +187,13 @@ rows: {expr: kv * head}
     family = family_of(tmp_path, sizes, EXCEPTIONS, tensors)
     assert [t.shape for t in declared_tensors(family, EXCEPTIONS)] == [(8,), (4, 16), (1, 36), (4, 16)]
     check_sizes(family, EXCEPTIONS)
+
+
+def test_sizes_of_layers_that_are_parts_of_a_list(tmp_path: Path) -> None:
+    """DeciLM: a layer without attention has no heads, and is not asked for them."""
+    config = {"n": 3, "heads": 8, "blocks": [{"a": {"of": 4}}, {"a": {"of": None}}, {"a": {"of": 2}}]}
+    sizes = "layers: n\nheads: heads\nkv: {expr: 'heads // blocks[layer].a.of', shared: true}"
+    assert sizes_of(tmp_path, sizes, config) == {"layers": 3, "heads": 8, "kv[0]": 2, "kv[2]": 4}
 
 
 def test_what_differs_from_layer_to_layer_is_not_known_outside_of_layers(tmp_path: Path) -> None:
