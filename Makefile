@@ -12,10 +12,10 @@ PADDLE := $(PADDLE_VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers test-resume lint format types docs-check torture walk fuzz bench bench-scale clean
+.PHONY: help setup demo test test-all test-peers test-resume test-families lint format types docs-check torture walk fuzz bench bench-scale clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(DEV) ## create .venv and install ckpttool with its development tools
 	@:
@@ -48,6 +48,9 @@ fuzz: $(FUZZ) ## damage every structure of every format, and let coverage guide 
 	@$(BIN)/python -m pytest -q tests/fuzz/test_guided.py
 	@$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
 	@$(BIN)/python -m tests.fuzz.guided --corpus build/fuzz $(GUIDED_ARGS)
+
+test-families: $(PEERS) ## make every architecture of transformers tiny, cut it, and write docs/families.md (5 minutes; ARGS)
+	@$(BIN)/python -m tests.peers.families --jobs 2 --page docs/families.md $(ARGS)
 
 lint: $(DEV) ## check style and formatting
 	@$(BIN)/ruff check

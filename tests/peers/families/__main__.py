@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +46,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the files here")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--covered", action="store_true", help="leave out what no family names")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the table of docs/ here")
     said = parser.parse_args()
     quiet()
     from tests.peers.families.tiny import architectures, find
@@ -65,26 +70,49 @@ def main() -> int:
 
 
 def run(chosen: list[Architecture], root: Path, said: argparse.Namespace) -> int:
-    import json
+    found = list(all_found(chosen, root, said))
+    failures = [f for f in found if f.wrong]
+    refused = [f for f in found if f.refused and (f.params or not said.covered)]
+    print(  # noqa: T201 - for the person who runs it
+        f"{sum(f.passed for f in found)} of {len(found)} pass, {len(failures)} fail, {len(refused)} are refused, "
+        f"{sum(bool(f.not_made) for f in found)} are not made tiny"
+    )
+    if said.page is not None:
+        import transformers
 
+        from tests.peers.families.table import page
+
+        said.page.write_text(page(found, transformers.__version__), encoding="utf-8")
+    return 1 if failures else 0
+
+
+def one_found(job: tuple[Architecture, Path, argparse.Namespace]) -> Found:
+    """One architecture; its files are gone afterwards unless they are to be kept."""
     from tests.peers.families.judge import judge
 
-    changes = {}
-    for text in said.set:
-        name, _, value = text.partition("=")
-        changes[name] = json.loads(value)
-    failures = 0
-    for one in chosen:
-        folder = root / one.name.replace(":", "_")
-        shutil.rmtree(folder, ignore_errors=True)
-        found = judge(one, folder, said.family, changes, covered_only=said.covered)
+    one, root, said = job
+    changes = {name: json.loads(value) for name, _, value in (text.partition("=") for text in said.set)}
+    folder = root / f"{one.model_type}_{one.group}_{one.cls}"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        return judge(one, folder, said.family, changes, covered_only=said.covered)
+    finally:
         if said.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-        if not (said.covered and found.refused and not found.params):
-            print(describe(found, long=len(chosen) <= 20), flush=True)  # noqa: T201 - for the person who runs it
-        failures += not found.passed
-    print(f"{len(chosen) - failures} of {len(chosen)} pass")  # noqa: T201 - for the person who runs it
-    return 1 if failures else 0
+
+
+def all_found(chosen: list[Architecture], root: Path, said: argparse.Namespace) -> Iterator[Found]:
+    """What comes out for each, shown as it comes."""
+    jobs = [(one, root, said) for one in chosen]
+    with contextlib.ExitStack() as stack:
+        results: Iterable[Found] = map(one_found, jobs)
+        if said.jobs > 1:
+            pool = stack.enter_context(multiprocessing.get_context("fork").Pool(said.jobs))
+            results = pool.imap(one_found, jobs)
+        for found in results:
+            if not (said.covered and found.refused and not found.params):
+                print(describe(found, long=len(chosen) <= 20), flush=True)  # noqa: T201 - for the person who runs it
+            yield found
 
 
 def describe(found: Found, *, long: bool = True) -> str:

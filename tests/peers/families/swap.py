@@ -67,3 +67,8 @@ def same(a: Mapping[str, np.ndarray[Any, Any]], b: Mapping[str, np.ndarray[Any, 
         or a[n].shape != b[n].shape
         or a[n].tobytes() != b[n].tobytes()
     )
+
+
+def contents(tensors: Mapping[str, np.ndarray[Any, Any]]) -> list[tuple[Any, ...]]:
+    """What a checkpoint holds under whatever names."""
+    return sorted((str(t.dtype), t.shape, t.tobytes()) for t in tensors.values())

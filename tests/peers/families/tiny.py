@@ -106,6 +106,22 @@ LISTS: dict[str, Any] = {
 _TOKEN = re.compile(r"(_token_id|_token_index|_token_ids|_index|_id)$")
 
 
+BASES = (
+    ("bert", "BertModel"),
+    ("bert", "BertForSequenceClassification"),
+    ("gemma3_text", "Gemma3TextModel"),
+    ("llama", "LlamaForSequenceClassification"),
+    ("mistral", "MistralModel"),
+    ("modernbert", "ModernBertModel"),
+    ("qwen2", "Qwen2Model"),
+    ("qwen3", "Qwen3Model"),
+    ("qwen3", "Qwen3ForSequenceClassification"),
+    ("t5", "T5EncoderModel"),
+    ("xlm-roberta", "XLMRobertaModel"),
+)
+"""Models without a language model's head: embeddings, rerankers, classifiers."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One row of the table: a model type and the class that its kind of task has."""
@@ -142,6 +158,7 @@ def architectures() -> list[Architecture]:
                 if (model_type, cls) not in seen:
                     seen.add((model_type, cls))
                     out.append(Architecture(group, model_type, cls))
+    out += [Architecture("base", model_type, cls) for model_type, cls in BASES]
     return [*out, *(Architecture("remote", r.model_type, cls) for cls, r in REMOTE.items())]
 
 

@@ -1,0 +1,171 @@
+"""docs/families.md: what came out for every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.peers.families.judge import Found
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "families.md"
+LINES = Path(__file__).with_name("lines.tsv")
+
+GROUPS = {
+    "causal": "Text",
+    "i2t": "Images and text",
+    "mm": "Sound and text",
+    "seq2seq": "Encoder and decoder",
+    "mlm": "Masked language models",
+    "speech": "Speech recognition",
+    "clip": "Images beside text",
+    "base": "Embedding models and classifiers",
+    "remote": "Code of the publisher",
+}
+"""Titles of the groups of architectures, in the order of the page."""
+
+_ABOUT = """\
+# Model families
+
+Which architectures have a family, and what was checked of it. `make test-families` writes this page, with
+transformers {version}. A family says how a model is cut over ranks; [layouts.md](layouts.md) explains its file, and how
+to write one for a model that is missing here.
+
+- [Counts](#counts)
+- [Popular models](#popular-models)
+- [How each was checked](#how-each-was-checked)
+{contents}
+- [Without a family](#without-a-family)
+
+## Counts
+
+{counts}
+
+## Popular models
+
+{popular}
+
+## How each was checked
+
+Every architecture is made tiny, with random weights, saved by transformers, and cut with `ckpttool reshard`.
+
+| column | what it says |
+| --- | --- |
+| family | what `config.json` chooses. Those in `transformers/` cut as transformers does; the others as engines do |
+| tp | sizes of tensor parallelism at which the model comes back byte for byte (8 heads, 2 of keys and values) |
+| ep | the same with experts shared out over 2 ranks |
+| logits | `equal`: with the shares of ranks 0 and 1 exchanged the model computes the same |
+| config | names and shapes that `ckpttool fp8-size config.json` goes by are those of the saved model |
+| engines | formats that are written and read back byte for byte |
+
+The shares of a right cut are alike: what rank 1 holds may stand where rank 0's part stood, if that is done to every
+tensor that is cut. A torn head, a wrong axis or a missing partner changes the logits. `plan` in that column: each rank
+also holds what transformers' own plan gives it, element for element. `-`: the tiny model cannot be run here.
+"""
+
+_UNCOVERED = """\
+## Without a family
+
+These are refused when they are cut (`--replicate` and `--split`, or [a family file](layouts.md#a-file-of-your-own),
+help). Everything that needs no family works: `inspect`, `merge`, `fp8-cast`, `drop-keys`.
+
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A popular line of models."""
+
+    name: str
+    cls: str
+    model_type: str
+
+
+def popular() -> list[Line]:
+    """The lines of models that most people run."""
+    rows = LINES.read_text(encoding="utf-8").splitlines()
+    return [Line(*row.split("\t")[:3]) for row in rows if row]
+
+
+def of_line(line: Line, found: Sequence[Found]) -> Found | None:
+    """What came out for a line: that of its class, else that of its model type."""
+    by_class = [f for f in found if f.architecture.cls == line.cls]
+    exact = [f for f in by_class if f.architecture.model_type == line.model_type]
+    by_type = [f for f in found if f.architecture.model_type == line.model_type and line.model_type]
+    return next(iter((*exact, *by_class, *by_type)), None)
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({100 * part // whole} %)" if whole else "0"
+
+
+def counts(found: Sequence[Found]) -> str:
+    rows = ["| architectures | cut and checked | logits compared | config |", "| --- | ---: | ---: | ---: |"]
+    for group, title in GROUPS.items():
+        here = [f for f in found if f.architecture.group == group]
+        if here:
+            passed = [f for f in here if f.passed]
+            rows.append(
+                f"| {title} | {percent(len(passed), len(here))} | {sum(f.logits_equal for f in passed)} | "
+                f"{sum(f.declared == 'ok' for f in passed)} |"
+            )
+    lines = popular()
+    done = sum((f := of_line(line, found)) is not None and f.passed for line in lines)
+    rows.append(f"| [Popular models](#popular-models) | {percent(done, len(lines))} | | |")
+    return "\n".join(rows)
+
+
+def popular_table(found: Sequence[Found]) -> str:
+    rows = ["| models | architecture | family | engines |", "| --- | --- | --- | --- |"]
+    for line in popular():
+        one = of_line(line, found)
+        family = f"`{one.family}`" if one is not None and one.passed else "-"
+        rows.append(f"| {line.name} | `{line.cls}` | {family} | {_engines(one) if one is not None else ''} |")
+    return "\n".join(rows)
+
+
+def _engines(f: Found) -> str:
+    return ", ".join(f"`{e}`" for e, how in f.targets.items() if how.startswith("ok")) if f.passed else ""
+
+
+def _tp(f: Found) -> str:
+    return ", ".join(k.removeprefix("tp ") for k, v in f.back.items() if k.startswith("tp") and v == "ok")
+
+
+def _logits(f: Found) -> str:
+    said = "equal" if f.logits_equal else "-"
+    return f"{said}, plan" if f.plan else said
+
+
+def rows(found: Iterable[Found]) -> str:
+    out = [
+        "| `model_type` | architecture | family | tp | ep | logits | config | engines |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for f in found:
+        ep = "2" if f.back.get("ep 2") == "ok" else ""
+        config = "yes" if f.declared == "ok" else ""
+        a = f.architecture
+        cells = (f"`{a.model_type}`", f"`{a.cls}`", f"`{f.family}`", _tp(f), ep, _logits(f), config, _engines(f))
+        out.append(f"| {' | '.join(cells)} |")
+    return "\n".join(out)
+
+
+def _why(f: Found) -> str:
+    if f.not_made:
+        return "not made tiny: needs timm" if "Timm" in f.not_made else "not made tiny"
+    return "fails" if f.wrong else "refused"
+
+
+def page(found: Sequence[Found], version: str) -> str:
+    """The whole page."""
+    by_group = {g: [f for f in found if f.architecture.group == g and f.passed] for g in GROUPS}
+    titles = [(GROUPS[g], some) for g, some in by_group.items() if some]
+    contents = "\n".join(f"- [{t}](#{t.lower().replace(' ', '-')})" for t, _ in titles)
+    out = [_ABOUT.format(version=version, contents=contents, counts=counts(found), popular=popular_table(found))]
+    out += [f"## {title}\n\n{rows(some)}\n" for title, some in titles]
+    left = [f for f in found if not f.passed]
+    out.append(_UNCOVERED + "| `model_type` | architecture | |\n| --- | --- | --- |")
+    lines = [f"| `{f.architecture.model_type}` | `{f.architecture.cls}` | {_why(f)} |" for f in left]
+    return "\n".join(out) + "\n" + "\n".join(lines) + "\n"
