@@ -27,7 +27,14 @@ def test_how_many_there_are() -> None:
     assert len(PUBLISHED) >= 40
 
 
-@pytest.mark.sample("openai-community/gpt2", "google/gemma-2-2b", "bigscience/bloom-7b1")
+@pytest.mark.sample(
+    "openai-community/gpt2",
+    "google/gemma-2-2b",
+    "bigscience/bloom-7b1",
+    "mistralai/Mamba-Codestral-7B-v0.1",
+    "LiquidAI/LFM2-1.2B",
+    "Qwen/Qwen3.5-2B",
+)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_number_of_parameters(name: str) -> None:
     config = PUBLISHED[name]["config"]
