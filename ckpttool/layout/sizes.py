@@ -352,6 +352,8 @@ def _field(name: str, value: object, kind: type | None = None) -> Value:
         value = int(value)
     if kind is bool and type(value) is int and value in (0, 1):
         return value
+    if isinstance(value, dict) and kind in (None, list):
+        return list(value)  # its keys: `len(id2label)`
     if kind is not None and type(value) is not kind:
         raise Refused(f"`{name}` of config.json is {shown(value)}, not {_WORDS[kind]}", hint=HINT)
     if isinstance(value, int | str | list):
