@@ -20,7 +20,18 @@ from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.config import config_places, quantization, ties_head
 from ckpttool.layout.files import builtin, completed, find_file, inner_config, read_builtin, read_own
 from ckpttool.layout.names import expand, has_inner_number, has_literal_number, pattern_regex, samples, split_numbers
-from ckpttool.layout.rules import Rule, Sizes, fused_rule, in_layer, parse_rule, part_rule, rule_in_layer, varying
+from ckpttool.layout.rules import (
+    WHOLE,
+    Rule,
+    Sizes,
+    fused_rule,
+    in_layer,
+    parse_rule,
+    part_rule,
+    rule_in_layer,
+    size_words,
+    varying,
+)
 from ckpttool.layout.scales import config_block
 from ckpttool.layout.sizes import Default, SizeSpec, Vocabulary, read_sizes, size_spec
 from ckpttool.select import compile_pattern
@@ -503,7 +514,10 @@ class Family:
                 out.append(Squeeze(tuple(spec.squeeze)))
             elif spec.rules is not None:
                 where = f"{self.origin}: namings: {naming}: "
-                out.append(OverrideRules(tuple((p, parse_rule(t, origin=where + p)) for p, t in spec.rules.items())))
+                rules = [(p, parse_rule(t, origin=where + p)) for p, t in spec.rules.items()]
+                for _, rule in rules:
+                    _check_sizes(size_words(rule), self.spec, rule.place)
+                out.append(OverrideRules(tuple(rules)))
             elif spec.refuse is not None:
                 out.append(Refuse(tuple(spec.refuse.items())))
             elif spec.drop_layers_from is not None:
@@ -889,6 +903,8 @@ def _patterns(spec: FamilySpec) -> Iterator[str]:
 
 def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule, str, bool]]:
     out = []
+    if wrong := next((n for n in spec.sizes if not n.isidentifier() or n in _WORDS), ""):
+        raise LayoutError(f"`{wrong}` cannot be the name of a size", where=f"{origin}: sizes")
     transposed = spec.orientation == "in_out"
     heads = dict.fromkeys(TASK_HEADS, "replicate")
     for stage, prefix, rules in (
@@ -902,5 +918,23 @@ def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule,
             rule = parse_rule(
                 text, origin=f"{origin}: {prefix}{pattern}", in_out=transposed, expert="{expert}" in pattern
             )
+            _check_sizes(size_words(rule), spec, rule.place)
             out.append((pattern_regex(prefix + pattern), rule, stage, stage == "layers"))
+    for name, fusion in spec.fusions.items():
+        _check_sizes([*fusion.units, fusion.groups], spec, f"{origin}: fusions: {name}")
     return out
+
+
+_WORDS = (WHOLE, "layer", "mtp", "rows", "once", "in_out", "out_in")
+"""Words with a meaning of their own, where sizes stand."""
+
+
+def _check_sizes(words: Iterable[str], spec: FamilySpec, where: str) -> None:
+    """Raises LayoutError for a size that a family names and does not have."""
+    for word in words:
+        if word and not word.isdigit() and word not in spec.sizes:
+            raise LayoutError(
+                f"`{word}` is not among the sizes of family `{spec.family}`",
+                where=where,
+                hint=f"they are {', '.join(spec.sizes)}" if spec.sizes else "add it to `sizes:`",
+            )

@@ -264,6 +264,12 @@ def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
     return sizes[units]
 
 
+def size_words(rule: Rule) -> list[str]:
+    """The sizes that a rule names."""
+    units = [w for part in rule.parts for w in (part.length, part.units) if w != WHOLE]
+    return [w for w in (rule.units, *units, rule.groups, rule.rows) if w and not w.isdigit()]
+
+
 def rule_in_layer(rule: Rule, layer: int, varies: Collection[str]) -> Rule:
     """The rule with the sizes of one layer; ``varies`` are those that differ from layer to layer."""
 

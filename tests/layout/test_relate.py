@@ -446,7 +446,11 @@ def test_moments_and_master_weights_follow_into_rotary_pairs() -> None:
 
 def test_rotary_pairs_keep_the_rule_and_are_cut_between_heads() -> None:
     spec = FamilySpec.model_validate(
-        {"family": "test", "layers": {"prefix": "layers.{layer}.", "rules": {"q.*": "column heads"}}}
+        {
+            "family": "test",
+            "sizes": {"heads": "heads"},
+            "layers": {"prefix": "layers.{layer}.", "rules": {"q.*": "column heads"}},
+        }
     )
     cut = compiled(spec, heads=4)
     place = cut.placement("layers.3.q.weight", (ROTARY,))

@@ -175,15 +175,15 @@ layers: n
 kv: {from: [kv], shared: true}
 width: width
 head: {from: [head], default: 3}
-rows: {expr: kv * head}
+wide: {expr: kv * head}
 """
     assert sizes_of(tmp_path, sizes, EXCEPTIONS) == {
         "layers": 3, "width": 8,
         "kv[0]": 4, "kv[1]": 1, "kv[2]": 4,
         "head[0]": 2, "head[1]": 6, "head[2]": 2,
-        "rows[0]": 8, "rows[1]": 6, "rows[2]": 8,
+        "wide[0]": 8, "wide[1]": 6, "wide[2]": 8,
     }  # fmt: skip
-    tensors = "tensors:\n  first: {e: [width]}\n  layers: {w: [kv, rows * head]}\n"
+    tensors = "tensors:\n  first: {e: [width]}\n  layers: {w: [kv, wide * head]}\n"
     family = family_of(tmp_path, sizes, EXCEPTIONS, tensors)
     assert [t.shape for t in declared_tensors(family, EXCEPTIONS)] == [(8,), (4, 16), (1, 36), (4, 16)]
     check_sizes(family, EXCEPTIONS)

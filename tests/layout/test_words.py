@@ -284,3 +284,30 @@ def test_rows_of_experts_there_and_back(tmp_path: Path, mesh: Mesh, fused: bool)
         np.testing.assert_array_equal(materialise(view, arrays), arrays[view.name])
     with pytest.raises(LayoutError, match="4 experts cannot be shared evenly by 3 ranks"):
         cut(family, ops, Mesh(tp=3, ep=3, etp=1), views, config)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says", "where"),
+    [
+        ("column heads", "column haeds", "`haeds` is not among the sizes", "b.{layer}.q.*: `column haeds`"),
+        ("/channels x:", "/channel x:", "`channel` is not among", "b.{layer}.in_proj.*: `fused z:inner/channel x:"),
+        ("q:heads k:kv", "q:heeds k:kv", "`heeds` is not among", "b.{layer}.qkv.*: `fused q:heeds"),
+        ("groups: kv_heads", "groups: kv", "`kv` is not among", "fusions: wqkv"),
+        ("units: [inner", "units: [outer", "`outer` is not among", "fusions: in_proj"),
+        ("  state:", "  whole: n\n  state:", "`whole` cannot be the name of a size", "sizes"),
+        ("  state:", "  a-b: n\n  state:", "`a-b` cannot be the name of a size", "sizes"),
+        ("norm.*: replicate", "norm.*: grouped column rows", "`experts` is not among", "b.{layer}.norm.*"),
+    ],
+)
+def test_sizes_that_a_family_does_not_have(tmp_path: Path, old: str, new: str, says: str, where: str) -> None:
+    assert old in HYBRID
+    with pytest.raises(LayoutError) as e:
+        family_of(tmp_path, HYBRID.replace(old, new))
+    assert says in e.value.what
+    assert e.value.where[0].startswith(f"orca.yaml: {where}")
+
+
+def test_sizes_that_a_naming_does_not_have(tmp_path: Path) -> None:
+    family = family_of(tmp_path, HYBRID + "namings: {other: [{rules: {q.*: column haeds}}]}\n")
+    with pytest.raises(LayoutError, match="`haeds` is not among the sizes of family `orca`"):
+        family.statements("other")
