@@ -227,7 +227,9 @@ class Expressions:
                 a, b = self._whole(left), self._whole(right)
                 if b == 0 and isinstance(op, ast.FloorDiv | ast.Mod):
                     raise Refused(f"`{ast.unparse(right)}` is 0, and nothing divides by it")
-                return _ARITHMETIC[type(op)](a, b)
+                if abs(got := _ARITHMETIC[type(op)](a, b)) >> 64:
+                    raise Refused(f"`{ast.unparse(node)}` is too large for any size")
+                return got
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._whole(operand)
             case ast.UnaryOp(op=ast.Not(), operand=operand):

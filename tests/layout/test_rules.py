@@ -455,7 +455,12 @@ def expanded(grid: Array, shape: tuple[int, ...], blocks: tuple[int, ...]) -> Ar
 
 
 @given(
-    st.sampled_from(["column", "row", "column heads", "row heads", "fused a b", "replicate"]),
+    st.sampled_from(
+        [
+            *("column", "row", "column heads", "row heads", "fused a b", "replicate"),
+            *("fused a:heads/1 b:2/whole", "fused a:heads b:1/heads groups=heads"),
+        ]
+    ),
     st.tuples(st.integers(1, 24), st.integers(1, 24)),
     st.tuples(st.integers(0, 6), st.integers(0, 6)),
     st.integers(1, 4),
