@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from ckpttool.adapters.apply import InOut, adapt, combine
 from ckpttool.adapters.base import Adapter, Change, Changes, Pair, Term
-from ckpttool.adapters.read import read_adapter
+from ckpttool.adapters.read import changed_parts, read_adapter
 
-__all__ = ["Adapter", "Change", "Changes", "InOut", "Pair", "Term", "adapt", "combine", "read_adapter"]
+__all__ = ["Adapter", "Change", "Changes", "InOut", "Pair", "Term", "adapt", "changed_parts", "combine", "read_adapter"]

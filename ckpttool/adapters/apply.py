@@ -25,6 +25,9 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "up_gate_proj": ("gate_proj", "up_proj"),
     "gate_up_fused_proj": ("gate_proj", "up_proj"),
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "add_qkv_proj": ("add_q_proj", "add_k_proj", "add_v_proj"),
+    "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
 }
 """Layers that are one in some models and several in others; the parts follow each other along the output."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from ckpttool.catalog import Catalog
 from ckpttool.dtypes import CASTABLE
@@ -88,6 +88,10 @@ class Adapter(ABC):
     def shifted(self, by: int) -> Adapter:
         """The same with ``by`` added to every file number, for a table of files that others share."""
         return replace(self, catalog=self.catalog.shifted(by))
+
+    def resolved(self, base: Mapping[str, tuple[int, ...]]) -> Self:
+        """The same with targets as a base of these names and shapes has them."""
+        return self
 
     @abstractmethod
     def factors(self, pair: Pair) -> Factors:

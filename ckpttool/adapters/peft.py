@@ -99,7 +99,7 @@ class PeftAdapter(Adapter):
 def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
     """Raises UnsupportedError for what is no plain LoRA, ConflictError and IncompleteError for what does not fit."""
     path = f"{where}/{CONFIG}"
-    _check(config, path)
+    check(config, path)
     check_dtypes(catalog)
     factors: dict[tuple[str, Kind], dict[str, str]] = {}
     whole: dict[str, str] = {}
@@ -133,7 +133,7 @@ def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
     )
 
 
-def _check(config: Mapping[str, Any], path: str) -> None:
+def check(config: Mapping[str, Any], path: str) -> None:
     """Refuse what the config asks for and is not done."""
     kind = str(config.get("peft_type"))
     if kind.upper() != "LORA":
@@ -175,7 +175,7 @@ def _pair(
     a, b = both_sides(sides, path)
     plain = module.replace(".base_layer", "")
     choices = _parameters(plain, config, path)
-    rank, factor = _rank(plain, choices, config, path)
+    rank, factor = rank_of(plain, choices, config, path)
     shapes = catalog[a].shape, catalog[b].shape
     if min(map(len, shapes)) < 2:
         raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are not matrices", where=path)
@@ -199,7 +199,7 @@ def _parameters(module: str, config: Mapping[str, Any], path: str) -> tuple[str,
     )
 
 
-def _rank(module: str, choices: tuple[str, ...], config: Mapping[str, Any], path: str) -> tuple[int, float]:
+def rank_of(module: str, choices: tuple[str, ...], config: Mapping[str, Any], path: str) -> tuple[int, float]:
     """Rank and factor of a module, or of the parameters of one. Raises ConflictError."""
     found = set()
     for name in [f"{module}.{p}" for p in choices] or [module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpttool.adapters import paddle, peft
+from ckpttool.adapters import diffusers, paddle, peft
 from ckpttool.adapters.base import Adapter
 from ckpttool.catalog import Catalog, Key, LogicalTensor, whole_tensor
 from ckpttool.containers.index import NUMBERED
@@ -24,8 +24,17 @@ OTHERS = {
 """Config files of other adapters that Paddle's libraries write; PEFT names the kind in adapter_config.json."""
 
 
-def read_adapter(path: str | Place) -> Adapter:
-    """Read the headers and the config of an adapter.
+def changed_parts(path: str | Place) -> list[tuple[str, ...]] | None:
+    """The parts of a pipeline that an adapter changes, each under the names that it may have; None for an adapter of
+    one model."""
+    listing = list_source(parse_place(path))
+    if any(name in listing.names for name in READERS) or not diffusers.is_lora_file(listing):
+        return None
+    return diffusers.parts_of(listing)
+
+
+def read_adapter(path: str | Place, part: str = "") -> Adapter:
+    """Read the headers and the config of an adapter; ``part`` is the part of a pipeline that it is for.
 
     Raises IncompleteError (no adapter, a shard is missing), UnsupportedError (kinds of adapters that are no sum of
     low-rank products, pickled weights), ConflictError (config and tensors say different things), CorruptError.
@@ -36,9 +45,11 @@ def read_adapter(path: str | Place) -> Adapter:
         if name in listing.names:
             raise UnsupportedError(f"the adapter is {kind}, which is not merged", where=str(listing.path(name)))
     found = [name for name in READERS if name in listing.names]
+    if not found and diffusers.is_lora_file(listing):
+        return diffusers.adapter(listing, part)
     if not found:
         raise IncompleteError(
-            f"there is no adapter here: neither {peft.CONFIG} (PEFT) nor {paddle.CONFIG} (Paddle)",
+            f"there is no adapter here: neither {peft.CONFIG} (PEFT), {paddle.CONFIG} (Paddle) nor {diffusers.FILE}",
             where=where,
             hint="give the directory that holds the config and the weights of the adapter",
         )

@@ -37,6 +37,8 @@ class ReadOptions:
     """Dotted path of the dict whose tensors are meant, where a file holds several (``Capabilities.nested``)."""
     parts: tuple[str, ...] = ()
     """Those that are meant of a directory of several models; () is all."""
+    part: str = ""
+    """The name of the part that this is."""
     beside: tuple[str, ...] = ()
     """Directories below that are other parts of the same, and not carried with this one."""
     wrapped: bool = True

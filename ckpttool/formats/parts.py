@@ -72,7 +72,7 @@ class Parts:
     def options(self, part: Part) -> base.OpenOptions:
         """How one of them is opened by itself."""
         beside = tuple([p.name for p in self.all if p.name not in (ROOT, part.name)]) if part.name == ROOT else ()
-        return base.OpenOptions(part.format, base.ReadOptions(beside=beside))
+        return base.OpenOptions(part.format, base.ReadOptions(part=part.name, beside=beside))
 
 
 class MultiPart(ABC):

@@ -39,7 +39,8 @@ class Adaptations:
         found = []
         weights = ref.weights or (1.0,) * len(ref.adapters)
         for path, weight in zip(ref.adapters, weights, strict=True):
-            adapter = read_adapter(path).shifted(len(self._models.files))
+            adapter = read_adapter(path, self._models.options.mesh.part).resolved(shapes)
+            adapter = adapter.shifted(len(self._models.files))
             self._models.files += adapter.files
             changes = adapt(
                 adapter,

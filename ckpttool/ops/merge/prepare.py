@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+from ckpttool.adapters import changed_parts
 from ckpttool.catalog import Catalog, Key
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.dtypes import parse
@@ -259,8 +260,13 @@ def _parts(
     several = Several(donor, mine)
     selections = several.selections(replace(selection, remove=(*selection.remove, *recipe.remove_keys)))
     merged: dict[Part, PreparedMerge] = {}
+    changed = _changed(refs, mine)
     for part in mine.chosen:
-        of_part = recipe.mapped(partial(_at_part, known, part.name))
+        of_part = recipe.mapped(partial(_at_part, known, part.name, changed))
+        (first, *others) = of_part.references()
+        same = not (first.adapters or others or selections[part.name].keep)
+        if same and target == part_target(donor, mine, Target()):
+            continue  # no adapter changes it
         merged[part] = prepare(
             replace(of_part, remove_keys=()), mine.options(part), target, selections[part.name], choices
         )
@@ -290,10 +296,39 @@ def _check_parts(recipe: Recipe, choices: MergeOptions) -> None:
         )
 
 
-def _at_part(known: Mapping[str, Parts], name: str, ref: ModelRef) -> ModelRef:
-    """The model that is the part of this name."""
+def _changed(refs: Sequence[ModelRef], parts: Parts) -> dict[str, set[str]]:
+    """The parts that each adapter changes. Raises ConflictError for one that is not there, and UnsupportedError for an
+    adapter that does not say which part it is for."""
+    names = [p.name for p in parts.all]
+    found: dict[str, set[str]] = {}
+    for path in (a for r in refs for a in r.adapters):
+        said = changed_parts(path)
+        if said is None or () in said:
+            raise UnsupportedError(
+                "the adapter does not say which part of a pipeline it is for",
+                where=path,
+                hint="give that part: PIPELINE/transformer+ADAPTER",
+            )
+        if lacking := next((p for p in said if not set(p) & set(names)), None):
+            raise ConflictError(
+                f"the adapter changes {' or '.join(lacking)}, which the pipeline does not have",
+                where=path,
+                hint="parts with weights: " + ", ".join(names),
+            )
+        found[path] = {n for p in said for n in p}
+        if left := sorted(found[path] & set(names) - {p.name for p in parts.chosen}):
+            raise UsageError(
+                f"the adapter changes {left[0]} too, which --part leaves out", where=path, hint="drop --part"
+            )
+    return found
+
+
+def _at_part(known: Mapping[str, Parts], name: str, changed: Mapping[str, set[str]], ref: ModelRef) -> ModelRef:
+    """The model that is the part of this name, with the adapters that change it."""
     place = next(p.place for p in known[ref.path].chosen if p.name == name)
-    return replace(ref, path=str(place))
+    weights = ref.weights or (1.0,) * len(ref.adapters)
+    mine = [(a, w) for a, w in zip(ref.adapters, weights, strict=True) if name in changed[a]]
+    return replace(ref, path=str(place), adapters=tuple(a for a, _ in mine), weights=tuple(w for _, w in mine))
 
 
 def _is_cut(target: Target) -> bool:
