@@ -26,6 +26,10 @@ from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 FAMILIES = Path(__file__).with_name("families")
 HEAD = ("family", "about", "model_types", "architectures")
 """The first keys of a built-in file, each on a line of its own."""
+_LONGEST = 4096
+"""Bytes in which these lines are."""
+_KINDS = ("*.yaml", "transformers/*.yaml")
+"""Of files: written by hand, and generated."""
 _CHOSEN_BY = ("architectures", "model_types")
 _OWN = ("family", "about", "model_types", "architectures", "extends", "base")
 """What a file that is written on top of another one does not take from it."""
@@ -58,13 +62,18 @@ class FamilyFile(NamedTuple):
 @lru_cache(maxsize=1)
 def builtin() -> Mapping[str, FamilyFile]:
     """The built-in files by the name of their family; those that are written by hand come first."""
-    paths = [*sorted(FAMILIES.glob("*.yaml")), *sorted(FAMILIES.glob("transformers/*.yaml"))]
-    return {f.name: f for f in map(_head, paths)}
+    return {f.name: f for kind in _KINDS for f in _heads(kind)}
+
+
+@lru_cache(maxsize=len(_KINDS))
+def _heads(kind: str) -> tuple[FamilyFile, ...]:
+    return tuple(map(_head, sorted(FAMILIES.glob(kind))))
 
 
 def _head(path: Path) -> FamilyFile:
-    with path.open(encoding="utf-8") as file:
-        found = dict(file.readline().rstrip().partition(": ")[::2] for _ in HEAD)
+    with path.open("rb", buffering=0) as file:
+        lines = file.read(_LONGEST).decode("utf-8", "ignore").split("\n", len(HEAD))
+    found = dict(line.partition(": ")[::2] for line in lines[: len(HEAD)])
     lists = {key: frozenset(found.get(key, "").strip("[]").split(", ")) - {""} for key in _CHOSEN_BY}
     return FamilyFile(found["family"], path, lists)
 
@@ -78,10 +87,10 @@ def find_file(config: Mapping[str, Any]) -> str | None:
         "architectures": [a for a in architectures if isinstance(a, str)],
         "model_types": [m for m in (config.get("model_type"),) if isinstance(m, str)],
     }
-    for generated in (False, True):
+    for kind in _KINDS:
         for key in _CHOSEN_BY:
-            for file in builtin().values():
-                if ("/" in file.name) == generated and not file.chosen_by[key].isdisjoint(said[key]):
+            for file in _heads(kind):
+                if not file.chosen_by[key].isdisjoint(said[key]):
                     return file.name
     return None
 
