@@ -252,20 +252,78 @@ def read_sizes(vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]]) -> d
     """The sizes of a model; one that differs from layer to layer is there as ``heads[3]``.
 
     ``places`` are where fields are looked up, as ``FamilySpec.places`` has them. A size without field or default is
-    left out, and an error only if a rule needs it. Raises LayoutError for a size that is explained by a later one.
+    left out, and an error only if a rule needs it. Raises LayoutError for sizes that are explained by each other.
     """
-    out: dict[str, Size] = {}
-    layers: int | None = None
-    for i, (name, spec) in enumerate(vocabulary.specs.items()):
-        _refuse_later(vocabulary, name, [*vocabulary.specs][i + 1 :])
-        scope = Scope(vocabulary, places, out, name)
-        if not scope.depends(partial(_one, spec, scope)):
-            _put(out, name, spec, scope)
-            continue
-        layers = _layers(scope) if layers is None else layers
-        for layer in range(layers):
+    reader = _Reader(vocabulary, places)
+    reader.run()
+    if reader.varies:  # the number of layers may be explained by sizes, too
+        reader = _Reader(vocabulary, places, _layers(Scope(vocabulary, places, reader.sizes)))
+        reader.run()
+    return reader.sizes
+
+
+class _Reader:
+    """Reads sizes, each after those that explain it."""
+
+    def __init__(self, vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]], layers: int = 0) -> None:
+        self.sizes: dict[str, Size] = {}
+        self.varies = False
+        """Some size differs from layer to layer."""
+        self._vocabulary = vocabulary
+        self._places = places
+        self._layers = layers
+        self._read: set[str] = set()
+        self._open: list[str] = []
+        """Those that are being read, outermost first."""
+
+    def run(self) -> None:
+        for name in self._vocabulary.specs:
+            self._one(name)
+
+    def _one(self, name: str) -> None:
+        if name in self._read:
+            return
+        if name in self._open:
+            raise LayoutError(
+                f"the size `{name}` is explained by itself",
+                where=f"{self._vocabulary.origin}: sizes: {' -> '.join([*self._open, name])}",
+            )
+        self._open.append(name)
+        spec = self._vocabulary.specs[name]
+        for other in _explaining(self._vocabulary, name):
+            self._one(other)
+        self._open.pop()
+        self._read.add(name)
+        scope = Scope(self._vocabulary, self._places, self.sizes, name)
+        if not scope.depends(partial(_value, spec, scope)):
+            _put(self.sizes, name, spec, scope)
+            return
+        self.varies = True
+        for layer in range(self._layers):
             scope.enter(layer)
-            _put(out, in_layer(name, layer), spec, scope)
+            _put(self.sizes, in_layer(name, layer), spec, scope)
+
+
+def _explaining(vocabulary: Vocabulary, name: str) -> list[str]:
+    """The sizes that explain one. Its own name is that of a field there."""
+    spec = vocabulary.specs[name]
+    todo: list[object] = [spec.expr or spec.default]
+    seen = {name}
+    out = []
+    while todo:
+        text = todo.pop()
+        if isinstance(text, DefaultSpec):
+            todo += [text.missing, text.none]
+        for word in words(text) if isinstance(text, str) else ():
+            if word in seen:
+                continue
+            seen.add(word)
+            if word in vocabulary.names:
+                todo.append(vocabulary.names[word])
+            elif word in vocabulary.specs:
+                out.append(word)
+            else:
+                todo.append(vocabulary.defaults.get(word))
     return out
 
 
@@ -275,8 +333,8 @@ def check_size(scope: Scope, name: str) -> None:
     try:
         if not scope.depends(partial(scope.refuse_other_fields, spec)):
             scope.refuse_other_fields(spec)
-        if spec.expr and not scope.depends(partial(_one, spec, scope)):
-            _one(spec, scope)
+        if spec.expr and not scope.depends(partial(_value, spec, scope)):
+            _value(spec, scope)
     except Refused as e:
         if not e.lacks:
             raise
@@ -284,14 +342,14 @@ def check_size(scope: Scope, name: str) -> None:
 
 def _put(out: dict[str, Size], name: str, spec: SizeSpec, scope: Scope) -> None:
     try:
-        value = _one(spec, scope)
+        value = _value(spec, scope)
     except Refused:
         return
     if value >= 1:
         out[name] = Size(value, spec.shared)
 
 
-def _one(spec: SizeSpec, scope: Scope) -> int:
+def _value(spec: SizeSpec, scope: Scope) -> int:
     """A size, in the layer that the scope is in. Raises Refused."""
     said = scope.said(spec.fields)
     text: int | str | None = next((n for _, n in said if type(n) is int), None)
@@ -322,19 +380,6 @@ def _layers(scope: Scope) -> int:
 
     scope.given["mtp"] = number(scope.vocabulary.mtp)
     return number(scope.vocabulary.count) or number("layers")
-
-
-def _refuse_later(vocabulary: Vocabulary, name: str, later: list[str]) -> None:
-    """Raises LayoutError for an expression of a size with a word that is explained further down."""
-    spec = vocabulary.specs[name]
-    text = spec.expr or (spec.default if isinstance(spec.default, str) else "")
-    for word in words(text):
-        if word in later and word not in vocabulary.names:
-            raise LayoutError(
-                f"the size `{name}` is explained by `{word}`, which comes later",
-                where=f"{vocabulary.origin}: sizes: {name}: `{text}`",
-                hint="a size may be explained by those above it",
-            )
 
 
 _WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a text", list: "a list"}

@@ -60,7 +60,23 @@ def test_where_a_size_comes_from(tmp_path: Path, size: str, value: int) -> None:
     assert sizes_of(tmp_path, f"size: {size}", CONFIG, rest) == {"size": value}
 
 
-def test_an_expression_knows_the_sizes_above_it(tmp_path: Path) -> None:
+def test_sizes_may_stand_in_any_order(tmp_path: Path) -> None:
+    """In a file that extends another one its own sizes come first; also one of layers, before the number of layers."""
+    sizes = """
+outer: {from: [o], default: 2 * inner}
+inner: {expr: heads * twice}
+heads: {expr: "heads[layer]"}
+layers: {expr: blocks - 1}
+blocks: n
+"""
+    config = {"n": 3, "heads": [8, 4], "width": 5}
+    assert sizes_of(tmp_path, sizes, config, "tensors: {names: {twice: 2 * wide}, defaults: {wide: width}}\n") == {
+        "blocks": 3, "layers": 2,
+        "heads[0]": 8, "heads[1]": 4, "inner[0]": 80, "inner[1]": 40, "outer[0]": 160, "outer[1]": 80,
+    }  # fmt: skip
+
+
+def test_an_expression_knows_the_other_sizes(tmp_path: Path) -> None:
     sizes = "heads: {from: [heads], shared: true}\ninner: {expr: heads * width, shared: true}\nouter: {expr: 2 * inner}"
     family = family_of(tmp_path, sizes, CONFIG)
     assert {n: (s.value, s.shared) for n, s in family.sizes.items()} == {
@@ -103,9 +119,12 @@ def test_a_size_that_the_config_does_not_give_is_left_out(tmp_path: Path, size: 
         ("size: {from: [a], expr: width}", "a size comes `from` fields of config.json or is an `expr`"),
         ("size: {shared: true}", "a size comes `from` fields of config.json or is an `expr`"),
         ("size: {expr: width, default: 3}", "a size that is an `expr` says all in it"),
-        ("size: {expr: other}\nother: {expr: width}", "the size `size` is explained by `other`, which comes later"),
+        ("size: {expr: other}\nother: {expr: 2 * size}", "the size `size` is explained by itself"),
         ("size: {expr: width is 3}", "`width is 3` is nothing that an expression may hold"),
-        ("size: {from: [a], default: other}\nother: width", "the size `size` is explained by `other`"),
+        (
+            "size: {from: [a], default: b}\nb: {from: [c], default: d}\nd: {expr: size + b}",
+            "is explained by itself",
+        ),
     ],
 )
 def test_a_wrong_size_is_refused_at_once(tmp_path: Path, sizes: str, says: str) -> None:
