@@ -68,6 +68,7 @@ def merge(
     format: str = "",  # noqa: A002 - the word of ``open``
     rank_pattern: str = "",
     family: str = "",
+    part: Sequence[str] = (),
 ) -> Merging:
     """Plan what ``ckpttool merge`` does; nothing is written.
 
@@ -86,13 +87,13 @@ def merge(
         card: add a section about the merge to README.md.
         tp: tensor-parallel ranks of the output; pp, ep, etp, pp_layout, to, dtype, dequant, fuse, unfuse,
             max_shard_size, vocab_multiple, target, betas, remove, keep and rename are those of ``Checkpoint.reshard``.
-        format: of the sources; rank_pattern and family are those of ``open``.
+        format: of the sources; rank_pattern, family and part are those of ``open``.
 
     Raises:
         UsageError: a method, parameter or option that does not go together with the others.
         ConflictError: models that do not fit together.
     """
-    opened = OpenOptions(format, ReadOptions(rank_pattern=rank_pattern), family)
+    opened = OpenOptions(format, ReadOptions(rank_pattern=rank_pattern, parts=several(part, "part")), family)
     given = [sources] if isinstance(sources, str | PathLike | Checkpoint) else list(sources)
     names = [_named(s, opened) for s in given]
     wanted = Target(

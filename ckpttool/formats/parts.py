@@ -12,6 +12,7 @@ A part is a component with weights. The parts are read together here, each tenso
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,9 @@ ROOT = "."
 """The name of a part that lies in the directory itself."""
 _TRAINING = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
 """A trainer's, and no part by themselves."""
+
+_VARIANT = re.compile(r"\.[A-Za-z]\w*(-\d{5}-of-\d{5})?\.safetensors\Z")
+"""Ends of the names of a variant: ``model.fp16.safetensors``."""
 
 ReadPart = Callable[[Listing], base.StoredCheckpoint]
 
@@ -111,7 +115,9 @@ class MultiPart(ABC):
         chosen = tuple([replace(part, format=self._add(stored, part, listing)) for part in chosen])
         read = {part.name: part for part in chosen}
         every = tuple([read.get(p.name, p) for p in found])
-        stored.native = Parts(every, chosen, bool(options.parts), self.label(listing), self._usage)
+        only = any(_is_variant(_of(listing, p.name)) for p in found)
+        usage = "" if only else self._usage  # a loader wants the word of a variant
+        stored.native = Parts(every, chosen, bool(options.parts), self.label(listing), usage)
         own = {part.name for part in found}
         for name in self.components(listing):
             if name not in (*own, ROOT) and name not in listing.folders():
@@ -233,6 +239,11 @@ def _has_weights(listing: Listing, name: str) -> bool:
         return False
     names = _of(listing, name).names
     return any((n.endswith(WEIGHTS) and n not in _TRAINING) or is_index(n) for n in names)
+
+
+def _is_variant(listing: Listing) -> bool:
+    """Whether all weights have the word of a variant in their names."""
+    return all(_VARIANT.search(n) for n in listing.names if n.endswith(WEIGHTS))
 
 
 def _is_model(listing: Listing) -> bool:

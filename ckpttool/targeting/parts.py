@@ -39,7 +39,7 @@ from ckpttool.plan import (
 from ckpttool.relate import DerivedTensor, TensorTable, parameters
 from ckpttool.select import exactly
 from ckpttool.storage.below import files_below
-from ckpttool.storage.listing import list_source
+from ckpttool.storage.listing import WEIGHTS, list_source
 from ckpttool.storage.place import DataFile, Place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.recode import Recoded, Recoding, is_quantised
@@ -218,7 +218,10 @@ class Several:
         below = files_below(part.place, others)
         if below.left:
             notes.append(f"not carried from subdirectories of {part.name}: {some(list(map(str, below.left)), 8)}")
-        return [_output(part.folder + n, part.place / n, link=self.link) for n in (*names, *below.carried)]
+        return [
+            _output(part.folder + n, part.place / n, link=self.link and n.endswith(WEIGHTS))
+            for n in (*names, *below.carried)
+        ]
 
 
 def _output(name: str, place: Place, *, link: bool = False) -> Output:

@@ -298,6 +298,31 @@ def test_check_looks_into_each_part(tmp_path: Path) -> None:
     assert "gone" in ended.out
 
 
+def test_checksums_of_a_pipeline_are_proven(tmp_path: Path) -> None:
+    src, dst = pipeline(tmp_path / "src"), tmp_path / "dst"
+    done("reshard", src, dst, "--dtype", "bf16", "--manifest")
+    assert "9 checksums" in done("inspect", dst, "--check")
+    path = dst / "vae" / f"{WEIGHTS}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+    ended = ckpttool("inspect", dst, "--check")
+    assert ended.code == 3
+    assert "vae" in ended.out
+    path.write_bytes(path.read_bytes() + b"\x00")
+    ended = ckpttool("inspect", dst, "--check")
+    assert ended.code == 3
+    assert f"vae/{path.name}" in ended.out
+
+
+def test_a_variant_is_not_said_to_load_by_itself(tmp_path: Path) -> None:
+    src = pipeline(tmp_path / "src")
+    (src / "vae" / f"{WEIGHTS}.safetensors").unlink()
+    said = done("reshard", src, tmp_path / "dst", "--dtype", "bf16")
+    assert "from_pretrained" not in said
+    assert (tmp_path / "dst" / "vae" / f"{WEIGHTS}.fp16.safetensors").is_file()
+    assert "from_pretrained" not in done("reshard", src, tmp_path / "two", "--part", "transformer")
+    assert "from_pretrained" in done("reshard", pipeline(tmp_path / "other"), tmp_path / "three")
+
+
 def test_the_api_has_the_parts_too(tmp_path: Path) -> None:
     src = pipeline(tmp_path / "src")
     opened = api.open(src, part=["vae"])
@@ -305,6 +330,10 @@ def test_the_api_has_the_parts_too(tmp_path: Path) -> None:
     opened.reshard(dtype="bf16").run(tmp_path / "dst", verify=True)
     assert read(tmp_path / "dst" / "vae" / f"{WEIGHTS}.safetensors")["layers.1.attn.bias"].dtype == "BF16"
     assert_same(read_all(tmp_path / "dst" / "transformer"), tensors("transformer"))
+    merging = api.merge([src, pipeline(tmp_path / "two", 1)], part=["vae"])
+    merging.run(tmp_path / "merged", verify=True)
+    assert_same(read_all(tmp_path / "merged" / "transformer"), tensors("transformer"))
+    assert read(tmp_path / "merged" / "vae" / f"{WEIGHTS}.safetensors").keys() == tensors("vae").keys()
 
 
 def test_the_size_of_a_pipeline_is_that_of_its_parts(tmp_path: Path) -> None:

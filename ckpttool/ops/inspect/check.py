@@ -121,15 +121,20 @@ def _check_parts(path: Place, options: OpenOptions, progress: Progress, **how: A
     result = CheckResult(path)
     stored = _read(path, options)
     if isinstance(stored, CkptError):
-        result.add(_class_id(stored), stored.what, path, stored.hint)
+        result.add(_class_id(stored), stored.what, next(iter(stored.where), path), stored.hint)
         return result
     result.format, parts = stored.format, parts_of(stored)
     assert parts is not None  # noqa: S101 - that is what it was chosen by
     for part in parts.chosen:
         one = check(part.place, parts.options(part), progress, **how)
         result.findings += one.findings
-        for noun, n in one.checked.items():
-            result.checked[noun] = result.checked.get(noun, 0) + n
+        for noun, number in one.checked.items():
+            result.checked[noun] = result.checked.get(noun, 0) + number
+    listing, seen = list_source(path), CheckResult(path)  # what is wrong with a file is among the findings already
+    names = [n for f in source_files(stored.files) if "/" in (n := relative(f.place, path))]
+    files = [_examine(listing, name, i, seen, proven=True) for i, name in enumerate(names)]
+    _check_manifest(listing, files, result, progress, how["workers"], set())
+    result.findings = list(dict.fromkeys(result.findings))
     return result
 
 

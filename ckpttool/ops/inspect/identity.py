@@ -119,6 +119,7 @@ def family_name(config: Mapping[str, Any], otherwise: str = "") -> str:
     """``Qwen3-MoE`` for Qwen3MoeForCausalLM; of a config that names no architecture, by its model type."""
     named = config.get("architectures")
     first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    first = first or (said if isinstance(said := config.get("_class_name"), str) else "")
     name = _ENDS.sub("", first)
     if not name:
         kind = config.get("model_type")

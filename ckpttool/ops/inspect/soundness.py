@@ -135,7 +135,9 @@ def _grid_problem(
 
 def _architecture(config: Mapping[str, Any]) -> _Found:
     if find_family(config) is None:
-        named = config.get("architectures") or config.get("model_type") or "no architecture"
+        named = (
+            config.get("architectures") or config.get("model_type") or config.get("_class_name") or "no architecture"
+        )
         shown = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
         hint = "it can be read; to cut it for ranks, give rules: --family FILE"
         yield "config-architecture", f"no built-in layout rules are known for {shown}", "", hint
