@@ -27,3 +27,5 @@ class Remote:
 
 REMOTE: dict[str, Remote] = {}
 """By class, the `architectures` of config.json."""
+
+from tests.peers.families import remote_text  # noqa: E402, F401 - fills the table
