@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--covered", action="store_true", help="leave out what no family names")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the table of docs/ here")
+    parser.add_argument("--names", type=Path, metavar="FILE", help="write the names of all stored tensors here")
     said = parser.parse_args()
     quiet()
     from tests.peers.families.tiny import architectures, find
@@ -83,6 +84,10 @@ def run(chosen: list[Architecture], root: Path, said: argparse.Namespace) -> int
         from tests.peers.families.table import page
 
         said.page.write_text(page(found, transformers.__version__), encoding="utf-8")
+    if said.names is not None:
+        from tests.helpers.stored_names import write
+
+        write([f.stored for f in found if f.passed and f.stored is not None], said.names)
     return 1 if failures else 0
 
 
@@ -128,6 +133,7 @@ def describe(found: Found, *, long: bool = True) -> str:
             f"exchanged at {k}: " + ("nothing is cut but the vocabulary" if v < 0 else f"logits differ by {v:.1e}")
             for k, v in found.swapped.items()
         ]
+        lines += [f"as transformers' plan: {found.plan}"] if found.plan else []
         lines += [f"to {k}: {v}" for k, v in found.targets.items()]
         lines.append(f"tensors: {found.declared}")
         lines.append(f"cut: {' '.join(found.cut)}")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tests.helpers.command import ckpttool
+from tests.helpers.stored_names import Stored, kept
 from tests.peers.families import forward, swap
 from tests.peers.families.by_number import BY_NUMBER, exchange_tensors, exchanging
 from tests.peers.families.remote import REMOTE
@@ -50,6 +51,8 @@ class Found:
     declared: str = ""
     """ "ok", or what differs."""
     targets: dict[str, str] = field(default_factory=dict)
+    stored: Stored | None = None
+    """What fast tests look at."""
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -306,7 +309,8 @@ class _Judge:
             return
         kind, ranks_in_all = str(self.config.get("model_type")), len(swap.rank_files(ranks))
         try:
-            exchange_tensors(back, kind, self.config, ranks_in_all)
+            if not self.gathered:  # else heads are not what is cut
+                exchange_tensors(back, kind, self.config, ranks_in_all)
             with exchanging(kind, heads_of(self.config), ranks_in_all):
                 apart = self.found.swapped[label] = forward.difference(reference.want, reference.compute(back))
         except Exception as e:  # noqa: BLE001 - whatever transformers raises
@@ -326,6 +330,8 @@ class _Judge:
             self.found.family = f"? {e}"[:60]
             return
         self.found.family = family.name
+        names = [some[0] for _, some in kinds(sorted(self.tensors))]
+        self.found.stored = Stored(kept(self.config), family.name, names)
         for engine in ENGINES:
             if engine in family.spec.namings:
                 dropped = [p for spec in family.spec.namings[engine] for p in spec.drop or ()]
