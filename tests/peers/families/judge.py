@@ -365,7 +365,7 @@ class _Judge:
 
     def declared(self) -> None:
         from ckpttool.errors import CkptError
-        from ckpttool.layout.family import pick_family
+        from ckpttool.layout.family import Rename, pick_family
         from ckpttool.layout.shapes import declared_tensors
 
         family = pick_family(self.options[1] if self.options else "", "", self.config)
@@ -373,7 +373,14 @@ class _Judge:
             self.found.declared = "none"  # those of bases are those of the model with its head
             return
         try:
-            ours = {t.name: list(t.shape) for t in declared_tensors(family, self.config, mtp=False)}
+            naming, _ = family.published_form(self.tensors, lambda: {n: t.shape for n, t in self.tensors.items()})
+            renamed = family.statements(naming) if naming else ()
+            ours = {}
+            for t in declared_tensors(family, self.config, mtp=False):
+                name = t.name
+                for op in (o for o in renamed if isinstance(o, Rename)):
+                    name = op.forward(name)
+                ours[name] = list(t.shape)
         except CkptError as e:
             self.found.declared = f"error: {e}"[:200]
             self.wrong(f"tensors: {e}"[:300])

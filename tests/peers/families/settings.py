@@ -7,6 +7,10 @@ from typing import Any
 PLAIN_HEADS: frozenset[str] = frozenset({"xlnet"})
 """Models that need hidden = heads x head_dim."""
 
+TRANSPOSED: dict[str, str] = {"qwen3_vl_moe": r".*\.mlp\.experts\.(gate_up_proj|down_proj)"}
+"""Tensors whose last two axes published files have the other way round than a model that transformers made writes them;
+a regular expression, by model type."""
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -200,6 +204,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "vision_config.post_conv_out_channels": 64,
         "vision_config.post_conv_mid_channels": 32,
     },
+    "qwen3_vl_moe": {"text_config.moe_intermediate_size": 24},
     "qwen2_5_omni_thinker": {"text_config.rope_parameters.mrope_section": [2, 1, 1]},
     "qwen2_5_vl": {"text_config.rope_parameters.mrope_section": [2, 1, 1]},
     "qwen2_vl": {"text_config.rope_parameters.mrope_section": [2, 1, 1]},

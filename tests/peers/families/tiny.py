@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.peers.families.remote import REMOTE
-from tests.peers.families.settings import PLAIN_HEADS, SETTINGS
+from tests.peers.families.settings import PLAIN_HEADS, SETTINGS, TRANSPOSED
 
 VOCAB = 272
 """Rows of every vocabulary: 16 x 17, a number that no other axis has."""
@@ -357,7 +357,18 @@ def save(architecture: Architecture, folder: Path, changes: Mapping[str, Any] | 
     """Write a tiny checkpoint in the names of published files; returns its model."""
     model = tiny_model(architecture, changes)
     model.save_pretrained(folder)
+    if pattern := TRANSPOSED.get(architecture.model_type):
+        _transpose(folder, pattern)
     return model
+
+
+def _transpose(folder: Path, pattern: str) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        turned = {n: t.swapaxes(-1, -2).copy() if re.fullmatch(pattern, n) else t for n, t in tensors.items()}
+        save_file(turned, path, {"format": "pt"})
 
 
 def kinds(names: list[str]) -> Iterator[tuple[str, list[str]]]:
