@@ -186,6 +186,7 @@ def test_sizes_of_a_checkpoint_count_on_ranks(tmp_path: Path) -> None:
         ("gpt-oss-20b", "layer_types", ["full_attention"]),
         ("gpt-oss-20b", "layer_types", [1] * 24),
         ("gpt-oss-20b", "full_attention_interval", 0),
+        ("gpt-oss-20b", "attn_type_list", [1] * 23 + [2]),
         ("Qwen2.5-7B", "use_sliding_window", "false"),
         ("DeepSeek-V3", "qk_rope_head_dim", "64"),
     ],

@@ -222,6 +222,7 @@ def test_windows_are_full_at_some_point_and_engines_reserve_more() -> None:
         ({"layer_types": ["full_attention", "linear_attention"]}, ((1, 0),), {"linear_attention": 1}),
         ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}, ((1, 1),), {}),
         ({"full_attention_interval": 2}, ((1, 0),), {"linear_attention": 1}),
+        ({"attn_type_list": [0, 1]}, ((1, 0),), {"linear_attention": 1}),
         ({"sliding_window": 8}, ((0, 2),), {}),
         ({"sliding_window": None}, ((2, 0),), {}),
         ({"sliding_window": 8, "use_sliding_window": False}, ((2, 0),), {}),

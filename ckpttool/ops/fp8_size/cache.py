@@ -200,6 +200,11 @@ def _layer_kinds(config: _Fields, layers: int) -> list[str]:
         return [FULL if k == "attention" else k for k in said[:layers]]
     if every := config.number("full_attention_interval"):
         return [FULL if (n + 1) % every == 0 else "linear_attention" for n in range(layers)]
+    if (types := config.get("attn_type_list")) is not None:
+        # MiniMax: 1 is softmax attention, 0 lightning attention.
+        if not isinstance(types, list) or len(types) < layers or not all(t in (0, 1) for t in types):
+            raise config.wrong("attn_type_list", "a list of 0 and 1, one for each layer")
+        return [FULL if t else "linear_attention" for t in types[:layers]]
     other = [k for p in config.places for k in p if k.startswith(_STATEFUL) and p[k] not in (None, False)]
     if other:
         raise UnsupportedError(
