@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
+from ckpttool.layout.classes import causal_classes
 
 FAMILIES = Path(__file__).with_name("families")
 HEAD = ("family", "about", "model_types", "architectures")
@@ -87,6 +88,14 @@ def find_file(config: Mapping[str, Any]) -> str | None:
         "architectures": [a for a in architectures if isinstance(a, str)],
         "model_types": [m for m in (config.get("model_type"),) if isinstance(m, str)],
     }
+    found = _find(said)
+    if found is None and not said["model_types"]:  # the class of a base model, or of one with another head
+        said["architectures"] = [c for a in said["architectures"] for c in causal_classes(a)]
+        found = _find(said)
+    return found
+
+
+def _find(said: Mapping[str, list[str]]) -> str | None:
     for kind in _KINDS:
         for key in _CHOSEN_BY:
             for file in _heads(kind):

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.dtypes import CASTABLE, DTYPES, parse
 from ckpttool.errors import LayoutError, UnsupportedError
+from ckpttool.layout.classes import other_head
 from ckpttool.layout.expressions import Refused, Value
 from ckpttool.layout.family import Family, TensorsSpec
 from ckpttool.layout.sizes import Scope, check_size, shown
@@ -79,9 +80,36 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
         out.add_layers(_Layers(("stacks", name), stack.count, prefix, stack.tensors), family)
     prefix = spec.prefix or family.spec.layers.prefix
     out.add_layers(_Layers((), spec.count, prefix, spec.layers), family)
+    behind = len(out.found)
     out.add(_entries(spec.last, ("last",), family))
+    if "architectures" not in str(spec):  # else the family knows its classes itself
+        out.found[behind:] = _with_head_of_class(out.found, behind, family, config)
     out.check()
     return out.found
+
+
+def _with_head_of_class(
+    found: Sequence[Declared], behind: int, family: Family, config: Mapping[str, Any]
+) -> list[Declared]:
+    """The tensors from ``behind`` on, with the head that the class of config.json has in place of an output head."""
+    last = list(found[behind:])
+    head = other_head(config, family.spec.architectures)
+    embedding = next((t for t in found if _is_vocab(family, t.name, "first")), None)
+    if head is None or embedding is None:
+        return last
+    last = [t for t in last if not _is_vocab(family, t.name, "last")]
+    if head.name:
+        weight, bias = f"{head.name}.weight", f"{head.name}.bias"
+        said = next((n for p in family.spec.places(config) for n in (p.get("id2label"), p.get("num_labels")) if n), 2)
+        labels = said if type(said) is int else len(said) if isinstance(said, dict) else 2
+        last.append(Declared(weight, embedding.dtype, (labels, embedding.shape[-1])))
+        last += [Declared(bias, embedding.dtype, (labels,))] if head.bias else []
+    return last
+
+
+def _is_vocab(family: Family, name: str, stage: str) -> bool:
+    place = family.placement(name)
+    return place is not None and place.stage == stage and place.rule.verb == "vocab"
 
 
 def check_sizes(family: Family, config: Mapping[str, Any]) -> None:

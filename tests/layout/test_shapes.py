@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import LayoutError
+from ckpttool.layout.classes import Head, other_head
 from ckpttool.layout.family import Family, TensorsSpec, find_family, load_family
 from ckpttool.layout.shapes import Declared, check_sizes, declared_tensors
 from tests.helpers.tiny_names import all_lists
@@ -312,6 +313,46 @@ def test_reading_sizes_is_not_strict() -> None:
         check_sizes(family, config)
     check_sizes(load_family("llama", CONFIGS["llama"]), CONFIGS["llama"])
     assert find_family({"architectures": 5, "model_type": "llama"}) == "llama"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "head"),
+    [
+        ("LlamaForCausalLM", {}, {"lm_head.weight": (256, 64)}),
+        ("LlamaModel", {}, {}),
+        ("LlamaForSequenceClassification", {}, {"score.weight": (2, 64)}),
+        ("LlamaForSequenceClassification", {"id2label": {"0": "a"}}, {"score.weight": (1, 64)}),
+        ("LlamaForTokenClassification", {"num_labels": 5}, {"score.weight": (5, 64), "score.bias": (5,)}),
+        ("LlamaForQuestionAnswering", {}, {"lm_head.weight": (256, 64)}),
+        ("OrcaModel", {}, {"lm_head.weight": (256, 64)}),
+        ("Llama For", {}, {"lm_head.weight": (256, 64)}),
+    ],
+)
+def test_the_head_of_the_class_that_a_config_names(
+    architecture: str, fields: dict[str, Any], head: dict[str, tuple[int, ...]]
+) -> None:
+    """A base model has none, a classifier another one; of other classes nothing is known."""
+    config = {**CONFIGS["llama"], "vocab_size": 256, "hidden_size": 64, "architectures": [architecture], **fields}
+    found = {t.name: t.shape for t in declared_tensors(load_family("llama", config), config)}
+    assert {n: shape for n, shape in found.items() if not n.startswith("model.")} == head
+
+
+def test_the_heads_that_single_families_have() -> None:
+    known = ["GPTNeoXForCausalLM", "XLNetLMHeadModel", "GPTNeoXModel"]
+    assert other_head({"architectures": ["GPTNeoXForTokenClassification"]}, known) == Head("classifier", bias=True)
+    assert other_head({"architectures": ["GPTNeoXForSequenceClassification"]}, known) == Head("score")
+    assert other_head({"architectures": ["XLNetForSequenceClassification"]}, known) is None
+    assert other_head({"architectures": ["GPTNeoXModel"]}, [*known, "GPTNeoXForMaskedLM"]) is None
+    assert other_head({}, known) is None
+
+
+def test_a_class_without_a_model_type_leads_to_the_language_model_with_its_base() -> None:
+    """TensorRT-LLM's config.json names nothing else."""
+    assert find_family({"architectures": ["MistralModel"]}) == "llama"
+    assert find_family({"architectures": ["LlamaForSequenceClassification"]}) == "llama"
+    assert find_family({"architectures": ["GPT2ForTokenClassification"]}) == "gpt2"
+    assert find_family({"architectures": ["LlamaForSequenceClassification"], "model_type": "orca"}) is None
+    assert find_family({"architectures": ["Model", "For"]}) is None
 
 
 def family_of(tmp_path: Path, tensors: str, **config: Any) -> tuple[Family, dict[str, Any]]:
