@@ -178,6 +178,8 @@ class TensorsSpec(_Strict):
     """Config fields that may be missing: what they mean then. A text is an expression."""
     names: dict[str, str] = {}
     """Expressions that are used more than once."""
+    refuse: dict[str, str] = {}
+    """Condition: why the tensors of a model for which it holds are not known."""
     mtp: int | str = 0
     """How many multi-token-prediction layers there are."""
     count: int | str = "layers"

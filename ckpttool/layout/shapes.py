@@ -55,7 +55,7 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
 
     ``mtp=False`` leaves the multi-token-prediction layers out. Raises LayoutError for a family that does not say which
     tensors its models have, a field that the config lacks or has with a value that it cannot have, and an expression
-    that cannot be worked out.
+    that cannot be worked out, and for what the family refuses.
     """
     spec = family.spec.tensors
     if spec is None:
@@ -72,6 +72,9 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
             f" family `{family.name}` does not know",
             hint="give the checkpoint itself in place of its config.json",
         )
+    for condition, why in spec.refuse.items():
+        if scope.holds(condition, ("refuse",)):
+            raise scope.wrong(why, ("refuse",), condition, "give the checkpoint itself in place of its config.json")
     out = _Tensors(scope, _config_dtype(family.spec.places(config)))
     out.add(_entries(spec.first, ("first",), family))
     for name, stack in spec.stacks.items():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from ckpttool.errors import LayoutError
 from ckpttool.layout.family import load_family
 from ckpttool.layout.shapes import declared_tensors
 
@@ -17,6 +20,14 @@ def test_the_labels_of_a_classifier() -> None:
     assert shapes["classifier.weight"] == (3, 64)
     assert "bert.pooler.dense.weight" in shapes
     assert "cls.predictions.bias" not in shapes
+
+
+def test_another_codes_architecture() -> None:
+    """Remote code, which calls its models BERT and has other layers."""
+    config = {"model_type": "bert", "architectures": ["JinaBertModel"], "num_hidden_layers": 1}
+    with pytest.raises(LayoutError, match="another architecture") as caught:
+        declared_tensors(load_family("bert", config), config)
+    assert 'config.json: `architectures` is ["JinaBertModel"]' in caught.value.where
 
 
 def test_the_encoder_of_t5_alone() -> None:
