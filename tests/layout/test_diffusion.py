@@ -20,6 +20,14 @@ FLUX = {**BLOCKS, "num_single_layers": 1, "joint_attention_dim": 12, "pooled_pro
 CONFIGS: dict[str, dict[str, Any]] = {
     "flux": {"_class_name": "FluxTransformer2DModel", **FLUX, "guidance_embeds": True},
     "flux2": {"_class_name": "Flux2Transformer2DModel", **FLUX, "mlp_ratio": 3.0, "timestep_guidance_channels": 8},
+    "chroma": {
+        "_class_name": "ChromaTransformer2DModel", **BLOCKS, "num_single_layers": 1, "joint_attention_dim": 12,
+        "approximator_num_channels": 6, "approximator_hidden_dim": 10, "approximator_layers": 2,
+    },
+    "hunyuan_video": {
+        "_class_name": "HunyuanVideoTransformer3DModel", **BLOCKS, "num_single_layers": 1, "num_refiner_layers": 1,
+        "text_embed_dim": 12, "pooled_projection_dim": 6, "out_channels": 4, "mlp_ratio": 4.0,
+    },
     "sd3": {
         "_class_name": "SD3Transformer2DModel", **BLOCKS, "joint_attention_dim": 12, "pooled_projection_dim": 6,
         "caption_projection_dim": 32, "out_channels": 4, "pos_embed_max_size": 4, "qk_norm": "rms_norm",
@@ -78,7 +86,7 @@ def share(name: str, whole: Array, rank: int, ranks: int) -> Array:
         return blocks(0, 3 * INNER, 3 * INNER)
     if re.search(r"\Asingle.*\.(proj_out|to_out)\.weight\Z", name):
         return blocks(1, INNER, whole.shape[1] - INNER)
-    if "condition_embedder" in name:
+    if name.startswith(("condition_embedder", "context_embedder")):
         return whole
     if re.search(COLUMN, name):
         return blocks(0, whole.shape[0])
