@@ -62,7 +62,9 @@ def kept(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(found: Iterable[Stored], file: Path = FILE) -> None:
-    """Lists that several have stand once."""
+    """Into what the record has already; lists that several have stand once."""
+    rest = {s.label: s for s in (read(file) if file.exists() else ())}
+    found = [*(rest | {s.label: s for s in found}).values()]
     lists: dict[str, int] = {}
     rows = []
     for one in sorted(found, key=lambda s: s.label):

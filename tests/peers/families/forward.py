@@ -57,10 +57,43 @@ def _querying(config: Any) -> dict[str, Any]:
     import torch
 
     found = _text_and_image(config)
-    count = config.num_query_tokens
-    found["input_ids"][:, :count] = config.image_token_id
+    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", 0)
+    found["input_ids"][:, : config.num_query_tokens] = token or config.video_token_index
     found["qformer_input_ids"] = _tokens(8)
     return found | {"attention_mask": torch.ones_like(found["input_ids"])}
+
+
+def _patches(config: Any) -> dict[str, Any]:
+    import torch
+
+    vision = config.vision_config
+    return {
+        "input_ids": _tokens(),
+        "pixel_values": _random(2, 16, 3 * vision.patch_size**2),
+        "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
+    }
+
+
+def _moving(config: Any) -> dict[str, Any]:
+    return {
+        "state": _random(2, config.max_state_dim),
+        "noise": _random(2, config.chunk_size, config.max_action_dim),
+        "timestep": _random(2).abs(),
+        "input_ids": _tokens(),
+        "pixel_values": _image(config.vlm_config).unsqueeze(1),
+        "pixel_attention_mask": _random(2, 1) < 100,
+    }
+
+
+def _features_or_text(config: Any) -> dict[str, Any]:
+    return {"input_ids": _tokens(), "input_features": _random(2, 32, config.feature_projection_input_dim)}
+
+
+def _spoken(config: Any) -> dict[str, Any]:
+    audio = config.audio_config
+    per_token = getattr(config, "audio_length_per_tok", 8)
+    return {"input_ids": _tokens(), "input_features": _random(2, audio.num_mel_bins, LENGTH * per_token)}
 
 
 def _boxes(config: Any) -> dict[str, Any]:
@@ -85,10 +118,21 @@ def _kosmos(config: Any) -> dict[str, Any]:
 
 EXTRA: dict[str, Callable[[Any], dict[str, Any]]] = {
     "blip": _text_and_image,
-    "blip-2": _text_and_image,
+    "blip-2": _querying,
     "instructblip": _querying,
     "instructblipvideo": lambda c: _querying(c) | {"pixel_values": _image(c).unsqueeze(1)},
-    "idefics": lambda c: {"input_ids": _tokens(), "pixel_values": _image(c).unsqueeze(1)},
+    "idefics": lambda c: {
+        "input_ids": _tokens(),
+        "pixel_values": _image(c).unsqueeze(1),
+        "image_attention_mask": _tokens().unsqueeze(-1).clamp(max=1),
+    },
+    "pi0": _moving,
+    "seamless_m4t": _features_or_text,
+    "seamless_m4t_v2": _features_or_text,
+    "siglip2": _patches,
+    "voxtral_realtime": _spoken,
+    "pp_formulanet": lambda c: {"pixel_values": _image(c), "decoder_input_ids": _tokens()},
+    "kyutai_speech_to_text": lambda c: {"input_ids": _tokens((c.num_codebooks + 1) * 8).view(2, 8, -1).remainder(30)},
     "kosmos-2": _kosmos,
     "udop": _boxes,
     "vision-encoder-decoder": lambda c: {
@@ -96,7 +140,7 @@ EXTRA: dict[str, Callable[[Any], dict[str, Any]]] = {
         "decoder_input_ids": _tokens(),
     },
     "pix2struct": lambda c: {
-        "flattened_patches": _random(2, 16, 2 + 3 * c.vision_config.patch_size**2).abs().round(),
+        "flattened_patches": _random(2, 16, 2 + c.vision_config.patch_embed_hidden_size).abs().round(),
         "decoder_input_ids": _tokens(),
     },
     "musicgen": lambda c: {"input_ids": _tokens(LENGTH).repeat(c.num_codebooks, 1)[:, :8].remainder(60)},
@@ -132,12 +176,19 @@ def inputs(model: Any) -> dict[str, Any]:
     return {k: v for k, v in out.items() if k in accepted}
 
 
+def runnable(model: Any) -> Any:
+    """The part that has a forward: of models that also speak, the one that thinks."""
+    return getattr(model, "thinker", model)
+
+
 def load(cls: type, folder: Path) -> Any:
     """The model of a checkpoint, in float32, computing plainly."""
     import torch
+    from transformers import PreTrainedModel
 
-    model, info = cls.from_pretrained(  # type: ignore[attr-defined]
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    # Not that of the class: Qwen2.5-Omni's looks for a file of voices.
+    model, info = PreTrainedModel.from_pretrained.__func__(
+        cls, folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):

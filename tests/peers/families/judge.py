@@ -131,13 +131,13 @@ class _InMemory:
 
     def __init__(self, cls: type, whole: Path) -> None:
         self.model = forward.load(cls, whole)
-        self.given = forward.inputs(self.model)
-        self.want = forward.compute(self.model, self.given)
+        self.given = forward.inputs(forward.runnable(self.model))
+        self.want = forward.compute(forward.runnable(self.model), self.given)
         self.other: Any = None
 
     def compute(self, folder: Path) -> Any:
         self.other = forward.load(type(self.model), folder)
-        return forward.compute(self.other, self.given)
+        return forward.compute(forward.runnable(self.other), self.given)
 
     def unseen(self, folder: Path) -> list[str]:
         import torch
@@ -151,7 +151,10 @@ class _InMemory:
                 kept = {n: mine[n].clone() for n in names}
                 for n in names:
                     mine[n].copy_(theirs[n])
-                if forward.difference(self.want, forward.compute(self.model, self.given)) <= TOLERANCE:
+                if (
+                    forward.difference(self.want, forward.compute(forward.runnable(self.model), self.given))
+                    <= TOLERANCE
+                ):
                     out.append(kind)
                 for n in names:
                     mine[n].copy_(kept[n])

@@ -295,12 +295,12 @@ def _merge(fields: dict[str, Any], changes: Mapping[str, Any]) -> None:
             at[last] = value
 
 
-def tiny_config(model_type: str, changes: Mapping[str, Any] | None = None) -> Any:
+def tiny_config(model_type: str, changes: Mapping[str, Any] | None = None, group: str = "") -> Any:
     """A small config; ``changes`` come last. Raises what the config's class raises."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
-    settings = SETTINGS.get(model_type, {})
+    settings = SETTINGS.get(f"{model_type}:{group}") or SETTINGS.get(model_type, {})
     try:
         whole = cls()
     except Exception:  # noqa: BLE001 - a class whose defaults are not valid together
@@ -334,7 +334,7 @@ def tiny_model(architecture: Architecture, changes: Mapping[str, Any] | None = N
     import torch
     import transformers
 
-    config = tiny_config(architecture.model_type, changes)
+    config = tiny_config(architecture.model_type, changes, architecture.group)
     config.dtype = torch.float32
     cls = getattr(transformers, architecture.cls)
     if architecture.group == "causal" and not isinstance(config, cls.config_class):
