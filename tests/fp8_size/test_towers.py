@@ -71,6 +71,23 @@ def gemma3(**fields: Any) -> Config:
     }  # fmt: skip
 
 
+def internvl(llm: Config) -> Config:
+    """As InternVL's own code has it."""
+    tower = {
+        "hidden_size": 1024, "image_size": 448, "intermediate_size": 4096, "norm_type": "layer_norm",
+        "num_hidden_layers": 24, "patch_size": 14, "qk_normalization": False, "qkv_bias": True,
+    }  # fmt: skip
+    return {"model_type": "internvl_chat", "llm_config": {**llm, "tie_word_embeddings": False}, "vision_config": tower}
+
+
+def glm4v(inner: int, fields: Config) -> Config:
+    return {
+        "model_type": fields["model_type"].removesuffix("_text"),
+        "text_config": {"attention_bias": True, "vocab_size": 151552, "tie_word_embeddings": False, **fields},
+        "vision_config": {"depth": 24, "hidden_size": 1536, "out_hidden_size": 4096, "intermediate_size": inner},
+    }
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "Qwen/Qwen2-VL-2B-Instruct": (qwen2_vl(text(1536, 8960, 28, 12, 2, vocab_size=151936), True), 4_417_971_200),
     "Qwen/Qwen2-VL-7B-Instruct": (qwen2_vl(text(3584, 18944, 28, 28, 4, vocab_size=152064), False), 16_582_751_232),
@@ -103,6 +120,37 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         },
         48_022_722_560,
     ),
+    "OpenGVLab/InternVL3-8B": (
+        internvl(text(3584, 18944, 28, 28, 4, model_type="qwen2", vocab_size=151674)),
+        15_888_747_520,
+    ),
+    "OpenGVLab/InternVL3_5-8B": (
+        internvl(text(4096, 12288, 36, 32, 8, model_type="qwen3", head_dim=128, vocab_size=151936)),
+        17_056_636_928,
+    ),
+    "zai-org/GLM-4.1V-9B-Thinking": (
+        glm4v(13696, text(4096, 13696, 40, 32, 2, model_type="glm4v_text")),
+        20_585_554_944,
+    ),
+    "llava-hf/llava-1.5-7b-hf": (
+        {
+            "model_type": "llava",
+            "text_config": {"model_type": "llama", "vocab_size": 32064},
+            "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14},
+        },
+        14_126_854_144,
+    ),
+    "meta-llama/Llama-3.2-11B-Vision-Instruct": (
+        {
+            "model_type": "mllama",
+            "text_config": text(4096, 14336, 40, 32, 8, vocab_size=128256, tie_word_embeddings=False),
+            "vision_config": {
+                "hidden_size": 1280, "image_size": 560, "intermediate_size": 5120, "max_num_tiles": 4,
+                "num_global_layers": 8, "num_hidden_layers": 32, "patch_size": 14, "vision_output_dim": 7680,
+            },
+        },
+        21_340_441_670,
+    ),
 }  # fmt: skip
 
 
@@ -110,3 +158,10 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
 def test_published(name: str) -> None:
     config, size = PUBLISHED[name]
     assert nbytes(config) == size
+
+
+def test_glm_4_5v() -> None:
+    """Its parameters are published; a bias of the router has four bytes for each expert."""
+    fields = text(4096, 10944, 46, 96, 8, model_type="glm4v_moe_text", head_dim=128, n_routed_experts=128)
+    config = glm4v(10944, {**fields, "moe_intermediate_size": 1408, "n_shared_experts": 1})
+    assert nbytes(config) == 2 * 107_710_933_120 + 2 * 45 * 128
