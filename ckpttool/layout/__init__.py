@@ -2,9 +2,13 @@
 
 names.py      patterns with captures ({layer}, {expert}) and the cache that makes 100,000 names cheap
 rules.py      the verbs (column, row, vocab, replicate, fused, grouped) and local_boxes(), which gives them meaning
-family.py     families/*.yaml: which rule each tensor has, which config field each size is, how namings relate
+files.py      families/*.yaml: which there are, and what stands in the one that is wanted
+family.py     which rule each tensor has, how namings relate
+sizes.py      the sizes of a model, and what else the words of a family file mean for a config
+expressions.py what a family file may compute of them
 scales.py     which tensor is the scale grid of which weight, and its block
 packed.py     the same for integers that share a word: GPTQ, AWQ, compressed-tensors
+classes.py    what the name of a model's class says of its head
 shapes.py     the tensors that a family has for a config, without any file
 shards.py     runs of elements of a sharded optimizer -> boxes
 components.py all that a checkpoint stores -> its catalog: each component assembled by itself
