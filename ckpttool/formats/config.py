@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from ckpttool.errors import UnsupportedError
+
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Fields that count the decoder's layers."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -45,7 +47,15 @@ def _at(place: Mapping[str, Any], path: str) -> list[Any]:
 
 
 def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All that it says of the text model, in one."""
+    """All that it says of the text model, in one, for a format that says it in words of its own.
+
+    Raises UnsupportedError where fields are something else in some layers.
+    """
+    if any(p.get("per_layer_config") for p in config_places(config)):
+        raise UnsupportedError(
+            "layers of the model differ (`per_layer_config` of config.json), which this format's own config cannot say",
+            hint="formats with Hugging Face's config.json can: --to hf, ranks or vllm",
+        )
     outer, *inner = config_places(config)
     return {**(inner[0] if inner else {}), **{k: v for k, v in outer.items() if k != "text_config"}}
 
