@@ -23,8 +23,8 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageE
 from ckpttool.formats import base
 from ckpttool.mesh import Mesh
 from ckpttool.storage.json_file import load_json
-from ckpttool.storage.listing import WEIGHTS, Listing, is_index
-from ckpttool.storage.place import Place
+from ckpttool.storage.listing import WEIGHTS, Listing, is_index, linked_away
+from ckpttool.storage.place import Place, is_link
 
 ROOT = "."
 """The name of a part that lies in the directory itself."""
@@ -136,11 +136,17 @@ class MultiPart(ABC):
     _usage: str
 
     def _parts(self, listing: Listing) -> tuple[Part, ...]:
-        return tuple(
-            Part(n, listing.root if n == ROOT else listing.root / n, _is_model(_of(listing, n)))
-            for n in self.components(listing)
-            if _has_weights(listing, n)
-        )
+        """Raises ConflictError for one that is a link out of the directory: its small files would be carried."""
+        names = [n for n in self.components(listing) if _has_weights(listing, n)]
+        for n in names:
+            if n != ROOT and is_link(listing.root / n) and (away := linked_away(listing.root, n)):
+                raise ConflictError(
+                    f"{n} is a link to a directory outside of the checkpoint",
+                    where=[str(listing.root / n), away],
+                    hint="put a copy of the directory in its place, or give it alone as SRC",
+                )
+        places = {n: listing.root if n == ROOT else listing.root / n for n in names}
+        return tuple(Part(n, place, _is_model(_of(listing, n))) for n, place in places.items())
 
     def _add(self, stored: base.StoredCheckpoint, part: Part, listing: Listing) -> str:
         """Read one; its format."""

@@ -29,7 +29,7 @@ from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import WEIGHTS
 from ckpttool.storage.place import Place, source_files
 from ckpttool.targeting.build import Prepared, plan_target
-from ckpttool.targeting.parts import Several, part_target
+from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.select import Selection, left_out, select
 from ckpttool.targeting.sidecars import carried_below
 from ckpttool.targeting.target import Target
@@ -140,7 +140,7 @@ def _of_parts(source: Checkpoint, parts: Parts, selection: Selection, target: Ta
     several = Several(source, parts, link=link)
     chosen = several.selections(selection)
     planned = {
-        p: prepare(p.place, parts.options(p), s if s.keep else Selection(keep=("*",)), target, link=link)
+        p: prepare(p.place, parts.options(p), s if s.keep else Selection(keep=("*",)), in_part(p, target), link=link)
         for p in parts.chosen
         if (s := chosen[p.name]).keep or other
     }

@@ -166,6 +166,12 @@ def _away(path: Place, homes: Collection[str]) -> str:
     return "" if inside or str(Path(real).parent) in homes or content(path) else real
 
 
+def linked_away(root: Place, name: str) -> str:
+    """Where a directory in ``root`` really is when that is not below ``root``; "" when it is."""
+    real = os.path.realpath(str(root / name))
+    return "" if Path(real).is_relative_to(os.path.realpath(str(root))) else real
+
+
 def homes_of(root: Place, names: Iterable[str]) -> set[str]:
     """The directories in which the safetensors lie that ``root`` has links to, and the blobs of its own hub cache."""
     if not isinstance(root, Path):

@@ -55,12 +55,12 @@ def plan_parts(source: Checkpoint, target: Target, selection: Selection, recodin
     Raises UsageError for what cannot be done to all parts and was not asked of some, and what planning one raises.
     """
 
-    def plan(one: Checkpoint, chosen: Selection) -> Prepared:
+    def plan(one: Checkpoint, target: Target, chosen: Selection) -> Prepared:
         return plan_target(one, target, chosen) if recoding is None else plan_recoded(one, recoding, target, chosen)
 
     parts = parts_of(source.stored)
     if parts is None:
-        return plan(source, selection)
+        return plan(source, target, selection)
     target = part_target(source, parts, target)
     several = Several(source, parts)
     chosen: Sequence[Part] = parts.chosen
@@ -70,7 +70,7 @@ def plan_parts(source: Checkpoint, target: Target, selection: Selection, recodin
     opened = {p: several.open(p) for p in chosen}
     if recoding is not None and recoding.scheme is None and any(map(is_quantised, opened.values())):
         opened = {p: c for p, c in opened.items() if is_quantised(c)}
-    return several.joined({p: plan(c, selections[p.name]) for p, c in opened.items()})
+    return several.joined({p: plan(c, in_part(p, target), selections[p.name]) for p, c in opened.items()})
 
 
 def part_target(source: Checkpoint, parts: Parts, target: Target) -> Target:
@@ -84,6 +84,11 @@ def part_target(source: Checkpoint, parts: Parts, target: Target) -> Target:
     if wrong:
         _refuse(source, parts, f"{wrong[0]} is for one model")
     return replace(target, format=target.format or "hf")
+
+
+def in_part(part: Part, target: Target) -> Target:
+    """The target of one part: what is no model has one file, or its software would not find it."""
+    return target if part.is_model else replace(target, max_shard_size=None)
 
 
 def _refuse(source: Checkpoint, parts: Parts, why: str) -> NoReturn:

@@ -271,6 +271,25 @@ def test_modules_of_sentence_transformers_go_together(tmp_path: Path, first: str
     assert files(cast).keys() == files(src).keys()
 
 
+def test_what_is_no_model_stays_one_file(tmp_path: Path) -> None:
+    """sentence-transformers looks for model.safetensors alone in the directory of a dense layer."""
+    done("reshard", sentences(tmp_path / "src"), tmp_path / "dst", "--max-shard-size", "1kB")
+    assert {p.name for p in (tmp_path / "dst" / "2_Dense").iterdir()} == {"config.json", "model.safetensors"}
+    assert (tmp_path / "dst" / "model-00001-of-00003.safetensors").is_file()
+
+
+def test_a_part_that_is_a_link_out_of_the_pipeline_is_refused(tmp_path: Path) -> None:
+    src = pipeline(tmp_path / "src")
+    (src / "vae").rename(tmp_path / "elsewhere")
+    (src / "vae").symlink_to(tmp_path / "elsewhere")
+    assert "a link to a directory outside" in refused(src, tmp_path / "dst")
+    (src / "vae").unlink()
+    (tmp_path / "elsewhere").rename(src / "real")
+    (src / "vae").symlink_to("real")
+    done("reshard", src, tmp_path / "dst")
+    assert_same(read_all(tmp_path / "dst" / "vae"), tensors("vae"))
+
+
 def test_inspect_shows_the_parts(tmp_path: Path) -> None:
     src = pipeline(tmp_path / "src")
     shown = done("inspect", src)

@@ -39,7 +39,7 @@ from ckpttool.recipe.resolve import resolve
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
 from ckpttool.storage.place import DataFile, parse_place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
-from ckpttool.targeting.parts import Several, part_target
+from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
@@ -268,7 +268,7 @@ def _parts(
         if same and target == part_target(donor, mine, Target()):
             continue  # no adapter changes it
         merged[part] = prepare(
-            replace(of_part, remove_keys=()), mine.options(part), target, selections[part.name], choices
+            replace(of_part, remove_keys=()), mine.options(part), in_part(part, target), selections[part.name], choices
         )
     ones = list(merged.values())
     return PreparedMerge(
