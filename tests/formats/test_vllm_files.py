@@ -20,7 +20,9 @@ from tests.helpers.vllm_files import recorded, write_source
 FILES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "vllm_files.json").read_text("utf-8"))
 
 
-@pytest.mark.sample("qwen3_next_tp2", "qwen3_5_moe_text_tp2_ep", "lfm2_moe_tp2", "llama_tp4", "gpt_oss_tp2")
+@pytest.mark.sample(
+    "qwen3_next_tp2", "qwen3_5_moe_text_tp2_ep", "lfm2_moe_tp2", "llama_tp4", "gpt_oss_tp2", "qwen3_vl_vision_tp2"
+)
 @pytest.mark.parametrize("name", FILES)
 def test_files_are_those_of_vllm(tmp_path: Path, name: str) -> None:
     wanted = FILES[name]
