@@ -34,6 +34,8 @@ from ckpttool.storage.place import open_file
 FILE = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
 """In the header: the LoraConfig of each part as JSON, as diffusers writes it."""
+_OTHERS = (peft.STEM, "peft_model", "model", "diffusion_pytorch_model")
+"""How files begin that are something else."""
 DENOISERS = ("transformer", "unet")
 """What sd-scripts calls ``lora_unet``."""
 _PARTS = (*DENOISERS, "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -122,7 +124,7 @@ class DiffusersAdapter(peft.PeftAdapter):
 
 def is_lora_file(listing: Listing) -> bool:
     """Whether a source is a LoRA file of diffusers, or a directory with one."""
-    return listing.single.endswith(".safetensors") or FILE in listing.names
+    return bool(_file(listing))
 
 
 def parts_of(listing: Listing) -> list[tuple[str, ...]]:
@@ -169,7 +171,14 @@ def adapter(listing: Listing, part: str = "") -> Adapter:
 
 
 def _file(listing: Listing) -> str:
-    return listing.single or FILE
+    """The file itself, that of diffusers' name in a directory, or the only one there; "" for none."""
+    if listing.single:
+        return listing.single if listing.single.endswith(".safetensors") else ""
+    if FILE in listing.names:
+        return FILE
+    found = listing.safetensors()
+    alone = len(found) == 1 and "config.json" not in listing.names
+    return found[0] if alone and not found[0].startswith(_OTHERS) else ""
 
 
 def _named(name: str, where: str) -> _Name:

@@ -117,6 +117,17 @@ def test_the_header_of_diffusers_says_alpha(tmp_path: Path) -> None:
                 np.testing.assert_allclose(found[n], w, rtol=1e-6, atol=1e-6)
 
 
+def test_the_only_file_of_a_directory_is_taken(tmp_path: Path) -> None:
+    names, ends = FORMS["peft"]
+    held, lora = base(tmp_path / "unet"), factors(names, *ends)
+    path = save(tmp_path / "l" / "style.safetensors", lora)
+    found = merged(tmp_path / "unet", path.parent, tmp_path / "dst")
+    for n, w in added(held, lora, names, ends).items():
+        np.testing.assert_allclose(found[n], w, rtol=1e-6, atol=1e-6)
+    save(tmp_path / "l" / "second.safetensors", lora)
+    assert "no adapter here" in refused(tmp_path / "unet", path.parent, tmp_path / "two")
+
+
 def test_each_part_of_a_pipeline_gets_its_own(tmp_path: Path) -> None:
     held = pipeline(tmp_path / "src")
     names = {"blocks.0.ff": "text_encoder.blocks.0.ff"}

@@ -306,6 +306,12 @@ def test_inspect_shows_the_parts(tmp_path: Path) -> None:
     assert ckpttool("inspect", src, "--diff", pipeline(tmp_path / "other", 1), "--values").code == 3
 
 
+def test_a_family_is_suggested_for_one_part(tmp_path: Path) -> None:
+    ended = ckpttool("inspect", pipeline(tmp_path / "src"), "--suggest-family")
+    assert ended.code == 2
+    assert "several parts" in ended.err
+
+
 def test_check_looks_into_each_part(tmp_path: Path) -> None:
     src = pipeline(tmp_path / "src")
     index = src / "transformer" / f"{WEIGHTS}.safetensors.index.json"

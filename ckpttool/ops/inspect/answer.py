@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.base import OpenOptions
+from ckpttool.formats.parts import parts_of
 from ckpttool.ops.inspect.listing import Choice, FileRow, Listing, file_rows, is_safetensors, list_tensors, relative
 from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import Place, number, parse_place, source_files
@@ -179,6 +180,13 @@ def _answer(
         from ckpttool.ops.inspect.suggest import suggest
 
         listing = list_tensors(src, options, stored_too=False)
+        if (parts := parts_of(listing.stored)) is not None:
+            names = ", ".join(p.name for p in parts.chosen)
+            raise UsageError(
+                f"a family is for one model, and SRC has several parts: {names}",
+                where=str(listing.path),
+                hint=f"give one: {parts.chosen[0].place}",
+            )
         shapes = {r.name: r.shape for r in listing.rows if r.component == "model"}
         return Suggested(question, listing, suggest(shapes, listing.stored.config))
     if question.ranks:

@@ -75,6 +75,8 @@ def _head(config: Mapping[str, Any], near: Nearest | None) -> list[str]:
     model_type, architectures = config.get("model_type"), config.get("architectures")
     kind = model_type if isinstance(model_type, str) else ""
     classes = [a for a in architectures if isinstance(a, str)] if isinstance(architectures, list) else []
+    if not classes and isinstance(said := config.get("_class_name"), str):  # of diffusers
+        classes = [said]
     name = re.sub(r"\W+", "_", kind.lower()) or "my_model"
     about = "nothing is near"
     if near:
