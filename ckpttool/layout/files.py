@@ -32,6 +32,8 @@ _LONGEST = 4096
 _KINDS = ("*.yaml", "transformers/*.yaml")
 """Of files: written by hand, and generated."""
 _CHOSEN_BY = ("architectures", "model_types")
+_SOURCES = frozenset({"from", "expr"})
+"""Keys that say where a size comes from."""
 _OWN = ("family", "about", "model_types", "architectures", "extends", "base")
 """What a file that is written on top of another one does not take from it."""
 
@@ -188,12 +190,15 @@ def _extended(data: dict[str, Any], config: Mapping[str, Any], origin: str) -> d
 
 
 def _joined(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Both maps; the own keys come first, and a null takes the other's key away."""
+    """Both maps; the own keys come first, and a null takes the other's key away.
+
+    A size that says where it comes from is another one.
+    """
     out = dict(own)
     for key, value in other.items():
         if key not in out:
             out[key] = value
-        elif isinstance(value, dict) and isinstance(out[key], dict):
+        elif isinstance(value, dict) and isinstance(out[key], dict) and _SOURCES.isdisjoint(out[key]):
             out[key] = _joined(out[key], value)
     return {k: v for k, v in out.items() if v is not None or k not in other}
 

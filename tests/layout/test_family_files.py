@@ -88,6 +88,18 @@ def test_extends(tmp_path: Path) -> None:
     assert "model.layers.0.self_attn.q_proj.bias" not in names, "null takes a key away"
 
 
+def test_a_size_of_its_own_has_nothing_of_the_other_one(tmp_path: Path) -> None:
+    """Llama's key heads are `from` a field and `shared`; one key of a size alone is joined to them."""
+    config = {**CONFIG, "num_attention_heads": 8, "num_key_value_heads": 2}
+    for own, value, shared in (
+        ("{expr: heads // 2}", 4, False),
+        ("{from: [n_kv], default: 1}", 1, False),
+        ("{plus: [num_attention_heads]}", 10, True),
+    ):
+        got = written(tmp_path, f"extends: {{family: llama}}\nsizes: {{kv_heads: {own}}}\n", config)
+        assert (got.sizes["kv_heads"].value, got.sizes["kv_heads"].shared) == (value, shared)
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
