@@ -88,6 +88,16 @@ def glm4v(inner: int, fields: Config) -> Config:
     }
 
 
+def llama4(experts: int, step: int) -> Config:
+    fields = text(5120, 8192, 48, 40, 8, intermediate_size_mlp=16384, vocab_size=202048, moe_layers=[])
+    return {
+        "model_type": "llama4",
+        "tie_word_embeddings": False,
+        "text_config": {**fields, "num_local_experts": experts, "interleave_moe_layer_step": step},
+        "vision_config": {"hidden_size": 1408, "image_size": 336, "vision_output_dim": 4096},
+    }
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "Qwen/Qwen2-VL-2B-Instruct": (qwen2_vl(text(1536, 8960, 28, 12, 2, vocab_size=151936), True), 4_417_971_200),
     "Qwen/Qwen2-VL-7B-Instruct": (qwen2_vl(text(3584, 18944, 28, 28, 4, vocab_size=152064), False), 16_582_751_232),
@@ -140,6 +150,8 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         },
         14_126_854_144,
     ),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": (llama4(16, 1), 217_283_587_072),
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": (llama4(128, 2), 803_167_562_752),
     "meta-llama/Llama-3.2-11B-Vision-Instruct": (
         {
             "model_type": "mllama",

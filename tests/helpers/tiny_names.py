@@ -250,7 +250,7 @@ def expected_lists() -> dict[str, dict[str, Listed]]:
     derive("gpt_neox", "gpt_neox_published", "gpt_neox", _published_gpt_neox(made["gpt_neox"].tensors))
     for family, sizes in _FP8.items():
         out[family][f"{family}_fp8"] = _fp8(family, **_FP8_SIZES, head_dim=128, **sizes)
-    out["llama4"] = _llama4()
+    out |= {name: {name: listed} for name, listed in _llama4().items()}
     v3 = made["deepseek_v3"].tensors
     derive("deepseek", "deepseek_v3_mtp", "deepseek_v3", v3 | _prediction_layer(v3, 2, 64, 160))
     out["deepseek"]["deepseek_v3_fp8"] = _deepseek_fp8("deepseek_v3")

@@ -288,6 +288,7 @@ def test_which_families_publish_fused_tensors() -> None:
         ("gpt2", "qkv"),
         ("gpt_neox", "qkv"),
         ("llama4", "experts_gate_up"),
+        ("llama4_text", "experts_gate_up"),
     }
 
 
