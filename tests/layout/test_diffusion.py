@@ -97,6 +97,7 @@ def share(name: str, whole: Array, rank: int, ranks: int) -> Array:
     return whole
 
 
+@pytest.mark.sample("flux", "flux2", "wan")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_ranks_hold_what_the_plan_of_diffusers_gives_them(tmp_path: Path, family: str) -> None:
     held = checkpoint(tmp_path / "src", family)
@@ -109,6 +110,7 @@ def test_ranks_hold_what_the_plan_of_diffusers_gives_them(tmp_path: Path, family
     assert_same(read_all(tmp_path / "back"), held)
 
 
+@pytest.mark.sample("flux", "sd3")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_no_head_is_torn_and_there_are_no_stages(tmp_path: Path, family: str) -> None:
     checkpoint(tmp_path / "src", family)

@@ -226,6 +226,30 @@ def test_what_only_one_model_can_have_is_refused_with_the_parts(
     assert why in said
 
 
+@pytest.mark.parametrize("name", ["../outside", "/outside", "..", "a/b", "", "transformer/../../outside", "_outside"])
+def test_names_of_an_index_do_not_lead_out_of_the_directory(tmp_path: Path, name: str) -> None:
+    src = pipeline(tmp_path / "src")
+    write(tmp_path / "outside" / "model.safetensors", {"secret": origin(1, "F32", (4,))})
+    path = src / "model_index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: ["diffusers", "AutoencoderKL"]}))
+    done("reshard", src, tmp_path / "dst")
+    assert not any("secret" in read_all(p) for p in (tmp_path / "dst").rglob("*") if p.is_dir())
+    root = sentences(tmp_path / "st")
+    modules = [*json.loads((root / "modules.json").read_text()), {"path": name}, {"path": 3}, "text", None]
+    (root / "modules.json").write_text(json.dumps(modules))
+    done("reshard", root, tmp_path / "st2")
+    assert files(tmp_path / "st2").keys() == files(root).keys()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '{"_class_name": 7, "vae": ["diffusers", "AutoencoderKL"]}'])
+def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
+    src = pipeline(tmp_path / "src")
+    (src / "model_index.json").write_text(text)
+    ended = ckpttool("inspect", src)
+    assert ended.code in (0, 1)
+    assert "Traceback" not in ended.err
+
+
 def test_a_part_without_its_weights_is_missed(tmp_path: Path) -> None:
     src = pipeline(tmp_path / "src")
     (src / "text_encoder" / "model.safetensors").unlink()
