@@ -90,9 +90,14 @@ def _all_names() -> tuple[_Names, ...]:
 
 
 def fitting(names: Iterable[str]) -> list[str]:
-    """Families whose rules name all these tensors, as they are."""
+    """Families whose rules name all these tensors, as they are, and not only as a tower that they hold whole."""
     one_of_each = {split_numbers(n)[0]: n for n in names}.values()
-    return [f.name for f in _families() if all(f.placement(n) is not None for n in one_of_each)]
+    out = []
+    for family in _families():
+        places = [place for n in one_of_each if (place := family.placement(n)) is not None]
+        if len(places) == len(one_of_each) and any(p.rule.verb != "replicate" for p in places):
+            out.append(family.name)
+    return out
 
 
 @dataclass(frozen=True, slots=True)

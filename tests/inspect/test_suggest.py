@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpttool.layout.nearest import fitting
 from tests.helpers.command import ckpttool
 from tests.helpers.tensorfile import Raw, write
 
@@ -101,3 +102,9 @@ def test_names_of_no_model(tmp_path: Path) -> None:
     done = ckpttool("inspect", tmp_path / "a.safetensors", "--suggest-family")
     assert "no family is near" in done.err
     assert "x: replicate" in done.out
+
+
+def test_a_tower_that_a_family_holds_whole_is_no_resemblance() -> None:
+    """`blocks.*: replicate` fits a vision tower, and every other model with such names."""
+    assert fitting(["blocks.0.attn.q.weight", "blocks.0.b.weight"]) == []
+    assert "llama" in fitting(["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
