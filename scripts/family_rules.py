@@ -427,6 +427,23 @@ def size_name(reading: Reading, field: str, path: str, *, kv: bool) -> str:
     return name
 
 
+def same_in_all_layers(reading: Reading, kinds: Sequence[Kind], prefix: str) -> None:
+    """Raises Refused when layers have other numbers of key heads for each query head: one size cannot count both."""
+    start = prefix.partition("{layer}")[0]
+    found: dict[str, dict[str, int]] = {}
+    for kind in kinds:
+        for name in kind.names:
+            layer = name.removeprefix(start).partition(".")[0] if kind.section == "layers" else ""
+            units = found.setdefault(kind.unit, {})
+            if name.endswith(".weight") and units.setdefault(layer, 0) < reading.shapes[name][kind.cut.axis]:
+                units[layer] = reading.shapes[name][kind.cut.axis]
+    if len(found) > 1:
+        first, *others = found.values()
+        for other in others:
+            if len({first[x] / other[x] for x in first.keys() & other if other[x]}) > 1:
+                raise Refused(f"not all layers have as many heads: {' '.join(k.pattern for k in kinds)}")
+
+
 def prove(prover: Prover, kinds: Sequence[Kind], sizes: Mapping[str, Size]) -> None:
     """Exchange whole units of a group. Raises Refused when that changes what the model computes."""
     counts = {sizes[k.unit].value for k in kinds}
@@ -603,6 +620,7 @@ def find_units(reading: Reading, path: str, changes: Mapping[str, Any]) -> None:
         if not any(depends[k.pattern] for k in group) and free(prover, group):
             continue
         assign(reading, group, depends, path)
+        same_in_all_layers(reading, group, reading.prefix)
         prove(prover, group, reading.counts)
 
 

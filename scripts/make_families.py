@@ -9,7 +9,8 @@ needs the peers' environment. A model type gets a file if all of this holds; els
   are (scripts/family_rules.py); what transformers gathers again after each layer may be cut anywhere;
 - no family that is written by hand cuts the same tensors in the same way.
 
-The file of a model type that is refused is taken away.
+The file of a model type that is refused is taken away. scripts/family_tensors.py adds the section ``tensors:``, for
+``fp8-size`` of a config.json, where what it finds declares exactly what transformers makes of random configs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ckpttool.layout.partition import Partitioner  # noqa: E402
 from ckpttool.layout.rules import IndivisibleError, PartitionContext  # noqa: E402
 from ckpttool.mesh import Mesh  # noqa: E402
 from scripts.family_rules import PREDICTION, SIDE, Kind, Reading, Refused, builder, lengths, read, walk  # noqa: E402
+from scripts.family_tensors import tensors_section  # noqa: E402
 from tests.peers.families import plans  # noqa: E402
 from tests.peers.families.tiny import Architecture, architectures, find  # noqa: E402
 
@@ -298,7 +300,16 @@ def make(architecture: Architecture, out: Path, *, all_of_them: bool = False) ->
         draft.write_text(written(reading), encoding="utf-8")
         yaml.safe_load(draft.read_text(encoding="utf-8"))
         check_owners(reading, draft)
-        file.write_bytes(draft.read_bytes())
+        text = draft.read_text(encoding="utf-8")
+        try:
+            section = tensors_section(reading, text, lambda n: stage_of(Kind(n, "", [n]), reading), Path(scratch))
+        except Refused as e:
+            reading.notes.append(f"no tensors: {e}")
+        else:
+            text += (
+                f"\n# What a model holds, by its config.json: found by trying, defaults as in transformers\n{section}"
+            )
+        file.write_text(text, encoding="utf-8")
     return file, reading.notes
 
 
