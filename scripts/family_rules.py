@@ -68,10 +68,14 @@ class Kind:
     gathered: bool = False
     verb: str = "replicate"
     unit: str = ""
-    note: str = ""
 
     @property
     def rule(self) -> str:
+        if "fused" in self.verb and self.unit:
+            before, _, parts = self.verb.partition("fused ")
+            return f"{before}fused " + " ".join(
+                w if "_" in w or "=" in w else f"{w}:{self.unit}" for w in parts.split()
+            )
         return f"{self.verb} {self.unit}".strip()
 
 
@@ -221,7 +225,8 @@ def verb_of(kind: Kind, shape: Sequence[int]) -> str:
         if other and (".experts." in f".{kind.pattern}" or cut.grouped):
             output, turned = not output, " in_out"
     else:
-        output, turned = axis == 0, f" axis={axis}"
+        named = ("expert" in kind.pattern and OUTPUT.search(name) and not INPUT.search(name)) is not None
+        output, turned = axis == 0 or bool(named), f" axis={axis}"
     if len(cut.parts) == 1:
         if kind.section != "layers" and shape[axis] == VOCAB and output and not turned:
             return "vocab"
@@ -229,7 +234,8 @@ def verb_of(kind: Kind, shape: Sequence[int]) -> str:
     if "whole" in cut.parts or len(set(cut.lengths)) > 1 or not output:
         raise Refused(f"{kind.pattern}: parts of lengths {cut.lengths} ({' '.join(cut.parts)})")
     count = len(cut.parts)
-    parts = "gate up" if count == 2 else " ".join(f"part{i}" for i in range(count))
+    spelled = name.partition("_")[0] if len(name.partition("_")[0]) == count else ""
+    parts = "gate up" if count == 2 else " ".join(spelled or (f"part{i}" for i in range(count)))
     return f"{words}fused {parts}{turned}"
 
 
@@ -395,8 +401,6 @@ def assign(reading: Reading, kinds: Sequence[Kind], depends: Mapping[str, set[st
     heads, kv_heads = own_field(fields, HEADS, before), own_field(fields, KV_HEADS, before)
     for kind in kinds:
         counts = depends[kind.pattern]
-        if "fused" in kind.verb:
-            raise Refused(f"{kind.pattern} has parts, and rows that are not alike")
         if not counts and kind.section != "layers":
             raise Refused(f"{kind.pattern}: no size of the config says how many heads it has")
         if kv_heads and kv_heads in counts:
@@ -619,13 +623,41 @@ def find_units(reading: Reading, path: str, changes: Mapping[str, Any]) -> None:
     for group in groups:
         if not any(depends[k.pattern] for k in group) and free(prover, group):
             continue
-        assign(reading, group, depends, path)
-        same_in_all_layers(reading, group, reading.prefix)
-        prove(prover, group, reading.counts)
+        try:
+            assign(reading, group, depends, path)
+            same_in_all_layers(reading, group, reading.prefix)
+            prove(prover, group, reading.counts)
+        except Refused:
+            if any(depends[k.pattern] for k in group) or not other_units(reading, prover, group, path):
+                raise
+
+
+def other_units(reading: Reading, prover: Prover, group: Sequence[Kind], path: str) -> bool:
+    """Whether units are found that are no heads: gate and up of a neuron side by side."""
+    lengths = [prover.ids[n].shape[k.cut.axis] for k in group for n in k.names if n in prover.ids]
+    for name, value in prover.fields.items():
+        own = name.startswith(path) and "." not in name[len(path) :]
+        if not own or type(value) is not int or value < 4 or any(n % value for n in lengths) or max(lengths) == value:
+            continue
+        for kind in group:
+            kind.unit = name[len(path) :]
+        try:
+            prove(prover, group, {name[len(path) :]: Size(value)})
+        except Refused:
+            continue
+        # Half of a unit must be too little, or the units say nothing.
+        if prover.exchanged(group, {}, 2 * value, 0, 1, alike=True) <= TOLERANCE:
+            continue
+        reading.sizes[name[len(path) :]] = name if path != "text_config." else name[len(path) :]
+        return True
+    return False
 
 
 def add_ties(reading: Reading, model: Any) -> None:
     """Which tensors are copies of others when embeddings are tied, in stored names; and the base model's prefix."""
+    base = f"{model.base_model_prefix}."
+    if model.base_model is not model and reading.prefix.startswith(base):
+        reading.base = base
     reading.tied = (
         bool(getattr(type(model.config)(), "tie_word_embeddings", False))
         if not any("." in n for n, _ in walk(reading.config))

@@ -10,7 +10,8 @@ needs the peers' environment. A model type gets a file if all of this holds; els
 - no family that is written by hand cuts the same tensors in the same way.
 
 The file of a model type that is refused is taken away. scripts/family_tensors.py adds the section ``tensors:``, for
-``fp8-size`` of a config.json, where what it finds declares exactly what transformers makes of random configs.
+``fp8-size`` of a config.json, to models that no family written by hand is for; if what it finds declares exactly what
+transformers makes of random configs.
 """
 
 from __future__ import annotations
@@ -214,6 +215,9 @@ def written(reading: Reading) -> str:
         out.append("tied: true")
     if reading.base:
         out.append(f'base: "{reading.base}"')
+    turns = [k for k in reading.kinds if k.section != "layers" and "*" in k.pattern and not SIDE.search(k.pattern)]
+    if any(k.cut.parts for k in turns):
+        out.append("no_pipeline: it has several stacks of layers, through which its computation goes in turn")
     if reading.ties:
         out += ["", "ties:", *[f"  {k}: {v}" for k, v in reading.ties.items()]]
     out += ["", "sizes:", *size_lines(reading.sizes)]
@@ -302,9 +306,11 @@ def make(architecture: Architecture, out: Path, *, all_of_them: bool = False) ->
         check_owners(reading, draft)
         text = draft.read_text(encoding="utf-8")
         try:
+            if (other := find_family(reading.config | {"architectures": [architecture.cls]})) and "/" not in other:
+                raise Refused(f"{other} has them")
             section = tensors_section(reading, text, lambda n: stage_of(Kind(n, "", [n]), reading), Path(scratch))
         except Refused as e:
-            reading.notes.append(f"no tensors: {e}")
+            reading.notes.append(f"no section `tensors`: {e}")
         else:
             text += (
                 f"\n# What a model holds, by its config.json: found by trying, defaults as in transformers\n{section}"
