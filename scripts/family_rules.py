@@ -133,6 +133,8 @@ def stack_of(names: Iterable[str], cut: Callable[[str], bool]) -> str:
     if not counts:
         raise Refused("it has no layers with numbers")
     best = max(counts, key=lambda p: (not SIDE.search(p), *counts[p]))
+    if not counts[best][0]:
+        raise Refused(f"no layers of a language model are found: of {best} nothing is cut")
     return f"{best}{{layer}}."
 
 
