@@ -116,6 +116,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "fsmt": {"src_vocab_size": 272, "tgt_vocab_size": 272},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
+    "gemma3n": {
+        "text_config.num_kv_shared_layers": 2,
+        "text_config.activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "audio_config.sscp_conv_channel_size": [8, 8],
+    },
     "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     "gemma4_assistant": {
         "text_config": {
@@ -190,7 +195,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "text_config.intermediate_size_mlp": 128,
     },
     "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "moe_layers": [1]},
-    # For others transformers writes gates of experts that have no weights, which no published file has.
     "longcat_flash": {"zero_expert_num": 0},
     "luke": {"entity_vocab_size": 50, "entity_emb_size": 16},
     "mellum": {"layer_types": ["full_attention", "sliding_attention"]},
@@ -202,6 +206,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": {"vision_config.max_img_size": 64},
     "paddleocr_vl": {"text_config.rope_parameters.mrope_section": [4, 2, 2]},
     "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2},
+    "perception_lm": {"vision_config.model_args": {"embed_dim": 64, "img_size": [32, 32]}},
     "phi4_multimodal": {
         "audio_config.ext_pw_out_channel": 64,
         "audio_config.depthwise_separable_out_channel": 64,

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.peers.families import timm_stub
 from tests.peers.families.remote import REMOTE
 from tests.peers.families.settings import PLAIN_HEADS, SETTINGS, TRANSPOSED
 
@@ -336,6 +337,7 @@ def tiny_model(architecture: Architecture, changes: Mapping[str, Any] | None = N
 
     config = tiny_config(architecture.model_type, changes, architecture.group)
     config.dtype = torch.float32
+    timm_stub.install()
     cls = getattr(transformers, architecture.cls)
     if architecture.group == "causal" and not isinstance(config, cls.config_class):
         config = config.get_text_config(decoder=True)
