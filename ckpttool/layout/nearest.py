@@ -90,14 +90,24 @@ def _all_names() -> tuple[_Names, ...]:
 
 
 def fitting(names: Iterable[str]) -> list[str]:
-    """Families whose rules name all these tensors, as they are, and not only as a tower that they hold whole."""
+    """Families whose rules name all these tensors, as they are, and not only as a tower that they hold whole.
+
+    Those that most others are like come first.
+    """
     one_of_each = {split_numbers(n)[0]: n for n in names}.values()
     out = []
     for family in _families():
         places = [place for n in one_of_each if (place := family.placement(n)) is not None]
         if len(places) == len(one_of_each) and any(p.rule.verb != "replicate" for p in places):
             out.append(family.name)
-    return out
+    like = _likes()
+    return sorted(out, key=lambda name: (-like[name], "/" in name, name))
+
+
+@lru_cache(maxsize=1)
+def _likes() -> Counter[str]:
+    """How many families are written on top of each."""
+    return Counter(f.spec.extends.family for f in _families() if f.spec.extends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +130,7 @@ def nearest(names: Iterable[str]) -> Nearest | None:
     kinds = list(dict.fromkeys(map(kind_of, names)))
     stacks = Counter(k.stack for k in kinds if k.stack)
     best: tuple[tuple[int, ...], str, dict[Kind, tuple[str, str]]] | None = None
-    like = Counter(f.spec.extends.family for f in _families() if f.spec.extends)
+    like = _likes()
     said: dict[Kind, dict[str, list[str]]] = {k: {} for k in kinds}
     for family in _all_names():
         found = {k: rule for k in kinds if (rule := family.rule(k)) is not None}
