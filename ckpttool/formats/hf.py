@@ -122,7 +122,7 @@ class HuggingFace:
         if index is not None:
             notes += _index_notes(index, {t.name: shards[t.file] for t in keep})
         stored.tensors, stored.notes = keep, notes + stored.notes
-        stored.native = _file_names(names, found)
+        stored.native = _file_names(names, found, stored.config)
         return stored
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
@@ -223,10 +223,10 @@ def layout_published(
     return file_layout
 
 
-def _file_names(names: Sequence[str], found: str) -> FileNames:
+def _file_names(names: Sequence[str], found: str, config: Mapping[str, Any]) -> FileNames:
     stems = {".".join(filter(None, _set_of(n))) for n in names}
     stem = stems.pop() if len(stems) == 1 else ""
-    return FileNames(stem or "model", found)
+    return FileNames(stem or _usual_names(config).stem, found)
 
 
 def indexes_of(listing: Listing) -> list[str]:

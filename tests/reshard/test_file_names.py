@@ -92,16 +92,19 @@ def test_fp8_cast_keeps_the_stem(tmp_path: Path) -> None:
     assert names(tmp_path / "dst") == {"diffusion_pytorch_model.safetensors"}
 
 
-def test_other_formats_and_other_names_are_as_before(tmp_path: Path) -> None:
+def test_without_a_name_it_is_that_of_the_library_in_the_config(tmp_path: Path) -> None:
     src = save(tmp_path / "src", "diffusion_pytorch_model", shards=1)
     ranks = tmp_path / "ranks"
     assert ckpttool("reshard", src, ranks, "--tp-out", 2, "--split", "*=0").code == 0
     assert all(n.startswith("rank-") for n in names(ranks))
     assert ckpttool("reshard", ranks, tmp_path / "back", "--to", "hf", "--split", "*=0").code == 0
-    assert names(tmp_path / "back") == {"model.safetensors"}
+    assert names(tmp_path / "back") == {"diffusion_pytorch_model.safetensors"}
     (src / "diffusion_pytorch_model.safetensors").rename(src / "of_my_own.safetensors")
     assert ckpttool("reshard", src, tmp_path / "own", "--to", "hf").code == 0
-    assert names(tmp_path / "own") == {"model.safetensors"}
+    assert names(tmp_path / "own") == {"diffusion_pytorch_model.safetensors"}
+    (src / "config.json").write_text("{}")
+    assert ckpttool("reshard", src, tmp_path / "plain", "--to", "hf").code == 0
+    assert names(tmp_path / "plain") == {"model.safetensors"}
 
 
 @pytest.mark.product
