@@ -254,6 +254,12 @@ class _Resolver:
     def _layer(self, part: _Part, stack: str, number: int, here: Mapping[ModelRef, int], t: float) -> Iterator[Merged]:
         """The tensors of one layer of the output; ``here`` are the layers that it comes from."""
         tables = {ref: self.index[ref].layer(stack, n, number) for ref, n in here.items()}
+        self.notes += [
+            f"`{rest.removeprefix('.')}` is stored with the first layer of {ref} only, and stays with the first"
+            for ref, n in here.items()
+            if number == 0 and n
+            for rest in tables[ref].keys() - self.index[ref].layers.get((stack, n), {}).keys()
+        ]
         for rest in _union(tables.values()):
             found = {
                 ref: (table.get(rest, f"{stack}{here[ref]}{rest}"), rest in table) for ref, table in tables.items()

@@ -345,6 +345,9 @@ def test_what_only_the_first_layer_has_stays_there() -> None:
     name = "decoder.block.0.layer.0.relative.weight"
     relative = [m for m in result.tensors if m.name.startswith("decoder") and "relative" in m.name]
     assert [(m.name, m.inputs) for m in relative] == [(name, ((ModelRef("a"), name),))]
+    assert result.notes == (
+        "`layer.0.relative.weight` is stored with the first layer of a only, and stays with the first",
+    )
     kinds = [f"model.layers.{i}.{w}" for i in range(3) for w in (("mlp.w",) if i == 0 else ("experts.w", "gate"))]
     result = resolved(stacked("sources: [{model: a, layer_range: [1, 3]}]"), {"a": kinds})
     assert [m.name for m in result.tensors] == [n.replace(".1.", ".0.").replace(".2.", ".1.") for n in kinds[1:]]
