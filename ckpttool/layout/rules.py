@@ -256,8 +256,9 @@ def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
             raise LayoutError(
                 f"the size `{units}` differs from layer to layer, and this tensor is of none", where=rule.place
             )
+        layer = f" of layer {units[len(size_name(units)) + 1 : -1]}" if units != size_name(units) else ""
         raise LayoutError(
-            f"the size `{units}` is not known, because the config has no whole number in the field it comes from",
+            f"the size `{size_name(units)}`{layer} is not known: config.json does not say what it comes from",
             where=rule.place,
             hint="put the model's config.json beside the checkpoint",
         )

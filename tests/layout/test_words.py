@@ -220,6 +220,15 @@ def test_a_cut_that_one_layer_does_not_allow(tmp_path: Path) -> None:
     assert e.value.hint == "use --tp-out 1, 2 or 4"
 
 
+def test_a_size_that_one_layer_lacks(tmp_path: Path) -> None:
+    text_config = {**CONFIG["text_config"], "kv_heads": [2, 1, None, 4]}
+    family = family_of(tmp_path, config={**CONFIG, "text_config": text_config})
+    place = family.placement("b.2.k.weight")
+    assert place is not None
+    with pytest.raises(LayoutError, match="the size `kv_heads` of layer 2 is not known"):
+        local_boxes(place.rule, (4, 4), PartitionContext(Mesh(tp=2), family.sizes), Mesh(tp=2).coords(0))
+
+
 def test_a_size_of_layers_has_no_meaning_outside_of_them(tmp_path: Path) -> None:
     family = family_of(tmp_path, HYBRID + "first: {e.*: column heads}\n")
     place = family.placement("e.w")
