@@ -28,4 +28,4 @@ class Remote:
 REMOTE: dict[str, Remote] = {}
 """By class, the `architectures` of config.json."""
 
-from tests.peers.families import remote_text, remote_towers  # noqa: E402, F401 - they fill the table
+from tests.peers.families import remote_diffusion, remote_text, remote_towers  # noqa: E402, F401 - they fill the table
