@@ -245,10 +245,36 @@ def test_a_state_that_the_config_does_not_place_is_not_guessed() -> None:
         cache_of(model_of(small(mamba_d_state=16)), "bf16", Mesh(), tokens=1, batch=1, length=0)
 
 
+def test_the_family_knows_how_many_heads_have_keys() -> None:
+    """Falcon 7B: one key and value of 64 in each of 32 layers, which config.json calls `multi_query`."""
+    config = {
+        "architectures": ["FalconForCausalLM"],
+        "model_type": "falcon",
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "vocab_size": 65024,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+    }
+    assert cache_of(model_of(config), "bf16", Mesh(), tokens=1, batch=1, length=0).per_token == 2 * 64 * 2 * 32
+
+
 def test_caches_of_layers_that_differ_are_not_guessed() -> None:
     config = small(per_layer_config={"1": {"num_key_value_heads": 1}})
     with pytest.raises(UnsupportedError, match="`num_key_value_heads` differs from layer to layer"):
         cache_of(model_of(config), "bf16", Mesh(), tokens=1, batch=1, length=0)
+    for fields, why in (
+        ({"global_head_dim": 128}, "`global_head_dim` is 128, and `head_dim` 64"),
+        ({"v_head_dim": 32}, "`v_head_dim` is 32"),
+        ({"num_kv_shared_layers": 1}, "`num_kv_shared_layers`"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            cache_of(model_of(small(**fields)), "bf16", Mesh(), tokens=1, batch=1, length=0)
+    assert cache_of(model_of(small(v_head_dim=64)), "bf16", Mesh(), tokens=1, batch=1, length=0).per_layer
     other = small(per_layer_config={"1": {"intermediate_size": 8}})
     assert cache_of(model_of(other), "bf16", Mesh(), tokens=1, batch=1, length=0).per_layer
 

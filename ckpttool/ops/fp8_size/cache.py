@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
+from ckpttool.layout.family import Family
 from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.model import Model
 
@@ -30,6 +31,10 @@ _OF_CACHE = (
     "sliding_window", "skip",
 )  # fmt: skip
 """Fields on which the size of a layer's cache depends."""
+_WIDTHS = ("v_head_dim", "global_head_dim", "swa_head_dim", "swa_v_head_dim")
+"""Widths that some heads have in place of ``head_dim``."""
+_SHARING = ("num_kv_shared_layers", "cross_attention_layers", "attention_other_setting")
+"""Layers that have no keys and values of their own, or other ones."""
 _STATEFUL = ("mamba", "ssm", "linear_", "recurrent", "lru_", "short_conv", "conv_L_cache", "rwkv", "hybrid_override")
 """Starts of config fields of models with layers that keep a state of constant size."""
 
@@ -90,12 +95,8 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
     if length and length < tokens:
         raise UsageError(f"--max-model-len {length} is less than --tokens {tokens}")
     config = _Fields(model)
-    if exception := next((n for n in config.exceptions() if n in _OF_CACHE), None):
-        raise UnsupportedError(
-            f"`{exception}` differs from layer to layer (`per_layer_config`): such a cache is not modelled",
-            where=str(model.path),
-            hint="drop --kv",
-        )
+    if uneven := _uneven(config, model.family):
+        raise UnsupportedError(f"{uneven}: such a cache is not modelled", where=str(model.path), hint="drop --kv")
     size = 2 if dtype == "bf16" else 1
     latent = config.number("kv_lora_rank", least=0)
     if latent:
@@ -105,8 +106,9 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
     elif dtype == "fp8_ds_mla":
         raise UsageError("--kv fp8_ds_mla: the model has no latent attention (MLA)", hint="--kv fp8")
     else:
-        heads = config.number("num_attention_heads") or config.need("n_head")
-        groups = config.number("num_key_value_heads") or heads
+        heads = config.number("num_attention_heads") or config.number("n_head") or model.family.size("heads")
+        heads = heads or config.need("num_attention_heads")
+        groups = model.family.size("kv_heads") or config.number("num_key_value_heads") or heads
         head_dim = config.number("head_dim")
         if not head_dim:
             head_dim = (config.number("hidden_size") or config.need("n_embd")) // heads
@@ -132,6 +134,20 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
     return Cache(
         dtype, bool(latent), per_layer, tokens, batch, length, window if SLIDING in kinds else 0, counts, unknown
     )
+
+
+def _uneven(config: _Fields, family: Family) -> str:
+    """Why keys and values are not those of heads that are alike in all layers; "" where they are."""
+    if exception := next((n for n in config.exceptions() if n in _OF_CACHE), ""):
+        return f"`{exception}` differs from layer to layer (`per_layer_config`)"
+    if family.varies("heads") or family.varies("kv_heads"):
+        return "the number of heads differs from layer to layer"
+    width = config.get("head_dim")
+    for name in _WIDTHS:
+        other = config.get(name)
+        if other is not None and other != width and not (name == "v_head_dim" and config.get("kv_lora_rank")):
+            return f"`{name}` is {other}, and `head_dim` {width}"
+    return next((f"the model has `{name}`" for name in _SHARING if config.get(name)), "")
 
 
 class _Fields:
