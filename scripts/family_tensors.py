@@ -282,7 +282,7 @@ class Search:
                 continue
             taken = True
             if self.names(got) != self.names(self.base):
-                self.flags[name] = [value, other, *range(3)]
+                self.flags[name] = [value, other, *range(3), *([] if value else [24, 40])]
             for place, shape, now in self.both(self.base, got):
                 for axis, (a, b) in enumerate(zip(shape, now, strict=True)):
                     if a != b:
@@ -396,11 +396,11 @@ def axis_of(
         if target[0] > MOST_CONSTANT or target[0] in search.fixed:
             raise Refused(f"nothing says why {place.name} has {target[0]} elements on axis {axis}")
         return str(target[0])
-    names = search.depends.get((place, axis)) or set(search.sizes)
-    atoms = {words.get(n, n): tuple(s.fields[n] or 0 for s, _ in there) for n in search.sizes if n in names}
-    got = expression(target, atoms) or expression(
-        target, {words.get(n, n): tuple(s.fields[n] or 0 for s, _ in there) for n in search.sizes}
-    )
+    counted = [n for n, v in search.flags.items() if all(type(x) is int for x in v) and n not in search.sizes]
+    names = search.depends.get((place, axis)) or {*search.sizes, *counted}
+    atoms = {words.get(n, n): tuple(s.fields[n] or 0 for s, _ in there) for n in [*search.sizes, *counted]}
+    own = {w: v for w, v in atoms.items() if w in {words.get(n, n) for n in names}}
+    got = expression(target, own) or expression(target, atoms)
     if got is None:
         raise Refused(f"no expression of {', '.join(sorted(names))} gives axis {axis} of {place.name}: {target[:6]}")
     return got

@@ -321,11 +321,16 @@ def make(architecture: Architecture, out: Path, *, all_of_them: bool = False) ->
 
 def chosen(words: Sequence[str]) -> list[list[Architecture]]:
     """The architectures to look at by model type; the first for which it works gives the file."""
+    found = [a for w in words for a in find(w)] if words else architectures()
+    types: dict[str, set[str]] = {}
+    for a in architectures():
+        types.setdefault(a.cls, set()).add(a.model_type)
     out: dict[str, list[Architecture]] = {}
-    classes: dict[str, str] = {}
-    for a in [a for w in words for a in find(w)] if words else architectures():
-        # A class that several model types have is that of the first.
-        if classes.setdefault(a.cls, a.model_type) == a.model_type:
+    for a in found:
+        # A class that several model types have is that of the one whose config it takes.
+        several = len(types[a.cls]) > 1
+        own = getattr(transformers, a.cls).config_class.model_type if several else a.model_type
+        if own == a.model_type or own not in types[a.cls]:
             out.setdefault(a.model_type, []).append(a)
     return list(out.values())
 
