@@ -38,6 +38,9 @@ BY_NUMBER: dict[str, ByNumber] = {
     **dict.fromkeys(("olmo2", "olmo3", "olmoe", "flex_olmo", "olmo_hybrid"), ByNumber(_OVER_ALL_HEADS, _NORMS)),
     "bloom": ByNumber(_SLOPES, function="transformers.models.bloom.modeling_bloom:_get_alibi_slopes"),
     "mpt": ByNumber(_SLOPES, function="transformers.models.mpt.modeling_mpt:build_mpt_alibi_tensor"),
+    "minimax_m1": ByNumber(
+        _SLOPES, function="transformers.models.minimax.modeling_minimax:MiniMaxLightningAttention:get_slope_rate"
+    ),
     "reformer": ByNumber("every head hashes by random rotations of its own", function="torch:randn"),
 }
 """By model type."""

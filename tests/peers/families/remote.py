@@ -28,4 +28,9 @@ class Remote:
 REMOTE: dict[str, Remote] = {}
 """By class, the `architectures` of config.json."""
 
-from tests.peers.families import remote_diffusion, remote_text, remote_towers  # noqa: E402, F401 - they fill the table
+from tests.peers.families import (  # noqa: E402 - they fill the table
+    remote_diffusion,  # noqa: F401
+    remote_minimax,  # noqa: F401
+    remote_text,  # noqa: F401
+    remote_towers,  # noqa: F401
+)
