@@ -20,7 +20,7 @@ import transformers
 from numpy.typing import NDArray
 
 from ckpttool.layout.assemble import is_bias
-from ckpttool.layout.rules import PartitionContext, RankShare, Size, local_boxes, parse_rule
+from ckpttool.layout.rules import IndivisibleError, PartitionContext, RankShare, Size, local_boxes, parse_rule
 from ckpttool.mesh import Mesh
 from tests.peers.families import forward, plans
 from tests.peers.families.tiny import VOCAB, Architecture, random_weights, tiny_config
@@ -94,6 +94,8 @@ class Reading:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     counts: dict[str, Size] = field(default_factory=dict)
     """Sizes that count units, as the tiny config has them."""
+    per_layer: dict[str, dict[int, Size]] = field(default_factory=dict)
+    """The same where ``per_layer_config`` says otherwise for a layer."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -277,7 +279,15 @@ class Prover:
             raise Refused("its logits are all alike")
 
     def exchanged(
-        self, kinds: Sequence[Kind], sizes: Mapping[str, Size], ways: int, one: int, other: int, *, alike: bool = False
+        self,
+        kinds: Sequence[Kind],
+        sizes: Mapping[str, Size],
+        ways: int,
+        one: int,
+        other: int,
+        *,
+        alike: bool = False,
+        per_layer: Mapping[str, Mapping[int, Size]] | None = None,
     ) -> float:
         """Difference of the logits when two of ``ways`` ranks change places in these tensors; -1: nothing changes.
 
@@ -290,7 +300,14 @@ class Prover:
                 ids = self.ids.get(name)
                 if ids is None:
                     continue
-                all_shares = shares(kind, name, ids.shape, sizes, ways)
+                layer = next((int(w) for w in name.split(".") if w.isdigit()), -1)
+                own = {u: of[layer] for u, of in (per_layer or {}).items() if layer in of}
+                try:
+                    all_shares = shares(kind, name, ids.shape, {**sizes, **own}, ways)
+                except IndivisibleError:
+                    if not per_layer:
+                        raise
+                    continue  # another layer has as many heads as there are ranks
                 a, b = all_shares[one].boxes, all_shares[other].boxes
                 if a == b:
                     if kind.verb != "replicate" and not alike:
@@ -347,9 +364,8 @@ def finest(prover: Prover, kinds: Sequence[Kind]) -> int:
     """Pieces into which every tensor of a group can be cut without regard to units."""
     lengths = []
     for kind in kinds:
-        name = next(n for n in kind.names if n in prover.ids)
-        n = prover.ids[name].shape[kind.cut.axis]
-        lengths.append(n // max(1, len(kind.cut.parts)))
+        for name in (n for n in kind.names if n in prover.ids):
+            lengths.append(prover.ids[name].shape[kind.cut.axis] // max(1, len(kind.cut.parts)))
     return gcd(*lengths)
 
 
@@ -423,6 +439,8 @@ def size_name(reading: Reading, field: str, path: str, *, kv: bool) -> str:
     word = "kv_heads" if kv else "heads" if last in HEADS else last
     name = word if own else "_".join([*(w.removesuffix("_config") for w in place.split(".") if w), word])
     reading.counts[name] = Size(dict(walk(reading.config))[field], shared=kv)
+    said = dict(walk(reading.config)).get(f"{place}.per_layer_config" if place else "per_layer_config") or {}
+    reading.per_layer[name] = {int(i): Size(of[last], shared=kv) for i, of in said.items() if last in of}
     if name not in reading.sizes:
         shown = last if own and path == "text_config." else field
         heads = name.replace("kv_heads", "heads")
@@ -450,15 +468,22 @@ def same_in_all_layers(reading: Reading, kinds: Sequence[Kind], prefix: str) -> 
                 raise Refused(f"not all layers have as many heads: {' '.join(k.pattern for k in kinds)}")
 
 
-def prove(prover: Prover, kinds: Sequence[Kind], sizes: Mapping[str, Size]) -> None:
+def prove(
+    prover: Prover,
+    kinds: Sequence[Kind],
+    sizes: Mapping[str, Size],
+    per_layer: Mapping[str, Mapping[int, Size]] | None = None,
+) -> None:
     """Exchange whole units of a group. Raises Refused when that changes what the model computes."""
     counts = {sizes[k.unit].value for k in kinds}
+    per_layer = {u: of for u, of in (per_layer or {}).items() if of}
+    counts |= {s.value for of in per_layer.values() for s in of.values()}
     low = min([sizes[k.unit].value for k in kinds if sizes[k.unit].shared], default=max(counts))
     proven = False
     for ways in sorted(counts | {2}):
         pairs = {(0, 1), (0, ways - 1)} if ways <= low else {(0, 1)} if ways // low > 1 else set()
         for a, b in sorted(pairs):
-            apart = prover.exchanged(kinds, sizes, ways, a, b, alike=True)
+            apart = prover.exchanged(kinds, sizes, ways, a, b, alike=True, per_layer=per_layer)
             if apart > TOLERANCE:
                 names = " ".join(k.pattern for k in kinds)
                 raise Refused(f"with {ways} ranks, {a} and {b} exchanged change the logits by {apart:.1e}: {names}")
@@ -628,7 +653,7 @@ def find_units(reading: Reading, path: str, changes: Mapping[str, Any]) -> None:
         try:
             assign(reading, group, depends, path)
             same_in_all_layers(reading, group, reading.prefix)
-            prove(prover, group, reading.counts)
+            prove(prover, group, reading.counts, reading.per_layer)
         except Refused:
             if any(depends[k.pattern] for k in group) or not other_units(reading, prover, group, path):
                 raise
