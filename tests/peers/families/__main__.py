@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--covered", action="store_true", help="leave out what no family names")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the table of docs/ here")
+    parser.add_argument("--variations", action="store_true", help="also with biases and ties turned round")
     parser.add_argument("--names", type=Path, metavar="FILE", help="write the names of all stored tensors here")
     said = parser.parse_args()
     quiet()
@@ -93,14 +94,19 @@ def run(chosen: list[Architecture], root: Path, said: argparse.Namespace) -> int
 
 def one_found(job: tuple[Architecture, Path, argparse.Namespace]) -> Found:
     """One architecture; its files are gone afterwards unless they are to be kept."""
-    from tests.peers.families.judge import judge
+    from tests.peers.families.judge import judge, variations
 
     one, root, said = job
     changes = {name: json.loads(value) for name, _, value in (text.partition("=") for text in said.set)}
     folder = root / f"{one.model_type}_{one.group}_{one.cls}"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        return judge(one, folder, said.family, changes, covered_only=said.covered)
+        found = judge(one, folder, said.family, changes, covered_only=said.covered)
+        if said.variations and found.params and not found.refused:
+            for switched, other in variations(one, folder / "variations"):
+                found.varied.append(switched)
+                found.wrong += [f"with {switched}: {w}" for w in (other.wrong or [other.refused]) if w]
+        return found
     finally:
         if said.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,6 +146,8 @@ def describe(found: Found, *, long: bool = True) -> str:
         lines.append(f"whole: {' '.join(found.whole)}")
     if found.not_run:
         lines.append(f"logits not compared: {found.not_run}")
+    if found.varied:
+        lines.append(f"also with {', '.join(found.varied)}")
     if found.by_number:
         lines.append(f"exchanged besides: {found.by_number}")
     if found.unseen:

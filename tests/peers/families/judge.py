@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from tests.helpers.stored_names import Stored, kept
 from tests.peers.families import forward, swap
 from tests.peers.families.by_number import BY_NUMBER, exchange_tensors, exchanging
 from tests.peers.families.remote import REMOTE
-from tests.peers.families.tiny import VOCAB, Architecture, kinds, parameters, save
+from tests.peers.families.tiny import VOCAB, Architecture, kinds, meta_model, parameters, save
 
 TOLERANCE = 2e-5
 """Largest difference of logits, beside the largest: sums in another order."""
@@ -51,6 +52,8 @@ class Found:
     declared: str = ""
     """ "ok", or what differs."""
     targets: dict[str, str] = field(default_factory=dict)
+    varied: list[str] = field(default_factory=list)
+    """Switches that were turned round, too."""
     stored: Stored | None = None
     """What fast tests look at."""
     wrong: list[str] = field(default_factory=list)
@@ -79,8 +82,12 @@ def judge(
     changes: dict[str, Any] | None = None,
     *,
     covered_only: bool = False,
+    brief: bool = False,
 ) -> Found:
-    """Make it tiny, cut it, judge it; files lie under ``folder``. ``covered_only``: only if a family names it."""
+    """Make it tiny, cut it, judge it; files lie under ``folder``.
+
+    ``covered_only``: only if a family names it. ``brief``: two ranks only.
+    """
     found = Found(architecture)
     if not family and not changes and covered_only and not named(architecture):
         found.refused = "no family names it"
@@ -93,7 +100,9 @@ def judge(
     except Exception as e:  # noqa: BLE001 - whatever transformers raises
         found.not_made = f"{type(e).__name__}: {e}".replace("\n", " ")[:300]
         return found
-    _Judge(found, whole, folder, ("--family", family) if family else (), changes).all()
+    one = _Judge(found, whole, folder, ("--family", family) if family else (), changes)
+    one.brief = brief
+    one.all()
     return found
 
 
@@ -102,6 +111,47 @@ def named(architecture: Architecture) -> bool:
     from ckpttool.layout.family import find_family
 
     return find_family({"model_type": architecture.model_type, "architectures": [architecture.cls]}) is not None
+
+
+SWITCHES = (
+    *("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "bias", "use_qk_norm", "qk_layernorm"),
+    *("tie_word_embeddings", "attention_out_bias", "conv_bias", "use_conv_bias", "add_qkv_bias"),
+)
+"""Fields of configs that add or take away tensors."""
+
+
+def variations(architecture: Architecture, folder: Path) -> Iterator[tuple[str, Found]]:
+    """The same architecture with each switch of its language model turned round, where that makes another model."""
+    from tests.peers.families.tiny import tiny_config
+
+    plain = _names(architecture, {})
+    if architecture.group == "remote" or plain is None:
+        return
+    config = tiny_config(architecture.model_type, group=architecture.group)
+    parts = {"": config} | {f"{n}.": getattr(config, n) for n in ("text_config",) if hasattr(config, n)}
+    for at, part in parts.items():
+        for switch in SWITCHES:
+            value = vars(part).get(switch)
+            if not isinstance(value, bool):
+                continue
+            changes = {f"{at}{switch}": not value}
+            if _names(architecture, changes) in (None, plain):
+                continue
+            said = f"{at}{switch}={str(not value).lower()}"
+            yield said, judge(architecture, folder / said, "", changes, brief=True)
+
+
+def _names(architecture: Architecture, changes: dict[str, Any]) -> list[str] | None:
+    """What such a model stores; None where it cannot be made."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            model = meta_model(architecture, changes)
+    except Exception:  # noqa: BLE001 - whatever transformers raises
+        return None
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return sorted(n for n in model.state_dict() if n not in tied)
 
 
 class Runner(Protocol):
@@ -201,6 +251,7 @@ class _Judge:
             found.by_number = said.reason
         self._runner: Runner | None = None
         self.changes = changes
+        self.brief = False
         self.gathered: frozenset[str] = frozenset()
         """What transformers' plan cuts anywhere, because the results are gathered."""
 
@@ -211,6 +262,10 @@ class _Judge:
             self.found.refused = self.found.back.pop("tp 2")
             return
         self.list_kinds(first)
+        if self.brief:
+            self.swap(first, "tp 2")
+            self.declared()
+            return
         if self.found.family.startswith("transformers/"):
             self.compare_with_plan(first, 2)
         self.swap(first, "tp 2", kinds_too=True)
@@ -219,8 +274,11 @@ class _Judge:
                 if tp == 4 and self.found.family.startswith("transformers/"):
                     self.compare_with_plan(cut, tp)
                 self.swap(cut, f"tp {tp}")
-        if any(".experts." in n or ".experts_" in n for n in self.tensors):
-            self.cut("ep 2", ["--tp-out", 2, "--ep-out", 2])
+        if any("expert" in n or ("moe" in n and t.ndim > 2) for n, t in self.tensors.items()):
+            cut = self.cut("ep 2", ["--tp-out", 2, "--ep-out", 2])
+            if cut is not None:
+                self.whole_experts(cut)
+        self.cut("pp 2", ["--pp-out", 2])
         self.declared()
 
     def wrong(self, text: str) -> None:
@@ -246,6 +304,22 @@ class _Judge:
         else:
             self.found.back[label] = "ok"
         return ranks
+
+    def whole_experts(self, ranks: Path) -> None:
+        """Every expert is whole on one of the two ranks, the first half of them on the first."""
+        for r, path in enumerate(swap.rank_files(ranks)):
+            mine = swap.read(path)[0]
+            for name, whole in self.tensors.items():
+                numbered = re.search(r"\.experts\.(\d+)\.", name)
+                stacked = ".experts" in name and numbered is None and name in mine and whole.ndim > 1
+                part = whole
+                if stacked and 2 * mine[name].shape[0] == whole.shape[0]:
+                    part = np.split(whole, 2)[r]
+                elif numbered is None or name not in mine:
+                    continue
+                if mine[name].tobytes() != part.tobytes():
+                    self.wrong(f"ep 2: rank {r} holds something else of {name}")
+                    return
 
     def together(self, ranks: Path, out: Path) -> Path | None:
         done = ckpttool("reshard", ranks, out, "--to", "hf", "--tp-out", 1, *self.options)
@@ -335,7 +409,7 @@ class _Judge:
         self.found.family = family.name
         names = [some[0] for _, some in kinds(sorted(self.tensors))]
         self.found.stored = Stored(kept(self.config), family.name, names)
-        for engine in ENGINES:
+        for engine in () if self.brief else ENGINES:
             if engine in family.spec.namings:
                 dropped = [p for spec in family.spec.namings[engine] for p in spec.drop or ()]
                 self.target(engine, dropped)
@@ -388,8 +462,8 @@ class _Judge:
         from ckpttool.layout.shapes import declared_tensors
 
         family = pick_family(self.options[1] if self.options else "", "", self.config)
-        if family.spec.tensors is None or self.found.architecture.group == "base":
-            self.found.declared = "none"  # those of bases are those of the model with its head
+        if family.spec.tensors is None:
+            self.found.declared = "none"
             return
         try:
             naming, _ = family.published_form(self.tensors, lambda: {n: t.shape for n, t in self.tensors.items()})

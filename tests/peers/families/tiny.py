@@ -330,21 +330,36 @@ def random_weights(model: Any) -> None:
                 tensor.copy_(values / tensor.shape[-1] ** 0.5)
 
 
-def tiny_model(architecture: Architecture, changes: Mapping[str, Any] | None = None) -> Any:
-    """The model in float32 on the CPU."""
+def _class_and_config(architecture: Architecture, changes: Mapping[str, Any] | None) -> tuple[Any, Any]:
     import torch
     import transformers
 
+    timm_stub.install()
     config = tiny_config(architecture.model_type, changes, architecture.group)
     config.dtype = torch.float32
-    timm_stub.install()
     cls = getattr(transformers, architecture.cls)
     if architecture.group == "causal" and not isinstance(config, cls.config_class):
         config = config.get_text_config(decoder=True)
+    return cls, config
+
+
+def meta_model(architecture: Architecture, changes: Mapping[str, Any] | None = None) -> Any:
+    """The model without memory."""
+    import torch
+
+    cls, config = _class_and_config(architecture, changes)
     with torch.device("meta"):
-        size = parameters(cls._from_config(config, attn_implementation="eager"))
+        return cls._from_config(config, attn_implementation="eager")
+
+
+def tiny_model(architecture: Architecture, changes: Mapping[str, Any] | None = None) -> Any:
+    """The model in float32 on the CPU."""
+    import torch
+
+    size = parameters(meta_model(architecture, changes))
     if size > LARGEST:
         raise ValueError(f"{size:,} parameters are not tiny")
+    cls, config = _class_and_config(architecture, changes)
     torch.manual_seed(0)
     model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
     random_weights(model)
