@@ -73,7 +73,7 @@ def main() -> int:
 
 def run(chosen: list[Architecture], root: Path, said: argparse.Namespace) -> int:
     found = list(all_found(chosen, root, said))
-    failures = [f for f in found if f.wrong]
+    failures = [f for f in found if f.wrong or f.varied_wrong]
     refused = [f for f in found if f.refused and (f.params or not said.covered)]
     print(  # noqa: T201 - for the person who runs it
         f"{sum(f.passed for f in found)} of {len(found)} pass, {len(failures)} fail, {len(refused)} are refused, "
@@ -105,7 +105,7 @@ def one_found(job: tuple[Architecture, Path, argparse.Namespace]) -> Found:
         if said.variations and found.params and not found.refused:
             for switched, other in variations(one, folder / "variations"):
                 found.varied.append(switched)
-                found.wrong += [f"with {switched}: {w}" for w in (other.wrong or [other.refused]) if w]
+                found.varied_wrong += [f"with {switched}: {w}" for w in (other.wrong or [other.refused]) if w]
         return found
     finally:
         if said.keep is None:
@@ -152,7 +152,7 @@ def describe(found: Found, *, long: bool = True) -> str:
         lines.append(f"exchanged besides: {found.by_number}")
     if found.unseen:
         lines.append(f"logits do not show: {' '.join(found.unseen)}")
-    lines += [f"WRONG {w}" for w in found.wrong]
+    lines += [f"WRONG {w}" for w in (*found.wrong, *found.varied_wrong)]
     return "\n    ".join(lines)
 
 

@@ -54,6 +54,8 @@ class Found:
     targets: dict[str, str] = field(default_factory=dict)
     varied: list[str] = field(default_factory=list)
     """Switches that were turned round, too."""
+    varied_wrong: list[str] = field(default_factory=list)
+    """What is wrong with them; the table is about models without."""
     stored: Stored | None = None
     """What fast tests look at."""
     wrong: list[str] = field(default_factory=list)
@@ -262,12 +264,12 @@ class _Judge:
             self.found.refused = self.found.back.pop("tp 2")
             return
         self.list_kinds(first)
+        if self.found.family.startswith("transformers/"):
+            self.compare_with_plan(first, 2)
         if self.brief:
             self.swap(first, "tp 2")
             self.declared()
             return
-        if self.found.family.startswith("transformers/"):
-            self.compare_with_plan(first, 2)
         self.swap(first, "tp 2", kinds_too=True)
         for tp in (4, 16):
             if (cut := self.cut(f"tp {tp}", ["--tp-out", tp])) is not None:
