@@ -28,6 +28,8 @@ class ByNumber:
     reason: str
     tensors: dict[str, str] = field(default_factory=dict)
     """Regular expression of stored names -> the field of config.json that counts the units of its only axis."""
+    numbered: dict[str, str] = field(default_factory=dict)
+    """The same of tensors of one head each: ``(before)(number)(behind)``."""
     function: str = ""
     """``module:name``, with ``:name`` of a class between them; what it gives has heads on axis 0."""
 
@@ -40,6 +42,13 @@ BY_NUMBER: dict[str, ByNumber] = {
     "mpt": ByNumber(_SLOPES, function="transformers.models.mpt.modeling_mpt:build_mpt_alibi_tensor"),
     "minimax_m1": ByNumber(
         _SLOPES, function="transformers.models.minimax.modeling_minimax:MiniMaxLightningAttention:get_slope_rate"
+    ),
+    "stablelm": ByNumber(
+        "every head has a norm of its own, and each rank all of them",
+        numbered={
+            r"(.*q_layernorm\.norms\.)(\d+)(\.weight)": "num_attention_heads",
+            r"(.*k_layernorm\.norms\.)(\d+)(\.weight)": "num_key_value_heads",
+        },
     ),
     "reformer": ByNumber("every head hashes by random rotations of its own", function="torch:randn"),
 }
@@ -62,9 +71,16 @@ def exchange_tensors(folder: Path, model_type: str, config: dict[str, Any], rank
 
     from tests.peers.families.swap import read
 
-    wanted = BY_NUMBER[model_type].tensors if model_type in BY_NUMBER else {}
-    for path in sorted(folder.glob("*.safetensors")) if wanted else ():
+    said = BY_NUMBER.get(model_type, ByNumber(""))
+    wanted = said.tensors
+    for path in sorted(folder.glob("*.safetensors")) if wanted or said.numbered else ():
         tensors, about = read(path)
+        tensors |= {
+            f"{m[1]}{exchanged(np.arange(config[units]), 0, config[units], ranks)[int(m[2])]}{m[3]}": tensor
+            for name, tensor in tensors.items()
+            for pattern, units in said.numbered.items()
+            if (m := re.fullmatch(pattern, name))
+        }
         for name, tensor in tensors.items():
             for pattern, units in wanted.items():
                 if re.fullmatch(pattern, name):
