@@ -392,9 +392,10 @@ def shown(value: object) -> str:
 
 
 def _field(name: str, value: object, kind: type | None = None) -> Value:
-    """A value of config.json that an expression can use; ``kind`` is what it has to be. 3.0 is a whole number."""
-    if type(value) is float and value.is_integer():
-        value = int(value)
+    """A value of config.json that an expression can use; ``kind`` is what it has to be. 3.0 is a whole number, and 0.5
+    the text ``0.5`` where the default is a text, to be compared with it."""
+    if type(value) is float:
+        value = int(value) if value.is_integer() else repr(value) if kind is str else value
     if kind is bool and type(value) is int and value in (0, 1):
         return value
     if isinstance(value, dict) and kind in (None, list):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ckpttool.dtypes import DTYPES
+from ckpttool.errors import LayoutError
 from ckpttool.layout.family import pick_family
 from ckpttool.layout.shapes import declared_tensors
 
@@ -177,3 +178,11 @@ def test_glm_4_5v() -> None:
     fields = text(4096, 10944, 46, 96, 8, model_type="glm4v_moe_text", head_dim=128, n_routed_experts=128)
     config = glm4v(10944, {**fields, "moe_intermediate_size": 1408, "n_shared_experts": 1})
     assert nbytes(config) == 2 * 107_710_933_120 + 2 * 45 * 128
+
+
+def test_a_projector_of_another_width_is_refused() -> None:
+    """Fractions are compared, and not computed with."""
+    config = PUBLISHED["OpenGVLab/InternVL3-8B"][0]
+    assert nbytes({**config, "downsample_ratio": 0.5}) == nbytes(config)
+    with pytest.raises(LayoutError, match="the projector has another width"):
+        nbytes({**config, "downsample_ratio": 0.25})
