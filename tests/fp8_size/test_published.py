@@ -1,8 +1,9 @@
 """How many parameters published models have, from their config.json alone.
 
 data/published.json has the fields of config.json that shapes come from, and the number of elements that the Hub counts
-in the model's safetensors files (its page says it, and ``total_size`` of model.safetensors.index.json divided by the
-bytes of an element). Nothing of it was counted by this program.
+in the model's safetensors files: its page says it, and ``total_size`` of model.safetensors.index.json divided by the
+bytes of an element. The figures were written down as the publishers give them, and no model is here whose family was
+made to fit its figure.
 """
 
 from __future__ import annotations
