@@ -265,10 +265,12 @@ def vllm(model: Model, table: Table) -> Table:
             ("{a}.mlp.shared_experts.{b}", shared + ".{b}"),
         ),
         "deepseek": (
-            ("{a}.self_attn.q_a_layernorm.{b}", "{a}.self_attn.mla_attn.q_a_layernorm.{b}"),
-            ("{a}.self_attn.q_b_proj.{b}", "{a}.self_attn.mla_attn.q_b_proj.{b}"),
-            ("{a}.self_attn.q_proj.{b}", "{a}.self_attn.mla_attn.q_proj.{b}"),
-            ("{a}.self_attn.o_proj.{b}", "{a}.self_attn.mla_attn.o_proj.{b}"),
+            # V3.2 has an attention of its own on CUDA, without this module.
+            *(
+                ("{a}.self_attn." + name + ".{b}", "{a}.self_attn.mla_attn." + name + ".{b}")
+                for name in ("q_a_layernorm", "q_b_proj", "q_proj", "o_proj")
+                if model.kind != "deepseek_v32"
+            ),
             ("{a}.mlp.shared_experts.{b}", shared + ".{b}"),
             ("{a}.mlp.gate.{b}", "{a}.mlp.experts.gate.{b}"),
         ),
