@@ -24,7 +24,8 @@ class Stored(NamedTuple):
 
     @property
     def label(self) -> str:
-        return f"{self.config['model_type']}-{self.config['architectures'][0]}"
+        classes = self.config.get("architectures") or [self.config.get("_class_name")]
+        return f"{self.config.get('model_type', '')}-{classes[0]}"
 
 
 def pack(names: Iterable[str]) -> str:
@@ -54,7 +55,7 @@ def kept(config: Mapping[str, Any]) -> dict[str, Any]:
     """What of a config.json chooses a family: types of the model and of its parts."""
     out: dict[str, Any] = {}
     for name, value in config.items():
-        if name in ("model_type", "architectures"):
+        if name in ("model_type", "architectures", "_class_name"):
             out[name] = value
         elif isinstance(value, dict) and (inner := kept(value)):
             out[name] = inner

@@ -481,6 +481,8 @@ class _Judge:
             self.wrong(f"tensors: {e}"[:300])
             return
         theirs = {n: list(t.shape) for n, t in self.tensors.items()}
+        if self.found.architecture.group == "base" and not ours.keys() & theirs:
+            ours = {n.partition(".")[2]: s for n, s in ours.items()}  # the prefix that a model with a head has
         differ = sorted(
             f"{n}: declared {ours.get(n)}, saved {theirs.get(n)}"
             for n in ours.keys() | theirs

@@ -21,7 +21,7 @@ GROUPS = {
     "speech": "Speech recognition",
     "clip": "Images beside text",
     "base": "Embedding models and classifiers",
-    "remote": "Code of the publisher",
+    "remote": "Code of the publisher and diffusers",
 }
 """Titles of the groups of architectures, in the order of the page."""
 
