@@ -68,6 +68,8 @@ class Kind:
     gathered: bool = False
     verb: str = "replicate"
     unit: str = ""
+    behind: bool = False
+    """The model has it behind its layers."""
 
     @property
     def rule(self) -> str:
@@ -595,7 +597,9 @@ def read_one(architecture: Architecture, changes: Mapping[str, Any]) -> Reading:
     kinds = sort_kinds(owned, experts, prefix)
     style, order = plans.styles(model)
     kinds.sort(key=lambda k: order.get(k.names[0], 0))
+    start = next((order[k.names[0]] for k in kinds if k.section == "layers" and k.names[0] in order), 0)
     for kind in kinds:
+        kind.behind = order.get(kind.names[0], 0) > start
         kind.gathered = style.get(kind.names[0], "") in plans.GATHERED
         kind.verb = verb_of(kind, owned[2][kind.names[0]].shape)
         if style.get(kind.names[0], "").startswith("embedding") and kind.cut.parts and kind.verb != "vocab":

@@ -44,6 +44,8 @@ from tests.peers.families import plans  # noqa: E402
 from tests.peers.families.tiny import Architecture, architectures, find  # noqa: E402
 
 OUT = FAMILIES / "transformers"
+EARLY = re.compile(r"(embed|per_layer|altup_projections|latent_|lerope|^wte)")
+"""What works in front of the layers, wherever a class has it."""
 WIDTH = 100
 """Of a pattern with alternatives."""
 ROUTER = re.compile(r"(^|[._])(gate|router|classifier)\.")
@@ -55,16 +57,22 @@ ROUTER = re.compile(r"(^|[._])(gate|router|classifier)\.")
 
 def stage_of(kind: Kind, reading: Reading) -> str:
     """``first`` or ``last``, for a tensor that is in no layer."""
-    start = reading.prefix.partition("{layer}")[0].rstrip(".").rpartition(".")[0]
     name = kind.pattern
     if PREDICTION.search(name):
         return "last"
-    if SIDE.search(name):
+    if SIDE.search(name) or (EARLY.search(name) and not re.search(r"embedding_norm|unembed", name)):
         return "first"
-    if "lm_head" in name or re.match(r"(lm_head|output|embed_out|score)\b", name):
+    if re.match(r"(head|cls|output)\.", name) or re.search(r"(^|[._])(lm_head|hc_head|embed_out)\b", name):
         return "last"
-    inside = name.removeprefix(f"{start}.") if start else name
-    return "last" if re.match(r"(norm|final|ln_f|output_norm)", inside.rpartition(".")[0] or inside) else "first"
+    model = reading.prefix.partition("layers.{layer}")[0]
+    own = name.removeprefix(model)
+    final = kind.behind or re.match(r"(norm|final|ln_f)", own) is not None
+    return "last" if final and name.startswith(model) else "first"
+
+
+def own_kind(reading: Reading, name: str) -> Kind:
+    """The kind of a tensor that is in no layer."""
+    return next(k for k in reading.kinds if k.section != "layers" and (name in k.names or name == k.pattern))
 
 
 def quoted(text: str) -> str:
@@ -308,7 +316,7 @@ def make(architecture: Architecture, out: Path, *, all_of_them: bool = False) ->
         try:
             if (other := find_family(reading.config | {"architectures": [architecture.cls]})) and "/" not in other:
                 raise Refused(f"{other} has them")
-            section = tensors_section(reading, text, lambda n: stage_of(Kind(n, "", [n]), reading), Path(scratch))
+            section = tensors_section(reading, text, lambda n: stage_of(own_kind(reading, n), reading), Path(scratch))
         except Refused as e:
             reading.notes.append(f"no section `tensors`: {e}")
         else:
