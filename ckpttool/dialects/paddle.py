@@ -57,18 +57,20 @@ class PaddleDialect(Dialect):
             return ()
         found = shapes()
         prefix, published = base_prefix(found), _hf_prefix(family)
-        ops: list[Transform] = list(_fusions(family, _modules(found)))
-        renamed = prefix not in ("", published)
+        renamed = published.isidentifier() and prefix not in ("", published) and not _knows(family, prefix, found)
 
         def hf(name: str) -> str:
             return published + name[len(prefix) :] if renamed and name.startswith(prefix + ".") else name
 
+        # What a rule names is a module of the model's own, and no fusion of Paddle's.
+        fused = _modules(n for n in found if family.placement(hf(n)) is None)
+        ops: list[Transform] = list(_fusions(family, fused))
         turned = _turned(family, found, config)
         head = found.get("lm_head.weight")
         if head is not None and head_in_out(head, prefix, config, tied=family.tied):
             turned.add("lm_head.weight")
         if turned:
-            ops.append(Transpose(tuple(sorted({pattern_of(hf(n)) for n in turned}))))
+            ops.append(Transpose(_patterns({hf(n) for n in turned}, map(hf, found))))
         if renamed:
             ops.append(Rename(((f"{published}.{{a}}", prefix + ".{a}"),)))
         return tuple(ops)
@@ -97,7 +99,7 @@ class PaddleDialect(Dialect):
         if len(found.get("lm_head.weight", ())) == 2 and (nlp or old_llama) and not family.tied:
             turned.add("lm_head.weight")
         if turned:
-            ops.append(Transpose(tuple(sorted({pattern_of(n) for n in turned}))))
+            ops.append(Transpose(_patterns(turned, found)))
         if _hf_prefix(family) == "model" and ((nlp and kind in _NLP_PREFIXES) or old_llama):
             ops.append(Rename((("model.{a}", kind + ".{a}"),)))
         return tuple(ops)
@@ -215,6 +217,19 @@ def _modules(names: Iterable[str]) -> set[str]:
 def _hf_prefix(family: Family) -> str:
     """The first word of the layers' names as Hugging Face has them."""
     return family.spec.layers.prefix.split(".")[0]
+
+
+def _knows(family: Family, prefix: str, names: Iterable[str]) -> bool:
+    """Whether some name that begins so is one of the model's own, in one of the forms that it is published in."""
+    forms = [family.placer(()), *(family.placer(family.statements(n)) for n in family.spec.hf_namings)]
+    return any(place(n) is not None for n in names if n.startswith(prefix + ".") for place in forms)
+
+
+def _patterns(turned: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Patterns of these names and of no other one of ``names``."""
+    some = set(turned)
+    others = {pattern_of(n) for n in names if n not in some}
+    return tuple(sorted({n if pattern_of(n) in others else pattern_of(n) for n in some}))
 
 
 def _turned(family: Family, shapes: Shapes, config: Mapping[str, Any]) -> set[str]:

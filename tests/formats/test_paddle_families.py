@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.command import reshard
 from tests.helpers.families import MODELS, Model
-from tests.helpers.tensorfile import Tensors, read, write
+from tests.helpers.tensorfile import Raw, Tensors, read, write
 
 # These come back in the form that their owners publish first.
 FORMS = ("@transformers", "_published")
@@ -101,3 +101,54 @@ def test_square_weights_turn_by_name_and_not_by_shape(tmp_path: Path) -> None:
         back = tmp_path / f"{target}-back"
         reshard(out, back, "--to", "hf")
         assert all(np.array_equal(a, values[k]) for k, a in read_folder(back, "*.safetensors").items())
+
+
+OWN_NAMES: dict[str, tuple[dict[str, object], dict[str, tuple[int, ...]]]] = {
+    "names that a family has in two forms": (
+        {"model_type": "aria_text", "architectures": ["AriaTextForCausalLM"]},
+        {"model.embed_tokens.weight": (24, 16), "model.layers.0.self_attn.q_proj.weight": (32, 16)},
+    ),
+    "a first word that is not the family's first": (
+        {"model_type": "biogpt", "architectures": ["BioGptForCausalLM"]},
+        {"biogpt.embed_tokens.weight": (24, 16), "biogpt.layers.0.fc1.weight": (32, 16)},
+    ),
+    "a norm beside the language model": (
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
+        {
+            "language_model.model.layers.0.mlp.up_proj.weight": (32, 16),
+            "multi_modal_projector.norm.weight": (16,),
+            "multi_modal_projector.linear_1.weight": (16, 24),
+        },
+    ),
+    "qkv_proj of linear attention": (
+        {"model_type": "minimax", "architectures": ["MiniMaxForCausalLM"]},
+        {
+            "model.layers.0.self_attn.qkv_proj.weight": (96, 16),
+            "model.layers.1.self_attn.q_proj.weight": (32, 16),
+            "model.layers.1.self_attn.k_proj.weight": (16, 16),
+            "model.layers.1.self_attn.v_proj.weight": (16, 16),
+        },
+    ),
+    "a norm and a projection that differ by a number": (
+        {"_class_name": "ZImageTransformer2DModel"},
+        {"cap_embedder.0.weight": (16,), "cap_embedder.1.weight": (32, 16)},
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["unified", "flex"])
+@pytest.mark.parametrize("case", OWN_NAMES)
+def test_names_of_the_models_own_are_not_taken_for_paddles(case: str, target: str, tmp_path: Path) -> None:
+    config, shapes = OWN_NAMES[case]
+    numbers: dict[str, object] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    src = tmp_path / "src"
+    want = {n: Raw("F32", np.arange(np.prod(s), dtype=np.uint32).reshape(s)) for n, s in shapes.items()}
+    write(src / "model.safetensors", want, {"format": "pt"})
+    text = config.get("text_config")
+    config = {**config, **numbers, **({"text_config": {**text, **numbers}} if isinstance(text, dict) else {})}
+    (src / "config.json").write_text(json.dumps(config))
+    reshard(src, tmp_path / "out", "--to", target, "-q")
+    reshard(tmp_path / "out", tmp_path / "back", "--to", "hf", "-q")
+    got = read(next((tmp_path / "back").glob("*.safetensors")))
+    assert got.keys() == want.keys()
+    assert [n for n in want if not np.array_equal(got[n].bits, want[n].bits)] == []
