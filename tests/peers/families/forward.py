@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 LENGTH = 24
+FORBIDDEN = 1e20
+"""Logits below minus that are of tokens that a model must not say; beside them all others would be equal."""
 
 
 def _draw() -> Any:
@@ -204,10 +206,9 @@ def compute(model: Any, given: dict[str, Any]) -> Any:
     with torch.no_grad():
         found = model(**given)
     logits = getattr(found, "logits", None)
-    if logits is not None:
-        return logits.flatten()
     floats = [t for t in found.to_tuple() if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    return torch.cat([t.flatten() for t in floats])
+    row = logits.flatten() if logits is not None else torch.cat([t.flatten() for t in floats])
+    return row.where(row.abs() < FORBIDDEN, 0.0)
 
 
 def difference(a: Any, b: Any) -> float:

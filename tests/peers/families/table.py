@@ -61,7 +61,9 @@ Every architecture is made tiny, with random weights, saved by transformers, and
 
 The shares of a right cut are alike: what rank 1 holds may stand where rank 0's part stood, if that is done to every
 tensor that is cut. A torn head, a wrong axis or a missing partner changes the logits. `plan` in that column: each rank
-also holds what transformers' own plan gives it, element for element. `-`: the tiny model cannot be run here.
+also holds what transformers' own plan gives it, element for element. `but for 2`: two kinds of tensors that are cut do
+not show in the logits of the tiny model, because its inputs do not reach them (cross attention without an image). `-`:
+the tiny model cannot be run here, or nothing but the vocabulary is cut.
 """
 
 _UNCOVERED = """\
@@ -134,7 +136,10 @@ def _tp(f: Found) -> str:
 
 
 def _logits(f: Found) -> str:
+    hidden = [k for k in f.unseen if not k.endswith("bias")]
     said = "equal" if f.logits_equal else "-"
+    if f.logits_equal and hidden:
+        said += f" but for {len(hidden)}"
     return f"{said}, plan" if f.plan else said
 
 
