@@ -12,14 +12,22 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.config import config_places, quantization, ties_head
 from ckpttool.layout.files import builtin, completed, find_file, inner_config, read_builtin, read_own
-from ckpttool.layout.names import expand, has_inner_number, has_literal_number, pattern_regex, samples, split_numbers
+from ckpttool.layout.names import (
+    captures,
+    expand,
+    has_inner_number,
+    has_literal_number,
+    pattern_regex,
+    samples,
+    split_numbers,
+)
 from ckpttool.layout.rules import (
     WHOLE,
     Rule,
@@ -204,7 +212,7 @@ class FamilySpec(_Strict):
     orientation: str = "out_in"
     tied: bool = False
     """What tie_word_embeddings means when the config does not have it."""
-    sizes: dict[str, SizeSpec | str | list[str]] = {}
+    sizes: dict[str, SizeSpec | str | Annotated[list[str], Field(min_length=1)]] = {}
     first: dict[str, str] = {}
     layers: LayersSpec
     stacks: dict[str, StackSpec] = {}
@@ -851,7 +859,9 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(str(x) for x in first["loc"] if not str(x).startswith("function-"))
-        raise LayoutError(f"the family file is not valid at `{where}`: {first['msg']}", where=origin) from None
+        at = f" at `{where}`" if where else ""
+        raise LayoutError(f"the family file is not valid{at}: {first['msg']}", where=origin) from None
+    _check_names(spec, origin)
     if spec.base:
         _add_bare(spec)
     return Family(
@@ -901,6 +911,31 @@ def _patterns(spec: FamilySpec) -> Iterator[str]:
             yield from (*pairs.keys(), *pairs.values())
         for patterns in (op.transpose, op.rotary_pairs, op.squeeze, op.rules, op.drop, op.copies, op.own):
             yield from patterns or ()
+
+
+def _check_names(spec: FamilySpec, origin: str) -> None:
+    """Raises LayoutError for names that cannot be made from others, and for a naming that is not there."""
+    if spec.layers.rules and "{layer}" not in spec.layers.prefix:
+        raise LayoutError(f"`{spec.layers.prefix}` lacks {{layer}}", where=f"{origin}: layers: prefix")
+    for key, told in (("hf_namings", spec.hf_namings), ("trainer_namings", spec.trainer_namings)):
+        if missing := [n for n in told if n not in spec.namings]:
+            raise LayoutError(f"`{missing[0]}` is not in the namings of the family", where=f"{origin}: {key}")
+    pairs = [(f"fusions: {n}", f.whole, part, "") for n, f in spec.fusions.items() for part in f.parts]
+    for naming, ops in spec.namings.items():
+        for op in ops:
+            for maps, more in ((op.rename, ""), (op.stack, "expert"), (op.unstack, "expert"), (op.read_as, "")):
+                pairs += [(f"namings: {naming}", a, b, more) for a, b in (maps or {}).items()]
+    for where, one, other, more in pairs:
+        try:
+            here, there = captures(one) | ({more} - {""}), captures(other)
+        except UnsupportedError as e:
+            raise LayoutError(e.what, where=f"{origin}: {where}", hint=e.hint) from None
+        if odd := sorted(here ^ there):
+            raise LayoutError(
+                f"`{one}` and `{other}`: only one of them has {{{odd[0]}}}",
+                where=f"{origin}: {where}",
+                hint="each name must follow from the other",
+            )
 
 
 def _compile(spec: FamilySpec, origin: str) -> list[tuple[re.Pattern[str], Rule, str, bool]]:

@@ -151,7 +151,7 @@ def completed(data: Any, config: Mapping[str, Any], origin: str) -> Any:
 def _of_other(key: str, said: Any, allowed: Mapping[str, type], origin: str) -> dict[str, Any]:
     """What a file says of the family that it is written on top of, with the types that its keys must have."""
     wrong = not isinstance(said, dict) or [
-        k for k, v in said.items() if k not in allowed or not isinstance(v, allowed[k])
+        k for k, v in said.items() if k not in allowed or not isinstance(v, allowed[k]) or not _of_texts(v)
     ]
     if wrong:
         what = f"`{wrong[0]}` is not right there" if isinstance(wrong, list) else "this is no map"
@@ -160,6 +160,12 @@ def _of_other(key: str, said: Any, allowed: Mapping[str, type], origin: str) -> 
         )
     out: dict[str, Any] = said
     return out
+
+
+def _of_texts(said: Any) -> bool:
+    """Whether a text, a list or a map of a family file has nothing but texts in it."""
+    inner = [*said, *said.values()] if isinstance(said, dict) else said
+    return all(isinstance(text, str) for text in inner)
 
 
 def _other(name: str, config: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -225,6 +231,12 @@ def _around(data: dict[str, Any], config: Mapping[str, Any], origin: str) -> dic
     out = _joined(data, around)
     # Its statements come first: those around it go on from the names that they lead to.
     namings, own = around["namings"], data.get("namings", {})
+    if not isinstance(own, dict) or not all(isinstance(ops, list) for ops in own.values()):
+        raise LayoutError(
+            "the family file is not valid at `namings`: this is no map of lists",
+            where=origin,
+            hint="a naming is a list of statements",
+        )
     out["namings"] = {n: [*namings.get(n, []), *own.get(n, [])] for n in out["namings"] if n not in lacking}
     return out
 

@@ -50,6 +50,17 @@ def samples(pattern: str) -> list[str]:
     return [start + pattern[at:] for start in out]
 
 
+def captures(pattern: str) -> frozenset[str]:
+    """What a pattern keeps of a name. Raises UnsupportedError for one that matches more than it keeps (``*``)."""
+    found = frozenset(m[1] or "*" for m in _TOKEN.finditer(pattern))
+    if loose := next((word for word in found if word == "*" or "," in word), None):
+        raise UnsupportedError(
+            f"pattern `{pattern}`: `{loose if loose == '*' else f'{{{loose}}}'}` is not kept for another name",
+            hint="use a word: {a}",
+        )
+    return found
+
+
 def expand(pattern: str, captures: dict[str, str]) -> str:
     """The name that a pattern gives with these captures."""
     return _TOKEN.sub(lambda m: captures[m[1]], pattern)

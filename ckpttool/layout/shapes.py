@@ -183,7 +183,7 @@ def _walk(
                 raise _wrong(
                     family, here, f"`{other[0]}` is not a key of a tensor", hint="a tensor has `shape` and `dtype`"
                 )
-            if dtype and dtype not in DTYPES:
+            if dtype != "" and not (isinstance(dtype, str) and dtype in DTYPES):
                 raise _wrong(family, here, f"`{dtype}` is not a dtype", hint=f"one of {', '.join(DTYPES)}")
         if not isinstance(shape, list) or not all(type(n) in (int, str) for n in shape):
             raise _wrong(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,53 @@ def test_a_size_of_its_own_has_nothing_of_the_other_one(tmp_path: Path) -> None:
         ("extends: {name: llama}\n", "not valid at `extends`: `name`"),
         ("extends: {family: llama, namings: [gpt]}\n", "family `llama` has no naming `gpt`"),
         ("inside: {family: llama, names: model}\n", "not valid at `inside`: `names`"),
+        ("inside: {family: llama, names: {1: a}}\n", "not valid at `inside`: `names`"),
+        ("inside: {family: llama, names: {model.: null}}\n", "not valid at `inside`: `names`"),
+        ("inside: {family: llama, namings: [[vllm]]}\n", "not valid at `inside`: `namings`"),
+        ("inside: {family: llama, config: [{}]}\n", "not valid at `inside`: `config`"),
+        ("extends: {family: llama, namings: [{}]}\n", "not valid at `extends`: `namings`"),
+        ("inside: {family: llama}\nnamings: vllm\n", "not valid at `namings`"),
+        ("inside: {family: llama}\nnamings: {vllm: null}\n", "not valid at `namings`"),
     ],
 )
 def test_what_cannot_be_taken_over(tmp_path: Path, text: str, what: str) -> None:
     with pytest.raises(CkptError, match=what.replace("[", r"\[")):
         written(tmp_path, text)
+
+
+OWN = 'layers: {prefix: "blocks.{layer}.", rules: {w: row}}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (OWN + 'namings: {vllm: [{rename: {"a.{b}": "c.*"}}]}\n', "`*` is not kept"),
+        (OWN + 'namings: {vllm: [{rename: {"a.{b}": "{c,d}"}}]}\n', "`{c,d}` is not kept"),
+        (OWN + 'namings: {vllm: [{rename: {"a.{b}": c}}]}\n', "`a.{b}` and `c`: only one of them has {b}"),
+        (OWN + 'namings: {vllm: [{stack: {"{a}.w": "{a}.0.w"}}]}\n', "only one of them has {expert}"),
+        (OWN + 'fusions: {qk: {whole: "{a}.qk", parts: ["{a}.q", k]}}\n', "`{a}.qk` and `k`: only one of them has {a}"),
+        (OWN + "hf_namings: [bare]\n", "`bare` is not in the namings"),
+        (OWN + "trainer_namings: [meta]\n", "`meta` is not in the namings"),
+        (OWN + "sizes: {heads: []}\n", "not valid at `sizes.heads"),
+        ('layers: {prefix: "*", rules: {w: row}}\n', "`*` lacks {layer}"),
+    ],
+)
+def test_names_that_do_not_follow_from_each_other(tmp_path: Path, text: str, what: str) -> None:
+    with pytest.raises(LayoutError, match=re.escape(what)):
+        written(tmp_path, text)
+
+
+def test_a_dtype_that_is_no_text(tmp_path: Path) -> None:
+    family = written(tmp_path, OWN + "tensors: {first: {a: {shape: [1], dtype: [F32]}}}\n")
+    with pytest.raises(LayoutError, match="is not a dtype"):
+        declared_tensors(family, CONFIG)
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.touch()
+    with pytest.raises(LayoutError, match="the family file is not valid: "):
+        load_family(str(path), CONFIG)
 
 
 AROUND = """
