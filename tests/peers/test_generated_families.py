@@ -17,7 +17,7 @@ from tests.peers.families.tiny import find
 GENERATED = FAMILIES / "transformers"
 
 
-@pytest.mark.parametrize("model_type", ["helium", "granitemoe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["flint", "granitemoe", "deepseek_v3"])
 def test_a_family_made_again_is_the_same(model_type: str, tmp_path: Path) -> None:
     made, _ = make(chosen([model_type])[0][0], tmp_path)
     assert made.read_text(encoding="utf-8") == (GENERATED / f"{model_type}.yaml").read_text(encoding="utf-8")
