@@ -527,7 +527,7 @@ def test_a_family_from_a_file(tmp_path: Any) -> None:
     [
         ("family: x", "not valid at `layers`"),
         ("family: x\nlayers: {prefix: a, rules: {}, rulez: {}}", "not valid at `layers.rulez`"),
-        ("family: x\nlayers: {prefix: a, rules: {b: colunm}}", "`colunm` is not a layout rule"),
+        ("family: x\nlayers: {prefix: 'a.{layer}.', rules: {b: colunm}}", "`colunm` is not a layout rule"),
         ("a: [", "not valid YAML"),
         ("a: [1\n b: }", "wrong.yaml:2"),
         ("a: \0", "not valid YAML"),
