@@ -138,6 +138,11 @@ STAY = [
     ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"],
     ["embed_tokens.weight", "layers.0.mlp.up_proj.weight"],
     ["tok_embeddings.weight"],
+    ["model.decoder.embed_tokens.weight", "model.decoder.layers.0.fc1.weight"],  # OPT, and decoders alone
+    ["decoder.embed_tokens.weight", "decoder.layers.0.fc1.weight"],
+    ["biogpt.embed_tokens.weight", "biogpt.layers.0.fc1.weight"],
+    ["transformer.embedding.word_embeddings.weight", "transformer.output_layer.weight"],  # ChatGLM
+    ["model.language_model.embed_tokens.weight", "model.language_model.layers.0.mlp.up_proj.weight"],
     ["wte.weight", "h.0.ln_1.weight"],
     ["model.visual.patch_embed.weight", "model.language_model.layers.0.mlp.up_proj.weight"],
     ["policy.model.embed_tokens.weight", "critic.model.embed_tokens.weight"],

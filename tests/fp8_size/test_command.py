@@ -127,6 +127,17 @@ def test_an_index_is_a_source() -> None:
     assert size_of(DEEPSEEK / "model.safetensors.index.json")["bytes"] == size_of(DEEPSEEK)["bytes"]
 
 
+def test_norms_of_each_head_are_not_forgotten(tmp_path: Path) -> None:
+    """StableLM 2 12B has a tensor of norms for each head."""
+    numbers = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64) | {"num_hidden_layers": 2}
+    config = {"model_type": "stablelm", "num_attention_heads": 4, "num_key_value_heads": 2, **numbers}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    size_of(path)
+    path.write_text(json.dumps({**config, "qk_layernorm": True}))
+    assert "a norm for each head of the queries" in refused(path, code=1)
+
+
 def test_configs_that_are_none(tmp_path: Path, llama: Path) -> None:
     odd = tmp_path / "odd.json"
     odd.write_text("{}")

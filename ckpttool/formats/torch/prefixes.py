@@ -13,8 +13,9 @@ _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_
 _DATA_PARALLEL = "module."
 """DistributedDataParallel and DeepSpeed's engine. A model's own module may have that name too, below others."""
 _EMBEDDING = re.compile(
-    r"(?:(?:model|gpt_neox)\.)?(?:embed_tokens|embed_in)\.weight|(?:transformer\.)?wte\.weight|tok_embeddings\.weight"
-    r"|embedding\.word_embeddings\.weight|token_embd\.weight"
+    r"(?:(?:model|gpt_neox|gpt_neox_japanese|biogpt|(?:model\.)?(?:decoder|language_model))\.)?(?:embed_tokens|embed_in)\.weight"
+    r"|(?:transformer\.)?wte\.weight|tok_embeddings\.weight"
+    r"|(?:transformer\.)?embedding\.word_embeddings\.weight|token_embd\.weight"
 )
 """The embedding of every family, as a model or trainer names it: what is in front of that is not the model's."""
 _ADAPTER = re.compile(r"(?<![^.])(?:lora_|base_layer\.|modules_to_save\.|original_module\.)")
