@@ -16,8 +16,9 @@ from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
 from ckpttool.formats.parts import parts_of
 from ckpttool.formats.registry import read_source, reader
 from ckpttool.layout.components import catalog_of, family_of
-from ckpttool.layout.family import Family, Transform
+from ckpttool.layout.family import Family
 from ckpttool.layout.modules import model_forms
+from ckpttool.layout.statements import Transform
 from ckpttool.mesh import Mesh
 from ckpttool.storage.place import Place, parse_place
 

@@ -21,14 +21,15 @@ from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.geometry import Box, whole
-from ckpttool.layout import family as transforms
+from ckpttool.layout import statements as transforms
 from ckpttool.layout.assemble import LAYER, is_bias
-from ckpttool.layout.family import Family, Transform, matches
+from ckpttool.layout.family import Family
 from ckpttool.layout.names import Renamer, expand, pattern_regex
 from ckpttool.layout.packed import GLOBAL, INPUTS, Packing, find_packing
 from ckpttool.layout.packed import Part as PackedPart
 from ckpttool.layout.rules import Rule, Size, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
+from ckpttool.layout.statements import Transform, matches
 from ckpttool.select import bounded, nearest_hint, renamer
 from ckpttool.states import SCALARS
 

@@ -25,6 +25,10 @@ from ckpttool.mesh import Mesh
 from tests.peers.families import forward, plans
 from tests.peers.families.tiny import VOCAB, Architecture, random_weights, tiny_config
 
+WIDTH = 100
+"""Of a pattern with alternatives."""
+
+
 TOLERANCE = 2e-5
 """Largest difference of logits, beside the largest: sums in another order."""
 OUTPUT = re.compile(r"(gate|up|w1|w3|fc1|input_linear|wi)")
@@ -698,3 +702,35 @@ def add_ties(reading: Reading, model: Any) -> None:
     head = [k.names[0] for k in reading.kinds if k.section != "layers" and "lm_head.weight" in k.pattern]
     if embedding and head and (head[0], embedding[0]) != ("lm_head.weight", "model.embed_tokens.weight"):
         reading.ties = {head[0]: embedding[0]}
+
+
+def joined(rules: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Neighbours with one rule, whose names differ in one word, in one line."""
+    out: list[tuple[str, str]] = []
+    left = list(rules)
+    while left:
+        pattern, rule = left.pop(0)
+        words = pattern.split(".")
+        best: tuple[int, list[str]] = (0, [pattern])
+        for at in range(len(words)):
+            if words[at] in ("*", "weight", "bias", "{expert}"):
+                continue
+            like = [p for p, r in left if r == rule and differ_at(p.split("."), words) == at]
+            while like and len(pattern) + sum(len(p.split(".")[at]) + 1 for p in like) > WIDTH:
+                like.pop()
+            if len(like) + 1 > len(best[1]):
+                best = (at, [pattern, *like])
+        at, members = best
+        if len(members) > 1:
+            left = [x for x in left if x[0] not in members or x[1] != rule]
+            words[at] = "{" + ",".join(m.split(".")[at] for m in members) + "}"
+        out.append((".".join(words), rule))
+    return out
+
+
+def differ_at(a: Sequence[str], b: Sequence[str]) -> int:
+    """The one word in which two names differ; -1 for none or several."""
+    if len(a) != len(b):
+        return -1
+    found = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+    return found[0] if len(found) == 1 and "{" not in a[found[0]] and a[found[0]] != "*" else -1

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ckpttool.errors import CkptError
 from ckpttool.layout.family import load_family
 from ckpttool.layout.shapes import declared_tensors
-from scripts.family_rules import Reading, Refused, builder, text_path, walk
+from scripts.family_rules import Reading, Refused, builder, joined, text_path, walk
 from tests.peers.families import plans
 from tests.peers.families.tiny import Architecture
 
@@ -432,8 +432,6 @@ def either_axis(
 
 def folded(lines: Sequence[Line]) -> list[tuple[str, str]]:
     """Lines that differ in one word of the name as one."""
-    from scripts.make_families import joined
-
     return joined([(x.place.name, x.shape) for x in lines])
 
 

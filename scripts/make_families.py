@@ -38,7 +38,7 @@ from ckpttool.layout.files import FAMILIES  # noqa: E402
 from ckpttool.layout.partition import Partitioner  # noqa: E402
 from ckpttool.layout.rules import IndivisibleError, PartitionContext  # noqa: E402
 from ckpttool.mesh import Mesh  # noqa: E402
-from scripts.family_rules import PREDICTION, SIDE, Kind, Reading, Refused, builder, lengths, read, walk  # noqa: E402
+from scripts.family_rules import PREDICTION, SIDE, Kind, Reading, Refused, builder, joined, lengths, read, walk  # noqa: E402
 from scripts.family_tensors import tensors_section  # noqa: E402
 from tests.peers.families import plans  # noqa: E402
 from tests.peers.families.tiny import Architecture, architectures, find  # noqa: E402
@@ -46,8 +46,6 @@ from tests.peers.families.tiny import Architecture, architectures, find  # noqa:
 OUT = FAMILIES / "transformers"
 EARLY = re.compile(r"(embed|per_layer|altup_projections|latent_|lerope|^wte)")
 """What works in front of the layers, wherever a class has it."""
-WIDTH = 100
-"""Of a pattern with alternatives."""
 ROUTER = re.compile(r"(^|[._])(gate|router|classifier)\.")
 """What every software holds whole."""
 
@@ -100,38 +98,6 @@ def modules(kinds: Iterable[Kind]) -> list[tuple[str, str]]:
         else:
             out += [(k.pattern, k.rule) for k in members]
     return out
-
-
-def joined(rules: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Neighbours with one rule, whose names differ in one word, in one line."""
-    out: list[tuple[str, str]] = []
-    left = list(rules)
-    while left:
-        pattern, rule = left.pop(0)
-        words = pattern.split(".")
-        best: tuple[int, list[str]] = (0, [pattern])
-        for at in range(len(words)):
-            if words[at] in ("*", "weight", "bias", "{expert}"):
-                continue
-            like = [p for p, r in left if r == rule and differ_at(p.split("."), words) == at]
-            while like and len(pattern) + sum(len(p.split(".")[at]) + 1 for p in like) > WIDTH:
-                like.pop()
-            if len(like) + 1 > len(best[1]):
-                best = (at, [pattern, *like])
-        at, members = best
-        if len(members) > 1:
-            left = [x for x in left if x[0] not in members or x[1] != rule]
-            words[at] = "{" + ",".join(m.split(".")[at] for m in members) + "}"
-        out.append((".".join(words), rule))
-    return out
-
-
-def differ_at(a: Sequence[str], b: Sequence[str]) -> int:
-    """The one word in which two names differ; -1 for none or several."""
-    if len(a) != len(b):
-        return -1
-    found = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
-    return found[0] if len(found) == 1 and "{" not in a[found[0]] and a[found[0]] != "*" else -1
 
 
 def outside(reading: Reading, stage: str) -> list[tuple[str, str]]:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import RankTensor, StoredTensor
-from ckpttool.layout.family import Family, Transform
+from ckpttool.layout.family import Family
 from ckpttool.layout.rules import PartitionContext
+from ckpttool.layout.statements import Transform
 from ckpttool.mesh import Mesh
 
 Shapes = Mapping[str, tuple[int, ...]]

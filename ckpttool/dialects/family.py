@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckpttool.dialects.base import Dialect, NamingContext, Shapes, Statements
-from ckpttool.layout.family import Family, Fuse
+from ckpttool.layout.family import Family
+from ckpttool.layout.statements import Fuse
 
 PUBLISHED = "hf"
 """The names that the rules of a family file are for."""

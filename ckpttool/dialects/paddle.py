@@ -25,10 +25,11 @@ from ckpttool.dialects.paddle_whole import WholeTensors, hf_name, kept_whole
 from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.formats.config import whole_number
 from ckpttool.formats.paddle import TARGETS, TRANSPOSED, base_prefix, is_linear, module_of, software, target_config
-from ckpttool.layout.family import Family, Fuse, Rename, Transform, Transpose
+from ckpttool.layout.family import Family
 from ckpttool.layout.names import expand, pattern_of, pattern_regex
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.scales import weight_of
+from ckpttool.layout.statements import Fuse, Rename, Transform, Transpose
 
 _NLP_PREFIXES = ("llama", "qwen2", "qwen2_moe", "mistral", "mixtral", "gemma", "deepseek_v2", "deepseek_v3", "yuan")
 """Model types whose base model PaddleNLP names like the type."""

@@ -11,10 +11,11 @@ from ckpttool.catalog import SHAPE_FROM_RULES, StoredTensor
 from ckpttool.dialects.base import Shapes, Statements
 from ckpttool.errors import CkptError, ConflictError
 from ckpttool.layout.assemble import is_bias
-from ckpttool.layout.family import Family, Fuse, Placement, Rename, Transform, inverse
+from ckpttool.layout.family import Family, Placement
 from ckpttool.layout.names import expand, pattern_regex, split_numbers
 from ckpttool.layout.rules import IndivisibleError, PartitionContext, Rule, Sizes, cut_axis, global_axis, size_name
 from ckpttool.layout.shapes import declared_tensors
+from ckpttool.layout.statements import Fuse, Rename, Transform, inverse
 from ckpttool.select import compile_pattern, exactly
 
 

@@ -3,7 +3,10 @@
 names.py      patterns with captures ({layer}, {expert}) and the cache that makes 100,000 names cheap
 rules.py      the verbs (column, row, vocab, replicate, fused, grouped) and local_boxes(), which gives them meaning
 files.py      families/*.yaml: which there are, and what stands in the one that is wanted
-family.py     which rule each tensor has, how namings relate
+spec.py       what may stand in one
+statements.py the statements of namings
+family.py     which rule each tensor has, under which naming
+nearest.py    which family is nearest to a model that none is for
 sizes.py      the sizes of a model, and what else the words of a family file mean for a config
 expressions.py what a family file may compute of them
 scales.py     which tensor is the scale grid of which weight, and its block

@@ -18,7 +18,7 @@ from ckpttool.catalog import whole_tensor as whole_logical
 from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.formats.config import quantization
 from ckpttool.geometry import Box, uncovered, whole
-from ckpttool.layout.family import Family, Placement, Transform
+from ckpttool.layout.family import Family, Placement
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.rules import (
@@ -32,6 +32,7 @@ from ckpttool.layout.rules import (
     part_lengths,
 )
 from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, single_block, weight_of
+from ckpttool.layout.statements import Transform
 from ckpttool.mesh import Coords, share
 from ckpttool.storage.place import DataFile
 

@@ -9,9 +9,10 @@ from ckpttool.containers.safetensors import MAX_NAME
 from ckpttool.errors import CkptError, UnsupportedError
 from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
 from ckpttool.layout.assemble import EXPERT, LAYER, Assembler, whole_catalog
-from ckpttool.layout.family import Family, Transform, pick_family
+from ckpttool.layout.family import Family, pick_family
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.shards import join_shards
+from ckpttool.layout.statements import Transform
 from ckpttool.mesh import Mesh
 
 FoundWhole = Callable[[Family, PartitionContext, Mapping[str, tuple[int, ...]], list[StoredTensor]], tuple[str, ...]]

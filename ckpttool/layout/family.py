@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
-from ckpttool.formats.config import config_places, quantization, ties_head
-from ckpttool.layout.files import builtin, completed, find_file, inner_config, read_builtin, read_own
+from ckpttool.formats.config import quantization, ties_head
+from ckpttool.layout.files import builtin, completed, find_file, read_builtin, read_own
 from ckpttool.layout.names import (
     captures,
     expand,
@@ -41,7 +41,28 @@ from ckpttool.layout.rules import (
     varying,
 )
 from ckpttool.layout.scales import config_block
-from ckpttool.layout.sizes import Default, SizeSpec, Vocabulary, read_sizes, size_spec
+from ckpttool.layout.sizes import SizeSpec, Vocabulary, read_sizes, size_spec
+from ckpttool.layout.spec import FamilySpec, LayersSpec, OpSpec, TensorsSpec
+from ckpttool.layout.statements import (
+    Drop,
+    DropCopies,
+    DropCopy,
+    DropLayers,
+    Fuse,
+    OverrideRules,
+    Own,
+    ReadAs,
+    Refuse,
+    Rename,
+    RotaryPairs,
+    Squeeze,
+    Stack,
+    Tie,
+    Transform,
+    Transpose,
+    matches,
+    renamed,
+)
 from ckpttool.select import compile_pattern
 
 _T = TypeVar("_T")
@@ -54,192 +75,6 @@ _TIES = {"lm_head.weight": "model.embed_tokens.weight"}
 """Where a file says nothing else."""
 TASK_HEADS = ("score.*", "classifier.*", "classification_head.*", "qa_outputs.*", "v_head.*", "regression_head.*")
 """Heads that a model of any family may have in place of its own: every rank holds them whole."""
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class FusionSpec(_Strict):
-    """``parts`` joined on the output axis are ``whole``."""
-
-    whole: str
-    parts: list[str]
-    units: list[str] = []
-    """Size that each part is a multiple of; [] when all parts are equal."""
-    groups: str = ""
-    """Interleaved: the axis is ``groups`` times (share of part 1, share of part 2, ...). "" is one after the other."""
-    only_named: bool = False
-    """Used by namings, and not by --fuse and --unfuse."""
-
-    @model_validator(mode="after")
-    def _has_units_of_all_parts(self) -> FusionSpec:
-        if self.units and len(self.units) != len(self.parts):
-            raise ValueError(f"{len(self.parts)} parts need as many `units`, or none where they are equal")
-        return self
-
-
-class CopySpec(_Strict):
-    """A tensor that holds the same as another one."""
-
-    of: str
-    """The other one's name."""
-    beside: str
-    """Pattern of a tensor: where there is such a one, there is the copy."""
-
-
-class OpSpec(_Strict):
-    """One statement of a naming; exactly one key is set."""
-
-    rename: dict[str, str] | None = None
-    fuse: str | None = None
-    unfuse: str | None = None
-    stack: dict[str, str] | None = None
-    """whole pattern: part pattern with {expert}."""
-    unstack: dict[str, str] | None = None
-    """The same, and the whole becomes its parts."""
-    transpose: list[str] | None = None
-    """Patterns of tensors whose last two axes are exchanged."""
-    rotary_pairs: dict[str, str] | None = None
-    """Pattern: size that counts the heads. The rows of a head that rotary embeddings turn together lie side by side."""
-    squeeze: list[str] | None = None
-    """Patterns of tensors without their first axis, which has one element."""
-    rules: dict[str, str] | None = None
-    """Pattern: rule, for tensors that this naming's owner holds in another way than the family."""
-    refuse: dict[str, str] | None = None
-    """Pattern: why tensors with such names cannot be brought into this naming."""
-    drop_layers_from: str | None = None
-    """Layers numbered from this size on do not exist in this naming (MTP)."""
-    drop: list[str] | None = None
-    """Patterns of tensors that do not exist in this naming."""
-    copies: dict[str, CopySpec] | None = None
-    """Patterns of tensors that do not exist in this naming, because each is a copy of another one."""
-    own: list[str] | None = None
-    """Patterns of tensors that exist in this naming only; every rank holds them whole."""
-    shapes: dict[str, list[str]] | None = None
-    """Pattern: a size for each axis. Files are told to have this naming by tensors of these shapes, not by names."""
-    read_as: dict[str, str] | None = None
-    """other name: name in this naming. Files may have the other one; only the way back knows it."""
-    tie: dict[str, str] | None = None
-    """name: owner. With tie_word_embeddings this naming stores a copy of the owner under the name."""
-    tie_as: dict[str, str] | None = None
-    """name: owner. With tie_word_embeddings this naming stores the owner under the name; with pipeline stages, where
-    the first and the last one need it, under both."""
-    tie_staged: dict[str, str] | None = None
-    """name: owner. With tie_word_embeddings this naming stores the owner only; with pipeline stages, where the first
-    and the last one need it, a copy under the name, too."""
-    only_for: list[str] = []
-    """Model types for which the statement holds; [] is all."""
-
-
-class LayersSpec(_Strict):
-    """The rules of a layer; names continue ``prefix``, which has {layer}."""
-
-    prefix: str
-    rules: dict[str, str]
-
-
-class StackSpec(_Strict):
-    """Layers of another stack than ``layers``: an encoder, a tower."""
-
-    prefix: str
-    rules: dict[str, str]
-
-
-class ExtendsSpec(_Strict):
-    """The family that this one is like; layout/files.py has put both together."""
-
-    family: str
-    namings: list[str] = []
-    """Those of that family that hold here, too."""
-
-
-class InsideSpec(_Strict):
-    """The language model in a model, which another family describes; layout/files.py puts both together."""
-
-    config: list[str] = []
-    """Parts of the config that are the language model's, the first that is there."""
-    family: str = ""
-    """"" is what that part names."""
-    default: str = ""
-    """Where that part names none."""
-    names: dict[str, str] = {}
-    """Prefix of a name in that family: prefix here. The first that fits."""
-    namings: list[str] = []
-    """Those of that family that hold here, too."""
-
-
-class TensorStackSpec(_Strict):
-    """Which tensors the layers of another stack have."""
-
-    count: int | str
-    """How many layers are numbered."""
-    prefix: str = ""
-    """Of a layer's tensors; that of the rules unless given."""
-    tensors: dict[str, Any]
-
-
-class TensorsSpec(_Strict):
-    """Which tensors a model has; layout/shapes.py reads it, and checks what stands below first, layers and last."""
-
-    defaults: dict[str, Default] = {}
-    """Config fields that may be missing: what they mean then. A text is an expression."""
-    names: dict[str, str] = {}
-    """Expressions that are used more than once."""
-    refuse: dict[str, str] = {}
-    """Condition: why the tensors of a model for which it holds are not known."""
-    mtp: int | str = 0
-    """How many multi-token-prediction layers there are."""
-    count: int | str = "layers"
-    """How many layers are numbered."""
-    prefix: str = ""
-    """Of a layer's tensors, where the rules allow several."""
-    first: dict[str, Any] = {}
-    """Pattern: shape or {shape, dtype}; ``if CONDITION``: more of these."""
-    layers: dict[str, Any] = {}
-    stacks: dict[str, TensorStackSpec] = {}
-    """Other stacks of layers; they stand behind ``first``."""
-    last: dict[str, Any] = {}
-
-
-class FamilySpec(_Strict):
-    """A family file."""
-
-    family: str
-    about: str = ""
-    model_types: list[str] = []
-    architectures: list[str] = []
-    orientation: str = "out_in"
-    tied: bool = False
-    """What tie_word_embeddings means when the config does not have it."""
-    sizes: dict[str, SizeSpec | str | Annotated[list[str], Field(min_length=1)]] = {}
-    first: dict[str, str] = {}
-    layers: LayersSpec
-    stacks: dict[str, StackSpec] = {}
-    """Other stacks of layers, which live on the first stage."""
-    last: dict[str, str] = {}
-    extends: ExtendsSpec | None = None
-    inside: InsideSpec | None = None
-    base: str = ""
-    """What names begin with that checkpoints of the model without its head may have without it."""
-    ties: dict[str, str] = {}
-    """name: owner, of which it is a copy with tie_word_embeddings."""
-    no_pipeline: str = ""
-    """Why the layers of the model cannot be shared out over pipeline stages; "" where they can."""
-    fusions: dict[str, FusionSpec] = {}
-    namings: dict[str, list[OpSpec]] = {}
-    hf_namings: list[str] = []
-    """Namings that checkpoints in the Hugging Face format have too."""
-    trainer_namings: list[str] = []
-    """Namings that are told by the names alone, in files of formats that say nothing about names."""
-    tensors: TensorsSpec | None = None
-    parameters: list[str] = []
-    """Modules of a layer, and parameters that are none of one, in the order in which the model has them in memory."""
-
-    def places(self, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Where the fields of a config are looked up, the first that has one counts."""
-        inner = inner_config(self.inside.config, config) if self.inside else {}
-        return [inner, config] if inner else config_places(config)
 
 
 class Placement(NamedTuple):
@@ -263,190 +98,6 @@ class _Known(NamedTuple):
     expert_at: int
     varies: bool
     """The rule depends on the layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rename:
-    """Names only; the first pattern that matches decides."""
-
-    pairs: tuple[tuple[str, str], ...]
-
-    @property
-    def by_template(self) -> bool:
-        """Names that differ only in their numbers are renamed alike."""
-        return not any(has_literal_number(p) for pair in self.pairs for p in pair)
-
-    def forward(self, name: str) -> str:
-        return _rename(self.pairs, name)
-
-    def backward(self, name: str) -> str:
-        return _rename(tuple((b, a) for a, b in self.pairs), name)
-
-
-@dataclass(frozen=True, slots=True)
-class Fuse:
-    """Parts become one tensor (or, with ``inverse``, one tensor becomes its parts)."""
-
-    name: str
-    whole: str
-    parts: tuple[str, ...]
-    units: tuple[str, ...]
-    """One per part; "" is equal parts."""
-    groups: str = ""
-    inverse: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """One tensor per expert becomes one tensor with an axis of experts (or back, with ``inverse``)."""
-
-    whole: str
-    part: str
-    inverse: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Transpose:
-    """The last two axes are exchanged."""
-
-    patterns: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryPairs:
-    """The rows of each head that rotary embeddings turn together lie side by side (or, with ``inverse``, the second
-    ones of all pairs behind the first ones, as Hugging Face has them).
-
-        rows of a head of 6:   0 1 2 3 4 5  ->  0 3 1 4 2 5
-    """
-
-    pairs: tuple[tuple[str, str], ...]
-    """(pattern, size that counts the heads)."""
-    inverse: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Squeeze:
-    """A first axis of one element is left out (or, with ``inverse``, put in)."""
-
-    patterns: tuple[str, ...]
-    inverse: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class OverrideRules:
-    """From here on these tensors have rules of their own."""
-
-    pairs: tuple[tuple[str, Rule], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """There must be no tensors with such names: (pattern, why)."""
-
-    pairs: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DropLayers:
-    """Layers from this size on are left out."""
-
-    size: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """These tensors are left out."""
-
-    patterns: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Own:
-    """These tensors exist from here on only, and are left out on the way back."""
-
-    patterns: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadAs:
-    """Files may have other names for these: (other name, name). Nothing happens on the way there."""
-
-    pairs: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DropCopies:
-    """These tensors are left out, and must hold the same as another one (or, with ``inverse``, they are made of it)."""
-
-    pairs: tuple[tuple[str, str, str], ...]
-    """(pattern, the other one's name, pattern of a tensor that is there where the copy is)."""
-    inverse: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DropCopy:
-    """A tied tensor is stored by its owner only: a copy under its own name is left out, and must hold the same."""
-
-    name: str
-    owner: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tie:
-    """A tied tensor is stored as a copy under its own name too (or, with ``inverse``, only by its owner)."""
-
-    name: str
-    owner: str
-    inverse: bool = False
-
-
-Transform = (
-    Rename
-    | Fuse
-    | Stack
-    | Transpose
-    | RotaryPairs
-    | Squeeze
-    | OverrideRules
-    | Refuse
-    | DropLayers
-    | Drop
-    | Own
-    | ReadAs
-    | DropCopies
-    | DropCopy
-    | Tie
-)
-
-
-def matches(patterns: Iterable[str], name: str) -> bool:
-    """Whether any pattern matches the whole name."""
-    return any(pattern_regex(p).match(name) for p in patterns)
-
-
-def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
-    for old, new in pairs:
-        if m := pattern_regex(old).match(name):
-            return expand(new, m.groupdict())
-    return name
-
-
-def inverse(ops: Sequence[Transform]) -> tuple[Transform, ...]:
-    """The statements that undo ``ops``. What was dropped stays dropped."""
-    out: list[Transform] = []
-    for op in reversed(ops):
-        if isinstance(op, Rename):
-            out.append(Rename(tuple((b, a) for a, b in op.pairs)))
-        elif isinstance(op, ReadAs):
-            out.append(Rename(op.pairs))
-        elif isinstance(op, Transpose):
-            out.append(op)
-        elif isinstance(op, Own):
-            out.append(Drop(op.patterns))
-        elif isinstance(op, Fuse | Stack | RotaryPairs | Squeeze | DropCopies | Tie):
-            out.append(replace(op, inverse=not op.inverse))
-    return tuple(out)
 
 
 @dataclass(slots=True)
@@ -733,7 +384,7 @@ class Family:
         if isinstance(op, Own) and matches(op.patterns, name):
             return Placement(parse_rule("replicate", origin=f"{self.origin}: `{name}` is this naming's own"), "first")
         if isinstance(op, ReadAs):
-            return self._resolve(_rename(op.pairs, name), earlier)
+            return self._resolve(renamed(op.pairs, name), earlier)
         got = self._resolve(name, earlier)
         if got is None:
             return None

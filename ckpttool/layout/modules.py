@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckpttool.formats.base import ModelForm, Share
-from ckpttool.layout.family import Family, Fuse, Rename, Stack, Transform
+from ckpttool.layout.family import Family
 from ckpttool.layout.names import expand, pattern_regex
+from ckpttool.layout.statements import Fuse, Rename, Stack, Transform
 
 Shape = tuple[int, ...]
 

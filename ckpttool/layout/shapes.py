@@ -29,8 +29,9 @@ from ckpttool.dtypes import CASTABLE, DTYPES, parse
 from ckpttool.errors import LayoutError, UnsupportedError
 from ckpttool.layout.classes import other_head
 from ckpttool.layout.expressions import Refused, Value
-from ckpttool.layout.family import Family, TensorsSpec
+from ckpttool.layout.family import Family
 from ckpttool.layout.sizes import Scope, check_size, shown
+from ckpttool.layout.spec import TensorsSpec
 
 _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _CAPTURE = re.compile(r"\{([^{}]*)\}|[{}*]")

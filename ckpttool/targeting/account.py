@@ -23,8 +23,8 @@ from ckpttool.execute.checks import agree
 from ckpttool.execute.compare import compare_one, read_tensor, read_view
 from ckpttool.formats.config import quantization
 from ckpttool.layout.assemble import LAYER
-from ckpttool.layout.family import Drop, DropCopy, DropLayers, Rename, Tie, Transform, inverse, matches
 from ckpttool.layout.packed import GLOBAL, INPUTS, Part, find_packing
+from ckpttool.layout.statements import Drop, DropCopy, DropLayers, Rename, Tie, Transform, inverse, matches
 from ckpttool.plan import Adapted, Operand, Scaled, Stored
 from ckpttool.planner import Computed, Ties
 from ckpttool.quant.coded import find_codes

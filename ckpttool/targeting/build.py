@@ -16,7 +16,8 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.dialects import NamingContext
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Training, WriteRequest
-from ckpttool.layout.family import Family, Transform
+from ckpttool.layout.family import Family
+from ckpttool.layout.statements import Transform
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan

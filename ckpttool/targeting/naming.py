@@ -12,8 +12,8 @@ from ckpttool.dialects import PUBLISHED, Dialect, NamingContext, Shapes, Stateme
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import StoredCheckpoint, Writer
 from ckpttool.formats.config import quantization
-from ckpttool.layout.family import Fuse, Rename, Transpose, inverse
 from ckpttool.layout.packed import find_packing
+from ckpttool.layout.statements import Fuse, Rename, Transpose, inverse
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms
 from ckpttool.targeting.target import Target
 

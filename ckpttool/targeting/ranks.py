@@ -14,11 +14,12 @@ from ckpttool.errors import ConflictError
 from ckpttool.formats.base import TransposedOnDisk
 from ckpttool.formats.config import quantization
 from ckpttool.geometry import Box
-from ckpttool.layout.family import Family, Tie
+from ckpttool.layout.family import Family
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.scales import is_beside, weight_of
+from ckpttool.layout.statements import Tie
 from ckpttool.relate import DerivedTensor, EqualPair, permute, propagate_to_component
 from ckpttool.select import compile_pattern
 from ckpttool.targeting.components import Component, share_of

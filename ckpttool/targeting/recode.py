@@ -21,8 +21,8 @@ from ckpttool.dtypes import CASTABLE, DTYPES, parse
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.config import QUANTIZATION, config_places
 from ckpttool.geometry import contiguous_strides
-from ckpttool.layout.family import inverse
 from ckpttool.layout.names import pattern_regex
+from ckpttool.layout.statements import inverse
 from ckpttool.plan import Compute, Operand, Quantize, Result, Scaled
 from ckpttool.planner import Computed, Operands
 from ckpttool.quant.coded import Coded, Codes, find_codes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from ckpttool.layout.family import FamilySpec, FusionSpec, InsideSpec, OpSpec
 from ckpttool.layout.rules import VERBS, parse_rule
 from ckpttool.layout.sizes import SizeSpec
+from ckpttool.layout.spec import FamilySpec, FusionSpec, InsideSpec, OpSpec
 from scripts.make_reference import ROOT
 
 PAGE = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")

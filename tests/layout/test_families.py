@@ -15,11 +15,13 @@ from ckpttool.dialects.family import FamilyDialect
 from ckpttool.errors import LayoutError, UnsupportedError
 from ckpttool.formats.config import config_field
 from ckpttool.layout.assemble import is_bias
-from ckpttool.layout.family import (
-    TASK_HEADS,
+from ckpttool.layout.family import TASK_HEADS, Family, find_family, load_family
+from ckpttool.layout.names import pattern_regex
+from ckpttool.layout.partition import Partitioner
+from ckpttool.layout.rules import PartitionContext
+from ckpttool.layout.statements import (
     Drop,
     DropCopies,
-    Family,
     Fuse,
     OverrideRules,
     Refuse,
@@ -29,13 +31,8 @@ from ckpttool.layout.family import (
     Tie,
     Transform,
     Transpose,
-    find_family,
     inverse,
-    load_family,
 )
-from ckpttool.layout.names import pattern_regex
-from ckpttool.layout.partition import Partitioner
-from ckpttool.layout.rules import PartitionContext
 from ckpttool.mesh import Mesh
 from ckpttool.relate import TensorTable, apply_transforms, identity
 from tests.helpers.arrays import Array, catalog_of, index, materialise

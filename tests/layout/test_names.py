@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from ckpttool.dialects.family import FamilyDialect
 from ckpttool.errors import UnsupportedError
-from ckpttool.layout.family import Rename, load_family
+from ckpttool.layout.family import load_family
 from ckpttool.layout.names import Renamer, expand, has_literal_number, pattern_regex, split_numbers
+from ckpttool.layout.statements import Rename
 from tests.helpers.tiny_names import all_lists
 
 

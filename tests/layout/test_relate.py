@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from ckpttool.catalog import Key, LogicalTensor
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.geometry import Box
-from ckpttool.layout.family import (
+from ckpttool.layout.family import Family, _compile
+from ckpttool.layout.partition import Partitioner
+from ckpttool.layout.rules import PartitionContext, Size, parse_rule
+from ckpttool.layout.spec import FamilySpec
+from ckpttool.layout.statements import (
     Drop,
     DropLayers,
-    Family,
-    FamilySpec,
     Fuse,
     OverrideRules,
     Own,
@@ -28,11 +30,8 @@ from ckpttool.layout.family import (
     Stack,
     Transform,
     Transpose,
-    _compile,
     inverse,
 )
-from ckpttool.layout.partition import Partitioner
-from ckpttool.layout.rules import PartitionContext, Size, parse_rule
 from ckpttool.mesh import Mesh
 from ckpttool.relate import (
     DerivedTensor,

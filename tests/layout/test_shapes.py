@@ -18,8 +18,9 @@ import pytest
 
 from ckpttool.errors import LayoutError
 from ckpttool.layout.classes import Head, other_head
-from ckpttool.layout.family import Family, TensorsSpec, find_family, load_family
+from ckpttool.layout.family import Family, find_family, load_family
 from ckpttool.layout.shapes import Declared, check_sizes, declared_tensors
+from ckpttool.layout.spec import TensorsSpec
 from tests.helpers.tiny_names import all_lists
 
 DATA = Path(__file__).parent / "data" / "shapes"

@@ -12,10 +12,11 @@ import pytest
 from ckpttool.catalog import RankTensor, StoredTensor
 from ckpttool.errors import LayoutError
 from ckpttool.layout.assemble import Assembler
-from ckpttool.layout.family import Family, Transform, inverse, load_family
+from ckpttool.layout.family import Family, load_family
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import PartitionContext, local_boxes
 from ckpttool.layout.shapes import declared_tensors
+from ckpttool.layout.statements import Transform, inverse
 from ckpttool.mesh import Mesh
 from ckpttool.relate import TensorTable, apply_transforms, identity
 from ckpttool.storage.place import DataFile

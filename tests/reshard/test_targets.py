@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ckpttool.dialects.family import FamilyDialect
-from ckpttool.layout.family import Drop, DropLayers, Refuse, load_family, matches
+from ckpttool.layout.family import load_family
+from ckpttool.layout.statements import Drop, DropLayers, Refuse, matches
 from tests.helpers.command import refused, reshard
 from tests.helpers.families import LAYERS, MODELS, A, D, E, H, I, Model, V
 from tests.helpers.judge import Grid, Seat, held, kv, padded, part

@@ -13,10 +13,11 @@ from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import quantization
 from ckpttool.formats.parts import parts_of
 from ckpttool.formats.registry import detect, is_multi_part, read_source
-from ckpttool.layout.family import Family, Transform, inverse, pick_family
+from ckpttool.layout.family import Family, pick_family
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.packed import Packing, Part, find_packing
 from ckpttool.layout.shapes import declared_tensors
+from ckpttool.layout.statements import Transform, inverse
 from ckpttool.quant.coded import Codes, find_codes
 from ckpttool.quant.keep import Weight, is_conv1d
 from ckpttool.relate import apply_transforms, identity

@@ -23,7 +23,7 @@ from ckpttool.execute.reader import blocks
 from ckpttool.formats.base import OpenOptions
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Array, Distance, differs, differs_in_bits, first_index
-from ckpttool.layout.family import inverse
+from ckpttool.layout.statements import inverse
 from ckpttool.ops.inspect.listing import check_components, wanted_names
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms, identity, parameters, propagate_to_component

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats.config import HEADS, LAYERS, config_places, whole_number
-from ckpttool.layout.family import FamilySpec, load_family
+from ckpttool.layout.family import load_family
 from ckpttool.layout.nearest import Kind, Nearest, kind_of, nearest
 from ckpttool.layout.rules import parse_rule
 from ckpttool.layout.sizes import SizeSpec
+from ckpttool.layout.spec import FamilySpec
 from ckpttool.words import count, some
 
 _MOST_LINES = 2000

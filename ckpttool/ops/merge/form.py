@@ -17,8 +17,9 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import itemsize
 from ckpttool.formats.registry import writer
 from ckpttool.geometry import Box, whole
-from ckpttool.layout.family import Family, Fuse, Rename, Transform, inverse
+from ckpttool.layout.family import Family
 from ckpttool.layout.names import expand, pattern_of, pattern_regex
+from ckpttool.layout.statements import Fuse, Rename, Transform, inverse
 from ckpttool.relate import NONE, DerivedTensor, Region, TensorTable, apply_transforms
 
 """The parameters of one inference program in several versions stay those of the program."""

@@ -11,7 +11,7 @@ from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.registry import reader
 from ckpttool.layout.assemble import LAYER
-from ckpttool.layout.family import inverse
+from ckpttool.layout.statements import inverse
 from ckpttool.plan import Operand
 from ckpttool.planner import Operands
 from ckpttool.quant.coded import Coded, find_codes

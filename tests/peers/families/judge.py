@@ -418,7 +418,7 @@ class _Judge:
 
     def target(self, engine: str, dropped: list[str]) -> None:
         """There and back; ``dropped`` are patterns of what the engine does not have, as derived buffers."""
-        from ckpttool.layout.family import matches
+        from ckpttool.layout.statements import matches
 
         out = self.folder / engine
         done = ckpttool("reshard", self.whole, out, "--to", engine, "--tp-out", 2, *self.options)
@@ -449,7 +449,8 @@ class _Judge:
 
     def published(self, name: str) -> str:
         """The name in the family's own form, where renaming leads there."""
-        from ckpttool.layout.family import Rename, pick_family
+        from ckpttool.layout.family import pick_family
+        from ckpttool.layout.statements import Rename
 
         family = pick_family(self.options[1] if self.options else "", "", self.config)
         naming, _ = family.published_form(self.tensors, lambda: {n: t.shape for n, t in self.tensors.items()})
@@ -460,8 +461,9 @@ class _Judge:
 
     def declared(self) -> None:
         from ckpttool.errors import CkptError
-        from ckpttool.layout.family import Rename, pick_family
+        from ckpttool.layout.family import pick_family
         from ckpttool.layout.shapes import declared_tensors
+        from ckpttool.layout.statements import Rename
 
         family = pick_family(self.options[1] if self.options else "", "", self.config)
         if family.spec.tensors is None:
