@@ -90,6 +90,8 @@ def completes(*values: str) -> Callable[[str], list[str]]:
 
 
 def families(incomplete: str) -> list[str]:
-    """The built-in families: the names of their files."""
-    files = (Path(__file__).parents[1] / "layout" / "families").glob("*.yaml")
-    return completes(*sorted(f.stem for f in files))(incomplete)
+    """The built-in families: the names of their files, with the folder of those that are cut as transformers does."""
+    folder = Path(__file__).parents[1] / "layout" / "families"
+    return completes(*sorted(f.relative_to(folder).with_suffix("").as_posix() for f in folder.rglob("*.yaml")))(
+        incomplete
+    )

@@ -122,7 +122,8 @@ def test_families_are_those_that_are_built_in() -> None:
     from ckpttool.layout.family import family_names
 
     assert choices.families("") == family_names()
-    assert choices.families("qwen3") == ["qwen3", "qwen3_moe"]
+    assert choices.families("qwen2_m") == ["qwen2_moe"]
+    assert choices.families("transformers/afm") == ["transformers/afmoe"]
 
 
 def test_choices_are_those_of_the_code() -> None:
