@@ -77,6 +77,20 @@ def _patches(config: Any) -> dict[str, Any]:
     }
 
 
+def _tiles(config: Any) -> dict[str, Any]:
+    import torch
+
+    vision = config.vision_config
+    tiles = vision.max_num_tiles
+    return {
+        "input_ids": _tokens(),
+        "pixel_values": _random(2, 1, tiles, vision.num_channels, vision.image_size, vision.image_size),
+        "aspect_ratio_ids": torch.full((2, 1), 6),
+        "aspect_ratio_mask": torch.ones(2, 1, tiles, dtype=torch.long),
+        "cross_attention_mask": torch.ones(2, LENGTH, 1, tiles, dtype=torch.long),
+    }
+
+
 def _moving(config: Any) -> dict[str, Any]:
     return {
         "state": _random(2, config.max_state_dim),
@@ -128,6 +142,7 @@ EXTRA: dict[str, Callable[[Any], dict[str, Any]]] = {
         "pixel_values": _image(c).unsqueeze(1),
         "image_attention_mask": _tokens().unsqueeze(-1).clamp(max=1),
     },
+    "mllama": _tiles,
     "pi0": _moving,
     "seamless_m4t": _features_or_text,
     "seamless_m4t_v2": _features_or_text,

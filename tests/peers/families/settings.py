@@ -200,6 +200,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": ["full_attention", "sliding_attention"]},
     "minimax": {"head_dim": 16, "block_size": 8},
     "ministral": {"head_dim": 16},
+    "mllama": {
+        "vision_config.intermediate_layers_indices": [0, 1],
+        "vision_config.vision_output_dim": 192,
+        "vision_config.num_global_layers": 1,
+        "text_config.num_hidden_layers": 3,
+        "text_config.cross_attention_layers": [1],
+    },
     "moonshine_streaming": {"num_key_value_heads": 2},
     "muse_spark": {"audio_config.hidden_sizes": [16, 32], "audio_config.depths": [1, 1]},
     "nemotron": {"num_key_value_heads": 2},
