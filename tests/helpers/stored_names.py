@@ -62,9 +62,9 @@ def kept(config: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def write(found: Iterable[Stored], file: Path = FILE) -> None:
-    """Into what the record has already; lists that several have stand once."""
-    rest = {s.label: s for s in (read(file) if file.exists() else ())}
+def write(found: Iterable[Stored], file: Path = FILE, *, anew: bool = False) -> None:
+    """Into what the record has already, or without it; lists that several have stand once."""
+    rest = {s.label: s for s in (read(file) if file.exists() and not anew else ())}
     found = [*(rest | {s.label: s for s in found}).values()]
     lists: dict[str, int] = {}
     rows = []

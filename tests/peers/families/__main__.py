@@ -88,7 +88,7 @@ def run(chosen: list[Architecture], root: Path, said: argparse.Namespace) -> int
     if said.names is not None:
         from tests.helpers.stored_names import write
 
-        write([f.stored for f in found if f.passed and f.stored is not None], said.names)
+        write([f.stored for f in found if f.passed and f.stored is not None], said.names, anew=not said.only)
     return 1 if failures else 0
 
 
