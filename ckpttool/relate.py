@@ -673,12 +673,31 @@ def _joined(op: transforms.Fuse, parts: Sequence[DerivedTensor], whole_name: str
                 f" of {block[axis]}",
                 hint="keep the parts apart: a target that does not fuse, or without --fuse",
             )
+    if not block and axes.packed(name) is None and {len(p.shape) for p in parts} == {len(first.shape)}:
+        _check_lengths(op, parts, whole_name, axes, axis)
     if op.groups:
         size = axes.count(op.groups, name, op)
         if size is None or (block and block[axis] != 1):
             raise LayoutError(f"`{name}` cannot be interleaved into `{whole_name}`: one scale is for several rows")
         return interleave(whole_name, parts, axis, size.value)
     return concat(whole_name, parts, axis)
+
+
+def _check_lengths(
+    op: transforms.Fuse, parts: Sequence[DerivedTensor], whole_name: str, axes: _Axes, axis: int
+) -> None:
+    """Raises LayoutError for parts whose lengths are not as their sizes, by which all readers tell them apart."""
+    layer = axes.layer(parts[0].name)
+    counts = [1 if not u else int(u) if u.isdigit() else axes.family.size(u, layer) for u in op.units]
+    first = parts[0]
+    for part, count, units in zip(parts, counts, op.units, strict=True):
+        if count and counts[0] and part.shape[axis] * counts[0] != first.shape[axis] * count:
+            said = f"{counts[0]} `{op.units[0]}` and {count} `{units}`" if op.units[0] else "equal parts"
+            raise LayoutError(
+                f"`{first.name}` {list(first.shape)} and `{part.name}` {list(part.shape)} cannot be fused into"
+                f" `{whole_name}`: they are not as long as {said}",
+                hint="the sizes in config.json do not fit these tensors, and the fused one is cut by them",
+            )
 
 
 def _one_for_all(views: TensorTable, parts: Sequence[DerivedTensor], packed: PackedPart, name: str) -> DerivedTensor:

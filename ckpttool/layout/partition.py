@@ -193,6 +193,13 @@ class Partitioner:
                 f"tensor `{above}` is of an expert that config.json does not count: it says {experts}",
                 hint="correct the number of experts in config.json",
             )
+        said = self.family.size("experts")
+        stacked = [t for t, p, _, _ in placed if p.rule.grouped and not p.rule.rows and t.shape]
+        if other := next((t for t in stacked if said and t.shape[0] != said), None):
+            raise ConflictError(
+                f"tensor `{other.name}` holds {other.shape[0]} experts, config.json says {said}",
+                hint="correct the number of experts in config.json",
+            )
         return {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
 
     def _cut(self, placed: _Placed, at: Coords, among: _Placements) -> tuple[RankShare, tuple[Box, ...]]:

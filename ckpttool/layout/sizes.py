@@ -8,6 +8,7 @@ says of a field holds in that layer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from ckpttool.layout.rules import Size, Sizes, in_layer, varying
 
 HINT = "correct it in config.json, as the authors of the model publish it"
 
+_LAYER = re.compile("[0-9]{1,9}")
 _MOST_LAYERS = 10_000
 """More than any model has; a config that asks for more is wrong."""
 
@@ -245,7 +247,7 @@ def _exceptions(place: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """Fields that are something else in some layers, as transformers 5 writes them for models of all kinds."""
     said = place.get("per_layer_config")
     items = said.items() if isinstance(said, Mapping) else ()
-    return {int(n): fields for n, fields in items if str(n).isdecimal() and isinstance(fields, Mapping)}
+    return {int(n): fields for n, fields in items if _LAYER.fullmatch(str(n)) and isinstance(fields, Mapping)}
 
 
 def read_sizes(vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]]) -> dict[str, Size]:

@@ -182,9 +182,11 @@ EXCEPTIONS = {
     "text_config": {
         "kv": 4,
         "head": 2,
-        "per_layer_config": {"01": {"kv": 1, "head": 6}, "2": {"head": None}, "x": {"width": 3}},
+        "per_layer_config": {
+            "01": {"kv": 1, "head": 6}, "2": {"head": None}, "x": {"width": 3}, "9" * 5000: {"width": 3},
+        },
     },
-}
+}  # fmt: skip
 
 
 def test_fields_that_are_something_else_in_some_layers(tmp_path: Path) -> None:

@@ -735,3 +735,26 @@ def test_header_that_lies_about_its_order_is_fine(tmp_path: Path) -> None:
     (tmp_path / "src" / "model.safetensors").write_bytes(data)
     reshard(tmp_path / "src", tmp_path / "dst", "-q")
     assert read(tmp_path / "dst" / "model.safetensors").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "error"),
+    [
+        ("qwen3_moe", {"num_key_value_heads": 4}, "they are not as long as 8 `heads` and 4 `kv_heads`"),
+        ("qwen3_moe", {"num_key_value_heads": None}, "they are not as long as 8 `heads` and 8 `kv_heads`"),
+        (  # its query has a gate beside it
+            "qwen3_moe",
+            {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]},
+            "they are not as long as 16 `gated_heads` and 2 `kv_heads`",
+        ),
+        ("qwen3_moe", {"num_experts": 4}, "holds 6 experts, config.json says 4"),
+    ],
+)
+def test_a_config_that_is_not_that_of_the_tensors(
+    tmp_path: Path, name: str, config: dict[str, object], error: str
+) -> None:
+    """What is fused or stacked is cut by the sizes of the config alone, and its reader takes it apart by them."""
+    model = MODELS[name]
+    source = save_hf(tmp_path / "src", model.tensors(), {**model.config, **config})
+    assert error in refused(source, tmp_path / "dst", "--to", "vllm", "--tp-out", 2)
+    assert not (tmp_path / "dst").exists()
