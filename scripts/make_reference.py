@@ -95,7 +95,9 @@ def families() -> str:
     rows = ["| family | `model_type` | `architectures` | namings |", "| --- | --- | --- | --- |"]
     for path in sorted((ROOT / "ckpttool" / "layout" / "families").glob("*.yaml")):
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        lists = (data.get("model_types", []), data.get("architectures", []), ["hf", *data.get("namings", {})])
+        taken = data.get("extends", {}).get("namings", [])
+        namings = dict.fromkeys(["hf", *taken, *data.get("namings", {})])
+        lists = (data.get("model_types", []), data.get("architectures", []), namings)
         rows.append(f"| `{data['family']}` | " + " | ".join(", ".join(f"`{x}`" for x in part) for part in lists) + " |")
     return "\n".join(rows)
 
