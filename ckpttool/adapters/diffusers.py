@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -212,7 +212,7 @@ def _unabbreviated(path: str, *, text: bool) -> str:
     return f"{path}.0" if last == "to_out" else path
 
 
-def _config(metadata: Mapping[str, str], parts: Iterable[str], where: str) -> dict[str, Any]:
+def _config(metadata: Mapping[str, str], parts: Sequence[str], where: str) -> dict[str, Any]:
     """What the header says of the factors of a part; {} where it says nothing. Raises CorruptError."""
     if METADATA not in metadata:
         return {}
@@ -222,6 +222,8 @@ def _config(metadata: Mapping[str, str], parts: Iterable[str], where: str) -> di
         said = None
     if not isinstance(said, dict):
         raise CorruptError(f"`{METADATA}` in the header is not a JSON object", where=where)
+    if not parts:  # save_lora_adapter of one model writes neither names nor header with a part
+        return said
     return {
         k.removeprefix(f"{p}."): v
         for p in parts

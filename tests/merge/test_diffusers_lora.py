@@ -117,6 +117,19 @@ def test_the_header_of_diffusers_says_alpha(tmp_path: Path) -> None:
                 np.testing.assert_allclose(found[n], w, rtol=1e-6, atol=1e-6)
 
 
+def test_the_header_of_a_model_alone_says_alpha(tmp_path: Path) -> None:
+    """Neither its names nor its header name a part (save_lora_adapter)."""
+    names, ends = FORMS["alone"]
+    held, lora = base(tmp_path / "unet"), factors(names, *ends)
+    said = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "alpha_pattern": {"ff": 1}}
+    path = save(tmp_path / "l" / "pytorch_lora_weights.safetensors", lora, {"lora_adapter_metadata": json.dumps(said)})
+    found = merged(tmp_path / "unet", path.parent, tmp_path / "dst")
+    for factor, layers in ((3, ("to_q", "to_out.0")), (0.5, ("ff",))):
+        for n, w in added(held, lora, names, ends, factor).items():
+            if n.removesuffix(".weight").endswith(layers):
+                np.testing.assert_allclose(found[n], w, rtol=1e-6, atol=1e-6)
+
+
 def test_the_only_file_of_a_directory_is_taken(tmp_path: Path) -> None:
     names, ends = FORMS["peft"]
     held, lora = base(tmp_path / "unet"), factors(names, *ends)
