@@ -47,10 +47,13 @@ class Listing:
         return self.root / name
 
     def folders(self) -> list[str]:
-        """The directories directly in it, in natural order; [] when SRC is a file."""
+        """The directories directly in it, in natural order; [] when SRC is a file, or where it cannot be listed."""
         if self.single:
             return []
-        return sorted((e.name for e in scan(self.root) if e.is_dir()), key=natural)
+        try:
+            return sorted((e.name for e in scan(self.root) if e.is_dir()), key=natural)
+        except OSError:  # a directory inside SRC that is not ours to read, or that has gone since
+            return []
 
     def inside(self, folder: str) -> Listing:
         """One of them; without files where it cannot be listed (a link to itself, one that is not ours to read)."""

@@ -209,7 +209,9 @@ def held(model: Model, grid: Grid, rank: int, tensors: Tensors | None = None) ->
 
 
 def stages_of(model: Model, grid: Grid, name: str) -> set[int]:
-    """Stages that hold a tensor."""
+    """Stages that hold a tensor. Towers go where the embedding is, to which they are an input."""
+    if name.startswith(("vision_model.", "multi_modal_projector.")):
+        return {0}
     if m := re.search(r"\b(?:layers|h)\.(\d+)\.", name):
         layer = int(m[1])
         return {next((s for s in range(grid.pp) if layer in grid.layers(s)), grid.pp - 1)}

@@ -205,4 +205,5 @@ def test_sources_that_are_none(tmp_path: Path, target: str, monkeypatch: pytest.
     for name in commands:
         first, _, *rest = COMMANDS[name](court.src, court.dst)
         done = court.run(first, *rest, "--", target) if target == "-" else court.run(first, target, *rest)
-        assert done.code != 0, (name, done.out)
+        # What can be read and has no pickle is no wrong answer to the question which pickles there are.
+        assert done.code != 0 or (name == "imports" and ": 0 pickles" in done.out), (name, done.out)

@@ -497,10 +497,10 @@ def test_family_file(tmp_path: Path, dst: Path) -> None:
     [
         ("family: [", "not valid YAML"),
         ("- 1", "not valid"),
-        ("family: own\nlayers: {prefix: x, rules: {a: columns}}", "is not a layout rule"),
-        ("family: own\nlayers: {prefix: x, rules: {}}\nlayer: 1", "`layer`"),
-        ("family: own\nlayers: {prefix: x, rules: {a: fused b}}", "at least two parts"),
-        ("family: own\nlayers: {prefix: x, rules: {'{a.b}': column}}", "is not a capture"),
+        ("family: own\nlayers: {prefix: 'x.{layer}.', rules: {a: columns}}", "is not a layout rule"),
+        ("family: own\nlayers: {prefix: 'x.{layer}.', rules: {}}\nlayer: 1", "`layer`"),
+        ("family: own\nlayers: {prefix: 'x.{layer}.', rules: {a: fused b}}", "at least two parts"),
+        ("family: own\nlayers: {prefix: 'x.{layer}.', rules: {'{a.b}': column}}", "is not a capture"),
     ],
 )
 def test_wrong_family_file(text: str, words: str, src: Path, dst: Path) -> None:

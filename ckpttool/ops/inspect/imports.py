@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpttool.containers.pickle_imports import Named, is_dangerous, is_safe, is_zip_without_pickles, named
+from ckpttool.errors import UsageError
 from ckpttool.findings import DANGEROUS, INERT, REFUSED, Import, ImportsResult
 from ckpttool.ops.inspect.code import PICKLE_SUFFIXES, is_paddles
 from ckpttool.storage.listing import list_source
@@ -20,10 +21,11 @@ _HEADS = (_ZIP, *(bytes((0x80, protocol)) for protocol in range(2, 6)))
 
 
 def list_imports(src: str | Place) -> ImportsResult:
-    """Look at every pickle in a directory and below, in a tar, or at one file. Raises UsageError for none."""
+    """Look at every pickle in a directory and below, in a tar, or at one file. Raises UsageError for none,
+    and for a file that cannot be read."""
     path = parse_place(src)
     alone = path.is_file()
-    if alone and isinstance(path, Path) and is_tar(path):
+    if alone and isinstance(path, Path) and _is_tar(path):
         path, alone = TarPlace(path), False
     root = path.parent if alone else list_source(path).root
     out = ImportsResult(path)
@@ -49,6 +51,13 @@ def list_imports(src: str | Place) -> ImportsResult:
         if bare:
             out.notes.append(f"{name}: no pickle is found in this zip, which may be cut off")
     return out
+
+
+def _is_tar(path: Path) -> bool:
+    try:
+        return is_tar(path)
+    except OSError as e:
+        raise UsageError(f"cannot read the file: {e.strerror}", where=str(path)) from None
 
 
 def _verdict(found: Named, *, sound: bool) -> str:
