@@ -23,6 +23,7 @@ import yaml
 
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 from ckpttool.layout.classes import causal_classes
+from ckpttool.words import either
 
 FAMILIES = Path(__file__).with_name("families")
 HEAD = ("family", "about", "model_types", "architectures")
@@ -111,12 +112,9 @@ def read_builtin(name: str) -> dict[str, Any]:
     if name not in builtin():
         import difflib
 
-        close = difflib.get_close_matches(name, [*builtin()], n=1)
-        known = ", ".join(n for n in sorted(builtin()) if "/" not in n)
-        raise UnsupportedError(
-            f"unknown family `{name}`",
-            hint=(f"did you mean `{close[0]}`? " if close else "") + f"known: {known}; or --family FILE.yaml",
-        )
+        close = difflib.get_close_matches(name, [*builtin()], n=3)
+        hint = f"did you mean {either([f'`{c}`' for c in close])}? Or " if close else "docs/families.md lists them; or "
+        raise UnsupportedError(f"unknown family `{name}`", hint=f"{hint}--family FILE.yaml")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     data: dict[str, Any] = yaml.load(builtin()[name].path.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - the safe loader, in C where there is one
     return data

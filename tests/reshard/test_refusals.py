@@ -516,7 +516,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], int, tuple[str, ...]]] = {
     "layout of another pp": (("--pp-out", 2, "--pp-layout", "1,1,1"), 2, ("not a multiple of pp 2",)),
     "layout is not numbers": (("--pp-layout", "1,x"), 2, ("not a list of numbers",)),
     "more stages than layers": (("--pp-out", 5), 1, ("3 layers",)),
-    "unknown family": (("--tp-out", 2, "--family", "lama"), 1, ("unknown family `lama`", "did you mean `llama`")),
+    "unknown family": (("--tp-out", 2, "--family", "lama"), 1, ("unknown family `lama`", "did you mean `llama`, ")),
     "family file is not there": (("--tp-out", 2, "--family", "no.yaml"), 2, ("no.yaml",)),
     "unknown format": (("--to", "vlm"), 2, ("`vlm` is not a format", "did you mean `vllm`")),
     "unknown source format": (("--from", "h5"), 2, ("`h5` is not a format", "formats: ")),
