@@ -521,7 +521,7 @@ def test_an_unknown_naming_says_what_there_is() -> None:
 def test_an_unknown_family_says_the_nearest() -> None:
     with pytest.raises(UnsupportedError) as caught:
         load_family("lama", {})
-    assert "did you mean `llama`?" in str(caught.value.hint)
+    assert "did you mean `llama`, " in str(caught.value.hint)
 
 
 def test_a_config_that_names_no_known_family() -> None:
