@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -134,7 +135,7 @@ def _nothing(node: ast.AST) -> Refused:
     )
 
 
-class Expressions:
+class Expressions(ABC):
     """Works expressions out, each once, or once for each layer; a subclass says what words mean."""
 
     def __init__(self) -> None:
@@ -150,13 +151,13 @@ class Expressions:
         self.given: dict[str, int] = {}
         """Words with a value of their own."""
 
+    @abstractmethod
     def meaning(self, name: str) -> Value:
         """What a word means. Raises Refused."""
-        raise NotImplementedError
 
+    @abstractmethod
     def element(self, of: str, value: object) -> Value:
         """An element of a list, called ``of``, as an expression can use it. Raises Refused."""
-        raise NotImplementedError
 
     def enter(self, layer: int | None) -> None:
         """From here on expressions are those of this layer."""
