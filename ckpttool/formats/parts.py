@@ -84,7 +84,9 @@ class MultiPart(ABC):
 
     name: str
     capabilities: base.Capabilities
-    _read: ReadPart
+
+    def __init__(self, read_part: ReadPart) -> None:
+        self._read = read_part
 
     @abstractmethod
     def components(self, listing: Listing) -> list[str]:
@@ -172,9 +174,6 @@ class Diffusers(MultiPart):
     _index = "model_index.json"
     _usage = "diffusers.DiffusionPipeline.from_pretrained({text})"
 
-    def __init__(self, read_part: ReadPart) -> None:
-        self._read = read_part
-
     def components(self, listing: Listing) -> list[str]:
         if self._index not in listing.names:
             return []
@@ -210,9 +209,6 @@ class SentenceTransformers(MultiPart):
     capabilities = base.Capabilities(instead="--to hf writes such a directory as it was read")
     _index = "modules.json"
     _usage = "sentence_transformers.SentenceTransformer({text})"
-
-    def __init__(self, read_part: ReadPart) -> None:
-        self._read = read_part
 
     def components(self, listing: Listing) -> list[str]:
         if self._index not in listing.names:
