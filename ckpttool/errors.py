@@ -11,6 +11,7 @@ IncompleteError    1     a part of the source is not there: find it
 ConflictError      1     two statements contradict each other: drop one
 LayoutError        1     the model cannot be cut that way: other sizes, or a rule
 UnsupportedError   1     ckpttool does not know this (dtype, family, format)
+AccessError        1     bytes elsewhere are out of reach: log in, wait, check the network
 OutputError        1     the destination: free space, permissions, ``--force``
 VerifyError        3     the output was checked and is not equal to the source
 =================  ====  ==========================================================
@@ -103,6 +104,10 @@ class LayoutError(CkptError):
 
 class UnsupportedError(CkptError):
     """A dtype, family, format or feature that ckpttool does not know."""
+
+
+class AccessError(CkptError):
+    """Bytes on another machine that cannot be reached: no permission, no network, too many requests."""
 
 
 class OutputError(CkptError):

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from ckpttool.errors import CkptError, CorruptError, OutputError
+from ckpttool.errors import AccessError, CkptError, CorruptError, OutputError
 from ckpttool.execute.blocks import Mover, Stopped
 from ckpttool.execute.checks import check
 from ckpttool.execute.commit import MANIFEST, Destination
@@ -603,7 +603,7 @@ class _Run:
         """Stop the workers; keep or remove what there is. Returns the error to raise."""
         self.stop.set()
         self._dismiss(now=True)
-        again = not isinstance(error, CkptError) or isinstance(error, OutputError | SourceReadError)
+        again = not isinstance(error, CkptError) or isinstance(error, OutputError | SourceReadError | AccessError)
         if self.verifying and isinstance(error, Exception):
             again = False
         if again and self.destination.has_journal and not (pool.unsynced or self.unsynced):

@@ -22,7 +22,7 @@ import resource
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from ckpttool.encodings import Contents, Decoder, Encoding
 from ckpttool.errors import CorruptError, OutputError
-from ckpttool.storage.place import SCHEMES, OpenFile, parse_place
+from ckpttool.storage.place import OpenFile, parse_place
 from ckpttool.storage.tar import TarPlace
 
 RWF_DONTCACHE = 0x80
@@ -112,8 +112,12 @@ class Medium(Protocol):
         """Fill ``buffers`` (at most IOV_MAX) with consecutive bytes, of an encoding with decoded ones.
 
         ``once`` says that the bytes will not be needed again: pages that were not in the page cache before do not
-        stay there. Raises CorruptError when the file ends early, SourceReadError when it cannot be read.
+        stay there. Raises CorruptError when the file ends early, SourceReadError when it cannot be read, AccessError
+        when it cannot be reached.
         """
+
+    def announce(self, ranges: Iterable[tuple[Contents, int, int]]) -> None:
+        """What will be read next, in that order: (file, first byte, end). Sources on other machines are read ahead."""
 
     def expect_writes(self, path: str, *, scattered: bool = False) -> None:
         """Open this path for reading and writing from now on. ``scattered`` as for ``write``, of all of them."""
@@ -134,7 +138,7 @@ class Medium(Protocol):
 
 def open_medium(limit: int | None = None) -> Medium:
     """A medium that keeps at most ``limit`` files open; None is what the system allows."""
-    return _RemoteSources(limit) if SCHEMES else FilePool(limit)
+    return _RemoteSources(limit)
 
 
 class FilePool:
@@ -249,6 +253,9 @@ class FilePool:
             wanted -= got
             offset += got
             buffers = _after(buffers, got)
+
+    def announce(self, ranges: Iterable[tuple[Contents, int, int]]) -> None:
+        """The system reads ahead by itself."""
 
     # -- writing
 
@@ -390,12 +397,11 @@ class _RemoteSources(FilePool):
             for buffer in buffers:
                 done = 0
                 while done < buffer.nbytes:
-                    data = file.pread(buffer.nbytes - done, offset)
-                    if not data:
+                    got = file.read_into(buffer[done:], offset)
+                    if not got:
                         raise _too_short(path, offset, buffer.nbytes - done, file.info.size)
-                    buffer[done : done + len(data)] = data
-                    done += len(data)
-                    offset += len(data)
+                    done += got
+                    offset += got
         except OSError as e:
             raise _unreadable(e, str(path), offset, buffers) from e
 

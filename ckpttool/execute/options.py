@@ -28,6 +28,8 @@ class RunOptions:
     """Bytes for all buffers together."""
     workers: int | None = None
     """Threads that move bytes, and processes that compute tensors; None is as many as suit the machine."""
+    connections: int | None = None
+    """Requests at a time to places on other machines; None is as many as ``memory`` allows."""
     force: bool = False
     """Replace an existing DST, and drop what an interrupted run left."""
     resume: bool = False

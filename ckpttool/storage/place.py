@@ -1,7 +1,7 @@
 """Where the bytes of a source are, and what identifies them.
 
-A place on this machine is a ``Path``. Bytes elsewhere are an addition: a class with what ``Remote`` asks for, and its
-scheme in ``SCHEMES``.
+A place on this machine is a ``Path``. Bytes elsewhere are an addition: a class with what ``Remote`` asks for, in a
+module with ``parse``, and its scheme in ``SCHEMES``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
+from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -38,6 +39,9 @@ class OpenFile(Protocol):
     def pread(self, n: int, at: int) -> bytes:
         """Up to ``n`` bytes from an offset; fewer at the end, and wherever the system gives fewer. Raises OSError."""
 
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        """``pread`` into memory that is there: returns how many bytes, 0 at the end. Safe in several threads."""
+
     def map(self) -> mmap.mmap:
         """All bytes, in memory only where they are used. Raises OSError, and ValueError for an empty file."""
 
@@ -47,7 +51,9 @@ class OpenFile(Protocol):
 class Remote(Protocol):
     """What sources need of a ``Path``, for bytes that are not on this machine. There are no links.
 
-    ``str`` of it is the text that ``parse_place`` makes it from. All methods raise OSError where a ``Path`` does.
+    ``str`` of it is the text that ``parse_place`` makes it from, in this process and in its workers. It is shown and
+    recorded, so it holds no credentials. All methods raise OSError where a ``Path`` does, and AccessError where what is
+    there cannot be reached.
     """
 
     @property
@@ -73,8 +79,35 @@ class Remote(Protocol):
 
 Place: TypeAlias = Path | Remote
 
-SCHEMES: dict[str, Callable[[str], Remote]] = {}
-"""How a text that begins with a scheme and a colon becomes a place."""
+
+def _module(name: str) -> Callable[[str], Remote]:
+    """``parse`` of a module beside this one, which is imported when there is something to parse."""
+
+    def parse(text: str) -> Remote:
+        try:
+            module = import_module(f"ckpttool.storage.{name}")
+        except ModuleNotFoundError as e:
+            if e.name is None or e.name.partition(".")[0] == "ckpttool":
+                raise
+            scheme = text.partition(":")[0]
+            raise UsageError(
+                f"{scheme}:// needs a package that is not installed: {e.name}",
+                hint="pip install 'ckpttool[remote]'",
+            ) from None
+        found: Remote = module.parse(text)
+        return found
+
+    return parse
+
+
+SCHEMES: dict[str, Callable[[str], Remote]] = {
+    "tar": _module("tar"),
+    "hf": _module("hub"),
+    **dict.fromkeys(("s3", "gs", "az"), _module("objects")),
+    **dict.fromkeys(("https", "http"), _module("web")),
+}
+"""How a text that begins with a scheme, a colon and a slash becomes a place. The text of a ``Path`` has one slash where
+people write two."""
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+]+):/")
 
@@ -83,7 +116,7 @@ def parse_place(text: str | os.PathLike[str] | Remote) -> Place:
     """The place that a text names. A scheme that nobody knows is the name of a directory."""
     if not isinstance(text, str | os.PathLike):
         return text
-    m = _SCHEME.match(os.fspath(text)) if SCHEMES else None
+    m = _SCHEME.match(os.fspath(text))
     return SCHEMES[m[1]](os.fspath(text)) if m and m[1] in SCHEMES else Path(text)
 
 
@@ -231,6 +264,9 @@ class _LocalFile:
 
     def pread(self, n: int, at: int) -> bytes:
         return os.pread(self._fd, n, at)
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        return os.preadv(self._fd, (buffer,), at)
 
     def map(self) -> mmap.mmap:
         return mmap.mmap(self._fd, self.info.size, access=mmap.ACCESS_READ)

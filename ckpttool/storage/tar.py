@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Self
 
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import SCHEMES, DataFile, OpenFile, Place, open_file, readable
+from ckpttool.storage.place import DataFile, OpenFile, Place, open_file, readable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,9 +132,6 @@ def parse(text: str) -> TarPlace:
     return TarPlace(Path(text[:end]), text[end + 1 :].strip("/"))
 
 
-SCHEMES[SCHEME] = parse
-
-
 class _Open(NamedTuple):
     info: DataFile
     fd: int
@@ -142,6 +139,9 @@ class _Open(NamedTuple):
 
     def pread(self, n: int, at: int) -> bytes:
         return os.pread(self.fd, max(0, min(n, self.info.size - at)), self.begin + at)
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        return os.preadv(self.fd, (buffer[: max(0, self.info.size - at)],), self.begin + at)
 
     def map(self) -> mmap.mmap:
         data = mmap.mmap(-1, self.info.size)

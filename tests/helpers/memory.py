@@ -92,6 +92,11 @@ class MemoryFile(NamedTuple):
     def pread(self, n: int, at: int) -> bytes:
         return self.data[at : at + min(n, 1 << 20)]
 
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        data = self.pread(len(buffer), at)
+        buffer[: len(data)] = data
+        return len(data)
+
     def map(self) -> mmap.mmap:
         mapped = mmap.mmap(-1, len(self.data))
         mapped.write(self.data)

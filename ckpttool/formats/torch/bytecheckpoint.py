@@ -151,6 +151,11 @@ class _Bytes:
     def pread(self, n: int, at: int) -> bytes:
         return self.data[at : at + n]
 
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        data = self.pread(len(buffer), at)
+        buffer[: len(data)] = data
+        return len(data)
+
     def map(self) -> mmap.mmap:
         raise OSError
 
