@@ -1,4 +1,4 @@
-"""The destination directory: absent, or complete.
+"""A destination on this machine: a directory that is absent, or complete.
 
 Everything is written in ``DST.partial/``. One rename makes it DST; when DST is to be replaced, the two exchange their
 names and the old one is deleted last. A crash leaves
@@ -24,11 +24,17 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ckpttool.errors import OutputError
-from ckpttool.execute.files import write_error
+from ckpttool.execute.destination import Beginning
+from ckpttool.execute.files import Medium, create, write_error
+from ckpttool.execute.journal import Finished, Journal
+from ckpttool.execute.schedule import Part
+from ckpttool.plan import Plan
+from ckpttool.storage.place import parse_place
 
 JOURNAL = ".journal"
 MANIFEST = "ckpttool.manifest.json"
@@ -41,7 +47,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-class Destination:
+class LocalDestination:
     """DST and the directory it is built in. ``single``: DST is to be the only file of that directory."""
 
     def __init__(self, dst: Path, *, single: bool = False) -> None:
@@ -77,9 +83,9 @@ class Destination:
         if not os.access(parent, os.W_OK | os.X_OK):
             what = "the directory that is to hold the destination cannot be written"
             raise OutputError(what, where=str(parent), hint="choose a DST in a directory that you may write")
-        resolved = [os.path.realpath(s) for s in sources]
-        holders = [os.path.realpath(r) for r in roots] or sorted({str(Path(s).parent) for s in resolved})
-        self._check_apart([*resolved, *[os.path.realpath(c) for c in carried]], holders)
+        resolved = [os.path.realpath(s) for s in _local(sources)]
+        holders = [os.path.realpath(r) for r in _local(roots)] or sorted({str(Path(s).parent) for s in resolved})
+        self._check_apart([*resolved, *[os.path.realpath(c) for c in _local(carried)]], holders)
         if self.single and self.path.is_dir():
             raise OutputError("the destination is to be a file, and there is a directory", where=str(self.given))
         self.check_absent(force=force)
@@ -117,10 +123,10 @@ class Destination:
         except OSError:
             return False
 
-    def check_space(self, needed: int) -> None:
-        """Raises OutputError when the filesystem has less than ``needed`` bytes to spare."""
+    def check_space(self, plan: Plan) -> None:
+        """Raises OutputError when the filesystem has less room than the outputs need."""
         held = allocated(self.partial)
-        missing = needed - held
+        missing = sum(o.size for o in plan.outputs if not o.link) - held
         try:
             st = os.statvfs(self.path.parent)
         except OSError:
@@ -136,10 +142,48 @@ class Destination:
 
     # -- the partial directory
 
-    def open(self, own: Collection[str], *, force: bool, resume: bool) -> tuple[int, bool]:
+    def begin(self, beginning: Beginning) -> Finished:
+        """Lock the partial directory; read or start its journal. Raises as ``_open`` and ``Journal.load`` do."""
+        plan, resume = beginning.plan, beginning.resume
+        names = [*(o.name for o in plan.outputs), *beginning.late, MANIFEST]
+        left = self._open({Path(n).parts[0] for n in names}, force=beginning.force, resume=resume)
+        digest, parts = plan.digest(), sum([len(t.parts) for t in beginning.tasks])
+        self._journal = Journal(self._fd, str(self.partial))
+        self._paths = [self.partial / o.name for o in plan.outputs]
+        try:
+            return self._journal.load(digest, parts) if left else self._journal.begin(digest, parts)
+        except BaseException:
+            if left:
+                self.close()
+            else:
+                self.discard()
+            raise
+
+    def make(self, path: str, size: int) -> bool:
+        """A file that was not there at its full size cannot hold what the journal says."""
+        return create(path, size)
+
+    def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        """Sync the files, then say so in the journal."""
+        for file in sorted({file for p in parts for file in p.files}):
+            pool.sync(str(self._paths[file]))
+        self._journal.append([p.number for p in parts], sums)
+
+    def settle(self, pool: Medium, paths: Sequence[str]) -> None:
+        with ThreadPoolExecutor(8, thread_name_prefix="sync") as syncing:
+            for done in [syncing.submit(pool.sync, path, metadata=True) for path in paths]:
+                done.result()
+
+    def complete(self) -> None:
+        """All of it is where it becomes DST."""
+
+    def readable(self) -> Path:
+        return self.partial
+
+    def _open(self, own: Collection[str], *, force: bool, resume: bool) -> bool:
         """Lock the partial directory, making or emptying it as asked. ``own``: the names that this run makes in it.
 
-        Returns the journal's descriptor and whether there is something to resume.
+        Returns whether there is something to resume.
         Raises OutputError when another run holds it, or when neither force nor resume says what to do with it.
         """
         fresh = False
@@ -166,7 +210,7 @@ class Destination:
             if isinstance(e, OSError):
                 raise write_error(e, str(self.partial), 0, 0) from e
             raise
-        return self._fd, left
+        return left
 
     def _check_owner(self) -> None:
         """Raises OutputError for a directory that somebody else has made where anybody can, as in /tmp.
@@ -275,14 +319,24 @@ class Destination:
         return [fd for fd in (self._directory, self._fd) if fd >= 0]
 
     @property
-    def has_journal(self) -> bool:
-        """Whether the journal is open; ``seal`` and ``close`` end that."""
+    def can_record(self) -> bool:
+        """Whether the journal is open."""
         return self._fd >= 0
 
-    def seal(self, directories: Iterable[Path]) -> None:
+    def _directories(self) -> list[Path]:
+        """Every directory of the output, the deepest first."""
+        found = {self.partial}
+        for path in self._paths:
+            parent = path.parent
+            while parent not in found:
+                found.add(parent)
+                parent = parent.parent
+        return sorted(found, key=lambda p: -len(p.parts))
+
+    def seal(self) -> None:
         """Make the names durable and drop the journal."""
         try:
-            for d in directories:
+            for d in self._directories():
                 sync_directory(d)
             # Network filesystems keep a file that is open under another name. The directory's lock stays.
             os.close(self._fd)
@@ -343,6 +397,11 @@ class Destination:
         except OSError as e:
             return f"the old destination could not be removed completely: {old}: {e.strerror}"
         return None
+
+
+def _local(texts: Iterable[str]) -> list[str]:
+    """Those that are paths of this machine."""
+    return [t for t in texts if isinstance(parse_place(t), Path)]
 
 
 def exchange(a: Path, b: Path) -> bool:

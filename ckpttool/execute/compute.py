@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Tensor
 from ckpttool.plan import Compute, Plan, Quantize, Scaled, Stored
+from ckpttool.storage.place import Place
 
 STRETCH = 2 << 20
 """Bytes of a result that are written in one go."""
@@ -319,7 +319,7 @@ def _is_finite(a: Array) -> bool:
     return not a.size or int(np.bitwise_and(a.view(bits), bits(mask)).max()) != mask
 
 
-def verify_computed(plan: Plan, outputs: Path, memory: int, advance: Advance = unwatched) -> None:
+def verify_computed(plan: Plan, outputs: Place, memory: int, advance: Advance = unwatched) -> None:
     """Work out every computed or quantised tensor once more and compare it with what was written below ``outputs``.
 
     ``advance`` is told the bytes of the results, from pass to pass.

@@ -32,18 +32,20 @@ from types import FrameType
 from ckpttool.errors import AccessError, CkptError, CorruptError, OutputError
 from ckpttool.execute.blocks import Mover, Stopped
 from ckpttool.execute.checks import check
-from ckpttool.execute.commit import MANIFEST, Destination
+from ckpttool.execute.commit import MANIFEST
 from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
+from ckpttool.execute.destination import Beginning
+from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Medium, SourceReadError, create, open_medium, remove_file, share, write_error
 from ckpttool.execute.hashing import ALGORITHM, CRC32, Sums, joined_crc32
-from ckpttool.execute.journal import Finished, Journal
+from ckpttool.execute.journal import Finished
 from ckpttool.execute.moves import arrange
 from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate, sum_key
 from ckpttool.execute.worker import ComputeWorker, Job, is_known, order, server
 from ckpttool.plan import Plan
-from ckpttool.storage.place import DataFile, parse_place
+from ckpttool.storage.place import DataFile, Place, parse_place
 
 _MIB = 1 << 20
 _SMALLEST_ARENA = 64 << 10
@@ -56,8 +58,8 @@ _RECORD_EVERY = 2.0
 """Seconds after which finished parts are recorded, however few."""
 
 
-def run(plan: Plan, dst: Path, options: RunOptions | None = None, progress: Progress | None = None) -> RunResult:
-    """Write the outputs of ``plan`` to the directory ``dst``, whole or not at all.
+def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Progress | None = None) -> RunResult:
+    """Write the outputs of ``plan`` to the directory ``dst``, here or elsewhere, whole or not at all.
 
     Raises OutputError when the destination cannot be written, CorruptError when a source is not what the plan says,
     ConflictError when ``resume`` meets the remains of another plan, whatever ``options.verify`` raises, and
@@ -68,7 +70,7 @@ def run(plan: Plan, dst: Path, options: RunOptions | None = None, progress: Prog
     if freezes:
         gc.freeze()
     try:
-        return _Run(plan, Path(dst), options or RunOptions(), progress or NoProgress()).go()
+        return _Run(plan, dst, options or RunOptions(), progress or NoProgress()).go()
     finally:
         if freezes:
             gc.unfreeze()
@@ -133,12 +135,13 @@ class _Meter:
 
 
 class _Run:
-    def __init__(self, plan: Plan, dst: Path, options: RunOptions, progress: Progress) -> None:
+    def __init__(self, plan: Plan, dst: Place, options: RunOptions, progress: Progress) -> None:
         self.plan = plan
         self.options = options
         self.progress = progress
-        self.destination = Destination(dst, single=self.options.single)
-        self.paths = [str(self.destination.partial / o.name) for o in plan.outputs]
+        self.destination = destination_for(dst, single=self.options.single)
+        self.paths: list[str] = []
+        """Of the outputs, where they are made."""
         self.sources = [s.contents for s in plan.sources]
         self.stop = threading.Event()
         self.failures: list[BaseException] = []
@@ -174,20 +177,20 @@ class _Run:
         roots, force = self.options.source_roots, self.options.force
         self.destination.check([s.path for s in self.plan.sources], roots, force=force, carried=carried)
         self._check_sources()
-        self.destination.check_space(sum(o.size for o in self.plan.outputs if not o.link))
+        self.destination.check_space(self.plan)
         with _signals() as signals, open_medium() as pool:
-            journal, finished = self._open()
+            finished = self._begin()
             try:
                 self._hire(finished)
                 self._prepare(pool, finished)
-                self._work(journal, pool, finished, signals)
+                self._work(pool, finished, signals)
                 self._finish(pool)
                 # While there is a journal, what was done is not lost when DST may not be replaced.
                 self.destination.check_absent(force=self.options.force, appeared=True)
                 signals.hold()
-                self.destination.seal(self._directories())
+                self.destination.seal()
             except BaseException as e:
-                error = self._give_up(e, journal, pool)
+                error = self._give_up(e, pool)
                 if error is e:
                     raise
                 raise error from e
@@ -224,25 +227,16 @@ class _Run:
 
     # -- prepare
 
-    def _open(self) -> tuple[Journal, Finished]:
-        """Lock the destination; read or start its journal. What an interrupted run left stays if that fails."""
+    def _begin(self) -> Finished:
+        """Lock the destination, and hear what an interrupted run has finished."""
         self.tasks = deque(schedule(self.plan, self.hashes))
-        parts = sum([len(t.parts) for t in self.tasks])
-        digest = self.plan.digest()
-        names = [*(o.name for o in self.plan.outputs), *self.options.late_files]
-        own = {Path(n).parts[0] for n in names} | {MANIFEST}
-        fd, left = self.destination.open(own, force=self.options.force, resume=self.options.resume)
-        journal = Journal(fd, str(self.destination.partial))
-        try:
-            finished = journal.load(digest, parts) if left else journal.begin(digest, parts)
-        except BaseException:
-            if left:
-                self.destination.close()
-            else:
-                self.destination.discard()
-            raise
+        late = [*self.options.late_files, *[MANIFEST] * self.options.manifest]
+        finished = self.destination.begin(
+            Beginning(self.plan, tuple(self.tasks), late, self.options.force, self.options.resume)
+        )
+        self.paths = [str(self.destination.partial / o.name) for o in self.plan.outputs]
         self.recorded = len(finished.parts)
-        return journal, finished
+        return finished
 
     def _prepare(self, pool: Medium, finished: Finished) -> None:
         """Make every file, with its literal bytes, and find out how much there is to do."""
@@ -257,12 +251,11 @@ class _Run:
                 if not Path(path).exists():
                     made.add(i)
                 continue
-            if not create(path, output.size):
+            if not self.destination.make(path, output.size):
                 made.add(i)
             pool.expect_writes(path, scattered=output.summed)
             if not output.summed:
                 _write_literals(pool, path, output.literals)
-        # A file that was not there at its full size cannot hold what the journal says.
         finished.parts -= {p.number for p in parts if not made.isdisjoint(p.files)}
         self.progress.start(self.plan.bytes_written, len(self.paths))
         for p in parts:
@@ -315,7 +308,7 @@ class _Run:
         keys = [k for k, _ in task.targets] + operand_keys(self.plan, task.computing)
         return all(p.number in finished.parts for p in task.parts) and all(k in finished.sums for k in keys)
 
-    def _work(self, journal: Journal, pool: Medium, finished: Finished, signals: _Signals) -> None:
+    def _work(self, pool: Medium, finished: Finished, signals: _Signals) -> None:
         self.sums = finished.sums
         jobs = [t for t in self.tasks if t.computing >= 0 and not self._is_done(t, finished)]
         self.done = finished.parts
@@ -344,7 +337,7 @@ class _Run:
                 thread.start()
                 self.threads.append(thread)
         with ThreadPoolExecutor(1, thread_name_prefix="journal") as recorder:
-            self._watch(journal, pool, recorder)
+            self._watch(pool, recorder)
 
     def _remaining(self, tasks: Sequence[Task], finished: Finished) -> Iterator[Task]:
         """What is still to do; the checksums of tensors that an earlier run wrote without them, too."""
@@ -438,7 +431,7 @@ class _Run:
                 record.sums = sums.finish(carrier.read_back, buffer)
         self.ledger.post(record, self.stop)
 
-    def _watch(self, journal: Journal, pool: Medium, recorder: ThreadPoolExecutor) -> None:
+    def _watch(self, pool: Medium, recorder: ThreadPoolExecutor) -> None:
         """Show progress and have finished parts recorded, until the workers have ended."""
         ledger = self.ledger
         saving: Future[None] | None = None
@@ -464,7 +457,7 @@ class _Run:
             held = sum([p.nbytes for r in self.unrecorded for p in r.parts])
             if saving is None and self.unrecorded and (held >= ledger.batch or now - recorded >= _RECORD_EVERY):
                 records, self.unrecorded = self.unrecorded, []
-                saving = recorder.submit(self._record, journal, pool, records)
+                saving = recorder.submit(self._record, pool, records)
                 saving.add_done_callback(lambda _: ledger.wake.set())
                 recorded = now
             if not running:
@@ -475,12 +468,10 @@ class _Run:
             raise self.failures[0]
         self._dismiss(now=False)
 
-    def _record(self, journal: Journal, pool: Medium, records: Sequence[_Record]) -> None:
-        """Make parts durable, then say so in the journal."""
+    def _record(self, pool: Medium, records: Sequence[_Record]) -> None:
+        """Make parts durable, and have them remembered."""
         parts = [p for r in records for p in r.parts]
-        for file in sorted({file for p in parts for file in p.files}):
-            pool.sync(self.paths[file])
-        journal.append([p.number for p in parts], {k: v for r in records for k, v in r.sums.items()})
+        self.destination.record(pool, parts, {k: v for r in records for k, v in r.sums.items()})
         self.recorded += len(parts)
         self.ledger.saved(sum([p.nbytes for p in parts]))
 
@@ -490,14 +481,13 @@ class _Run:
         """Everything durable and checked; only the name is missing."""
         if CRC32 in self.hashes:
             self._write_summed(pool)
-        with ThreadPoolExecutor(8, thread_name_prefix="sync") as syncing:
-            for done in [syncing.submit(pool.sync, path, metadata=True) for path in self.paths]:
-                done.result()
+        self.destination.settle(pool, self.paths)
         self._check_sources()
         for name, late_files in self.options.late_files.items():
             self._write_small(pool, name, late_files(self.sums))
         if self.options.manifest:
             self._write_manifest(pool)
+        self.destination.complete()
         self._show(self.plan.bytes_written)
         if self.options.verify is not None:
             self.verifying = True
@@ -532,7 +522,7 @@ class _Run:
                     found |= dict.fromkeys(into, joined_crc32(first, size, inner))
                 _write_literals(pool, path, _filled(output.literals, found))
 
-    def _verify(self, verify: Callable[[Path, Advance], None]) -> None:
+    def _verify(self, verify: Callable[[Place, Advance], None]) -> None:
         """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""
         meter, total, phased = _Meter(self.stop), self.plan.bytes_written, isinstance(self.progress, PhasedProgress)
         if isinstance(self.progress, PhasedProgress):
@@ -540,7 +530,7 @@ class _Run:
             self.shown = 0
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as thread:
             try:
-                verifying = thread.submit(verify, self.destination.partial, meter.advance)
+                verifying = thread.submit(verify, self.destination.readable(), meter.advance)
                 while not wait([verifying], _TICK).done:
                     if phased:
                         self._show(min(meter.done, total))
@@ -587,28 +577,18 @@ class _Run:
         pool.write(path, 0, memoryview(data))
         pool.sync(path, metadata=True)
 
-    def _directories(self) -> list[Path]:
-        """Every directory of the output, the deepest first."""
-        found = {self.destination.partial}
-        for path in self.paths:
-            parent = Path(path).parent
-            while parent not in found:
-                found.add(parent)
-                parent = parent.parent
-        return sorted(found, key=lambda p: -len(p.parts))
-
     # -- failure
 
-    def _give_up(self, error: BaseException, journal: Journal, pool: Medium) -> BaseException:
+    def _give_up(self, error: BaseException, pool: Medium) -> BaseException:
         """Stop the workers; keep or remove what there is. Returns the error to raise."""
         self.stop.set()
         self._dismiss(now=True)
         again = not isinstance(error, CkptError) or isinstance(error, OutputError | SourceReadError | AccessError)
         if self.verifying and isinstance(error, Exception):
             again = False
-        if again and self.destination.has_journal and not (pool.unsynced or self.unsynced):
+        if again and self.destination.can_record and not (pool.unsynced or self.unsynced):
             with contextlib.suppress(CkptError):
-                self._record(journal, pool, [*self.unrecorded, *self.ledger.take()])
+                self._record(pool, [*self.unrecorded, *self.ledger.take()])
         if not again or not self.recorded:
             self.destination.discard()
             return error

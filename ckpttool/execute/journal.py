@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +94,7 @@ class Journal:
                 raise write_error(e, self._path, 0, 0) from e
         return found
 
-    def append(self, parts: Iterable[int], sums: dict[str, str]) -> None:
+    def append(self, parts: Iterable[int], sums: Mapping[str, str]) -> None:
         """Record parts whose bytes are durable, and make the record durable. Raises OutputError."""
         entry: dict[str, object] = {"done": ranges(parts)}
         if sums:

@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol, runtime_checkable
+
+from ckpttool.storage.place import Place
 
 MIB = 1 << 20
 
@@ -36,8 +37,8 @@ class RunOptions:
     """Go on with what an interrupted run of the same plan left."""
     manifest: bool = False
     """Compute a checksum of every stored tensor and write them to ``ckpttool.manifest.json``."""
-    verify: Callable[[Path, Advance], None] | None = None
-    """Called, in a thread, with the finished, synced partial directory and with what is to be told how many bytes of it
+    verify: Callable[[Place, Advance], None] | None = None
+    """Called, in a thread, with the finished, durable output and with what is to be told how many bytes of it
     have been verified; when it raises, DST does not appear."""
     late_files: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
     """Further small files, by name, that cannot be known before. Called when everything is written, with the hashes

@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
+from ckpttool.storage.place import Place, parse_place
 from ckpttool.targeting.build import Prepared
 from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding
@@ -22,7 +23,7 @@ class ReshardResult:
     """What ``reshard`` reports."""
 
     prepared: Prepared
-    dst: Path
+    dst: Place
     run: RunResult
     verified: bool
     notes: list[str] = field(default_factory=list)
@@ -44,10 +45,10 @@ def prepare(
 
 
 def execute(
-    prepared: Prepared, dst: str | Path, options: RunOptions, progress: Progress, *, verify: bool = False
+    prepared: Prepared, dst: str | Place, options: RunOptions, progress: Progress, *, verify: bool = False
 ) -> ReshardResult:
     """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
-    path = Path(dst)
+    path = parse_place(dst)
     options = replace(options, source_roots=(str(prepared.source.path),))
     if verify:
         if prepared.target.ranks is not None:

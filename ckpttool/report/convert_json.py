@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import table, wrapped
 from ckpttool.report.text import dump, message, pick
+from ckpttool.storage.place import Place
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ _MOST = 5
 # -- conversion
 
 
-def _conversion(conversion: Conversion, dst: Path) -> dict[str, Any]:
+def _conversion(conversion: Conversion, dst: Place) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "source": str(conversion.source),
@@ -77,7 +77,7 @@ def _conversion(conversion: Conversion, dst: Path) -> dict[str, Any]:
     }
 
 
-def show_conversion_plan(conversion: Conversion, dst: Path, *, as_json: bool, quiet: bool = False) -> None:
+def show_conversion_plan(conversion: Conversion, dst: Place, *, as_json: bool, quiet: bool = False) -> None:
     """``--dry-run``: the files and the tensors with both of their names."""
     other = conversion.names if conversion.back else {n: p for p, n in conversion.names.items()}
     rows = []
@@ -99,7 +99,7 @@ def show_conversion_plan(conversion: Conversion, dst: Path, *, as_json: bool, qu
     )
 
 
-def _summary(conversion: Conversion, dst: Path) -> str:
+def _summary(conversion: Conversion, dst: Place) -> str:
     files = conversion.plan.outputs
     renamed = f", {len(conversion.names):,} renamed" if conversion.names else ""
     return (

@@ -9,7 +9,6 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ckpttool.catalog import Catalog, Key, RankTensor
 from ckpttool.checkpoint import Checkpoint
@@ -24,6 +23,7 @@ from ckpttool.planner import Computed, build_plan
 from ckpttool.relate import DerivedTensor, EqualPair, TensorTable, Tied, parameters, rename_by_rules
 from ckpttool.select import bounded, nearest_hint
 from ckpttool.states import SCALARS, STEP
+from ckpttool.storage.place import Place
 from ckpttool.targeting.components import chosen_components, with_single
 from ckpttool.targeting.mesh import target_mesh
 from ckpttool.targeting.naming import Named, choose_dialect, choose_version, renamed, shapes_of
@@ -71,7 +71,7 @@ class Prepared:
     parts: Mapping[str, Prepared] = field(default_factory=dict)
     """Of a directory of several models, what each of those becomes that are written anew, by its directory."""
 
-    def next_step(self, dst: str | Path) -> str:
+    def next_step(self, dst: str | Place) -> str:
         """A command, or a line of Python, that reads the output at ``dst``; "" where there is none to name."""
         if self.removed[0]:
             return ""  # whether a reader can do without them is not known

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from ckpttool.catalog import Catalog, Key, StoredTensor
 from ckpttool.checkpoint import OpenOptions, assemble
@@ -16,7 +15,7 @@ from ckpttool.formats.base import ReadOptions
 from ckpttool.formats.registry import read_source
 from ckpttool.plan import Output
 from ckpttool.relate import DerivedTensor
-from ckpttool.storage.place import open_file, parse_place
+from ckpttool.storage.place import Place, open_file, parse_place
 from ckpttool.targeting.account import Account
 from ckpttool.targeting.build import Prepared
 
@@ -24,7 +23,7 @@ _BLOCK = 1 << 20
 """Bytes of a carried file that are compared at once."""
 
 
-def verify_output(prepared: Prepared, written: Path, advance: Advance, *, memory: int) -> None:
+def verify_output(prepared: Prepared, written: Place, advance: Advance, *, memory: int) -> None:
     """Read ``written`` back through its format's reader and compare every element with the source.
 
     Knows nothing of the plan: the source side goes through pieces and views, the written side through its own headers.
@@ -71,7 +70,7 @@ def verify_output(prepared: Prepared, written: Path, advance: Advance, *, memory
         prepared.translation.check(expected, found)
 
 
-def _verify_carried(output: Output, written: Path, advance: Advance) -> None:
+def _verify_carried(output: Output, written: Place, advance: Advance) -> None:
     """Raises VerifyError when a file that stays as it is has other bytes."""
     with open_file(parse_place(output.carried)) as one, open_file(written) as other:
         at = 0

@@ -26,6 +26,7 @@ import pytest
 from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyError
 from ckpttool.execute import Advance, NoProgress, RunOptions, commit, engine, files, run, schedule
 from ckpttool.plan import Output, Plan
+from ckpttool.storage.place import Place
 from tests.execute.plans import expected, reshard, written
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def test_the_old_destination_is_there_until_the_end(tmp_path: Path, plan: Plan) 
     (dst / "mine").write_text("old")
     seen = []
 
-    def verify(partial: Path, _advance: Advance) -> None:
+    def verify(partial: Place, _advance: Advance) -> None:
         seen.append((dst / "mine").read_text())
         seen.append(partial.name)
 
@@ -188,8 +189,8 @@ def test_a_source_that_is_cut_short(tmp_path: Path, plan: Plan, monkeypatch: pyt
 
 
 def test_verification_that_fails(tmp_path: Path, plan: Plan) -> None:
-    def verify(partial: Path, _advance: Advance) -> None:
-        assert written(partial, plan) == expected(plan)
+    def verify(partial: Place, _advance: Advance) -> None:
+        assert written(Path(str(partial)), plan) == expected(plan)
         raise VerifyError("not equal")
 
     with pytest.raises(VerifyError):
@@ -476,7 +477,7 @@ def test_workers_of_a_killed_run_are_waited_for(tmp_path: Path, plan: Plan) -> N
 
 
 def test_a_destination_that_appears_during_the_run(tmp_path: Path, plan: Plan) -> None:
-    def verify(_: Path, _advance: Advance) -> None:
+    def verify(_: Place, _advance: Advance) -> None:
         (tmp_path / "dst").mkdir()
         (tmp_path / "dst/mine").write_text("mine")
 
@@ -496,14 +497,14 @@ def test_a_destination_that_appears_before_the_lock(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run had the lock, and finished: nothing is done in vain."""
-    lock = commit.Destination._lock
+    lock = commit.LocalDestination._lock
 
-    def late(destination: commit.Destination, *, fresh: bool) -> None:
+    def late(destination: commit.LocalDestination, *, fresh: bool) -> None:
         (tmp_path / "dst").mkdir()
         (tmp_path / "dst/mine").write_text("mine")
         lock(destination, fresh=fresh)
 
-    monkeypatch.setattr(commit.Destination, "_lock", late)
+    monkeypatch.setattr(commit.LocalDestination, "_lock", late)
     with pytest.raises(OutputError, match="the destination exists"):
         run(plan, tmp_path / "dst")
     assert left(tmp_path) == ["dst", "src"]
@@ -626,7 +627,7 @@ def test_a_crash_between_two_renames(tmp_path: Path, plan: Plan, monkeypatch: py
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_source_that_changes_while_it_is_verified(tmp_path: Path, plan: Plan, seen: bool) -> None:
-    def verify(_: Path, _advance: Advance) -> None:
+    def verify(_: Place, _advance: Advance) -> None:
         with Path(plan.sources[0].path).open("ab") as f:
             f.write(b"x")
         if seen:

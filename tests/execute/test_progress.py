@@ -27,6 +27,7 @@ from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Tensor
 from ckpttool.kernels.merge.draws import CounterDraws
 from ckpttool.plan import Block, Compute, Copy, Output, Plan, Step, Unit
+from ckpttool.storage.place import Place
 from tests.execute.merges import merge_plan
 from tests.execute.plans import pattern, reshard, source
 from tests.execute.test_quantize import plain_plan
@@ -101,7 +102,7 @@ def test_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = reshard(tmp_path / "src", [((512, 768), 0), ((768, 512), 1)], 4, 2)
     monkeypatch.setattr(engine, "_TICK", 0.01)
 
-    def verify(_partial: Path, advance: Advance) -> None:
+    def verify(_partial: Place, advance: Advance) -> None:
         for _ in range(4):
             advance(plan.bytes_written // 8)
             time.sleep(0.05)
@@ -131,7 +132,7 @@ def test_interrupted_while_verifying(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine, "_TICK", 0.01)
     ended: list[str] = []
 
-    def verify(_partial: Path, advance: Advance) -> None:
+    def verify(_partial: Place, advance: Advance) -> None:
         try:
             for _ in range(1000):
                 advance(1)

@@ -73,7 +73,7 @@ class Converted:
     """What was written, and read again."""
 
     conversion: Conversion
-    dst: Path
+    dst: Place
     run: RunResult
 
 
@@ -197,7 +197,7 @@ def _refuse_name(dst: Path, suffixes: tuple[str, ...]) -> None:
         )
 
 
-def execute(conversion: Conversion, dst: Path, options: RunOptions, progress: Progress) -> Converted:
+def execute(conversion: Conversion, dst: Place, options: RunOptions, progress: Progress) -> Converted:
     """Write, read again, compare, and only then give DST its name. Raises OutputError, CorruptError, VerifyError."""
     check = partial(_verify_program if conversion.back else _verify_safetensors, conversion)
     options = replace(options, single=conversion.single, source_roots=conversion.roots, verify=check)
@@ -371,7 +371,7 @@ def _own_names(program: paddle.Program) -> Place | None:
 # -- reading again
 
 
-def _verify_safetensors(conversion: Conversion, written: Path, advance: Advance) -> None:
+def _verify_safetensors(conversion: Conversion, written: Place, advance: Advance) -> None:
     """Every file is read through its own header."""
     names = [o.name for o in conversion.plan.outputs if o.name.endswith(".safetensors")]
     found = Catalog([], {})
@@ -383,7 +383,7 @@ def _verify_safetensors(conversion: Conversion, written: Path, advance: Advance)
     _compare(conversion, found, written, advance)
 
 
-def _verify_program(conversion: Conversion, written: Path, advance: Advance) -> None:
+def _verify_program(conversion: Conversion, written: Place, advance: Advance) -> None:
     """The parameters are read as the program in DST says."""
     path = written / conversion.program.path.name
     again = paddle.open_program(path, written / conversion.native.params)
@@ -395,7 +395,7 @@ def _verify_program(conversion: Conversion, written: Path, advance: Advance) -> 
     _compare(conversion, found, written, advance)
 
 
-def _compare(conversion: Conversion, found: Catalog, written: Path, advance: Advance) -> None:
+def _compare(conversion: Conversion, found: Catalog, written: Place, advance: Advance) -> None:
     views = identity(conversion.catalog).table
     if set(found.tensors) != set(conversion.catalog.tensors):
         raise VerifyError("the output does not have the tensors of the source", where=str(written))

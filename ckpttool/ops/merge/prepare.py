@@ -37,7 +37,7 @@ from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import resolve
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
-from ckpttool.storage.place import DataFile, parse_place
+from ckpttool.storage.place import DataFile, Place, parse_place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.recode import Recoding
@@ -94,7 +94,7 @@ class MergeResult:
     """What ``merge`` reports."""
 
     prepared: PreparedMerge
-    dst: Path
+    dst: Place
     run: RunResult
     verified: bool = False
 
@@ -200,10 +200,10 @@ def prepare_one(
 
 
 def execute(
-    prepared: PreparedMerge, dst: str | Path, options: RunOptions, progress: Progress, *, verify: bool = False
+    prepared: PreparedMerge, dst: str | Place, options: RunOptions, progress: Progress, *, verify: bool = False
 ) -> MergeResult:
     """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
-    path = Path(dst)
+    path = parse_place(dst)
     target, plan = prepared.target, prepared.plan
     record = PROGRAM_RECORD if reader(target.format).capabilities.exact else RECORD
     late: dict[str, Callable[[Mapping[str, str]], bytes]] = {}

@@ -1,0 +1,98 @@
+"""Where a run writes: what the engine asks of DST, wherever that is. Absent, or complete.
+
+Outputs are always made on this machine, below ``partial``: files of their full size, written in any order by threads
+and processes. For a DST on this machine that is DST.partial/, which becomes DST. For any other it is a spool, from
+which finished bytes are sent, and then forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ckpttool.execute.files import Medium
+from ckpttool.execute.journal import Finished
+from ckpttool.execute.schedule import Part, Task
+from ckpttool.plan import Plan
+from ckpttool.storage.place import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a destination is told before there is anything to write."""
+
+    plan: Plan
+    tasks: Sequence[Task]
+    """All of them, whose parts have the numbers that ``Finished`` has."""
+    late: Collection[str]
+    """Names of small files that come at the end, beside the outputs of the plan."""
+    force: bool
+    """Replace DST, and what an interrupted run left."""
+    resume: bool
+
+
+class Destination(Protocol):
+    """DST, in the order in which the engine calls. All raise OutputError, and AccessError where DST is out of reach."""
+
+    @property
+    def given(self) -> Place: ...
+
+    @property
+    def partial(self) -> Path:
+        """Outputs are made below it. Known from ``begin`` on."""
+
+    def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
+        """Refuse a DST that must not or cannot be written, before anything is.
+
+        It may not hold a source or a companion, nor lie in one of ``roots`` (by default where the sources are).
+        """
+
+    def check_space(self, plan: Plan) -> None:
+        """Refuse a plan whose outputs have no room."""
+
+    def begin(self, beginning: Beginning) -> Finished:
+        """Lock DST for this run and say what of its parts an interrupted run has finished. What that left stays if
+        this fails. Raises ConflictError for the remains of another plan.
+        """
+
+    @property
+    def locks(self) -> Sequence[int]:
+        """Descriptors that processes of this run keep open as long as they may write."""
+
+    def make(self, path: str, size: int) -> bool:
+        """Make an output of ``size`` zero bytes; returns whether what an earlier run finished of it still counts."""
+
+    def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        """Make finished parts durable, then remember them, with checksums of tensors that they completed. Their bytes
+        may leave ``partial`` now.
+        """
+
+    def settle(self, pool: Medium, paths: Sequence[str]) -> None:
+        """All outputs are written: make everything durable, and see that it is."""
+
+    def complete(self) -> None:
+        """The sources are what they were: put tensors where they go, without what makes them a checkpoint."""
+
+    def readable(self) -> Place:
+        """What is there so far, to be read as the checkpoint that it will be (--verify)."""
+
+    def check_absent(self, *, force: bool, appeared: bool = False) -> None:
+        """Refuse to replace a DST that is there; ``appeared`` since the run began."""
+
+    def seal(self) -> None:
+        """Nothing can go wrong any more but the last step; there is no way back to an interrupted run."""
+
+    def publish(self, *, force: bool) -> str | None:
+        """The last step: DST is there, complete. Returns a note on what could not be cleaned up."""
+
+    @property
+    def can_record(self) -> bool:
+        """Whether ``record`` still makes sense: since ``begin``, and until ``seal`` or ``close``."""
+
+    def close(self) -> None:
+        """Let go of the lock; what was written stays for ``--resume``."""
+
+    def discard(self) -> None:
+        """Leave nothing."""
