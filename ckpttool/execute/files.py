@@ -31,7 +31,6 @@ import numpy as np
 from ckpttool.encodings import Contents, Decoder, Encoding
 from ckpttool.errors import CorruptError, OutputError
 from ckpttool.storage.place import OpenFile, parse_place
-from ckpttool.storage.tar import TarPlace
 
 RWF_DONTCACHE = 0x80
 """Linux 6.14: pages that this call brings into the page cache leave it again; Python has no name for it yet."""
@@ -379,10 +378,11 @@ class _RemoteSources(FilePool):
         with self._lock:
             if path not in self._remote:
                 place = parse_place(path)
-                if isinstance(place, TarPlace):
-                    self._remote[path] = _Inside(str(place.archive), place.span()[0])
-                else:
-                    self._remote[path] = _Inside(path, 0) if isinstance(place, Path) else place.open_file()
+                here = (place, 0) if isinstance(place, Path) else place.on_disk()
+                if here is not None:
+                    self._remote[path] = _Inside(str(here[0]), here[1])
+                elif not isinstance(place, Path):
+                    self._remote[path] = place.open_file()
             return self._remote[path]
 
     def read(self, path: Contents, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:

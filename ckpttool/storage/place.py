@@ -75,6 +75,8 @@ class Remote(Protocol):
 
     def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader: ...
     def open_file(self) -> OpenFile: ...
+    def on_disk(self) -> tuple[Path, int] | None:
+        """The file of this machine that holds all bytes of this one, and the first of them; None where none does."""
 
 
 Place: TypeAlias = Path | Remote

@@ -89,6 +89,9 @@ class TarPlace(NamedTuple):
         fd = os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)
         return _Open(DataFile(self, size, DataFile.at(self.archive, os.fstat(fd)).tag), fd, begin)
 
+    def on_disk(self) -> tuple[Path, int]:
+        return self.archive, self.span()[0]
+
     def span(self) -> tuple[int, int]:
         """The first byte of a file in the tar, and its bytes. Raises OSError for what is no file."""
         tar = self._tar()

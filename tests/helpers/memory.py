@@ -74,6 +74,9 @@ class MemoryPlace(NamedTuple):
     def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> io.BufferedReader:
         return io.BufferedReader(io.BytesIO(self._bytes()))
 
+    def on_disk(self) -> None:
+        return None
+
     def open_file(self) -> MemoryFile:
         return MemoryFile(DataFile.at(self), self._bytes())
 
