@@ -120,7 +120,7 @@ def list_source(path: Place) -> Listing:
         return _listing(path.parent, names, path.name)
     if not path.exists():
         raise UsageError(
-            "the source does not exist", where=str(path), hint=near(path) if isinstance(path, Path) else None
+            "the source does not exist", where=str(path), hint=near(path) if isinstance(path, Path) else path.lost()
         )
     try:
         return _listing(path, _files(path))
@@ -202,6 +202,8 @@ _UNFINISHED = (".part", ".download", ".incomplete", ".tmp", ".crdownload", ".ari
 def lost(listing: Listing, name: str = "") -> str:
     """A hint on what became of the weight file ``name``, or of any: a link that leads nowhere, half a download."""
     root = listing.root
+    if not isinstance(root, Path) and name and (hint := (root / name).lost()):
+        return hint
     for at in ([root / name] if name else sorted(root.glob("*.safetensors"))) if isinstance(root, Path) else ():
         if at.is_symlink() and not at.exists():
             return f"{at.name} is a link to {at.readlink()}, which is not there: fetch it again"

@@ -92,6 +92,9 @@ class TarPlace(NamedTuple):
     def on_disk(self) -> tuple[Path, int]:
         return self.archive, self.span()[0]
 
+    def lost(self) -> str:
+        return ""
+
     def span(self) -> tuple[int, int]:
         """The first byte of a file in the tar, and its bytes. Raises OSError for what is no file."""
         tar = self._tar()

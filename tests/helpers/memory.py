@@ -80,6 +80,9 @@ class MemoryPlace(NamedTuple):
     def open_file(self) -> MemoryFile:
         return MemoryFile(DataFile.at(self), self._bytes())
 
+    def lost(self) -> str:
+        return ""
+
     def _bytes(self) -> bytes:
         if not self.is_file():
             raise FileNotFoundError(2, "No such file or directory", str(self))
