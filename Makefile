@@ -8,6 +8,7 @@ PEERS := $(VENV)/.peers-installed
 FUZZ := $(VENV)/.fuzz-installed
 PADDLE_VENV := .venv-paddle
 PADDLE := $(PADDLE_VENV)/.installed
+AZURITE := .azurite/.installed
 # The tests start hundreds of Pythons, and pytest rewrites its asserts: without bytecode files each start does it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -29,8 +30,9 @@ test: $(DEV) ## run the tests that need no other library to judge: of many cases
 test-all: $(DEV) ## run them with every case and every page of docs/, and more examples of every property
 	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --all $(ARGS)
 
-test-peers: $(PEERS) $(PADDLE) ## let the libraries that read these formats judge what ckpttool writes
-	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/peers $(ARGS)
+test-peers: $(PEERS) $(PADDLE) $(AZURITE) ## let the libraries that read these formats judge what ckpttool writes
+	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' CKPTTOOL_AZURITE='$(CURDIR)/.azurite/node_modules/.bin/azurite-blob' \
+	  $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/peers $(ARGS)
 
 test-resume: $(PEERS) $(PADDLE) ## move training runs between all frameworks, and check docs/resume.md (10 minutes; ARGS=--write)
 	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' $(BIN)/python -m tests.peers.resume $(ARGS)
@@ -70,7 +72,7 @@ bench-scale: $(DEV) ## measure how planning and inspecting grow with tensors and
 	@$(BIN)/python bench/scale.py $(ARGS)
 
 clean: ## remove .venv, .venv-paddle, build outputs and caches
-	rm -rf $(VENV) $(PADDLE_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PADDLE_VENV) .azurite build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second call instant. pip skips what is there already, so a new pin installs only what changed.
@@ -97,6 +99,13 @@ $(PEERS): $(DEV)
 
 $(FUZZ): $(DEV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	@touch $@
+
+# Microsoft's server of Azure's storage is on npm only. Without npm its tests are skipped.
+$(AZURITE):
+	@mkdir -p $(@D)
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(@D) azurite@3.35.0; \
+	else echo 'no npm: tests against Azurite are skipped'; fi
 	@touch $@
 
 # Begun anew when a pin changes: `pip install --target` replaces nothing, and no resolver looks at either list.
