@@ -15,12 +15,13 @@ import os
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from io import BufferedReader, RawIOBase
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Self
 
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.place import DataFile, OpenFile, Place, open_file, readable
+from ckpttool.storage.stream import in_memory, stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,7 +83,7 @@ class TarPlace(NamedTuple):
         return self.span()[1], DataFile.at(self.archive).tag
 
     def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader:
-        return BufferedReader(_Stream(self.open_file()))
+        return stream(self.open_file())
 
     def open_file(self) -> OpenFile:
         begin, size = self.span()
@@ -150,44 +151,10 @@ class _Open(NamedTuple):
         return os.preadv(self.fd, (buffer[: max(0, self.info.size - at)],), self.begin + at)
 
     def map(self) -> mmap.mmap:
-        data = mmap.mmap(-1, self.info.size)
-        while data.tell() < self.info.size and (read := self.pread(1 << 20, data.tell())):
-            data.write(read)
-        return data
+        return in_memory(self)
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-class _Stream(RawIOBase):
-    def __init__(self, file: OpenFile) -> None:
-        super().__init__()
-        self._file, self._at = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.info.size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader gives
-        data = self._file.pread(len(buffer), self._at)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 # -- the headers
