@@ -50,6 +50,9 @@ _RENAME_EXCHANGE = 2
 class LocalDestination:
     """DST and the directory it is built in. ``single``: DST is to be the only file of that directory."""
 
+    proposes = False
+    resumes = True
+
     def __init__(self, dst: Path, *, single: bool = False) -> None:
         self.given = dst
         self.single = single

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Protocol
 
 from ckpttool.execute.files import Medium
@@ -31,6 +32,8 @@ class Beginning:
     force: bool
     """Replace DST, and what an interrupted run left."""
     resume: bool
+    stop: Event
+    """Set when the run is to end: nobody may wait any longer."""
 
 
 class Destination(Protocol):
@@ -42,6 +45,14 @@ class Destination(Protocol):
     @property
     def partial(self) -> Path:
         """Outputs are made below it. Known from ``begin`` on."""
+
+    @property
+    def proposes(self) -> bool:
+        """Whether there are pull requests (``RunOptions.create_pr``)."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether ``--resume`` of another run can go on with what ``record`` has remembered."""
 
     def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
         """Refuse a DST that must not or cannot be written, before anything is.

@@ -1,4 +1,4 @@
-"""Which destination a place is. Another one is an addition: a module with ``destination(dst, single=...)``."""
+"""Which destination a place is. Another one is an addition: a module with ``destination(dst, options)``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from pathlib import Path
 from ckpttool.errors import OutputError, UsageError
 from ckpttool.execute.commit import LocalDestination
 from ckpttool.execute.destination import Destination
-from ckpttool.storage.place import Place
+from ckpttool.execute.options import RunOptions
+from ckpttool.storage.place import Place, Remote
 
 MODULES = {"hf": "hub", **dict.fromkeys(("s3", "gs", "az"), "objects")}
 """Scheme -> module beside this one, imported when there is something to write there."""
 
 
-def destination_for(dst: Place, *, single: bool = False) -> Destination:
-    """The destination that a place is. ``single``: DST is to be a file, the only output.
+def destination_for(dst: Place, options: RunOptions) -> Destination:
+    """The destination that a place is.
 
-    Raises OutputError for places that cannot be written, UsageError when a package is missing.
+    Raises OutputError for places that cannot be written, UsageError when a package is missing and for options that
+    make no sense there.
     """
-    if isinstance(dst, Path):
-        return LocalDestination(dst, single=single)
+    found = LocalDestination(dst, single=options.single) if isinstance(dst, Path) else _remote(dst, options)
+    if options.create_pr and not found.proposes:
+        raise UsageError("--create-pr is for a DST on the Hugging Face Hub", where=str(dst), hint="hf://org/model")
+    return found
+
+
+def _remote(dst: Remote, options: RunOptions) -> Destination:
     scheme = str(dst).partition(":")[0]
     if scheme not in MODULES:
         known = ", ".join(f"{s}://" for s in MODULES)
@@ -32,5 +39,5 @@ def destination_for(dst: Place, *, single: bool = False) -> Destination:
             raise
         hint = "pip install 'ckpttool[remote]'"
         raise UsageError(f"{scheme}:// needs a package that is not installed: {e.name}", hint=hint) from None
-    found: Destination = module.destination(dst, single=single)
+    found: Destination = module.destination(dst, options)
     return found

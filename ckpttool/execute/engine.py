@@ -139,7 +139,7 @@ class _Run:
         self.plan = plan
         self.options = options
         self.progress = progress
-        self.destination = destination_for(dst, single=self.options.single)
+        self.destination = destination_for(dst, self.options)
         self.paths: list[str] = []
         """Of the outputs, where they are made."""
         self.sources = [s.contents for s in plan.sources]
@@ -232,7 +232,7 @@ class _Run:
         self.tasks = deque(schedule(self.plan, self.hashes))
         late = [*self.options.late_files, *[MANIFEST] * self.options.manifest]
         finished = self.destination.begin(
-            Beginning(self.plan, tuple(self.tasks), late, self.options.force, self.options.resume)
+            Beginning(self.plan, tuple(self.tasks), late, self.options.force, self.options.resume, self.stop)
         )
         self.paths = [str(self.destination.partial / o.name) for o in self.plan.outputs]
         self.recorded = len(finished.parts)
@@ -337,7 +337,11 @@ class _Run:
                 thread.start()
                 self.threads.append(thread)
         with ThreadPoolExecutor(1, thread_name_prefix="journal") as recorder:
-            self._watch(pool, recorder)
+            try:
+                self._watch(pool, recorder)
+            except BaseException:
+                self.stop.set()  # a destination that sends what it records lets go
+                raise
 
     def _remaining(self, tasks: Sequence[Task], finished: Finished) -> Iterator[Task]:
         """What is still to do; the checksums of tensors that an earlier run wrote without them, too."""
@@ -589,7 +593,7 @@ class _Run:
         if again and self.destination.can_record and not (pool.unsynced or self.unsynced):
             with contextlib.suppress(CkptError):
                 self._record(pool, [*self.unrecorded, *self.ledger.take()])
-        if not again or not self.recorded:
+        if not again or not self.recorded or not self.destination.resumes:
             self.destination.discard()
             return error
         self.destination.close()

@@ -35,6 +35,8 @@ class RunOptions:
     """Replace an existing DST, and drop what an interrupted run left."""
     resume: bool = False
     """Go on with what an interrupted run of the same plan left."""
+    create_pr: bool = False
+    """A DST on the Hugging Face Hub gets a pull request, and not a commit."""
     manifest: bool = False
     """Compute a checksum of every stored tensor and write them to ``ckpttool.manifest.json``."""
     verify: Callable[[Place, Advance], None] | None = None
