@@ -20,7 +20,7 @@ from ckpttool.layout.family import Family
 from ckpttool.layout.modules import model_forms
 from ckpttool.layout.statements import Transform
 from ckpttool.mesh import Mesh
-from ckpttool.storage.place import Place, parse_place
+from ckpttool.storage.place import AnyPlace, Place, parse_place
 
 __all__ = ["Checkpoint", "OpenOptions", "assemble", "open_checkpoint"]
 
@@ -66,7 +66,7 @@ class Checkpoint:
         return tuple(dict.fromkeys(k.component for k in self.catalog.tensors))
 
 
-def open_checkpoint(path: str | Place, options: OpenOptions | None = None) -> Checkpoint:
+def open_checkpoint(path: AnyPlace, options: OpenOptions | None = None) -> Checkpoint:
     """Index a checkpoint.
 
     Raises UsageError (no such path or flag, one file of several), IncompleteError (a file is missing), CorruptError (a

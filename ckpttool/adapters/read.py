@@ -11,7 +11,7 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError, Unsupp
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import Place, parse_place
+from ckpttool.storage.place import AnyPlace, Place, parse_place
 
 READERS = {peft.CONFIG: (peft.STEM, peft.adapter), paddle.CONFIG: (paddle.STEM, paddle.adapter)}
 """By the name of the config: what the names of the weight files begin with, and what makes sense of both."""
@@ -24,7 +24,7 @@ OTHERS = {
 """Config files of other adapters that Paddle's libraries write; PEFT names the kind in adapter_config.json."""
 
 
-def changed_parts(path: str | Place) -> list[tuple[str, ...]] | None:
+def changed_parts(path: AnyPlace) -> list[tuple[str, ...]] | None:
     """The parts of a pipeline that an adapter changes, each under the names that it may have; None for an adapter of
     one model."""
     listing = list_source(parse_place(path))
@@ -33,7 +33,7 @@ def changed_parts(path: str | Place) -> list[tuple[str, ...]] | None:
     return diffusers.parts_of(listing)
 
 
-def read_adapter(path: str | Place, part: str = "") -> Adapter:
+def read_adapter(path: AnyPlace, part: str = "") -> Adapter:
     """Read the headers and the config of an adapter; ``part`` is the part of a pipeline that it is for.
 
     Raises IncompleteError (no adapter, a shard is missing), UnsupportedError (kinds of adapters that are no sum of

@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, Never
 
 from ckpttool.aoa.invert import invert
 from ckpttool.aoa.statement import DTYPES, MACROS, NOTHING, PLACEHOLDER, Cast, Place, Statement, Var
 from ckpttool.errors import CkptError, UnsupportedError, UsageError
+from ckpttool.storage.place import Place as File
 
 _TOKEN = re.compile(
     r"""(?P<arrow>->) | (?P<mark>[=:\[\],]) | (?P<number>\d+) | (?P<string>"[^"]*"|'[^']*')
@@ -112,7 +112,7 @@ class _Reader:
         return token
 
 
-def read_aoa(path: Path) -> list[Statement]:
+def read_aoa(path: File) -> list[Statement]:
     """The statements of a file, turned round when it says ``aoa_config_reverse``.
 
     Raises UsageError for a file that cannot be read or is not AOA, UnsupportedError for what only Paddle can do or

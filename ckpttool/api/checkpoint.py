@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from operator import index
-from os import PathLike
-from pathlib import Path
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast, overload
 
 import numpy as np
 
@@ -34,7 +32,7 @@ from ckpttool.ops.inspect.listing import list_tensors
 from ckpttool.quant.keep import Keep
 from ckpttool.quant.scheme import scheme
 from ckpttool.select import matching, nearest_hint
-from ckpttool.storage.place import Place, parse_place
+from ckpttool.storage.place import AnyPlace, Place, parse_place
 from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding, high
 from ckpttool.targeting.select import Selection
@@ -244,7 +242,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def diff(
         self,
-        other: str | PathLike[str] | Checkpoint,
+        other: AnyPlace | Checkpoint,
         *,
         values: bool = True,
         atol: float | None = None,
@@ -305,7 +303,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         only: Sequence[str] = (),
         ema: bool = False,
         native_names: bool = False,
-        aoa: str | Path | None = None,
+        aoa: AnyPlace | None = None,
         betas: Sequence[float] | None = None,
         remove: Sequence[str] = (),
         keep: Sequence[str] = (),
@@ -361,7 +359,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             components=several(only, "only"),
             ema=ema,
             native_names=native_names,
-            aoa=None if aoa is None else Path(aoa),
+            aoa=None if aoa is None else parse_place(aoa),
             betas=None if betas is None else pair_of_betas(betas),
         )
         selection = Selection(several(remove, "remove"), several(keep, "keep"), several(rename, "rename"))
@@ -422,7 +420,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
 
 def open_(
-    path: str | PathLike[str],
+    path: AnyPlace,
     *,
     format: str = "",  # noqa: A002 - the word of --from's help and of the docs
     tp: int | None = None,
@@ -430,7 +428,7 @@ def open_(
     ep: int | None = None,
     etp: int | None = None,
     sharding: int | None = None,
-    also: str | Path | Sequence[str | Path] = (),
+    also: AnyPlace | Sequence[AnyPlace] = (),
     select: str = "",
     rank_pattern: str = "",
     family: str = "",
@@ -441,7 +439,8 @@ def open_(
     """Open a checkpoint of any format. Headers and small JSON files are read, no tensor data.
 
     Args:
-        path: a directory, an index or a single file.
+        path: a directory, an index or a single file; or where it is on other machines: ``hf://org/model``, an object
+            store, a web server.
         format: its format; recognised by its files by default.
         tp: tensor-parallel ranks, where the files do not say.
         pp: pipeline stages, likewise.
@@ -466,7 +465,7 @@ def open_(
     """
     if not isinstance(select, str):
         raise UsageError(f"select is {select!r}", hint="give the dotted path of a dict, such as 'model.ema'")
-    beside = [also] if isinstance(also, str | Path) else also
+    beside = also if isinstance(also, list | tuple) else [cast("AnyPlace", also)]
     sizes = counts(tp=tp, pp=pp, ep=ep, etp=etp, sharding=sharding)
     places = tuple([parse_place(p) for p in beside])
     said = ReadOptions(**sizes, rank_pattern=rank_pattern, more=places, select=select, parts=several(part, "part"))

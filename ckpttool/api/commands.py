@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os import PathLike, fspath
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ckpttool.api.arguments import counts, nbytes, pair_of_betas, several, sides, whole, wholes
 from ckpttool.api.checkpoint import Checkpoint, open_
@@ -25,14 +24,14 @@ from ckpttool.ops.inspect.check import check as look
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.merge import MergeOptions, prepare, prepare_one
 from ckpttool.recipe.flags import asked
-from ckpttool.storage.place import parse_place
+from ckpttool.storage.place import AnyPlace, parse_place
 from ckpttool.targeting.recode import Recoding, high
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
 from ckpttool.words import one_of, parse_count
 
-Source = str | PathLike[str] | Checkpoint
-"""Where a checkpoint lies, what ``run`` has written, or one that is open."""
+Source = AnyPlace | Checkpoint
+"""Where a checkpoint lies (``hf://org/model`` is a place, too), what ``run`` has written, or one that is open."""
 
 
 def merge(
@@ -94,7 +93,7 @@ def merge(
         ConflictError: models that do not fit together.
     """
     opened = OpenOptions(format, ReadOptions(rank_pattern=rank_pattern, parts=several(part, "part")), family)
-    given = [sources] if isinstance(sources, str | PathLike | Checkpoint) else list(sources)
+    given = list(sources) if isinstance(sources, list | tuple) else [cast("Source", sources)]
     names = [_named(s, opened) for s in given]
     wanted = Target(
         format=to,
@@ -135,7 +134,7 @@ def merge(
 def _named(source: Source, opened: OpenOptions) -> str:
     """The path of a source. Raises UsageError when it has been opened otherwise than the merge will open it."""
     if not isinstance(source, Checkpoint):
-        return fspath(source)
+        return fspath(source) if isinstance(source, PathLike) else str(source)
     if source.options not in (OpenOptions(), opened):
         raise UsageError(
             "merge opens its sources itself, and this one was opened with options of its own",
@@ -224,12 +223,12 @@ def diff(
 
 
 def convert(
-    src: str | Path,
-    dst: str | Path,
+    src: AnyPlace,
+    dst: AnyPlace,
     *,
-    params: str | Path | None = None,
-    program: str | Path | None = None,
-    names: str | Path | None = None,
+    params: AnyPlace | None = None,
+    program: AnyPlace | None = None,
+    names: AnyPlace | None = None,
     max_shard_size: int | str | None = None,
 ) -> Conversion:
     """Plan what ``ckpttool convert-json`` does with a Paddle program; ``run`` it with the same ``dst``.
@@ -245,12 +244,12 @@ def convert(
     Raises:
         CorruptError, UnsupportedError: of the program or its parameters.
     """
-    other = None if names is None else parse_place(names)
+    other, source, target = None if names is None else parse_place(names), parse_place(src), parse_place(dst)
     if program is not None:
-        return Conversion(from_safetensors(parse_place(src), Path(dst), parse_place(program), names=other), Path(dst))
+        return Conversion(from_safetensors(source, target, parse_place(program), names=other), target)
     held, limit = None if params is None else parse_place(params), nbytes(max_shard_size, "max_shard_size")
-    plan = to_safetensors(parse_place(src), Path(dst), params=held, names=other, max_shard_size=limit)
-    return Conversion(plan, Path(dst))
+    plan = to_safetensors(source, target, params=held, names=other, max_shard_size=limit)
+    return Conversion(plan, target)
 
 
 def size(

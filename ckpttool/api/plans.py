@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from heapq import nlargest
-from pathlib import Path
 
 from ckpttool.api.arguments import nbytes, whole
 from ckpttool.api.results import Written
@@ -20,6 +19,7 @@ from ckpttool.ops.drop_keys import PreparedDrop
 from ckpttool.ops.merge import PreparedMerge
 from ckpttool.ops.merge import execute as _merge
 from ckpttool.plan import Plan as Steps
+from ckpttool.storage.place import AnyPlace, Place, parse_place
 from ckpttool.targeting.build import Prepared
 from ckpttool.words import count, short
 
@@ -63,11 +63,11 @@ class Plan(ABC):
         """What was inferred, left out or derived, in sentences."""
 
     @abstractmethod
-    def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written: ...
+    def _execute(self, dst: Place, options: RunOptions, progress: Progress, *, verify: bool) -> Written: ...
 
     def run(
         self,
-        dst: str | Path,
+        dst: AnyPlace,
         *,
         force: bool = False,
         resume: bool = False,
@@ -75,18 +75,22 @@ class Plan(ABC):
         manifest: bool = False,
         memory: int | str = 64 << 20,
         workers: int | None = None,
+        connections: int | None = None,
+        create_pr: bool = False,
         progress: Progress | bool | None = None,
     ) -> Written:
         """Write ``dst``, whole or not at all.
 
         Args:
-            dst: where the output goes; it must not exist.
+            dst: where the output goes; it must not exist. A path, or a text such as ``s3://bucket/model``.
             force: replace an existing ``dst``.
             resume: continue an interrupted run of the same plan.
             verify: read the output back, without the plan, and compare it with the sources.
             manifest: write a checksum of every stored tensor to ``ckpttool.manifest.json``.
             memory: bytes of all buffers together, or ``"256MiB"``.
             workers: threads that move bytes, and processes that compute.
+            connections: requests at a time to other machines; by ``memory`` by default.
+            create_pr: a ``dst`` on the Hugging Face Hub gets a pull request, and not a commit.
             progress: True for a bar, in a terminal or a notebook; or an object that is told how far the run is.
 
         Raises:
@@ -99,12 +103,14 @@ class Plan(ABC):
         options = RunOptions(
             memory=nbytes(memory, "memory", LEAST_MEMORY),
             workers=whole(workers, "workers"),
+            connections=whole(connections, "connections"),
             force=force,
             resume=resume,
             manifest=manifest,
+            create_pr=create_pr,
         )
         with watching(progress) as watch:
-            return self._execute(Path(dst), options, watch, verify=verify)
+            return self._execute(parse_place(dst), options, watch, verify=verify)
 
     def _repr_html_(self) -> str:
         """For notebooks: the files, the largest first."""
@@ -149,11 +155,11 @@ class Resharding(Plan):
             f" {count(len(self.plan.outputs), 'file')}, {short(self.plan.bytes_written)}>"
         )
 
-    def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
+    def _execute(self, dst: Place, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
         done = _reshard.execute(self.prepared, dst, options, progress, verify=verify)
         return self._written(dst, done.run, verified=verify)
 
-    def _written(self, dst: Path, run: RunResult, *, verified: bool) -> Written:
+    def _written(self, dst: Place, run: RunResult, *, verified: bool) -> Written:
         return _written(dst, self.format, len(self.prepared.views), self, run, verified=verified)
 
 
@@ -191,7 +197,7 @@ class Merging(Resharding):
         """Name of the merge method."""
         return self.merge.method
 
-    def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
+    def _execute(self, dst: Place, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
         return self._written(dst, _merge(self.merge, dst, options, progress, verify=verify).run, verified=verify)
 
 
@@ -200,7 +206,7 @@ class Conversion(Plan):
 
     __slots__ = ("conversion", "dst")
 
-    def __init__(self, conversion: _convert.Conversion, dst: Path) -> None:
+    def __init__(self, conversion: _convert.Conversion, dst: Place) -> None:
         self.conversion = conversion
         self.dst = dst
         """Where it will go; its name is in the plan."""
@@ -218,7 +224,7 @@ class Conversion(Plan):
         held = count(len(self.conversion.catalog), "parameter")
         return f"<Conversion: {held} in {count(len(self.plan.outputs), 'file')}, {short(self.plan.bytes_written)}>"
 
-    def _execute(self, dst: Path, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
+    def _execute(self, dst: Place, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
         if dst != self.dst:
             raise UsageError(f"this plan is for `{self.dst}`", where=str(dst), hint="plan again: convert(src, dst)")
         run = _convert.execute(self.conversion, dst, options, progress).run
@@ -226,7 +232,7 @@ class Conversion(Plan):
         return _written(dst, kind, len(self.conversion.catalog), self, run, verified=True)
 
 
-def _written(dst: Path, kind: str, tensors: int, plan: Plan, run: RunResult, *, verified: bool) -> Written:
+def _written(dst: Place, kind: str, tensors: int, plan: Plan, run: RunResult, *, verified: bool) -> Written:
     return Written(
         path=dst,
         format=kind,

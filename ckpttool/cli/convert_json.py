@@ -3,62 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpttool.cli import options
 from ckpttool.cli.options import argument, bytes_of, flag, value
+from ckpttool.cli.values import local, place
 from ckpttool.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckpttool.storage.place import Place
 
 _MEMORY = "64MiB"
 
 
 @dataclass
-class ConvertFlags(options.RunFlags):
+class ConvertFlags(options.RunFlags, options.AccessFlags):
     """How a run goes."""
 
     memory: Annotated[str, value("--memory", "SIZE", f"Memory for all buffers together; default: {_MEMORY}.")] = ""
-
-
-def _file(name: str, metavar: str, about: str) -> Any:
-    return value(name, metavar, about, readable=False)
 
 
 @options.grouped
 def convert_json(
     *,
     src: Annotated[
-        Path,
+        str,
         argument("SRC", "A program (.json, .pdmodel); with --program safetensors; what --index and --header work on."),
     ],
-    dst: Annotated[Path | None, argument("DST", "FILE.safetensors, or a directory to create.")] = None,
+    dst: Annotated[str | None, argument("DST", "FILE.safetensors, or a directory to create.")] = None,
     params: Annotated[
-        Path | None, _file("--params", "FILE", "Parameters of the program, when they are not beside it.")
+        str | None, value("--params", "FILE", "Parameters of the program, when they are not beside it.")
     ] = None,
     names: Annotated[
-        Path | None, _file("--names", "FILE", "Structured names: .pdparams of the same run, or .pdiparams.info.")
+        str | None, value("--names", "FILE", "Structured names: .pdparams of the same run, or .pdiparams.info.")
     ] = None,
     program: Annotated[
-        Path | None, _file("--program", "FILE", "The way back: write SRC as the parameters of this program.")
+        str | None, value("--program", "FILE", "The way back: write SRC as the parameters of this program.")
     ] = None,
     max_shard_size: Annotated[
         str, value("--max-shard-size", "SIZE", "Largest file, when DST is a directory; default: 5GB.")
     ] = "",
     check: Annotated[bool, flag("--check", "Find what is wrong; exit 3 when there is an error.")] = False,
     fix: Annotated[
-        Path | None,
-        _file("--fix", "OUT.json", "Write the program with NaN spelled as Paddle reads it, and check that."),
+        str | None,
+        value("--fix", "OUT.json", "Write the program with NaN spelled as Paddle reads it, and check that."),
     ] = None,
     index: Annotated[bool, flag("--index", "Write the index of the shards in SRC; with --check verify it.")] = False,
     header: Annotated[
         bool, flag("--header", "Header of SRC as JSON, to DST or stdout; from SRC.json into DST.safetensors.")
     ] = False,
     output: Annotated[
-        Path | None, _file("-o --output", "FILE", "With --header: write the file with its new header here.")
+        str | None, value("-o --output", "FILE", "With --header: write the file with its new header here.")
     ] = None,
-    flags: Annotated[ConvertFlags, options.without("verify", "manifest")],
+    flags: Annotated[ConvertFlags, options.without("verify", "manifest", "create_pr")],
     shown: options.OutputFlags,
 ) -> None:
     """Convert a Paddle program and its parameters to safetensors and back, or check them; JSON of safetensors."""
@@ -73,17 +74,20 @@ def convert_json(
         "workers": flags.workers,
         "memory": flags.memory,
     }
+    from ckpttool.storage.place import parse_place
+
+    source = parse_place(src)
     if index:
         _without(dst, "--index", params=params, names=names, force=flags.force, **unused)
-        _index(src, flags, shown, check=check)
+        _index(source, flags, shown, check=check)
     elif header:
         _without(None, "--header", params=params, names=names, **unused)
-        _header(src, dst, output, flags, shown)
+        _header(source, place(dst), local(output), flags, shown)
     elif check or fix is not None:
         _without(dst, "--check", dry_run=flags.dry_run, **unused)
         if fix is None:
             _without(None, "--check without --fix", force=flags.force)
-        _check(src, params, names, fix, flags, shown)
+        _check(source, place(params), place(names), local(fix), flags, shown)
     else:
         if dst is None:
             raise UsageError("there is no DST", hint="ckpttool convert-json SRC DST, or --check, --index, --header")
@@ -91,31 +95,32 @@ def convert_json(
         from ckpttool.report import convert_json as report
 
         run = replace(flags, memory=flags.memory or _MEMORY).options()
+        target, own, size = parse_place(dst), place(names), bytes_of(max_shard_size)
         if program is not None:
             _without(None, "--program", params=params, max_shard_size=max_shard_size)
-            conversion = from_safetensors(src, dst, program, names=names)
+            conversion = from_safetensors(source, target, parse_place(program), names=own)
         else:
-            conversion = to_safetensors(src, dst, params=params, names=names, max_shard_size=bytes_of(max_shard_size))
+            conversion = to_safetensors(source, target, params=place(params), names=own, max_shard_size=size)
         if flags.dry_run:
-            report.show_conversion_plan(conversion, dst, as_json=shown.json, quiet=shown.quiet)
+            report.show_conversion_plan(conversion, target, as_json=shown.json, quiet=shown.quiet)
             return
-        result = execute(conversion, dst, run, shown.progress())
+        result = execute(conversion, target, run, shown.progress())
         report.show_conversion(result, as_json=shown.json, quiet=shown.quiet)
 
 
-def _without(dst: Path | None, task: str, **others: object) -> None:
+def _without(dst: str | None, task: str, **others: object) -> None:
     """Raises UsageError for what a task makes no use of."""
     if dst is not None:
-        raise UsageError(f"{task} takes no DST", where=str(dst))
+        raise UsageError(f"{task} takes no DST", where=dst)
     for name, given in others.items():
         if given:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with {task}")
 
 
 def _check(
-    src: Path,
-    params: Path | None,
-    names: Path | None,
+    src: Place,
+    params: Place | None,
+    names: Place | None,
     fix: Path | None,
     flags: ConvertFlags,
     shown: options.OutputFlags,
@@ -131,7 +136,7 @@ def _check(
         raise typer.Exit(3)
 
 
-def _index(src: Path, flags: ConvertFlags, shown: options.OutputFlags, *, check: bool) -> None:
+def _index(src: Place, flags: ConvertFlags, shown: options.OutputFlags, *, check: bool) -> None:
     from ckpttool.ops.convert_json import index
     from ckpttool.report import convert_json as report
 
@@ -144,10 +149,13 @@ def _index(src: Path, flags: ConvertFlags, shown: options.OutputFlags, *, check:
     report.show_index(index.rebuild(src, dry_run=flags.dry_run), as_json=shown.json, quiet=shown.quiet)
 
 
-def _header(src: Path, dst: Path | None, output: Path | None, flags: ConvertFlags, shown: options.OutputFlags) -> None:
+def _header(
+    src: Place, dst: Place | None, output: Path | None, flags: ConvertFlags, shown: options.OutputFlags
+) -> None:
     from ckpttool.ops.convert_json import header
     from ckpttool.report import convert_json as report
     from ckpttool.report.text import write
+    from ckpttool.storage.place import local_path
 
     if dst is None:
         if src.suffix == ".json":
@@ -160,10 +168,12 @@ def _header(src: Path, dst: Path | None, output: Path | None, flags: ConvertFlag
         write(header.dump(src))
     elif src.name.endswith(header.BACKUP) and dst.suffix != ".json":
         _without(None, "--header with a backup", output=output, force=flags.force)
-        report.show_header(header.restore(src, dst, dry_run=flags.dry_run), as_json=shown.json, quiet=shown.quiet)
+        restored = header.restore(local_path(src), local_path(dst), dry_run=flags.dry_run)
+        report.show_header(restored, as_json=shown.json, quiet=shown.quiet)
     elif dst.suffix == ".json" and src.suffix != ".json":
         _without(None, "--header with OUT.json", output=output, dry_run=flags.dry_run, json=shown.json)
-        header.write_dump(src, dst, force=flags.force)
+        header.write_dump(src, local_path(dst), force=flags.force)
     else:
-        result = header.apply(src, dst, out=output, dry_run=flags.dry_run, force=flags.force)
+        file = local_path(dst)
+        result = header.apply(local_path(src), file, out=output, dry_run=flags.dry_run, force=flags.force)
         report.show_header(result, as_json=shown.json, quiet=shown.quiet)

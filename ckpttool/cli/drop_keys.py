@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from ckpttool.cli import options
@@ -29,11 +30,11 @@ def drop_keys(
     from ckpttool.report import drop_keys as report
 
     opened, target, run = source.open_options(), out.target(), flags.options()
-    for path in (src, dst):
-        if set(path.name) & set("*?[{") and "/" not in str(path) and not path.exists():
+    for name, text in (("SRC", src), ("DST", dst)):
+        if set(text) & set("*?[{") and "/" not in text and not os.path.lexists(text):
             raise UsageError(
-                f"`{path}` looks like a pattern, and stands where {'SRC' if path is src else 'DST'} does",
-                hint=f"ckpttool drop-keys SRC DST PATTERN...; if it is a directory: {path.absolute()}",
+                f"`{text}` looks like a pattern, and stands where {name} does",
+                hint=f"ckpttool drop-keys SRC DST PATTERN...; if it is a directory: ./{text}",
             )
     prepared = prepare(src, opened, out.selection(patterns), target, link=link)
     if flags.dry_run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,9 +54,7 @@ def _device(memory: str, name: str) -> Device | None:
 class Counted:
     """What is counted, and how; under the names that Question has for it."""
 
-    config: Annotated[Path | None, value("--config", "FILE", "config.json of a SRC that has none.", readable=False)] = (
-        None
-    )
+    config: Annotated[str | None, value("--config", "FILE", "config.json of a SRC that has none.")] = None
     vocab_pad: Annotated[int | None, number("--vocab-pad", "Ranks pad the vocabulary to this; default: 64.")] = None
     kv: Annotated[str, value("--kv", "DTYPE", f"Add the KV cache: {either(choices.CACHES)}.", choices.CACHES)] = ""
     batch: Annotated[int | None, number("--batch", "Sequences; default: 1.")] = None

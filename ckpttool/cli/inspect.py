@@ -42,7 +42,7 @@ class Views:
     check: Annotated[
         bool, flag("--check", "Look for problems, and prove a manifest's checksums; exit 3 on an error.")
     ] = False
-    diff: Annotated[Path | None, value("--diff", "OTHER", "Compare with OTHER; exit 3 when they differ.")] = None
+    diff: Annotated[str | None, value("--diff", "OTHER", "Compare with OTHER; exit 3 when they differ.")] = None
     values: Annotated[bool, flag("--values", "With --diff and --check: also read the elements.")] = False
     atol: Annotated[
         float | None, value("--atol", "X", "With --diff: absolute tolerance, dtypes may differ.", min=0)

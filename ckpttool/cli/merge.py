@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -102,7 +101,7 @@ def merge(
             "Checkpoints (PATH or PATH+ADAPTER), or one recipe: mergekit's YAML or Paddle's merge_config.json.",
         ),
     ],
-    output: Annotated[Path, value("-o --output", "DST", "Directory to write; must not exist.", readable=False)],
+    output: Annotated[str, value("-o --output", "DST", "Directory or URL to write; must not exist.")],
     how: HowToMerge,
     source: Annotated[options.SourceOptions, options.without("sharding", "also")],
     out: options.NewTargetOptions,

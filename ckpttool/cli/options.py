@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -38,14 +37,14 @@ def number(name: str, about: str) -> Any:
     return typer.Option(name, metavar="N", min=1, help=about)
 
 
-def flag(name: str, about: str) -> Any:
+def flag(name: str, about: str, **more: Any) -> Any:
     """An option without a value."""
-    return typer.Option(*name.split(), help=about)
+    return typer.Option(*name.split(), help=about, **more)
 
 
 def argument(metavar: str, about: str) -> Any:
-    """A positional argument. Whether its path can be read is checked by the code that reads, which says more."""
-    return typer.Argument(metavar=metavar, help=about, readable=False)
+    """A positional argument."""
+    return typer.Argument(metavar=metavar, help=about)
 
 
 def without(*names: str) -> frozenset[str]:
@@ -80,8 +79,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-Src = Annotated[Path, argument("SRC", "Directory or file to read.")]
-Dst = Annotated[Path, argument("DST", "Directory to write; must not exist.")]
+Src = Annotated[str, argument("SRC", "Directory, file or URL to read: hf://ORG/MODEL, s3://BUCKET/PREFIX, ...")]
+Dst = Annotated[str, argument("DST", "Directory or URL to write; must not exist.")]
 MaxShard = Annotated[
     str, value("--max-shard-size", "SIZE", "Largest file of --to hf, torch-bin and vllm; default: 5GB.")
 ]
@@ -102,8 +101,44 @@ def bytes_of(text: str, option: str = "--max-shard-size") -> int | None:
     return parse_size(text, option) if text else None
 
 
+def _asks_for(name: str) -> Any:
+    """What sets access of that name, before any place is looked at."""
+
+    def ask(asked: bool) -> None:
+        if asked:
+            from ckpttool.storage.access import set_access
+
+            set_access(**{name: True})
+
+    return ask
+
+
 @dataclass
-class SourceOptions:
+class AccessFlags:
+    """How places on other machines are reached."""
+
+    anonymous: Annotated[
+        bool,
+        flag(
+            "--anonymous",
+            "Send no credentials: for public buckets and models.",
+            callback=_asks_for("anonymous"),
+            is_eager=True,
+        ),
+    ] = False
+    offline: Annotated[
+        bool,
+        flag(
+            "--offline",
+            "Of the Hugging Face Hub read only the cache on this machine.",
+            callback=_asks_for("offline"),
+            is_eager=True,
+        ),
+    ] = False
+
+
+@dataclass
+class SourceOptions(AccessFlags):
     """How SRC is read."""
 
     tp: Annotated[int | None, number("--tp", "Tensor-parallel ranks of SRC.")] = None
@@ -146,13 +181,14 @@ class SourceOptions:
         value("--part", "NAME", "Only this part of a pipeline, such as transformer; the others stay as they are."),
     ] = None
     sharding: Annotated[int | None, number("--sharding", "Ranks that share the optimizer state of SRC.")] = None
-    also: Annotated[list[Path] | None, value("--also", "DIR", "A further directory of SRC, saved by another node.")] = (
+    also: Annotated[list[str] | None, value("--also", "DIR", "A further directory of SRC, saved by another node.")] = (
         None
     )
 
     def open_options(self) -> OpenOptions:
         """What they say together."""
         from ckpttool.formats.base import OpenOptions, ReadOptions
+        from ckpttool.storage.place import parse_place
 
         mesh = ReadOptions(
             self.tp,
@@ -161,7 +197,7 @@ class SourceOptions:
             self.etp,
             rank_pattern=self.rank_pattern,
             sharding=self.sharding,
-            more=tuple(self.also or ()),
+            more=tuple([parse_place(p) for p in self.also or ()]),
             select=self.select,
             parts=tuple(self.part or ()),
         )
@@ -312,6 +348,11 @@ class RunFlags:
         ),
     ] = None
     memory: Annotated[str, value("--memory", "SIZE", "Memory for all buffers together.")] = "64MiB"
+    connections: Annotated[
+        int | None,
+        number("--connections", "Requests at a time to other machines; default: as many as --memory allows."),
+    ] = None
+    create_pr: Annotated[bool, flag("--create-pr", "DST on the Hugging Face Hub: open a pull request.")] = False
     verify: Annotated[
         bool, flag("--verify", "Read the output back and compare every element; exit 3 if not equal.")
     ] = False
@@ -327,9 +368,11 @@ class RunFlags:
         return RunOptions(
             memory=size,
             workers=self.workers,
+            connections=self.connections,
             force=self.force,
             resume=self.resume,
             manifest=self.manifest,
+            create_pr=self.create_pr,
         )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import flag, number, value
-from ckpttool.cli.values import recoding
+from ckpttool.cli.values import place, recoding
 from ckpttool.words import one_of
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ class ReshardOptions(options.NewTargetOptions):
     ] = False
     only: options.Only = None
     ema: Annotated[bool, flag("--ema", "Write the exponential moving average as the model.")] = False
-    aoa: Annotated[Path | None, value("--aoa", "FILE", "Names and shapes by Paddle's AOA statements.")] = None
+    aoa: Annotated[str | None, value("--aoa", "FILE", "Names and shapes by Paddle's AOA statements.")] = None
     requant: Annotated[
         str,
         value(
@@ -50,7 +49,7 @@ class ReshardOptions(options.NewTargetOptions):
             components=tuple(one_of(c, "--only", *COMPONENTS) for c in self.only or ()),
             ema=self.ema,
             native_names=self.native_names,
-            aoa=self.aoa,
+            aoa=place(self.aoa),
         )
 
 

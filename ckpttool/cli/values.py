@@ -7,7 +7,25 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckpttool.storage.place import Place
     from ckpttool.targeting.recode import Recoding
+
+
+def place(text: str | None) -> Place | None:
+    """Where a path or URL is; None where the option is not given."""
+    from ckpttool.storage.place import parse_place
+
+    return None if text is None else parse_place(text)
+
+
+def local(text: str | None) -> Path | None:
+    """A file that is written or changed on this machine. Raises UsageError for one that is elsewhere."""
+    from ckpttool.storage.place import local_path
+
+    found = place(text)
+    return None if found is None else local_path(found)
 
 
 def numbers(text: str, option: str, *, runs: bool = False) -> tuple[int, ...]:

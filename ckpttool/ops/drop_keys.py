@@ -27,7 +27,7 @@ from ckpttool.planner import build_plan
 from ckpttool.relate import DerivedTensor, TensorTable, identity, parameters
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import WEIGHTS
-from ckpttool.storage.place import Place, source_files
+from ckpttool.storage.place import AnyPlace, source_files
 from ckpttool.targeting.build import Prepared, plan_target
 from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.select import Selection, left_out, select
@@ -82,7 +82,7 @@ class PreparedDrop:
 
 
 def prepare(
-    src: str | Place, options: OpenOptions, selection: Selection, target: Target, *, link: bool = False
+    src: AnyPlace, options: OpenOptions, selection: Selection, target: Target, *, link: bool = False
 ) -> PreparedDrop:
     """Plan what is left. Raises a CkptError subclass; nothing is written.
 

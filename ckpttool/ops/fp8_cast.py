@@ -5,9 +5,8 @@ What it writes has the bytes that ``fp8-size`` foretells with the same options: 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
+from ckpttool.storage.place import AnyPlace
 from ckpttool.targeting.build import Prepared
 from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding
@@ -16,7 +15,7 @@ from ckpttool.targeting.target import Target
 
 
 def prepare(
-    src: str | Path,
+    src: AnyPlace,
     options: OpenOptions,
     recoding: Recoding,
     selection: Selection,

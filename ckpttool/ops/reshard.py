@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
-from ckpttool.storage.place import Place, parse_place
+from ckpttool.storage.place import AnyPlace, Place, parse_place
 from ckpttool.targeting.build import Prepared
 from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding
@@ -30,7 +29,7 @@ class ReshardResult:
 
 
 def prepare(
-    src: str | Path,
+    src: AnyPlace,
     options: OpenOptions,
     target: Target,
     selection: Selection | None = None,
@@ -45,10 +44,10 @@ def prepare(
 
 
 def execute(
-    prepared: Prepared, dst: str | Place, options: RunOptions, progress: Progress, *, verify: bool = False
+    prepared: Prepared, dst: AnyPlace, options: RunOptions, progress: Progress, *, verify: bool = False
 ) -> ReshardResult:
     """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
-    path = parse_place(dst)
+    place = parse_place(dst)
     options = replace(options, source_roots=(str(prepared.source.path),))
     if verify:
         if prepared.target.ranks is not None:
@@ -57,5 +56,5 @@ def execute(
                 hint="verify when all ranks are there: ckpttool inspect SRC --diff DST --values",
             )
         options = replace(options, verify=partial(verify_output, prepared, memory=options.memory))
-    result = run(prepared.plan, path, options, progress)
-    return ReshardResult(prepared, path, result, verify)
+    result = run(prepared.plan, place, options, progress)
+    return ReshardResult(prepared, place, result, verify)

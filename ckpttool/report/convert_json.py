@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpttool.ops.convert_json.convert import Conversion, Converted
     from ckpttool.ops.convert_json.header import HeaderResult
     from ckpttool.ops.convert_json.index import IndexResult
+    from ckpttool.storage.place import Place
 
 SCHEMA = "ckpttool.convert/1"
 CHECK_SCHEMA = "ckpttool.program-check/1"

@@ -83,6 +83,8 @@ class Remote(Protocol):
 
 
 Place: TypeAlias = Path | Remote
+AnyPlace: TypeAlias = str | os.PathLike[str] | Remote
+"""What ``parse_place`` takes."""
 
 
 def _module(name: str) -> Callable[[str], Remote]:
@@ -117,7 +119,7 @@ people write two."""
 _SCHEME = re.compile(r"([a-z][a-z0-9+]+):/")
 
 
-def parse_place(text: str | os.PathLike[str] | Remote) -> Place:
+def parse_place(text: AnyPlace) -> Place:
     """The place that a text names. A scheme that nobody knows is the name of a directory."""
     if not isinstance(text, str | os.PathLike):
         return text

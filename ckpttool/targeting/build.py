@@ -71,7 +71,7 @@ class Prepared:
     parts: Mapping[str, Prepared] = field(default_factory=dict)
     """Of a directory of several models, what each of those becomes that are written anew, by its directory."""
 
-    def next_step(self, dst: str | Place) -> str:
+    def next_step(self, dst: Place) -> str:
         """A command, or a line of Python, that reads the output at ``dst``; "" where there is none to name."""
         if self.removed[0]:
             return ""  # whether a reader can do without them is not known

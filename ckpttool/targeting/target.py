@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dialects import Dialect, NamingContext, dialect
@@ -13,6 +12,7 @@ from ckpttool.errors import UsageError
 from ckpttool.formats.base import Writer
 from ckpttool.layout.assemble import EXPERT
 from ckpttool.mesh import Mesh
+from ckpttool.storage.place import Place
 
 WEIGHTS = ("model", "adapter")
 """Components that --dtype casts; optimizers keep their own precision."""
@@ -46,7 +46,7 @@ class Target:
     """The exponential moving average is written as the model."""
     native_names: bool = False
     """Names as the models of ``version`` have them, not those of a Paddle source."""
-    aoa: Path | None = None
+    aoa: Place | None = None
     """A file of AOA statements that says which tensors are written."""
     betas: tuple[float, float] | None = None
     """Of Adam, where nothing in SRC says them."""

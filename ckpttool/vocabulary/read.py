@@ -16,7 +16,7 @@ from ckpttool.containers.protobuf import message_classes, parsed
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.json_file import MAX_BYTES, parse_json
 from ckpttool.storage.listing import leads_away, refuse_away
-from ckpttool.storage.place import DataFile, Place, parse_place, read_all
+from ckpttool.storage.place import AnyPlace, DataFile, Place, parse_place, read_all
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -81,7 +81,7 @@ class Vocabulary:
         return Vocabulary(self.directory, self.names, kept, self.own & kept.keys(), added)
 
 
-def read_vocabulary(directory: str | Place) -> Vocabulary:
+def read_vocabulary(directory: AnyPlace) -> Vocabulary:
     """Read the tokenizer files of a model.
 
     Raises IncompleteError (there are none), UnsupportedError (a form that is not read), CorruptError (a file breaks

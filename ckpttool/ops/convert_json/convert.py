@@ -78,7 +78,12 @@ class Converted:
 
 
 def to_safetensors(
-    src: Place, dst: Path, *, params: Place | None = None, names: Place | None = None, max_shard_size: int | None = None
+    src: Place,
+    dst: Place,
+    *,
+    params: Place | None = None,
+    names: Place | None = None,
+    max_shard_size: int | None = None,
 ) -> Conversion:
     """Plan a program's parameters as safetensors; one file when ``dst`` ends in .safetensors, else a directory.
 
@@ -118,7 +123,7 @@ def to_safetensors(
     return Conversion(program, src, plan, catalog, given, native, roots, single=single)
 
 
-def from_safetensors(src: Place, dst: Path, program: Place, *, names: Place | None = None) -> Conversion:
+def from_safetensors(src: Place, dst: Place, program: Place, *, names: Place | None = None) -> Conversion:
     """Plan the parameter file of ``program`` with the tensors of ``src`` (a file, a directory of shards, an index).
 
     Raises ConflictError for tensors that are missing, unexpected, or of another shape or dtype than in the program.
@@ -187,7 +192,7 @@ def _refuse_empty(program: paddle.Program) -> None:
 _OWN = (".json", ".pdmodel", ".pdiparams")
 
 
-def _refuse_name(dst: Path, suffixes: tuple[str, ...]) -> None:
+def _refuse_name(dst: Place, suffixes: tuple[str, ...]) -> None:
     """Raises UsageError for a directory with the name of a file: something else was meant."""
     if dst.name.endswith(suffixes):
         raise UsageError(

@@ -26,7 +26,7 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteEr
 from ckpttool.execute.commit import SLACK
 from ckpttool.execute.files import PIECE, create, span, write_error
 from ckpttool.ops.convert_json.durable import Replacement, lock, resolved, sync_names, write_all
-from ckpttool.storage.place import DataFile, readable
+from ckpttool.storage.place import DataFile, Place, is_same, readable
 
 UNCHANGED, IN_PLACE, COPIED, RESTORED = "unchanged", "in place", "copied", "restored"
 
@@ -90,25 +90,25 @@ class HeaderResult:
 # -- to JSON
 
 
-def dump(file: Path) -> str:
+def dump(file: Place) -> str:
     """The header as JSON text, one tensor and one entry of the metadata a line, in the order of the file.
 
     A header that is broken but is JSON is written as it is, names that occur twice included. Raises IncompleteError
     (no such file), CorruptError (no header, or none that is JSON), ConflictError (a header is half written).
     """
-    if not file.name.endswith(BACKUP):
+    if isinstance(file, Path) and not file.name.endswith(BACKUP):
         _refuse_backup(resolved(file))
     return _text(_pairs(read_raw(file)[1], file))
 
 
-def write_dump(file: Path, out: Path, *, force: bool = False) -> int:
+def write_dump(file: Place, out: Path, *, force: bool = False) -> int:
     """Write `dump` to a file. Returns its bytes. Raises OutputError when it exists and ``force`` does not say so."""
     data = dump(file).encode()
     target = resolved(out)
     if os.path.lexists(target):
         if target.is_dir():
             raise OutputError("the output is a directory", where=str(out))
-        if target.samefile(file):
+        if is_same(target, file):
             raise UsageError("the output is the source", where=str(out))
         if not force:
             raise OutputError("the output exists", where=str(out), hint="use --force to replace it")
@@ -126,7 +126,7 @@ class _Object(list[tuple[str, Any]]):
     """A JSON object with all of its pairs, also those of equal names."""
 
 
-def _pairs(raw: bytes, where: Path) -> _Object:
+def _pairs(raw: bytes, where: Place) -> _Object:
     try:
         data = json.loads(raw.decode(), object_pairs_hook=_Object)
     except UnicodeError:

@@ -75,7 +75,7 @@ class IndexState:
 class IndexResult:
     """All indexes of a directory."""
 
-    path: Path
+    path: Place
     dry_run: bool
     """Nothing was written; ``written`` is what would be."""
     indexes: list[IndexState] = field(default_factory=list)
@@ -131,7 +131,7 @@ class _Chosen(NamedTuple):
     """Tensors in several files, understood."""
 
 
-def rebuild(directory: Path, *, dry_run: bool = False) -> IndexResult:
+def rebuild(directory: Place, *, dry_run: bool = False) -> IndexResult:
     """Bring the indexes of a directory in line with the headers of its shards; those that are right stay untouched.
 
     All are planned before the first is written, and each is replaced at once. Raises UsageError (no directory),
@@ -163,7 +163,7 @@ def rebuild(directory: Path, *, dry_run: bool = False) -> IndexResult:
     return result
 
 
-def verify(directory: Path) -> CheckResult:
+def verify(directory: Place) -> CheckResult:
     """Everything that is wrong with the indexes of a directory and its shards, by the names of ``inspect --check``.
 
     Raises UsageError (no directory, or one without safetensors files); everything else is a finding.
@@ -195,7 +195,7 @@ def verify(directory: Path) -> CheckResult:
 # -- what is there
 
 
-def _look(directory: Path) -> tuple[Listing, str, list[_Group], list[str]]:
+def _look(directory: Place) -> tuple[Listing, str, list[_Group], list[str]]:
     """The format that has rules of its own for its indexes, the sets of files, and the files that are in none."""
     if directory.is_file():
         raise UsageError("this is a file", where=str(directory), hint="give the directory that holds the shards")

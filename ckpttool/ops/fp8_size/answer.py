@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from ckpttool.checkpoint import OpenOptions
@@ -21,7 +20,7 @@ from ckpttool.ops.fp8_size.resident import Ranks, partition
 from ckpttool.ops.fp8_size.stored import Applied, Disk, Wanted, apply, on_disk
 from ckpttool.ops.fp8_size.training import Training, training_of
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import Place, parse_place
+from ckpttool.storage.place import AnyPlace, parse_place
 
 BY = ("class", "dtype", "module", "tensor")
 """What --by may say."""
@@ -34,7 +33,7 @@ class Question:
     """The options; None and "" are "not said"."""
 
     wanted: Wanted = field(default_factory=Wanted)
-    config: Path | None = None
+    config: AnyPlace | None = None
     mtp: bool = True
     max_shard_size: int | None = None
     tp: int | None = None
@@ -133,10 +132,11 @@ class SizeReport:
         )
 
 
-def answer(src: str | Place, options: OpenOptions, question: Question) -> SizeReport:
+def answer(src: AnyPlace, options: OpenOptions, question: Question) -> SizeReport:
     """Work out the size of a model. Reads headers and config.json; raises a CkptError subclass."""
     _sensible(question)
-    model = load(parse_place(src), options, question.config, mtp=question.mtp)
+    config = None if question.config is None else parse_place(question.config)
+    model = load(parse_place(src), options, config, mtp=question.mtp)
     out = _sizes(model, question)
     if out.fit and not out.fit.ok:
         out.remedies = list(_remedies(out, question))

@@ -15,7 +15,7 @@ from ckpttool.formats.base import OpenOptions
 from ckpttool.formats.parts import parts_of
 from ckpttool.ops.inspect.listing import Choice, FileRow, Listing, file_rows, is_safetensors, list_tensors, relative
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import Place, number, parse_place, source_files
+from ckpttool.storage.place import AnyPlace, number, parse_place, source_files
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
@@ -45,7 +45,7 @@ class InspectRequest:
     imports: bool = False
     suggest_family: bool = False
     check: bool = False
-    diff: Place | None = None
+    diff: AnyPlace | None = None
     values: bool = False
     """With ``diff`` and ``check``."""
     atol: float | None = None
@@ -117,7 +117,7 @@ class TensorSlices(View):
 
 
 def inspect(
-    src: str | Place, options: OpenOptions, question: InspectRequest, progress: Progress | None = None
+    src: AnyPlace, options: OpenOptions, question: InspectRequest, progress: Progress | None = None
 ) -> View | ImportsResult | CheckResult | DiffResult:
     """Look into ``src``. ``ok`` of the answer is False when a check found an error, a pickle is dangerous or two
     checkpoints differ.
@@ -141,7 +141,7 @@ def inspect(
 
 
 def _answer(
-    src: str | Place, options: OpenOptions, question: InspectRequest, progress: Progress | None
+    src: AnyPlace, options: OpenOptions, question: InspectRequest, progress: Progress | None
 ) -> View | ImportsResult | CheckResult | DiffResult:
     if question.imports:
         from ckpttool.ops.inspect.imports import list_imports

@@ -39,7 +39,7 @@ from ckpttool.ops.inspect.listing import check_components, is_safetensors, relat
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
 from ckpttool.storage.listing import Listing, content, list_source
-from ckpttool.storage.place import DataFile, Place, parse_place, source_files
+from ckpttool.storage.place import AnyPlace, DataFile, Place, parse_place, source_files
 
 MANIFEST = "ckpttool.manifest.json"
 _PICKLES = re.compile(r"(?!\.|__).*\.(?:pdparams|pdopt|distcp|metadata)")
@@ -49,7 +49,7 @@ _SMALL = re.compile(r"(?:scheduler|scaler)\.\w+")
 
 
 def check(
-    src: str | Place,
+    src: AnyPlace,
     options: OpenOptions,
     progress: Progress,
     *,

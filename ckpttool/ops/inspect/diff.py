@@ -27,7 +27,7 @@ from ckpttool.layout.statements import inverse
 from ckpttool.ops.inspect.listing import check_components, wanted_names
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms, identity, parameters, propagate_to_component
-from ckpttool.storage.place import Place, parse_place
+from ckpttool.storage.place import AnyPlace, Place, parse_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class DiffResult:
 
 
 def diff(
-    left: str | Place,
-    right: str | Place,
+    left: AnyPlace,
+    right: AnyPlace,
     options: OpenOptions,
     progress: Progress,
     *,

@@ -12,7 +12,7 @@ from ckpttool.errors import UsageError
 from ckpttool.findings import DANGEROUS, INERT, REFUSED, Import, ImportsResult
 from ckpttool.ops.inspect.code import PICKLE_SUFFIXES, is_paddles
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import Place, parse_place, walk
+from ckpttool.storage.place import AnyPlace, parse_place, walk
 from ckpttool.storage.tar import TarPlace, is_tar
 
 _ZIP = b"PK\x03\x04"
@@ -20,7 +20,7 @@ _HEADS = (_ZIP, *(bytes((0x80, protocol)) for protocol in range(2, 6)))
 """How zips begin, and pickles that say so."""
 
 
-def list_imports(src: str | Place) -> ImportsResult:
+def list_imports(src: AnyPlace) -> ImportsResult:
     """Look at every pickle in a directory and below, in a tar, or at one file. Raises UsageError for none,
     and for a file that cannot be read."""
     path = parse_place(src)

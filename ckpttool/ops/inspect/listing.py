@@ -21,7 +21,7 @@ from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.names import natural_order
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.select import matching
-from ckpttool.storage.place import DataFile, Place, name_below, parse_place, source_files
+from ckpttool.storage.place import AnyPlace, DataFile, Place, name_below, parse_place, source_files
 
 if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint
@@ -162,7 +162,7 @@ class Listing:
 
 
 def list_tensors(
-    src: str | Place, options: OpenOptions | None = None, choice: Choice | None = None, *, stored_too: bool = True
+    src: AnyPlace, options: OpenOptions | None = None, choice: Choice | None = None, *, stored_too: bool = True
 ) -> Listing:
     """List a source. Raises what ``open_checkpoint`` raises, and UsageError for a choice that leaves nothing.
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from io import TextIOWrapper
 from math import prod
-from pathlib import Path
 from typing import Any, Literal
 
 from ckpttool.adapters import changed_parts
@@ -37,7 +36,7 @@ from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import resolve
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
-from ckpttool.storage.place import DataFile, Place, parse_place
+from ckpttool.storage.place import AnyPlace, DataFile, Place, parse_place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.recode import Recoding
@@ -166,7 +165,7 @@ def prepare(
 
 
 def prepare_one(
-    src: str | Path, options: OpenOptions, target: Target, selection: Selection, recoding: Recoding | None = None
+    src: AnyPlace, options: OpenOptions, target: Target, selection: Selection, recoding: Recoding | None = None
 ) -> PreparedMerge:
     """Plan how the shards of one checkpoint become one whole checkpoint, or what ``target`` says.
 
@@ -200,10 +199,10 @@ def prepare_one(
 
 
 def execute(
-    prepared: PreparedMerge, dst: str | Place, options: RunOptions, progress: Progress, *, verify: bool = False
+    prepared: PreparedMerge, dst: AnyPlace, options: RunOptions, progress: Progress, *, verify: bool = False
 ) -> MergeResult:
     """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
-    path = parse_place(dst)
+    place = parse_place(dst)
     target, plan = prepared.target, prepared.plan
     record = PROGRAM_RECORD if reader(target.format).capabilities.exact else RECORD
     late: dict[str, Callable[[Mapping[str, str]], bytes]] = {}
@@ -217,7 +216,7 @@ def execute(
         late_files=late or {record: partial(prepared.provenance.record, plan)},
         verify=partial(verify_output, target, memory=options.memory) if verify else None,
     )
-    return MergeResult(prepared, path, run(plan, path, options, progress), verify)
+    return MergeResult(prepared, place, run(plan, place, options, progress), verify)
 
 
 def _record_of(one: PreparedMerge, first: int, digests: Mapping[str, str]) -> bytes:

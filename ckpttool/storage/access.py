@@ -1,0 +1,35 @@
+"""Settings of this process for places on other machines.
+
+They are variables of the environment, so the processes that compute have them, too, and other programs can set them.
+"""
+
+from __future__ import annotations
+
+import os
+
+ANONYMOUS = "CKPTTOOL_ANONYMOUS"
+OFFLINE = "HF_HUB_OFFLINE"
+"""Read by huggingface_hub, too, when it is imported: so it is set before."""
+
+
+def anonymous() -> bool:
+    """Whether requests go without credentials: to public buckets and repositories."""
+    return _is_set(ANONYMOUS)
+
+
+def offline() -> bool:
+    """Whether of the Hub only the cache on this machine is read."""
+    return _is_set(OFFLINE)
+
+
+def set_access(*, anonymous: bool = False, offline: bool = False) -> None:
+    """What a command line asks for; what it does not ask for stays as the environment has it."""
+    if anonymous:
+        os.environ[ANONYMOUS] = "1"
+    if offline:
+        os.environ[OFFLINE] = "1"
+
+
+def _is_set(name: str) -> bool:
+    """As huggingface_hub reads its own."""
+    return os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
