@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
+from ckpttool.storage.place import Place
 
 BYTES = 1 << 20
 VALUES = 100_000
@@ -152,7 +153,7 @@ def _shown(data: Any) -> str:
     return f"`{text[:60]}...`" if len(text) > 60 else f"`{text}`"
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Place) -> str:
     """The text of a recipe. Raises UsageError when it is not readable or too long to be one."""
     try:
         with path.open("rb") as f:
@@ -164,6 +165,11 @@ def read_text(path: Path) -> str:
         raise UsageError(f"the recipe cannot be read: {e.strerror}", where=str(path)) from None
     except UnicodeDecodeError:
         raise UsageError("the recipe is no UTF-8 text", where=str(path)) from None
+
+
+def home(recipe: Place) -> Path | None:
+    """The directory from which a recipe's relative paths count, too; one from elsewhere has none."""
+    return recipe.parent if isinstance(recipe, Path) else None
 
 
 def from_json(text: str, source: str) -> Value:

@@ -15,8 +15,9 @@ from ckpttool.errors import CkptError, ConflictError, UnsupportedError
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import Words, check, dtype_named, merged, method_named, settings
-from ckpttool.recipe.document import Problems, Value, from_yaml, nearest, read_text
+from ckpttool.recipe.document import Problems, Value, from_yaml, home, nearest, read_text
 from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, Slice, Source, TokenizerRecipe, TokenRule, reference
+from ckpttool.storage.place import Place
 
 TOP = (
     "merge_method",
@@ -50,9 +51,9 @@ UNSUPPORTED = {
 """Keys of recipes for something else, each with the reason to refuse it."""
 
 
-def read_mergekit(path: Path) -> Recipe:
+def read_mergekit(path: Place) -> Recipe:
     """The recipe in a file; see ``parse_mergekit``."""
-    return parse_mergekit(read_text(path), str(path), beside=path.parent)
+    return parse_mergekit(read_text(path), str(path), beside=home(path))
 
 
 def parse_mergekit(text: str, name: str = "recipe", *, beside: Path | None = None) -> Recipe:

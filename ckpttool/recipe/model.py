@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.storage.listing import near
+from ckpttool.storage.place import parse_place, scheme_of
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """What the name of a model on a hub looks like."""
@@ -22,7 +23,7 @@ Kind = Literal["float", "int", "bool"]
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """A model on this machine, with the low-rank adapters that are added to it first."""
+    """A model, here or elsewhere, with the low-rank adapters that are added to it first."""
 
     path: str
     adapters: tuple[str, ...] = ()
@@ -301,6 +302,8 @@ def reference(text: str, beside: Path | None = None) -> ModelRef:
 
 
 def _locate(text: str, beside: Path | None) -> str | None:
+    if scheme_of(text):  # whether it is there is asked once, when it is opened
+        return str(parse_place(text))
     places = (text,) if beside is None else (text, os.path.join(beside, text))  # noqa: PTH118 - as the next line
     for place in places:
         if os.path.exists(place):  # noqa: PTH110 - Path.exists raises for a name that is too long
@@ -308,8 +311,22 @@ def _locate(text: str, beside: Path | None) -> str | None:
     return None
 
 
+def _split_url(text: str, beside: Path | None) -> list[str] | None:
+    """``_split`` where the first one is on another machine: only what stands before a ``+`` is asked for."""
+    there = False
+    for plus in re.finditer(r"\+", text):
+        place = parse_place(text[: plus.start()])
+        if place.exists():
+            there, rest = True, _split(text[plus.end() :], beside)
+            if rest is not None:
+                return [str(place), *rest]
+    return None if there else [str(parse_place(text))]
+
+
 def _split(text: str, beside: Path | None) -> list[str] | None:
     """The paths in ``A+B+C``, all of which exist; the first one as long as possible."""
+    if scheme_of(text):
+        return _split_url(text, beside)
     at = len(text)
     while at > 0:
         path = _locate(text[:at], beside)

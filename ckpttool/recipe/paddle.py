@@ -11,8 +11,9 @@ from pathlib import Path
 from ckpttool.errors import CkptError, ConflictError, UnsupportedError
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import TYPES, Words, check, method_named, scalar
-from ckpttool.recipe.document import Problems, Value, from_json, read_text
+from ckpttool.recipe.document import Problems, Value, from_json, home, read_text
 from ckpttool.recipe.model import Kind, ModelRef, Recipe, Scalar, Setting, Slice, Source, reference
+from ckpttool.storage.place import Place
 
 METHODS = ("linear", "slerp", "ties", "della", "della_linear", "dare_linear", "dare_ties")
 """The values of merge_method; ours are called paddle_*."""
@@ -60,9 +61,9 @@ FIELDS = (
 WORDS = Words("`base_model_path`", "model_path_list", "give `{name}`", "give `{name}`")
 
 
-def read_paddle(path: Path) -> Recipe:
+def read_paddle(path: Place) -> Recipe:
     """The recipe in a file; see ``parse_paddle``."""
-    return parse_paddle(read_text(path), str(path), beside=path.parent)
+    return parse_paddle(read_text(path), str(path), beside=home(path))
 
 
 def parse_paddle(text: str, name: str = "merge_config.json", *, beside: Path | None = None) -> Recipe:

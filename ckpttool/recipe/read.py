@@ -10,6 +10,7 @@ from ckpttool.formats.paddle import looks_like_pir
 from ckpttool.recipe.mergekit import read_mergekit
 from ckpttool.recipe.model import Recipe
 from ckpttool.recipe.paddle import read_paddle
+from ckpttool.storage.place import parse_place, scheme_of
 
 YAML = (".yml", ".yaml")
 
@@ -23,19 +24,20 @@ def is_recipe(sources: Sequence[str]) -> bool:
 
 
 def _looks_like_one(source: str) -> bool:
-    if Path(source).is_dir():
+    if not source.endswith((".json", *YAML)):
+        return not scheme_of(source) and _says_so(Path(source))
+    place = parse_place(source)
+    if place.is_dir() or source.endswith(".index.json"):
         return False
-    if source.endswith(".json"):  # so are the index of a checkpoint, and a Paddle program
-        return not source.endswith(".index.json") and not looks_like_pir(Path(source))
-    return source.endswith(YAML) or _says_so(source)
+    return source.endswith(YAML) or not looks_like_pir(place)  # a Paddle program is JSON, too
 
 
-def _says_so(source: str) -> bool:
+def _says_so(source: Path) -> bool:
     """Whether a file that is not called so is a recipe of mergekit."""
-    if Path(source).suffix not in ("", ".txt", ".cfg", ".conf") or not Path(source).is_file():
+    if source.suffix not in ("", ".txt", ".cfg", ".conf") or not source.is_file():
         return False  # of a pipe nothing would be left to read
     try:
-        with Path(source).open("rb") as f:
+        with source.open("rb") as f:
             return b"merge_method:" in f.read(1 << 16)
     except (OSError, ValueError):
         return False
@@ -43,5 +45,5 @@ def _says_so(source: str) -> bool:
 
 def read_recipe(source: str) -> Recipe:
     """The recipe in a file: JSON is Paddle's, anything else mergekit's YAML. Raises as these readers do."""
-    path = Path(source)
+    path = parse_place(source)
     return read_paddle(path) if source.endswith(".json") else read_mergekit(path)

@@ -123,8 +123,14 @@ def parse_place(text: AnyPlace) -> Place:
     """The place that a text names. A scheme that nobody knows is the name of a directory."""
     if not isinstance(text, str | os.PathLike):
         return text
-    m = _SCHEME.match(os.fspath(text))
-    return SCHEMES[m[1]](os.fspath(text)) if m and m[1] in SCHEMES else Path(text)
+    scheme = scheme_of(os.fspath(text))
+    return SCHEMES[scheme](os.fspath(text)) if scheme else Path(text)
+
+
+def scheme_of(text: str) -> str:
+    """The scheme of a text that names no path; "" for a path."""
+    m = _SCHEME.match(text)
+    return m[1] if m and m[1] in SCHEMES else ""
 
 
 def scan(place: Place) -> Iterator[Entry]:

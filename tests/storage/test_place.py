@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 import ckpttool as library
 from ckpttool.errors import CorruptError
+from ckpttool.ops.merge.provenance import RECORD
 from ckpttool.storage.place import open_file, parse_place
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.memory import FILES, in_memory
@@ -104,3 +105,36 @@ def test_what_cannot_be_linked_is_copied(tmp_path: Path) -> None:
         done = ckpttool("drop-keys", remote, tmp_path / "here", *keys, "--link")
     assert (done.code, "linking does not work here" in done.err) == (0, True), done.err
     assert written(tmp_path / "here") == written(tmp_path / "there")
+
+
+MERGES = {
+    "words": ["{at}/ft1", "{at}/ft2", "--weights", "0.6,0.4"],
+    "a base": ["{at}/ft1", "{at}/ft2", "--method", "ties", "--base", "{at}/base", "--weights", "1,1"],
+    "an adapter": ["{at}/base+{at}/lora1"],
+}
+
+
+@pytest.mark.parametrize("case", MERGES)
+def test_models_from_elsewhere_merge_as_from_here(case: str, tmp_path: Path) -> None:
+    inputs, words = FIXTURES / "merge/inputs", MERGES[case]
+    local = ckpttool("merge", *(w.format(at=inputs) for w in words), "-o", tmp_path / "there")
+    with in_memory(inputs) as at:
+        done = ckpttool("merge", *(w.format(at=at) for w in words), "-o", tmp_path / "here", "--verify")
+    assert (local.code, done.code) == (0, 0), local.err + done.err
+    ours, theirs = written(tmp_path / "here"), written(tmp_path / "there")
+    assert ours.keys() == theirs.keys()
+    assert [n for n in ours if ours[n] != theirs[n]] == [RECORD]  # which names the sources
+
+
+def test_a_recipe_may_lie_elsewhere(tmp_path: Path) -> None:
+    """Its relative paths are none of this machine's recipes."""
+    src = tmp_path / "models"
+    shutil.copytree(FIXTURES / "merge/inputs/ft1", src / "ft1")
+    recipe = "merge_method: linear\nparameters: {{weight: 1.0}}\nmodels:\n  - model: {at}/ft1\n"
+    with in_memory(src) as at:
+        for name, text in (("r.yml", recipe.format(at=at)), ("beside.yml", recipe.format(at="."))):
+            FILES[PurePosixPath(f"/checkpoints/models/{name}")] = text.encode()
+        done = ckpttool("merge", f"{at}/r.yml", "-o", tmp_path / "dst")
+        assert done.code == 0, done.err
+        done = ckpttool("merge", f"{at}/beside.yml", "-o", tmp_path / "dst2")
+    assert (done.code, "there is no `./ft1` here" in done.err) == (2, True), done.err
