@@ -1,0 +1,203 @@
+"""Which chunks of the outputs nothing will be written to any more. Pure.
+
+An object is sent in chunks of equal size. A chunk may go when all has been done that writes into it: parts of the
+plan, and, where checksums are wanted, the hashes that may read these parts back. What writes where is known beforehand,
+as the first and the last byte of each step in each output: a chunk may wait for a step that has a gap there, never the
+other way round.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from math import prod
+
+from ckpttool.dtypes import itemsize, lookup, nbytes
+from ckpttool.execute.compute import part_elements
+from ckpttool.execute.moves import Batch, Item, Move, RowBlock
+from ckpttool.execute.schedule import Part, Task
+from ckpttool.execute.strided import clip
+from ckpttool.plan import Block, Compute, Copy, Fill, Plan, Quantize, Step, Unit
+
+Extent = tuple[int, int, int]
+"""(output, first byte, last + 1)."""
+
+_Range = tuple[int, int, int]
+"""(output, first chunk, last + 1)."""
+
+
+class Chunks:
+    """The chunks of a plan's outputs, and what they wait for.
+
+    ``sizes`` are bytes of a chunk for each output, 0 for one that is not cut: its chunks are never ready, and what
+    writes into it has to be done again by the next run.
+    """
+
+    def __init__(self, plan: Plan, tasks: Sequence[Task], sizes: Sequence[int]) -> None:
+        self.counts = [-(-o.size // size) if size else 0 for o, size in zip(plan.outputs, sizes, strict=True)]
+        self._sizes = sizes
+        self._waits = [array("L", bytes(8 * n)) for n in self.counts]
+        """Groups that write into each chunk, and have not been done."""
+        self._ranges: list[tuple[_Range, ...]] = []
+        """Of each group: one part, or all parts of a task whose hashes are wanted."""
+        self._whole: list[bool] = []
+        """Whether a group writes into an output that is not cut, too."""
+        self._parts: list[list[int]] = []
+        self._keys: list[Collection[str]] = []
+        self._group_of: dict[int | str, int] = {}
+        self._left: list[int] = []
+        """What a group waits for: parts and hashes."""
+        for task in tasks:
+            self._add(plan, task)
+        self._held: list[_Range] = []
+        for i, o in enumerate(plan.outputs):
+            if o.summed and sizes[i]:  # its literal bytes are known at the end
+                self._held += self._covered((i, at, at + len(data)) for at, data in o.literals)
+        self._count(self._held, 1)
+
+    def _add(self, plan: Plan, task: Task) -> None:
+        unit = plan.units[task.computing] if task.computing >= 0 else None
+        extents = [list(part_extents(plan, p, unit)) for p in task.parts]
+        keys = [k for k, _ in task.targets]
+        if keys:
+            self._group(task.parts, keys, [e for some in extents for e in some])
+            return
+        for part, some in zip(task.parts, extents, strict=True):
+            self._group([part], (), some)
+
+    def _group(self, parts: Sequence[Part], keys: Collection[str], extents: Sequence[Extent]) -> None:
+        number = len(self._parts)
+        ranges = self._covered(extents)
+        self._parts.append([p.number for p in parts])
+        self._keys.append(keys)
+        self._left.append(len(parts) + len(keys))
+        self._ranges.append(tuple(ranges))
+        self._whole.append(any(not self._sizes[f] for f, a, b in extents if a < b))
+        self._group_of.update(dict.fromkeys([p.number for p in parts], number))
+        self._group_of.update(dict.fromkeys(keys, number))
+        self._count(ranges, 1)
+
+    def _covered(self, extents: Iterable[Extent]) -> list[_Range]:
+        """The chunks that extents touch, each once."""
+        out: list[_Range] = []
+        for f, a, b in sorted(extents):
+            size = self._sizes[f]
+            if not size or a >= b:
+                continue
+            first, stop = a // size, (b - 1) // size + 1
+            if out and out[-1][0] == f and first <= out[-1][2]:
+                out[-1] = (f, out[-1][1], max(stop, out[-1][2]))
+            else:
+                out.append((f, first, stop))
+        return out
+
+    def _count(self, ranges: Iterable[_Range], by: int) -> None:
+        for f, first, stop in ranges:
+            waits = self._waits[f]
+            for c in range(first, stop):
+                waits[c] += by
+
+    def finished(self, sent: Sequence[Collection[int]], sums: Collection[str]) -> set[int]:
+        """Parts that need not be done again when these chunks of each output have been sent before.
+
+        A hash that is not among ``sums`` has to read its tensor back, so all of that is done again.
+        """
+        out: set[int] = set()
+        for parts, keys, ranges, whole in zip(self._parts, self._keys, self._ranges, self._whole, strict=True):
+            chunks = ((f, c) for f, first, stop in ranges for c in range(first, stop))
+            if not whole and all(k in sums for k in keys) and all(c in sent[f] for f, c in chunks):
+                out.update(parts)
+        return out
+
+    def done(self, numbers: Iterable[int], keys: Iterable[str] = ()) -> Iterator[tuple[int, int]]:
+        """These parts are written and these hashes known. Yields (output, chunk) of what is ready by that."""
+        found: Iterable[int | str] = (*numbers, *keys)
+        for what in found:
+            group = self._group_of.get(what)
+            if group is None:  # the hash of an operand
+                continue
+            self._left[group] -= 1
+            if not self._left[group]:
+                yield from self._ready(self._ranges[group])
+
+    def unwritten(self) -> Iterator[tuple[int, int]]:
+        """Chunks that no part writes into: literal bytes, and zeros."""
+        for f, waits in enumerate(self._waits):
+            yield from ((f, c) for c, n in enumerate(waits) if not n)
+
+    def summed(self) -> Iterator[tuple[int, int]]:
+        """The literal bytes with checksums are written, too. Yields what is ready by that."""
+        held, self._held = self._held, []
+        yield from self._ready(held)
+
+    def _ready(self, ranges: Iterable[_Range]) -> Iterator[tuple[int, int]]:
+        for f, first, stop in ranges:
+            waits = self._waits[f]
+            for c in range(first, stop):
+                waits[c] -= 1
+                if not waits[c]:
+                    yield f, c
+
+    def waiting(self) -> int:
+        """How many chunks are not ready."""
+        return sum(n > 0 for waits in self._waits for n in waits)
+
+
+def part_extents(plan: Plan, part: Part, unit: Unit | None) -> Iterator[Extent]:
+    """Where a part writes. ``unit`` is the one of its task, where that is computed."""
+    if part.carried >= 0:
+        yield part.carried, 0, plan.outputs[part.carried].size
+    elif part.unit >= 0:
+        for step in plan.units[part.unit].steps:
+            yield from _step_extents(step)
+    elif part.compute[0] >= 0 and unit is not None:
+        yield from _computed_extents(unit.steps[part.compute[0]], part.compute[1])
+    else:
+        for item in part.items:
+            yield from _item_extents(item)
+
+
+def _step_extents(step: Step) -> Iterator[Extent]:
+    if isinstance(step, Copy):
+        yield _reach(step.dst, step.shape, step.dst_dtype)
+    elif isinstance(step, Fill):
+        yield _reach(step.dst, step.shape, step.dtype)
+    elif isinstance(step, Compute | Quantize):
+        for copy in step.outputs:
+            yield from _step_extents(copy)
+
+
+def _computed_extents(step: Step, number: int) -> Iterator[Extent]:
+    if not isinstance(step, Compute):  # codes, scales and a factor: all of them, for each part of a quantised tensor
+        yield from _step_extents(step)
+        return
+    size, each = itemsize(step.dtype), part_elements(step)
+    lo, hi = number * each, min((number + 1) * each, prod(step.shape))
+    for copy in step.outputs:
+        for c in clip(copy, lo * size, hi * size, inner="src"):
+            yield _reach(c.dst, c.shape, c.dst_dtype)
+
+
+def _item_extents(item: Item) -> Iterator[Extent]:
+    if isinstance(item, Batch):
+        yield from ((r.dst, r.to, r.to + r.nbytes) for r in item.runs)
+    elif isinstance(item, RowBlock):
+        for m in item.moves:
+            first = m.to + item.start * m.dst_strides[0]
+            yield _move_reach(m._replace(to=first, shape=(item.stop - item.start, *m.shape[1:])))
+    else:
+        yield _move_reach(item.move)
+
+
+def _move_reach(move: Move) -> Extent:
+    return _reach(Block(move.dst, move.to, move.dst_strides), move.shape, move.dst_dtype)
+
+
+def _reach(block: Block, shape: Sequence[int], dtype: str) -> Extent:
+    """From the first byte of a block to its last."""
+    file, start, strides = block
+    if 0 in shape:
+        return file, start, start
+    if lookup(dtype).bits % 8:  # packed elements are moved as one run
+        return file, start, start + nbytes(dtype, prod(shape))
+    return file, start, start + sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)]) + itemsize(dtype)

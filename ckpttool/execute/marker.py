@@ -1,0 +1,252 @@
+"""The marker beside outputs in an object store: who writes this DST, what, and with which uploads.
+
+    {"ckpttool-partial": 1, "state": "writing", "run": "<id>", "plan": "<digest>", "parts": 1234, "chunk": 16777216,
+     "uploads": {"model.safetensors": "<upload>"}, "holder": {"token": "<id>", "host": ..., "pid": ..., "machine": ...}}
+
+There is one while DST is being made. Whoever puts it where there was none, or in the place of the version that it has
+read, holds DST; a holder writes it again every ``BEAT`` seconds. One that has let go (``holder`` is null), whose
+process is gone from this machine, or who has not been heard of for ``SILENT`` seconds by the clock of the store, can be
+followed by another.
+
+``clearing`` is the state in which uploads of other runs are aborted and new ones begun; what it finds is never
+continued.
+``run`` stays the same as long as a run is resumed. ``token`` is another one for each process that holds DST.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ckpttool.errors import CkptError, ConflictError, OutputError
+from ckpttool.execute.store import Found, Store, TakenError
+
+VERSION = 1
+BEAT = 20.0
+SILENT = 90.0
+CLEARING, WRITING = "clearing", "writing"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that writes a DST."""
+
+    token: str
+    host: str
+    pid: int
+    machine: str
+    """This boot of this machine, and the names that its processes go by in a container."""
+
+    @classmethod
+    def here(cls) -> Self:
+        """This process."""
+        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), _machine())
+
+    def is_gone(self) -> bool:
+        """Whether the process has certainly ended."""
+        if not self.machine or self.machine != _machine():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+
+def _machine() -> str:
+    """ "" where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
+    except OSError:
+        return ""
+
+
+@dataclass(slots=True)
+class State:
+    """What a marker says."""
+
+    run: str
+    plan: str
+    parts: int
+    chunk: int
+    """Bytes from which the chunks of each object follow."""
+    state: str = CLEARING
+    uploads: dict[str, str] = field(default_factory=dict)
+    """Of each object that is sent in chunks, by its name below DST; "" before it has one."""
+    holder: Holder | None = None
+
+    def to_json(self) -> bytes:
+        return json.dumps({"ckpttool-partial": VERSION, **asdict(self)}).encode()
+
+    @classmethod
+    def read(cls, data: bytes, where: str) -> State:
+        """Raises ConflictError for what is no marker of this version."""
+        try:
+            said = json.loads(data)
+            if said.pop("ckpttool-partial") != VERSION:
+                raise ValueError
+            held = said.pop("holder")
+            state = cls(**said, holder=Holder(**held) if held else None)
+            state.check()
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise ConflictError(
+                "what the interrupted run left cannot be continued: its marker cannot be read",
+                where=where,
+                hint="use --force to start over",
+            ) from None
+        return state
+
+    def check(self) -> None:
+        """Raises TypeError where a value is none of its kind."""
+        texts: list[Any] = [self.run, self.plan, self.state, *self.uploads, *self.uploads.values()]
+        numbers: list[Any] = [self.parts, self.chunk]
+        if self.holder is not None:
+            texts += [self.holder.token, self.holder.host, self.holder.machine]
+            numbers.append(self.holder.pid)
+        if not all(type(t) is str for t in texts) or not all(type(n) is int and n > 0 for n in numbers):
+            raise TypeError
+
+
+class Marker:
+    """The marker of one DST, as this process holds it."""
+
+    def __init__(self, store: Store, key: str, where: str) -> None:
+        self._store = store
+        self._key = key
+        self._where = where
+        self._tag = ""
+        self._state: State | None = None
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lost: CkptError | None = None
+        self.me = Holder.here()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is ours, as far as is known."""
+        return self._state is not None and self._lost is None
+
+    def find(self) -> Found | None:
+        """What is there."""
+        return self._store.get(self._key)
+
+    def take(self, state: State, instead_of: Found | None) -> None:
+        """Put it where there is none, or in the place of one whose holder is gone.
+
+        Raises OutputError when somebody else is writing this DST.
+        """
+        if instead_of is not None:
+            self._check_gone(instead_of)
+        state.holder = self.me
+        try:
+            tag = instead_of.tag if instead_of else ""
+            self._tag = self._store.put(self._key, state.to_json(), state.run, new=not tag, replaces=tag)
+        except TakenError:
+            pass  # or the answer to a request that was done has been lost
+        found = self.find()  # some stores do not know conditions
+        if found is None or not self._is_mine(found):
+            raise self._busy("it has just begun")
+        self._tag = found.tag
+        self._state = state
+
+    def put(self) -> None:
+        """Write what has been changed in the state. Raises OutputError when somebody else has taken DST over."""
+        with self._lock:
+            self._put()
+
+    def _put(self) -> None:
+        if self._state is None:
+            return
+        self._raise()
+        try:
+            self._tag = self._store.put(self._key, self._state.to_json(), self._state.run, replaces=self._tag)
+        except (TakenError, FileNotFoundError):
+            self._look()
+
+    def check(self) -> None:
+        """Raises OutputError when somebody else has taken DST over."""
+        with self._lock:
+            if self._state is not None:
+                self._raise()
+                self._look()
+
+    def _look(self) -> None:
+        found = self.find()
+        if found is not None and self._is_mine(found):
+            self._tag = found.tag
+            return
+        what = "the marker of this run is gone" if found is None else "another run has taken this destination over"
+        self._lost = OutputError(f"{what}, so this one ends", where=self._where, hint="see which of them is to go on")
+        raise self._lost
+
+    def _raise(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _is_mine(self, found: Found) -> bool:
+        try:
+            holder = State.read(found.data, self._where).holder
+        except ConflictError:
+            return False
+        return holder is not None and holder.token == self.me.token
+
+    def _check_gone(self, found: Found) -> None:
+        try:
+            holder = State.read(found.data, self._where).holder
+        except ConflictError:
+            return  # --force: there is nobody to ask
+        if holder is not None and not holder.is_gone() and found.age < SILENT:
+            raise self._busy(
+                f"process {holder.pid} on {holder.host}, heard of {max(0, round(found.age))} s ago",
+                wait=round(SILENT - found.age),
+            )
+
+    def _busy(self, who: str, wait: int = 0) -> OutputError:
+        hint = "wait until it has finished, or choose another DST"
+        if wait:
+            hint += f"; if it was killed, repeat the command in {wait} s"
+        return OutputError(f"another run is writing this destination: {who}", where=self._where, hint=hint)
+
+    def beat(self) -> None:
+        """Start to write it again every ``BEAT`` seconds."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beat, name="marker", daemon=True)
+            self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._end.wait(BEAT):
+            # Out of reach: who sends parts will say so. Lost: who asks next hears of it.
+            with suppress(CkptError), self._lock:
+                if self._end.is_set():
+                    return
+                self._put()
+
+    def release(self) -> None:
+        """Let go of DST, which stays to be continued."""
+        self._end.set()
+        with self._lock:
+            if self._state is not None and self._lost is None:
+                self._state.holder = None
+                with suppress(CkptError, TakenError):
+                    self._store.put(self._key, self._state.to_json(), self._state.run, replaces=self._tag)
+            self._state = None
+
+    def delete(self) -> None:
+        """DST is made, or nothing of it is left."""
+        self._end.set()
+        with self._lock:
+            if self._state is not None and self._lost is None:
+                self._look()
+                self._store.delete(self._key)
+            self._state = None
