@@ -207,7 +207,8 @@ def readable(place: Place, kind: str = "") -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise IncompleteError("the file does not exist", where=str(place)) from None
+        hint = None if isinstance(place, Path) else place.lost() or None
+        raise IncompleteError("the file does not exist", where=str(place), hint=hint) from None
     except OSError as e:
         directory = kind and isinstance(e, IsADirectoryError)
         what = f"this is a directory, not {kind}" if directory else f"the file cannot be read: {e.strerror}"

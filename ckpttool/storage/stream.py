@@ -6,8 +6,9 @@ import errno
 import mmap
 import os
 from io import DEFAULT_BUFFER_SIZE, BufferedReader, RawIOBase
+from typing import NamedTuple
 
-from ckpttool.storage.place import OpenFile
+from ckpttool.storage.place import DataFile, OpenFile
 
 
 def stream(file: OpenFile, buffering: int = -1) -> BufferedReader:
@@ -25,6 +26,27 @@ def in_memory(file: OpenFile) -> mmap.mmap:
         if at < len(view):
             raise OSError(errno.EIO, f"it ends after {at:,} of {len(view):,} bytes", str(file.info.place))
     return data
+
+
+class OnDisk(NamedTuple):
+    """A file that lies in one of this machine, which is open."""
+
+    info: DataFile
+    fd: int
+    begin: int = 0
+    """Its first byte there."""
+
+    def pread(self, n: int, at: int) -> bytes:
+        return os.pread(self.fd, max(0, min(n, self.info.size - at)), self.begin + at)
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        return os.preadv(self.fd, (buffer[: max(0, self.info.size - at)],), self.begin + at)
+
+    def map(self) -> mmap.mmap:
+        return in_memory(self) if self.begin else mmap.mmap(self.fd, self.info.size, access=mmap.ACCESS_READ)
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 class _Stream(RawIOBase):
@@ -50,6 +72,16 @@ class _Stream(RawIOBase):
         n = self._file.read_into(memoryview(buffer), self._at)
         self._at += n
         return n
+
+    def readall(self) -> bytes:
+        """In one piece: a request is dear."""
+        data = bytearray(max(0, self._file.info.size - self._at))
+        with memoryview(data) as view:
+            done = 0
+            while done < len(view) and (n := self._file.read_into(view[done:], self._at)):
+                done += n
+                self._at += n
+        return bytes(data[:done])
 
     def close(self) -> None:
         if not self.closed:

@@ -10,7 +10,6 @@ large sizes. Source: POSIX.1-2017, pax ("ustar Interchange Format", "pax Extende
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Self
 
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.place import DataFile, OpenFile, Place, open_file, readable
-from ckpttool.storage.stream import in_memory, stream
+from ckpttool.storage.stream import OnDisk, stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +87,7 @@ class TarPlace(NamedTuple):
     def open_file(self) -> OpenFile:
         begin, size = self.span()
         fd = os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)
-        return _Open(DataFile(self, size, DataFile.at(self.archive, os.fstat(fd)).tag), fd, begin)
+        return OnDisk(DataFile(self, size, DataFile.at(self.archive, os.fstat(fd)).tag), fd, begin)
 
     def on_disk(self) -> tuple[Path, int]:
         return self.archive, self.span()[0]
@@ -137,24 +136,6 @@ def parse(text: str) -> TarPlace:
     ends = [m.start() for m in re.finditer(r"!(?=/|\Z)", text)] or [len(text)]
     end = next((i for i in ends if Path(text[:i]).is_file()), ends[0])
     return TarPlace(Path(text[:end]), text[end + 1 :].strip("/"))
-
-
-class _Open(NamedTuple):
-    info: DataFile
-    fd: int
-    begin: int
-
-    def pread(self, n: int, at: int) -> bytes:
-        return os.pread(self.fd, max(0, min(n, self.info.size - at)), self.begin + at)
-
-    def read_into(self, buffer: memoryview, at: int) -> int:
-        return os.preadv(self.fd, (buffer[: max(0, self.info.size - at)],), self.begin + at)
-
-    def map(self) -> mmap.mmap:
-        return in_memory(self)
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 # -- the headers

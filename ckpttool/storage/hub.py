@@ -1,0 +1,178 @@
+"""Models of the Hugging Face Hub: ``hf://ORG/NAME[@REVISION][/FOLDER or FILE]``.
+
+A branch is a commit as soon as somebody has looked into it, and the text of a place names that commit from then on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple, NoReturn
+from urllib.parse import unquote
+
+from ckpttool.errors import UsageError
+from ckpttool.storage.hub_cache import Listed
+from ckpttool.storage.hub_files import ONES_OWN, SMALL, SMALL_LARGE, Ranges, Revision, Whole
+from ckpttool.storage.hub_files import revision as find_revision
+from ckpttool.storage.place import DataFile, OpenFile
+from ckpttool.storage.stream import OnDisk, stream
+
+SCHEME = "hf"
+_REVISION = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]+")
+_NAME = re.compile(r"\b[\w.-]{1,96}\b", re.ASCII)
+_OTHERS = {"datasets": "a dataset", "spaces": "a Space", "buckets": "a bucket", "kernels": "a kernel"}
+
+
+class HubPlace:
+    """A file or folder of a model repository. Nothing is asked before somebody looks into it."""
+
+    __slots__ = ("_commit", "path")
+
+    def __init__(self, commit: Revision, path: str = "") -> None:
+        self._commit = commit
+        self.path = path
+        """With slashes; "" is the repository."""
+
+    @property
+    def repo(self) -> str:
+        """ORG/NAME."""
+        return self._commit.repo
+
+    @property
+    def revision(self) -> str:
+        """As it was said; "" where it was not."""
+        return self._commit.said
+
+    def __str__(self) -> str:
+        return str(self._commit) + (f"/{self.path}" if self.path else "")
+
+    def __repr__(self) -> str:
+        return f"HubPlace({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HubPlace) and self.path == other.path and self._commit == other._commit
+
+    def __hash__(self) -> int:
+        return hash((self.repo, self.path))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return parse, (str(self),)
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.path or self.repo).name
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> HubPlace:
+        return HubPlace(self._commit, self.path.rpartition("/")[0])
+
+    def __truediv__(self, name: str, /) -> HubPlace:
+        return HubPlace(self._commit, "/".join([self.path] * bool(self.path) + _parts(name)))
+
+    def is_file(self) -> bool:
+        return self.path in self._commit.files
+
+    def is_dir(self) -> bool:
+        return self.path in self._commit.folders
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def scan(self) -> Iterator[HubEntry]:
+        if not self.is_dir():
+            self._missing()
+        for name, is_folder in self._commit.folders[self.path].items():
+            yield HubEntry(name, is_folder)
+
+    def identity(self) -> tuple[int, str]:
+        return self._listed()[:2]
+
+    def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader:
+        return stream(self.open_file(), buffering)
+
+    def open_file(self) -> OpenFile:
+        file = self._listed()
+        info = DataFile(self, file.size, file.blob)
+        if path := self._commit.cached(self.path, file):
+            return OnDisk(info, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        if file.size <= (SMALL_LARGE if file.large else SMALL):
+            return Whole(info, self._commit.stored(self.path).whole())
+        return Ranges(info, self._commit.stored(self.path))
+
+    def on_disk(self) -> tuple[Path, int] | None:
+        path = self._commit.cached(self.path, self._listed())
+        return (path, 0) if path else None
+
+    def lost(self) -> str:
+        return self._commit.lost(self.path)
+
+    def _listed(self) -> Listed:
+        found = self._commit.files.get(self.path)
+        return found or self._missing()
+
+    def _missing(self) -> NoReturn:
+        kind = (errno.EISDIR, "Is a directory") if self.is_dir() else (errno.ENOENT, "No such file or directory")
+        if self.is_file():
+            kind = (errno.ENOTDIR, "Not a directory")
+        raise OSError(*kind, str(self))
+
+
+class HubEntry(NamedTuple):
+    """A name in a folder."""
+
+    name: str
+    is_folder: bool
+
+    def is_file(self) -> bool:
+        return not self.is_folder
+
+    def is_dir(self) -> bool:
+        return self.is_folder
+
+
+def parse(text: str) -> HubPlace:
+    """The place that a text names. Asks nothing. Raises UsageError."""
+    parts = _parts(text.removeprefix(f"{SCHEME}:"))
+    if parts and parts[0] in _OTHERS:
+        raise UsageError(
+            f"this is {_OTHERS[parts[0]]} of the Hub, not a model", where=text, hint="models are hf://ORG/NAME"
+        )
+    if parts and parts[0] == "models":
+        parts = parts[1:]
+    if len(parts) < 2:
+        raise UsageError(
+            "a model of the Hub has two names, its owner's and its own",
+            where=text,
+            hint="hf://ORG/NAME[@REVISION][/FOLDER]; models that once had one name have moved, such as gpt2 to "
+            "openai-community/gpt2: their pages say where",
+        )
+    name, at, revision = parts[1].partition("@")
+    repo, path = f"{parts[0]}/{name}", "/".join(parts[2:])
+    if not all(_NAME.fullmatch(p) and "--" not in p and ".." not in p for p in (parts[0], name)):
+        raise UsageError(
+            f"{repo} cannot be the name of a model of the Hub",
+            where=text,
+            hint="letters, digits, `-`, `_` and `.` are possible; hf://ORG/NAME[@REVISION][/FOLDER]",
+        )
+    if m := ONES_OWN.match(f"{revision}/{path}"):
+        revision, path = m[0], f"{revision}/{path}"[m.end() + 1 :]
+    revision = unquote(revision)
+    if at and (not _REVISION.fullmatch(revision) or not {"", ".", ".."}.isdisjoint(revision.split("/"))):
+        raise UsageError(
+            f"{revision!r} cannot be a revision" if revision else "the revision after @ is missing",
+            where=text,
+            hint="a branch, a tag or a commit; a slash in its name is %2F",
+        )
+    return HubPlace(find_revision(repo, revision), path)
+
+
+def _parts(text: str) -> list[str]:
+    return [p for p in text.split("/") if p not in ("", ".")]

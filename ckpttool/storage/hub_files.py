@@ -1,0 +1,457 @@
+"""The files of one revision of a model on the Hugging Face Hub: which there are, and their bytes.
+
+    GET  /api/models/ORG/NAME/revision/main          the commit; not asked when the name has one, or the cache all of it
+    GET  /api/models/ORG/NAME/tree/COMMIT            all its files: names, sizes, hashes; 1,000 an answer
+    GET  /ORG/NAME/resolve/COMMIT/config.json        a small file, once; its hash is checked
+    HEAD /ORG/NAME/resolve/COMMIT/model.safetensors  where a large file is: a signed URL, good for an hour or so, of
+                                                     another host, which gets no token and from which ranges are read
+
+What the cache of huggingface_hub has is read there. A branch is asked for once in a process, and is a commit from then
+on: a push in the meantime changes nothing. Sources: https://huggingface.co/docs/hub/api, and what huggingface_hub 0.34
+to 2.4 asks for and takes from the answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qs, quote, urljoin
+
+from ckpttool.errors import AccessError, CkptError, CorruptError
+from ckpttool.storage.http import Answer, ChangedError, HttpError, RefusedRedirectError, client, shown
+from ckpttool.storage.hub_access import Asked, endpoint, headers, is_offline, origin, refused, stranger
+from ckpttool.storage.hub_cache import COMMIT, Cache, Listed, Tree, checked, listed
+from ckpttool.storage.place import DataFile
+from ckpttool.storage.stream import in_memory
+from ckpttool.words import some
+
+if TYPE_CHECKING:
+    from mmap import mmap
+
+SMALL, SMALL_LARGE = 16 << 20, 1 << 20
+"""Bytes of a file that is fetched whole: of one that git keeps, and of one that it has a pointer of."""
+KEPT = 64 << 20
+"""Bytes of small files that are kept in memory."""
+MAX_FILES, MAX_PAGES = 1 << 18, 1000
+MAX_HOPS = 5
+_REDIRECTS = {301, 302, 303, 307, 308}
+ONES_OWN = re.compile(r"refs/(?:pr/\d+|convert/[\w.-]+)(?=/|\Z)")
+"""Revisions with slashes that need not be escaped."""
+
+
+class Revision:
+    """A revision of a repository: a commit, as soon as somebody has asked. One object for all its places."""
+
+    def __init__(self, repo: str, said: str, hub: str, home: str) -> None:
+        self.repo, self.said, self.hub = repo, said, hub
+        self.commit = said if COMMIT.fullmatch(said) else ""
+        self.cache = Cache.of(repo, home)
+        self.absent: Tree | None = {}
+        """Files of the commit that are not in the cache, when only that is read; None where nobody knows."""
+        self._stored: dict[str, Stored] = {}
+        self.renew_locks()
+
+    def renew_locks(self) -> None:
+        """Threads that a fork left behind may hold the old ones."""
+        self._lock = threading.RLock()
+        for file in list(self._stored.values()):
+            file.lock = threading.Lock()
+
+    def __str__(self) -> str:
+        revision = self.commit or (self.said if ONES_OWN.fullmatch(self.said) else quote(self.said, safe="+=,"))
+        return f"hf://{self.repo}" + (f"@{revision}" if revision else "")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Revision) or self.repo != other.repo or self.hub != other.hub:
+            return False
+        return self.said == other.said or (bool(self.commit) and self.commit == other.commit)
+
+    def __hash__(self) -> int:
+        return hash(self.repo)
+
+    @property
+    def files(self) -> Tree:
+        """All files, by their paths. Raises AccessError, CorruptError, and UsageError for a revision not there."""
+        with self._lock:
+            if "_files" not in self.__dict__:
+                self.commit, self.__dict__["_files"] = self._load()
+        found: Tree = self.__dict__["_files"]
+        return found
+
+    @cached_property
+    def folders(self) -> Mapping[str, Mapping[str, bool]]:
+        """What is directly in each folder, and whether it is one."""
+        folders: dict[str, dict[str, bool]] = {"": {}}
+        for path in self.files:
+            parts = path.split("/")
+            for i in range(1, len(parts)):
+                above, here = "/".join(parts[: i - 1]), "/".join(parts[:i])
+                folders[above][parts[i - 1]] = True
+                folders.setdefault(here, {})
+            folders["/".join(parts[:-1])][parts[-1]] = False
+        return folders
+
+    def cached(self, path: str, file: Listed) -> Path | None:
+        """Where on this machine the bytes of a file are."""
+        return self.cache.find(self.commit, path, file)
+
+    def stored(self, path: str) -> Stored:
+        """A file on the Hub, one object for all who read it."""
+        with self._lock:
+            if path not in self._stored:
+                self._stored[path] = Stored(self, path, self.files[path])
+            return self._stored[path]
+
+    def lost(self, path: str) -> str:
+        """A hint on a path that there is not."""
+        if is_offline() and (self.absent is None or any(f"{n}/".startswith(f"{path}/") for n in self.absent)):
+            what = "if the model has it, " if self.absent is None else ""
+            return f"only the Hub's cache is read (offline); {what}{self._download(path)}"
+        above = next(a for a in (path.rpartition("/")[0], "") if a in self.folders)
+        return f"{'/'.join(filter(None, (self.repo, above)))} has {some(sorted(self.folders[above]))}"
+
+    def _download(self, path: str = "") -> str:
+        """A folder is fetched by a pattern."""
+        import shlex
+
+        revision = self.commit or self.said
+        which = [path] if path in (self.absent or {path}) else ["--include", f"{path}/*"]
+        words = [self.repo, *(which if path else []), *(["--revision", revision] if revision else [])]
+        return f"`hf download {shlex.join(words)}` fetches it"
+
+    def _load(self) -> tuple[str, Tree]:
+        known = self.commit or self.cache.commit(self.said or "main")
+        if known:
+            tree = self.cache.tree(known)
+            here = tree is not None and all(self.cache.find(known, n, f) for n, f in tree.items())
+            if tree is not None and here:
+                return known, tree
+        if is_offline():
+            return self._load_cache(known)
+        commit = self.commit or self._ask_commit()
+        return commit, self.cache.tree(commit) or self._ask_tree(commit)
+
+    def _load_cache(self, commit: str | None) -> tuple[str, Tree]:
+        """What can be read without the network."""
+        here: Tree = {}
+        if commit and (tree := self.cache.tree(commit)) is not None:
+            here = {n: f for n, f in tree.items() if self.cache.find(commit, n, f)}
+            self.absent = {n: f for n, f in tree.items() if n not in here}
+        elif commit:
+            here, self.absent = self.cache.fetched(commit), None
+        if not commit or not here:
+            raise AccessError(
+                f"{self.repo} is not in the Hub's cache, and only that is read (offline)",
+                where=[str(self), str(self.cache.root)],
+                hint=f"{self._download()}; or go online: unset HF_HUB_OFFLINE, no --offline",
+            )
+        return commit, here
+
+    def _ask_commit(self) -> str:
+        url = f"{self.hub}/api/models/{self.repo}/revision/{quote(self.said or 'main', safe='')}"
+        answer = self.ask("GET", url)
+        found = self._json(answer)
+        commit = found.get("sha") if isinstance(found, dict) else None
+        if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
+            raise stranger(answer, self.asked)
+        return commit
+
+    def _ask_tree(self, commit: str) -> Tree:
+        url = f"{self.hub}/api/models/{self.repo}/tree/{commit}?recursive=true"
+        files: list[tuple[str, Listed]] = []
+        for _ in range(MAX_PAGES):
+            answer = self.ask("GET", url)
+            page = self._json(answer)
+            if not isinstance(page, list):
+                raise stranger(answer, self.asked)
+            try:
+                files += [(str(e["path"]), listed(e, e.get("lfs"))) for e in page if e["type"] != "directory"]
+            except (ValueError, KeyError, TypeError, AttributeError) as e:
+                raise CorruptError(f"the Hub's list of files makes no sense: {e}", where=str(self)) from None
+            following = _next_page(answer)
+            if not following:
+                return checked(files, str(self))
+            if len(files) > MAX_FILES:
+                break
+            url = self._own(following)
+        raise CorruptError(
+            f"the list of files of the repository does not end: {len(files):,} so far",
+            where=str(self),
+            hint="download the folder that you need (hf download --include) and give its path",
+        )
+
+    def _own(self, url: str) -> str:
+        """A link of an answer, at the Hub that was asked: mirrors pass on what the Hub says that they mirror."""
+        scheme, host = self.hub.split("//", 1)
+        query = url.partition("?")[2]
+        path = re.sub(r"^[a-z]+://[^/?]*", "", url.partition("?")[0])
+        return f"{scheme}//{host.partition('/')[0]}/{path.lstrip('/')}?{query}"
+
+    def ask(self, method: str, url: str, *, follow: bool = True, limit: int = 16 << 20) -> Answer:
+        """A small request to the Hub, with the token. Raises what its answer means, unless it is a success."""
+        try:
+            answer = client().request(method, url, headers=headers(url, self.hub), follow=follow, limit=limit)
+        except RefusedRedirectError as e:
+            raise AccessError(f"the Hub cannot be asked: {e.strerror}", where=[str(self), shown(url)]) from None
+        except HttpError as e:
+            raise AccessError(
+                f"there is no answer of the Hub to go by: {e.strerror}",
+                where=[str(self), shown(url)],
+                hint="check the network and HF_ENDPOINT; with --offline (HF_HUB_OFFLINE=1) the Hub's cache is read",
+            ) from None
+        if answer.status >= 400 or answer.status < 200:
+            raise refused(answer, self.asked)
+        return answer
+
+    @property
+    def asked(self) -> Asked:
+        """For errors."""
+        return Asked(self.hub, self.repo, self.said, str(self))
+
+    def _json(self, answer: Answer) -> Any:
+        try:
+            return answer.json()
+        except HttpError:
+            raise stranger(answer, self.asked) from None
+
+
+class _Location(NamedTuple):
+    """Where ranges of a file are read."""
+
+    url: str
+    expires: float
+    """By ``time.monotonic``."""
+    etag: list[str]
+    """What the storage itself calls the file, as soon as it has said so."""
+
+
+class Stored:
+    """A file on the Hub. It is resolved once, and again when its signature has expired."""
+
+    def __init__(self, revision: Revision, path: str, file: Listed) -> None:
+        self.revision, self.path, self.file = revision, path, file
+        self.lock = threading.Lock()
+        self._location: _Location | None = None
+        self.where = f"{revision}/{path}"
+        self.url = f"{revision.hub}/{revision.repo}/resolve/{revision.commit}/{quote(path)}"
+
+    def whole(self) -> bytes:
+        """All bytes of a small file, which are checked. Raises AccessError, CorruptError."""
+        with self.lock:
+            if (data := _kept.get(self.file.blob)) is None:
+                answer = self.revision.ask("GET", self.url, limit=max(1, self.file.size))
+                data = answer.body
+                if len(data) != self.file.size or _hash(data, self.file) != self.file.blob:
+                    raise CorruptError(
+                        "the Hub sends other bytes than it lists",
+                        where=[self.where, shown(answer.url)],
+                        hint="try again; where HF_ENDPOINT names a mirror, its copy may be damaged",
+                    )
+                _kept.put(self.file.blob, data)
+            return data
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill memory with the bytes from ``start`` on. Raises AccessError, CorruptError."""
+        location = self._locate(None)
+        try:
+            self._read(location, start, into)
+        except HttpError as e:
+            if not isinstance(e, ChangedError) and e.status not in (400, 401, 403, 404, 410):
+                raise self._failed(e) from None
+            try:
+                self._read(self._locate(location), start, into)
+            except HttpError as again:
+                raise self._failed(again) from None
+
+    def _read(self, location: _Location, start: int, into: memoryview) -> None:
+        answer = client().get_range(
+            location.url,
+            start,
+            start + len(into),
+            into,
+            headers=headers(location.url, self.revision.hub),
+            if_match=location.etag[0] if location.etag else None,
+            total=self.file.size,
+            origin=self.revision.hub,
+        )
+        if not location.etag and (etag := answer.headers.get("ETag")):
+            location.etag.append(etag)
+
+    def _failed(self, e: HttpError) -> CkptError:
+        where = [self.where, shown(e.filename)]
+        if isinstance(e, ChangedError):
+            return CorruptError(f"the Hub's storage has another file than the Hub lists: {e.strerror}", where=where)
+        if e.answer is not None and e.status < 500 and origin(e.answer.url) == origin(self.revision.hub):
+            return refused(e.answer, self.revision.asked)
+        return AccessError(
+            f"the Hub's storage cannot be read: {e.strerror}", where=where, hint="check the network, then run it again"
+        )
+
+    def _locate(self, stale: _Location | None) -> _Location:
+        """Where the file is; asked for again if it is where it was, or its signature has expired."""
+        with self.lock:
+            found = self._location
+            if found is None or found is stale or found.expires < time.monotonic():
+                found = self._location = self._resolve()
+            return found
+
+    def _resolve(self) -> _Location:
+        url = self.url
+        for _ in range(MAX_HOPS):
+            asked = time.monotonic()
+            answer = self.revision.ask("HEAD", url, follow=False)
+            self._check(answer)
+            to = answer.headers.get("Location")
+            if answer.status not in _REDIRECTS or not to:
+                return _Location(url, math.inf, [])
+            try:
+                url = urljoin(url, to)
+            except ValueError:
+                raise AccessError("the Hub redirects to what is not a URL", where=self.where) from None
+            if origin(url) != origin(self.revision.hub):
+                return _Location(url, asked + _lifetime(url, answer), [])
+        raise AccessError("the Hub redirects in a circle", where=[self.where, shown(url)])
+
+    def _check(self, answer: Answer) -> None:
+        """What the Hub says of a file when it is asked for must be what it has listed."""
+        size = answer.headers.get("X-Linked-Size", str(self.file.size))
+        blob = answer.headers.get("X-Linked-ETag", self.file.blob).removeprefix("W/").strip('"')
+        commit = answer.headers.get("X-Repo-Commit", self.revision.commit)
+        if (size, blob, commit) != (str(self.file.size), self.file.blob, self.revision.commit):
+            raise CorruptError(
+                "the Hub says of this file something else than in its list of files",
+                where=[self.where, f"listed: {self.file.size} bytes, {self.file.blob}", f"now: {size} bytes, {blob}"],
+                hint="try again; where HF_ENDPOINT names a mirror, its copy may be damaged",
+            )
+
+
+class Whole(NamedTuple):
+    """A small file."""
+
+    info: DataFile
+    data: bytes
+
+    def pread(self, n: int, at: int) -> bytes:
+        return self.data[at : at + n]
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        part = memoryview(self.data)[at : at + len(buffer)]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def map(self) -> mmap:
+        return in_memory(self)
+
+    def close(self) -> None:
+        pass
+
+
+class Ranges(NamedTuple):
+    """A file of which ranges are read."""
+
+    info: DataFile
+    stored: Stored
+
+    def pread(self, n: int, at: int) -> bytes:
+        data = bytearray(max(0, min(n, self.info.size - at)))
+        self.read_into(memoryview(data), at)
+        return bytes(data)
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        n = max(0, min(len(buffer), self.info.size - at))
+        if n:
+            self.stored.read(at, buffer[:n])
+        return n
+
+    def map(self) -> mmap:
+        return in_memory(self)
+
+    def close(self) -> None:
+        pass
+
+
+class _Kept:
+    """Small files by what they hold, the last ones that were read."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._files: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, blob: str) -> bytes | None:
+        with self.lock:
+            if blob in self._files:
+                self._files.move_to_end(blob)
+            return self._files.get(blob)
+
+    def put(self, blob: str, data: bytes) -> None:
+        with self.lock:
+            self._bytes += len(data) - len(self._files.pop(blob, b""))
+            self._files[blob] = data
+            while self._bytes > KEPT:
+                self._bytes -= len(self._files.popitem(last=False)[1])
+
+
+_kept = _Kept()
+_revisions: dict[tuple[str, ...], Revision] = {}
+_lock = threading.Lock()
+
+
+def revision(repo: str, said: str) -> Revision:
+    """A revision of a repository; the same one for the same names."""
+    from huggingface_hub import constants
+
+    key = (repo, said, endpoint(), str(constants.HF_HUB_CACHE))
+    with _lock:
+        if key not in _revisions:
+            _revisions[key] = Revision(*key)
+        return _revisions[key]
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock, _kept.lock = threading.Lock(), threading.Lock()
+    for known in _revisions.values():
+        known.renew_locks()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _hash(data: bytes, file: Listed) -> str:
+    if file.large:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _next_page(answer: Answer) -> str:
+    links = ", ".join(answer.headers.get_all("Link", []))
+    m = re.search(r'<([^<>]*)>\s*;[^,<]*\brel="?next\b', links)
+    return m[1] if m else ""
+
+
+def _lifetime(url: str, answer: Answer) -> float:
+    """Seconds that a signed URL is good for, by the server's own clock; infinite where it does not say."""
+    query = {k: v[0] for k, v in parse_qs(url.partition("?")[2]).items()}
+    seconds = math.inf
+    try:
+        if "X-Amz-Expires" in query:
+            seconds = float(query["X-Amz-Expires"])
+        elif "Expires" in query:
+            from email.utils import parsedate_to_datetime
+
+            date = answer.headers.get("Date")
+            seconds = float(query["Expires"]) - (parsedate_to_datetime(date).timestamp() if date else time.time())
+    except (ValueError, TypeError, OverflowError):
+        return math.inf
+    # One that seems to have expired as it came is tried all the same: clocks differ.
+    return seconds - min(30.0, seconds / 10) if seconds > 1 else math.inf
