@@ -16,7 +16,7 @@ import codecs
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -52,6 +52,10 @@ class Span(NamedTuple):
         out = bytearray(hi - lo)
         read(self.path, self.offset + lo, (memoryview(out),))
         return out
+
+    def cut(self, lo: int, hi: int) -> Span:
+        """Bytes ``[lo, hi)`` of it."""
+        return self._replace(offset=self.offset + lo, nbytes=hi - lo)
 
 
 class Text(NamedTuple):
@@ -90,9 +94,15 @@ class Text(NamedTuple):
 
     def decode(self, lo: int, hi: int, read: Read) -> bytes:
         """The bytes of such a run. Raises UnicodeError."""
+        return latin1(self.text.load(read, *self._marked(lo, hi)))[0]
+
+    def _marked(self, lo: int, hi: int) -> tuple[int, int]:
         first, last = (lo - self.start) // TEXT_STEP, -(-(hi - self.start) // TEXT_STEP)
-        end = self.marks[last] if last < len(self.marks) else self.text.nbytes
-        return latin1(self.text.load(read, self.marks[first], end))[0]
+        return self.marks[first], self.marks[last] if last < len(self.marks) else self.text.nbytes
+
+    def spans(self, lo: int, hi: int) -> Iterator[Span]:
+        """What of the file is read for these bytes, at least."""
+        yield self.text.cut(*self._marked(lo, hi))
 
 
 def latin1(text: bytes | bytearray, *, final: bool = True) -> tuple[bytes, int]:
@@ -150,6 +160,11 @@ class Moment(NamedTuple):
                 values = np.square(np.float32(1) / values - np.float32(1e-8))
         return np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8).data
 
+    def spans(self, lo: int, hi: int) -> Iterator[Span]:
+        """See ``Text``."""
+        yield self.codes.cut((lo - self.start) // 4, -(-(hi - self.start) // 4))
+        yield from self.scales
+
     def _spread(self, scales: Span, row: int, column: int, shape: tuple[int, ...], read: Read) -> Any:
         """The scales of a box of codes, so that they can be multiplied with it."""
         import numpy as np
@@ -200,6 +215,11 @@ class Blocks8(NamedTuple):
             values = found["scale"].astype(np.float32)[:, None] * found["codes"].astype(np.float32)
         return np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8).data
 
+    def spans(self, lo: int, hi: int) -> Iterator[Span]:
+        """See ``Text``."""
+        step = 4 * Q8_ELEMENTS
+        yield self.blocks.cut((lo - self.start) // step * Q8_BYTES, -(-(hi - self.start) // step) * Q8_BYTES)
+
 
 class Given(NamedTuple):
     """Few bytes that are known already."""
@@ -222,6 +242,11 @@ class Given(NamedTuple):
         del read
         return bytes.fromhex(self.data)[lo - self.start : hi - self.start]
 
+    def spans(self, lo: int, hi: int) -> Iterator[Span]:
+        """See ``Text``."""
+        del lo, hi
+        return iter(())
+
 
 @dataclass(eq=False, slots=True)
 class Encoding:
@@ -241,6 +266,13 @@ class Encoding:
     def size(self) -> int:
         """Bytes after decoding."""
         return self.parts[-1].stop if self.parts else 0
+
+    def spans(self, lo: int, hi: int) -> Iterator[Span]:
+        """What of the file is read, at least, to decode these bytes."""
+        for part in self.parts:
+            first, last = max(lo, part.start), min(hi, part.stop)
+            if first < last:
+                yield from part.spans(first, last)
 
 
 Contents = str | Encoding

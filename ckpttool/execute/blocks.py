@@ -21,7 +21,7 @@ import numpy as np
 from ckpttool.dtypes import itemsize
 from ckpttool.encodings import Contents, Encoding
 from ckpttool.execute import moves
-from ckpttool.execute.files import IOV_MAX, SECTOR, UNCACHED_FROM, Medium
+from ckpttool.execute.files import IOV_MAX, SECTOR, UNCACHED_FROM, Medium, Stopped
 from ckpttool.execute.hashing import Sums
 from ckpttool.execute.permute import Array, Permuter, store
 from ckpttool.execute.reader import GAPS, Bytes, kinds, offsets, read_strided, read_turned
@@ -37,10 +37,6 @@ SMALL = 256 << 10
 """Rows of up to this many bytes, read and written, are done together with others."""
 _ROWS = -2
 """Source number of a run that is put together from rows."""
-
-
-class Stopped(Exception):  # noqa: N818 - not an error: another thread failed, or the user interrupted
-    """The run is to end now."""
 
 
 class Arena:

@@ -12,8 +12,9 @@ from ckpttool.dtypes import itemsize, lookup, numpy_dtype
 from ckpttool.encodings import Contents
 from ckpttool.errors import ConflictError, CorruptError
 from ckpttool.execute.blocks import Mover
-from ckpttool.execute.files import open_medium, span
+from ckpttool.execute.files import span
 from ckpttool.execute.reader import GAPS, Bytes, blocks, read_strided
+from ckpttool.execute.remote import open_medium
 from ckpttool.kernels.cast import cast
 from ckpttool.plan import TIED_HINT, AssertEqual, AssertPadding, Block
 

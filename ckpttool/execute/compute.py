@@ -19,11 +19,12 @@ from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import CorruptError, UsageError, VerifyError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import SECTOR, open_medium
+from ckpttool.execute.files import SECTOR
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.permute import Array
 from ckpttool.execute.quantize import Quantizing
+from ckpttool.execute.remote import open_medium
 from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, compare, scatter, unseen
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS

@@ -30,18 +30,19 @@ from pathlib import Path
 from types import FrameType
 
 from ckpttool.errors import AccessError, CkptError, CorruptError, OutputError
-from ckpttool.execute.blocks import Mover, Stopped
+from ckpttool.execute.blocks import Mover
 from ckpttool.execute.checks import check
 from ckpttool.execute.commit import MANIFEST
 from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
 from ckpttool.execute.destination import Beginning
 from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import Medium, SourceReadError, create, open_medium, remove_file, share, write_error
+from ckpttool.execute.files import Medium, SourceReadError, Stopped, create, remove_file, share, write_error
 from ckpttool.execute.hashing import ALGORITHM, CRC32, Sums, joined_crc32
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.moves import arrange
 from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
+from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate, sum_key
 from ckpttool.execute.worker import ComputeWorker, Job, is_known, order, server
 from ckpttool.plan import Plan

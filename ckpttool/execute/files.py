@@ -22,15 +22,14 @@ import resource
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 
 from ckpttool.encodings import Contents, Decoder, Encoding
 from ckpttool.errors import CorruptError, OutputError
-from ckpttool.storage.place import OpenFile, parse_place
 
 RWF_DONTCACHE = 0x80
 """Linux 6.14: pages that this call brings into the page cache leave it again; Python has no name for it yet."""
@@ -60,6 +59,10 @@ _Name = tuple[str, bool]
 
 _SYNC_WRITE = 2
 _SYNC_WAIT_BEFORE_WRITE_WAIT_AFTER = 7
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: another thread failed, or the user interrupted
+    """The run is to end now."""
 
 
 class SourceReadError(CorruptError):
@@ -115,8 +118,21 @@ class Medium(Protocol):
         when it cannot be reached.
         """
 
-    def announce(self, ranges: Iterable[tuple[Contents, int, int]]) -> None:
-        """What will be read next, in that order: (file, first byte, end). Sources on other machines are read ahead."""
+    @property
+    def ahead(self) -> int:
+        """Bytes of memory for what was announced; 0 where the system reads ahead by itself."""
+
+    def is_far(self, path: Contents) -> bool:
+        """Whether the bytes come from another machine."""
+
+    def announce(self, ranges: Iterable[tuple[Contents, int, int]]) -> Callable[[], None]:
+        """What will be read, in that order: (file, first byte, end). Sources on other machines are read ahead.
+
+        Call what is returned when they have been read, or will not be.
+        """
+
+    def stop(self) -> None:
+        """Reads of bytes on other machines raise Stopped from now on, those that wait for some at once."""
 
     def expect_writes(self, path: str, *, scattered: bool = False) -> None:
         """Open this path for reading and writing from now on. ``scattered`` as for ``write``, of all of them."""
@@ -133,11 +149,6 @@ class Medium(Protocol):
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
-
-
-def open_medium(limit: int | None = None) -> Medium:
-    """A medium that keeps at most ``limit`` files open; None is what the system allows."""
-    return _RemoteSources(limit)
 
 
 class FilePool:
@@ -160,6 +171,7 @@ class FilePool:
         self._behind: dict[str, list[tuple[int, int]]] = {}
         self._scattered: set[str] = set()
         self._decoder = Decoder(self.read)
+        self.ahead = 0
         self.unsynced = False
         self.short_calls = threading.Lock()
 
@@ -225,11 +237,11 @@ class FilePool:
         try:
             fd = self.take(path)
         except OSError as e:
-            raise _unreadable(e, path, offset, buffers) from e
+            raise unreadable(e, path, offset, buffers) from e
         try:
             self._read(fd, path, offset, buffers, once=once)
         except OSError as e:
-            raise _unreadable(e, path, offset, buffers) from e
+            raise unreadable(e, path, offset, buffers) from e
         finally:
             self.give(path)
 
@@ -248,13 +260,21 @@ class FilePool:
             if got == wanted:
                 return
             if not got:
-                raise _too_short(path, offset, wanted, os.fstat(fd).st_size)
+                raise too_short(path, offset, wanted, os.fstat(fd).st_size)
             wanted -= got
             offset += got
             buffers = _after(buffers, got)
 
-    def announce(self, ranges: Iterable[tuple[Contents, int, int]]) -> None:
-        """The system reads ahead by itself."""
+    def is_far(self, path: Contents) -> bool:
+        del path
+        return False
+
+    def announce(self, ranges: Iterable[tuple[Contents, int, int]]) -> Callable[[], None]:
+        del ranges
+        return _nothing
+
+    def stop(self) -> None:
+        """Files are not waited for."""
 
     # -- writing
 
@@ -352,58 +372,8 @@ class FilePool:
             self.give(path)
 
 
-class _Inside(NamedTuple):
-    """Where a file lies in another one of this machine."""
-
-    path: str
-    begin: int
-
-
-class _RemoteSources(FilePool):
-    """Files, and sources that are in other places."""
-
-    def __init__(self, limit: int | None) -> None:
-        super().__init__(limit)
-        self._remote: dict[str, OpenFile | _Inside] = {}
-        """By text."""
-
-    def close(self) -> None:
-        super().close()
-        while self._remote:
-            file = self._remote.popitem()[1]
-            if not isinstance(file, _Inside):
-                file.close()
-
-    def _remote_file(self, path: str) -> OpenFile | _Inside:
-        with self._lock:
-            if path not in self._remote:
-                place = parse_place(path)
-                here = (place, 0) if isinstance(place, Path) else place.on_disk()
-                if here is not None:
-                    self._remote[path] = _Inside(str(here[0]), here[1])
-                elif not isinstance(place, Path):
-                    self._remote[path] = place.open_file()
-            return self._remote[path]
-
-    def read(self, path: Contents, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
-        if isinstance(path, Encoding) or ":/" not in path:
-            super().read(path, offset, buffers, once=once)
-            return
-        try:
-            file = self._remote_file(path)
-            if isinstance(file, _Inside):
-                super().read(file.path, file.begin + offset, buffers, once=once)
-                return
-            for buffer in buffers:
-                done = 0
-                while done < buffer.nbytes:
-                    got = file.read_into(buffer[done:], offset)
-                    if not got:
-                        raise _too_short(path, offset, buffer.nbytes - done, file.info.size)
-                    done += got
-                    offset += got
-        except OSError as e:
-            raise _unreadable(e, str(path), offset, buffers) from e
+def _nothing() -> None:
+    pass
 
 
 def create(path: str, size: int) -> bool:
@@ -479,12 +449,14 @@ def write_error(e: OSError, path: str, offset: int, nbytes: int) -> OutputError:
     return OutputError(f"cannot write the destination: {e.strerror or e}", where=where)
 
 
-def _too_short(path: str, offset: int, wanted: int, size: int) -> CorruptError:
+def too_short(path: str, offset: int, wanted: int, size: int) -> CorruptError:
+    """The error for a file that ends before all wanted bytes."""
     where = f"{path} {span(offset, wanted)}: the file has {size:,} bytes"
     return CorruptError("a file is shorter than its index says", where=where)
 
 
-def _unreadable(e: OSError, path: str, offset: int, buffers: Sequence[memoryview]) -> CorruptError:
+def unreadable(e: OSError, path: str, offset: int, buffers: Sequence[memoryview]) -> CorruptError:
+    """The error a user sees for a failed read."""
     where = f"{path} {span(offset, sum(b.nbytes for b in buffers))}"
     if e.errno in (errno.ENOENT, errno.ENOTDIR):
         return CorruptError("a source file has vanished", where=path)

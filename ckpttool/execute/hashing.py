@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ckpttool.encodings import Contents, Encoding
-from ckpttool.execute.files import open_medium
+from ckpttool.execute.remote import open_medium
 from ckpttool.plan import Target
 from ckpttool.storage.place import Place
 

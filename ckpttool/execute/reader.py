@@ -11,9 +11,10 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.encodings import TEXT_STEP, Contents, Encoding
-from ckpttool.execute.files import Medium, open_medium
+from ckpttool.execute.files import Medium
 from ckpttool.execute.moves import BRIDGE, Move, dense, tiles
 from ckpttool.execute.permute import Array, Permuter
+from ckpttool.execute.remote import open_medium
 from ckpttool.geometry import Box
 from ckpttool.storage.place import Place
 

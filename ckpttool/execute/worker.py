@@ -19,9 +19,10 @@ from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.crew import Answer, Order, Serve, help_out
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import Medium, open_medium
+from ckpttool.execute.files import Medium
 from ckpttool.execute.hashing import Sums
 from ckpttool.execute.quantize import Quantizing
+from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import Task, computing_task
 from ckpttool.execute.wire import decode, encode
 from ckpttool.kernels.merge import METHODS

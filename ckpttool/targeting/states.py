@@ -24,7 +24,8 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, VerifyError
-from ckpttool.execute.files import Medium, open_medium
+from ckpttool.execute.files import Medium
+from ckpttool.execute.remote import open_medium
 from ckpttool.formats.base import Capabilities, Training
 from ckpttool.relate import DerivedTensor
 from ckpttool.states import BETA_POWERS, PADDLE, STEP, TORCH
