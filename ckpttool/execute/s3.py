@@ -22,7 +22,7 @@ from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
 from ckpttool.errors import AccessError, CkptError, OutputError
-from ckpttool.execute.blocks import Stopped
+from ckpttool.execute.files import Stopped
 from ckpttool.execute.store import Found, GoneError, Held, SentPart, Slice, TakenError
 
 RUN = "ckpttool-run"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
-from ckpttool.execute.blocks import Stopped
+from ckpttool.execute.files import Stopped
 
 _MIB = 1 << 20
 
