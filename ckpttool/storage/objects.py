@@ -1,0 +1,309 @@
+"""Object stores: ``s3://bucket/key``, ``gs://bucket/key`` and ``az://container/key``.
+
+A store has no directories. One is what several keys begin with, up to a slash, as every tool for object stores has it.
+The libraries of the clouds log in, list and sign (``s3``, ``gcs`` and ``azure`` beside this module); the bytes come
+through the HTTP client of ``http``, each range with the condition that the object is still the one that was listed.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+import time
+from collections.abc import Mapping
+from importlib import import_module
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Protocol, Self
+
+from ckpttool.errors import AccessError, UsageError
+from ckpttool.storage.http import ChangedError, HttpError, client
+from ckpttool.storage.place import DataFile, OpenFile
+from ckpttool.storage.stream import in_memory, stream
+
+if TYPE_CHECKING:
+    import mmap
+
+LISTED_SECONDS = 5.0
+"""How long a listing says what is there: a command looks for a dozen names in one directory."""
+_LISTINGS = 64
+
+_TEXT = re.compile(r"([a-z0-9]+):/{1,2}([^/]*)/?(.*)", re.DOTALL)
+_BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,254}")
+_AGAIN = (400, 401, 403)
+"""What a signature that has expired is answered with."""
+
+
+class Found(NamedTuple):
+    """An object."""
+
+    size: int
+    """Bytes."""
+    tag: str
+    """Another one when the bytes are others: the ETag with its quotes, or a generation."""
+
+
+class Listing(NamedTuple):
+    """What lies directly below a prefix that ends with a slash."""
+
+    files: Mapping[str, Found]
+    folders: frozenset[str]
+    exists: bool
+    """Whether any key begins with the prefix; that of an empty folder may be its own."""
+
+
+class Signed(NamedTuple):
+    """A GET that a store will answer. The URL and the headers are secrets."""
+
+    url: str
+    headers: Mapping[str, str]
+    if_match: str | None
+    said: Mapping[str, str] = {}
+    """Headers of the answer that must have these values, if they are there: for stores that have other conditions."""
+
+
+class Store(Protocol):
+    """A bucket, and who may read it. Safe to use from several threads.
+
+    All methods raise FileNotFoundError for an object that is not there, IncompleteError for a bucket that is not, and
+    AccessError for what may not be read or cannot be reached.
+    """
+
+    @property
+    def lister(self) -> str:
+        """The command that shows users what is there."""
+
+    def list(self, prefix: str) -> Listing: ...
+    def head(self, key: str) -> Found: ...
+    def get(self, key: str, tag: str, *, renew: bool) -> Signed:
+        """How to read an object, if it is still the one with this tag. ``renew``: the last answer did not work."""
+
+    def explain(self, e: HttpError, key: str) -> NoReturn:
+        """Raise what an answer to such a GET means."""
+
+
+def parse(text: str) -> ObjectPlace:
+    """The place that a text names; one slash after the colon will do. Raises UsageError."""
+    m = _TEXT.fullmatch(text)
+    scheme, bucket, key = m.groups() if m else (text.partition(":")[0], "", "")
+    if "@" in bucket:
+        raise UsageError(
+            "credentials and accounts do not belong in an address", where=f"{scheme}://", hint=_LOGIN[scheme]
+        )
+    if not _BUCKET.fullmatch(bucket):
+        what = "container" if scheme == "az" else "bucket"
+        raise UsageError(
+            f"this is not the name of a {what}: {bucket!r}", where=text, hint=f"write {scheme}://{what}/folder"
+        )
+    import_module(_MODULES[scheme])  # a package that is missing is an error now
+    return ObjectPlace(scheme, bucket, key.rstrip("/"))
+
+
+_LOGIN = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+    "az": "set AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY, or AZURE_STORAGE_CONNECTION_STRING",
+}
+
+
+class Entry(NamedTuple):
+    """A name in a directory."""
+
+    name: str
+    found: Found | None
+    """None for a directory."""
+
+    def is_file(self) -> bool:
+        return self.found is not None
+
+    def is_dir(self) -> bool:
+        return self.found is None
+
+
+class ObjectPlace(NamedTuple):
+    """An object, or what the keys of several begin with."""
+
+    scheme: str
+    bucket: str
+    key: str
+    """Without a slash at its end; "" is the whole bucket."""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.key}" if self.key else "")
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2] or self.bucket
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> Self:
+        return self._replace(key=self.key.rpartition("/")[0])
+
+    def __truediv__(self, name: str, /) -> Self:
+        return self._replace(key=f"{self.key}/{name}" if self.key else name)
+
+    def is_file(self) -> bool:
+        if not self.key:
+            return False
+        listing = _recent(self.parent)
+        if listing:
+            return self.name in listing.files
+        try:
+            _known[self] = self._store().head(self.key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self) -> bool:
+        listing = _recent(self.parent) if self.key else None
+        if listing:
+            return self.name in listing.folders
+        try:
+            return self._list().exists
+        except AccessError:  # there are buckets whose files may be read and not listed
+            if self.is_file():
+                return False
+            raise
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def scan(self) -> list[Entry]:
+        listing = self._list()
+        if not listing.exists:
+            raise _missing(self)
+        _known.update((self / name, found) for name, found in listing.files.items())
+        return [Entry(n, f) for n, f in listing.files.items()] + [Entry(n, None) for n in listing.folders]
+
+    def identity(self) -> tuple[int, str]:
+        # What a listing said is taken once, so whoever asks again hears of a change. A GET has it as its condition.
+        return _known.pop(self, None) or self._store().head(self.key)
+
+    def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader:
+        return stream(self.open_file(), buffering)
+
+    def open_file(self) -> OpenFile:
+        try:
+            return _ObjectFile(DataFile.at(self), self.key, self._store())
+        except FileNotFoundError:
+            if self._list().exists:
+                raise IsADirectoryError(errno.EISDIR, "Is a directory", str(self)) from None
+            raise
+
+    def on_disk(self) -> tuple[Path, int] | None:
+        return None
+
+    def lost(self) -> str:
+        return f"`{self._store().lister.format(self.parent)}` lists what is there"
+
+    def _list(self) -> Listing:
+        listing = _recent(self)
+        if listing is None:
+            listing = self._store().list(f"{self.key}/" if self.key else "")
+            if len(_listed) >= _LISTINGS:
+                _listed.clear()
+            _listed[self] = (time.monotonic(), listing)
+        return listing
+
+    def _store(self) -> Store:
+        return open_store(self.scheme, self.bucket)
+
+
+def open_store(scheme: str, bucket: str) -> Store:
+    """The one store of this process for a bucket."""
+    with _lock:
+        store = _stores.get((scheme, bucket))
+        if store is None:
+            store = _stores[scheme, bucket] = import_module(_MODULES[scheme]).Bucket(bucket)
+        return store
+
+
+def forget() -> None:
+    """Forget what was listed: this process has changed something there."""
+    _known.clear()
+    _listed.clear()
+
+
+def close() -> None:
+    """Close all connections and forget logins: the environment may be another one."""
+    forget()
+    with _lock:
+        for scheme in {scheme for scheme, _ in _stores}:
+            import_module(_MODULES[scheme]).close()
+        _stores.clear()
+
+
+def listing(files: Mapping[str, Found], folders: set[str], *, exists: bool) -> Listing:
+    """Names below a prefix, without those that no file on this machine could have: they are nobody's checkpoint."""
+    odd = {"", ".", ".."}
+    return Listing(
+        {n: f for n, f in files.items() if n not in odd and "\0" not in n},
+        frozenset(n for n in folders - odd if "\0" not in n),
+        exists,
+    )
+
+
+_MODULES = {"s3": "ckpttool.storage.s3", "gs": "ckpttool.storage.gcs", "az": "ckpttool.storage.azure"}
+_stores: dict[tuple[str, str], Store] = {}
+_lock = threading.Lock()
+_known: dict[ObjectPlace, Found] = {}
+_listed: dict[ObjectPlace, tuple[float, Listing]] = {}
+
+
+def _recent(place: ObjectPlace) -> Listing | None:
+    at, found = _listed.get(place, (0.0, None))
+    return found if found and time.monotonic() - at < LISTED_SECONDS else None
+
+
+def _missing(place: ObjectPlace) -> OSError:
+    if place.is_file():
+        return NotADirectoryError(errno.ENOTDIR, "Not a directory", str(place))
+    return FileNotFoundError(errno.ENOENT, "No such file or directory", str(place))
+
+
+class _ObjectFile:
+    """An object as it was when it was opened. There is nothing to close."""
+
+    __slots__ = ("_key", "_store", "info")
+
+    def __init__(self, info: DataFile, key: str, store: Store) -> None:
+        self.info, self._key, self._store = info, key, store
+
+    def pread(self, n: int, at: int) -> bytes:
+        data = bytearray(max(0, min(n, self.info.size - at)))
+        return bytes(data) if self.read_into(memoryview(data), at) else b""
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        n = min(len(buffer), self.info.size - at)
+        if n <= 0:
+            return 0
+        try:
+            self._get(buffer[:n], at, renew=False)
+        except HttpError as e:
+            if e.status not in _AGAIN:
+                self._store.explain(e, self._key)
+            try:
+                self._get(buffer[:n], at, renew=True)
+            except HttpError as again:
+                self._store.explain(again, self._key)
+        return n
+
+    def _get(self, into: memoryview, at: int, *, renew: bool) -> None:
+        sent = self._store.get(self._key, self.info.tag, renew=renew)
+        answer = client().get_range(
+            sent.url, at, at + len(into), into, headers=sent.headers, if_match=sent.if_match, total=self.info.size
+        )
+        for name, value in sent.said.items():
+            if answer.headers.get(name, value) != value:
+                raise ChangedError("the object has changed", sent.url, answer)
+
+    def map(self) -> mmap.mmap:
+        return in_memory(self)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,161 @@
+"""Buckets of S3, and of what speaks like it: boto3 logs in, lists and signs.
+
+Everything that the AWS tools read is read by boto3: AWS_PROFILE, AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, AWS_REGION,
+~/.aws, web identities, roles of instances and containers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+import time
+from typing import Any, NoReturn
+
+import boto3
+from botocore import UNSIGNED, exceptions
+from botocore.config import Config
+
+from ckpttool.errors import AccessError, CkptError, IncompleteError
+from ckpttool.storage.access import anonymous
+from ckpttool.storage.http import ChangedError, HttpError
+from ckpttool.storage.objects import Found, Listing, Signed, listing
+
+TRIES = 10
+CONNECTIONS = 64
+"""Kept at most."""
+SIGNED_SECONDS = 600
+"""How long a signed URL is valid; it is renewed after half of that."""
+
+_CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,60})</Code>")
+_lock = threading.Lock()
+_clients: dict[tuple[int, bool], Any] = {}
+
+_HINTS = {
+    "InvalidAccessKeyId": "the access key is unknown there: check AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL",
+    "SignatureDoesNotMatch": "the secret key is wrong: check AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
+    "ExpiredToken": "the session has expired: log in again, for example with `aws sso login`",
+    "InvalidToken": "the session token is wrong or has expired: log in again, for example with `aws sso login`",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong",
+    "PermanentRedirect": "the bucket is in another region: set AWS_REGION",
+    "AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION",
+    "IllegalLocationConstraintException": "the bucket is in another region: set AWS_REGION",
+    "InvalidObjectState": "the object is archived (Glacier): restore it first",
+    "SlowDown": "the bucket gets too many requests: use fewer --connections, or try later",
+}
+_LOGIN = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; --anonymous reads public buckets"
+
+
+def client() -> Any:
+    """The client of this process, for S3 as the environment has it. Raises AccessError for broken settings."""
+    here = (os.getpid(), anonymous())  # connections do not survive a fork
+    with _lock:
+        if here not in _clients:
+            config = Config(
+                signature_version=UNSIGNED if anonymous() else "s3v4",
+                retries={"mode": "standard", "total_max_attempts": TRIES},
+                max_pool_connections=CONNECTIONS,
+                connect_timeout=10,
+                read_timeout=60,
+            )
+            try:
+                session = boto3.Session()
+                region = None if session.region_name else "us-east-1"  # buckets elsewhere are found by a redirect
+                made = session.client("s3", region_name=region, config=config)
+            except (exceptions.BotoCoreError, ValueError) as e:
+                raise AccessError(f"the settings for S3 cannot be used: {e}", hint=_LOGIN) from None
+            _clients[here] = made
+        return _clients[here]
+
+
+def close() -> None:
+    """Close what is open; whoever asks next gets new connections, by the environment of then."""
+    with _lock:
+        for made in _clients.values():
+            made.close()
+        _clients.clear()
+
+
+def explained(e: Exception, where: str) -> OSError | CkptError:
+    """What an error of botocore means to users."""
+    if isinstance(e, exceptions.ClientError):
+        said = e.response.get("Error", {})
+        status = int(e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        return _meaning(str(said.get("Code", "")), status, where)
+    if isinstance(e, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+        return AccessError("no credentials for S3 are found", where=where, hint=_LOGIN)
+    if isinstance(e, exceptions.HTTPClientError | exceptions.ConnectionError):  # refused, timeouts, TLS, proxies
+        return AccessError("S3 does not answer", where=where, hint="check the network and AWS_ENDPOINT_URL")
+    if isinstance(e, exceptions.ParamValidationError):
+        return AccessError("S3 does not allow this name", where=where)
+    return AccessError(f"S3 cannot be used: {e}", where=where, hint=_LOGIN)
+
+
+class Bucket:
+    """A bucket that is read."""
+
+    lister = "aws s3 ls {}/"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._signed: dict[str, tuple[float, str]] = {}
+
+    def list(self, prefix: str) -> Listing:
+        files, folders, exists = {}, set(), not prefix
+        try:
+            pages = client().get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self.name, Prefix=prefix, Delimiter="/"):
+                for o in page.get("Contents", ()):
+                    files[o["Key"].removeprefix(prefix)] = Found(int(o["Size"]), o["ETag"])
+                folders |= {p["Prefix"].removeprefix(prefix)[:-1] for p in page.get("CommonPrefixes", ())}
+        except (exceptions.BotoCoreError, exceptions.ClientError) as e:
+            raise explained(e, self._where(prefix)) from None
+        return listing(files, folders, exists=bool(exists or files or folders))
+
+    def head(self, key: str) -> Found:
+        try:
+            said = client().head_object(Bucket=self.name, Key=key)
+        except (exceptions.BotoCoreError, exceptions.ClientError) as e:
+            raise explained(e, self._where(key)) from None
+        return Found(int(said["ContentLength"]), said["ETag"])
+
+    def get(self, key: str, tag: str, *, renew: bool) -> Signed:
+        until, url = self._signed.get(key, (0.0, ""))
+        if renew or time.monotonic() > until:
+            at = {"Bucket": self.name, "Key": key}
+            try:
+                url = client().generate_presigned_url("get_object", at, ExpiresIn=SIGNED_SECONDS)
+            except exceptions.BotoCoreError as e:
+                raise explained(e, self._where(key)) from None
+            self._signed[key] = (time.monotonic() + SIGNED_SECONDS / 2, url)
+        return Signed(url, {}, tag)
+
+    def explain(self, e: HttpError, key: str) -> NoReturn:
+        if isinstance(e, ChangedError) or e.answer is None or e.status >= 500:
+            e.filename = self._where(key)
+            raise e
+        code = _CODE.search(e.answer.body)
+        raise _meaning(code[1].decode() if code else "", e.status, self._where(key)) from None
+
+    def _where(self, key: str) -> str:
+        return f"s3://{self.name}/{key}"
+
+
+def _meaning(code: str, status: int, where: str) -> OSError | CkptError:
+    if code == "NoSuchBucket":
+        hint = "check its name, and AWS_ENDPOINT_URL for stores that are not Amazon's"
+        return IncompleteError("the bucket does not exist", where=where, hint=hint)
+    if status == 404:
+        return FileNotFoundError(errno.ENOENT, "No such file or directory", where)
+    hint = _HINTS.get(code, "")
+    if status in (401, 403) and not hint:
+        hint = (
+            "the bucket is not public: drop --anonymous"
+            if anonymous()
+            else "these credentials may not read it; without permission to list, a missing object looks the same"
+        )
+        return AccessError("S3 refuses access", where=where, hint=hint)
+    if status in (301, 307) or (status == 400 and not code):
+        hint = _HINTS["PermanentRedirect"]
+    return AccessError(f"S3 answers {status} {code}".rstrip(), where=where, hint=hint)
