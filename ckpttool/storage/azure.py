@@ -1,7 +1,7 @@
 """Containers of Azure's blob storage: azure-storage-blob logs in, lists and signs.
 
-AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or, with
-azure-identity, a login (environment, workload or managed identity, ``az login``).
+AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or a login
+that azure-identity finds (variables, workload or managed identity, ``az login``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SIGNED_SECONDS = 600
 CONNECTIONS = 64
 
 _LOGIN = (
-    "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN;"
-    " for `az login` install azure-identity; --anonymous reads public containers"
+    "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN,"
+    " or run `az login`; --anonymous reads public containers"
 )
 _lock = threading.Lock()
 _clients: dict[tuple[int, bool, str], ContainerClient] = {}
@@ -58,11 +58,11 @@ def _made(name: str) -> ContainerClient:
     if not account and not url:
         raise AccessError("no account of Azure is named", where=f"az://{name}", hint=_LOGIN)
     return ContainerClient(
-        url or f"https://{account}.blob.core.windows.net", name, credential=_credential(account, name), **options
+        url or f"https://{account}.blob.core.windows.net", name, credential=_credential(account), **options
     )
 
 
-def _credential(account: str, name: str) -> Any:
+def _credential(account: str) -> Any:
     key, sas = _env("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY"), _env("AZURE_STORAGE_SAS_TOKEN")
     if anonymous():
         return None
@@ -70,10 +70,8 @@ def _credential(account: str, name: str) -> Any:
         return AzureNamedKeyCredential(account, key)
     if sas:
         return AzureSasCredential(sas.removeprefix("?"))
-    try:
-        from azure.identity import DefaultAzureCredential
-    except ImportError:
-        raise AccessError("no credentials for Azure are found", where=f"az://{name}", hint=_LOGIN) from None
+    from azure.identity import DefaultAzureCredential  # half a second
+
     return DefaultAzureCredential()
 
 

@@ -145,7 +145,8 @@ class ObjectPlace(NamedTuple):
         return self._replace(key=self.key.rpartition("/")[0])
 
     def __truediv__(self, name: str, /) -> Self:
-        return self._replace(key=f"{self.key}/{name}" if self.key else name)
+        parts = [p for p in name.split("/") if p not in ("", ".")]  # as a Path has it
+        return self._replace(key="/".join([self.key, *parts] if self.key else parts))
 
     def is_file(self) -> bool:
         if not self.key:
@@ -153,16 +154,16 @@ class ObjectPlace(NamedTuple):
         listing = _recent(self.parent)
         if listing:
             return self.name in listing.files
+        if time.monotonic() - _absent.get(self, -LISTED_SECONDS) < LISTED_SECONDS:
+            return False
         try:
             _known[self] = self._store().head(self.key)
         except FileNotFoundError:
+            _absent[self] = time.monotonic()
             return False
         return True
 
     def is_dir(self) -> bool:
-        listing = _recent(self.parent) if self.key else None
-        if listing:
-            return self.name in listing.folders
         try:
             return self._list().exists
         except AccessError:  # there are buckets whose files may be read and not listed
@@ -206,7 +207,7 @@ class ObjectPlace(NamedTuple):
         if listing is None:
             listing = self._store().list(f"{self.key}/" if self.key else "")
             if len(_listed) >= _LISTINGS:
-                _listed.clear()
+                forget()
             _listed[self] = (time.monotonic(), listing)
         return listing
 
@@ -226,6 +227,7 @@ def open_store(scheme: str, bucket: str) -> Store:
 def forget() -> None:
     """Forget what was listed: this process has changed something there."""
     _known.clear()
+    _absent.clear()
     _listed.clear()
 
 
@@ -252,12 +254,17 @@ _MODULES = {"s3": "ckpttool.storage.s3", "gs": "ckpttool.storage.gcs", "az": "ck
 _stores: dict[tuple[str, str], Store] = {}
 _lock = threading.Lock()
 _known: dict[ObjectPlace, Found] = {}
+_absent: dict[ObjectPlace, float] = {}
 _listed: dict[ObjectPlace, tuple[float, Listing]] = {}
 
 
 def _recent(place: ObjectPlace) -> Listing | None:
+    """What was listed a moment ago, of a directory or of one above that has no such directory."""
     at, found = _listed.get(place, (0.0, None))
-    return found if found and time.monotonic() - at < LISTED_SECONDS else None
+    if found and time.monotonic() - at < LISTED_SECONDS:
+        return found
+    above = _recent(place.parent) if place.key else None
+    return None if above is None or place.name in above.folders else Listing({}, frozenset(), exists=False)
 
 
 def _missing(place: ObjectPlace) -> OSError:

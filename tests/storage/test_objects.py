@@ -122,6 +122,9 @@ def test_requests_of_a_directory_and_its_files(server: S3Server) -> None:
     run = parse_place("s3://bucket/run")
     assert run.is_dir()
     assert not (run / "config.json").is_file()
+    assert not (run / "optimizer").is_dir()
+    assert not (run / "optimizer/deep/file").exists()
+    assert run / "" == run / "." == run
     assert [DataFile.at(run / n).size for n in names(run)] == [100] * 5
     assert server.operations() == {"ListObjectsV2": 1}  # whoever asks again wants to know whether it has changed
     assert [DataFile.at(run / str(i)).size for i in range(5)] == [100] * 5
