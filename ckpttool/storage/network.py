@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import quote, unquote, urlsplit
 
 CONNECT_SECONDS = 10.0
@@ -150,13 +150,15 @@ class _Paced(io.RawIOBase):
         self._raw, self._clock = raw, clock
         self._until = clock.now() + grace
         self._count = 0
+        self.has_begun = False
+        """Whether what comes now is the body: only that may take longer the more there is of it."""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
         n = self._raw.readinto(buffer)
-        self._count += n or 0
+        self._count += (n or 0) if self.has_begun else 0
         if self._clock.now() > self._until + self._count / SLOWEST:
             raise TimeoutError("the answer comes too slowly")
         return n
@@ -169,13 +171,22 @@ class _Paced(io.RawIOBase):
 class _PacedSocket(NamedTuple):
     """What ``http.client`` makes the file of an answer from."""
 
-    sock: socket.socket
-    clock: Clock
-    grace: float
+    paced: _Paced
 
-    def makefile(self, mode: Literal["rb"]) -> io.BufferedReader:
-        raw = cast("io.RawIOBase", self.sock.makefile(mode, buffering=0))
-        return io.BufferedReader(_Paced(raw, self.clock, self.grace))
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self.paced)
+
+
+class _PacedResponse(http.client.HTTPResponse):
+    """An answer that has to come in time."""
+
+    def __init__(self, paced: _Paced, *args: Any, **options: Any) -> None:
+        super().__init__(cast("socket.socket", _PacedSocket(paced)), *args, **options)
+        self._paced = paced
+
+    def begin(self) -> None:
+        super().begin()
+        self._paced.has_begun = True
 
 
 class Connection(http.client.HTTPConnection):
@@ -194,8 +205,8 @@ class Connection(http.client.HTTPConnection):
         self.response_class = self._response  # type: ignore[assignment]  # it is only called
 
     def _response(self, sock: socket.socket, *args: Any, **options: Any) -> http.client.HTTPResponse:
-        paced = _PacedSocket(sock, self._clock, self._grace)
-        return http.client.HTTPResponse(cast("socket.socket", paced), *args, **options)
+        raw = cast("io.RawIOBase", sock.makefile("rb", buffering=0))
+        return _PacedResponse(_Paced(raw, self._clock, self._grace), *args, **options)
 
     def is_idle(self) -> bool:
         """Whether nothing waits to be read: neither its end, nor bytes that nobody asked for."""
@@ -222,6 +233,10 @@ class Connections:
         self._idle: dict[Host, list[Connection]] = {}
         self._open: set[Connection] = set()
         self._peers: dict[Host, str] = {}
+
+    def __del__(self) -> None:
+        for conn in self._open:
+            conn.wire.close()
 
     def take(self, host: Host, allowed: Collection[str] | None, *, fresh: bool = False) -> tuple[Connection, bool]:
         """A connection, and whether it was used before.
@@ -271,8 +286,11 @@ class Connections:
     def stop(self) -> None:
         """End all connections, whoever waits for them."""
         with self._lock:
-            open_now, self._open, self._idle = self._open, set(), {}
-        for conn in open_now:
+            busy, idle, self._open, self._idle = self._open, self._idle, set(), {}
+        for conn in (c for conns in idle.values() for c in conns):
+            busy.discard(conn)
+            conn.wire.close()
+        for conn in busy:
             with suppress(OSError):  # not SSLSocket's own: a thread reads from it
                 socket.socket.shutdown(conn.wire, socket.SHUT_RDWR)
 
