@@ -175,7 +175,7 @@ def _meaning(code: str, status: int, where: str) -> OSError | CkptError:
     if status in (401, 403, 409) and code in ("PublicAccessNotPermitted", "NoAuthenticationInformation"):
         return AccessError("the container is not public", where=where, hint="drop --anonymous")
     if status in (401, 403):
-        hint = "the account needs the role Storage Blob Data Reader; a SAS token needs the permissions r and l"
+        hint = "is the key right? A login needs the role Storage Blob Data Reader, a SAS token the permissions r and l"
         return AccessError("Azure refuses access", where=where, hint=hint)
     return AccessError(f"Azure answers {status} {code}".rstrip(), where=where)
 
