@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from ckpttool.errors import UsageError
 from ckpttool.storage.hub_cache import Listed
-from ckpttool.storage.hub_files import ONES_OWN, SMALL, SMALL_LARGE, Ranges, Revision, Whole
+from ckpttool.storage.hub_files import ONES_OWN, SMALL, SMALL_LARGE, Ranges, Revision, Whole, forget
 from ckpttool.storage.hub_files import revision as find_revision
 from ckpttool.storage.place import DataFile, OpenFile
 from ckpttool.storage.stream import OnDisk, stream
@@ -46,6 +46,11 @@ class HubPlace:
     def revision(self) -> str:
         """As it was said; "" where it was not."""
         return self._commit.said
+
+    def written(self, revision: str) -> None:
+        """Somebody has written it: from now on it is what this commit or pull request has."""
+        forget(self.repo)
+        self._commit = find_revision(self.repo, revision)
 
     def __str__(self) -> str:
         return str(self._commit) + (f"/{self.path}" if self.path else "")

@@ -417,6 +417,13 @@ def revision(repo: str, said: str) -> Revision:
         return _revisions[key]
 
 
+def forget(repo: str) -> None:
+    """What was asked of a repository's branches does not hold any more."""
+    with _lock:
+        for key in [k for k in _revisions if k[0] == repo and not COMMIT.fullmatch(k[1])]:
+            del _revisions[key]
+
+
 def _after_fork() -> None:
     global _lock
     _lock, _kept.lock = threading.Lock(), threading.Lock()

@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ckpttool.catalog import Catalog, Key, RankTensor
 from ckpttool.checkpoint import Checkpoint
@@ -73,8 +74,8 @@ class Prepared:
 
     def next_step(self, dst: Place) -> str:
         """A command, or a line of Python, that reads the output at ``dst``; "" where there is none to name."""
-        if self.removed[0]:
-            return ""  # whether a reader can do without them is not known
+        if self.removed[0] or not isinstance(dst, Path):
+            return ""  # whether a reader can do without them, or reads from there, is not known
         return self.usage.format(dst=shlex.quote(str(dst)), text=json.dumps(str(dst), ensure_ascii=False))
 
 

@@ -1,0 +1,411 @@
+"""A destination on the Hugging Face Hub: one commit, which is there whole or not at all.
+
+Files are made in a spool. A large one is uploaded as soon as it is complete, and leaves the disk; nobody sees it before
+the commit names it. The commit comes last, on top of the one that was there when the run began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpttool.errors import AccessError, CkptError, OutputError, UsageError
+from ckpttool.execute.chunks import Chunks
+from ckpttool.execute.destination import Beginning
+from ckpttool.execute.files import Medium
+from ckpttool.execute.hub_client import PassingError, api, asking, quiet
+from ckpttool.execute.journal import Finished
+from ckpttool.execute.options import RunOptions
+from ckpttool.execute.schedule import Part, Task
+from ckpttool.execute.spool import Spool
+from ckpttool.plan import Plan
+from ckpttool.storage.hub import HubPlace
+from ckpttool.storage.hub_access import token
+from ckpttool.storage.place import Place
+from ckpttool.version import __version__
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+MAIN = "main"
+LARGE = 1 << 20
+"""Bytes; smaller files wait for the end, and are asked about in one request."""
+WAITING = 1 << 30
+"""Bytes of complete files that may wait for their upload; then those who write wait."""
+UPLOADS = 2
+"""Files at a time; huggingface_hub sends the parts of each at the same time."""
+TRIES = 6
+STAYS = (".gitattributes", "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")
+"""Files that --force and a pull request leave, as nobody else could write them again."""
+
+
+def destination(dst: HubPlace, options: RunOptions) -> HubDestination:
+    """The destination that ``hf://org/model[@branch][/folder]`` is."""
+    return HubDestination(dst, options)
+
+
+class Tree(NamedTuple):
+    """What a revision holds in the folder that is written."""
+
+    commit: str
+    files: Mapping[str, str]
+    """Full names -> what identifies the contents: sha256 of a large file, git's name of any other."""
+
+
+class HubDestination:
+    """See ``Destination``."""
+
+    proposes = True
+    resumes = False
+    can_record = False
+
+    def __init__(self, dst: HubPlace, options: RunOptions) -> None:
+        self.given = dst
+        self.repo = dst.repo
+        self.branch = dst.revision or MAIN
+        parts = dst.path.split("/") if dst.path else []
+        self.prefix = "".join(f"{p}/" for p in (parts[:-1] if options.single else parts))
+        self.create_pr = options.create_pr
+        self.keep = options.verify is not None
+        self._base = self.branch
+        """The revision that the new commit comes on top of."""
+        self._tree = Tree("", {})
+        """Of the base; without a commit while there is no repository."""
+        self._notes: list[str] = []
+        self._spool = Spool(f"hf://{self.repo}@{self.branch}/{self.prefix}")
+        self._paths: list[Path] = []
+        """Of the outputs, where they are made."""
+        self._uploads = _Uploads(self._upload)
+
+    @property
+    def partial(self) -> Path:
+        return self._spool.path
+
+    @property
+    def locks(self) -> list[int]:
+        return self._spool.locks
+
+    # -- checks
+
+    def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
+        """Sources may be in the same repository: a commit does not change."""
+        if len(self.branch) == 40 and not set(self.branch) - set("0123456789abcdef"):
+            raise UsageError(
+                "a commit cannot be changed", where=str(self.given), hint=f"name a branch: hf://{self.repo}@BRANCH"
+            )
+        if not token():
+            raise AccessError(
+                "writing to the Hugging Face Hub needs a token",
+                where=str(self.given),
+                hint="hf auth login, or set HF_TOKEN",
+            )
+        with asking(str(self.given)):
+            self._look()
+        self.check_absent(force=force)
+
+    def check_absent(self, *, force: bool, appeared: bool = False) -> None:
+        if appeared:
+            self._look_again()
+            return
+        if not self._tree.commit and self.create_pr:
+            raise OutputError("there is no such repository for a pull request", where=str(self.given))
+        held = sorted(set(self._tree.files) - {self.prefix + n for n in STAYS})
+        if held and not force and not self.create_pr and self._base == self.branch:
+            raise OutputError(
+                f"the destination holds {held[0]}",
+                where=str(self.given),
+                hint="choose another DST, --force to replace it, or --create-pr to propose it",
+            )
+
+    def _look(self) -> None:
+        """Find the commit to build on: that of the branch, else of the main branch, else there is no repository."""
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        try:
+            self._tree = self._tree_of(self.branch)
+        except RepositoryNotFoundError:
+            if self.branch != MAIN:
+                raise OutputError(
+                    f"a new repository has no branch {self.branch}", where=str(self.given), hint=f"hf://{self.repo}"
+                ) from None
+        except RevisionNotFoundError:
+            if self.create_pr:
+                raise OutputError("there is no such branch for a pull request", where=str(self.given)) from None
+            self._base = MAIN
+            self._tree = self._tree_of(MAIN)
+
+    def _tree_of(self, revision: str) -> Tree:
+        hub = api()
+        commit = str(hub.repo_info(self.repo, revision=revision).sha)
+        files = {}
+        for entry in hub.list_repo_tree(self.repo, recursive=True, revision=commit):
+            if hasattr(entry, "blob_id") and entry.path.startswith(self.prefix):
+                files[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
+        return Tree(commit, files)
+
+    def _look_again(self) -> None:
+        """Raises OutputError when somebody else has changed the folder since the run began."""
+        with asking(str(self.given)):
+            now = self._tree_of(self._base)
+        if now.files != self._tree.files:
+            what = "the destination was changed by somebody else during the run"
+            raise OutputError(what, where=str(self.given), hint="repeat the command")
+        self._tree = now
+
+    def check_space(self, plan: Plan) -> None:
+        """It takes the order of the tasks to know (``begin``)."""
+
+    # -- the run
+
+    def begin(self, beginning: Beginning) -> Finished:
+        """Make the spool, and a private repository where there is none; see whether it may be written."""
+        if beginning.resume:
+            self._notes.append(
+                "nothing to resume: a commit is made whole or not at all; what the Hub has already is not sent again"
+            )
+        plan, tasks = beginning.plan, beginning.tasks
+        sizes = [o.size for o in plan.outputs]
+        self._spool.check_space(sum(sizes) if self.keep else most_held(sizes, tasks))
+        self._spool.open()
+        self._paths = [self.partial / o.name for o in plan.outputs]
+        self._chunks = Chunks(plan, tasks, [n if n >= LARGE else 0 for n in sizes])  # one for each output
+        try:
+            with asking(str(self.given)):
+                self._open_repository()
+        except BaseException:
+            self.close()
+            raise
+        self._uploads.start(beginning.stop)
+        return Finished()
+
+    def _open_repository(self) -> None:
+        from huggingface_hub import CommitOperationAdd
+
+        hub = api()
+        if not self._tree.commit:
+            hub.create_repo(self.repo, private=True)
+            self._notes.append(f"made a private repository: {self.repo}")
+            self._tree = self._tree_of(MAIN)
+        may = CommitOperationAdd(path_in_repo=f"{self.prefix}config.json", path_or_fileobj=b"{}")
+        hub.preupload_lfs_files(self.repo, [may], revision=self._base, create_pr=self.create_pr)
+
+    def make(self, path: str, size: int) -> bool:
+        self._spool.make(path, size)
+        return False
+
+    def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        """Upload the files that are complete; waits while too many are."""
+        for file, _ in self._chunks.done([p.number for p in parts], sums):
+            self._uploads.add(self._paths[file])
+        self._uploads.wait(WAITING)
+
+    def settle(self, pool: Medium, paths: Sequence[str]) -> None:
+        """Nothing has to be durable here."""
+
+    def complete(self) -> None:
+        """Upload all that is left. Small files go into the commit itself."""
+        known = self._uploads.known
+        left = [p for p in sorted(self.partial.rglob("*")) if p.is_file() and p not in known]
+        large = [p for p in left if p.lstat().st_size >= LARGE]
+        for path in large:
+            self._uploads.add(path)
+        small = [p for p in left if p not in large]
+        for i in range(0, len(small), 100):
+            self._uploads.add(*small[i : i + 100])
+        self._uploads.wait(0)
+
+    def _upload(self, paths: Sequence[Path]) -> list[CommitOperationAdd]:
+        from huggingface_hub import CommitOperationAdd
+
+        added = [
+            CommitOperationAdd(path_in_repo=self.prefix + p.relative_to(self.partial).as_posix(), path_or_fileobj=p)
+            for p in paths
+        ]
+        with asking(str(self.given)), quiet():
+            api().preupload_lfs_files(
+                self.repo, added, revision=self._base, create_pr=self.create_pr, num_threads=1, free_memory=False
+            )
+        for path, addition in zip(paths, added, strict=True):
+            if not self.keep and addition._is_uploaded:  # noqa: SLF001 - no public name says it
+                self._spool.forget(str(path), 0, path.lstat().st_size)
+                path.unlink()
+        return added
+
+    def readable(self) -> Place:
+        return self.partial
+
+    def seal(self) -> None:
+        """The commit is one step."""
+
+    def publish(self, *, force: bool) -> str | None:
+        """Commit. What is in the folder and was not written goes, but for ``STAYS``."""
+        from huggingface_hub import CommitOperationDelete
+
+        try:
+            added = self._uploads.done
+            ours = {a.path_in_repo for a in added}
+            stays = {self.prefix + n for n in STAYS}
+            gone = [CommitOperationDelete(path_in_repo=n) for n in self._tree.files if n not in ours | stays]
+            with quiet():
+                self._notes.append(self._commit([*added, *gone], added))
+        finally:
+            self.close()
+        return "; ".join(self._notes)
+
+    def _commit(
+        self, operations: Sequence[CommitOperationAdd | CommitOperationDelete], added: Sequence[CommitOperationAdd]
+    ) -> str:
+        """Repeated where nothing was done; an answer that was lost is looked for on the Hub."""
+        parent = self._tree.commit
+        for left in reversed(range(TRIES)):
+            try:
+                with asking(str(self.given)):
+                    if self._base != self.branch:
+                        api().create_branch(self.repo, branch=self.branch, revision=parent, exist_ok=True)
+                    info = api().create_commit(
+                        self.repo,
+                        operations,
+                        commit_message=f"Written by ckpttool {__version__}",
+                        revision=self.branch,
+                        create_pr=self.create_pr,
+                        parent_commit=parent,
+                    )
+            except AccessError as e:
+                if self.create_pr or not isinstance(e, PassingError):
+                    raise
+                with contextlib.suppress(CkptError), asking(str(self.given)):
+                    now = self._tree_of(self.branch)
+                    if now.commit != parent and _holds(now, added):
+                        return self._written(now.commit, f"made commit {now.commit}")
+                if not left:
+                    raise
+                time.sleep(random.uniform(0, 2 ** (TRIES - left)))  # noqa: S311 - several runs should not repeat at once
+            else:
+                if info.pr_url and info.pr_revision:
+                    return self._written(info.pr_revision, f"opened a pull request: {info.pr_url}")
+                return self._written(info.oid, f"made commit {info.oid}")
+        raise AssertionError("the last try raises")
+
+    def _written(self, revision: str, note: str) -> str:
+        self.given.written(revision)
+        return note
+
+    def close(self) -> None:
+        self._uploads.end()
+        self._spool.close()
+
+    def discard(self) -> None:
+        self.close()
+
+
+class _Uploads:
+    """Threads that send files. They are daemons: what is on its way cannot be interrupted, and need not be."""
+
+    def __init__(self, upload: Callable[[Sequence[Path]], list[CommitOperationAdd]]) -> None:
+        self.done: list[CommitOperationAdd] = []
+        self.known: set[Path] = set()
+        self._upload = upload
+        self._stop = threading.Event()
+        self._waiting: deque[tuple[Path, ...]] = deque()
+        self._held = 0
+        """Bytes of files that are not sent."""
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._ended = False
+
+    def start(self, stop: threading.Event) -> None:
+        """Begin; nobody waits any longer when ``stop`` is set."""
+        self._stop = stop
+        for i in range(UPLOADS):
+            threading.Thread(target=self._work, name=f"upload-{i}", daemon=True).start()
+
+    def add(self, *paths: Path) -> None:
+        """Send files, which must not change any more."""
+        with self._changed:
+            self.known.update(paths)
+            self._waiting.append(paths)
+            self._held += _bytes(paths)
+            self._changed.notify_all()
+
+    def wait(self, most: int) -> None:
+        """Until no more than so many bytes are left to send, or the run is to end. Raises what an upload has raised."""
+        with self._changed:
+            while self._held > most and not self._failure and not self._stop.is_set():
+                self._changed.wait(0.1)
+            if self._failure:
+                raise self._failure
+
+    def end(self) -> None:
+        """Begin no further upload."""
+        with self._changed:
+            self._ended = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._ended:
+                    self._changed.wait()
+                if self._ended:
+                    return
+                paths = self._waiting.popleft()
+                held = _bytes(paths)
+            try:
+                added = self._upload(paths)
+            except BaseException as e:  # noqa: BLE001 - raised again by whoever waits
+                with self._changed:
+                    self._failure = self._failure or e
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self.done += added
+                self._held -= held
+                self._changed.notify_all()
+
+
+def most_held(sizes: Sequence[int], tasks: Sequence[Task]) -> int:
+    """The most bytes that files of these sizes take at a time, if each goes when its last task is done.
+
+    Tasks are done in their order, but for computed tensors, the long ones of which come first.
+    """
+    computed = sum(t.nbytes for t in tasks if t.computing >= 0)
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, task in enumerate(tasks):
+        early = task.computing >= 0 and 8 * task.nbytes > computed
+        for file in {f for p in task.parts for f in p.files}:
+            first[file] = min(first.get(file, i), 0 if early else i)
+            last[file] = i
+    changes: Counter[int] = Counter()
+    for file, at in first.items():
+        changes[at] += sizes[file]
+        changes[last[file] + 1] -= sizes[file]
+    return max(accumulate((changes[at] for at in sorted(changes)), initial=0))
+
+
+def _bytes(paths: Sequence[Path]) -> int:
+    """An empty file counts, too: it is waited for."""
+    return sum(max(1, p.lstat().st_size) for p in paths)
+
+
+def _holds(tree: Tree, added: Sequence[CommitOperationAdd]) -> bool:
+    """Whether a commit has all that was to be committed."""
+
+    def identity(a: CommitOperationAdd) -> set[str]:
+        sha256 = a.upload_info.sha256.hex()
+        if a._is_uploaded:  # noqa: SLF001 - no public name says it
+            return {sha256}
+        with a.as_file() as f:
+            data = f.read()
+        return {sha256, hashlib.sha1(b"blob %d\0%b" % (len(data), data), usedforsecurity=False).hexdigest()}
+
+    return all(tree.files.get(a.path_in_repo) in identity(a) for a in added)

@@ -1,0 +1,111 @@
+"""huggingface_hub as what writes: its API with the user's token, and its errors as ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import AccessError, CkptError, OutputError
+from ckpttool.storage.hub_access import endpoint, token
+from ckpttool.version import __version__
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+
+def api() -> HfApi:
+    """The Hub, with the user's token."""
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint(), token() or False, library_name="ckpttool", library_version=__version__)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Progress is shown by the run."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+class PassingError(AccessError):
+    """It may go better the next time; or it went well, and the answer was lost."""
+
+
+@contextlib.contextmanager
+def asking(where: str) -> Iterator[None]:
+    """Raises AccessError for what the Hub refuses, and for a Hub that does not answer.
+
+    Texts of huggingface_hub are not shown: they have URLs with signatures in them.
+    """
+    try:
+        yield
+    except (CkptError, KeyboardInterrupt):
+        raise
+    except Exception as e:  # noqa: BLE001 - of whatever library carries its requests
+        raise _explained(e, where) from None
+
+
+def _explained(error: Exception, where: str) -> CkptError | Exception:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, RepositoryNotFoundError | RevisionNotFoundError) and not isinstance(error, GatedRepoError):
+        hint = "check the name, and that your token may see it: `hf auth whoami`"
+        return AccessError(
+            "the Hub has no such repository or branch, or does not show it to you", where=where, hint=hint
+        )
+    if isinstance(error, OfflineModeIsEnabled):
+        return AccessError(
+            "HF_HUB_OFFLINE is set, and nothing can be written", where=where, hint="unset HF_HUB_OFFLINE"
+        )
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if isinstance(cause, HfHubHTTPError) and status is not None:
+            said = cause.server_message or ""
+            return _refused(int(status), said, where)
+        if type(cause).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3"):
+            return PassingError(
+                f"the Hub does not answer ({type(cause).__name__})", where=where, hint="check the network, then repeat"
+            )
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, OSError) and error.filename:
+        return OutputError(f"cannot read what is to be sent: {error.strerror}", where=str(error.filename))
+    if isinstance(error, OSError):
+        return PassingError("the Hub cannot be reached", where=where, hint="check the network, then repeat")
+    if isinstance(error, ValueError):
+        return OutputError(f"the Hub does not take it: {error}", where=where)
+    return error
+
+
+def _refused(status: int, said: str, where: str) -> CkptError:
+    more = f": {said}" if said else ""
+    if status in (401, 403):
+        return AccessError(
+            f"the Hub does not let you write this{more}",
+            where=where,
+            hint="log in with a token that may write there (hf auth login), or use --create-pr",
+        )
+    if status in {409, 412}:
+        return OutputError(
+            f"the destination was changed by somebody else during the run{more}", where=where, hint="repeat the command"
+        )
+    if status == 429:
+        return PassingError(f"too many requests to the Hub{more}", where=where, hint="wait some minutes, then repeat")
+    if status >= 500:
+        return PassingError(f"the Hub fails with {status}{more}", where=where, hint="repeat the command later")
+    return OutputError(f"the Hub refuses this with {status}{more}", where=where)
