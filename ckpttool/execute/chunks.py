@@ -120,11 +120,6 @@ class Chunks:
             if not self._left[group]:
                 yield from self._ready(self._ranges[group])
 
-    def unwritten(self) -> Iterator[tuple[int, int]]:
-        """Chunks that no part writes into: literal bytes, and zeros."""
-        for f, waits in enumerate(self._waits):
-            yield from ((f, c) for c, n in enumerate(waits) if not n)
-
     def summed(self) -> Iterator[tuple[int, int]]:
         """The literal bytes with checksums are written, too. Yields what is ready by that."""
         held, self._held = self._held, []

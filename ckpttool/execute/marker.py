@@ -147,7 +147,7 @@ class Marker:
         Raises OutputError when somebody else is writing this DST.
         """
         if instead_of is not None:
-            self._check_gone(instead_of)
+            self.check_gone(instead_of)
         state.holder = self.me
         try:
             tag = instead_of.tag if instead_of else ""
@@ -201,7 +201,8 @@ class Marker:
             return False
         return holder is not None and holder.token == self.me.token
 
-    def _check_gone(self, found: Found) -> None:
+    def check_gone(self, found: Found) -> None:
+        """Raises OutputError when the process that put it may still be writing."""
         try:
             holder = State.read(found.data, self._where).holder
         except ConflictError:
@@ -231,6 +232,10 @@ class Marker:
                 if self._end.is_set():
                     return
                 self._put()
+
+    def end(self) -> None:
+        """Do not write it any more."""
+        self._end.set()
 
     def release(self) -> None:
         """Let go of DST, which stays to be continued."""

@@ -194,8 +194,13 @@ def is_same(first: Place, second: Place) -> bool:
 @contextmanager
 def open_file(place: Place) -> Iterator[OpenFile]:
     """Open a file of a source. Raises OSError; for a directory when the first bytes are read."""
-    with closing(_LocalFile(place) if isinstance(place, Path) else place.open_file()) as file:
+    with closing(open_local(place) if isinstance(place, Path) else place.open_file()) as file:
         yield file
+
+
+def open_local(path: Path) -> OpenFile:
+    """Open a file of this machine, as ``Remote.open_file`` does elsewhere. Raises OSError."""
+    return _LocalFile(path)
 
 
 @contextmanager

@@ -1,0 +1,652 @@
+"""A destination in an object store: a prefix that is absent, or complete, without a rename.
+
+Complete means that a reader who begins at config.json, or at an index, finds all that they speak of. Outputs are made
+in a spool on this machine; what is finished of them is sent as parts of multipart uploads, which nobody sees, and
+leaves the spool. The uploads are the journal.
+
+    begin     the marker is put where there is none: this run holds DST. Uploads of other runs are aborted, new ones
+              begun and named in the marker. A run that is resumed takes the marker over and asks which parts were sent
+    record    chunks to which nothing more is written are sent. Hashes that a resumed run needs lie beside the marker
+    settle    the rest is sent; the store lists every part, with its size
+    complete  an old DST goes, its config.json and index first; tensors become visible: uploads are completed
+    seal      companions, manifest, index, and config.json last
+    publish   uploads that are left are aborted, the marker goes
+
+docs/robustness.md says what a crash leaves at each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TypeVar
+
+from ckpttool.errors import CkptError, ConflictError, OutputError
+from ckpttool.execute.blocks import Stopped
+from ckpttool.execute.chunks import Chunks
+from ckpttool.execute.commit import MANIFEST
+from ckpttool.execute.destination import Beginning
+from ckpttool.execute.files import Medium
+from ckpttool.execute.journal import Finished
+from ckpttool.execute.marker import WRITING, Marker, State
+from ckpttool.execute.options import RunOptions
+from ckpttool.execute.overlay import Overlay
+from ckpttool.execute.schedule import Part
+from ckpttool.execute.sender import Sender
+from ckpttool.execute.spool import Spool
+from ckpttool.execute.store import GoneError, Slice, Store
+from ckpttool.plan import Output, Plan
+from ckpttool.storage.place import Place, Remote
+
+STORES = {"s3": "s3", "gs": "gcs", "az": "azure"}
+"""Scheme -> module beside this one with ``store(bucket)``, imported when there is something to write there."""
+
+CHUNK = 16 << 20
+"""Bytes of a part of an upload; more for objects that would have too many."""
+WHOLE = 1 << 20
+"""Objects of fewer bytes are put whole, at the end: an upload takes three requests. Until then they are spooled."""
+SENDERS = 8
+"""Threads that send, by default."""
+BACKLOG = 4
+"""Chunks for each of these threads that may wait to be sent before those who write have to wait."""
+REMEMBER = 5.0
+"""Seconds between two objects with hashes."""
+
+_MARK = ".ckpttool-partial"
+_ENTRIES = {
+    "config.json": 0,
+    "adapter_config.json": 0,
+    "model_index.json": 0,
+    "model_meta.json": 0,
+    "metadata.json": 0,
+    ".metadata": 0,
+    "latest": 1,
+    "latest_checkpointed_iteration.txt": 1,
+}
+"""Files at which readers begin."""
+LATE = 1
+"""Rank from which on objects appear one rank after the other, when all others are there."""
+_LAST = LATE + 3
+_LONGEST = 1024
+"""Bytes of a key."""
+
+_T = TypeVar("_T")
+
+
+def destination(dst: Remote, options: RunOptions) -> ObjectDestination:
+    """The destination that a place is. Raises AccessError when its store cannot be reached."""
+    return ObjectDestination(dst, single=options.single, threads=options.connections or SENDERS)
+
+
+def chunk_size(output: Output, chunk: int, store: Store) -> int:
+    """Bytes of each part but the last of an output's upload; 0 for one that is put whole, at the end."""
+    size = output.size
+    if size < WHOLE or rank(output.name) >= LATE:
+        return 0
+    least = -(-size // store.most_parts)
+    return max(chunk, -(-least // store.part_step) * store.part_step)
+
+
+def rank(name: str) -> int:
+    """In which order objects appear: those at which readers begin come last."""
+    base = name.rpartition("/")[2]
+    if base in _ENTRIES:
+        return LATE + 2 + _ENTRIES[base] + (base == name == "config.json")
+    if base.endswith(".index.json"):
+        return LATE + 1
+    return LATE if name == MANIFEST else 0
+
+
+@dataclass(slots=True)
+class _Object:
+    """An output that is sent in chunks."""
+
+    name: str
+    size: int
+    chunk: int
+    """Bytes of each chunk but the last."""
+    upload: str = ""
+    sent: dict[int, str] = field(default_factory=dict)
+    """Chunk, counted from 0, -> its tag."""
+    is_done: bool = False
+    """The object is there, written by this run."""
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """First byte, and how many."""
+        start = chunk * self.chunk
+        return start, min(self.chunk, self.size - start)
+
+
+class ObjectDestination:
+    """See ``Destination``."""
+
+    proposes = False
+    resumes = True
+
+    def __init__(self, dst: Remote, *, single: bool, threads: int) -> None:
+        self.given: Place = dst
+        self.single = single
+        self._threads = threads
+        self._text = str(dst)
+        scheme, _, rest = self._text.partition("://")
+        bucket, _, key = rest.partition("/")
+        self._bucket = f"{scheme}://{bucket}"
+        self._key = key.strip("/")
+        module = import_module(f"ckpttool.execute.{STORES[scheme]}")
+        self._store: Store = module.store(bucket)
+        self._spool = Spool(self._text)
+        self._marker = Marker(self._store, self._beside(f"{_MARK}.json"), self._text)
+        self._state: State | None = None
+        self._objects: dict[int, _Object] = {}
+        """By the number of the output."""
+        self._names: list[str] = []
+        """Of all objects that DST will have."""
+        self._own: set[str] = set()
+        """Keys of objects that this run has written, or has begun to."""
+        self._stop = threading.Event()
+        self._asked = threading.Event()
+        self._force = False
+        self._sender = Sender(self._send, threads)
+        self._recording = threading.Lock()
+        self._sums: dict[str, str] = {}
+        """Hashes that are not in the store yet."""
+        self._notes = 0
+        """Objects with hashes."""
+        self._noted = time.monotonic()
+        self._replaced = False
+
+    # -- names
+
+    @property
+    def partial(self) -> Path:
+        return self._spool.path
+
+    @property
+    def locks(self) -> Sequence[int]:
+        return self._spool.locks
+
+    @property
+    def can_record(self) -> bool:
+        return self._marker.is_held
+
+    def _at(self, name: str) -> str:
+        """The key of an output."""
+        if self.single:
+            return self._key
+        return f"{self._key}/{name}" if self._key else name
+
+    def _beside(self, name: str) -> str:
+        """The key of something that is there while DST is being made."""
+        return self._key + name if self.single else self._at(name)
+
+    @property
+    def _prefix(self) -> str:
+        """What the keys of all objects of DST begin with."""
+        return self._key if self.single else self._at("")
+
+    @property
+    def _notes_prefix(self) -> str:
+        return self._beside(f"{_MARK}/")
+
+    # -- checks, before anything is written
+
+    def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
+        if self._bucket.endswith("://"):
+            raise OutputError("the destination has no bucket", where=self._text)
+        if self.single and not self._key:
+            raise OutputError("the destination has no name", where=self._text)
+        self._check_apart([*sources, *carried], [r.rstrip("/") for r in roots])
+        if self._marker.find() is None:
+            self.check_absent(force=force)
+
+    def _check_apart(self, sources: Sequence[str], roots: Sequence[str]) -> None:
+        text = self._text.rstrip("/")
+        for s in sources:
+            if s == text or s.startswith(f"{text}/"):
+                same = text in (roots or [s.rpartition("/")[0]])
+                what = "SRC and DST are the same" if same else "the source lies inside the destination"
+                raise OutputError(what, where=[self._text, s], hint="choose another DST")
+        for holder in roots or sorted({s.rpartition("/")[0] for s in sources}):
+            if text == holder:
+                raise OutputError("SRC and DST are the same", where=[self._text, holder], hint="choose another DST")
+            if text.startswith(f"{holder}/"):
+                what = "the destination lies inside the source"
+                raise OutputError(what, where=[self._text, holder], hint="choose a DST outside")
+
+    def check_absent(self, *, force: bool, appeared: bool = False) -> None:
+        """Raises OutputError for an object that is not this run's, and for a bucket that would be emptied."""
+        if force and self._key:
+            return
+        strange = next(self._strange(), None)
+        if strange is None:
+            return
+        if force:
+            what, hint = "--force would delete all that is in the bucket", "choose a DST below it: a prefix"
+            raise OutputError(what, where=[self._text, f"{self._bucket}/{strange}"], hint=hint)
+        what = "the destination appeared during the run" if appeared else "the destination exists"
+        where = [self._text, f"{self._bucket}/{strange}"]
+        raise OutputError(what, where=where, hint="choose another DST, or use --force to replace it")
+
+    def _strange(self) -> Iterator[str]:
+        """Keys of objects at DST that are not this run's."""
+        folder = f"{self._key}/"
+        if not self.single and self._key and self._store.head(self._key) is not None:
+            yield self._key
+        for key, size in self._store.objects(self._prefix):
+            if self.single and key != self._key and not key.startswith(folder):
+                continue  # another name that begins so
+            mine = key in self._own or key == self._beside(f"{_MARK}.json") or key.startswith(self._notes_prefix)
+            if not mine and not (key == folder and not size):  # consoles make folders so
+                yield key
+
+    def check_space(self, plan: Plan) -> None:
+        """What is certain to lie in the spool at a time: objects that are put whole, and a chunk for each thread."""
+        sizes = [o.size for o in plan.outputs]
+        held = sum(s for s in sizes if s < WHOLE)
+        for o in plan.outputs:
+            if o.summed:  # chunks with checksums among their bytes wait for the end
+                held += min(o.size, CHUNK * len({at // CHUNK for at, _ in o.literals}))
+        self._spool.check_space(min(sum(sizes), held + self._threads * CHUNK))
+
+    # -- begin
+
+    def begin(self, beginning: Beginning) -> Finished:
+        self._asked, self._force = beginning.stop, beginning.force
+        self._names = [*(o.name for o in beginning.plan.outputs), *beginning.late]
+        self._check_names()
+        plan = beginning.plan
+        self._spool.open()
+        left = False
+        try:
+            state, left = self._take(plan.digest(), sum([len(t.parts) for t in beginning.tasks]), beginning)
+            self._cut(plan, state.chunk)
+            if left:
+                sums = self._continue(state)
+                self.check_absent(force=beginning.force)
+            else:
+                sums = {}
+                self.check_absent(force=beginning.force)  # another run may have made it since the check
+                self._clear(state)
+            sizes = [self._objects[i].chunk if i in self._objects else 0 for i in range(len(plan.outputs))]
+            self._chunks = Chunks(plan, beginning.tasks, sizes)
+            sent = [self._sent(i) for i in range(len(plan.outputs))]
+            return Finished(self._chunks.finished(sent, sums), sums)
+        except BaseException:
+            if left:
+                self.close()
+            else:
+                self.discard()
+            raise
+
+    def _check_names(self) -> None:
+        for name in self._names:
+            where = f"{self._text}: {name}"
+            try:
+                size = len(self._at(name).encode())
+            except UnicodeEncodeError:
+                raise OutputError("a name is not UTF-8, as names in object stores are", where=where) from None
+            if size > _LONGEST - len(f"/{_MARK}.json"):
+                raise OutputError(f"a name is longer than {_LONGEST:,} bytes, the most in object stores", where=where)
+
+    def _take(self, digest: str, parts: int, beginning: Beginning) -> tuple[State, bool]:
+        """Hold DST. Returns the marker's state, and whether it is that of a run to be continued."""
+        found = self._marker.find()
+        fresh = State(uuid.uuid4().hex, digest, parts, CHUNK)
+        if found is None:
+            self.check_absent(force=beginning.force)
+        elif beginning.resume:
+            state = State.read(found.data, self._text)
+            if state.state == WRITING and (state.plan, state.parts) != (digest, parts):
+                raise ConflictError(
+                    "the interrupted run had another plan: the source, the options or the version of ckpttool have"
+                    " changed",
+                    where=f"{self._text}: plan {state.plan[:12]}, now {digest[:12]}",
+                    hint="repeat the command of the interrupted run with --resume, or use --force to start over",
+                )
+            fresh.uploads = state.uploads
+            fresh = state if state.state == WRITING else fresh
+        elif beginning.force:
+            with suppress(ConflictError):
+                fresh.uploads = State.read(found.data, self._text).uploads
+        else:
+            self._marker.check_gone(found)
+            what = "an interrupted run left a partial destination"
+            raise OutputError(what, where=self._text, hint="--resume continues it, --force starts over")
+        self._marker.take(fresh, found)
+        self._state = fresh
+        return fresh, fresh.state == WRITING
+
+    def _cut(self, plan: Plan, chunk: int) -> None:
+        for i, o in enumerate(plan.outputs):
+            size = chunk_size(o, chunk, self._store)
+            if size:
+                self._objects[i] = _Object(o.name, o.size, size)
+
+    def _clear(self, state: State) -> None:
+        """Abort what others have begun, and begin the uploads of this run. The marker names them before anything is
+        sent: an upload that it does not name is never continued."""
+        ours = {self._at(o.name) for o in self._objects.values()} | {self._at(n) for n in state.uploads}
+        self._abort(ours)
+        for key, _ in list(self._store.objects(self._notes_prefix)):
+            self._store.delete(key)
+        self._create(self._objects.values())
+        state.uploads = {o.name: o.upload for o in self._objects.values()}
+        state.state = WRITING
+        self._marker.put()
+
+    def _abort(self, keys: Iterable[str]) -> None:
+        """Abort all uploads of objects with these keys."""
+        wanted = set(keys)
+        if wanted:
+            found = [u for u in self._store.uploads(self._prefix) if u[0] in wanted]
+            self._each(lambda u: self._store.abort(*u), found)
+
+    def _create(self, objects: Iterable[_Object]) -> None:
+        def create(o: _Object) -> None:
+            o.upload = self._store.create(self._at(o.name), self._run)
+
+        self._each(create, objects)
+
+    def _continue(self, state: State) -> dict[str, str]:
+        """Ask what the interrupted run has sent. Returns the hashes that it has left."""
+        keys = {self._at(n) for n in self._names}
+        there = [key for key, _ in self._store.objects(self._prefix) if key in keys]
+        sizes: dict[str, int] = {}
+
+        def look(key: str) -> None:
+            held = self._store.head(key)
+            if held is not None and held.run == self._run:
+                sizes[key] = held.size
+
+        self._each(look, there)
+        self._own |= sizes.keys()
+
+        def ask(o: _Object) -> None:
+            if sizes.get(self._at(o.name)) == o.size:
+                o.is_done = True
+                return
+            o.upload = state.uploads.get(o.name, "")
+            try:
+                parts = self._store.parts(self._at(o.name), o.upload) if o.upload else {}
+            except GoneError:
+                o.upload = ""
+                return
+            o.sent = {n - 1: p.tag for n, p in parts.items() if self._is_chunk(o, n - 1, p.size)}
+
+        self._each(ask, self._objects.values())
+        missing = [o for o in self._objects.values() if not o.upload and not o.is_done]
+        if missing:
+            self._create(missing)
+            state.uploads |= {o.name: o.upload for o in missing}
+            self._marker.put()
+        return self._noted_sums()
+
+    @staticmethod
+    def _is_chunk(o: _Object, chunk: int, size: int) -> bool:
+        return 0 <= chunk * o.chunk < o.size and o.span(chunk)[1] == size
+
+    def _sent(self, output: int) -> Collection[int]:
+        o = self._objects.get(output)
+        if o is None:
+            return ()
+        return range(-(-o.size // o.chunk)) if o.is_done else o.sent.keys()
+
+    def _noted_sums(self) -> dict[str, str]:
+        sums: dict[str, str] = {}
+        for key, _ in list(self._store.objects(self._notes_prefix)):
+            found = self._store.get(key)
+            name = key.removeprefix(self._notes_prefix)
+            if found is not None and name.startswith(self._run):
+                with suppress(ValueError, AttributeError):
+                    said = json.loads(found.data)["sums"]
+                    sums |= {k: v for k, v in said.items() if isinstance(v, str)}
+                    self._notes = max(self._notes, int(name[len(self._run) + 1 :].removesuffix(".json")))
+        return sums
+
+    @property
+    def _run(self) -> str:
+        return self._state.run if self._state else ""
+
+    # -- work
+
+    def make(self, path: str, size: int) -> bool:
+        """What counts has been sent, wherever the spool was then."""
+        self._start()
+        self._spool.make(path, size)
+        return True
+
+    def _start(self) -> None:
+        """Not in ``begin``: processes are forked behind that, and before there are threads."""
+        self._sender.start()
+        self._marker.beat()
+
+    def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        """Send what is ready, and wait while too much is waiting. The bytes need not be durable here."""
+        if self._asked.is_set():
+            return
+        self._start()
+        with self._recording:
+            for output, chunk in self._chunks.done([p.number for p in parts], sums):
+                self._ready(output, chunk)
+            self._sums |= sums
+        if self._sums and time.monotonic() - self._noted > REMEMBER:
+            self._note()
+        self._sender.wait(BACKLOG * self._threads, self._asked)
+
+    def _ready(self, output: int, chunk: int) -> None:
+        o = self._objects[output]
+        if o.is_done or chunk in o.sent:  # sent by an earlier run, and made again with others
+            self._forget(o, chunk)
+        else:
+            self._sender.put((output, chunk))
+
+    def _send(self, item: tuple[int, int]) -> None:
+        o, chunk = self._objects[item[0]], item[1]
+        start, size = o.span(chunk)
+        try:
+            with Slice(self._spool.path / o.name, start, size, self._stop) as data:
+                tag = self._store.put_part(self._at(o.name), o.upload, chunk + 1, data)
+        except GoneError:
+            self._marker.check()
+            raise OutputError(
+                "an upload is gone: something has aborted it, a rule of the bucket for incomplete ones perhaps",
+                where=f"{self._bucket}/{self._at(o.name)}",
+            ) from None
+        except OSError as e:
+            what = f"what waits to be sent cannot be read: {e.strerror or e}"
+            raise OutputError(what, where=str(self._spool.path / o.name)) from e
+        o.sent[chunk] = tag
+        self._forget(o, chunk)
+
+    def _forget(self, o: _Object, chunk: int) -> None:
+        with suppress(OSError):  # the bytes stay a little longer
+            self._spool.forget(str(self._spool.path / o.name), *o.span(chunk))
+
+    def _note(self) -> None:
+        """Put hashes beside the marker, for a run that goes on."""
+        with self._recording:
+            sums, self._sums = self._sums, {}
+            self._noted = time.monotonic()
+            self._notes += 1
+        key = f"{self._notes_prefix}{self._run}-{self._notes:06}.json"
+        self._store.put(key, json.dumps({"sums": sums}).encode(), self._run)
+
+    # -- the end
+
+    def settle(self, pool: Medium, paths: Sequence[str]) -> None:
+        self._start()
+        with self._recording:
+            for output, chunk in self._chunks.summed():
+                self._ready(output, chunk)
+        if self._chunks.waiting():
+            raise RuntimeError("chunks wait for parts that are not in the plan")
+        if self._sums:
+            self._note()
+        self._drain()
+        for output, o in self._objects.items():  # chunks that no part writes into: literal bytes, and zeros
+            for chunk in () if o.is_done else range(-(-o.size // o.chunk)):
+                if chunk not in o.sent:
+                    self._sender.put((output, chunk))
+        self._drain()
+        self._each(self._check_sent, [o for o in self._objects.values() if not o.is_done])
+
+    def _drain(self) -> None:
+        self._sender.wait(0, self._asked)
+        if self._asked.is_set():
+            raise Stopped
+
+    def _check_sent(self, o: _Object) -> None:
+        """Raises OutputError when the store does not have all of an object, as it was sent."""
+        where = f"{self._bucket}/{self._at(o.name)}"
+        try:
+            there = self._store.parts(self._at(o.name), o.upload)
+        except GoneError:
+            raise OutputError("an upload is gone, with all that was sent", where=where) from None
+        for chunk in range(-(-o.size // o.chunk)):
+            part = there.get(chunk + 1)
+            if part is None or not self._is_chunk(o, chunk, part.size):
+                raise OutputError(f"part {chunk + 1:,} of an upload is missing, or has another size", where=where)
+            if o.sent.get(chunk) != part.tag:
+                raise OutputError(f"part {chunk + 1:,} of an upload is another one than was sent", where=where)
+
+    def complete(self) -> None:
+        self._marker.check()
+        strange = list(self._strange())
+        if strange:
+            self.check_absent(force=self._force, appeared=True)
+            self._delete(strange)
+            self._replaced = True
+        self._complete()
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        """Delete objects of DST: without those at which readers begin, it is absent."""
+        by_rank: dict[int, list[str]] = {}
+        for key in keys:
+            by_rank.setdefault(rank(key.removeprefix(self._prefix)), []).append(key)
+        for _, some in sorted(by_rank.items(), reverse=True):
+            self._each(self._store.delete, some)
+
+    def _complete(self) -> None:
+        """Complete the uploads."""
+
+        def complete(o: _Object) -> None:
+            key = self._at(o.name)
+            self._own.add(key)
+            try:
+                self._store.complete(key, o.upload, {c + 1: tag for c, tag in o.sent.items()}, self._run)
+            except GoneError:  # it was done, and the answer has been lost
+                held = self._store.head(key)
+                if held is None or held.size != o.size or held.run != self._run:
+                    what = "an upload was gone before it was completed"
+                    raise OutputError(what, where=f"{self._bucket}/{key}") from None
+            o.is_done = True
+
+        self._each(complete, [o for o in self._objects.values() if not o.is_done])
+
+    def readable(self) -> Place:
+        """Objects that are there, and what is put at the end from the spool."""
+        if self.single:
+            (name,) = self._names
+            return self.given if self._objects else self._spool.path / name
+        return Overlay.of(self.given, self._spool.path, self._small)
+
+    @property
+    def _small(self) -> list[str]:
+        """Names of what is put whole, at the end."""
+        sent = {o.name for o in self._objects.values()}
+        return [n for n in self._names if n not in sent]
+
+    def seal(self) -> None:
+        self._marker.check()
+        small = self._small
+        self._each(self._put, [n for n in small if rank(n) < LATE])
+        self._check_there()
+        for number in range(LATE, _LAST + 1):
+            self._each(self._put, [n for n in small if rank(n) == number])
+
+    def _put(self, name: str) -> None:
+        key, path = self._at(name), self._spool.path / name
+        self._own.add(key)
+        size = path.stat().st_size
+        with Slice(path, 0, size, self._stop) as data:
+            self._store.put(key, data if size else b"", self._run)
+
+    def _check_there(self) -> None:
+        """Raises OutputError when an object of those that come first is not there, or has another size."""
+        there = dict(self._store.objects(self._prefix))
+        for o in self._objects.values():
+            if there.get(self._at(o.name)) != o.size:
+                what = "an object that was written is not there, or has another size"
+                raise OutputError(what, where=f"{self._bucket}/{self._at(o.name)}")
+
+    def publish(self, *, force: bool) -> str | None:
+        notes = []
+        if self._replaced:
+            notes.append("the old destination was deleted before the new one was complete: objects have no rename")
+        try:
+            self._tidy()
+            self._marker.delete()
+        except (CkptError, FileNotFoundError) as e:
+            said = e.what if isinstance(e, CkptError) else "not found"
+            notes.append(f"DST is complete; what lies beside it could not be removed ({said}): --resume removes it")
+            self._marker.release()
+        self._end()
+        return "; ".join(notes) or None
+
+    def _tidy(self) -> None:
+        """Abort uploads that are left, and delete the hashes."""
+        uploads = self._state.uploads if self._state else {}
+        self._abort({self._at(o.name) for o in self._objects.values()} | {self._at(n) for n in uploads})
+        for key, _ in list(self._store.objects(self._notes_prefix)):
+            self._store.delete(key)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._sender.end()
+        if self._sums and self._marker.is_held:
+            with suppress(CkptError):
+                self._note()
+        self._marker.release()
+        self._end()
+
+    def discard(self) -> None:
+        self._stop.set()
+        self._sender.end()
+        if self._marker.is_held:
+            with suppress(CkptError, FileNotFoundError):
+                self._marker.check()
+                self._delete(sorted(self._own))
+                self._tidy()
+                self._marker.delete()
+        self._end()
+
+    def _end(self) -> None:
+        self._stop.set()
+        self._marker.end()
+        self._sender.end()
+        self._spool.close()
+        self._store.close()
+
+    def _each(self, do: Callable[[_T], object], items: Iterable[_T]) -> None:
+        """Do it for all, some at a time. The first failure is raised, and what has not begun is left."""
+        listed = list(items)
+        if len(listed) < 2:
+            for item in listed:
+                do(item)
+            return
+        with ThreadPoolExecutor(min(self._threads, len(listed)), thread_name_prefix="store") as pool:
+            running = [pool.submit(do, item) for item in listed]
+            try:
+                for r in running:
+                    r.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise

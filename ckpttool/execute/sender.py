@@ -1,0 +1,81 @@
+"""Threads that send what is put into a queue, and one place where their failure shows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+class Sender(Generic[_T]):
+    """Calls ``send`` for everything that is put, in order, in several threads at a time.
+
+    After a failure nothing more is sent. The threads are daemons: an interrupted program does not wait for them.
+    """
+
+    def __init__(self, send: Callable[[_T], None], threads: int) -> None:
+        self._send = send
+        self._count = threads
+        self._threads: list[threading.Thread] = []
+        self._items: deque[_T] = deque()
+        self._busy = 0
+        self._ended = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def start(self) -> None:
+        """Start the threads, once."""
+        while len(self._threads) < self._count:
+            self._threads.append(threading.Thread(target=self._work, name="sender", daemon=True))
+            self._threads[-1].start()
+
+    def put(self, item: _T) -> None:
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify()
+
+    def wait(self, most: int, stop: threading.Event) -> None:
+        """Until at most so many items wait or are being sent. Raises what sending one raised; returns when ``stop`` is
+        set."""
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if len(self._items) + self._busy <= most or stop.is_set() or self._ended:
+                    return
+                self._changed.wait(0.2)
+
+    def end(self) -> None:
+        """Nothing more is sent. What is being sent gets a second to notice."""
+        with self._changed:
+            self._ended = True
+            self._items.clear()
+            self._changed.notify_all()
+        deadline = time.monotonic() + 1
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._items and not self._ended:
+                    self._changed.wait()
+                if self._ended:
+                    return
+                item = self._items.popleft()
+                self._busy += 1
+            failure: BaseException | None = None
+            try:
+                self._send(item)
+            except BaseException as e:  # noqa: BLE001 - raised again by whoever waits
+                failure = e
+            with self._changed:
+                self._busy -= 1
+                if failure is not None:
+                    self._failure = self._failure or failure
+                    self._items.clear()
+                self._changed.notify_all()
