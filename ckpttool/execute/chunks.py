@@ -49,11 +49,9 @@ class Chunks:
         """What a group waits for: parts and hashes."""
         for task in tasks:
             self._add(plan, task)
-        self._held: list[_Range] = []
         for i, o in enumerate(plan.outputs):
-            if o.summed and sizes[i]:  # its literal bytes are known at the end
-                self._held += self._covered((i, at, at + len(data)) for at, data in o.literals)
-        self._count(self._held, 1)
+            if o.summed and sizes[i]:  # its literal bytes are known when all is written: these chunks are never ready
+                self._count(self._covered((i, at, at + len(data)) for at, data in o.literals), 1)
 
     def _add(self, plan: Plan, task: Task) -> None:
         unit = plan.units[task.computing] if task.computing >= 0 else None
@@ -120,11 +118,6 @@ class Chunks:
             if not self._left[group]:
                 yield from self._ready(self._ranges[group])
 
-    def summed(self) -> Iterator[tuple[int, int]]:
-        """The literal bytes with checksums are written, too. Yields what is ready by that."""
-        held, self._held = self._held, []
-        yield from self._ready(held)
-
     def _ready(self, ranges: Iterable[_Range]) -> Iterator[tuple[int, int]]:
         for f, first, stop in ranges:
             waits = self._waits[f]
@@ -132,10 +125,6 @@ class Chunks:
                 waits[c] -= 1
                 if not waits[c]:
                     yield f, c
-
-    def waiting(self) -> int:
-        """How many chunks are not ready."""
-        return sum(n > 0 for waits in self._waits for n in waits)
 
 
 def part_extents(plan: Plan, part: Part, unit: Unit | None) -> Iterator[Extent]:

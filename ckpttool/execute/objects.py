@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpttool.errors import CkptError, ConflictError, OutputError
-from ckpttool.execute.blocks import Stopped
 from ckpttool.execute.chunks import Chunks
 from ckpttool.execute.commit import MANIFEST
 from ckpttool.execute.destination import Beginning
-from ckpttool.execute.files import Medium
+from ckpttool.execute.files import Medium, Stopped
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.marker import WRITING, Marker, State
 from ckpttool.execute.options import RunOptions
@@ -83,7 +82,15 @@ _T = TypeVar("_T")
 
 def destination(dst: Remote, options: RunOptions) -> ObjectDestination:
     """The destination that a place is. Raises AccessError when its store cannot be reached."""
-    return ObjectDestination(dst, single=options.single, threads=options.connections or SENDERS)
+    scheme, _, rest = str(dst).partition("://")
+    store = open_store(scheme, rest.partition("/")[0])
+    return ObjectDestination(dst, store, single=options.single, threads=options.connections or SENDERS)
+
+
+def open_store(scheme: str, bucket: str) -> Store:
+    """The bucket of this name."""
+    store: Store = import_module(f"ckpttool.execute.{STORES[scheme]}").store(bucket)
+    return store
 
 
 def chunk_size(output: Output, chunk: int, store: Store) -> int:
@@ -91,8 +98,9 @@ def chunk_size(output: Output, chunk: int, store: Store) -> int:
     size = output.size
     if size < WHOLE or rank(output.name) >= LATE:
         return 0
-    least = -(-size // store.most_parts)
-    return max(chunk, -(-least // store.part_step) * store.part_step)
+    if size <= chunk * store.most_parts:
+        return chunk
+    return -(-size // store.most_parts // store.part_step) * store.part_step
 
 
 def rank(name: str) -> int:
@@ -131,7 +139,7 @@ class ObjectDestination:
     proposes = False
     resumes = True
 
-    def __init__(self, dst: Remote, *, single: bool, threads: int) -> None:
+    def __init__(self, dst: Remote, store: Store, *, single: bool, threads: int) -> None:
         self.given: Place = dst
         self.single = single
         self._threads = threads
@@ -139,9 +147,8 @@ class ObjectDestination:
         scheme, _, rest = self._text.partition("://")
         bucket, _, key = rest.partition("/")
         self._bucket = f"{scheme}://{bucket}"
-        self._key = key.strip("/")
-        module = import_module(f"ckpttool.execute.{STORES[scheme]}")
-        self._store: Store = module.store(bucket)
+        self._key = key.rstrip("/")
+        self._store = store
         self._spool = Spool(self._text)
         self._marker = Marker(self._store, self._beside(f"{_MARK}.json"), self._text)
         self._state: State | None = None
@@ -483,15 +490,11 @@ class ObjectDestination:
 
     def settle(self, pool: Medium, paths: Sequence[str]) -> None:
         self._start()
-        with self._recording:
-            for output, chunk in self._chunks.summed():
-                self._ready(output, chunk)
-        if self._chunks.waiting():
-            raise RuntimeError("chunks wait for parts that are not in the plan")
         if self._sums:
             self._note()
         self._drain()
-        for output, o in self._objects.items():  # chunks that no part writes into: literal bytes, and zeros
+        # The last parts, which were not worth a record, checksums, and chunks that no part writes into.
+        for output, o in self._objects.items():
             for chunk in () if o.is_done else range(-(-o.size // o.chunk)):
                 if chunk not in o.sent:
                     self._sender.put((output, chunk))

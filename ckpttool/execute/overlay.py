@@ -97,3 +97,11 @@ class Overlay(NamedTuple):
     def open_file(self) -> OpenFile:
         place = self._place
         return open_local(place) if isinstance(place, Path) else place.open_file()
+
+    def on_disk(self) -> tuple[Path, int] | None:
+        place = self._place
+        return (place, 0) if isinstance(place, Path) else place.on_disk()
+
+    def lost(self) -> str:
+        place = self._place
+        return "" if isinstance(place, Path) else place.lost()

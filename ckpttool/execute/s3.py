@@ -24,6 +24,7 @@ from botocore.parsers import ResponseParserError
 from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.execute.files import Stopped
 from ckpttool.execute.store import Found, GoneError, Held, SentPart, Slice, TakenError
+from ckpttool.storage.access import anonymous
 
 RUN = "ckpttool-run"
 """User metadata of every object: which run wrote it."""
@@ -43,7 +44,7 @@ _RIGHTS = (
 )
 
 
-def store(bucket: str, *, anonymous: bool = False) -> S3Store:
+def store(bucket: str) -> S3Store:
     """The bucket with this name. Raises AccessError when there is no region, profile or endpoint to go by."""
     config = Config(
         retries={"mode": "standard", "max_attempts": TRIES},
@@ -53,7 +54,7 @@ def store(bucket: str, *, anonymous: bool = False) -> S3Store:
         # Checksums are given below, in a form that every store takes.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        signature_version=UNSIGNED if anonymous else None,
+        signature_version=UNSIGNED if anonymous() else None,
     )
     try:
         client = boto3.session.Session().client("s3", config=config)
