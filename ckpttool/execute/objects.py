@@ -43,6 +43,7 @@ from ckpttool.execute.sender import Sender
 from ckpttool.execute.spool import Spool
 from ckpttool.execute.store import GoneError, Slice, Store
 from ckpttool.plan import Output, Plan
+from ckpttool.storage.objects import forget
 from ckpttool.storage.place import Place, Remote
 
 STORES = {"s3": "s3", "gs": "gcs", "az": "azure"}
@@ -559,6 +560,7 @@ class ObjectDestination:
         if self.single:
             (name,) = self._names
             return self.given if self._objects else self._spool.path / name
+        forget()  # what is there has been looked at before
         return Overlay.of(self.given, self._spool.path, self._small)
 
     @property
@@ -637,6 +639,7 @@ class ObjectDestination:
         self._sender.end()
         self._spool.close()
         self._store.close()
+        forget()
 
     def _each(self, do: Callable[[_T], object], items: Iterable[_T]) -> None:
         """Do it for all, some at a time. The first failure is raised, and what has not begun is left."""

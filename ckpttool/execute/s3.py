@@ -57,7 +57,9 @@ def store(bucket: str) -> S3Store:
         signature_version=UNSIGNED if anonymous() else None,
     )
     try:
-        client = boto3.session.Session().client("s3", config=config)
+        session = boto3.session.Session()
+        region = None if session.region_name else "us-east-1"  # buckets elsewhere are found by a redirect
+        client = session.client("s3", region_name=region, config=config)
     except (exceptions.BotoCoreError, ValueError) as e:
         raise AccessError(f"the S3 client cannot be set up: {e}", where=f"s3://{bucket}") from e
     return S3Store(client, bucket)

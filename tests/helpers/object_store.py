@@ -25,8 +25,8 @@ class Upload:
 
 
 Fault = Callable[[int, str], str]
-"""Of a request's number and name: "" or "before" (it fails), "after" (it is done, and fails), "dead before", "dead after"
-(so do all that follow)."""
+"""Of a request's number and name: "" or "before" (it fails), "after" (it is done, and fails), "dead before" and "dead
+after" (so do all that follow)."""
 
 
 class ObjectStore:
