@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from ckpttool.errors import UsageError
 from ckpttool.storage.hub_cache import Listed
-from ckpttool.storage.hub_files import ONES_OWN, SMALL, SMALL_LARGE, Ranges, Revision, Whole, forget
+from ckpttool.storage.hub_files import ONES_OWN, Ranges, Revision, Whole, forget
 from ckpttool.storage.hub_files import revision as find_revision
 from ckpttool.storage.place import DataFile, OpenFile
 from ckpttool.storage.stream import OnDisk, stream
@@ -30,36 +30,36 @@ _OTHERS = {"datasets": "a dataset", "spaces": "a Space", "buckets": "a bucket", 
 class HubPlace:
     """A file or folder of a model repository. Nothing is asked before somebody looks into it."""
 
-    __slots__ = ("_commit", "path")
+    __slots__ = ("_revision", "path")
 
-    def __init__(self, commit: Revision, path: str = "") -> None:
-        self._commit = commit
+    def __init__(self, revision: Revision, path: str = "") -> None:
+        self._revision = revision
         self.path = path
         """With slashes; "" is the repository."""
 
     @property
     def repo(self) -> str:
         """ORG/NAME."""
-        return self._commit.repo
+        return self._revision.model.repo
 
     @property
     def revision(self) -> str:
         """As it was said; "" where it was not."""
-        return self._commit.said
+        return self._revision.said
 
     def written(self, revision: str) -> None:
         """Somebody has written it: from now on it is what this commit or pull request has."""
         forget(self.repo)
-        self._commit = find_revision(self.repo, revision)
+        self._revision = find_revision(self.repo, revision)
 
     def __str__(self) -> str:
-        return str(self._commit) + (f"/{self.path}" if self.path else "")
+        return str(self._revision) + (f"/{self.path}" if self.path else "")
 
     def __repr__(self) -> str:
         return f"HubPlace({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HubPlace) and self.path == other.path and self._commit == other._commit
+        return isinstance(other, HubPlace) and self.path == other.path and self._revision == other._revision
 
     def __hash__(self) -> int:
         return hash((self.repo, self.path))
@@ -77,16 +77,16 @@ class HubPlace:
 
     @property
     def parent(self) -> HubPlace:
-        return HubPlace(self._commit, self.path.rpartition("/")[0])
+        return HubPlace(self._revision, self.path.rpartition("/")[0])
 
     def __truediv__(self, name: str, /) -> HubPlace:
-        return HubPlace(self._commit, "/".join([self.path] * bool(self.path) + _parts(name)))
+        return HubPlace(self._revision, "/".join([self.path] * bool(self.path) + _parts(name)))
 
     def is_file(self) -> bool:
-        return self.path in self._commit.files
+        return self.path in self._revision.commit.files
 
     def is_dir(self) -> bool:
-        return self.path in self._commit.folders
+        return self.path in self._revision.commit.folders
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
@@ -94,7 +94,7 @@ class HubPlace:
     def scan(self) -> Iterator[HubEntry]:
         if not self.is_dir():
             self._missing()
-        for name, is_folder in self._commit.folders[self.path].items():
+        for name, is_folder in self._revision.commit.folders[self.path].items():
             yield HubEntry(name, is_folder)
 
     def identity(self) -> tuple[int, str]:
@@ -106,21 +106,20 @@ class HubPlace:
     def open_file(self) -> OpenFile:
         file = self._listed()
         info = DataFile(self, file.size, file.blob)
-        if path := self._commit.cached(self.path, file):
+        if path := self._revision.commit.cached(self.path, file):
             return OnDisk(info, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        if file.size <= (SMALL_LARGE if file.large else SMALL):
-            return Whole(info, self._commit.stored(self.path).whole())
-        return Ranges(info, self._commit.stored(self.path))
+        stored = self._revision.commit.stored(self.path)
+        return Whole(info, stored.whole()) if stored.is_small else Ranges(info, stored)
 
     def on_disk(self) -> tuple[Path, int] | None:
-        path = self._commit.cached(self.path, self._listed())
+        path = self._revision.commit.cached(self.path, self._listed())
         return (path, 0) if path else None
 
     def lost(self) -> str:
-        return self._commit.lost(self.path)
+        return self._revision.commit.lost(self.path)
 
     def _listed(self) -> Listed:
-        found = self._commit.files.get(self.path)
+        found = self._revision.commit.files.get(self.path)
         return found or self._missing()
 
     def _missing(self) -> NoReturn:

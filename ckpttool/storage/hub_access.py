@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from email.message import Message
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
@@ -17,9 +17,12 @@ _LOGIN = "`hf auth login`, or HF_TOKEN"
 
 def endpoint() -> str:
     """Where the Hub is (HF_ENDPOINT), without a slash at the end."""
-    from huggingface_hub import constants
+    return str(_constants().ENDPOINT).rstrip("/")
 
-    return str(constants.ENDPOINT).rstrip("/")
+
+def cache_home() -> str:
+    """Where the Hub's cache is (HF_HUB_CACHE, HF_HOME)."""
+    return str(_constants().HF_HUB_CACHE)
 
 
 def token() -> str | None:
@@ -29,10 +32,10 @@ def token() -> str | None:
     """
     if anonymous():
         return None
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+    if _constants().HF_HUB_DISABLE_IMPLICIT_TOKEN:
         return None
+    from huggingface_hub import get_token
+
     try:
         return str(get_token() or "") or None
     except Exception as e:  # tokens of CI services are asked for, which fails in as many ways as there are services
@@ -45,9 +48,22 @@ def token() -> str | None:
 
 def is_offline() -> bool:
     """Whether only the cache is read."""
-    from huggingface_hub import constants
+    return offline() or bool(_constants().HF_HUB_OFFLINE)
 
-    return offline() or bool(constants.HF_HUB_OFFLINE)
+
+def _constants() -> Any:
+    """What huggingface_hub makes of the environment. Raises UsageError."""
+    try:
+        from huggingface_hub import constants
+    except ImportError as e:
+        hint = "pip install huggingface_hub"
+        raise UsageError(f"hf:// needs a package that is not installed: {e.name}", hint=hint) from None
+    except ValueError as e:  # a number that is none, an address that is none
+        raise UsageError(
+            f"huggingface_hub cannot work with the environment: {e}",
+            hint="correct HF_ENDPOINT, or what it names (HF_...)",
+        ) from None
+    return constants
 
 
 def origin(url: str) -> tuple[str, str, int | None]:

@@ -17,18 +17,19 @@ import hashlib
 import math
 import os
 import re
+import shlex
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs, quote, urljoin
 
 from ckpttool.errors import AccessError, CkptError, CorruptError
 from ckpttool.storage.http import Answer, ChangedError, HttpError, RefusedRedirectError, client, shown
-from ckpttool.storage.hub_access import Asked, endpoint, headers, is_offline, origin, refused, stranger
+from ckpttool.storage.hub_access import Asked, cache_home, endpoint, headers, is_offline, origin, refused, stranger
 from ckpttool.storage.hub_cache import COMMIT, Cache, Listed, Tree, checked, listed
 from ckpttool.storage.place import DataFile
 from ckpttool.storage.stream import in_memory
@@ -37,6 +38,7 @@ from ckpttool.words import some
 if TYPE_CHECKING:
     from mmap import mmap
 
+T = TypeVar("T", dict[str, Any], list[Any])
 SMALL, SMALL_LARGE = 16 << 20, 1 << 20
 """Bytes of a file that is fetched whole: of one that git keeps, and of one that it has a pointer of."""
 KEPT = 64 << 20
@@ -48,44 +50,147 @@ ONES_OWN = re.compile(r"refs/(?:pr/\d+|convert/[\w.-]+)(?=/|\Z)")
 """Revisions with slashes that need not be escaped."""
 
 
-class Revision:
-    """A revision of a repository: a commit, as soon as somebody has asked. One object for all its places."""
+class Model(NamedTuple):
+    """A model repository, and where it is looked for."""
 
-    def __init__(self, repo: str, said: str, hub: str, home: str) -> None:
-        self.repo, self.said, self.hub = repo, said, hub
-        self.commit = said if COMMIT.fullmatch(said) else ""
-        self.cache = Cache.of(repo, home)
-        self.absent: Tree | None = {}
-        """Files of the commit that are not in the cache, when only that is read; None where nobody knows."""
+    repo: str
+    """ORG/NAME."""
+    hub: str
+    home: str
+    """Where the Hub's cache is."""
+
+    @property
+    def cache(self) -> Cache:
+        return Cache.of(self.repo, self.home)
+
+    def text(self, revision: str) -> str:
+        """The text of a place."""
+        shown = revision if ONES_OWN.fullmatch(revision) else quote(revision, safe="+=,@")
+        return f"hf://{self.repo}" + (f"@{shown}" if shown else "")
+
+    def asked(self, revision: str) -> Asked:
+        """For errors."""
+        return Asked(self.hub, self.repo, revision, self.text(revision))
+
+    def ask(self, method: str, url: str, revision: str, *, follow: bool = True, limit: int = 16 << 20) -> Answer:
+        """A small request to the Hub, with the token. Raises what its answer means, unless it is a success."""
+        where = [self.text(revision), shown(url)]
+        try:
+            answer = client().request(method, url, headers=headers(url, self.hub), follow=follow, limit=limit)
+        except RefusedRedirectError as e:
+            raise AccessError(f"the Hub cannot be asked: {e.strerror}", where=where) from None
+        except HttpError as e:
+            raise AccessError(
+                f"there is no answer of the Hub to go by: {e.strerror}",
+                where=where,
+                hint="check the network and HF_ENDPOINT; with --offline (HF_HUB_OFFLINE=1) the Hub's cache is read",
+            ) from None
+        if answer.status >= 400 or answer.status < 200:
+            raise refused(answer, self.asked(revision))
+        return answer
+
+    def ask_json(self, url: str, revision: str, kind: type[T]) -> tuple[T, Answer]:
+        """What the Hub says in JSON."""
+        answer = self.ask("GET", url, revision)
+        try:
+            found = answer.json()
+        except HttpError:
+            found = None
+        if not isinstance(found, kind):
+            raise stranger(answer, self.asked(revision))
+        return found, answer
+
+    def own(self, url: str) -> str:
+        """A link of an answer, at the Hub that was asked: mirrors pass on what the Hub says that they mirror."""
+        scheme, host = self.hub.split("//", 1)
+        query = url.partition("?")[2]
+        path = re.sub(r"^[a-z]+://[^/?]*", "", url.partition("?")[0])
+        return f"{scheme}//{host.partition('/')[0]}/{path.lstrip('/')}?{query}"
+
+    def download(self, revision: str, which: Sequence[str] = ()) -> str:
+        """The command that brings files into the cache, as a hint has it."""
+        words = [self.repo, *which, *(["--revision", revision] if revision else [])]
+        return f"`hf download {shlex.join(words)}` fetches it"
+
+
+class Revision:
+    """A branch, a tag or a commit of a model, as somebody wrote it. It is a commit as soon as somebody has looked."""
+
+    def __init__(self, model: Model, said: str) -> None:
+        self.model, self.said = model, said
+        self.found = _commit(model, said) if COMMIT.fullmatch(said) else None
+        self.lock = threading.RLock()
+
+    def __str__(self) -> str:
+        return self.model.text(self.found.name if self.found else self.said)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Revision) or self.model != other.model:
+            return False
+        return self.said == other.said or (self.found is not None and self.found is other.found)
+
+    def __hash__(self) -> int:
+        return hash(self.model)
+
+    @property
+    def commit(self) -> Commit:
+        """Raises AccessError, and UsageError for a revision that does not exist."""
+        with self.lock:
+            if self.found is None:
+                self.found = self._look()
+            return self.found
+
+    def _look(self) -> Commit:
+        """What the cache has the whole of is taken for what the branch is; so is anything it has, when offline."""
+        model = self.model
+        name = model.cache.commit(self.said or "main")
+        if name and (is_offline() or _commit(model, name).is_here()):
+            return _commit(model, name)
+        if is_offline():
+            raise _not_here(model, self.said)
+        url = f"{model.hub}/api/models/{model.repo}/revision/{quote(self.said or 'main', safe='')}"
+        found, answer = model.ask_json(url, self.said, dict)
+        name = found.get("sha")
+        if not isinstance(name, str) or not COMMIT.fullmatch(name):
+            raise stranger(answer, model.asked(self.said))
+        return _commit(model, name)
+
+
+class Commit:
+    """The files of one commit. One object for all who read them."""
+
+    def __init__(self, model: Model, name: str) -> None:
+        self.model, self.name = model, name
+        self._files: Tree | None = None
+        self._absent: Tree | None = {}
+        """Files that are not in the cache, when only that is read; None where nobody knows."""
         self._stored: dict[str, Stored] = {}
-        self.renew_locks()
+        self.lock = threading.RLock()
 
     def renew_locks(self) -> None:
         """Threads that a fork left behind may hold the old ones."""
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         for file in list(self._stored.values()):
             file.lock = threading.Lock()
 
     def __str__(self) -> str:
-        revision = self.commit or (self.said if ONES_OWN.fullmatch(self.said) else quote(self.said, safe="+=,"))
-        return f"hf://{self.repo}" + (f"@{revision}" if revision else "")
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Revision) or self.repo != other.repo or self.hub != other.hub:
-            return False
-        return self.said == other.said or (bool(self.commit) and self.commit == other.commit)
-
-    def __hash__(self) -> int:
-        return hash(self.repo)
+        return self.model.text(self.name)
 
     @property
     def files(self) -> Tree:
-        """All files, by their paths. Raises AccessError, CorruptError, and UsageError for a revision not there."""
-        with self._lock:
-            if "_files" not in self.__dict__:
-                self.commit, self.__dict__["_files"] = self._load()
-        found: Tree = self.__dict__["_files"]
-        return found
+        """All files, by their paths. Raises AccessError, CorruptError, UsageError for a commit that is not there."""
+        with self.lock:
+            if self._files is None and not self.is_here():
+                self._files = self._read_cache() if is_offline() else self._ask()
+            return self._files or {}
+
+    def is_here(self) -> bool:
+        """Whether all of it is known to be in the cache: then nobody is asked."""
+        with self.lock:
+            tree = None if self._files else self.model.cache.tree(self.name)
+            if tree and all(self.cached(n, f) for n, f in tree.items()):
+                self._files = tree
+            return bool(self._files)
 
     @cached_property
     def folders(self) -> Mapping[str, Mapping[str, bool]]:
@@ -102,77 +207,43 @@ class Revision:
 
     def cached(self, path: str, file: Listed) -> Path | None:
         """Where on this machine the bytes of a file are."""
-        return self.cache.find(self.commit, path, file)
+        return self.model.cache.find(self.name, path, file)
 
     def stored(self, path: str) -> Stored:
         """A file on the Hub, one object for all who read it."""
-        with self._lock:
+        with self.lock:
             if path not in self._stored:
                 self._stored[path] = Stored(self, path, self.files[path])
             return self._stored[path]
 
     def lost(self, path: str) -> str:
         """A hint on a path that there is not."""
-        if is_offline() and (self.absent is None or any(f"{n}/".startswith(f"{path}/") for n in self.absent)):
-            what = "if the model has it, " if self.absent is None else ""
-            return f"only the Hub's cache is read (offline); {what}{self._download(path)}"
-        above = next(a for a in (path.rpartition("/")[0], "") if a in self.folders)
-        return f"{'/'.join(filter(None, (self.repo, above)))} has {some(sorted(self.folders[above]))}"
+        folders, absent = self.folders, self._absent
+        if is_offline() and (absent is None or any(f"{n}/".startswith(f"{path}/") for n in absent)):
+            what = "if the model has it, " if absent is None else ""
+            which = [path] if absent is None or path in absent else ["--include", f"{path}/*"]
+            return f"only the Hub's cache is read (offline); {what}{self.model.download(self.name, which)}"
+        above = next(a for a in (path.rpartition("/")[0], "") if a in folders)
+        return f"{'/'.join(filter(None, (self.model.repo, above)))} has {some(sorted(folders[above]))}"
 
-    def _download(self, path: str = "") -> str:
-        """A folder is fetched by a pattern."""
-        import shlex
-
-        revision = self.commit or self.said
-        which = [path] if path in (self.absent or {path}) else ["--include", f"{path}/*"]
-        words = [self.repo, *(which if path else []), *(["--revision", revision] if revision else [])]
-        return f"`hf download {shlex.join(words)}` fetches it"
-
-    def _load(self) -> tuple[str, Tree]:
-        known = self.commit or self.cache.commit(self.said or "main")
-        if known:
-            tree = self.cache.tree(known)
-            here = tree is not None and all(self.cache.find(known, n, f) for n, f in tree.items())
-            if tree is not None and here:
-                return known, tree
-        if is_offline():
-            return self._load_cache(known)
-        commit = self.commit or self._ask_commit()
-        return commit, self.cache.tree(commit) or self._ask_tree(commit)
-
-    def _load_cache(self, commit: str | None) -> tuple[str, Tree]:
+    def _read_cache(self) -> Tree:
         """What can be read without the network."""
-        here: Tree = {}
-        if commit and (tree := self.cache.tree(commit)) is not None:
-            here = {n: f for n, f in tree.items() if self.cache.find(commit, n, f)}
-            self.absent = {n: f for n, f in tree.items() if n not in here}
-        elif commit:
-            here, self.absent = self.cache.fetched(commit), None
-        if not commit or not here:
-            raise AccessError(
-                f"{self.repo} is not in the Hub's cache, and only that is read (offline)",
-                where=[str(self), str(self.cache.root)],
-                hint=f"{self._download()}; or go online: unset HF_HUB_OFFLINE, no --offline",
-            )
-        return commit, here
+        if (tree := self.model.cache.tree(self.name)) is not None:
+            here = {n: f for n, f in tree.items() if self.cached(n, f)}
+            self._absent = {n: f for n, f in tree.items() if n not in here}
+        else:
+            here, self._absent = dict(self.model.cache.fetched(self.name)), None
+        if not here:
+            raise _not_here(self.model, self.name)
+        return here
 
-    def _ask_commit(self) -> str:
-        url = f"{self.hub}/api/models/{self.repo}/revision/{quote(self.said or 'main', safe='')}"
-        answer = self.ask("GET", url)
-        found = self._json(answer)
-        commit = found.get("sha") if isinstance(found, dict) else None
-        if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
-            raise stranger(answer, self.asked)
-        return commit
-
-    def _ask_tree(self, commit: str) -> Tree:
-        url = f"{self.hub}/api/models/{self.repo}/tree/{commit}?recursive=true"
+    def _ask(self) -> Tree:
+        if tree := self.model.cache.tree(self.name):
+            return tree
+        url = f"{self.model.hub}/api/models/{self.model.repo}/tree/{self.name}?recursive=true"
         files: list[tuple[str, Listed]] = []
         for _ in range(MAX_PAGES):
-            answer = self.ask("GET", url)
-            page = self._json(answer)
-            if not isinstance(page, list):
-                raise stranger(answer, self.asked)
+            page, answer = self.model.ask_json(url, self.name, list)
             try:
                 files += [(str(e["path"]), listed(e, e.get("lfs"))) for e in page if e["type"] != "directory"]
             except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -182,46 +253,20 @@ class Revision:
                 return checked(files, str(self))
             if len(files) > MAX_FILES:
                 break
-            url = self._own(following)
+            url = self.model.own(following)
         raise CorruptError(
             f"the list of files of the repository does not end: {len(files):,} so far",
             where=str(self),
             hint="download the folder that you need (hf download --include) and give its path",
         )
 
-    def _own(self, url: str) -> str:
-        """A link of an answer, at the Hub that was asked: mirrors pass on what the Hub says that they mirror."""
-        scheme, host = self.hub.split("//", 1)
-        query = url.partition("?")[2]
-        path = re.sub(r"^[a-z]+://[^/?]*", "", url.partition("?")[0])
-        return f"{scheme}//{host.partition('/')[0]}/{path.lstrip('/')}?{query}"
 
-    def ask(self, method: str, url: str, *, follow: bool = True, limit: int = 16 << 20) -> Answer:
-        """A small request to the Hub, with the token. Raises what its answer means, unless it is a success."""
-        try:
-            answer = client().request(method, url, headers=headers(url, self.hub), follow=follow, limit=limit)
-        except RefusedRedirectError as e:
-            raise AccessError(f"the Hub cannot be asked: {e.strerror}", where=[str(self), shown(url)]) from None
-        except HttpError as e:
-            raise AccessError(
-                f"there is no answer of the Hub to go by: {e.strerror}",
-                where=[str(self), shown(url)],
-                hint="check the network and HF_ENDPOINT; with --offline (HF_HUB_OFFLINE=1) the Hub's cache is read",
-            ) from None
-        if answer.status >= 400 or answer.status < 200:
-            raise refused(answer, self.asked)
-        return answer
-
-    @property
-    def asked(self) -> Asked:
-        """For errors."""
-        return Asked(self.hub, self.repo, self.said, str(self))
-
-    def _json(self, answer: Answer) -> Any:
-        try:
-            return answer.json()
-        except HttpError:
-            raise stranger(answer, self.asked) from None
+def _not_here(model: Model, revision: str) -> AccessError:
+    return AccessError(
+        f"{model.repo} is not in the Hub's cache, and only that is read (offline)",
+        where=[model.text(revision), str(model.cache.root)],
+        hint=f"{model.download(revision)}; or go online: unset HF_HUB_OFFLINE, no --offline",
+    )
 
 
 class _Location(NamedTuple):
@@ -237,18 +282,24 @@ class _Location(NamedTuple):
 class Stored:
     """A file on the Hub. It is resolved once, and again when its signature has expired."""
 
-    def __init__(self, revision: Revision, path: str, file: Listed) -> None:
-        self.revision, self.path, self.file = revision, path, file
+    def __init__(self, commit: Commit, path: str, file: Listed) -> None:
+        self.commit, self.path, self.file = commit, path, file
         self.lock = threading.Lock()
         self._location: _Location | None = None
-        self.where = f"{revision}/{path}"
-        self.url = f"{revision.hub}/{revision.repo}/resolve/{revision.commit}/{quote(path)}"
+        self.hub, self.where = commit.model.hub, f"{commit}/{path}"
+        self.url = f"{self.hub}/{commit.model.repo}/resolve/{commit.name}/{quote(path)}"
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is fetched whole."""
+        return self.file.size <= (SMALL_LARGE if self.file.large else SMALL)
 
     def whole(self) -> bytes:
         """All bytes of a small file, which are checked. Raises AccessError, CorruptError."""
+        key = (*self.commit.model, self.file.blob)
         with self.lock:
-            if (data := _kept.get(self.file.blob)) is None:
-                answer = self.revision.ask("GET", self.url, limit=max(1, self.file.size))
+            if (data := _kept.get(key)) is None:
+                answer = self._ask("GET", self.url, limit=max(1, self.file.size))
                 data = answer.body
                 if len(data) != self.file.size or _hash(data, self.file) != self.file.blob:
                     raise CorruptError(
@@ -256,7 +307,7 @@ class Stored:
                         where=[self.where, shown(answer.url)],
                         hint="try again; where HF_ENDPOINT names a mirror, its copy may be damaged",
                     )
-                _kept.put(self.file.blob, data)
+                _kept.put(key, data)
             return data
 
     def read(self, start: int, into: memoryview) -> None:
@@ -272,16 +323,19 @@ class Stored:
             except HttpError as again:
                 raise self._failed(again) from None
 
+    def _ask(self, method: str, url: str, *, follow: bool = True, limit: int = 16 << 20) -> Answer:
+        return self.commit.model.ask(method, url, self.commit.name, follow=follow, limit=limit)
+
     def _read(self, location: _Location, start: int, into: memoryview) -> None:
         answer = client().get_range(
             location.url,
             start,
             start + len(into),
             into,
-            headers=headers(location.url, self.revision.hub),
+            headers=headers(location.url, self.hub),
             if_match=location.etag[0] if location.etag else None,
             total=self.file.size,
-            origin=self.revision.hub,
+            origin=self.hub,
         )
         if not location.etag and (etag := answer.headers.get("ETag")):
             location.etag.append(etag)
@@ -290,8 +344,8 @@ class Stored:
         where = [self.where, shown(e.filename)]
         if isinstance(e, ChangedError):
             return CorruptError(f"the Hub's storage has another file than the Hub lists: {e.strerror}", where=where)
-        if e.answer is not None and e.status < 500 and origin(e.answer.url) == origin(self.revision.hub):
-            return refused(e.answer, self.revision.asked)
+        if e.answer is not None and e.status < 500 and origin(e.answer.url) == origin(self.hub):
+            return refused(e.answer, self.commit.model.asked(self.commit.name))
         return AccessError(
             f"the Hub's storage cannot be read: {e.strerror}", where=where, hint="check the network, then run it again"
         )
@@ -308,7 +362,7 @@ class Stored:
         url = self.url
         for _ in range(MAX_HOPS):
             asked = time.monotonic()
-            answer = self.revision.ask("HEAD", url, follow=False)
+            answer = self._ask("HEAD", url, follow=False)
             self._check(answer)
             to = answer.headers.get("Location")
             if answer.status not in _REDIRECTS or not to:
@@ -317,7 +371,7 @@ class Stored:
                 url = urljoin(url, to)
             except ValueError:
                 raise AccessError("the Hub redirects to what is not a URL", where=self.where) from None
-            if origin(url) != origin(self.revision.hub):
+            if origin(url) != origin(self.hub):
                 return _Location(url, asked + _lifetime(url, answer), [])
         raise AccessError("the Hub redirects in a circle", where=[self.where, shown(url)])
 
@@ -325,8 +379,8 @@ class Stored:
         """What the Hub says of a file when it is asked for must be what it has listed."""
         size = answer.headers.get("X-Linked-Size", str(self.file.size))
         blob = answer.headers.get("X-Linked-ETag", self.file.blob).removeprefix("W/").strip('"')
-        commit = answer.headers.get("X-Repo-Commit", self.revision.commit)
-        if (size, blob, commit) != (str(self.file.size), self.file.blob, self.revision.commit):
+        commit = answer.headers.get("X-Repo-Commit", self.commit.name)
+        if (size, blob, commit) != (str(self.file.size), self.file.blob, self.commit.name):
             raise CorruptError(
                 "the Hub says of this file something else than in its list of files",
                 where=[self.where, f"listed: {self.file.size} bytes, {self.file.blob}", f"now: {size} bytes, {blob}"],
@@ -380,55 +434,61 @@ class Ranges(NamedTuple):
 
 
 class _Kept:
-    """Small files by what they hold, the last ones that were read."""
+    """Small files of models by what they hold, the last ones that were read."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._files: OrderedDict[str, bytes] = OrderedDict()
+        self._files: OrderedDict[tuple[str, ...], bytes] = OrderedDict()
         self._bytes = 0
 
-    def get(self, blob: str) -> bytes | None:
+    def get(self, key: tuple[str, ...]) -> bytes | None:
         with self.lock:
-            if blob in self._files:
-                self._files.move_to_end(blob)
-            return self._files.get(blob)
+            if key in self._files:
+                self._files.move_to_end(key)
+            return self._files.get(key)
 
-    def put(self, blob: str, data: bytes) -> None:
+    def put(self, key: tuple[str, ...], data: bytes) -> None:
         with self.lock:
-            self._bytes += len(data) - len(self._files.pop(blob, b""))
-            self._files[blob] = data
+            self._bytes += len(data) - len(self._files.pop(key, b""))
+            self._files[key] = data
             while self._bytes > KEPT:
                 self._bytes -= len(self._files.popitem(last=False)[1])
 
 
 _kept = _Kept()
-_revisions: dict[tuple[str, ...], Revision] = {}
+_revisions: dict[tuple[Model, str], Revision] = {}
+_commits: dict[tuple[Model, str], Commit] = {}
 _lock = threading.Lock()
 
 
 def revision(repo: str, said: str) -> Revision:
     """A revision of a repository; the same one for the same names."""
-    from huggingface_hub import constants
-
-    key = (repo, said, endpoint(), str(constants.HF_HUB_CACHE))
+    key = Model(repo, endpoint(), cache_home()), said
+    found = _revisions.get(key) or Revision(*key)
     with _lock:
-        if key not in _revisions:
-            _revisions[key] = Revision(*key)
-        return _revisions[key]
+        return _revisions.setdefault(key, found)
+
+
+def _commit(model: Model, name: str) -> Commit:
+    """A commit; the same one for all revisions that are it."""
+    with _lock:
+        return _commits.setdefault((model, name), _commits.get((model, name)) or Commit(model, name))
 
 
 def forget(repo: str) -> None:
     """What was asked of a repository's branches does not hold any more."""
     with _lock:
-        for key in [k for k in _revisions if k[0] == repo and not COMMIT.fullmatch(k[1])]:
+        for key in [k for k in _revisions if k[0].repo == repo and not COMMIT.fullmatch(k[1])]:
             del _revisions[key]
 
 
 def _after_fork() -> None:
     global _lock
     _lock, _kept.lock = threading.Lock(), threading.Lock()
-    for known in _revisions.values():
-        known.renew_locks()
+    for found in _revisions.values():
+        found.lock = threading.RLock()
+    for commit in _commits.values():
+        commit.renew_locks()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from ckpttool.storage import hub, hub_files
+from ckpttool.storage import hub_files
 from tests.helpers.families import MODELS
 from tests.helpers.hub_server import _read_environment
 from tests.helpers.tensorfile import save_hf
@@ -215,7 +215,7 @@ LIES: dict[str, Lie] = {
 @pytest.fixture(autouse=True)
 def _ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges are read of small weights, too, and nothing is known from another test."""
-    monkeypatch.setattr(hub, "SMALL_LARGE", 0)
+    monkeypatch.setattr(hub_files, "SMALL_LARGE", 0)
     monkeypatch.setattr(hub_files, "_kept", hub_files._Kept())
 
 

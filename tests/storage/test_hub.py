@@ -1,0 +1,652 @@
+"""Models of the Hugging Face Hub as sources: which requests are made, what they bring, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from huggingface_hub import snapshot_download
+
+from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
+from ckpttool.storage import hub_files
+from ckpttool.storage.http import Client, Clock, using
+from ckpttool.storage.hub import HubPlace, parse
+from ckpttool.storage.place import DataFile, parse_place, read_all
+from tests.helpers.command import ckpttool, refused, reshard
+from tests.helpers.hub_server import Hub, hub_server
+
+TINY = Path(__file__).parents[2] / "fixtures/hf_tiny_source"
+WEIGHTS = "model.safetensors"
+MODEL = "hf://org/tiny"
+IMPLICIT = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
+OWNER, READER, WRONG = "hf_owner", "hf_reader", "hf_wrong"
+
+
+class Patient(Clock):
+    """Nobody waits; the waits are counted."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.waited
+
+    def sleep(self, seconds: float, stopped: threading.Event) -> None:
+        self.waited += seconds
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with (
+        hub_server([("org/tiny", TINY)]) as server,
+        server.clients(tmp_path / "home"),
+        using(Client(clock=Patient())) as client,
+    ):
+        yield server
+        client.stop()
+
+
+@pytest.fixture
+def by_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read as those of many gigabytes are."""
+    monkeypatch.setattr(hub_files, "SMALL_LARGE", 0)
+
+
+def written(root: Path) -> dict[str, bytes]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def requests(hub: Hub) -> list[str]:
+    """What was asked for since the last time, commits as COMMIT."""
+    commits = {c for r in hub.repos.values() for c in r.commits}
+    found = []
+    for asked in hub.asked:
+        path = asked.path
+        for commit in commits:
+            path = path.replace(commit, "COMMIT")
+        found.append(f"{asked.server} {asked.method} {path}" if asked.server == "hub" else f"cdn {asked.method}")
+    hub.asked.clear()
+    return found
+
+
+def place(text: str) -> HubPlace:
+    found = parse_place(text)
+    assert isinstance(found, HubPlace)
+    return found
+
+
+# -- what is asked for
+
+LISTING = ["hub GET /api/models/org/tiny/revision/main", "hub GET /api/models/org/tiny/tree/COMMIT"]
+CONFIG = [
+    "hub GET /org/tiny/resolve/COMMIT/config.json",
+    "hub GET /api/resolve-cache/models/org/tiny/COMMIT/config.json",
+]
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_reshard_streams_what_files_give(hub: Hub, tmp_path: Path) -> None:
+    reshard(TINY, tmp_path / "there", "--tp-out", "2")
+    reshard(MODEL, tmp_path / "here", "--tp-out", "2", "--verify", "--workers", "2")
+    assert written(tmp_path / "here") == written(tmp_path / "there")
+    assert set(hub.resolves().values()) == {1}
+    asked = requests(hub)
+    assert asked[:2] == LISTING
+    assert sorted(set(asked[2:])) == sorted([*CONFIG, f"hub HEAD /org/tiny/resolve/COMMIT/{WEIGHTS}", "cdn GET"])
+    assert not (tmp_path / "home/hub").exists()  # nothing is left in the cache
+
+
+def test_small_files_are_fetched_once(hub: Hub) -> None:
+    """Whole, and whatever reads them; the text of a place names the commit, for the processes that compute."""
+    src = place(MODEL)
+    for name in ("config.json", WEIGHTS):
+        assert read_all(src / name) == read_all(place(str(src / name))) == (TINY / name).read_bytes()
+    with (src / WEIGHTS).open() as f:
+        assert (f.read(8), f.seek(-4, 2), f.read()) == (
+            (TINY / WEIGHTS).read_bytes()[:8],
+            (TINY / WEIGHTS).stat().st_size - 4,
+            (TINY / WEIGHTS).read_bytes()[-4:],
+        )
+    assert hub.resolves() == {"config.json": 1, WEIGHTS: 1}
+    assert requests(hub)[:2] == LISTING
+    assert re.fullmatch(r"hf://org/tiny@[0-9a-f]{40}", str(src))
+
+
+def test_a_commit_is_not_asked_for(hub: Hub) -> None:
+    commit = hub.repos["org/tiny"].refs["refs/heads/main"]
+    assert place(f"{MODEL}@{commit}/config.json").is_file()
+    assert requests(hub) == LISTING[1:]
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_a_push_during_a_run_changes_nothing(hub: Hub) -> None:
+    src = place(MODEL)
+    file = DataFile.at(src / WEIGHTS)
+    hub.add("org/tiny", {"config.json": b"{}", WEIGHTS: b"new"})
+    assert read_all(src / WEIGHTS) == read_all(file.place) == (TINY / WEIGHTS).read_bytes()
+    assert read_all(place(f"{MODEL}/config.json")) == (TINY / "config.json").read_bytes()
+    assert file.is_unchanged()
+
+
+def test_revisions(hub: Hub) -> None:
+    repo = hub.repos["org/tiny"]
+    for i, ref in enumerate(("refs/heads/fp8", "refs/tags/v1.0", "refs/heads/a/b", "refs/pr/3")):
+        hub.add("org/tiny", {"config.json": b"%d" % i})
+        repo.refs[ref] = repo.refs["refs/heads/main"]
+    for text, i in (("fp8", 0), ("v1.0", 1), ("a%2Fb", 2), ("refs/pr/3", 3), ("main", 3)):
+        found = place(f"{MODEL}@{text}/config.json")
+        assert str(found) == f"{MODEL}@{text}/config.json"  # nobody has looked
+        assert read_all(found) == b"%d" % i
+        assert str(found) == f"{MODEL}@{list(repo.commits)[i + 1]}/config.json"
+
+
+def test_folders(hub: Hub) -> None:
+    hub.add("org/two", {f"{d}/{n}": TINY / n for d in ("a/b", "c") for n in ("config.json", WEIGHTS)} | {"x": b""})
+    root = place("hf://org/two")
+    assert {(e.name, e.is_dir(), e.is_file()) for e in root.scan()} == {
+        ("a", True, False), ("c", True, False), ("x", False, True)
+    }  # fmt: skip
+    assert [e.name for e in (root / "a").scan()] == ["b"]
+    assert ((root / "a/b").is_dir(), (root / "a").is_file(), (root / "b").exists()) == (True, False, False)
+    assert (root / "a/b" / "config.json").parent.parent == root / "a"
+    assert ckpttool("inspect", "hf://org/two/a/b").code == 0
+    assert ckpttool("inspect", f"hf://org/two/c/{WEIGHTS}").code == 0
+    assert requests(hub).count("hub GET /api/models/org/two/tree/COMMIT") == 1
+    for wrong in (root / "a", root / "nothing", root / "x" / "y", root / "../../etc/passwd"):
+        with pytest.raises(OSError, match="directory"):
+            wrong.identity()
+        with pytest.raises(OSError, match="directory"):
+            wrong.open()
+    with pytest.raises(NotADirectoryError):
+        list((root / "x").scan())
+
+
+def test_pages_of_the_listing(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("org/many", {f"{i % 7}/{i:05}.json": b"" for i in range(2500)})
+    assert len(list(place("hf://org/many").scan())) == 7
+    assert requests(hub)[1:] == ["hub GET /api/models/org/many/tree/COMMIT"] * 3
+    hub.add("org/endless", {f"{i}": b"" for i in range(10)})
+    hub.page = 1
+    monkeypatch.setattr(hub_files, "MAX_PAGES", 4)
+    with pytest.raises(CorruptError, match="does not end: 4 so far"):
+        place("hf://org/endless").exists()
+
+
+def test_threads_share_a_resolve(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_files, "SMALL_LARGE", 0)
+    hub.delay = 0.01
+    data = (TINY / WEIGHTS).read_bytes()
+    file = (place(MODEL) / WEIGHTS).open_file()
+    with ThreadPoolExecutor(8) as threads:
+        parts = list(threads.map(lambda at: file.pread(10_000, at), range(0, len(data), 10_000)))
+    assert b"".join(parts) == data
+    assert hub.resolves() == {WEIGHTS: 1}
+    etags = {a.headers.get("if-match") for a in hub.asked if a.server == "cdn"}
+    assert len(etags - {None}) == 1  # the storage's own, as soon as it is known
+
+
+def test_a_large_file_of_git_is_read_by_ranges(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_files, "SMALL", 10)
+    file = (place(MODEL) / "config.json").open_file()
+    assert file.pread(20, 5) + file.pread(7, 25) == (TINY / "config.json").read_bytes()[5:32]
+    assert hub.resolves() == {"config.json": 1}
+
+
+def test_repositories_that_were_renamed(hub: Hub) -> None:
+    hub.moved["org/old"] = "org/tiny"
+    assert read_all(place("hf://org/old/config.json")) == (TINY / "config.json").read_bytes()
+    assert read_all(place(f"hf://org/old/{WEIGHTS}")) == (TINY / WEIGHTS).read_bytes()
+
+
+# -- credentials
+
+
+@pytest.mark.parametrize("kind", ["ranges", "whole"])
+def test_the_token_goes_to_the_hub_only(hub: Hub, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "ranges":
+        monkeypatch.setattr(hub_files, "SMALL_LARGE", 0)
+    hub.add("org/secret", TINY, private=True, gated=True)
+    with hub.clients(tmp_path / "home", token=OWNER):
+        done = reshard("hf://org/secret", tmp_path / "dst", "--manifest")
+    assert {a.token for a in hub.asked if a.server == "hub"} == {OWNER}
+    at_cdn = [a for a in hub.asked if a.server == "cdn"]
+    assert at_cdn
+    assert not any("authorization" in a.headers or "cookie" in a.headers for a in at_cdn)
+    assert OWNER not in done.out + done.err
+    assert not any(s in data for data in written(tmp_path / "dst").values() for s in (OWNER.encode(), b"Signature"))
+
+
+def test_anonymous(hub: Hub, tmp_path: Path) -> None:
+    with hub.clients(tmp_path / "home", token=WRONG, CKPTTOOL_ANONYMOUS="1"):
+        assert place(f"{MODEL}/config.json").is_file()
+    with hub.clients(tmp_path / "home2", token=WRONG, CKPTTOOL_ANONYMOUS="", **IMPLICIT):
+        assert place(f"{MODEL}/config.json").is_file()
+    assert not any(a.token for a in hub.asked)
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_links_of_another_host_get_no_token(hub: Hub, tmp_path: Path) -> None:
+    """Mirrors pass on the next page of what they mirror: it is asked for at the mirror."""
+    hub.page = 1
+    # The answer itself says where the next page is: on the CDN.
+    hub.endpoint, mirror = hub.cdn, hub.endpoint
+    with hub.clients(tmp_path / "home", token=READER, HF_ENDPOINT=mirror):
+        assert sorted(e.name for e in place(MODEL).scan()) == ["config.json", WEIGHTS]
+    assert {a.server for a in hub.asked} == {"hub"}
+
+
+# -- signatures
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_a_signature_that_has_become_invalid_is_renewed(hub: Hub) -> None:
+    data = (TINY / WEIGHTS).read_bytes()
+    file = (place(MODEL) / WEIGHTS).open_file()
+    assert file.pread(100, 0) == data[:100]
+    hub.expire()
+    assert file.pread(100, 100) == data[100:200]
+    assert hub.resolves() == {WEIGHTS: 2}
+    assert [a.status for a in hub.asked if a.server == "cdn"] == [206, 403, 206]
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_a_signature_that_has_expired_is_not_tried(hub: Hub) -> None:
+    hub.lifetime = 2.0
+    file = (place(MODEL) / WEIGHTS).open_file()
+    file.pread(100, 0)
+    location = file.stored._location  # type: ignore[attr-defined]
+    assert 0 < location.expires - time.monotonic() < 2.9
+    file.stored._location = location._replace(expires=time.monotonic() - 1)  # type: ignore[attr-defined]
+    file.pread(100, 0)
+    assert [a.status for a in hub.asked if a.server == "cdn"] == [206, 206]
+    assert hub.resolves() == {WEIGHTS: 2}
+
+
+def test_lifetimes() -> None:
+    from email.message import Message
+
+    from ckpttool.storage.http import Answer
+
+    headers = Message()
+    headers["Date"] = "Mon, 23 Nov 2026 12:00:00 GMT"
+    answer = Answer(302, headers, b"", "", None)
+    at = 1795435200
+    for query, seconds in (
+        ("X-Amz-Date=20261123T120000Z&X-Amz-Expires=3600&X-Amz-Signature=0", 3570),
+        (f"Expires={at + 100}&Key-Pair-Id=K", 90),
+        (f"Expires={at - 100}", float("inf")),  # another clock is wrong
+        ("Expires=never", float("inf")),
+        ("sig=0", float("inf")),
+    ):
+        assert hub_files._lifetime(f"https://cdn/x?{query}", answer) == seconds, query
+
+
+@pytest.mark.usefixtures("by_ranges")
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_storage_that_refuses_every_signature(hub: Hub, status: int) -> None:
+    file = (place(MODEL) / WEIGHTS).open_file()
+    hub.fail(r"GET /[0-9a-f]{64}", status, times=100)
+    with pytest.raises(AccessError, match="the Hub's storage cannot be read") as e:
+        file.pread(100, 0)
+    assert "Signature" not in str(e.value)
+    assert hub.resolves() == {WEIGHTS: 2}
+
+
+@pytest.mark.usefixtures("by_ranges")
+@pytest.mark.parametrize("kind", [503, 429, "reset", "short"])
+def test_what_passes_is_tried_again(hub: Hub, kind: int | str, tmp_path: Path) -> None:
+    for pattern in ("revision", "tree", "HEAD .*resolve/", "GET /org/.*resolve/", r"GET /[0-9a-f]{64}"):
+        hub.fail(pattern, kind, times=2)  # type: ignore[arg-type]
+    reshard(MODEL, tmp_path / "dst")
+    assert (tmp_path / "dst" / WEIGHTS).read_bytes() == (TINY / WEIGHTS).read_bytes()
+
+
+# -- the cache
+
+
+def cached(hub: Hub, *patterns: str, repo: str = "org/tiny", revision: str | None = None) -> Path:
+    """Let the Hub's own client fetch files."""
+    found = snapshot_download(repo, allow_patterns=list(patterns) or None, revision=revision)
+    hub.asked.clear()
+    return Path(found)
+
+
+def test_a_model_in_the_cache_needs_no_request(hub: Hub, tmp_path: Path) -> None:
+    snapshot = cached(hub)
+    src = place(MODEL)
+    reshard(MODEL, tmp_path / "dst")
+    assert written(tmp_path / "dst")[WEIGHTS] == (TINY / WEIGHTS).read_bytes()
+    assert not hub.asked
+    assert str(src) == f"{MODEL}@{snapshot.name}"
+    assert (src / WEIGHTS).identity()[1] == hub.repos["org/tiny"].commits[snapshot.name][WEIGHTS].sha256
+    here = (src / WEIGHTS).on_disk()
+    assert here == ((snapshot / WEIGHTS).resolve(), 0)
+    file = (src / WEIGHTS).open_file()
+    with file.map() as mapped:
+        assert mapped[:100] == file.pread(100, 0)
+    file.close()
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_what_the_cache_has_is_read_there(hub: Hub, tmp_path: Path) -> None:
+    """Of a commit that was fetched in part, the rest comes from the Hub; the list of its files is there, too."""
+    cached(hub, WEIGHTS)
+    before = written(tmp_path / "home")
+    reshard(MODEL, tmp_path / "dst")
+    assert requests(hub) == LISTING[:1] + CONFIG
+    assert written(tmp_path / "home") == before
+    assert (place(MODEL) / "config.json").on_disk() is None
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_caches_without_lists_of_files(hub: Hub, tmp_path: Path) -> None:
+    """As huggingface_hub before 2 leaves them: nobody knows whether there is more, so the Hub is asked."""
+    snapshot = cached(hub, WEIGHTS)
+    shutil.rmtree(snapshot.parents[1] / "trees")
+    reshard(MODEL, tmp_path / "dst")
+    assert requests(hub) == LISTING + CONFIG
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_the_same_bytes_of_another_commit(hub: Hub) -> None:
+    """Weights that were renamed are in the cache by what they hold."""
+    cached(hub)
+    hub.add("org/tiny", {"config.json": TINY / "config.json", "new/renamed.safetensors": TINY / WEIGHTS})
+    src = place(f"{MODEL}@{hub.repos['org/tiny'].refs['refs/heads/main']}")
+    assert read_all(src / "new/renamed.safetensors") == (TINY / WEIGHTS).read_bytes()
+    assert requests(hub) == LISTING[1:]
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_caches_without_links(hub: Hub) -> None:
+    snapshot = cached(hub)
+    blobs = {(snapshot / n).resolve(): snapshot / n for n in ("config.json", WEIGHTS)}
+    for blob, path in blobs.items():
+        path.unlink()
+        blob.rename(path)
+    assert read_all(place(f"{MODEL}/{WEIGHTS}")) == (TINY / WEIGHTS).read_bytes()
+    assert not hub.asked
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_a_damaged_cache_is_not_read(hub: Hub) -> None:
+    """A file of another size, a list that is cut off, a branch that is no commit."""
+    snapshot = cached(hub)
+    (snapshot / WEIGHTS).resolve().write_bytes(b"half")
+    (snapshot.parents[1] / "trees" / f"{snapshot.name}.json").write_text('{"format_version": 1, "fil')
+    (snapshot.parents[1] / "refs/main").write_text("../../..")
+    assert read_all(place(f"{MODEL}/{WEIGHTS}")) == (TINY / WEIGHTS).read_bytes()
+    assert [r for r in requests(hub) if r.startswith("hub")] == [
+        *LISTING, f"hub HEAD /org/tiny/resolve/COMMIT/{WEIGHTS}"
+    ]  # fmt: skip
+
+
+def test_lists_of_files_that_lead_out_are_not_believed(hub: Hub) -> None:
+    snapshot = cached(hub)
+    tree = snapshot.parents[1] / "trees" / f"{snapshot.name}.json"
+    data = json.loads(tree.read_text())
+    data["files"]["../../../../secret"] = {"size": 3, "blob_id": "0" * 40}
+    tree.write_text(json.dumps(data))
+    assert {e.name for e in place(MODEL).scan()} == {"config.json", WEIGHTS}
+    assert requests(hub) == LISTING
+
+
+# -- offline
+
+
+def test_offline(hub: Hub, tmp_path: Path) -> None:
+    snapshot = cached(hub, "*")
+    with hub.clients(tmp_path / "home", HF_HUB_OFFLINE="1"):
+        reshard(MODEL, tmp_path / "dst")
+        assert str(place(MODEL)) == f"{MODEL}@{snapshot.name}"
+        assert refused("hf://org/other", tmp_path / "no") == (
+            "error: org/other is not in the Hub's cache, and only that is read (offline)\n"
+            f"  --> hf://org/other\n      {tmp_path}/home/hub/models--org--other\n\n"
+            "hint: `hf download org/other` fetches it; or go online: unset HF_HUB_OFFLINE, no --offline\n"
+        )
+        assert "`hf download org/tiny --revision v1` fetches it" in refused(f"{MODEL}@v1", tmp_path / "no")
+    assert not hub.asked
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_offline_a_missing_file_is_named(hub: Hub, listed: bool, tmp_path: Path) -> None:
+    names = {f"model-0000{i}-of-00002.safetensors": b"%d" % i for i in (1, 2)}
+    index = json.dumps({"weight_map": {f"w{i}": n for i, n in enumerate(names)}}).encode()
+    hub.add("org/two", {"config.json": TINY / "config.json", "model.safetensors.index.json": index, **names})
+    snapshot = cached(hub, "*.json", "*1-of*", repo="org/two")
+    if not listed:
+        shutil.rmtree(snapshot.parents[1] / "trees")
+    if_it_has = "" if listed else "if the model has it, "
+    with hub.clients(tmp_path / "home", HF_HUB_OFFLINE="1"):
+        error = refused("hf://org/two", tmp_path / "dst")
+        lost = place(f"hf://org/two@{snapshot.name}/original").lost()
+    assert "1 of 2 shards that the index names are missing: model-00002-of-00002.safetensors" in error
+    assert error.endswith(
+        f"hint: only the Hub's cache is read (offline); {if_it_has}`hf download org/two "
+        f"model-00002-of-00002.safetensors --revision {snapshot.name}` fetches it\n"
+    )
+    assert lost.startswith("org/two has config.json, " if listed else "only the Hub's cache is read (offline)")
+    assert not hub.asked
+
+
+# -- what goes wrong
+
+GATED = "error: org/gated is gated, and "
+MISSING = "error: the Hub has no model org/nothing, or it is private, and "
+ERRORS = {
+    "missing": ("hf://org/nothing", "", MISSING + "nobody is logged in", "log in: `hf auth login`, or HF_TOKEN"),
+    "missing, logged in": ("hf://org/nothing", READER, MISSING + "your token may not read it", "check the name at "),
+    "private": ("hf://org/private", "", "error: the Hub has no model org/private, or it is private", "hf auth login"),
+    "private, logged in": ("hf://org/private", READER, "or it is private, and your token may not", "fine-grained"),
+    "gated": ("hf://org/gated", "", GATED + "nobody is logged in", "accept the conditions there, then log in"),
+    "gated, logged in": ("hf://org/gated", READER, GATED + "your account has not been given", "ask for it there"),
+    "token": (MODEL, WRONG, "error: the Hub does not know the token", "log in again: `hf auth login`"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_repositories_that_cannot_be_read(hub: Hub, case: str, tmp_path: Path) -> None:
+    hub.add("org/private", TINY, private=True)
+    hub.add("org/gated", TINY, gated=True)
+    source, token, what, hint = ERRORS[case]
+    with hub.clients(tmp_path / "home", token=token):
+        error = refused(source, tmp_path / "dst")
+    assert what in error
+    assert hint in error.partition("hint: ")[2]
+    assert f"--> {source}" in error
+    assert not token or token not in error
+
+
+def test_revisions_and_folders_that_there_are_not(hub: Hub, tmp_path: Path) -> None:
+    hub.repos["org/tiny"].refs["refs/heads/fp8/new"] = hub.repos["org/tiny"].refs["refs/heads/main"]
+    error = refused(f"{MODEL}@v9", tmp_path / "dst", code=2)
+    assert error == (
+        f"error: org/tiny has no revision 'v9'\n  --> {MODEL}@v9\n\n"
+        "hint: it has main, fp8/new; a slash in a name is written %2F\n"
+    )
+    assert "has no revision" in refused(f"{MODEL}@{'0' * 40}", tmp_path / "dst", code=2)
+    error = refused(f"{MODEL}/fp8", tmp_path / "dst", code=2)
+    assert "the source does not exist" in error
+    assert "hint: org/tiny has config.json, model.safetensors\n" in error
+
+
+@pytest.mark.parametrize("token", ["", READER])
+def test_too_many_requests(hub: Hub, token: str, tmp_path: Path) -> None:
+    limits = {"RateLimit": '"api";r=0;t=55', "RateLimit-Policy": '"fixed window";"api";q=500;w=300'}
+    hub.fail("revision", 429, times=100, headers=limits)
+    with hub.clients(tmp_path / "home", token=token):
+        error = refused(MODEL, tmp_path / "dst")
+    assert "error: the Hub allows no more requests for now (500 api in 300 s); again in 55 s\n" in error
+    assert ("who is logged in may ask more often" in error) == (not token)
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_servers_that_are_down(hub: Hub, tmp_path: Path) -> None:
+    hub.fail("tree", 503, times=100)
+    assert "error: the Hub answers 503\n" in refused(MODEL, tmp_path / "dst")
+    hub.faults.clear()
+    hub.fail(r"GET /[0-9a-f]{64}", 500, times=100)
+    error = refused(MODEL, tmp_path / "dst")
+    assert "error: the Hub's storage cannot be read: " in error
+    assert "Signature" not in error
+    with hub.clients(tmp_path / "home2", HF_ENDPOINT="http://127.0.0.1:1"):
+        error = refused(MODEL, tmp_path / "dst")
+    assert "error: there is no answer of the Hub to go by: " in error
+    assert "HF_HUB_OFFLINE=1" in error
+
+
+def test_what_is_not_the_hub(hub: Hub, tmp_path: Path) -> None:
+    hub.fail("revision", 200, times=1)
+    error = refused(MODEL, tmp_path / "dst")
+    assert "error: this does not answer as the Hugging Face Hub does (status 200)\n" in error
+    assert "check HF_ENDPOINT" in error
+    for wrong in ("nonsense", "ftp://host", "http://user:secret@127.0.0.1:1", "http://127.0.0.1:99999"):
+        with hub.clients(tmp_path / f"home {wrong[:6]}", HF_ENDPOINT=wrong):
+            assert "secret" not in refused(MODEL, tmp_path / "dst")
+
+
+# -- a Hub that lies
+
+
+@pytest.mark.parametrize("names", [["../x"], ["a/../../x"], ["/etc/x"], ["a//b"], ["a", "a/b"], ["x\0y"]])
+def test_listings_that_lead_out_or_contradict(hub: Hub, names: list[str], tmp_path: Path) -> None:
+    hub.add("org/evil", dict.fromkeys(names, b"") | {"config.json": b"{}"})
+    assert "error: the listing of the repository has " in refused("hf://org/evil", tmp_path / "dst")
+
+
+@pytest.mark.usefixtures("by_ranges")
+@pytest.mark.parametrize(
+    ("header", "value"), [("X-Linked-ETag", f'"{"0" * 64}"'), ("X-Linked-Size", "5"), ("X-Repo-Commit", "0" * 40)]
+)
+def test_a_resolve_that_contradicts_the_listing(hub: Hub, header: str, value: str) -> None:
+    src = place(f"{MODEL}/{WEIGHTS}")
+    assert src.is_file()
+    hub.fail("HEAD .*resolve", 302, headers={"Location": f"{hub.cdn}/x", header: value})
+    with pytest.raises(CorruptError, match="something else than in its list"):
+        src.open_file().pread(10, 0)
+    assert not any(a.server == "cdn" for a in hub.asked)
+
+
+def test_bytes_that_contradict_the_listing(hub: Hub) -> None:
+    """Of small files every byte is checked; of ranges their place, and the size of the whole."""
+    src = place(MODEL)
+    assert src.is_dir()
+    blob = hub.repos["org/tiny"].find("main")
+    assert blob
+    files = hub.repos["org/tiny"].commits[blob]
+    for name in ("config.json", WEIGHTS):
+        data = files[name].bytes()
+        other = bytes([data[0] ^ 1]) + data[1:]
+        object.__setattr__(files[name], "data", other)
+        with pytest.raises(CorruptError, match="other bytes than it lists"):
+            read_all(src / name)
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_a_storage_with_another_file(hub: Hub) -> None:
+    src = place(f"{MODEL}/{WEIGHTS}")
+    assert src.is_file()
+    file = src.open_file()
+    file.pread(10, 0)
+    commit = hub.repos["org/tiny"].find("main")
+    assert commit
+    blob = hub.repos["org/tiny"].commits[commit][WEIGHTS]
+    object.__setattr__(blob, "data", b"longer" + blob.bytes())
+    del blob.__dict__["size"]
+    with pytest.raises(CorruptError):
+        file.pread(10, 100)
+
+
+@pytest.mark.usefixtures("by_ranges")
+@pytest.mark.parametrize(
+    "to", ["http://169.254.169.254/x", "http://10.0.0.1/x", "ftp://h/x", "http://h:99999/x", "http://["]
+)
+def test_locations_that_nobody_should_be_led_to(hub: Hub, to: str) -> None:
+    src = place(f"{MODEL}/{WEIGHTS}")
+    assert src.is_file()
+    hub.fail("HEAD .*resolve", 302, headers={"Location": to}, times=100)
+    with pytest.raises(AccessError):
+        src.open_file().pread(10, 0)
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_redirects_in_a_circle(hub: Hub) -> None:
+    src = place(f"{MODEL}/{WEIGHTS}")
+    assert src.is_file()
+    hub.fail("HEAD .*resolve", 302, headers={"Location": "?again"}, times=100)
+    with pytest.raises(AccessError, match="in a circle"):
+        src.open_file().pread(10, 0)
+    assert len(hub.asked) < 10
+
+
+# -- names
+
+TEXTS = {
+    "hf://org/model": "hf://org/model",
+    "hf:/org/model": "hf://org/model",
+    "hf://org/model/": "hf://org/model",
+    "hf://models/org/model": "hf://org/model",
+    "hf://org/model@main": "hf://org/model@main",
+    "hf://org/model@a%2Fb/c": "hf://org/model@a%2Fb/c",
+    "hf://org/model@refs/pr/3/c/d": "hf://org/model@refs/pr/3/c/d",
+    "hf://org/model/a/./b//c@d": "hf://org/model/a/b/c@d",
+    "hf://o-1/M_2.5-8B@v1+x/a b?c%20#.safetensors": "hf://o-1/M_2.5-8B@v1+x/a b?c%20#.safetensors",
+}
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts(text: str) -> None:
+    found = parse(text)
+    assert str(found) == TEXTS[text]
+    assert parse(str(found)) == found == pickle.loads(pickle.dumps(found))  # noqa: S301 - our own
+    assert hash(parse(str(found))) == hash(found)
+
+
+@pytest.mark.usefixtures("hub")
+def test_parts_of_a_name() -> None:
+    found = parse("hf://org/model@v1/a/b.safetensors")
+    assert isinstance(found, HubPlace)
+    assert (found.repo, found.revision, found.path) == ("org/model", "v1", "a/b.safetensors")
+    assert (found.name, found.suffix) == ("b.safetensors", ".safetensors")
+    root = found.parent.parent
+    assert (root.path, root.name, root.parent) == ("", "model", root)
+    assert root / "a" / "b.safetensors" == root / "a/b.safetensors" == found
+    assert root not in (parse("hf://org/model@v2"), "hf://org/model@v1")
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf://", "hf://gpt2", "hf://datasets/org/data", "hf://spaces/org/app", "hf://org/model@", "hf://org/a--b",
+        "hf://org/mod el", "hf://-org/model", "hf://org/..", "hf://org/model@..%2F..%2Fx", "hf://org/model@%2Fetc",
+        "hf://org/model@a b", "hf://org/model@a:b", "hf://org:pw@host/model", "hf://ö/model",
+    ],
+)  # fmt: skip
+def test_names_that_cannot_be(text: str) -> None:
+    with pytest.raises(UsageError) as e:
+        parse(text)
+    assert e.value.hint
+
+
+def test_nobody_is_asked_about_what_is_only_named(hub: Hub) -> None:
+    """A repository that is to be written need not be there."""
+    assert str(parse("hf://org/new@branch") / "config.json") == "hf://org/new@branch/config.json"
+    assert not hub.asked
+
+
+def test_an_error_is_not_kept(hub: Hub) -> None:
+    src = place("hf://org/later")
+    with pytest.raises(CkptError):
+        src.exists()
+    hub.add("org/later", TINY)
+    assert src.is_dir()
