@@ -15,7 +15,14 @@ from typing import Any, NoReturn
 
 from azure.core import exceptions
 from azure.core.credentials import AzureNamedKeyCredential, AzureSasCredential
-from azure.storage.blob import BlobPrefix, BlobSasPermissions, ContainerClient, generate_blob_sas
+from azure.storage.blob import (
+    BlobPrefix,
+    BlobProperties,
+    BlobSasPermissions,
+    ContainerClient,
+    ExponentialRetry,
+    generate_blob_sas,
+)
 
 from ckpttool.errors import AccessError, CkptError, IncompleteError
 from ckpttool.storage.access import anonymous
@@ -26,7 +33,8 @@ SCOPE = "https://storage.azure.com/.default"
 VERSION = "2021-12-02"
 """Of the REST API, for reads: what they need is older."""
 SIGNED_SECONDS = 600
-CONNECTIONS = 64
+TRIES = 7
+"""Besides the first, after 2, 4, 8, ... seconds."""
 
 _LOGIN = (
     "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN,"
@@ -50,7 +58,8 @@ def container(name: str) -> ContainerClient:
 
 def _made(name: str) -> ContainerClient:
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
-    options: dict[str, Any] = {"retry_total": 8, "connection_timeout": 10, "read_timeout": 60}
+    retries = ExponentialRetry(initial_backoff=0, increment_base=2, retry_total=TRIES, random_jitter_range=1)
+    options: dict[str, Any] = {"retry_policy": retries, "connection_timeout": 10, "read_timeout": 60}
     if text and not anonymous():
         return ContainerClient.from_connection_string(text, name, **options)
     account = _env("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
@@ -99,9 +108,11 @@ class Bucket:
     def list(self, prefix: str) -> Listing:
         files, folders = {}, set()
         try:
-            for item in container(self.name).walk_blobs(prefix, delimiter="/"):
+            for item in container(self.name).walk_blobs(prefix, include=["metadata"], delimiter="/"):
                 if isinstance(item, BlobPrefix):
                     folders.add(item.name.removeprefix(prefix)[:-1])
+                elif is_folder(item):
+                    folders.add(item.name.removeprefix(prefix))
                 else:
                     files[item.name.removeprefix(prefix)] = Found(int(item.size), _quoted(item.etag))
         except exceptions.AzureError as e:
@@ -113,6 +124,8 @@ class Bucket:
             said = container(self.name).get_blob_client(key).get_blob_properties()
         except exceptions.AzureError as e:
             raise explained(e, self._where(key)) from None
+        if is_folder(said):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", self._where(key))
         return Found(int(said.size), _quoted(said.etag))
 
     def get(self, key: str, tag: str, *, renew: bool) -> Signed:
@@ -135,6 +148,11 @@ class Bucket:
         return f"az://{self.name}/{key}"
 
 
+def is_folder(blob: BlobProperties) -> bool:
+    """Whether a blob is a directory of an account that has such (a hierarchical namespace)."""
+    return (blob.metadata or {}).get("hdi_isfolder") == "true"
+
+
 def _readable(client: ContainerClient, key: str) -> tuple[str, dict[str, str]]:
     """A URL that can be read for ``SIGNED_SECONDS``, and what it needs besides."""
     blob, credential = client.get_blob_client(key), client.credential
@@ -155,10 +173,16 @@ def _readable(client: ContainerClient, key: str) -> tuple[str, dict[str, str]]:
     return f"{blob.url}?{signature}", {}
 
 
+def code_of(e: exceptions.HttpResponseError) -> str:
+    """What Azure calls an error; "" where it says nothing."""
+    code = getattr(e, "error_code", None)
+    return str(getattr(code, "value", code) or "")
+
+
 def explained(e: exceptions.AzureError, where: str) -> OSError | CkptError:
     """What an error of Azure's libraries means to users."""
     if isinstance(e, exceptions.HttpResponseError) and e.status_code:
-        return _meaning(str(getattr(e, "error_code", None) or ""), e.status_code, where)
+        return _meaning(code_of(e), e.status_code, where)
     if isinstance(e, exceptions.ServiceRequestError | exceptions.ServiceResponseError):
         return AccessError("Azure does not answer", where=where, hint="check the network and the account's name")
     return AccessError("Azure does not log in", where=where, hint=_LOGIN)

@@ -1,0 +1,144 @@
+"""``az://`` as a destination, against Azurite: what ``Store`` promises, and runs that are stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ckpttool
+from ckpttool.errors import OutputError
+from ckpttool.execute import azure
+from ckpttool.execute.azure import AzureStore
+from ckpttool.execute.store import GoneError, Slice, TakenError
+from ckpttool.storage import objects
+from ckpttool.storage.http import client
+from ckpttool.storage.place import parse_place, read_all, walk
+from tests.peers.storage import servers
+from tests.peers.storage.servers import Server
+
+SOURCE = Path("fixtures/llama_tp8")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with servers.azurite(tmp_path_factory.mktemp("azurite")) as found:
+        yield found
+    client()._connections.forget()
+
+
+@pytest.fixture
+def store(server: Server) -> AzureStore:
+    return azure.store(server.root.removeprefix("az://"))
+
+
+def piece(path: Path, data: bytes) -> Slice:
+    path.write_bytes(b"before" + data + b"behind")
+    return Slice(path, 6, len(data), threading.Event())
+
+
+def test_objects_and_conditions(store: AzureStore) -> None:
+    tag = store.put("a/marker", b"1", "run1", new=True)
+    with pytest.raises(TakenError):
+        store.put("a/marker", b"2", "run2", new=True)
+    second = store.put("a/marker", b"2", "run2", replaces=tag)
+    with pytest.raises(TakenError):
+        store.put("a/marker", b"3", "run3", replaces=tag)
+    found = store.get("a/marker")
+    assert found
+    assert (found.data, found.tag) == (b"2", second)
+    assert -5 < found.age < 60
+    held = store.head("a/marker")
+    assert held
+    assert (held.size, held.run) == (1, "run2")
+    store.put("a/empty", b"", "run")
+    assert dict(store.objects("a/")) == {"a/empty": 0, "a/marker": 1}
+    for key in ("a/marker", "a/marker", "a/empty"):
+        store.delete(key)
+    assert (dict(store.objects("a/")), store.get("a/marker"), store.head("a/marker")) == ({}, None, None)
+
+
+@pytest.mark.parametrize("size", [1, 100, 250])
+def test_a_file_is_put_in_blocks(store: AzureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(azure, "BLOCK", 100)
+    monkeypatch.setattr("ckpttool.execute.store._MIB", 30)
+    data = bytes(range(size))
+    with piece(tmp_path / "file", data) as part:
+        tag = store.put("late/file", part, "run", new=False)
+        with pytest.raises(TakenError):
+            store.put("late/file", part, "run", new=True)
+    found = store.get("late/file")
+    assert found
+    assert (found.data, found.tag) == (data, tag)
+    store.delete("late/file")
+
+
+def test_an_upload_is_seen_when_it_is_complete(store: AzureStore, tmp_path: Path) -> None:
+    upload = store.create("b/model", "run1")
+    assert store.parts("b/model", upload) == {}
+    tags = {}
+    for number, data in ((2, b"efgh"), (1, b"ab"), (1, b"abcd"), (3, b"i")):
+        with piece(tmp_path / "file", data) as part:
+            tags[number] = store.put_part("b/model", upload, number, part)
+    there = store.parts("b/model", upload)
+    assert {n: (p.size, p.tag) for n, p in there.items()} == {n: (s, tags[n]) for n, s in ((1, 4), (2, 4), (3, 1))}
+    assert store.parts("b/model", "ckpttool-" + "0" * 16) == {}
+    assert list(store.uploads("b/")) == [("b/model", upload)]
+    assert (list(store.objects("b/")), store.head("b/model")) == ([], None)
+    for _ in range(2):  # the answer to the first may have been lost
+        store.complete("b/model", upload, tags, "run1")
+    assert store.get("b/model").data == b"abcdefghi"  # type: ignore[union-attr]
+    assert store.head("b/model").run == "run1"  # type: ignore[union-attr]
+    assert list(store.uploads("b/")) == []
+    with pytest.raises(GoneError):
+        store.complete("b/other", upload, tags, "run1")
+    store.delete("b/model")
+
+
+def test_an_upload_is_aborted(store: AzureStore, tmp_path: Path) -> None:
+    upload = store.create("c/model", "run")
+    with piece(tmp_path / "file", b"abc") as part:
+        store.put_part("c/model", upload, 1, part)
+    (left,) = store.uploads("c/")
+    for _ in range(2):
+        store.abort(*left)
+    assert (list(store.uploads("c/")), list(store.objects("c/")), store.parts("c/model", upload)) == ([], [], {})
+
+
+def test_an_old_object_goes_with_the_commit_and_keeps_its_blocks_until_then(store: AzureStore, tmp_path: Path) -> None:
+    store.put("d/model", b"old", "run1")
+    upload = store.create("d/model", "run2")
+    with piece(tmp_path / "file", b"new") as part:
+        tag = store.put_part("d/model", upload, 1, part)
+    store.delete("d/model")
+    store.complete("d/model", upload, {1: tag}, "run2")
+    assert store.get("d/model").data == b"new"  # type: ignore[union-attr]
+    store.abort("d/model", upload)  # of a blob that is there: nothing happens to it
+    assert store.get("d/model").data == b"new"  # type: ignore[union-attr]
+    store.delete("d/model")
+    assert store.head("d/model") is None
+
+
+@pytest.mark.usefixtures("server")
+def test_a_container_that_is_not_there() -> None:
+    with pytest.raises(OutputError, match="container does not exist"):
+        azure.store("nobodys").put("a", b"", "run")
+
+
+def test_resharding_to_azure_gives_what_a_directory_gets(server: Server, tmp_path: Path) -> None:
+    text = server.fill(SOURCE, "run")
+    plan = ckpttool.open(text).reshard(tp=2)
+    plan.run("az://box/out")
+    ckpttool.open(SOURCE).reshard(tp=2).run(tmp_path / "near")
+    objects.forget()
+    out = parse_place("az://box/out")
+    near = {p.name: p.read_bytes() for p in (tmp_path / "near").iterdir()}
+    assert {n: read_all(out / n) for n in walk(out)} == near
+    assert list(azure.store("box").uploads("out")) == []
+    with pytest.raises(OutputError, match="the destination exists"):
+        plan.run("az://box/out")
+    plan.run("az://box/out", force=True)
+    objects.forget()
+    assert {n: read_all(out / n) for n in walk(out)} == near
