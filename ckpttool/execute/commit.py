@@ -50,6 +50,7 @@ _RENAME_EXCHANGE = 2
 class LocalDestination:
     """DST and the directory it is built in. ``single``: DST is to be the only file of that directory."""
 
+    spools = False
     proposes = False
     resumes = True
 

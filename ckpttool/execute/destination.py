@@ -47,6 +47,10 @@ class Destination(Protocol):
         """Outputs are made below it. Known from ``begin`` on."""
 
     @property
+    def spools(self) -> bool:
+        """Whether bytes leave ``partial`` when they are recorded. Little stays unrecorded then, nothing is linked."""
+
+    @property
     def proposes(self) -> bool:
         """Whether there are pull requests (``RunOptions.create_pr``)."""
 

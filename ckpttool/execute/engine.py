@@ -45,7 +45,7 @@ from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgre
 from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate, sum_key
 from ckpttool.execute.worker import ComputeWorker, Job, is_known, order, server
-from ckpttool.plan import Plan
+from ckpttool.plan import Output, Plan
 from ckpttool.storage.place import DataFile, Place, parse_place
 
 _MIB = 1 << 20
@@ -55,6 +55,8 @@ _COMPUTING_MEMORY = 8 << 20
 _ENTRY = "ckpttool.execute.worker:main"
 _TICK = 0.2
 """Seconds between calls of the progress interface: often enough to look alive, too seldom to hold up the workers."""
+_SPOOLED = 256 << 20
+"""Most bytes that are written to a spool and not recorded."""
 _RECORD_EVERY = 2.0
 """Seconds after which finished parts are recorded, however few."""
 
@@ -161,7 +163,10 @@ class _Run:
         """How each file that may be linked came about: a reflink, a hard link, or "" for a copy."""
         self.notes = list(plan.notes)
         total = plan.bytes_written
-        self.ledger = CompletionQueue(max(_MIB, min(256 * _MIB, total // 32)), max(4 * _MIB, total // 12))
+        batch, most = max(_MIB, min(256 * _MIB, total // 32)), max(4 * _MIB, total // 12)
+        if self.destination.spools:  # what is not recorded takes room in the spool
+            batch, most = min(batch, _SPOOLED // 4), min(most, _SPOOLED)
+        self.ledger = CompletionQueue(batch, most)
         self.pending = [0] * len(plan.outputs)
         self.skipped = 0
         self.recorded = 0
@@ -247,7 +252,7 @@ class _Run:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
             except OSError as e:
                 raise write_error(e, path, 0, 0) from e
-            if output.link:  # made when its turn comes, and never opened for writing: its bytes may be the source's
+            if self._links(output):  # made when its turn comes; never opened for writing: its bytes may be the source's
                 if not Path(path).exists():
                     made.add(i)
                 continue
@@ -413,10 +418,14 @@ class _Run:
         if not task.parts:  # written by an earlier run that made no manifest
             self._close(_Record([]), sums, carrier, last=True)
 
+    def _links(self, output: Output) -> bool:
+        """Not into a spool: its bytes are there for a moment, and those of a source may not be given back."""
+        return output.link and not self.destination.spools
+
     def _carry(self, number: int, carrier: Mover) -> None:
         """Copy a companion file, or link it."""
         output, path = self.plan.outputs[number], self.paths[number]
-        if output.link:
+        if self._links(output):
             how = share(output.carried, path)
             self.shared.append(how)
             if how:

@@ -63,6 +63,7 @@ class Tree(NamedTuple):
 class HubDestination:
     """See ``Destination``."""
 
+    spools = True
     proposes = True
     resumes = False
     can_record = False

@@ -137,6 +137,7 @@ class _Object:
 class ObjectDestination:
     """See ``Destination``."""
 
+    spools = True
     proposes = False
     resumes = True
 
