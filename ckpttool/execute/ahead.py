@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -131,7 +131,7 @@ class FarFile:
 class _Range:
     """Bytes that are read in order, mostly."""
 
-    __slots__ = ("ahead", "at", "begun", "early", "file", "gaps", "index", "of", "run", "start", "stop")
+    __slots__ = ("ahead", "at", "begun", "due", "early", "file", "index", "of", "run", "start", "stop")
 
     def __init__(self, file: FarFile, start: int, stop: int, of: Announcement | None, index: int, run: int) -> None:
         self.file = file
@@ -139,8 +139,6 @@ class _Range:
         self.stop = stop
         self.of = of
         self.index = index
-        self.gaps: list[tuple[int, int]] = []
-        """Bytes that nobody will read."""
         self.at = start
         """Where its reader is."""
         self.ahead = start
@@ -150,11 +148,12 @@ class _Range:
         self.begun = False
         self.early = 0
         """Bytes asked for before it was begun."""
+        self.due = 0
+        """Bytes that were announced before it."""
 
     def needed(self, start: int, stop: int) -> int:
-        """How many of these bytes somebody will read."""
-        start, stop = max(start, self.start), min(stop, self.stop)
-        return stop - start - sum([max(0, min(b, stop) - max(a, start)) for a, b in self.gaps])
+        """How many of these bytes are of this range."""
+        return min(stop, self.stop) - max(start, self.start)
 
 
 class Announcement:
@@ -228,9 +227,12 @@ class ReadAhead:
         self._queue: deque[_Piece] = deque()
         self._flying = 0
         """Pieces that are queued or being fetched."""
-        self._threads = 0
+        self._threads: dict[threading.Thread, bool] = {}
+        """And whether each is making a request."""
         self._idle = 0
         self._announced: list[Announcement] = []
+        self._due = 0
+        """Bytes that were ever announced."""
         self._begun: dict[_Range, None] = {}
         self._found: deque[_Range] = deque()
         self._closed = False
@@ -238,19 +240,19 @@ class ReadAhead:
     # -- what readers call
 
     def announce(self, ranges: Iterable[tuple[FarFile, int, int]]) -> Announcement:
-        """These will be read in this order. Those that nearly touch are one."""
+        """These will be read in this order. Those that touch are one."""
         new = Announcement()
         last: _Range | None = None
         for file, start, stop in ranges:
-            if last is not None and last.file is file and last.start <= start <= last.stop + GAP:
-                if start > last.stop:
-                    last.gaps.append((last.stop, start))
+            if last is not None and last.file is file and last.start <= start <= last.stop:
                 last.stop = max(last.stop, stop)
             elif start < stop:
                 last = _Range(file, start, stop, new, len(new.ranges), _EVER)
                 new.ranges.append(last)
         with self._lock:
             for r in new.ranges:
+                r.due = self._due
+                self._due += r.stop - r.start
                 insort(r.file.ranges, r, key=attrgetter("start"))
             self._announced.append(new)
             self._order()
@@ -290,6 +292,9 @@ class ReadAhead:
             self._spent.clear()
             self._free.clear()
             self._work.notify_all()
+            idle = [thread for thread, is_busy in self._threads.items() if not is_busy]
+        for thread in idle:  # a process that is forked now has one thread again
+            thread.join()
 
     # -- pieces
 
@@ -466,16 +471,22 @@ class ReadAhead:
         return max(2 * LEAST, self.memory // max(1, len(self._begun)))
 
     def _extent(self, r: _Range, size: int) -> tuple[int, list[_Range]]:
-        """Where the next request of a range ends, and whose bytes it fetches: those of the ranges behind it, too."""
+        """Where the next request of a range ends, and whose bytes it fetches: those of ranges behind it, too."""
         start = r.ahead
         end = min([start + size, *[p.start for p in r.file.pieces if p.start > start]])
         stop = min(end, r.stop)
         ranges = [r]
-        while stop == ranges[-1].stop < end and (f := self._behind(ranges[-1])) is not None:
-            if f.file is not r.file or f.ahead != f.start or f.begun or not stop <= f.start <= min(stop + GAP, end - 1):
-                break
-            ranges.append(f)
-            stop = min(end, f.stop)
+        if stop < end and r.of is not None:
+            at = bisect_left(r.file.ranges, stop, key=attrgetter("start"))
+            for f in r.file.ranges[at:]:
+                if f.start >= end or f.start > stop + GAP:
+                    break
+                if f.of is None or f.begun or f.ahead != f.start:
+                    continue
+                if abs(f.due - r.due) > self.memory // 2:  # its memory would be needed before
+                    break
+                ranges.append(f)
+                stop = max(stop, min(end, f.stop))
         return stop, ranges
 
     def _piece(self, r: _Range, stop: int, ranges: list[_Range], memory: Memory) -> _Piece:
@@ -492,16 +503,6 @@ class ReadAhead:
         self._pieces[piece] = None
         self._flying += 1
         return piece
-
-    def _behind(self, r: _Range) -> _Range | None:
-        """The range that will be read after this one."""
-        if r.of is None:
-            return None
-        if r.index + 1 < len(r.of.ranges):
-            return r.of.ranges[r.index + 1]
-        at = self._announced.index(r.of) + 1
-        following = self._announced[at].ranges if at < len(self._announced) else []
-        return following[0] if following else None
 
     # -- memory
 
@@ -561,12 +562,19 @@ class ReadAhead:
         """Somebody is to fetch what was queued."""
         if self._idle >= len(self._queue):
             self._work.notify()
-        elif self._threads < self.connections:
-            self._threads += 1
-            threading.Thread(target=self._fetch, name=f"fetch-{self._threads}", daemon=True).start()
+        elif len(self._threads) < self.connections:
+            thread = threading.Thread(target=self._fetch, name=f"fetch-{len(self._threads)}", daemon=True)
+            self._threads[thread] = False
+            try:
+                thread.start()
+            except RuntimeError:  # the system allows no more
+                del self._threads[thread]
+                if not self._threads:
+                    raise
 
     def _fetch(self) -> None:
         """The life of a thread that makes requests."""
+        me = threading.current_thread()
         while True:
             with self._lock:
                 while not self._queue and not self._closed:
@@ -576,9 +584,9 @@ class ReadAhead:
                     finally:
                         self._idle -= 1
                 if self._closed:
-                    self._threads -= 1
                     return
                 piece = self._queue.popleft()
+                self._threads[me] = True
             error: BaseException | None = None
             done = 0
             try:
@@ -587,6 +595,7 @@ class ReadAhead:
                 error = e
             with self._lock:
                 self._flying -= 1
+                self._threads[me] = False
                 self._arrived(piece, done, error)
                 self._order()
             del piece, error

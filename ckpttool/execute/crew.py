@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -41,16 +42,22 @@ Serve = Callable[[Order, Callable[[Answer], None]], None]
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MOMENTS = 5
 _KEPT = 8 << 20
 """Bytes of freed memory that a worker keeps."""
 
 
 def can_fork() -> bool:
     """Whether forking is safe here: no other thread, of whatever library, could hold a lock at that moment."""
-    try:
-        threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
-    except OSError:
-        threads = threading.active_count()
+    threads = 0
+    for _ in range(_MOMENTS):
+        try:
+            threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+        except OSError:
+            threads = threading.active_count()
+        if threads == 1 or threading.active_count() > 1:
+            break
+        time.sleep(0.001)  # for the system, a thread that was joined just now may not have ended
     return sys.platform == "linux" and threads == 1
 
 

@@ -28,8 +28,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
-from ckpttool.errors import AccessError, CkptError, CorruptError, OutputError
+from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.checks import check
 from ckpttool.execute.commit import MANIFEST
@@ -40,13 +41,15 @@ from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Medium, SourceReadError, Stopped, create, remove_file, share, write_error
 from ckpttool.execute.hashing import ALGORITHM, CRC32, Sums, joined_crc32
 from ckpttool.execute.journal import Finished
-from ckpttool.execute.moves import arrange
 from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
-from ckpttool.execute.remote import open_medium
-from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, separate, sum_key
+from ckpttool.execute.remote import check_unchanged, open_medium
+from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, sum_key
+from ckpttool.execute.upcoming import Turn, Upcoming
 from ckpttool.execute.worker import ComputeWorker, Job, is_known, order, server
 from ckpttool.plan import Output, Plan
 from ckpttool.storage.place import DataFile, Place, parse_place
+
+_T = TypeVar("_T")
 
 _MIB = 1 << 20
 _SMALLEST_ARENA = 64 << 10
@@ -147,6 +150,10 @@ class _Run:
         """Of the outputs, where they are made."""
         self.sources = [s.contents for s in plan.sources]
         self.stop = threading.Event()
+        self.halt: Callable[[], None] = lambda: None
+        """Ends all waiting for bytes of other machines."""
+        self.ahead = 0
+        """Of the memory, what is for bytes that are read ahead from other machines."""
         self.failures: list[BaseException] = []
         self.tasks: deque[Task] = deque()
         self.computing: deque[Task] = deque()
@@ -184,7 +191,10 @@ class _Run:
         self.destination.check([s.path for s in self.plan.sources], roots, force=force, carried=carried)
         self._check_sources()
         self.destination.check_space(self.plan)
-        with _signals() as signals, open_medium() as pool:
+        half, connections = self.options.memory // 2, self.options.connections
+        with _signals() as signals, open_medium(memory=half, connections=connections) as pool:
+            self.halt = pool.stop
+            self.ahead = half if any(map(pool.is_far, self.sources)) else 0
             finished = self._begin()
             try:
                 self._hire(finished)
@@ -224,11 +234,8 @@ class _Run:
 
     def _check_sources(self) -> None:
         """Raises CorruptError when a source is not the file that was planned."""
-        for s in self.plan.sources:
-            _check_source(s.path, s.size, s.tag)
-        for o in self.plan.outputs:
-            if o.carried:
-                _check_source(o.carried, o.size, o.tag)
+        carried = [DataFile(parse_place(o.carried), o.size, o.tag) for o in self.plan.outputs if o.carried]
+        check_unchanged([*[DataFile(parse_place(s.path), s.size, s.tag) for s in self.plan.sources], *carried])
 
     # -- prepare
 
@@ -297,17 +304,23 @@ class _Run:
         jobs = [t for t in self.tasks if t.computing >= 0 and not self._is_done(t, finished)]
         if not jobs:
             return
-        memory = max(self.options.memory, _COMPUTING_MEMORY)
-        count = max(1, min(self.options.computers, memory // _COMPUTING_MEMORY, len(jobs)))
-        job = self._job(memory // count)
+        least = 2 * _COMPUTING_MEMORY if self.ahead else _COMPUTING_MEMORY
+        memory = max(self.options.memory, least)
+        count = max(1, min(self.options.computers, memory // least, len(jobs)))
+        job = self._job(memory // count, count)
         known = all(is_known(self.plan.units[t.computing]) for t in jobs)
         self.crew = spawn(count, job.to_json() if known else None, server(job), _ENTRY, self.destination.locks)
         if self.crew is None and count > 1:
             self.notes.append("one thread computes: no other process can be started here")
 
-    def _job(self, memory: int) -> Job:
+    def _job(self, memory: int, count: int = 1) -> Job:
+        """For ``count`` workers, of whom each has so much memory."""
         limit = part_limit(self.plan.bytes_written)
-        return Job(self.sources, self.paths, self.plan.randomness, memory, limit, self.hashes)
+        ahead = memory // 2 if self.ahead else 0
+        connections = self.options.connections and max(1, self.options.connections // count)
+        return Job(
+            self.sources, self.paths, self.plan.randomness, memory - ahead, limit, self.hashes, ahead, connections
+        )
 
     def _is_done(self, task: Task, finished: Finished) -> bool:
         keys = [k for k, _ in task.targets] + operand_keys(self.plan, task.computing)
@@ -317,25 +330,28 @@ class _Run:
         self.sums = finished.sums
         jobs = [t for t in self.tasks if t.computing >= 0 and not self._is_done(t, finished)]
         self.done = finished.parts
-        self.tasks = deque(self._remaining([t for t in self.tasks if t.computing < 0], finished))
+        tasks = self._remaining([t for t in self.tasks if t.computing < 0], finished)
+        upcoming = Upcoming(tasks, self.plan, pool, self.ahead)
         # Long tasks first, or the last one would keep all others waiting; the rest in the order of the files.
         long = sum([t.nbytes for t in jobs]) // (4 * self.options.computers)
         jobs.sort(key=lambda t: -t.nbytes if t.nbytes > long else 0)
         self.computing = deque(jobs)
-        memory = max(self.options.memory, _SMALLEST_ARENA)
-        workers = min(self.options.movers, memory // _SMALLEST_ARENA, len(self.tasks))
+        memory = max(self.options.memory - self.ahead, _SMALLEST_ARENA)
+        workers = min(self.options.movers, memory // _SMALLEST_ARENA, len(upcoming))
         hands = [w.do for w in self.crew.workers] if self.crew else []
         if jobs and not hands:
             job = self._job(max(memory // 2, _COMPUTING_MEMORY))
             hands = [ComputeWorker(job, tensor_draws(job.randomness), pool, self.stop).serve]
-        duties = [("foreman", i, self.computing, partial(self._compute, work)) for i, work in enumerate(hands)]
+        duties: list[tuple[str, int, Callable[[], Any], Callable[[Any], None]]] = [
+            ("foreman", i, self.computing.popleft, partial(self._compute, work)) for i, work in enumerate(hands)
+        ]
         for i in range(workers):
             carrier = Mover(self.sources, self.paths, pool, memory // workers, self.stop)
             self.carriers.append(carrier)
-            duties.append(("worker", i, self.tasks, partial(self._move, carrier)))
+            duties.append(("worker", i, upcoming.popleft, partial(self._move, carrier)))
         threads = [
-            threading.Thread(target=self._work_off, args=(tasks, do), name=f"{name}-{i}", daemon=True)
-            for name, i, tasks, do in duties
+            threading.Thread(target=self._work_off, args=(take, do), name=f"{name}-{i}", daemon=True)
+            for name, i, take, do in duties
         ]
         with signals.later():  # an interrupted `start` leaves a thread that runs and cannot be joined
             for thread in threads:
@@ -357,12 +373,12 @@ class _Run:
                 parts = [p for p in task.parts if p.number not in finished.parts] if done else task.parts
                 yield Task(parts, targets)
 
-    def _work_off(self, tasks: deque[Task], do: Callable[[Task], None]) -> None:
+    def _work_off(self, take: Callable[[], _T], do: Callable[[_T], None]) -> None:
         """The life of a thread: carry out one task after the other until there is none left."""
         try:
             while not self.stop.is_set():
                 try:
-                    task = tasks.popleft()
+                    task = take()
                 except IndexError:
                     break
                 do(task)
@@ -371,6 +387,7 @@ class _Run:
         except BaseException as e:  # noqa: BLE001 - raised again by the thread that called run
             self.failures.append(e)
             self.stop.set()
+            self.halt()
         self.ledger.wake.set()
 
     def _compute(self, work: Serve, task: Task) -> None:
@@ -394,19 +411,16 @@ class _Run:
                 self.computed[1] += answer["written"]
                 self.ledger.post(_Record([], answer["sums"]), self.stop)
 
-    def _move(self, carrier: Mover, task: Task) -> None:
+    def _move(self, carrier: Mover, turn: Turn) -> None:
+        task = turn.task
         carrier.sums = sums = Sums(task.targets) if task.targets else None
-        whole = [p for p in task.parts if p.unit >= 0]
-        if whole:
-            moves, checks = [], []
-            for p in whole:
-                some, more = separate(self.plan.units[p.unit])
-                moves += some
-                checks += more
-            carrier.carry(arrange(moves))
+        if turn.is_whole:
+            moves, checks = turn.arranged()
+            carrier.carry(moves)
             for step in checks:
                 check(step, carrier)
-            self._close(_Record(whole), sums, carrier, last=True)
+            turn.done()
+            self._close(_Record(task.parts), sums, carrier, last=True)
             return
         for i, part in enumerate(task.parts):
             if part.carried >= 0:
@@ -415,6 +429,7 @@ class _Run:
             for c in part.checks:
                 check(c.step, carrier, c.first)
             self._close(_Record([part]), sums, carrier, last=i == len(task.parts) - 1)
+        turn.done()
         if not task.parts:  # written by an earlier run that made no manifest
             self._close(_Record([]), sums, carrier, last=True)
 
@@ -595,6 +610,7 @@ class _Run:
     def _give_up(self, error: BaseException, pool: Medium) -> BaseException:
         """Stop the workers; keep or remove what there is. Returns the error to raise."""
         self.stop.set()
+        self.halt()
         self._dismiss(now=True)
         again = not isinstance(error, CkptError) or isinstance(error, OutputError | SourceReadError | AccessError)
         if self.verifying and isinstance(error, Exception):
@@ -628,15 +644,6 @@ def _filled(literals: Iterable[tuple[int, bytes]], sums: Mapping[int, int]) -> I
             at = places.pop()
             run[at - offset : at - offset + 4] = sums[at].to_bytes(4, "little")
         yield offset, bytes(run)
-
-
-def _check_source(path: str, size: int, tag: str) -> None:
-    try:
-        now = DataFile.at(parse_place(path))
-    except OSError as e:
-        raise CorruptError(f"a source cannot be read: {e.strerror}", where=path) from e
-    if (now.size, now.tag) != (size, tag):
-        raise CorruptError("a source has changed since it was planned", where=path, hint="repeat the command")
 
 
 def _resumable(error: BaseException) -> BaseException:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.encodings import Contents, Encoding
-from ckpttool.execute.ahead import FarFile, ReadAhead
+from ckpttool.errors import CorruptError
+from ckpttool.execute.ahead import CONNECTIONS, FarFile, ReadAhead
 from ckpttool.execute.files import FilePool, Medium, unreadable
-from ckpttool.storage.place import parse_place
+from ckpttool.storage.place import DataFile, parse_place
 
 AHEAD = 32 << 20
 """Bytes of memory for reading ahead where nobody says how many."""
@@ -94,3 +96,26 @@ class _RemoteSources(FilePool):
                 self._ahead.read(file, offset, buffers)
         except OSError as e:
             raise unreadable(e, path, offset, buffers) from e
+
+
+def check_unchanged(files: Sequence[DataFile]) -> None:
+    """Raises CorruptError for the first source that is not the file any more that was planned."""
+    for file in files:
+        if isinstance(file.place, Path):
+            _check(file)
+    far = [f for f in files if not isinstance(f.place, Path)]
+    if far:
+        with ThreadPoolExecutor(min(CONNECTIONS, len(far)), thread_name_prefix="identity") as pool:
+            for _ in pool.map(_check, far):
+                pass
+
+
+def _check(file: DataFile) -> None:
+    try:
+        now = DataFile.at(file.place)
+    except OSError as e:
+        raise CorruptError(f"a source cannot be read: {e.strerror or e}", where=str(file.place)) from e
+    if (now.size, now.tag) != (file.size, file.tag):
+        raise CorruptError(
+            "a source has changed since it was planned", where=str(file.place), hint="repeat the command"
+        )

@@ -48,6 +48,10 @@ class Job:
     """Bytes of a part of what is only moved."""
     hashes: Sequence[str]
     """Names of the checksums that are wanted of stored tensors."""
+    ahead: int = 0
+    """Bytes that each worker has besides for what it reads ahead from other machines."""
+    connections: int | None = None
+    """Requests that each worker makes at a time; None is as many as that memory is good for."""
 
     def to_json(self) -> dict[str, Any]:
         """For a process that is to read it with ``from_json``."""
@@ -73,7 +77,12 @@ def order(unit: Unit, number: int, task: Task, done: Collection[int]) -> Order:
 def server(job: Job) -> Callable[[], Serve]:
     """What a worker of this job calls, once, to learn how to carry out orders."""
     draws = tensor_draws(job.randomness)  # for some streams the places of all tensors are worked out: once for all
-    return lambda: ComputeWorker(job, draws, open_medium(), threading.Event()).serve
+
+    def start() -> Serve:
+        pool = open_medium(memory=job.ahead, connections=job.connections)
+        return ComputeWorker(job, draws, pool, threading.Event()).serve
+
+    return start
 
 
 class ComputeWorker:

@@ -1,0 +1,180 @@
+"""Runs whose sources are on another machine: how often it is asked, for how much, and what its errors do."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckpttool as library
+from ckpttool.errors import AccessError, CkptError, CorruptError
+from ckpttool.execute.ahead import ReadAhead
+from tests.execute.far import Far, far_away
+from tests.helpers.memory import FILES, MemoryPlace, in_memory
+from tests.storage.test_place import written
+
+MIB = 1 << 20
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 1024,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2, "vocab_size": 2048,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """6 MB of a llama, as one file and for eight ranks."""
+    root = tmp_path_factory.mktemp("models")
+    rng = np.random.default_rng(0)
+    h, inter, vocab = 256, 1024, 2048
+    shapes = {"model.embed_tokens.weight": (vocab, h), "model.norm.weight": (h,), "lm_head.weight": (vocab, h)}
+    for n in range(2):
+        p = f"model.layers.{n}."
+        shapes |= {p + f"self_attn.{w}_proj.weight": (h, h) for w in "qkvo"}
+        shapes |= {p + f"mlp.{w}_proj.weight": (inter, h) for w in ("gate", "up")}
+        shapes |= {p + "mlp.down_proj.weight": (h, inter)}
+        shapes |= {p + f"{w}_layernorm.weight": (h,) for w in ("input", "post_attention")}
+    (root / "hf").mkdir()
+    save_file({n: rng.standard_normal(s).astype(np.float16) for n, s in shapes.items()}, root / "hf/model.safetensors")
+    (root / "hf/config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "float16"}))
+    library.open(root / "hf").reshard(tp=8).run(root / "tp8")
+    return root
+
+
+@pytest.fixture
+def far() -> Iterator[Far]:
+    with far_away(Far()) as machine:
+        yield machine
+
+
+class Peaks:
+    """Memory of what reads ahead, in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[ReadAhead] = []
+        begin = ReadAhead.__init__
+
+        def noted(ahead: ReadAhead, *args: Any) -> None:
+            self.found.append(ahead)
+            begin(ahead, *args)
+
+        monkeypatch.setattr(ReadAhead, "__init__", noted)
+
+    @property
+    def most(self) -> int:
+        return max([a.peak for a in self.found], default=0)
+
+
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "to ranks": ("hf", {"tp": 8}),
+    "to fewer ranks": ("tp8", {"tp": 2}),
+    "to one file": ("tp8", {"to": "hf"}),
+    "cast": ("tp8", {"tp": 2, "dtype": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("memory", [4 * MIB, 64 * MIB])
+@pytest.mark.parametrize("job", JOBS)
+def test_every_byte_is_fetched_once(
+    job: str, memory: int, models: Path, far: Far, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, goal = JOBS[job]
+    library.open(models / name).reshard(**goal).run(tmp_path / "there")
+    with in_memory(models / name) as remote:
+        plan = library.open(remote).reshard(**goal)
+        far.requests.clear()
+        peaks = Peaks(monkeypatch)
+        plan.run(tmp_path / "here", memory=memory)
+        sizes = {p.name: len(data) for p, data in FILES.items()}
+    assert written(tmp_path / "here") == written(tmp_path / "there")
+    asked = [r for r in far.requests if r.name.endswith(".safetensors")]
+    tensors = sum([p.stat().st_size for p in (models / name).glob("*.safetensors")])
+    more = 1.01 if memory > 4 * MIB else 1.5  # norms, which every rank has; a task that does not fit in memory
+    assert sum([r.nbytes for r in asked]) <= tensors * more
+    assert all(r.start + r.nbytes <= sizes[r.name] for r in asked)
+    assert len(asked) <= (30 if memory > 4 * MIB else 150)
+    assert peaks.most <= memory // 2
+    assert far.closed == len(far.opened)
+
+
+def test_requests_go_on_while_others_are_waited_for(models: Path, far: Far, tmp_path: Path) -> None:
+    with in_memory(models / "tp8") as remote:
+        plan = library.open(remote).reshard(tp=2)
+        far.delay = 0.02
+        plan.run(tmp_path / "dst", memory=64 * MIB, connections=5)
+    assert far.at_once == 5
+
+
+def test_sources_are_looked_at_together(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, most, lock = 0, 0, threading.Lock()
+    identity = MemoryPlace.identity
+
+    def slow(place: MemoryPlace) -> tuple[int, str]:
+        nonlocal busy, most
+        with lock:
+            busy += 1
+            most = max(most, busy)
+        time.sleep(0.01)
+        with lock:
+            busy -= 1
+        return identity(place)
+
+    with in_memory(models / "tp8") as remote:
+        plan = library.open(remote).reshard(tp=2)
+        monkeypatch.setattr(MemoryPlace, "identity", slow)
+        plan.run(tmp_path / "dst")
+    assert most >= 8
+
+
+@pytest.mark.parametrize("error", [OSError(104, "the connection was reset"), AccessError("no permission any more")])
+def test_a_request_that_fails_can_be_resumed(error: Exception, models: Path, far: Far, tmp_path: Path) -> None:
+    library.open(models / "tp8").reshard(tp=2).run(tmp_path / "there")
+
+    def fault(name: str, _start: int, _nbytes: int) -> None:
+        if name == "rank-00007-of-00008.safetensors" and len(far.requests) > 60:
+            raise error
+
+    with in_memory(models / "tp8") as remote:
+        plan = library.open(remote).reshard(tp=2)
+        far.fault = fault
+        with pytest.raises(CkptError, match=r"reset|permission") as e:
+            plan.run(tmp_path / "here", memory=4 * MIB)
+        assert not (tmp_path / "here").exists()
+        assert "--resume" in str(e.value.hint)
+        far.fault = None
+        plan.run(tmp_path / "here", resume=True)
+    assert written(tmp_path / "here") == written(tmp_path / "there")
+
+
+def test_a_file_that_changes_during_the_run_is_refused(models: Path, far: Far, tmp_path: Path) -> None:
+    with in_memory(models / "tp8") as remote:
+        plan = library.open(remote).reshard(tp=2)
+        last = next(p for p in FILES if p.name == "rank-00007-of-00008.safetensors")
+
+        def fault(_name: str, _start: int, _nbytes: int) -> None:
+            FILES[last] = FILES[last][:10_000] + bytes(1000) + FILES[last][11_000:]
+
+        far.fault = fault
+        with pytest.raises(CorruptError, match="a source has changed since it was planned"):
+            plan.run(tmp_path / "dst")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_does_not_wait_for_requests(models: Path, far: Far, tmp_path: Path) -> None:
+    with in_memory(models / "tp8") as remote:
+        plan = library.open(remote).reshard(tp=2)
+        far.gate = threading.Event()
+        threading.Timer(0.1, _thread.interrupt_main).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            plan.run(tmp_path / "dst")
+        assert time.monotonic() - began < 3
+        far.gate.set()
