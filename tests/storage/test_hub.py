@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from huggingface_hub import snapshot_download
 
 from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
 from ckpttool.storage import hub_files
@@ -21,6 +20,7 @@ from ckpttool.storage.http import Client, Clock, using
 from ckpttool.storage.hub import HubPlace, parse
 from ckpttool.storage.place import DataFile, parse_place, read_all
 from tests.helpers.command import ckpttool, refused, reshard
+from tests.helpers.hub_cache import fill
 from tests.helpers.hub_server import Hub, hub_server
 
 TINY = Path(__file__).parents[2] / "fixtures/hf_tiny_source"
@@ -312,15 +312,8 @@ def test_what_passes_is_tried_again(hub: Hub, kind: int | str, tmp_path: Path) -
 # -- the cache
 
 
-def cached(hub: Hub, *patterns: str, repo: str = "org/tiny", revision: str | None = None) -> Path:
-    """Let the Hub's own client fetch files."""
-    found = snapshot_download(repo, allow_patterns=list(patterns) or None, revision=revision)
-    hub.asked.clear()
-    return Path(found)
-
-
 def test_a_model_in_the_cache_needs_no_request(hub: Hub, tmp_path: Path) -> None:
-    snapshot = cached(hub)
+    snapshot = fill(hub, tmp_path / "home", "org/tiny")
     src = place(MODEL)
     reshard(MODEL, tmp_path / "dst")
     assert written(tmp_path / "dst")[WEIGHTS] == (TINY / WEIGHTS).read_bytes()
@@ -338,7 +331,7 @@ def test_a_model_in_the_cache_needs_no_request(hub: Hub, tmp_path: Path) -> None
 @pytest.mark.usefixtures("by_ranges")
 def test_what_the_cache_has_is_read_there(hub: Hub, tmp_path: Path) -> None:
     """Of a commit that was fetched in part, the rest comes from the Hub; the list of its files is there, too."""
-    cached(hub, WEIGHTS)
+    fill(hub, tmp_path / "home", "org/tiny", WEIGHTS)
     before = written(tmp_path / "home")
     reshard(MODEL, tmp_path / "dst")
     assert requests(hub) == LISTING[:1] + CONFIG
@@ -349,16 +342,16 @@ def test_what_the_cache_has_is_read_there(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("by_ranges")
 def test_caches_without_lists_of_files(hub: Hub, tmp_path: Path) -> None:
     """As huggingface_hub before 2 leaves them: nobody knows whether there is more, so the Hub is asked."""
-    snapshot = cached(hub, WEIGHTS)
+    snapshot = fill(hub, tmp_path / "home", "org/tiny", WEIGHTS)
     shutil.rmtree(snapshot.parents[1] / "trees")
     reshard(MODEL, tmp_path / "dst")
     assert requests(hub) == LISTING + CONFIG
 
 
 @pytest.mark.usefixtures("by_ranges")
-def test_the_same_bytes_of_another_commit(hub: Hub) -> None:
+def test_the_same_bytes_of_another_commit(hub: Hub, tmp_path: Path) -> None:
     """Weights that were renamed are in the cache by what they hold."""
-    cached(hub)
+    fill(hub, tmp_path / "home", "org/tiny")
     hub.add("org/tiny", {"config.json": TINY / "config.json", "new/renamed.safetensors": TINY / WEIGHTS})
     src = place(f"{MODEL}@{hub.repos['org/tiny'].refs['refs/heads/main']}")
     assert read_all(src / "new/renamed.safetensors") == (TINY / WEIGHTS).read_bytes()
@@ -366,8 +359,8 @@ def test_the_same_bytes_of_another_commit(hub: Hub) -> None:
 
 
 @pytest.mark.usefixtures("by_ranges")
-def test_caches_without_links(hub: Hub) -> None:
-    snapshot = cached(hub)
+def test_caches_without_links(hub: Hub, tmp_path: Path) -> None:
+    snapshot = fill(hub, tmp_path / "home", "org/tiny")
     blobs = {(snapshot / n).resolve(): snapshot / n for n in ("config.json", WEIGHTS)}
     for blob, path in blobs.items():
         path.unlink()
@@ -377,9 +370,9 @@ def test_caches_without_links(hub: Hub) -> None:
 
 
 @pytest.mark.usefixtures("by_ranges")
-def test_a_damaged_cache_is_not_read(hub: Hub) -> None:
+def test_a_damaged_cache_is_not_read(hub: Hub, tmp_path: Path) -> None:
     """A file of another size, a list that is cut off, a branch that is no commit."""
-    snapshot = cached(hub)
+    snapshot = fill(hub, tmp_path / "home", "org/tiny")
     (snapshot / WEIGHTS).resolve().write_bytes(b"half")
     (snapshot.parents[1] / "trees" / f"{snapshot.name}.json").write_text('{"format_version": 1, "fil')
     (snapshot.parents[1] / "refs/main").write_text("../../..")
@@ -389,8 +382,8 @@ def test_a_damaged_cache_is_not_read(hub: Hub) -> None:
     ]  # fmt: skip
 
 
-def test_lists_of_files_that_lead_out_are_not_believed(hub: Hub) -> None:
-    snapshot = cached(hub)
+def test_lists_of_files_that_lead_out_are_not_believed(hub: Hub, tmp_path: Path) -> None:
+    snapshot = fill(hub, tmp_path / "home", "org/tiny")
     tree = snapshot.parents[1] / "trees" / f"{snapshot.name}.json"
     data = json.loads(tree.read_text())
     data["files"]["../../../../secret"] = {"size": 3, "blob_id": "0" * 40}
@@ -403,7 +396,7 @@ def test_lists_of_files_that_lead_out_are_not_believed(hub: Hub) -> None:
 
 
 def test_offline(hub: Hub, tmp_path: Path) -> None:
-    snapshot = cached(hub, "*")
+    snapshot = fill(hub, tmp_path / "home", "org/tiny")
     with hub.clients(tmp_path / "home", HF_HUB_OFFLINE="1"):
         reshard(MODEL, tmp_path / "dst")
         assert str(place(MODEL)) == f"{MODEL}@{snapshot.name}"
@@ -421,7 +414,7 @@ def test_offline_a_missing_file_is_named(hub: Hub, listed: bool, tmp_path: Path)
     names = {f"model-0000{i}-of-00002.safetensors": b"%d" % i for i in (1, 2)}
     index = json.dumps({"weight_map": {f"w{i}": n for i, n in enumerate(names)}}).encode()
     hub.add("org/two", {"config.json": TINY / "config.json", "model.safetensors.index.json": index, **names})
-    snapshot = cached(hub, "*.json", "*1-of*", repo="org/two")
+    snapshot = fill(hub, tmp_path / "home", "org/two", "*.json", "*1-of*")
     if not listed:
         shutil.rmtree(snapshot.parents[1] / "trees")
     if_it_has = "" if listed else "if the model has it, "
