@@ -28,6 +28,7 @@ from ckpttool.execute.wire import decode, encode
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Draws
 from ckpttool.plan import Compute, Quantize, Randomness, Unit
+from ckpttool.storage.access import QUERIES
 
 _MIB = 1 << 20
 _TELL_EVERY = 0.1
@@ -55,11 +56,13 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """For a process that is to read it with ``from_json``."""
-        return asdict(self) | {"sources": encode(tuple(self.sources)), "randomness": encode(self.randomness)}
+        said = {"sources": encode(tuple(self.sources)), "randomness": encode(self.randomness)}
+        return asdict(self) | said | {"queries": QUERIES}
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> Job:
         """What ``to_json`` has made."""
+        QUERIES.update(said.pop("queries"))
         return cls(**said | {"sources": decode(said["sources"]), "randomness": decode(said["randomness"])})
 
 

@@ -11,6 +11,10 @@ ANONYMOUS = "CKPTTOOL_ANONYMOUS"
 OFFLINE = "HF_HUB_OFFLINE"
 """Read by huggingface_hub, too, when it is imported: so it is set before."""
 
+QUERIES: dict[str, str] = {}
+"""What stood behind the question mark of URLs that the user gave, by what stood before it: signatures are secrets, so
+texts of places do without. The processes that compute get them with their job."""
+
 
 def anonymous() -> bool:
     """Whether requests go without credentials: to public buckets and repositories."""

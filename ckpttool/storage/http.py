@@ -41,7 +41,18 @@ from ckpttool.storage.network import (
 from ckpttool.version import __version__
 from ckpttool.words import count
 
-__all__ = ["Answer", "ChangedError", "Client", "Clock", "HttpError", "RefusedRedirectError", "client", "shown", "using"]
+__all__ = [
+    "Answer",
+    "ChangedError",
+    "Client",
+    "Clock",
+    "HttpError",
+    "NoRangesError",
+    "RefusedRedirectError",
+    "client",
+    "shown",
+    "using",
+]
 
 TRIES, PATIENCE, TIMEOUT = 10, 120.0, 30.0
 """Tries of a request; seconds that fruitless tries and the waits between them may take; seconds without a byte."""
@@ -65,6 +76,7 @@ _REDIRECTS = {301, 302, 303, 307, 308}
 _REPEATABLE = {"GET", "HEAD", "PUT", "DELETE", "OPTIONS"}
 _FOR_OTHERS = {"accept", "user-agent", "range", "if-match", "if-unmodified-since"}
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
+_OF = re.compile(r"bytes \*/(\d{1,19})")
 _RESET_IN = re.compile(r"(?:^|[;,\s])t=(\d{1,9})")
 
 
@@ -80,6 +92,11 @@ class Answer(NamedTuple):
     """Where it came from, behind all redirects."""
     total: int | None
     """Bytes of the whole file, where the server said."""
+
+    @property
+    def named(self) -> str:
+        """``404 Not Found``."""
+        return f"{self.status} {http.client.responses.get(self.status, '')}".strip()
 
     def json(self) -> Any:
         """The body as JSON. Raises HttpError."""
@@ -110,8 +127,16 @@ class RefusedRedirectError(HttpError):
     """An answer led to where nobody should be led."""
 
 
+class NoRangesError(HttpError):
+    """The server sends whole files where a range is asked for, each time."""
+
+
 class _OddError(Exception):
     """The answer breaks the protocol."""
+
+
+class _WholeError(_OddError):
+    """The answer is the whole file."""
 
 
 class _ShortError(Exception):
@@ -253,7 +278,7 @@ class Client:
                 answer = self._exchange(call)
                 if answer.status not in _AGAIN:
                     return _accepted(call, answer)
-                failure = HttpError(f"{_host(call)} answers {_named(answer.status)}", call.url, answer)
+                failure = HttpError(f"{_host(call)} answers {answer.named}", call.url, answer)
             except (_OddError, http.client.HTTPException, ssl.SSLError) as e:
                 failure = _broken(call, e)
                 odd += not _is_cut(e)
@@ -385,6 +410,8 @@ def _received(call: _Call, response: http.client.HTTPResponse, url: str) -> Answ
     if call.into is not None and status in (200, 206):
         return _range(call, response, length, url)
     total = length if call.method == "HEAD" or status == 200 else None
+    if status == 416 and (m := _OF.fullmatch(headers.get("Content-Range", "").strip())):
+        total = int(m[1])
     limit = call.limit if status < 300 else MAX_REASON
     if call.method != "HEAD" and status < 300 and length is not None and length > limit:
         raise HttpError(f"the answer has {count(length, 'byte')}, more than {limit}", url)
@@ -411,7 +438,7 @@ def _range(call: _Call, response: http.client.HTTPResponse, length: int | None, 
     if response.status == 200:
         total = call.total if length is None else length
         if start or total != stop:
-            raise _OddError("sends the whole file where a range was asked for")
+            raise _WholeError("sends the whole file where a range was asked for")
     answer = Answer(response.status, headers, b"", url, total)
     _check_same(call, answer)
     while call.got < len(call.into):
@@ -457,15 +484,16 @@ def _accepted(call: _Call, answer: Answer) -> Answer:
     if call.into is None or answer.status in (200, 206):
         return answer
     if answer.status in (412, 416):
-        raise ChangedError(f"the file has changed: {_host(call)} answers {_named(answer.status)}", call.url, answer)
-    raise HttpError(f"{_host(call)} answers {_named(answer.status)}", call.url, answer)
+        raise ChangedError(f"the file has changed: {_host(call)} answers {answer.named}", call.url, answer)
+    raise HttpError(f"{_host(call)} answers {answer.named}", call.url, answer)
 
 
 def _gave_up(failure: HttpError, tries: int, seconds: float, asked: float) -> Answer:
     how = f" ({count(tries, 'try', 'tries')} in {seconds:.0f} s)" if tries > 1 else ""
     later = f"; it asks to wait {asked:.0f} s" if asked else ""
     number = failure.errno or errno.EIO
-    raise HttpError(f"{failure.strerror}{later}{how}", failure.filename, failure.answer, number=number) from None
+    what = f"{failure.strerror}{later}{how}"
+    raise type(failure)(what, failure.filename, failure.answer, number=number) from None
 
 
 def _broken(call: _Call, e: BaseException) -> HttpError:
@@ -492,7 +520,7 @@ def _broken(call: _Call, e: BaseException) -> HttpError:
         what = f"there is no TLS connection to {host}: {e.reason or 'it breaks off'}"
     else:
         what = f"{host} cannot be reached: {e.strerror if isinstance(e, OSError) and e.strerror else e}"
-    return HttpError(what, call.url, number=number)
+    return (NoRangesError if isinstance(e, _WholeError) else HttpError)(what, call.url, number=number)
 
 
 def _is_cut(e: BaseException) -> bool:
@@ -550,10 +578,6 @@ def _is_home(here: Host, there: Host) -> bool:
 
 def _host(call: _Call) -> str:
     return str(split(call.url)[0])
-
-
-def _named(status: int) -> str:
-    return f"{status} {http.client.responses.get(status, '')}".strip()
 
 
 def _is_strong(tag: str | None) -> bool:

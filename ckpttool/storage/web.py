@@ -1,0 +1,460 @@
+"""Files of web servers: ``https://host/model.safetensors``, or a directory of them.
+
+The web has no listings. What a directory holds is what its indexes name (``model.safetensors.index.json``, ...), what a
+pipeline names (``model_index.json``), and whichever of the usual files are there: each is asked for once, by HEAD.
+
+A URL's query may be a signature. It is sent with the requests of the file or directory that it came with, and is not
+part of the text of a place, which is shown and recorded. A login is that of ``~/.netrc``.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from urllib.parse import quote, unquote, urlsplit
+
+from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageError
+from ckpttool.storage.access import QUERIES, anonymous
+from ckpttool.storage.http import Answer, ChangedError, HttpError, NoRangesError, RefusedRedirectError, client, shown
+from ckpttool.storage.network import split
+from ckpttool.storage.place import DataFile, OpenFile, read_all
+from ckpttool.storage.stream import in_memory, stream
+
+if TYPE_CHECKING:
+    from mmap import mmap
+
+INDEXED = (
+    "model.safetensors",
+    "diffusion_pytorch_model.safetensors",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "optimizer.safetensors",
+    "master_weights.safetensors",
+    "peft_model.safetensors",
+)
+"""Files of tensors that may have an index: its name has ``.index.json`` more."""
+PIPELINE = "model_index.json"
+USUAL = (
+    "config.json", "generation_config.json", "model_config.json", "quantize_config.json", "hf_quant_config.json",
+    "adapter_config.json", "adapter_model.bin", "consolidated.safetensors", "params.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "processor_config.json", "README.md", "LICENSE",
+)  # fmt: skip
+MAX_INDEX = 256 << 20
+MAX_NAMES = 1 << 18
+SMALL = 256 << 10
+"""Bytes of a file that is fetched whole, with its first byte."""
+LISTED_SECONDS = 30.0
+"""How long what was found says what is there."""
+_PROBES = 8
+"""Requests at a time while a directory is listed."""
+_NOT_THERE, _NO_ENTRY = {404, 410}, {401, 403}
+_MOVED = {400, 401, 403, 404, 410}
+"""What an address is answered with to which a redirect led some time ago."""
+_TEXT = re.compile(r"(https?):/{1,2}(?=[^/])")
+
+
+class Found(NamedTuple):
+    """A file, as it was when it was looked at."""
+
+    size: int
+    etag: str | None
+    modified: str | None
+    location: str
+    """Where redirects led."""
+
+    @property
+    def tag(self) -> str:
+        return self.etag or self.modified or ""
+
+
+class WebEntry(NamedTuple):
+    """A name in a directory."""
+
+    name: str
+    is_folder: bool = False
+
+    def is_file(self) -> bool:
+        return not self.is_folder
+
+    def is_dir(self) -> bool:
+        return self.is_folder
+
+
+class WebPlace(NamedTuple):
+    """A file or directory of a web server."""
+
+    url: str
+    """Escaped, without a query and without a slash at its end."""
+    query: str = ""
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"WebPlace({self.url!r})"
+
+    @property
+    def name(self) -> str:
+        return unquote(self._path.rpartition("/")[2])
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> WebPlace:
+        return _at(self.url.removesuffix(self._path) + self._path.rpartition("/")[0])
+
+    def __truediv__(self, name: str, /) -> WebPlace:
+        parts = [quote(p, safe="!$&'()*+,;=:@~") for p in name.split("/") if p not in ("", ".")]  # as a Path has it
+        return self._replace(url="/".join([self.url, *parts]))
+
+    def is_file(self) -> bool:
+        above = _recent(self.parent)
+        if above is not None and self.name in above:
+            return not above[self.name].is_folder
+        if _now() - _absent.get(self, -LISTED_SECONDS) < LISTED_SECONDS:
+            return False
+        try:
+            found = _ask(self)
+        except HttpError as e:
+            # Without a suffix it may be a directory: servers show what is in it to nobody.
+            if e.status not in _NOT_THERE and (e.status not in _NO_ENTRY or self.suffix):
+                _explain(self, e)
+            found = None
+        if found is None:
+            _absent[self] = _now()
+        return found is not None
+
+    def is_dir(self) -> bool:
+        return bool(self._list())
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def scan(self) -> Iterable[WebEntry]:
+        found = self._list()
+        if not found:
+            raise _missing(self)
+        return found.values()
+
+    def identity(self) -> tuple[int, str]:
+        found = _look(self)
+        return found.size, found.tag
+
+    def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader:
+        return stream(self.open_file(), buffering)
+
+    def open_file(self) -> OpenFile:
+        found = _files.get(self) or _look(self)
+        return WebFile(DataFile(self, found.size, found.tag), self)
+
+    def on_disk(self) -> tuple[Path, int] | None:
+        return None
+
+    def lost(self) -> str:
+        if re.fullmatch(r"https://(huggingface\.co|hf\.co)", self.url.removesuffix(self._path)):
+            return "for a model of the Hugging Face Hub write hf://ORG/NAME"
+        if said := _refused.get(self):
+            return said
+        return (
+            "the web has no listings: a directory needs an index (model.safetensors.index.json) or a file with a usual "
+            "name (model.safetensors, config.json); or give the URL of one file"
+        )
+
+    @property
+    def _path(self) -> str:
+        return urlsplit(self.url).path
+
+    def _list(self) -> dict[str, WebEntry]:
+        found, above = _recent(self), _recent(self.parent)
+        if found is None and above and self not in _given:  # formats ask for a dozen names that a directory may have
+            found = None if self.name in above and above[self.name].is_folder else {}
+        if found is None:
+            found = _list(self)
+            _listed[self] = (_now(), found)
+        return found
+
+
+def parse(text: str) -> WebPlace:
+    """The place that a text names; one slash after the colon will do. Asks nothing. Raises UsageError."""
+    m = _TEXT.match(text)
+    url, _, query = _TEXT.sub(r"\1://", text).partition("#")[0].partition("?")
+    if "@" in url.removeprefix(f"{m[1]}://").partition("/")[0] if m else False:
+        raise UsageError(
+            "a URL with a user name or password would be seen in lists of processes, and is not taken",
+            where=shown(text),
+            hint="put the login into ~/.netrc: machine HOST login NAME password ...",
+        )
+    try:
+        host, path = split(url.replace(" ", "%20"))
+        split(f"{url.replace(' ', '%20')}?{query}")
+    except ValueError as e:
+        raise UsageError(str(e), where=shown(text)) from None
+    if any(unquote(p) in (".", "..") for p in path.split("/")):
+        raise UsageError("the URL goes up with ..", where=shown(text), hint="write where it leads")
+    url = f"{host.scheme}://{host}{path.rstrip('/')}"
+    if query:
+        QUERIES[url] = query
+    place = _at(url)
+    _given.add(place)
+    return place
+
+
+class WebFile:
+    """An open file: all bytes are those of ``info``. There is nothing to close."""
+
+    __slots__ = ("_place", "_whole", "info")
+
+    def __init__(self, info: DataFile, place: WebPlace) -> None:
+        self.info, self._place = info, place
+        self._whole: bytes | None = None
+
+    def pread(self, n: int, at: int) -> bytes:
+        data = bytearray(max(0, min(n, self.info.size - at)))
+        self.read_into(memoryview(data), at)
+        return bytes(data)
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        n = min(len(buffer), self.info.size - at)
+        if n <= 0:
+            return 0
+        if self.info.size > SMALL:
+            self._get(buffer[:n], at)
+            return n
+        if self._whole is None:
+            whole = bytearray(self.info.size)
+            self._get(memoryview(whole), 0)
+            self._whole = bytes(whole)
+        buffer[:n] = self._whole[at : at + n]
+        return n
+
+    def map(self) -> mmap:
+        return in_memory(self)
+
+    def close(self) -> None:
+        pass
+
+    def _get(self, into: memoryview, at: int) -> None:
+        """Raises AccessError, CorruptError, UnsupportedError, and FileNotFoundError."""
+        url = _sent(self._place)
+        location = _files[self._place].location if self._place in _files else url
+        try:
+            try:
+                self._range(location, into, at)
+            except HttpError as e:
+                if e.status not in _MOVED or location == url:
+                    raise
+                self._range(_look(self._place).location, into, at)
+        except HttpError as e:
+            _explain(self._place, e)
+
+    def _range(self, location: str, into: memoryview, at: int) -> None:
+        url, tag = _sent(self._place), self.info.tag
+        is_etag = tag.startswith(('"', "W/"))
+        client().get_range(
+            location,
+            at,
+            at + len(into),
+            into,
+            headers=_login(location, url),
+            if_match=tag if is_etag else None,
+            modified=tag if tag and not is_etag else None,
+            total=self.info.size,
+            origin=None if location == url else url,
+        )
+
+
+_files: dict[WebPlace, Found] = {}
+"""Files as they were when somebody looked last."""
+_given: set[WebPlace] = set()
+"""What users named."""
+_absent: dict[WebPlace, float] = {}
+_listed: dict[WebPlace, tuple[float, dict[str, WebEntry]]] = {}
+_refused: dict[WebPlace, str] = {}
+
+
+def forget() -> None:
+    """Forget what was there: servers of tests come and go."""
+    for known in (_files, _absent, _listed, _refused):
+        known.clear()
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+def _at(url: str) -> WebPlace:
+    """A place with the query that its URL, or one above it, came with."""
+    at = url
+    while at.count("/") > 2:
+        if at in QUERIES:
+            return WebPlace(url, QUERIES[at])
+        at = at.rpartition("/")[0]
+    return WebPlace(url, QUERIES.get(at, ""))
+
+
+def _recent(place: WebPlace) -> dict[str, WebEntry] | None:
+    at, found = _listed.get(place, (0.0, None))
+    return found if found is not None and _now() - at < LISTED_SECONDS else None
+
+
+def _sent(place: WebPlace) -> str:
+    return place.url + (f"?{place.query}" if place.query else "")
+
+
+def _look(place: WebPlace) -> Found:
+    """A file as it is now. Raises FileNotFoundError, AccessError, UnsupportedError."""
+    try:
+        return _ask(place) or _raise(_missing(place))
+    except HttpError as e:
+        _explain(place, e)
+
+
+def _ask(place: WebPlace) -> Found | None:
+    """A file as it is now; None for a page and other things that are no file. Raises HttpError, UnsupportedError."""
+    url = _sent(place)
+    if ".." in place.url.split("/"):
+        return None
+    answer = client().request("HEAD", url, headers=_login(url, url))
+    no_head = answer.status in (405, 501) or (answer.status in (400, 403) and place.query)  # signed for GET
+    if no_head or (answer.status == 200 and answer.total is None):
+        answer = _first_byte(url) or answer
+    if answer.status not in (200, 206) and not (answer.status == 416 and answer.total == 0):
+        raise HttpError(f"{split(url)[0]} answers {answer.named}", url, answer)
+    if answer.total is None:
+        raise UnsupportedError("the server does not say how long the file is", where=str(place), hint=_DOWNLOAD)
+    if not _is_data(place, answer):
+        return None
+    found = Found(answer.total, answer.headers.get("ETag"), answer.headers.get("Last-Modified"), answer.url)
+    _files[place] = found
+    return found
+
+
+def _first_byte(url: str) -> Answer | None:
+    """The answer to GET for the first byte; None where it says nothing of the file."""
+    try:
+        return client().get_range(url, 0, 1, memoryview(bytearray(1)), headers=_login(url, url))
+    except HttpError as e:
+        return e.answer
+
+
+def _is_data(place: WebPlace, answer: Answer) -> bool:
+    """Whether an answer is a file of a checkpoint, and no page: of a directory, or of what is not there."""
+    if urlsplit(answer.url).path.endswith("/"):
+        return False
+    return answer.headers.get_content_type() not in ("text/html", "application/xhtml+xml") or ".htm" in place.suffix
+
+
+def _list(place: WebPlace) -> dict[str, WebEntry]:
+    """What is found in a directory; {} where nothing is. Raises AccessError."""
+    indexes = [f"{n}.index.json" for n in INDEXED] + [PIPELINE]
+    names = [*indexes, *INDEXED, *USUAL]
+    with ThreadPoolExecutor(_PROBES) as pool:
+        found = {n: WebEntry(n) for n, there in zip(names, pool.map(_prober(place), names), strict=True) if there}
+    for index in [n for n in indexes if n in found]:
+        if (size := _files[place / index].size) > MAX_INDEX:
+            raise UnsupportedError(f"an index of {size:,} bytes is too large", where=str(place / index))
+        try:
+            data = json.loads(read_all(place / index))
+        except (ValueError, RecursionError):
+            continue  # whoever reads it says what is wrong
+        named = data.get("weight_map") if isinstance(data, dict) and index != PIPELINE else None
+        if isinstance(named, dict):
+            found |= {n: WebEntry(n) for n in _plain(named.values())}
+        elif isinstance(data, dict):
+            parts = [k for k, v in data.items() if isinstance(v, list) and any(v)] if index == PIPELINE else []
+            found |= {n: WebEntry(n, is_folder=True) for n in _plain(parts) if n not in found}
+    return found
+
+
+def _plain(names: Iterable[Any]) -> list[str]:
+    """Those that can be names of files in one directory."""
+    plain = {n for n in names if isinstance(n, str) and re.fullmatch(r"[^/\\\x00]{1,255}", n) and n not in (".", "..")}
+    if len(plain) > MAX_NAMES:
+        raise UnsupportedError(f"an index names {len(plain):,} files, more than {MAX_NAMES:,}")
+    return sorted(plain)
+
+
+def _prober(place: WebPlace) -> Callable[[str], bool]:
+    """Whether a file with a usual name is there. What the first one ends with ends all."""
+    failed = threading.Event()
+
+    def is_there(name: str) -> bool:
+        if failed.is_set():
+            return False
+        try:
+            return _ask(place / name) is not None
+        except HttpError as e:
+            if e.status in _NO_ENTRY:  # S3 says so of what is not there to those who may not list
+                _refused[place] = f"{e.strerror}; {_LOG_IN}"
+            elif e.status not in _NOT_THERE:
+                failed.set()
+                _explain(place / name, e)
+            return False
+        except UnsupportedError:
+            return False
+
+    return is_there
+
+
+def _explain(place: WebPlace, e: HttpError) -> NoReturn:
+    """Raise what an answer, or none, means."""
+    if e.status in _NOT_THERE:
+        raise _missing(place) from None
+    if isinstance(e, ChangedError):
+        what = e.strerror or "the file has changed"
+        raise CorruptError(what, where=str(place), hint="repeat the command") from None
+    if isinstance(e, NoRangesError):
+        what = f"{split(place.url)[0]} sends whole files only, and this one is too large to be read like that"
+        raise UnsupportedError(what, where=str(place), hint=_DOWNLOAD) from None
+    hint = "check the URL, the network and the proxy (HTTPS_PROXY)"
+    if e.status in _NO_ENTRY:
+        hint = _LOG_IN
+    elif e.status:
+        hint = "try again later"
+    elif isinstance(e, RefusedRedirectError):
+        hint = "download the file with a program that you trust to follow it, and give its path"
+    raise AccessError(f"the file cannot be reached: {e.strerror}", where=str(place), hint=hint) from None
+
+
+_LOG_IN = "the URL may need a login (in ~/.netrc: machine HOST login NAME password ...), or a signature that is new"
+_DOWNLOAD = "download the file and give its path"
+
+
+def _raise(e: OSError) -> NoReturn:
+    raise e
+
+
+def _missing(place: WebPlace) -> OSError:
+    return FileNotFoundError(errno.ENOENT, "No such file or directory", str(place))
+
+
+def _login(url: str, named: str) -> Mapping[str, str]:
+    """The login of ``~/.netrc`` for the host that the user named; never for another one, and not unencrypted."""
+    host = split(url)[0]
+    if anonymous() or host != split(named)[0] or host.scheme != "https":
+        return {}
+    import netrc
+
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        known = netrc.netrc(path).authenticators(host.name)
+    except (OSError, netrc.NetrcParseError, UnicodeError):
+        return {}
+    if not known:
+        return {}
+    user, _, password = known
+    return {"Authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
