@@ -11,7 +11,7 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError, Unsupp
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import AnyPlace, Place, parse_place
+from ckpttool.storage.place import AnyPlace, Place, parse_place, read_each
 
 READERS = {peft.CONFIG: (peft.STEM, peft.adapter), paddle.CONFIG: (paddle.STEM, paddle.adapter)}
 """By the name of the config: what the names of the weight files begin with, and what makes sense of both."""
@@ -80,7 +80,8 @@ def read_stored(path: Place, name: str) -> StoredCheckpoint:
 
 
 def _catalog(listing: Listing, stem: str, component: str = "model") -> Catalog:
-    heads = [read_header(listing.path(n), at) for at, n in enumerate(_shards(listing, stem))]
+    shards = _shards(listing, stem)
+    heads = list(read_each(read_header, [listing.path(n) for n in shards], range(len(shards))))
     files = [h.file for h in heads]
     tensors: dict[Key, LogicalTensor] = {}
     for t in (t._replace(component=component) for h in heads for t in h.tensors):

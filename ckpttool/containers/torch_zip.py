@@ -25,7 +25,7 @@ from ckpttool.containers.torch_pickle import OTHER_SIZES, Storage, Tensor, vocab
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import contiguous_strides
-from ckpttool.storage.place import DataFile, OpenFile, Place
+from ckpttool.storage.place import DataFile, OpenFile, Place, expect
 
 MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
@@ -273,6 +273,7 @@ def _read_zip(source: _Source) -> tuple[TorchFile, _Head | None]:
     told = max(told, at + n)
     storages: dict[str, Storage] = {}
     value, _ = interpret(source.file, vocabulary(storages), begin=at, end=at + n)
+    expect(source.file, [source.begin + members[m].header for k in storages if (m := f"{top}data/{k}") in members])
     places = {key: place(f"{top}data/{key}") for key in storages if f"{top}data/{key}" in members}
     source.checked(storages, places)
     head = None

@@ -15,7 +15,7 @@ from ckpttool.containers.safetensors import lay_out, read_header, tensor_bytes
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, Listing, is_index
-from ckpttool.storage.place import DataFile, Place
+from ckpttool.storage.place import DataFile, Place, read_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +426,8 @@ class TransposedOnDisk(Protocol):
 
 def read_files(format_name: str, listing: Listing, named: Sequence[tuple[str, int]], mesh: Mesh) -> StoredCheckpoint:
     """The checkpoint of (file name, rank) pairs, in order; its metadata is that of the first file."""
-    heads = [read_header(listing.path(name), at, rank) for at, (name, rank) in enumerate(named)]
+    places = [listing.path(name) for name, _ in named]
+    heads = list(read_each(read_header, places, range(len(named)), [rank for _, rank in named]))
     carried, notes = companions(listing, [name for name, _ in named])
     return StoredCheckpoint(
         format_name,

@@ -40,7 +40,7 @@ from ckpttool.formats import base
 from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, Place, walk
+from ckpttool.storage.place import DataFile, Place, read_each, walk
 
 _OURS = r"rank-(?P<rank>\d{5})-of-(?P<world>\d{5})\.safetensors"
 _COMMON = (
@@ -89,8 +89,8 @@ class Ranks:
         rec: dict[str, Any] = {}
         metadata: dict[str, str] = {}
         mesh = Mesh()
-        for r in range(world):
-            head = read_header(listing.path(names[r]), r, r)
+        places = [listing.path(names[r]) for r in range(world)]
+        for r, head in enumerate(read_each(read_header, places, range(world), range(world))):
             mine = _record(head.metadata, head.file.place, r)
             recorded = mine.pop("tensors")  # not kept: it is larger than what becomes of it
             said = _training(mine.pop("training", None), head.file.place)

@@ -10,16 +10,18 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, TypeGuard
+from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
 
 from ckpttool.encodings import Contents, Encoding
 from ckpttool.errors import CorruptError, IncompleteError, UsageError
+from ckpttool.storage.readahead import STRAIGHT, Windows, at_once
 
 
 class Entry(Protocol):
@@ -81,6 +83,8 @@ class Remote(Protocol):
     def lost(self) -> str:
         """A hint on what became of a file or directory that is not there; "" where nothing is known."""
 
+
+T = TypeVar("T")
 
 Place: TypeAlias = Path | Remote
 AnyPlace: TypeAlias = str | os.PathLike[str] | Remote
@@ -194,13 +198,19 @@ def is_same(first: Place, second: Place) -> bool:
 @contextmanager
 def open_file(place: Place) -> Iterator[OpenFile]:
     """Open a file of a source. Raises OSError; for a directory when the first bytes are read."""
-    with closing(open_local(place) if isinstance(place, Path) else place.open_file()) as file:
+    with closing(open_local(place) if isinstance(place, Path) else ahead(place.open_file())) as file:
         yield file
 
 
 def open_local(path: Path) -> OpenFile:
     """Open a file of this machine, as ``Remote.open_file`` does elsewhere. Raises OSError."""
     return _LocalFile(path)
+
+
+def ahead(file: OpenFile) -> OpenFile:
+    """A file on another machine, of which small reads are answered from memory; as it is when it lies on this one."""
+    place = file.info.place
+    return file if isinstance(place, Path) or place.on_disk() else _Ahead(file)
 
 
 @contextmanager
@@ -265,6 +275,57 @@ class DataFile(NamedTuple):
 def source_files(files: Iterable[DataFile]) -> list[DataFile]:
     """The files of a source, each once: some tensors may lie in its bytes, others in what these are decoded to."""
     return list({f.place: f._replace(encoding=None) for f in files}.values())
+
+
+def expect(file: OpenFile, places: Iterable[int]) -> None:
+    """Say where small reads of a file will begin, in any order. One on another machine asks for them at once."""
+    if isinstance(file, _Ahead):
+        file.expect(places)
+
+
+def read_each(read: Callable[..., T], places: Sequence[Place], *more: Iterable[object]) -> Iterator[T]:
+    """What a function reads of each of several files, in order. Those on other machines are read several at a time.
+
+    ``more`` are further arguments, one for each file.
+    """
+    if len(places) < 2 or all(map(_is_here, places)):
+        return map(read, places, *more)
+    return at_once(partial(read, *given) for given in zip(places, *more, strict=True))
+
+
+def _is_here(place: Place) -> bool:
+    """Whether the bytes of a file are on this machine."""
+    try:
+        return isinstance(place, Path) or place.on_disk() is not None
+    except OSError:  # a directory
+        return False
+
+
+class _Ahead:
+    __slots__ = ("_file", "_windows", "info")
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file, self.info = file, file.info
+        self._windows = Windows((str(self.info.place), *self.info[1:3]), self.info.size, file.read_into)
+
+    def pread(self, n: int, at: int) -> bytes:
+        return self._windows.pread(n, at)
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        if len(buffer) >= STRAIGHT:
+            return self._file.read_into(buffer, at)
+        data = self._windows.pread(len(buffer), at)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def expect(self, places: Iterable[int]) -> None:
+        self._windows.expect(places)
+
+    def map(self) -> mmap.mmap:
+        return self._file.map()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class _LocalFile:

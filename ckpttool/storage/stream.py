@@ -8,12 +8,12 @@ import os
 from io import DEFAULT_BUFFER_SIZE, BufferedReader, RawIOBase
 from typing import NamedTuple
 
-from ckpttool.storage.place import DataFile, OpenFile
+from ckpttool.storage.place import DataFile, OpenFile, ahead
 
 
 def stream(file: OpenFile, buffering: int = -1) -> BufferedReader:
-    """The file as ``open`` gives one. Closing it closes the file."""
-    return BufferedReader(_Stream(file), buffering if buffering > 1 else DEFAULT_BUFFER_SIZE)
+    """The file as ``open`` gives one. Closing it closes the file. Small reads of one elsewhere are read ahead."""
+    return BufferedReader(_Stream(ahead(file)), buffering if buffering > 1 else DEFAULT_BUFFER_SIZE)
 
 
 def in_memory(file: OpenFile) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""A place that is not on this machine: the files of a checkpoint in a dict, under ``mem:/``."""
+"""A place that is not on this machine: the files of a checkpoint in a dict under ``mem:/``. Reads are counted."""
 
 from __future__ import annotations
 
@@ -7,13 +7,39 @@ import io
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, Self
 from unittest.mock import patch
 
 from ckpttool.storage.place import SCHEMES, DataFile
+from ckpttool.storage.readahead import forget
+from ckpttool.storage.stream import stream
 
 FILES: dict[PurePosixPath, bytes] = {}
+
+
+@dataclass
+class Traffic:
+    """What would have been requests to another machine since ``clear``."""
+
+    reads: list[tuple[str, int, int]] = field(default_factory=list)
+    """Ranges that were asked for: name of the file, first byte, bytes."""
+    maps: list[str] = field(default_factory=list)
+    """Files that were read whole into memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all ranges."""
+        return sum(n for _, _, n in self.reads)
+
+    def clear(self) -> None:
+        """Nothing has been asked for, and nothing is kept."""
+        self.reads, self.maps = [], []
+        forget()
+
+
+TRAFFIC = Traffic()
 
 
 class MemoryEntry(NamedTuple):
@@ -72,7 +98,7 @@ class MemoryPlace(NamedTuple):
         return len(data), f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
     def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> io.BufferedReader:
-        return io.BufferedReader(io.BytesIO(self._bytes()))
+        return stream(self.open_file(), buffering)
 
     def on_disk(self) -> None:
         return None
@@ -96,6 +122,7 @@ class MemoryFile(NamedTuple):
     data: bytes
 
     def pread(self, n: int, at: int) -> bytes:
+        TRAFFIC.reads.append((self.info.place.name, at, n))
         return self.data[at : at + min(n, 1 << 20)]
 
     def read_into(self, buffer: memoryview, at: int) -> int:
@@ -104,6 +131,7 @@ class MemoryFile(NamedTuple):
         return len(data)
 
     def map(self) -> mmap.mmap:
+        TRAFFIC.maps.append(self.info.place.name)
         mapped = mmap.mmap(-1, len(self.data))
         mapped.write(self.data)
         return mapped
@@ -117,6 +145,7 @@ def in_memory(directory: Path) -> Iterator[str]:
     """The files of a directory under a text that ``ckpttool`` takes for SRC."""
     root = PurePosixPath("/checkpoints", directory.name)
     files = {root / p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    TRAFFIC.clear()
     with (
         patch.dict(FILES, files),
         patch.dict(SCHEMES, {"mem": lambda text: MemoryPlace(PurePosixPath(text.removeprefix("mem:")))}),

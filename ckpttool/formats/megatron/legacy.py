@@ -42,7 +42,7 @@ from ckpttool.formats.megatron.nemo_names import core_names
 from ckpttool.formats.megatron.sizes import check_sizes
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, Place
+from ckpttool.storage.place import DataFile, Place, read_each
 from ckpttool.words import count, some
 
 FILE = "model_optim_rng.pt"
@@ -182,8 +182,10 @@ class _Reader:
         base.check_mesh(self.format_name, grid.sizes(), self.options, self.root)
         optimizers = Optimizers(self.args, grid, self.files)
         ranks = []
+        others = [name for name in grid.ranks if name != named[0].name]
+        opened = read_each(lambda _, name: self._open(name), [self.root / n for n in others], others)
         for name, rank in grid.ranks.items():
-            file = first if name == named[0].name else self._open(name)
+            file = first if name == named[0].name else next(opened)
             ranks.append(self._rank(name, file, rank, grid, optimizers))
         legacy_ranks.check_writers(grid, self.writers, self.root, trained=self.trained)
         naming = _Naming(grid, ranks, self.args, config, str(self.root))

@@ -36,7 +36,7 @@ from ckpttool.dtypes import DTYPES, parse
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.geometry import Box, from_flat
 from ckpttool.storage.listing import natural
-from ckpttool.storage.place import DataFile, Place, read_all, scan
+from ckpttool.storage.place import DataFile, Place, read_all, read_each, scan
 
 METADATA = re.compile(r"\d+\.metadata")
 DATA = re.compile(r"(\d+)_\d+\.(?:distcp|safetensors)")
@@ -132,8 +132,9 @@ def read_save(directories: Sequence[Place], files: list[DataFile]) -> Save:
             wanted.setdefault(s.file, {})[s.key] = s
     places = _places(directories, wanted, path)
     by_shard: dict[Shard, Held] = {}
-    for name in sorted(places, key=natural):
-        found, info = _read_data(places[name], len(files))
+    names, first = sorted(places, key=natural), len(files)
+    several = read_each(_read_data, [places[n] for n in names], range(first, first + len(names)))
+    for name, (found, info) in zip(names, several, strict=True):
         expected = wanted.get(name, {})
         extra = [k for k in found if k not in expected]
         if extra:

@@ -55,7 +55,7 @@ from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.select import exactly
 from ckpttool.storage.listing import COMPANION_LIMIT, Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
-from ckpttool.storage.place import DataFile, Place
+from ckpttool.storage.place import DataFile, Place, read_each
 
 MASTER = "_fp32_master_0"
 """Between a parameter's name and its state when the state belongs to the master weight."""
@@ -303,6 +303,12 @@ def _degrees(found: _Found, meta: hybrid_names.ModelMeta | None, config: Mapping
     return sizes
 
 
+def _read_kind(found: _Found, kind: str) -> Iterator[tuple[Suffix, PaddleFile]]:
+    """The files of a kind, each with its ranks."""
+    places = found.kinds.get(kind, {})
+    return zip(places, read_each(read_paddle, list(places.values())), strict=True)
+
+
 def _complete(found: _Found, sizes: _Degrees) -> None:
     """Every combination of ranks has its files. Raises IncompleteError with the names of those missing."""
     missing = []
@@ -365,17 +371,17 @@ class _Reader:
             self.meta = hybrid_names.parse_meta(list_source(found.meta.parent).json(META), str(found.meta))
         self.sizes = _degrees(found, self.meta, self.config)
         _complete(found, self.sizes)
-        weights = {ranks: read_paddle(path) for ranks, path in found.kinds.get("model_state", {}).items()}
+        weights = dict(_read_kind(found, "model_state"))
         self._make_cells(self._tables(found, weights))
         self._make_mesh()
         for ranks, held in weights.items():
             self._add_weights(ranks, held)
         for ranks, path in found.kinds.get("model", {}).items():
             self._add_safetensors(ranks, path)
-        for ranks, path in found.kinds.get("optimizer", {}).items():
-            self._add_optimizer(ranks, read_paddle(path))
-        for ranks, path in found.kinds.get("ema", {}).items():
-            self._add_ema(ranks, read_paddle(path))
+        for ranks, held in _read_kind(found, "optimizer"):
+            self._add_optimizer(ranks, held)
+        for ranks, held in _read_kind(found, "ema"):
+            self._add_ema(ranks, held)
         if not self.ema and "ema" in _kinds(listing):
             self.notes.append("ema.*.pdopt is not read: --from zcc reads it as well")
         self._check_order(found)

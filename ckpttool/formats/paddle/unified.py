@@ -35,7 +35,7 @@ from ckpttool.formats.paddle.unified_index import STEMS, UnifiedIndex
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
-from ckpttool.storage.place import DataFile, Place, source_files
+from ckpttool.storage.place import DataFile, Place, read_each, source_files
 
 _STEM = "(?P<stem>model|peft_model|master_weights|optimizer)"
 _MERGED = re.compile(_STEM + r"(?:-(?P<part>\d{5})-of-(?P<total>\d{5}))?\.safetensors\Z")
@@ -393,8 +393,10 @@ class _Reader:
             return (list(STEMS).index(f.stem), bool(named) and f.path.name not in named, *self._shard_order(f))
 
         self.found.sort(key=rank)
-        for f in self.found:
-            head = read_header(f.path, len(self.files), 0)
+        paths = [f.path for f in self.found]
+        first = len(self.files)
+        heads = read_each(read_header, paths, range(first, first + len(paths)))
+        for f, head in zip(self.found, heads, strict=True):
             self.files.append(head.file)
             self.formats.setdefault(f.component, head.metadata.get("format", ""))
             for t in head.tensors:

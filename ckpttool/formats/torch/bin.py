@@ -14,7 +14,7 @@ from typing import Any
 from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import lay_out_torch
-from ckpttool.containers.torch_zip import is_torch, read_torch
+from ckpttool.containers.torch_zip import TorchFile, is_torch, read_torch
 from ckpttool.dtypes import nbytes
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
@@ -26,6 +26,7 @@ from ckpttool.mesh import Mesh
 from ckpttool.storage.identify import identify
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import Place, read_each
 from ckpttool.words import count, some
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -77,15 +78,8 @@ class TorchFiles:
         stored = base.StoredCheckpoint(self.name, listing.root, [], [], Mesh(), "", config=config, companions=carried)
         found: dict[str, StoredTensor] = {}
         trainer, chosen = None, ""
-        for number, name in enumerate(names):
-            path = listing.path(name)
-            with path.open("rb") as f:
-                head = f.read(64)
-            if head and not is_torch(head):
-                kind = identify(head)
-                what = f"this is {kind.what}" if kind else "this is not a file of torch.save"
-                raise UnsupportedError(what, where=str(path), hint=kind.hint if kind else "give the file of weights")
-            file = read_torch(path)
+        paths = [listing.path(name) for name in names]
+        for number, (name, path, file) in enumerate(zip(names, paths, read_each(_read_torch, paths), strict=True)):
             stored.files.append(file.info)
             trainer = Trainer.find(file) if len(names) == 1 and options.select != ALL else None
             chosen, tensors, said = select(file.value, options.select, str(path), trainer.keys() if trainer else ())
@@ -135,6 +129,16 @@ class TorchFiles:
             text = indented({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
             files.append(base.OutFile(INDEX, len(text), ((0, text),)))
         return base.FileLayout(files, [places], [], [rank_files], usage=_usage(request.config, weight_map))
+
+
+def _read_torch(path: Place) -> TorchFile:
+    with path.open("rb") as f:
+        head = f.read(64)
+    if head and not is_torch(head):
+        kind = identify(head)
+        what = f"this is {kind.what}" if kind else "this is not a file of torch.save"
+        raise UnsupportedError(what, where=str(path), hint=kind.hint if kind else "give the file of weights")
+    return read_torch(path)
 
 
 def _index_notes(index: Mapping[str, str], real: Mapping[str, str]) -> list[str]:

@@ -30,7 +30,7 @@ from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
 from ckpttool.states import number_bytes
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, expect
 from ckpttool.words import some
 
 _CUT = "omit it; --sharding-out sets the number of files"
@@ -179,8 +179,10 @@ class _Reading:
             (c.span, i, j) for i, f in enumerate(fqns) for j, c in enumerate(described[f].chunks) if c.box.volume
         )
         for number, group in groupby(todo, key=lambda item: item[0][0]):
+            mine = list(group)
             with opened(self.files[number].place) as file:
-                for span, i, j in group:
+                expect(file, [span[1] for span, _, _ in mine])
+                for span, i, j in mine:
                     tensor = described[fqns[i]]
                     box = tensor.chunks[j].box
                     stored = self.chunks.chunk(file, fqns[i], keys[fqns[i]], span, tensor.dtype, box.shape)

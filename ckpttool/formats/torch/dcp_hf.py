@@ -21,6 +21,7 @@ from ckpttool.formats.torch.dcp_place import config_of
 from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import read_each
 
 _FILES = r"shard-(?P<rank>\d{5})-model-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safetensors"
 _INFO = "DCP_SHARDING_INFO"
@@ -45,7 +46,7 @@ def read_sharded(format_name: str, listing: Listing) -> base.StoredCheckpoint:
         listing.root,
         "shard-RRRRR-model-... (RRRRR from 00001)",
     )
-    heads = [read_header(listing.path(name), i) for i, name in enumerate(found)]
+    heads = list(read_each(read_header, [listing.path(name) for name in found], range(len(found))))
     pieces: dict[str, list[Piece]] = {}
     for head in heads:
         offsets = _offsets(head)

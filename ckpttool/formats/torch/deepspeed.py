@@ -39,7 +39,7 @@ from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates
 from ckpttool.formats.torch.zero_none import KEY, add_optimizer
 from ckpttool.formats.torch.zero_partitions import Held, Partitions, Rank, partitions_of, stage_of
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, read_each
 from ckpttool.words import count, some
 
 POINTER = "latest"
@@ -105,8 +105,8 @@ class _Reader:
         """Fill in everything; what is returned is what training goes on from."""
         zero_files.refuse_others(self.save)
         optim = self._optim_files()
-        for rank, name in enumerate(optim):
-            self._open(rank, name)
+        for rank, torch in enumerate(read_each(read_torch, [self.save.path(name) for name in optim])):
+            self._open(rank, torch)
         count_of = self._world(len(optim))
         stage3 = bool(optim) and stage_of(self.ranks[0].state) == 3
         names = [f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(count_of)] if stage3 else []
@@ -161,8 +161,7 @@ class _Reader:
                 finding="rank-missing",
             )
 
-    def _open(self, rank: int, name: str) -> None:
-        torch = read_torch(self.save.path(name))
+    def _open(self, rank: int, torch: TorchFile) -> None:
         state = torch.value.get("optimizer_state_dict") if isinstance(torch.value, dict) else None
         if not isinstance(state, dict):
             raise CorruptError("there is no `optimizer_state_dict` in it", where=str(torch.info.place))

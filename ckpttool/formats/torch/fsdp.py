@@ -34,7 +34,7 @@ from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
 from ckpttool.states import STEP, number_bytes
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import DataFile
+from ckpttool.storage.place import DataFile, read_each
 from ckpttool.words import some
 
 _FILE = re.compile(r"(?P<stem>[\w.-]*?)[_.-]?world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.(pt|pth|bin)\Z")
@@ -77,8 +77,9 @@ class Fsdp:
         named = _rank_files(listing)
         ranks = _Ranks(listing)
         for component in ("model", "ema", COMPONENT):
-            for rank, name in enumerate(named.get(component, ())):
-                ranks.add(name, rank, component)
+            paths = [listing.path(name) for name in named.get(component, ())]
+            for rank, file in enumerate(read_each(read_torch, paths)):
+                ranks.add(file, rank, component)
         training = _with_extra(ranks.training, listing, named.get("extra", ())[:1])
         if training is not None and training.left:
             notes.append(f"not plain data, and left out: {some(training.left)}")
@@ -231,10 +232,9 @@ class _Ranks:
         self._left: dict[str, None] = {}
         self.refused: dict[str, CkptError] = {}
 
-    def add(self, name: str, rank: int, component: str) -> None:
-        """Read the file of a rank. Ranks and components come in order."""
-        path = self.listing.path(name)
-        file = read_torch(path)
+    def add(self, file: TorchFile, rank: int, component: str) -> None:
+        """Take the file of a rank. Ranks and components come in order."""
+        path = file.info.place
         number = len(self.files)
         self.files.append(file.info)
         if not isinstance(file.value, dict):

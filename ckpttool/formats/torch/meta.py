@@ -26,6 +26,7 @@ from ckpttool.formats.torch.tree import select
 from ckpttool.mesh import Mesh
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import Listing, is_index
+from ckpttool.storage.place import read_each
 
 _RANK = r"consolidated\.(?P<rank>\d+)\.pth"
 _WHOLE = r"consolidated(-\d+-of-\d+)?\.safetensors"
@@ -88,9 +89,8 @@ class Meta:
         carried, notes = base.companions(listing, names)
         mesh = Mesh(tp=len(names), etp=len(names))
         stored = base.StoredCheckpoint(self.name, listing.root, [], [], mesh, companions=carried, notes=notes)
-        for rank, name in enumerate(names):
-            path = listing.path(name)
-            file = read_torch(path)
+        paths = [listing.path(name) for name in names]
+        for rank, (path, file) in enumerate(zip(paths, read_each(read_torch, paths), strict=True)):
             stored.files.append(file.info)
             _, tensors, said = select(file.value, selected, str(path))
             mapping, note = strip_prefixes(tensors, str(path))

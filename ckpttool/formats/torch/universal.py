@@ -34,7 +34,7 @@ from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates
 from ckpttool.mesh import Mesh
 from ckpttool.states import STEP
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import DataFile, scan
+from ckpttool.storage.place import DataFile, Place, read_each, scan
 from ckpttool.words import some
 
 
@@ -141,13 +141,8 @@ class _Reader:
                 where=str(root),
                 hint="the conversion was interrupted, or files got lost: convert or fetch it again",
             )
-        for name in order:
-            listing = list_source(root / name)
-            for file_name in listing.names:
-                state = file_name.removesuffix(".pt")
-                if state == file_name:
-                    continue
-                torch = read_torch(listing.path(file_name))
+        for name, held in zip(order, read_each(_read_states, [root / n for n in order]), strict=True):
+            for state, torch in held.items():
                 value = torch.value.get("param") if isinstance(torch.value, dict) else torch.value
                 if state == STEP:
                     steps[name] = self._step(torch, value, numbers)
@@ -158,7 +153,7 @@ class _Reader:
                 else:
                     raise CorruptError("there is no tensor in it", where=str(torch.info.place))
             if MASTER not in found or name not in found[MASTER]:
-                raise IncompleteError(f"there is no {MASTER}.pt of `{printable(name)}`", where=str(listing.root))
+                raise IncompleteError(f"there is no {MASTER}.pt of `{printable(name)}`", where=str(root / name))
         return found, steps or None
 
     def _whole(self, torch: TorchFile, tensor: Tensor, name: str, shape: tuple[int, ...] | None) -> StoredTensor:
@@ -214,3 +209,9 @@ def _uncut(states: ModelStates, whole: Mapping[str, StoredTensor]) -> ModelState
             hint="ds_to_universal of newer versions of DeepSpeed joins frozen parameters too: convert it again",
         )
     return replace(states, module=module)
+
+
+def _read_states(directory: Place) -> dict[str, TorchFile]:
+    """The files of a parameter, by the state that each holds."""
+    listing = list_source(directory)
+    return {n.removesuffix(".pt"): read_torch(listing.path(n)) for n in listing.names if n.endswith(".pt")}
