@@ -16,6 +16,13 @@ from ckpttool.errors import AccessError, IncompleteError
 from ckpttool.storage import gcs, objects
 from ckpttool.storage.http import ChangedError, Client, Clock, using
 from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan
+from tests.helpers.bare_reads import bare_reads
+
+
+@pytest.fixture(autouse=True)
+def _bare() -> Iterator[None]:
+    with bare_reads():
+        yield
 
 
 class _NoWait(Clock):

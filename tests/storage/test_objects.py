@@ -15,7 +15,14 @@ from ckpttool.errors import AccessError, CkptError, IncompleteError, UsageError
 from ckpttool.storage import objects, s3
 from ckpttool.storage.http import ChangedError, Client, Clock, HttpError, using
 from ckpttool.storage.place import DataFile, Place, open_file, parse_place, read_all, scan, walk
+from tests.helpers.bare_reads import bare_reads
 from tests.helpers.s3_server import S3Server, s3_server
+
+
+@pytest.fixture(autouse=True)
+def _bare() -> Iterator[None]:
+    with bare_reads():
+        yield
 
 
 class _NoWait(Clock):

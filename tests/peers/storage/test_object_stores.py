@@ -15,11 +15,18 @@ from ckpttool.errors import AccessError, IncompleteError
 from ckpttool.storage import objects
 from ckpttool.storage.http import ChangedError, client
 from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan, walk
+from tests.helpers.bare_reads import bare_reads
 from tests.peers.storage import servers
 from tests.peers.storage.servers import Server
 
 SOURCE = Path("fixtures/llama_tp8")
 ODD = ["a b", "a+b", "ü€", "a%2Fb", "a&b=c", "x'y", "q?r#s"]
+
+
+@pytest.fixture(autouse=True)
+def _bare() -> Iterator[None]:
+    with bare_reads():
+        yield
 
 
 @pytest.fixture(scope="module", params=["moto", "azurite", "gcp_emulator"])
