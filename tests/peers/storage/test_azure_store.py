@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import ckpttool
-from ckpttool.errors import OutputError
-from ckpttool.execute import azure
+from ckpttool.errors import AccessError, OutputError
+from ckpttool.execute import RunOptions, azure, engine, marker, run
+from ckpttool.execute import objects as execute_objects
 from ckpttool.execute.azure import AzureStore
+from ckpttool.execute.engine import CompletionQueue
 from ckpttool.execute.store import GoneError, Slice, TakenError
 from ckpttool.storage import objects
 from ckpttool.storage.http import client
 from ckpttool.storage.place import parse_place, read_all, walk
+from tests.execute.plans import expected, reshard
+from tests.execute.test_objects import with_small_files
+from tests.helpers.sample import some
 from tests.peers.storage import servers
 from tests.peers.storage.servers import Server
 
@@ -142,3 +151,72 @@ def test_resharding_to_azure_gives_what_a_directory_gets(server: Server, tmp_pat
     plan.run("az://box/out", force=True)
     objects.forget()
     assert {n: read_all(out / n) for n in walk(out)} == near
+
+
+class Mortal:
+    """A store whose client ends before or after a request."""
+
+    def __init__(self, store: AzureStore, at: int, fault: str) -> None:
+        self.store, self.at, self.fault, self.count, self.lock = store, at, fault, 0, threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.store, name)
+        return functools.partial(self._call, found) if callable(found) else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        with self.lock:
+            number, self.count = self.count, self.count + 1
+        if number > self.at or (number == self.at and self.fault == "before"):
+            raise AccessError("the client has ended")
+        answer = method(*args, **named)
+        if number == self.at:
+            raise AccessError("the client has ended")
+        return list(answer) if isinstance(answer, Iterator) else answer
+
+
+def blobs(store: AzureStore) -> dict[str, bytes]:
+    return {key: store.get(key).data for key, _ in store.objects("run/hf/")}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("fault", ["before", "after"])
+def test_a_run_that_ends_at_any_request(
+    server: Server, store: AzureStore, tmp_path: Path, fault: str, force: bool
+) -> None:
+    plan = with_small_files(reshard(tmp_path / "src", [((64, 768), 0), ((256, 128), 1), ((512,), None)], 2, 2))
+    right = {f"run/hf/{n}": data for n, data in expected(plan).items()}
+    old = dict.fromkeys([*right, "run/hf/left-over"], b"old") if force else {}
+    dst = parse_place("az://box/run/hf")
+    with (
+        patch.object(execute_objects, "CHUNK", 64 << 10),
+        patch.object(execute_objects, "WHOLE", 16 << 10),
+        patch.object(marker.Holder, "is_gone", lambda _: True),
+        patch.object(engine, "CompletionQueue", lambda _, most: CompletionQueue(1, most)),
+    ):
+
+        def write(at: int, **options: Any) -> int:
+            mortal = Mortal(azure.store("box"), at, fault)
+            with patch.object(execute_objects, "open_store", lambda *_: mortal), suppress(AccessError):
+                run(plan, dst, RunOptions(connections=1, workers=1, **options))
+            return mortal.count
+
+        def clear() -> None:
+            for key in blobs(store):
+                store.delete(key)
+            for key, data in old.items():
+                server.put(key, data)
+
+        clear()
+        count = write(1 << 30, force=force)
+        assert blobs(store) == right
+        for i in some(range(count), range(len(fault), count, 9)):
+            clear()
+            write(i, force=force)
+            there = blobs(store)
+            objects_there = {k: v for k, v in there.items() if ".ckpttool-partial" not in k}
+            config = there.get("run/hf/config.json")
+            assert objects_there in (right, old) if config else config is None, i
+            if there != right:
+                write(1 << 30, resume="run/hf/.ckpttool-partial.json" in there, force=force)
+            assert blobs(store) == right, i
+            assert list(store.uploads("run/")) == [], i
