@@ -62,6 +62,10 @@ _PROBES = 8
 _NOT_THERE, _NO_ENTRY = {404, 410}, {401, 403}
 _MOVED = {400, 401, 403, 404, 410}
 """What an address is answered with to which a redirect led some time ago."""
+_HUB = re.compile(
+    r"https://(?:huggingface\.co|hf\.co)/(?P<repo>[\w.-]+/[\w.-]+)"
+    r"(?:/(?:tree|blob|resolve|raw)/(?P<revision>[^/]+)(?P<path>/.+)?)?"
+)
 _TEXT = re.compile(r"(https?):/{1,2}(?=[^/])")
 
 
@@ -165,8 +169,9 @@ class WebPlace(NamedTuple):
         return None
 
     def lost(self) -> str:
-        if re.fullmatch(r"https://(huggingface\.co|hf\.co)", self.url.removesuffix(self._path)):
-            return "for a model of the Hugging Face Hub write hf://ORG/NAME"
+        if m := _HUB.fullmatch(self.url):
+            revision = f"@{m['revision']}" if m["revision"] else ""
+            return f"for a model of the Hugging Face Hub: hf://{m['repo']}{revision}{m['path'] or ''}"
         if said := _refused.get(self):
             return said
         return (
@@ -363,7 +368,11 @@ def _list(place: WebPlace) -> dict[str, WebEntry]:
     indexes = [f"{n}.index.json" for n in INDEXED] + [PIPELINE]
     names = [*indexes, *INDEXED, *USUAL]
     with ThreadPoolExecutor(_PROBES) as pool:
-        found = {n: WebEntry(n) for n, there in zip(names, pool.map(_prober(place), names), strict=True) if there}
+        try:
+            found = {n: WebEntry(n) for n, there in zip(names, pool.map(_prober(place), names), strict=True) if there}
+        except KeyboardInterrupt:
+            client().stop()
+            raise
     for index in [n for n in indexes if n in found]:
         if (size := _files[place / index].size) > MAX_INDEX:
             raise UnsupportedError(f"an index of {size:,} bytes is too large", where=str(place / index))
