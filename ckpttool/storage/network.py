@@ -377,6 +377,9 @@ def _tls() -> ssl.SSLContext:
                 import certifi
 
                 context.load_verify_locations(certifi.where())
+    own = os.environ.get("AWS_CA_BUNDLE")  # of a store in one's own network, as boto3 reads it
+    if own:
+        context.load_verify_locations(own)
     context.set_alpn_protocols(["http/1.1"])
     return context
 

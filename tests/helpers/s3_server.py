@@ -18,6 +18,7 @@ import base64
 import hashlib
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -113,7 +114,7 @@ Choose = Callable[[int, Request], str | None]
 class S3Server:
     """Buckets in memory, behind a port. All attributes may be changed while it runs."""
 
-    def __init__(self, buckets: Iterable[str]) -> None:
+    def __init__(self, buckets: Iterable[str], tls: ssl.SSLContext | None = None) -> None:
         self.buckets: dict[str, dict[str, Stored]] = {b: {} for b in buckets}
         self.uploads: dict[str, Upload] = {}
         self.requests: list[Request] = []
@@ -135,10 +136,10 @@ class S3Server:
         self.lock = threading.RLock()
         self._made = 0
         self._away: threading.Timer | None = None
-        self._http = _Http(("127.0.0.1", 0), _Handler)
-        self._http.store = self
+        self._tls = tls
+        self._http = self._made_http(0)
         self.port = self._http.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         self._serve()
 
     def environment(self) -> dict[str, str]:
@@ -214,9 +215,15 @@ class S3Server:
             self._away.start()
 
     def _return(self) -> None:
-        self._http = _Http(("127.0.0.1", self.port), _Handler)
-        self._http.store = self
+        self._http = self._made_http(self.port)
         self._serve()
+
+    def _made_http(self, port: int) -> _Http:
+        made = _Http(("127.0.0.1", port), _Handler)
+        made.store = self
+        if self._tls:
+            made.socket = self._tls.wrap_socket(made.socket, server_side=True)
+        return made
 
     @property
     def is_away(self) -> bool:
@@ -646,9 +653,9 @@ def _time(seconds: float) -> str:
 
 
 @contextmanager
-def s3_server(*buckets: str) -> Iterator[S3Server]:
+def s3_server(*buckets: str, tls: ssl.SSLContext | None = None) -> Iterator[S3Server]:
     """A server with empty buckets ("bucket" if none is named); it is closed at the end."""
-    server = S3Server(buckets or ["bucket"])
+    server = S3Server(buckets or ["bucket"], tls)
     try:
         yield server
     finally:

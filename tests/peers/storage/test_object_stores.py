@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import trustme
 from azure.storage.blob import BlobServiceClient, ContainerSasPermissions, generate_container_sas
 
 import ckpttool
 from ckpttool.errors import AccessError, IncompleteError
-from ckpttool.storage import objects
-from ckpttool.storage.http import ChangedError, client
+from ckpttool.storage import objects, s3
+from ckpttool.storage.http import ChangedError, Client, client, using
 from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan, walk
 from tests.helpers.bare_reads import bare_reads
+from tests.helpers.s3_server import s3_server
 from tests.peers.storage import servers
 from tests.peers.storage.servers import Server
 
@@ -84,6 +87,25 @@ def test_resharding_gives_what_paths_give(server: Server, tmp_path: Path) -> Non
     shared = [k for k in os.environ if "SECRET" in k or "CONNECTION_STRING" in k]
     for p in (tmp_path / "far").rglob("*"):
         assert not any(os.environ[k].encode() in p.read_bytes() for k in shared)
+
+
+def test_a_store_with_a_certificate_of_its_own(tmp_path: Path) -> None:
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    with s3_server(tls=context) as server:
+        server.put("bucket", "run/file", b"12345678" * 1000)
+        with patch.dict(os.environ, server.environment()), patch.object(s3, "TRIES", 1), using(Client(tries=1)):
+            objects.close()
+            with pytest.raises(AccessError, match="does not answer"):
+                parse_place("s3://bucket/run").is_dir()
+            objects.close()
+        own = server.environment() | {"AWS_CA_BUNDLE": str(tmp_path / "ca.pem")}
+        with patch.dict(os.environ, own), using(Client()) as web:
+            assert read_all(parse_place("s3://bucket/run/file")) == b"12345678" * 1000
+            assert "GetObject" in server.operations()
+            web._connections.forget()
+            objects.close()
 
 
 def test_azure_with_each_kind_of_credentials(tmp_path: Path) -> None:
