@@ -152,6 +152,8 @@ class _Run:
         self.stop = threading.Event()
         self.halt: Callable[[], None] = lambda: None
         """Ends all waiting for bytes of other machines."""
+        self.far: set[int] = set()
+        """Sources on other machines."""
         self.ahead = 0
         """Of the memory, what is for bytes that are read ahead from other machines."""
         self.failures: list[BaseException] = []
@@ -194,9 +196,11 @@ class _Run:
         half, connections = self.options.memory // 2, self.options.connections
         with _signals() as signals, open_medium(memory=half, connections=connections) as pool:
             self.halt = pool.stop
-            self.ahead = half if any(map(pool.is_far, self.sources)) else 0
+            self.far = {i for i, contents in enumerate(self.sources) if pool.is_far(contents)}
+            self.ahead = half if self.far else 0
             finished = self._begin()
             try:
+                pool.scratch = str(self.destination.partial)
                 self._hire(finished)
                 self._prepare(pool, finished)
                 self._work(pool, finished, signals)
@@ -241,7 +245,7 @@ class _Run:
 
     def _begin(self) -> Finished:
         """Lock the destination, and hear what an interrupted run has finished."""
-        self.tasks = deque(schedule(self.plan, self.hashes))
+        self.tasks = deque(schedule(self.plan, self.hashes, self.far))
         late = [*self.options.late_files, *[MANIFEST] * self.options.manifest]
         finished = self.destination.begin(
             Beginning(self.plan, tuple(self.tasks), late, self.options.force, self.options.resume, self.stop)
@@ -412,6 +416,10 @@ class _Run:
                 self.ledger.post(_Record([], answer["sums"]), self.stop)
 
     def _move(self, carrier: Mover, turn: Turn) -> None:
+        with turn.taken():
+            self._do(carrier, turn)
+
+    def _do(self, carrier: Mover, turn: Turn) -> None:
         task = turn.task
         carrier.sums = sums = Sums(task.targets) if task.targets else None
         if turn.is_whole:
@@ -419,7 +427,6 @@ class _Run:
             carrier.carry(moves)
             for step in checks:
                 check(step, carrier)
-            turn.done()
             self._close(_Record(task.parts), sums, carrier, last=True)
             return
         for i, part in enumerate(task.parts):
@@ -429,7 +436,6 @@ class _Run:
             for c in part.checks:
                 check(c.step, carrier, c.first)
             self._close(_Record([part]), sums, carrier, last=i == len(task.parts) - 1)
-        turn.done()
         if not task.parts:  # written by an earlier run that made no manifest
             self._close(_Record([]), sums, carrier, last=True)
 

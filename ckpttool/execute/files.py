@@ -99,6 +99,8 @@ def descriptor_limit() -> int:
 class Medium(Protocol):
     """How bytes are read and written, by path or by the text of another place. Safe to use from several threads."""
 
+    scratch: str
+    """A directory for ``keep``; "" for the system's."""
     unsynced: bool
     """A sync has failed. The kernel says so once: a later one succeeds although the pages are gone."""
 
@@ -129,6 +131,13 @@ class Medium(Protocol):
         """What will be read, in that order: (file, first byte, end). Sources on other machines are read ahead.
 
         Call what is returned when they have been read, or will not be.
+        """
+
+    def keep(self, ranges: Iterable[tuple[Contents, int, int]]) -> Callable[[], None]:
+        """Fetch these from other machines to a file of this one, from which this thread reads them until it calls what
+        is returned: each byte of them is fetched once, however often and in whatever order it is read.
+
+        Raises as ``read`` and ``write`` do.
         """
 
     def stop(self) -> None:
@@ -172,6 +181,7 @@ class FilePool:
         self._scattered: set[str] = set()
         self._decoder = Decoder(self.read)
         self.ahead = 0
+        self.scratch = ""
         self.unsynced = False
         self.short_calls = threading.Lock()
 
@@ -270,6 +280,10 @@ class FilePool:
         return False
 
     def announce(self, ranges: Iterable[tuple[Contents, int, int]]) -> Callable[[], None]:
+        del ranges
+        return _nothing
+
+    def keep(self, ranges: Iterable[tuple[Contents, int, int]]) -> Callable[[], None]:
         del ranges
         return _nothing
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ from typing import NamedTuple
 from ckpttool.encodings import Contents, Encoding
 from ckpttool.errors import CorruptError
 from ckpttool.execute.ahead import CONNECTIONS, FarFile, ReadAhead
-from ckpttool.execute.files import FilePool, Medium, unreadable
+from ckpttool.execute.files import FilePool, Medium, unreadable, write_error
 from ckpttool.storage.place import DataFile, parse_place
 
 AHEAD = 32 << 20
@@ -24,6 +26,57 @@ class _Inside(NamedTuple):
 
     path: str
     begin: int
+
+
+_PIECE = 1 << 20
+"""Bytes that are put into a kept file at a time."""
+
+
+class _Kept:
+    """Ranges of files on other machines, in a file of this one that has no name."""
+
+    def __init__(self, directory: str) -> None:
+        self.path = directory or tempfile.gettempdir()
+        try:
+            self._file = tempfile.TemporaryFile(dir=self.path, buffering=0)  # noqa: SIM115 - closed when it is not needed
+        except OSError as e:
+            raise write_error(e, self.path, 0, 0) from e
+        self.fd = self._file.fileno()
+        self._size = 0
+        self._places: dict[FarFile, list[tuple[int, int, int]]] = {}
+        """Start, stop, and where in the file."""
+
+    def fetch(self, file: FarFile, start: int, stop: int, ahead: ReadAhead) -> None:
+        """Put a range behind those that are there."""
+        buffer = memoryview(bytearray(min(_PIECE, stop - start)))
+        self._places.setdefault(file, []).append((start, stop, self._size))
+        for at in range(start, stop, len(buffer)):
+            piece = buffer[: min(len(buffer), stop - at)]
+            ahead.read(file, at, (piece,))
+            try:
+                done = 0
+                while done < len(piece):
+                    done += os.pwrite(self.fd, piece[done:], self._size + done)
+            except OSError as e:
+                raise write_error(e, self.path, 0, 0) from e
+            self._size += len(piece)
+
+    def place(self, file: FarFile, offset: int, nbytes: int) -> int | None:
+        """Where these bytes are; None where not all of them are there."""
+        for start, stop, at in self._places.get(file, ()):
+            if start <= offset and offset + nbytes <= stop:
+                return at + offset - start
+        return None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Mine(threading.local):
+    """What a thread has kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[_Kept] = []
 
 
 def open_medium(limit: int | None = None, *, memory: int = AHEAD, connections: int | None = None) -> Medium:
@@ -45,6 +98,7 @@ class _RemoteSources(FilePool):
         self._remote: dict[str, FarFile | _Inside] = {}
         """By text."""
         self._placing = threading.Lock()
+        self._mine = _Mine()
 
     def stop(self) -> None:
         self._ahead.close()
@@ -84,6 +138,31 @@ class _RemoteSources(FilePool):
             elif ":/" in contents and isinstance(file := self._file(contents), FarFile):
                 yield file, start, stop
 
+    def keep(self, ranges: Iterable[tuple[Contents, int, int]]) -> Callable[[], None]:
+        found: dict[FarFile, list[tuple[int, int]]] = {}
+        for file, start, stop in self._far(ranges):
+            found.setdefault(file, []).append((start, stop))
+        if not found:
+            return super().keep(())
+        kept, mine = _Kept(self.scratch), self._mine.kept
+        try:
+            for file, spans in found.items():
+                for start, stop in _united(spans):
+                    try:
+                        kept.fetch(file, start, stop, self._ahead)
+                    except OSError as e:
+                        raise unreadable(e, str(file.place), start, ()) from e
+        except BaseException:
+            kept.close()
+            raise
+        mine.append(kept)
+
+        def forget() -> None:
+            mine.remove(kept)
+            kept.close()
+
+        return forget
+
     def read(self, path: Contents, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
         if isinstance(path, Encoding) or ":/" not in path:
             super().read(path, offset, buffers, once=once)
@@ -92,10 +171,29 @@ class _RemoteSources(FilePool):
             file = self._file(path)
             if isinstance(file, _Inside):
                 super().read(file.path, file.begin + offset, buffers, once=once)
-            else:
-                self._ahead.read(file, offset, buffers)
+                return
+            for kept in self._mine.kept:
+                at = kept.place(file, offset, sum([b.nbytes for b in buffers]))
+                if at is not None:
+                    self._read(kept.fd, path, at, buffers, once=False)
+                    return
+            self._ahead.read(file, offset, buffers)
         except OSError as e:
             raise unreadable(e, path, offset, buffers) from e
+
+
+def _united(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Spans that overlap or touch as one, in order."""
+    last: tuple[int, int] | None = None
+    for start, stop in sorted(spans):
+        if last is not None and start <= last[1]:
+            last = last[0], max(last[1], stop)
+            continue
+        if last is not None:
+            yield last
+        last = start, stop
+    if last is not None:
+        yield last
 
 
 def check_unchanged(files: Sequence[DataFile]) -> None:

@@ -10,14 +10,14 @@ without a manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from ckpttool.dtypes import lookup
 from ckpttool.execute.compute import part_elements, parts_of
 from ckpttool.execute.hashing import ALGORITHM
-from ckpttool.execute.moves import Item, arrange, divide, item_bytes, item_files
+from ckpttool.execute.moves import Item, RowBlock, TransposeTile, arrange, divide, item_bytes, item_files
 from ckpttool.execute.quantize import part_bytes
 from ckpttool.execute.quantize import parts_of as quantized_parts
 from ckpttool.plan import AssertEqual, AssertPadding, Compute, Copy, Fill, Gathered, Plan, Quantize, Target, Unit
@@ -77,8 +77,10 @@ def part_limit(total: int) -> int:
     return max(_MIB, min(_LARGEST_PART, total // 64 // _MIB * _MIB))
 
 
-def schedule(plan: Plan, hashes: Sequence[str]) -> list[Task]:
-    """All tasks of a plan. The parts of a unit stay in one task when ``hashes`` (names of algorithms) are wanted."""
+def schedule(plan: Plan, hashes: Sequence[str], far: Collection[int] = ()) -> list[Task]:
+    """All tasks of a plan. The parts of a unit stay in one task when ``hashes`` (names of algorithms) are wanted, and
+    where they transpose what is on other machines (``far`` are such sources): all of them read the same bytes.
+    """
     limit = part_limit(plan.bytes_written)
     tasks: list[Task] = []
     number = 0
@@ -111,12 +113,19 @@ def schedule(plan: Plan, hashes: Sequence[str]) -> list[Task]:
         for part in (*slices, *judged):
             part.number = number
             number += 1
-        if hashes:
+        if hashes or (far and any(_turns(item, far) for p in slices for item in p.items)):
             tasks.append(Task(slices, targets))
         else:
             tasks += [Task([p]) for p in slices]
         tasks += [Task([p]) for p in judged]
     return tasks
+
+
+def _turns(item: Item, far: Collection[int]) -> bool:
+    """Whether an item transposes bytes of these sources."""
+    if isinstance(item, RowBlock):
+        return any(item.moves[i].src in far for i in item.turned)
+    return isinstance(item, TransposeTile) and item.move.src in far
 
 
 def computing_task(unit: Unit, number: int, first: int, limit: int, hashes: Sequence[str]) -> Task:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 
 from ckpttool.dtypes import itemsize, lookup, nbytes
+from ckpttool.encodings import Contents
 from ckpttool.execute.ahead import GAP
 from ckpttool.execute.files import Medium
-from ckpttool.execute.moves import ZEROS, Batch, FileRows, Item, Move, RowBlock, arrange
+from ckpttool.execute.moves import ZEROS, Batch, FileRows, Item, Move, RowBlock, TransposeTile, arrange
 from ckpttool.execute.reader import offsets
 from ckpttool.execute.schedule import Task, separate
 from ckpttool.plan import (
@@ -37,10 +39,13 @@ Checking = AssertEqual | AssertPadding
 class Turn:
     """A task whose turn it is, and what was found out about it before."""
 
-    def __init__(self, task: Task, plan: Plan) -> None:
+    def __init__(self, task: Task, plan: Plan, pool: Medium) -> None:
         self.task = task
-        self.done: Callable[[], None] = lambda: None
-        """To be called when it has read everything."""
+        self._plan = plan
+        self._pool = pool
+        self.size = 0
+        """Bytes that were announced; 0 where everything is on this machine."""
+        self._forget: Callable[[], None] = lambda: None
         self._units = [plan.units[p.unit] for p in task.parts if p.unit >= 0]
         self._arranged: tuple[list[Item], list[Checking]] | None = None
 
@@ -56,17 +61,40 @@ class Turn:
             self._arranged = arrange([m for moves, _ in found for m in moves]), [c for _, cs in found for c in cs]
         return self._arranged
 
-    def reads(self) -> Iterator[Range]:
-        """What it reads of the plan's sources, in order."""
-        moves, checks = self.arranged()
-        for item in moves:
-            yield from item_reads(item)
+    @property
+    def _items(self) -> Iterator[Item]:
+        yield from self.arranged()[0]
         for part in self.task.parts:
-            for item in part.items:
-                yield from item_reads(item)
-            checks = [*checks, *(c.step for c in part.checks)]
-        for step in checks:
-            yield from _check_reads(step)
+            yield from part.items
+
+    def announce(self, most: int) -> None:
+        """Have read ahead what it reads, in order; up to ``most`` bytes are there at a time."""
+        reads = [*self._turned(), *(r for item in self._items for r in item_reads(item))]
+        for step in [*self.arranged()[1], *(c.step for part in self.task.parts for c in part.checks)]:
+            reads += _check_reads(step)
+        if sum([b - a for _, a, b in reads]) <= most // 4:
+            reads.sort()  # all of it will be there: long requests are better than the right order
+        outputs = [self._plan.outputs[part.carried] for part in self.task.parts if part.carried >= 0]
+        ranges = [*self._named(reads), *((o.carried, 0, o.size) for o in outputs)]
+        self.size = sum([b - a for _, a, b in ranges]) + 1
+        self._forget = self._pool.announce(ranges)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """While it is carried out. What it reads in another order than it lies in a file is here before it begins."""
+        kept = self._pool.keep(self._named(self._turned()) if self.size else ())
+        try:
+            yield
+        finally:
+            kept()
+            self._forget()
+
+    def _named(self, reads: Iterable[Range]) -> list[tuple[Contents, int, int]]:
+        return [(self._plan.sources[f].contents, a, b) for f, a, b in reads]
+
+    def _turned(self) -> Iterator[Range]:
+        for item in self._items:
+            yield from turned_reads(item)
 
 
 class Upcoming:
@@ -75,10 +103,9 @@ class Upcoming:
     def __init__(self, tasks: Iterable[Task], plan: Plan, pool: Medium, ahead: int) -> None:
         self._tasks = deque(tasks)
         self._plan = plan
-        self._sources = [s.contents for s in plan.sources]
         self._pool = pool
         self._ahead = ahead
-        self._ready: deque[tuple[Turn, int]] = deque()
+        self._ready: deque[Turn] = deque()
         self._announced = 0
         self._lock = threading.Lock()
 
@@ -89,33 +116,24 @@ class Upcoming:
         """The next task. Raises IndexError when there is none."""
         with self._lock:
             if not self._ahead:
-                return Turn(self._tasks.popleft(), self._plan)
+                return Turn(self._tasks.popleft(), self._plan, self._pool)
             self._look_ahead(0)
-            turn, size = self._ready.popleft()
-            self._announced -= size
+            turn = self._ready.popleft()
+            self._announced -= turn.size
             self._look_ahead(self._ahead)
             return turn
 
     def _look_ahead(self, wanted: int) -> None:
         """Announce tasks until so many bytes are, of one at least."""
         while self._tasks and (not self._ready or self._announced < wanted):
-            turn = Turn(self._tasks.popleft(), self._plan)
-            reads = list(turn.reads())
-            if sum([b - a for _, a, b in reads]) <= self._ahead // 4:
-                reads.sort()  # all of it will be there: long requests are better than the right order
-            ranges = [(self._sources[f], a, b) for f, a, b in reads]
-            for part in turn.task.parts:
-                if part.carried >= 0:
-                    output = self._plan.outputs[part.carried]
-                    ranges.append((output.carried, 0, output.size))
-            size = sum([b - a for _, a, b in ranges]) + 1
-            turn.done = self._pool.announce(ranges)
-            self._ready.append((turn, size))
-            self._announced += size
+            turn = Turn(self._tasks.popleft(), self._plan, self._pool)
+            turn.announce(self._ahead)
+            self._ready.append(turn)
+            self._announced += turn.size
 
 
 def item_reads(item: Item) -> Iterator[Range]:
-    """What an item reads, in the order in which it does, mostly."""
+    """What an item reads in the order of the file, in its own order, mostly."""
     if isinstance(item, Batch):
         yield from ((r.src, r.start, r.start + r.nbytes) for r in item.runs if r.src != ZEROS)
     elif isinstance(item, RowBlock):
@@ -128,10 +146,15 @@ def item_reads(item: Item) -> Iterator[Range]:
             for lane in apart:
                 start = lane.offset + i * lane.stride
                 yield lane.file, start, start + _row(item, lane)
+
+
+def turned_reads(item: Item) -> Iterator[Range]:
+    """What an item reads in another order, and perhaps several times."""
+    if isinstance(item, RowBlock):
         for i in item.turned:
             move = item.moves[i]
             yield from _move_reads(move.cut((item.start, *[0] * len(move.shape[1:])), (item.stop, *move.shape[1:])))
-    else:
+    elif isinstance(item, TransposeTile):
         yield from _move_reads(item.move)
 
 

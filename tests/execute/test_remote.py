@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,10 @@ from safetensors.numpy import save_file
 import ckpttool as library
 from ckpttool.errors import AccessError, CkptError, CorruptError
 from ckpttool.execute.ahead import ReadAhead
+from ckpttool.execute.engine import run
+from ckpttool.execute.options import RunOptions
+from ckpttool.execute.schedule import schedule
+from ckpttool.plan import Block, Copy, Output, Plan, Source, Unit
 from tests.execute.far import Far, far_away
 from tests.helpers.memory import FILES, MemoryPlace, in_memory
 from tests.storage.test_place import written
@@ -77,6 +81,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "to ranks": ("hf", {"tp": 8}),
     "to fewer ranks": ("tp8", {"tp": 2}),
     "to one file": ("tp8", {"to": "hf"}),
+    "transposed": ("hf", {"to": "unified", "tp": 2}),
     "cast": ("tp8", {"tp": 2, "dtype": "bf16"}),
 }
 
@@ -178,3 +183,29 @@ def test_an_interrupt_does_not_wait_for_requests(models: Path, far: Far, tmp_pat
             plan.run(tmp_path / "dst")
         assert time.monotonic() - began < 3
         far.gate.set()
+
+
+def test_what_is_transposed_is_fetched_once(far: Far, tmp_path: Path) -> None:
+    """All of its parts read the same bytes, here and there: they are on this machine while it is done."""
+    rows, columns = 3000, 1500
+    data = np.random.default_rng(0).integers(0, 1 << 16, (rows, columns), np.uint16)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/a").write_bytes(data.tobytes())
+    with in_memory(tmp_path / "src") as remote:
+        size, tag = MemoryPlace(PurePosixPath(remote.removeprefix("mem:")) / "a").identity()
+        src, dst = Block(0, 0, (2, 2 * columns)), Block(0, 0, (2 * rows, 2))
+        unit = Unit("a", (Copy(src, dst, (columns, rows), "U16", "U16"),))
+        plan = Plan([Source(f"{remote}/a", size, tag)], [Output("b", size)], [unit])
+        run(plan, tmp_path / "dst", RunOptions(memory=MIB))
+    assert (tmp_path / "dst/b").read_bytes() == data.T.tobytes()
+    assert far.nbytes == size
+    assert {p.name for p in (tmp_path / "dst").iterdir()} == {"b"}
+
+
+def test_parts_that_transpose_the_same_bytes_are_one_task() -> None:
+    n = 5000
+    unit = Unit("a", (Copy(Block(0, 0, (2, 2 * n)), Block(0, 0, (2 * n, 2)), (n, n), "U16", "U16"),))
+    plan = Plan([Source("mem:/a", 2 * n * n, "")], [Output("b", 2 * n * n)], [unit])
+    assert len(schedule(plan, ())) > 1
+    (task,) = schedule(plan, (), {0})
+    assert [p.number for p in task.parts] == [p.number for t in schedule(plan, ()) for p in t.parts]
