@@ -24,6 +24,9 @@ from tests.helpers.memory_disk import memory_disk
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# No test asks the real Hub: what a recipe names and is not here is looked for there.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Collecting makes a million objects and no garbage, through which Python would look again and again.
 gc.disable()
 

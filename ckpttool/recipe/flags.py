@@ -71,7 +71,7 @@ def adapted(source: str, weights: str = "") -> Recipe:
 
     Raises UsageError, also for a source without adapters.
     """
-    model = reference(source)
+    model = reference(source, hub=False)
     if not model.adapters:
         raise UsageError(
             f"`{source}` is one model without adapters, which has no weights",
@@ -94,7 +94,7 @@ def _model(text: str, problems: Problems, at: str) -> ModelRef | None:
         problems.add(f"`{text}` is a recipe", at=at, hint="a recipe stands alone and names all models itself")
         return None
     try:
-        return reference(text)
+        return reference(text, hub=False)
     except CkptError as e:
         problems.add(e.what, at=at, hint=e.hint, error=type(e))
         return None

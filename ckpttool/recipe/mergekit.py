@@ -7,17 +7,18 @@ slice, and a parameter is looked up at the model, then the slice, then the top.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ckpttool.errors import CkptError, ConflictError, UnsupportedError
+from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import Words, check, dtype_named, merged, method_named, settings
 from ckpttool.recipe.document import Problems, Value, from_yaml, home, nearest, read_text
 from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, Slice, Source, TokenizerRecipe, TokenRule, reference
-from ckpttool.storage.place import Place
+from ckpttool.storage.place import Place, scheme_of
 
 TOP = (
     "merge_method",
@@ -206,16 +207,24 @@ class _Parser:
         return None if text is None else self._reference(value, text)
 
     def _reference(self, value: Value, text: str) -> ModelRef | None:
+        """A model in the current directory, beside the recipe, or on the Hub."""
         try:
-            return reference(text)
-        except CkptError:
-            try:
-                found = reference(text, self.beside)
-            except CkptError as e:
-                value.wrong(e.what, hint=e.hint, error=type(e))
-                return None
-        self.notes.append(f"`{text}` is not in the current directory; it was found beside the recipe, as {found}")
-        return found
+            return self._find(text)
+        except CkptError as e:
+            value.wrong(e.what, hint=e.hint, error=type(e))
+            return None
+
+    def _find(self, text: str) -> ModelRef:
+        try:
+            return reference(text, hub=False)
+        except (UsageError, UnsupportedError):
+            if scheme_of(text):
+                raise
+        with suppress(CkptError):
+            found = reference(text, self.beside, hub=False)
+            self.notes.append(f"`{text}` is not in the current directory; it was found beside the recipe, as {found}")
+            return found
+        return reference(text, self.beside)
 
     def _tokenizer(self, top: dict[str, Value]) -> TokenizerRecipe | None:
         if "tokenizer" in top and "tokenizer_source" in top:

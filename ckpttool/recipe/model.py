@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
 
-from ckpttool.errors import UnsupportedError, UsageError
+from ckpttool.errors import CkptError, UnsupportedError, UsageError
 from ckpttool.storage.listing import near
 from ckpttool.storage.place import parse_place, scheme_of
 
-REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-"""What the name of a model on a hub looks like."""
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[^+\s]+)?")
+"""What the name of a model on the Hugging Face Hub looks like, with a revision or without."""
 
 Scalar = float | int | bool
 Kind = Literal["float", "int", "bool"]
@@ -265,14 +266,16 @@ def _tokenizer(tokenizer: TokenizerRecipe | None) -> dict[str, Any] | None:
     )
 
 
-def reference(text: str, beside: Path | None = None) -> ModelRef:
-    """The model that ``PATH[+ADAPTER...]`` names.
+def reference(text: str, beside: Path | None = None, *, hub: bool = True) -> ModelRef:
+    """The model that ``MODEL[+ADAPTER...]`` names.
 
     A path that exists is taken as it is, ``+`` and ``@`` included; otherwise the longest part that exists before a
     ``+`` is the model. Relative paths count from the current directory or, where nothing is there, from ``beside``.
-    Raises UsageError for what is no path here, UnsupportedError for a ``@revision``.
+    What is no path may be a name on the Hugging Face Hub, ``ORG/NAME[@REVISION]``, if ``hub`` says so. Raises
+    UsageError for what is neither, UnsupportedError for a ``@revision`` of a path, AccessError.
     """
-    parts = _split(text, beside)
+    known = _Known(beside, hub)
+    parts = known.split(text)
     if parts is not None:
         return ModelRef(parts[0], tuple(parts[1:]))
     for part in text.split("+"):
@@ -280,61 +283,82 @@ def reference(text: str, beside: Path | None = None) -> ModelRef:
             raise UsageError(
                 f"`{text}` has an empty part beside a +", hint="PATH, or PATH+ADAPTER for an adapter on it"
             )
-        if _locate(part, beside):
+        if known.locate(part):
             continue
         path, at, revision = part.rpartition("@")
-        if at:
+        if at and not scheme_of(part) and (known.here(path) or not HUB_NAME.fullmatch(part)):
             raise UnsupportedError(
-                f"`{part}` names the revision `{revision}`; nothing is downloaded, and folders have no revisions",
-                hint=f"drop `@{revision}`"
-                if _locate(path, beside)
-                else f"download it first (hf download {path} --revision {revision} --local-dir DIR), then give DIR",
+                f"`{part}` names the revision `{revision}`, and folders have none", hint=f"drop `@{revision}`"
             )
-        raise UsageError(
-            f"there is no `{part}` here",
-            hint=f"nothing is downloaded; fetch it first (hf download {part} --local-dir DIR), then give DIR"
-            if REPOSITORY.fullmatch(part)
-            else "relative paths count from the current directory or, failing that, from the recipe's"
-            if beside is not None
-            else near(Path(part)) or None,
-        )
+        here = "" if scheme_of(part) else " here"
+        raise UsageError(f"there is no `{part}`{here}", hint=known.lost(part))
     raise UsageError(f"`{text}` cannot be taken apart into a model and adapters that exist")
 
 
-def _locate(text: str, beside: Path | None) -> str | None:
-    if scheme_of(text):  # whether it is there is asked once, when it is opened
-        return str(parse_place(text))
-    places = (text,) if beside is None else (text, os.path.join(beside, text))  # noqa: PTH118 - as the next line
-    for place in places:
-        if os.path.exists(place):  # noqa: PTH110 - Path.exists raises for a name that is too long
-            return os.path.normpath(place)
-    return None
+class _Known(NamedTuple):
+    """Where names of models are looked up."""
 
+    beside: Path | None
+    hub: bool
 
-def _split_url(text: str, beside: Path | None) -> list[str] | None:
-    """``_split`` where the first one is on another machine: only what stands before a ``+`` is asked for."""
-    there = False
-    for plus in re.finditer(r"\+", text):
-        place = parse_place(text[: plus.start()])
-        if place.exists():
-            there, rest = True, _split(text[plus.end() :], beside)
-            if rest is not None:
-                return [str(place), *rest]
-    return None if there else [str(parse_place(text))]
+    def locate(self, text: str) -> str | None:
+        """The path or URL that a name stands for. Raises AccessError where nobody can know."""
+        if scheme_of(text):
+            return _there(text)
+        if (path := self.here(text)) is not None:
+            return path
+        if not self.hub or not HUB_NAME.fullmatch(text) or self.here(text.partition("@")[0]):
+            return None
+        try:
+            return _there(_on_the_hub(text))
+        except CkptError as e:
+            raise type(e)(f"there is no `{text}` here, and {e.what}", where=e.where, hint=e.hint) from None
 
+    def here(self, text: str) -> str | None:
+        """The path of this machine that a name stands for."""
+        # Path.exists raises for a name that is too long.
+        for place in (text,) if self.beside is None else (text, os.path.join(self.beside, text)):  # noqa: PTH118
+            if os.path.exists(place):  # noqa: PTH110
+                return os.path.normpath(place)
+        return None
 
-def _split(text: str, beside: Path | None) -> list[str] | None:
-    """The paths in ``A+B+C``, all of which exist; the first one as long as possible."""
-    if scheme_of(text):
-        return _split_url(text, beside)
-    at = len(text)
-    while at > 0:
-        path = _locate(text[:at], beside)
-        if path is not None:
+    def split(self, text: str) -> list[str] | None:
+        """The places in ``A+B+C``, all of which exist; the first one as long as possible.
+
+        On another machine as short as possible: hardly any name there has a +, and each question is a request.
+        """
+        far = bool(scheme_of(text))
+        ends = [m.start() for m in re.finditer(r"\+", text)]
+        for at in ends if far else (len(text), *reversed(ends)):
+            first = self.locate(text[:at])
+            if first is None:
+                continue
             if at == len(text):
-                return [path]
-            rest = _split(text[at + 1 :], beside)
-            if rest is not None:
-                return [path, *rest]
-        at = text.rfind("+", 0, at)
-    return None
+                return [first]
+            rest = self.split(text[at + 1 :])
+            if far or rest is not None:
+                return None if rest is None else [first, *rest]
+        whole = self.locate(text) if far else None
+        return None if whole is None else [whole]
+
+    def lost(self, text: str) -> str | None:
+        """A hint on a name that stands for nothing."""
+        if scheme_of(text):
+            place = parse_place(text)
+            return (near(place) if isinstance(place, Path) else place.lost()) or None
+        if HUB_NAME.fullmatch(text):
+            return f"a model of the Hugging Face Hub is {_on_the_hub(text)}"
+        if self.beside is not None:
+            return "relative paths count from the current directory or, failing that, from the recipe's"
+        return near(Path(text)) or None
+
+
+def _on_the_hub(name: str) -> str:
+    repository, at, revision = name.partition("@")
+    return f"hf://{repository}" + (f"@{quote(revision, safe='')}" if at else "")
+
+
+def _there(text: str) -> str | None:
+    """The text of a place on another machine that exists. A branch of the Hub is a commit by then."""
+    place = parse_place(text)
+    return str(place) if place.exists() else None

@@ -384,7 +384,7 @@ REFUSED: dict[str, tuple[str, int, tuple[str, ...]]] = {
           - {model: somebody/a-model-7B, parameters: {weight: 0.5}}
           - {model: poet, parameters: {weight: 0.5}}
         """,
-        2,
+        1,
         ("there is no `somebody/a-model-7B` here", "hf download somebody/a-model-7B"),
     ),
     "a_revision": (

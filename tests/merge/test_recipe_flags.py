@@ -85,7 +85,7 @@ def test_one_source_takes_one_weight() -> None:
         ),
         ("a x.yml", {"method": "average"}, UsageError, "is a recipe", "alone"),
         ("a nowhere", {"method": "average"}, UsageError, "there is no `nowhere`", ""),
-        ("a org/model", {"method": "average"}, UsageError, "there is no `org/model`", "hf download org/model"),
+        ("a org/model", {"method": "average"}, UsageError, "there is no `org/model`", "hf://org/model"),
         ("a a", {"method": "average"}, ConflictError, "`a` is listed twice", ""),
     ],
 )

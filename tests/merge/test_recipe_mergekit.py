@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
+from ckpttool.errors import AccessError, CkptError, ConflictError, UnsupportedError, UsageError
 from ckpttool.recipe.document import BYTES, from_yaml
 from ckpttool.recipe.mergekit import parse_mergekit, read_mergekit
 from ckpttool.recipe.model import (
@@ -511,8 +511,10 @@ def test_models_with_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "words", "hint"),
     [
-        ("org/none", UsageError, "there is no `org/none` here", "hf download org/none"),
-        ("org/none@main", UnsupportedError, "revision `main`", "hf download org/none --revision main"),
+        ("org/none", AccessError, "there is no `org/none` here, and org/none is not in", "hf download org/none"),
+        ("org/none@main", AccessError, "there is no `org/none@main` here", "hf download org/none --revision main"),
+        ("a+org/none", AccessError, "there is no `org/none` here", "hf download org/none"),
+        ("./a/../a@main", UnsupportedError, "revision `main`", "drop `@main`"),
         ("a@main", UnsupportedError, "revision `main`", "drop `@main`"),
         ("a+lora@v2", UnsupportedError, "revision `v2`", "drop"),
         ("a+nowhere", UsageError, "there is no `nowhere`", ""),
