@@ -121,8 +121,6 @@ PATHS: dict[str, tuple[str, str]] = {
         "inspect org/cached",
         "cache of the Hugging Face hub: hub/models--org--ca",
     ),
-    "an address": ("inspect hf://org/name", "hf download org/name"),
-    "a bucket": ("inspect s3://bucket/name", "fetch it first"),
     "a tilde in quotes": ("inspect '~/model'", "$HOME"),
     "a model of a merge": ("merge model modle -o o", "did you mean model?"),
 }
@@ -136,6 +134,11 @@ def test_path(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", "hub")
     line, hint = PATHS[case]
     assert hint in mistake(line, 2)
+
+
+def test_a_model_of_the_hub_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", "hub")
+    assert "hf download org/name" in mistake("inspect hf://org/name", 1)
 
 
 def fill(*names: str, content: bytes = b"x") -> Path:
