@@ -61,8 +61,8 @@ def check_requests(hub: Hub) -> None:
 @pytest.mark.thorough  # test_bytes_are_those_of_paths counts the same in one process
 def test_processes_that_compute_know_what_was_asked(hub: Hub, tmp_path: Path) -> None:
     recipe = named("slerp__f32out_bf16", tmp_path)
-    command: list[str | Path] = [sys.executable, "-m", "ckpttool", "merge", recipe, "-o", tmp_path / "out", "--workers", "2"]
-    subprocess.run(command, check=True)
+    words = ["-m", "ckpttool", "merge", recipe, "-o", tmp_path / "out", "--workers", "2"]
+    subprocess.run([sys.executable, *map(str, words)], check=True)
     check_requests(hub)
 
 
