@@ -519,8 +519,9 @@ class ObjectDestination:
             part = there.get(chunk + 1)
             if part is None or not self._is_chunk(o, chunk, part.size):
                 raise OutputError(f"part {chunk + 1:,} of an upload is missing, or has another size", where=where)
-            if o.sent.get(chunk) != part.tag:
+            if o.sent[chunk].split()[0] != part.tag.split()[0]:
                 raise OutputError(f"part {chunk + 1:,} of an upload is another one than was sent", where=where)
+            o.sent[chunk] = part.tag
 
     def complete(self) -> None:
         self._marker.check()
@@ -575,6 +576,7 @@ class ObjectDestination:
         small = self._small
         self._each(self._put, [n for n in small if rank(n) < LATE])
         self._check_there()
+        self._marker.check()
         for number in range(LATE, _LAST + 1):
             self._each(self._put, [n for n in small if rank(n) == number])
 

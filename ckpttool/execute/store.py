@@ -5,6 +5,7 @@ An upload is not visible before it is completed, and then all of it is. ``s3`` a
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import zlib
@@ -48,6 +49,7 @@ class SentPart(NamedTuple):
 
     size: int
     tag: str
+    """Words, of which the first says which bytes these are."""
 
 
 class Store(Protocol):
@@ -132,7 +134,7 @@ class Slice:
         n = min(_MIB, self.size - self._at)
         data = os.pread(self._fd, n, self._start + self._at) if n else b""
         if n and not data:
-            raise EOFError("the file is shorter than it was made")
+            raise OSError(errno.EIO, "the file is shorter than it was made")
         self._at += len(data)
         return data
 
