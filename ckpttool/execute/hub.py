@@ -321,12 +321,11 @@ class _Uploads:
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._ended = False
+        self._threads = 0
 
     def start(self, stop: threading.Event) -> None:
-        """Begin; nobody waits any longer when ``stop`` is set."""
+        """Nobody waits any longer when ``stop`` is set. Threads come later, as this process may still be forked."""
         self._stop = stop
-        for i in range(UPLOADS):
-            threading.Thread(target=self._work, name=f"upload-{i}", daemon=True).start()
 
     def add(self, *paths: Path) -> None:
         """Send files, which must not change any more."""
@@ -334,6 +333,9 @@ class _Uploads:
             self.known.update(paths)
             self._waiting.append(paths)
             self._held += _bytes(paths)
+            if self._threads < UPLOADS:
+                threading.Thread(target=self._work, name=f"upload-{self._threads}", daemon=True).start()
+                self._threads += 1
             self._changed.notify_all()
 
     def wait(self, most: int) -> None:

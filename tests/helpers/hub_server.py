@@ -27,7 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -251,7 +251,10 @@ class Hub:
         cleared = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         given = {"HF_TOKEN": token} if token else {}
         try:
-            with patch.dict(os.environ, cleared | environment | given | others, clear=True):
+            with (
+                patch.dict(os.environ, cleared | environment | given | others, clear=True),
+                patch("tqdm.tqdm.monitor_interval", 0),  # a thread that stays would keep later tests from forking
+            ):
                 _read_environment()
                 yield environment | given | others
         finally:
@@ -754,6 +757,26 @@ class _Handler(BaseHTTPRequestHandler):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
+
+    def __init__(self, *args: Any) -> None:
+        self.connections: set[socket.socket] = set()
+        super().__init__(*args)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        request, address = super().get_request()
+        self.connections.add(request)
+        return request, address
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Connections that clients keep have a thread each, and a process with threads is not forked."""
+        super().server_close()
+        for request in list(self.connections):
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is none."""

@@ -17,6 +17,7 @@ from ckpttool.execute import engine
 from ckpttool.recipe.model import ModelRef, reference
 from ckpttool.storage import hub_files
 from tests.helpers.command import ckpttool
+from tests.helpers.hub_cache import fill
 from tests.helpers.hub_server import Hub, hub_server
 
 MERGEKIT = Path(__file__).parents[2] / "fixtures" / "merge"
@@ -94,12 +95,9 @@ def test_one_merge_from_everywhere(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_the_cache_is_enough(hub: Hub, tmp_path: Path) -> None:
-    from huggingface_hub import snapshot_download
-
     recipe = named("slerp__f32out_bf16", tmp_path)
     for name in ("base", "ft1", "ft2"):
-        snapshot_download(f"org/{name}")
-    hub.asked.clear()
+        fill(hub, tmp_path / "home", f"org/{name}")
     with hub.clients(tmp_path / "home", HF_HUB_OFFLINE="1"):
         found = merged(recipe, tmp_path / "there")
     assert not hub.asked
