@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
 from ckpttool.storage import hub_files
 from ckpttool.storage.http import Client, Clock, using
 from ckpttool.storage.hub import HubPlace, parse
+from ckpttool.storage.hub_cache import listed
 from ckpttool.storage.place import DataFile, parse_place, read_all
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.hub_cache import fill
@@ -206,6 +208,44 @@ def test_repositories_that_were_renamed(hub: Hub) -> None:
     assert read_all(place(f"hf://org/old/{WEIGHTS}")) == (TINY / WEIGHTS).read_bytes()
 
 
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_processes_that_compute(hub: Hub, forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks know what their parent knows; a fresh interpreter lists the commits that it is told, and no branch."""
+    monkeypatch.setattr(hub_files, "SMALL_LARGE", 0)
+    monkeypatch.setattr("ckpttool.execute.crew.can_fork", lambda: forks)
+    second = tmp_path / "second"
+    shutil.copytree(TINY, second)
+    (second / "README.md").touch()
+    hub.add("org/b", second)
+    for at, models in (("there", [TINY, second]), ("here", [MODEL, "hf://org/b"])):
+        done = ckpttool("merge", *models, "-o", tmp_path / at, "--weights", "0.3,0.7")
+        assert done.code == 0, done.err
+    assert (tmp_path / "here" / WEIGHTS).read_bytes() == (tmp_path / "there" / WEIGHTS).read_bytes()
+    asked = requests(hub)
+    assert asked.count(f"hub HEAD /org/tiny/resolve/COMMIT/{WEIGHTS}") == (1 if forks else 2)
+    assert asked.count(LISTING[0]) == 1
+    assert asked.count(LISTING[1]) == (1 if forks else 2)
+
+
+@pytest.mark.usefixtures("hub")
+def test_locks_of_threads_that_a_fork_left_behind() -> None:
+    src = place(f"{MODEL}/{WEIGHTS}")
+    file = src.open_file()
+    commit = src._revision.commit
+    held: list[Any] = [
+        hub_files._lock,
+        hub_files._kept.lock,
+        src._revision.lock,
+        commit.lock,
+        commit.stored(WEIGHTS).lock,
+    ]
+    with ThreadPoolExecutor(1) as other:
+        for lock in held:
+            other.submit(lock.acquire).result()
+        hub_files._after_fork()
+        assert other.submit(read_all, place(str(src))).result(5) == file.pread(1 << 20, 0)
+
+
 # -- credentials
 
 
@@ -298,6 +338,25 @@ def test_a_storage_that_refuses_every_signature(hub: Hub, status: int) -> None:
         file.pread(100, 0)
     assert "Signature" not in str(e.value)
     assert hub.resolves() == {WEIGHTS: 2}
+
+
+@pytest.mark.usefixtures("by_ranges")
+def test_access_that_is_lost_during_a_run(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_signed, at_cdn = hub.is_signed, 0
+
+    def fewer(path: str, query: str) -> bool:
+        nonlocal at_cdn
+        at_cdn += 1
+        if at_cdn > 1:  # behind the header
+            hub.repos["org/tiny"].accepted = set()
+            hub.expire()
+        return is_signed(path, query)
+
+    monkeypatch.setattr(hub, "is_signed", fewer)
+    done = ckpttool("reshard", MODEL, tmp_path / "dst", "--memory", "8MiB")
+    assert (done.code, done.err.count("error: ")) == (1, 1), done.err
+    assert "error: org/tiny is gated, and nobody is logged in" in done.err
+    assert not (tmp_path / "dst").exists()
 
 
 @pytest.mark.usefixtures("by_ranges")
@@ -504,6 +563,31 @@ def test_what_is_not_the_hub(hub: Hub, tmp_path: Path) -> None:
     for wrong in ("nonsense", "ftp://host", "http://user:secret@127.0.0.1:1", "http://127.0.0.1:99999"):
         with hub.clients(tmp_path / f"home {wrong[:6]}", HF_ENDPOINT=wrong):
             assert "secret" not in refused(MODEL, tmp_path / "dst")
+
+
+# -- what the Hub says of files
+
+
+def test_files_as_listings_have_them() -> None:
+    """Of a pointer git's size and hash are said too, and of Xet a hash that is not of the bytes: they do not count."""
+    git, sha = "1" * 40, "2" * 64
+    plain = {"type": "file", "path": "a", "size": 7, "oid": git}
+    assert listed(plain, None) == listed(plain | {"lfs": None}, None) == (7, git, False)
+    pointer = {"size": 900, "oid": sha, "pointerSize": 134}
+    assert listed(plain | {"size": 134, "xetHash": "3" * 64}, pointer) == (900, sha, True)
+    for wrong in (
+        {"size": -1},
+        {"size": "7"},
+        {"size": True},
+        {"size": 1 << 63},
+        {"oid": sha},
+        {"oid": "x"},
+        {"oid": 7},
+    ):
+        with pytest.raises(ValueError, match="is not a"):
+            listed(plain | wrong, None)
+    with pytest.raises(ValueError, match="is not a hash"):
+        listed(plain, pointer | {"oid": git})
 
 
 # -- a Hub that lies
