@@ -20,7 +20,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.message import Message
@@ -68,6 +68,8 @@ MAX_BODY = 16 << 20
 """Bytes of an answer to ``request``."""
 MAX_REASON = 64 << 10
 """Bytes kept of an answer that is an error."""
+OVERHEAD, CHUNKED = 1 << 20, 8
+"""Bytes of headers, of trailers and of interim answers; how many times as large chunks of a byte make a body."""
 STEP = 1 << 20
 """Bytes that are read at a time. What came of a range before a connection broke is not asked for again."""
 
@@ -279,13 +281,13 @@ class Client:
                 if answer.status not in _AGAIN:
                     return _accepted(call, answer)
                 failure = HttpError(f"{_host(call)} answers {answer.named}", call.url, answer)
-            except (_OddError, http.client.HTTPException, ssl.SSLError) as e:
+            except (_OddError, http.client.HTTPException, ssl.SSLError, ValueError) as e:
                 failure = _broken(call, e)
                 odd += not _is_cut(e)
                 limit = self.tries if odd < ODD_TRIES else 0
             except HttpError:
                 raise
-            except (_ShortError, OSError, UnicodeError) as e:
+            except (_ShortError, OSError) as e:
                 failure = _broken(call, e)
                 limit = self.tries if self._connections.has_met(split(call.url)[0]) else FIRST_TRIES
             if call.stopped.is_set():
@@ -352,9 +354,9 @@ class Client:
                         fresh = True
                         continue
                     raise
-                answer = _received(call, response, url)
-                whole = response.isclosed()
-                response.close()
+                with closing(response):  # it may be the last that holds the socket
+                    answer = _received(call, response, url)
+                    whole = response.isclosed()
             finally:
                 (self._connections.give if whole else self._connections.drop)(conn)
             return answer
@@ -364,12 +366,17 @@ class Client:
     ) -> http.client.HTTPResponse:
         if conn.proxy is not None:
             target, headers = url, {**headers, **conn.proxy.headers}
+        conn.most = OVERHEAD + CHUNKED * (call.limit if call.into is None else len(call.into))
         try:
             conn.request(call.method, target, body=None if call.body is None else _steps(call.body), headers=headers)
         except (BrokenPipeError, ConnectionResetError):
             if call.body is None:
                 raise
             # It may have said why before it closed the connection.
+        except UnicodeError:
+            raise
+        except ValueError:  # whose text has the value, perhaps a token
+            raise HttpError("a header has characters that cannot be sent", url, number=errno.EINVAL) from None
         return conn.getresponse()
 
 
@@ -510,7 +517,7 @@ def _broken(call: _Call, e: BaseException) -> HttpError:
         what = f"{host} {e}"
     elif _is_cut(e):
         what = f"{host} breaks off before the end of its answer"
-    elif isinstance(e, http.client.HTTPException):
+    elif isinstance(e, http.client.HTTPException | ValueError):  # a size of a chunk that is none, say
         what = f"{host} does not answer in HTTP"
     elif isinstance(e, ConnectionRefusedError):
         what, number = f"{host} refuses connections", errno.ECONNREFUSED

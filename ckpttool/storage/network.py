@@ -34,6 +34,8 @@ PORTS = {"https": 443, "http": 80}
 PUBLIC = ""
 _WIRE_SERVER = ipaddress.ip_address("168.63.129.16")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_OWN = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "64:ff9b:1::/48", "fec0::/10")))
+"""Of one's own network, whatever the ``ipaddress`` of this Python knows; clouds have had services there."""
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
 
 
@@ -68,7 +70,10 @@ def split(url: str) -> tuple[Host, str]:
     """The host of a URL, and what of it is sent: path and query. Raises ValueError with a sentence."""
     if _UNSAFE.search(url):
         raise ValueError("the URL has spaces, control characters or backslashes")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError("the URL's host cannot be read") from None  # urlsplit's words have it, with a password
     if parts.scheme not in PORTS:
         raise ValueError("the URL begins neither with https:// nor with http://")
     if "@" in parts.netloc:
@@ -107,7 +112,8 @@ def nearness(address: str) -> str:
         return "loopback"
     if ip.is_link_local or ip == _WIRE_SERVER:  # the second is where Azure's machines ask for what others find there
         return "link-local"
-    return "private" if ip.is_multicast or not ip.is_global else PUBLIC
+    own = ip.is_multicast or not ip.is_global or any(ip in network for network in _OWN)
+    return "private" if own else PUBLIC
 
 
 class Proxy(NamedTuple):
@@ -144,10 +150,10 @@ def proxy_for(host: Host) -> Proxy | None:
 
 
 class _Paced(io.RawIOBase):
-    """The bytes of one answer as they come; an error as soon as they come too slowly."""
+    """The bytes of one answer as they come; an error as soon as they come too slowly, or there are too many."""
 
-    def __init__(self, raw: io.RawIOBase, clock: Clock, grace: float) -> None:
-        self._raw, self._clock = raw, clock
+    def __init__(self, raw: io.RawIOBase, clock: Clock, grace: float, most: int) -> None:
+        self._raw, self._clock, self._left = raw, clock, most
         self._until = clock.now() + grace
         self._count = 0
         self.has_begun = False
@@ -158,6 +164,9 @@ class _Paced(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int | None:
         n = self._raw.readinto(buffer)
+        self._left -= n or 0
+        if self._left < 0:
+            raise http.client.HTTPException("the answer does not end")
         self._count += (n or 0) if self.has_begun else 0
         if self._clock.now() > self._until + self._count / SLOWEST:
             raise TimeoutError("the answer comes too slowly")
@@ -201,12 +210,14 @@ class Connection(http.client.HTTPConnection):
         self.proxy: Proxy | None = None
         """A proxy that takes whole URLs; one that only passes bytes on is not seen here."""
         self.used_at = 0.0
+        self.most = 0
+        """Bytes that the next answer may have, with its headers and what lies between its chunks."""
         self._clock, self._grace = clock, grace
         self.response_class = self._response  # type: ignore[assignment]  # it is only called
 
     def _response(self, sock: socket.socket, *args: Any, **options: Any) -> http.client.HTTPResponse:
         raw = cast("io.RawIOBase", sock.makefile("rb", buffering=0))
-        return _PacedResponse(_Paced(raw, self._clock, self._grace), *args, **options)
+        return _PacedResponse(_Paced(raw, self._clock, self._grace, self.most), *args, **options)
 
     def is_idle(self) -> bool:
         """Whether nothing waits to be read: neither its end, nor bytes that nobody asked for."""
