@@ -15,7 +15,7 @@ from ckpttool.formats.base import OpenOptions
 from ckpttool.formats.parts import parts_of
 from ckpttool.ops.inspect.listing import Choice, FileRow, Listing, file_rows, is_safetensors, list_tensors, relative
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import AnyPlace, number, parse_place, source_files
+from ckpttool.storage.place import AnyPlace, number, parse_place, read_each, source_files
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
@@ -134,7 +134,8 @@ def inspect(
         checkpoint = getattr(answer, side, None)
         files += source_files(checkpoint.stored.files) if checkpoint is not None else []
     changed = [p for p, was in zip(roots, before, strict=True) if number(p) != was]
-    changed += [f.place for f in files if not f.is_unchanged()]
+    same = read_each(lambda _, file: file.is_unchanged(), [f.place for f in files], files)
+    changed += [f.place for f, unchanged in zip(files, same, strict=True) if not unchanged]
     if changed:
         raise CorruptError("a source has changed while it was read", where=str(changed[0]), hint="repeat the command")
     return answer
