@@ -17,11 +17,11 @@ from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
+from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar, overload
 
 from ckpttool.encodings import Contents, Encoding
 from ckpttool.errors import CorruptError, IncompleteError, UsageError
-from ckpttool.storage.readahead import STRAIGHT, Windows, at_once
+from ckpttool.storage.readahead import BLOCK, STRAIGHT, Windows, at_once
 
 
 class Entry(Protocol):
@@ -31,6 +31,17 @@ class Entry(Protocol):
     def name(self) -> str: ...
     def is_file(self) -> bool: ...
     def is_dir(self) -> bool: ...
+
+
+class Mapped(Protocol):
+    """The bytes of a file by their numbers; ``mmap`` is one."""
+
+    @overload
+    def __getitem__(self, at: int, /) -> int: ...
+    @overload
+    def __getitem__(self, part: slice, /) -> bytes: ...
+    def madvise(self, option: int, start: int = 0, length: int = 0, /) -> None: ...
+    def close(self) -> None: ...
 
 
 class OpenFile(Protocol):
@@ -44,7 +55,7 @@ class OpenFile(Protocol):
     def read_into(self, buffer: memoryview, at: int) -> int:
         """``pread`` into memory that is there: returns how many bytes, 0 at the end. Safe in several threads."""
 
-    def map(self) -> mmap.mmap:
+    def map(self) -> Mapped:
         """All bytes, in memory only where they are used. Raises OSError, and ValueError for an empty file."""
 
     def close(self) -> None: ...
@@ -321,11 +332,42 @@ class _Ahead:
     def expect(self, places: Iterable[int]) -> None:
         self._windows.expect(places)
 
-    def map(self) -> mmap.mmap:
-        return self._file.map()
+    def map(self) -> Mapped:
+        return _FarBytes(self)
 
     def close(self) -> None:
         self._file.close()
+
+
+class _FarBytes:
+    """The bytes of a file on another machine, of which a window is here."""
+
+    __slots__ = ("_begin", "_file", "_window")
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file, self._begin, self._window = file, 0, b""
+
+    @overload
+    def __getitem__(self, at: int, /) -> int: ...
+    @overload
+    def __getitem__(self, part: slice, /) -> bytes: ...
+    def __getitem__(self, at: int | slice, /) -> int | bytes:
+        if isinstance(at, slice):
+            start, stop, _ = at.indices(self._file.info.size)
+            inside = self._begin <= start and stop <= self._begin + len(self._window)
+            return self._window[start - self._begin : stop - self._begin] if inside else self._read(start, stop - start)
+        if not self._begin <= at < self._begin + len(self._window):
+            self._begin, self._window = at, self._read(at, BLOCK)
+        return self._window[at - self._begin]
+
+    def _read(self, at: int, n: int) -> bytes:
+        return self._file.pread(n, at) if n > 0 else b""
+
+    def madvise(self, option: int, start: int = 0, length: int = 0, /) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class _LocalFile:

@@ -1,6 +1,7 @@
 """Files inside of a tar, read where they lie: a ``.nemo`` is one. Nothing is unpacked.
 
     tar:/models/llama.nemo!/model_weights/.metadata        of /models/llama.nemo
+    tar:/hf://org/llama/llama.nemo!/model_config.yaml      of one on another machine
 
 Only headers are read to list it: 512 bytes before those of each member, and what describes members with long names or
 large sizes. Source: POSIX.1-2017, pax ("ustar Interchange Format", "pax Extended Header"), and the manual of GNU tar
@@ -10,6 +11,7 @@ large sizes. Source: POSIX.1-2017, pax ("ustar Interchange Format", "pax Extende
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -19,8 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Self
 
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import DataFile, OpenFile, Place, open_file, readable
-from ckpttool.storage.stream import OnDisk, stream
+from ckpttool.storage.place import DataFile, OpenFile, Place, open_file, parse_place, readable, scheme_of
+from ckpttool.storage.stream import OnDisk, in_memory, stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,14 +40,15 @@ _DESCRIPTIONS = (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
 
 
 class TarPlace(NamedTuple):
-    """A file or directory in a tar on this machine; the tar itself is one, too."""
+    """A file or directory in a tar, here or elsewhere; the tar itself is one, too."""
 
-    archive: Path
+    archive: Place
     at: str = ""
     """Its name, with slashes; "" is the tar."""
 
     def __str__(self) -> str:
-        return f"{SCHEME}:{self.archive.absolute()}!" + (f"/{self.at}" if self.at else "")
+        archive = self.archive.absolute() if isinstance(self.archive, Path) else f"/{self.archive}"
+        return f"{SCHEME}:{archive}!" + (f"/{self.at}" if self.at else "")
 
     @property
     def name(self) -> str:
@@ -72,40 +75,55 @@ class TarPlace(NamedTuple):
         return self.is_file() or self.is_dir()
 
     def scan(self) -> Iterator[TarEntry]:
-        tar = self._tar()
+        tar = self._tar(None if self.at else DataFile.at(self.archive))
         if self.at not in tar.folders:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))
         for name in tar.folders[self.at]:
             yield TarEntry(name, self / name)
 
     def identity(self) -> tuple[int, str]:
-        return self.span()[1], DataFile.at(self.archive).tag
+        now = DataFile.at(self.archive)
+        return self.span(now)[1], now.tag
 
     def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader:
         return stream(self.open_file())
 
     def open_file(self) -> OpenFile:
+        if not isinstance(self.archive, Path):
+            inside = self.archive.open_file()
+            begin, size = self.span(inside.info)
+            return _Within(DataFile(self, size, inside.info.tag), inside, begin)
         begin, size = self.span()
         fd = os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)
         return OnDisk(DataFile(self, size, DataFile.at(self.archive, os.fstat(fd)).tag), fd, begin)
 
-    def on_disk(self) -> tuple[Path, int]:
-        return self.archive, self.span()[0]
+    def on_disk(self) -> tuple[Path, int] | None:
+        here = (self.archive, 0) if isinstance(self.archive, Path) else self.archive.on_disk()
+        return None if here is None else (here[0], here[1] + self.span()[0])
 
     def lost(self) -> str:
         return ""
 
-    def span(self) -> tuple[int, int]:
+    def span(self, now: DataFile | None = None) -> tuple[int, int]:
         """The first byte of a file in the tar, and its bytes. Raises OSError for what is no file."""
-        tar = self._tar()
+        tar = self._tar(now)
         if self.at not in tar.files:
             kind = (errno.EISDIR, "Is a directory") if self.at in tar.folders else (errno.ENOENT, "No such file")
             raise OSError(*kind, str(self))
         return tar.files[self.at]
 
-    def _tar(self) -> _Tar:
-        archive = DataFile.at(self.archive)
+    def _tar(self, now: DataFile | None = None) -> _Tar:
+        """What is in the tar; ``now`` is the tar as it is."""
+        if not isinstance(self.archive, Path):
+            archive = now or _known.get(self.archive) or DataFile.at(self.archive)
+            _known[self.archive] = archive
+        else:
+            archive = DataFile.at(self.archive)
         return _read(self.archive, archive.size, archive.tag)
+
+
+_known: dict[Place, DataFile] = {}
+"""Tars on other machines as they were when somebody looked: each question would be a request."""
 
 
 class TarEntry(NamedTuple):
@@ -122,9 +140,7 @@ class TarEntry(NamedTuple):
 
 
 def is_tar(place: Place) -> bool:
-    """Whether a file of this machine begins as one. Raises OSError."""
-    if not isinstance(place, Path):
-        return False
+    """Whether a file begins as one. Raises OSError."""
     with open_file(place) as file:
         head = file.pread(BLOCK, 0)
     return len(head) == BLOCK and any(head) and _checksum(head) == _octal(head[148:156])
@@ -133,9 +149,31 @@ def is_tar(place: Place) -> bool:
 def parse(text: str) -> TarPlace:
     """The place that the text of one names."""
     text = text.removeprefix(f"{SCHEME}:")
+    text = text[1:] if scheme_of(text[1:]) else text
     ends = [m.start() for m in re.finditer(r"!(?=/|\Z)", text)] or [len(text)]
-    end = next((i for i in ends if Path(text[:i]).is_file()), ends[0])
-    return TarPlace(Path(text[:end]), text[end + 1 :].strip("/"))
+    end = next((i for i in ends if parse_place(text[:i]).is_file()), ends[0]) if len(ends) > 1 else ends[0]
+    return TarPlace(parse_place(text[:end]), text[end + 1 :].strip("/"))
+
+
+class _Within(NamedTuple):
+    """A file in another one, which is open."""
+
+    info: DataFile
+    file: OpenFile
+    begin: int
+
+    def pread(self, n: int, at: int) -> bytes:
+        return self.file.pread(max(0, min(n, self.info.size - at)), self.begin + at)
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        part = buffer[: max(0, self.info.size - at)]
+        return self.file.read_into(part, self.begin + at) if part else 0
+
+    def map(self) -> mmap.mmap:
+        return in_memory(self)
+
+    def close(self) -> None:
+        self.file.close()
 
 
 # -- the headers
@@ -149,7 +187,7 @@ class _Tar(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _read(archive: Path, _size: int, _tag: str) -> _Tar:
+def _read(archive: Place, _size: int, _tag: str) -> _Tar:
     """The members of a tar. Raises IncompleteError for one that is cut off, CorruptError for one that contradicts
     itself or has names that lead out of it, ConflictError for two members of one name, UnsupportedError for what is
     not a plain tar.
@@ -159,7 +197,7 @@ def _read(archive: Path, _size: int, _tag: str) -> _Tar:
 
 
 class _Reader:
-    def __init__(self, archive: Path, file: OpenFile) -> None:
+    def __init__(self, archive: Place, file: OpenFile) -> None:
         self.archive, self.file = archive, file
         self.files: dict[str, tuple[int, int]] = {}
         self.folders: dict[str, list[str]] = {"": []}

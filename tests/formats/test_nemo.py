@@ -20,6 +20,7 @@ from ckpttool.checkpoint import Checkpoint, open_checkpoint
 from tests.formats.test_megatron_dist import assert_state, ranks
 from tests.helpers import tensorfile
 from tests.helpers.command import ckpttool, refused, reshard
+from tests.helpers.memory import TRAFFIC, in_memory
 from tests.helpers.torch_save import torch_save
 
 NEMO, DIST = Path("fixtures/megatron/nemo"), Path("fixtures/megatron/dist")
@@ -457,3 +458,21 @@ def test_code_in_a_nemo_is_named_and_not_run(tmp_path: Path) -> None:
     done = ckpttool("inspect", source, "--imports")
     assert "1 dangerous" in done.out
     assert "mp_rank_01/model_weights.ckpt" in done.out
+
+
+@pytest.mark.parametrize("source", ["zarr", "own"])
+def test_a_nemo_on_another_machine_is_read_where_it_lies(source: str, tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.mkdir()
+    archive = nemo1(held, NEMO / source)
+    reshard(archive, tmp_path / "there", "--to", "hf")
+    with in_memory(held) as root:
+        reshard(f"{root}/llama.nemo", tmp_path / "here", "--to", "hf", "--verify")
+        said = ckpttool("inspect", f"{root}/llama.nemo", "--list", "--json")
+        pickles = ckpttool("inspect", f"{root}/llama.nemo", "--imports")
+        assert not TRAFFIC.maps
+    assert (said.code, pickles.code) == (0, 0), said.err + pickles.err
+    names = sorted(p.relative_to(tmp_path / "there") for p in (tmp_path / "there").rglob("*") if p.is_file())
+    assert names == sorted(p.relative_to(tmp_path / "here") for p in (tmp_path / "here").rglob("*") if p.is_file())
+    for name in names:
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes(), name

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -382,7 +383,7 @@ def test_a_model_in_the_cache_needs_no_request(hub: Hub, tmp_path: Path) -> None
     here = (src / WEIGHTS).on_disk()
     assert here == ((snapshot / WEIGHTS).resolve(), 0)
     file = (src / WEIGHTS).open_file()
-    with file.map() as mapped:
+    with closing(file.map()) as mapped:
         assert mapped[:100] == file.pread(100, 0)
     file.close()
 

@@ -6,6 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import patch
 
@@ -143,7 +144,7 @@ def test_requests_of_a_directory_and_its_files(server: S3Server) -> None:
         buffer = bytearray(8)
         assert file.read_into(memoryview(buffer), 96) == 4
         assert buffer == bytes([96, 97, 98, 99, 0, 0, 0, 0])
-        with file.map() as data:
+        with closing(file.map()) as data:
             assert data[:] == bytes(range(100))
     gets = [r for r in server.requests if r.operation == "GetObject"]
     assert [r.headers["range"] for r in gets] == [f"bytes={r}" for r in ("10-14", "90-99", "96-99", "0-99")]

@@ -13,6 +13,7 @@ import ckpttool as library
 from ckpttool.errors import CorruptError
 from ckpttool.storage.place import expect, open_file, parse_place, read_each
 from ckpttool.storage.readahead import BLOCK, HEAD, KEPT, LONGEST, STRAIGHT, Windows, _blocks
+from tests.helpers.command import ckpttool
 from tests.helpers.memory import FILES, TRAFFIC, MemoryFile, in_memory
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -159,3 +160,14 @@ def test_files_are_read_at_once_and_errors_come_in_order(monkeypatch: pytest.Mon
         assert [next(found) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(CorruptError, match="number 3"):
             next(found)
+
+
+@pytest.mark.parametrize("name", ["legacy", "legacy_regions", "legacy_tied"])
+def test_a_program_is_not_read_whole_into_memory(name: str) -> None:
+    """A .pdmodel is looked at byte by byte, and its constants may be large."""
+    program = FIXTURES / "paddle_programs" / name / "model.pdmodel"
+    with in_memory(program.parent) as root:
+        done = ckpttool("convert-json", f"{root}/model.pdmodel", "--check", "--json")
+        assert not TRAFFIC.maps
+    local = ckpttool("convert-json", program, "--check", "--json")
+    assert (done.code, done.out.replace(root, str(program.parent))) == (local.code, local.out), done.err

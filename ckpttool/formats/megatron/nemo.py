@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import opened, printable
@@ -73,8 +72,6 @@ def find(listing: Listing) -> Found | None:
         if not listing.single.endswith(SUFFIX):
             return None
         path = listing.path(listing.single)
-        if not isinstance(path, Path):
-            raise UnsupportedError("a .nemo is read from this machine only", where=str(path), hint="fetch it first")
         inner = list_source(TarPlace(path))
         found = _directory(inner)
         if found is None:

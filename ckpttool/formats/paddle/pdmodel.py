@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
@@ -46,7 +46,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckpttool.containers.protobuf import message_classes, parsed
 from ckpttool.errors import CorruptError
 from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
-from ckpttool.storage.place import Place, open_file, readable
+from ckpttool.storage.place import Mapped, Place, open_file, readable
 
 KIND = "pdmodel"
 VERSION = 3_003_001
@@ -163,7 +163,7 @@ def read_pdmodel(path: Place) -> Program:
             size = f.info.size
             if not size:
                 raise CorruptError("the file is empty", where=str(path), hint="fetch or write the file again")
-            with f.map() as data:
+            with closing(f.map()) as data:
                 _Reader(program, data, size).read()
     except ValueError as e:  # of mmap, when the file has shrunk since
         raise CorruptError(f"the file cannot be read: {e}", where=str(path)) from None
@@ -173,7 +173,7 @@ def read_pdmodel(path: Place) -> Program:
 class _Reader:
     """One file being read."""
 
-    def __init__(self, program: Program, data: mmap.mmap, size: int) -> None:
+    def __init__(self, program: Program, data: Mapped, size: int) -> None:
         self.program = program
         self.data, self.size = data, size
         self.classes = message_classes(_MESSAGES)

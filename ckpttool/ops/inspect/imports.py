@@ -12,7 +12,7 @@ from ckpttool.errors import UsageError
 from ckpttool.findings import DANGEROUS, INERT, REFUSED, Import, ImportsResult
 from ckpttool.ops.inspect.code import PICKLE_SUFFIXES, is_paddles
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import AnyPlace, parse_place, walk
+from ckpttool.storage.place import AnyPlace, Place, parse_place, walk
 from ckpttool.storage.tar import TarPlace, is_tar
 
 _ZIP = b"PK\x03\x04"
@@ -25,7 +25,7 @@ def list_imports(src: AnyPlace) -> ImportsResult:
     and for a file that cannot be read."""
     path = parse_place(src)
     alone = path.is_file()
-    if alone and isinstance(path, Path) and _is_tar(path):
+    if alone and _is_tar(path):
         path, alone = TarPlace(path), False
     root = path.parent if alone else list_source(path).root
     out = ImportsResult(path)
@@ -53,7 +53,7 @@ def list_imports(src: AnyPlace) -> ImportsResult:
     return out
 
 
-def _is_tar(path: Path) -> bool:
+def _is_tar(path: Place) -> bool:
     try:
         return is_tar(path)
     except OSError as e:
