@@ -47,6 +47,11 @@ _RIGHTS = (
 
 def store(bucket: str) -> S3Store:
     """The bucket with this name. Raises AccessError when there is no region, profile or endpoint to go by."""
+    return S3Store(connect(f"s3://{bucket}", signed=not anonymous()), bucket)
+
+
+def connect(where: str, *, signed: bool, endpoint: str | None = None) -> Any:
+    """A client for S3 as the environment has it, or for another endpoint. Raises AccessError."""
     config = Config(
         retries={"mode": "standard", "max_attempts": TRIES},
         max_pool_connections=CONNECTIONS,
@@ -55,15 +60,14 @@ def store(bucket: str) -> S3Store:
         # Checksums are given below, in a form that every store takes.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        signature_version=UNSIGNED if anonymous() else None,
+        signature_version=None if signed else UNSIGNED,
     )
     try:
         session = boto3.session.Session()
         region = None if session.region_name else "us-east-1"  # buckets elsewhere are found by a redirect
-        client = session.client("s3", region_name=region, config=config)
+        return session.client("s3", region_name=region, endpoint_url=endpoint, config=config)
     except (exceptions.BotoCoreError, ValueError) as e:
-        raise AccessError(f"the S3 client cannot be set up: {e}", where=f"s3://{bucket}") from e
-    return S3Store(client, bucket)
+        raise AccessError(f"the S3 client cannot be set up: {e}", where=where) from e
 
 
 class S3Store:
@@ -72,6 +76,8 @@ class S3Store:
     most_parts = 10_000
     least_part = 5 << 20
     part_step = 1 << 20
+    scheme = "s3"
+    rights = _RIGHTS
 
     def __init__(self, client: Any, bucket: str) -> None:
         self._client = client
@@ -196,7 +202,7 @@ class S3Store:
 
         ``taken``, ``upload``: whether a condition may fail, and whether an upload may be gone.
         """
-        where = f"s3://{self._bucket}/{key}"
+        where = f"{self.scheme}://{self._bucket}/{key}"
         try:
             yield
         except exceptions.ClientError as e:
@@ -207,7 +213,7 @@ class S3Store:
                 raise GoneError from e
             if not upload and code in _MISSING:
                 raise FileNotFoundError(where) from None
-            raise _refused(e, code, where) from e
+            raise _refused(e, code, where, self.rights) from e
         except (
             exceptions.NoCredentialsError,
             exceptions.PartialCredentialsError,
@@ -227,15 +233,15 @@ class S3Store:
             raise AccessError(f"the request cannot be made: {_sentence(e)}", where=where) from e
 
 
-def _refused(e: exceptions.ClientError, code: str, where: str) -> CkptError:
-    """The error for an answer of S3 that is one."""
+def _refused(e: exceptions.ClientError, code: str, where: str, rights: str) -> CkptError:
+    """The error for an answer of S3 that is one. ``rights``: what writing takes."""
     said = str(e.response.get("Error", {}).get("Message", "")) or code
     if code == "NoSuchBucket":
         return OutputError("the bucket does not exist", where=where, hint="make it, or check the name and the endpoint")
     if code in _EXPIRED:
         return AccessError(f"the credentials are no longer good ({code})", where=where, hint="renew them")
     if code in _DENIED:
-        return AccessError(f"permission denied ({code})", where=where, hint=_RIGHTS)
+        return AccessError(f"permission denied ({code})", where=where, hint=rights)
     if code in _REGION:
         return AccessError(
             f"the bucket is in another region ({code})", where=where, hint="set AWS_REGION to that of it"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 import socket
 import ssl
@@ -79,6 +80,8 @@ class Stored(NamedTuple):
     headers: dict[str, str]
     """Checksums, content type, metadata: what a GET gives back."""
     modified: float
+    generation: int = 0
+    """As Google counts versions of an object."""
 
 
 @dataclass(slots=True)
@@ -89,6 +92,9 @@ class Upload:
     key: str
     headers: dict[str, str]
     parts: dict[int, Stored] = field(default_factory=dict)
+
+
+_generations = itertools.count(1)
 
 
 class S3Error(Exception):
@@ -261,6 +267,7 @@ class S3Server:
             "ETag": etag,
             "Accept-Ranges": "bytes",
             "Last-Modified": formatdate(stored.modified),
+            "x-goog-generation": str(stored.generation),
         }
         size, asked = len(stored.data), request.headers.get("range")
         if asked is None or fault == "200 range" or request.operation == "HeadObject":
@@ -286,7 +293,8 @@ class S3Server:
     def _put_object(self, bucket: dict[str, Stored], request: Request, body: bytes) -> Answer:
         self._conditions(bucket, request)
         bucket[request.key] = stored = _stored(body, _kept(request.headers))
-        return Answer(200, b"", {"ETag": stored.etag} | _checksums(stored.headers))
+        about = {"ETag": stored.etag, "x-goog-generation": str(stored.generation)}
+        return Answer(200, b"", about | _checksums(stored.headers))
 
     def _delete_object(self, bucket: dict[str, Stored], request: Request, body: bytes) -> Answer:
         bucket.pop(request.key, None)
@@ -413,7 +421,7 @@ class S3Server:
         sums = _md5(b"".join(_md5(p.data) for p in parts)).hex()
         kept = {k: v for k, v in upload.headers.items() if not k.startswith("x-amz-checksum")}
         etag = f'"{sums}-{len(parts)}"'
-        bucket[request.key] = Stored(b"".join(p.data for p in parts), etag, kept, time.time())
+        bucket[request.key] = Stored(b"".join(p.data for p in parts), etag, kept, time.time(), next(_generations))
         del self.uploads[request.query["uploadId"]]
         inside = f"<Bucket>{request.bucket}</Bucket><Key>{escape(request.key)}</Key><ETag>{escape(etag)}</ETag>"
         return _xml("CompleteMultipartUploadResult", inside)
@@ -436,6 +444,9 @@ class S3Server:
         wanted = request.headers.get("if-match")
         if wanted is not None and there is None:
             raise S3Error(404, "NoSuchKey")
+        generation = request.headers.get("x-goog-if-generation-match")
+        if generation is not None and int(generation) != (there.generation if there else 0):
+            raise S3Error(412, "PreconditionFailed")
         if wanted is not None and there and wanted.strip('"') != there.etag.strip('"'):
             raise S3Error(412, "PreconditionFailed")
 
@@ -622,12 +633,16 @@ def _unchunked(data: bytes) -> bytes:
 
 
 def _stored(data: bytes, headers: dict[str, str]) -> Stored:
-    return Stored(data, f'"{_md5(data).hex()}"', headers, time.time())
+    return Stored(data, f'"{_md5(data).hex()}"', headers, time.time(), next(_generations))
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:
     names = ("content-type", "cache-control")
-    return {k: v for k, v in headers.items() if k in names or k.startswith(("x-amz-meta-", "x-amz-checksum-"))}
+    return {
+        k: v
+        for k, v in headers.items()
+        if k in names or k.startswith(("x-amz-meta-", "x-goog-meta-", "x-amz-checksum-"))
+    }
 
 
 def _checksums(headers: Mapping[str, str]) -> dict[str, str]:
