@@ -219,13 +219,14 @@ def test_processes_that_compute(hub: Hub, forks: bool, tmp_path: Path, monkeypat
     (second / "README.md").touch()
     hub.add("org/b", second)
     for at, models in (("there", [TINY, second]), ("here", [MODEL, "hf://org/b"])):
-        done = ckpttool("merge", *models, "-o", tmp_path / at, "--weights", "0.3,0.7")
+        done = ckpttool("merge", *models, "-o", tmp_path / at, "--weights", "0.3,0.7", "--workers", "2")
         assert done.code == 0, done.err
     assert (tmp_path / "here" / WEIGHTS).read_bytes() == (tmp_path / "there" / WEIGHTS).read_bytes()
     asked = requests(hub)
-    assert asked.count(f"hub HEAD /org/tiny/resolve/COMMIT/{WEIGHTS}") == (1 if forks else 2)
     assert asked.count(LISTING[0]) == 1
-    assert asked.count(LISTING[1]) == (1 if forks else 2)
+    processes = 1 if forks else 1 + 2  # this one, and those of a machine with two cores
+    assert 1 <= asked.count(LISTING[1]) <= processes
+    assert 1 <= asked.count(f"hub HEAD /org/tiny/resolve/COMMIT/{WEIGHTS}") <= processes
 
 
 @pytest.mark.usefixtures("hub")
