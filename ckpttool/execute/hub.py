@@ -174,7 +174,9 @@ class HubDestination:
             )
         plan, tasks = beginning.plan, beginning.tasks
         sizes = [o.size for o in plan.outputs]
-        self._spool.check_space(sum(sizes) if self.keep else most_held(sizes, tasks))
+        total = sum(sizes)
+        waits = WAITING + total // 12  # of the engine, what is not recorded
+        self._spool.check_space(total if self.keep else min(total, most_held(sizes, tasks) + waits))
         self._spool.open()
         self._paths = [self.partial / o.name for o in plan.outputs]
         self._chunks = Chunks(plan, tasks, [n if n >= LARGE else 0 for n in sizes])  # one for each output

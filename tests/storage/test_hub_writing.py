@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool.execute import engine, schedule
 from ckpttool.execute import hub as writing
 from ckpttool.execute.schedule import Part, Task
 from tests.helpers.command import ckpttool
@@ -16,7 +17,7 @@ from tests.helpers.hub_server import Hub, hub_server
 pytestmark = pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
 
 TINY = Path(__file__).parents[2] / "fixtures" / "hf_tiny_source"
-WHOLE = {p.name: p.read_bytes() for p in TINY.iterdir()}
+MERGE = TINY.parent / "merge" / "inputs"
 GIT = {".gitattributes"}
 
 
@@ -45,7 +46,7 @@ def refused(dst: str = "hf://org/new", *options: str) -> str:
     return done.err
 
 
-def held(hub: Hub, revision: str = "main", name: str = "org/new") -> dict[str, bytes]:
+def held_files(hub: Hub, name: str = "org/new", revision: str = "main") -> dict[str, bytes]:
     return {n: d for n, d in hub.repos[name].files(revision).items() if n not in GIT}
 
 
@@ -54,7 +55,7 @@ def test_a_new_repository_is_private(hub: Hub, tmp_path: Path) -> None:
     assert here.code == 0
     said = push("hf://org/new", "--verify", "--manifest")
     assert "made a private repository" in said
-    files = held(hub)
+    files = held_files(hub)
     assert "ckpttool.manifest.json" in files
     del files["ckpttool.manifest.json"]
     assert files == {p.name: p.read_bytes() for p in (tmp_path / "here").iterdir()}
@@ -68,11 +69,11 @@ def test_a_new_repository_is_private(hub: Hub, tmp_path: Path) -> None:
 def test_what_is_there_is_replaced_only_by_force(hub: Hub) -> None:
     hub.add("org/new", {"README.md": b"hi", "old.safetensors": b"x", "sub/a.json": b"{}"})
     assert "the destination holds old.safetensors" in refused()
-    assert set(held(hub)) == {"README.md", "old.safetensors", "sub/a.json"}
+    assert set(held_files(hub)) == {"README.md", "old.safetensors", "sub/a.json"}
     push("hf://org/new", "--force")
-    assert set(held(hub)) == {"README.md", "model.safetensors", "config.json"}
+    assert set(held_files(hub)) == {"README.md", "model.safetensors", "config.json"}
     push("hf://org/new/deep/er")
-    assert set(held(hub)) >= {"README.md", "config.json", "deep/er/config.json", "deep/er/model.safetensors"}
+    assert set(held_files(hub)) >= {"README.md", "config.json", "deep/er/config.json", "deep/er/model.safetensors"}
 
 
 def test_a_pull_request_leaves_the_branch(hub: Hub) -> None:
@@ -80,16 +81,16 @@ def test_a_pull_request_leaves_the_branch(hub: Hub) -> None:
     said = push("hf://org/new", "--create-pr")
     assert f"opened a pull request: {hub.endpoint}/org/new/discussions/1" in said
     assert "hf://org/new@refs/pr/1: hf" in said
-    assert set(held(hub)) == {"old.bin"}
-    assert set(held(hub, "refs/pr/1")) == {"model.safetensors", "config.json"}
+    assert set(held_files(hub)) == {"old.bin"}
+    assert set(held_files(hub, revision="refs/pr/1")) == {"model.safetensors", "config.json"}
     assert "no such repository" in refused("hf://org/other", "--create-pr")
 
 
 def test_a_branch_is_made(hub: Hub) -> None:
     hub.add("org/new", {"old.bin": b"x"})
     push("hf://org/new@v2")
-    assert set(held(hub)) == {"old.bin"}
-    assert set(held(hub, "v2")) == {"model.safetensors", "config.json"}
+    assert set(held_files(hub)) == {"old.bin"}
+    assert set(held_files(hub, revision="v2")) == {"model.safetensors", "config.json"}
     assert "a new repository has no branch v2" in refused("hf://org/other@v2")
     assert "a commit cannot be changed" in refused(f"hf://org/new@{hub.repos['org/new'].refs['refs/heads/main']}")
 
@@ -99,7 +100,7 @@ def test_a_commit_is_repeated_or_found(hub: Hub, kind: int | str) -> None:
     hub.fail("POST .*/commit/", kind)  # type: ignore[arg-type]
     push()
     assert len(hub.repos["org/new"].commits) == 2
-    assert set(held(hub)) == {"model.safetensors", "config.json"}
+    assert set(held_files(hub)) == {"model.safetensors", "config.json"}
 
 
 def test_a_hub_that_fails_gets_no_commit(hub: Hub) -> None:
@@ -122,7 +123,7 @@ def test_somebody_else_was_faster(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(writing.HubDestination, "_upload", meanwhile)
     assert "changed by somebody else" in refused()
-    assert set(held(hub)) == {"README.md"}
+    assert set(held_files(hub)) == {"README.md"}
 
 
 def test_permission_is_asked_for_first(hub: Hub, tmp_path: Path) -> None:
@@ -140,6 +141,39 @@ def test_a_failed_upload_ends_the_run(hub: Hub) -> None:
     hub.fail("PUT /put/", 400)
     assert "400" in refused()
     assert len(hub.repos["org/new"].commits) == 1
+
+
+def test_files_leave_the_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is sent as soon as it is complete, and those who write wait for that."""
+    monkeypatch.setattr(engine, "_MIB", 1)  # parts are recorded at once,
+    monkeypatch.setattr(schedule, "_BATCH", 1)  # and small ones are not done together
+    monkeypatch.setattr(writing, "WAITING", 0)
+    upload, held = writing.HubDestination._upload, []
+
+    def seen(self: writing.HubDestination, paths: list[Path]) -> object:
+        done = upload(self, paths)
+        held.append(sum(p.stat().st_blocks * 512 for p in self.partial.iterdir()))
+        return done
+
+    monkeypatch.setattr(writing.HubDestination, "_upload", seen)
+    push("hf://org/new", "--max-shard-size", "30KB", "--workers", "1")
+    assert len(held) > 5
+    assert max(held) < sum(map(len, held_files(hub).values())) / 2
+
+
+def test_other_commands(hub: Hub, tmp_path: Path) -> None:
+    models = MERGE / "ft1", MERGE / "ft2", "--method", "linear", "--weights", "1,2", "--card", "-o"
+    for name, command in {
+        "merged": ("merge", *models),
+        "cut": ("merge", *models[:-1], "--max-shard-size", "50KB", "-o"),
+    }.items():
+        for dst in (tmp_path / name, f"hf://org/{name}"):
+            done = ckpttool(*command, dst)
+            assert done.code == 0, done.err
+        assert held_files(hub, f"org/{name}") == {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()}
+    done = ckpttool("drop-keys", "hf://org/merged", "hf://org/merged", "model.norm.weight", "--create-pr")
+    assert done.code == 0, done.err
+    assert hub.repos["org/merged"].files("refs/pr/1").keys() == hub.repos["org/merged"].files().keys()
 
 
 def test_disk_is_what_is_not_sent() -> None:

@@ -46,4 +46,6 @@ def test_a_model_that_was_pushed_loads(hub: Hub, tmp_path: Path, name: str, opti
     fs = HfFileSystem()
     config = json.loads(fs.cat_file(f"{name}/config.json"))
     assert config["model_type"] == "llama"
+    with fs.open(f"{name}/model.safetensors") as f:  # as a streaming reader opens it
+        assert f.read() == files["model.safetensors"]
     assert files_of(Path(snapshot_download(name))).keys() >= files.keys()
