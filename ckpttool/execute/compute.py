@@ -24,6 +24,7 @@ from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.permute import Array
 from ckpttool.execute.quantize import Quantizing
+from ckpttool.execute.reads import operands_at_hand
 from ckpttool.execute.remote import open_medium
 from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, compare, scatter, unseen
 from ckpttool.kernels.cast import cast
@@ -326,9 +327,10 @@ def verify_computed(plan: Plan, outputs: Place, memory: int, advance: Advance = 
     ``advance`` is told the bytes of the results, from pass to pass.
     Raises VerifyError naming the first tensor that differs.
     """
-    with open_medium() as pool:
+    with open_medium(memory=memory // 2) as pool:
         paths = [str(outputs / o.name) for o in plan.outputs]
         carrier = Mover([s.contents for s in plan.sources], paths, pool, 1 << 20, threading.Event())
+        memory -= pool.ahead if any(map(pool.is_far, carrier.sources)) else 0
         computing = Computing(carrier, memory, tensor_draws(plan.randomness), compare)
         quantizing = Quantizing(carrier, memory, compare)
         for unit in plan.units:
@@ -348,8 +350,9 @@ def verify_computed(plan: Plan, outputs: Place, memory: int, advance: Advance = 
                     else:
                         again = quantizing.run(step, (), seen)
                     try:
-                        for _ in again:
-                            pass
+                        with operands_at_hand(step, carrier):
+                            for _ in again:
+                                pass
                     except VerifyError as e:
                         raise VerifyError(
                             f"`{step.name}` was not written as it was worked out", where=e.where

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from ckpttool.encodings import Contents
@@ -22,6 +23,7 @@ from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Medium
 from ckpttool.execute.hashing import Sums
 from ckpttool.execute.quantize import Quantizing
+from ckpttool.execute.reads import operands_at_hand
 from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import Task, computing_task
 from ckpttool.execute.wire import decode, encode
@@ -96,6 +98,7 @@ class ComputeWorker:
         self.carrier = Mover(job.sources, job.paths, pool, job.memory // 4, stop)
         self.computing = Computing(self.carrier, job.memory, draws)
         self.quantizing = Quantizing(self.carrier, job.memory)
+        pool.scratch = str(Path(job.paths[0]).parent) if job.paths else ""
         for path in job.paths:
             pool.expect_writes(path)
 
@@ -131,11 +134,12 @@ class ComputeWorker:
                 events = self.computing.run(step, finished, meter.seen)
             else:
                 events = self.quantizing.run(step, finished, meter.seen)
-            for event in events:
-                if isinstance(event, int):
-                    tell({"part": parts[event].number})
-                else:
-                    found |= {f"{number}:{i}:{k}": digest for k, digest in event.items()}
+            with operands_at_hand(step, carrier):
+                for event in events:
+                    if isinstance(event, int):
+                        tell({"part": parts[event].number})
+                    else:
+                        found |= {f"{number}:{i}:{k}": digest for k, digest in event.items()}
             meter.end()
         if sums is not None:
             carrier.arena.reset()

@@ -125,7 +125,7 @@ def test_reads_that_nobody_announced_are_read_ahead_when_they_go_on(far: Far) ->
 
 
 def test_reads_here_and_there_are_short_requests(far: Far) -> None:
-    data = noise(32 * MIB)
+    data = noise(MIB) * 32
     file = FarFile(place_of("a", data))
     ahead = ReadAhead(8 * MIB, 4)
     places = Random(0).sample(range(0, 32 * MIB - 100, MIB // 2), 40)  # noqa: S311 - nothing secret  # noqa: S311 - nothing secret
@@ -229,14 +229,14 @@ def test_waiting_ends_at_once(far: Far) -> None:
         read(ahead, file, 0, 10)
 
 
-def test_more_readers_than_memory(far: Far) -> None:
+@pytest.mark.usefixtures("far")
+def test_more_readers_than_memory() -> None:
     """Lanes of many files at a time: nobody waits for memory, and little of it is used beside what is allowed."""
-    far.delay = 0.001
-    lanes = [noise(MIB, i) for i in range(40)]
+    lanes = [noise(MIB // 8, i) * 2 for i in range(40)]
     files = [FarFile(place_of(f"lane {i}", d)) for i, d in enumerate(lanes)]
     ahead = ReadAhead(MIB, 4)
-    told = ahead.announce([(f, 0, MIB) for f in files])
-    for at in range(0, MIB, 16 << 10):
+    told = ahead.announce([(f, 0, MIB // 4) for f in files])
+    for at in range(0, MIB // 4, 16 << 10):
         for f, data in zip(files, lanes, strict=True):
             assert read(ahead, f, at, 16 << 10) == data[at : at + (16 << 10)]
     ahead.forget(told)

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 import ckpttool as library
 from ckpttool.errors import AccessError, CkptError, CorruptError
+from ckpttool.execute import engine
 from ckpttool.execute.ahead import ReadAhead
 from ckpttool.execute.engine import run
 from ckpttool.execute.options import RunOptions
@@ -209,3 +210,27 @@ def test_parts_that_transpose_the_same_bytes_are_one_task() -> None:
     assert len(schedule(plan, ())) > 1
     (task,) = schedule(plan, (), {0})
     assert [p.number for p in task.parts] == [p.number for t in schedule(plan, ()) for p in t.parts]
+
+
+@pytest.mark.parametrize("memory", [16 * MIB, 64 * MIB])
+@pytest.mark.parametrize("method", ["linear", "multislerp"])
+def test_operands_are_fetched_once(
+    method: str, memory: int, models: Path, far: Far, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the methods reads them once, the other one twice."""
+    monkeypatch.setattr(engine, "spawn", lambda *_: None)  # so that what is asked for is seen here
+    sources = [models / "hf", models / "tp8"]
+    library.merge(sources, method=method, weights=[0.5, 0.5]).run(tmp_path / "there")
+    with in_memory(sources[0]) as first, in_memory(sources[1]) as second:
+        plan = library.merge([first, second], method=method, weights=[0.5, 0.5])
+        far.requests.clear()
+        peaks = Peaks(monkeypatch)
+        plan.run(tmp_path / "here", memory=memory)
+    name = "model.safetensors"  # the provenance says where the sources were
+    assert written(tmp_path / "here")[name] == written(tmp_path / "there")[name]
+    tensors = sum([p.stat().st_size for s in sources for p in s.glob("*.safetensors")])
+    asked = [r for r in far.requests if r.name.endswith(".safetensors")]
+    more = 1.01 if memory > 16 * MIB else 1.3  # what lies between norms, which are compared
+    assert sum([r.nbytes for r in asked]) <= more * tensors
+    assert len(asked) < 150
+    assert max(a.peak for a in peaks.found) <= memory // 2

@@ -1,0 +1,156 @@
+"""Which bytes of which sources will be read to carry something out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+
+from ckpttool.dtypes import itemsize, lookup, nbytes
+from ckpttool.encodings import Contents
+from ckpttool.execute.ahead import GAP
+from ckpttool.execute.blocks import Mover
+from ckpttool.execute.moves import ZEROS, Batch, FileRows, Item, Move, RowBlock, TransposeTile
+from ckpttool.execute.reader import offsets
+from ckpttool.execute.strided import is_turned
+from ckpttool.kernels.merge import METHODS
+from ckpttool.plan import (
+    Adapted,
+    AssertEqual,
+    AssertPadding,
+    Block,
+    Compute,
+    Gathered,
+    Operand,
+    Quantize,
+    Scaled,
+    Stored,
+)
+
+Range = tuple[int, int, int]
+"""Source, first byte, end."""
+
+Checking = AssertEqual | AssertPadding
+
+
+def named(reads: Iterable[Range], sources: Sequence[Contents]) -> list[tuple[Contents, int, int]]:
+    """The same, as a medium takes them."""
+    return [(sources[f], a, b) for f, a, b in reads]
+
+
+def item_reads(item: Item) -> Iterator[Range]:
+    """What an item reads in the order of the file, in its own order, mostly."""
+    if isinstance(item, Batch):
+        yield from ((r.src, r.start, r.start + r.nbytes) for r in item.runs if r.src != ZEROS)
+    elif isinstance(item, RowBlock):
+        apart = [lane for lane in item.reads if lane.stride - _row(item, lane) > GAP]
+        for lane in item.reads:
+            if lane not in apart:
+                start = lane.offset + item.start * lane.stride
+                yield lane.file, start, start + (item.stop - item.start - 1) * lane.stride + _row(item, lane)
+        for i in range(item.start, item.stop) if apart else ():
+            for lane in apart:
+                start = lane.offset + i * lane.stride
+                yield lane.file, start, start + _row(item, lane)
+
+
+def turned_reads(item: Item) -> Iterator[Range]:
+    """What an item reads in another order, and perhaps several times."""
+    if isinstance(item, RowBlock):
+        for i in item.turned:
+            move = item.moves[i]
+            yield from _move_reads(move.cut((item.start, *[0] * len(move.shape[1:])), (item.stop, *move.shape[1:])))
+    elif isinstance(item, TransposeTile):
+        yield from _move_reads(item.move)
+
+
+def _row(item: RowBlock, lane: FileRows) -> int:
+    """Bytes of a file from the begin of a row that is read to its end."""
+    if lane.solid:
+        return lane.tail
+    move = item.moves[lane.members[0].move]
+    reach = sum([(n - 1) * s for n, s in zip(move.shape[1:], move.src_strides[1:], strict=True)])
+    return reach + itemsize(move.src_dtype)
+
+
+def _move_reads(move: Move) -> Iterator[Range]:
+    if move.src != ZEROS:
+        yield from block_reads(Block(move.src, move.start, move.src_strides), move.shape, itemsize(move.src_dtype))
+
+
+def check_reads(step: Checking) -> Iterator[Range]:
+    """What a comparison reads."""
+    if 0 in step.shape:
+        return
+    if isinstance(step, AssertEqual):
+        for block, dtype in ((step.a, step.dtype), (step.b, step.b_dtype or step.dtype)):
+            if lookup(dtype).bits % 8:  # packed, and compared whole
+                yield block.file, block.offset, block.offset + nbytes(dtype, prod(step.shape))
+            else:
+                yield from block_reads(block, step.shape, itemsize(dtype))
+        return
+    yield from block_reads(step.src, step.shape, itemsize(step.dtype))
+    if step.like is not None:
+        yield from block_reads(step.like, step.shape[1:], itemsize(step.dtype))
+
+
+def block_reads(block: Block, shape: Sequence[int], size: int) -> Iterator[Range]:
+    """The bytes of a strided block of elements of ``size`` bytes, with the gaps that are fetched along."""
+    if 0 in shape:
+        return
+    start, run = block.offset, size
+    axes = sorted([(s, n) for n, s in zip(shape, block.strides, strict=True) if n > 1], key=lambda axis: abs(axis[0]))
+    start += sum([(n - 1) * s for s, n in axes if s < 0])
+    while axes and abs(axes[0][0]) - run <= GAP:
+        s, n = axes.pop(0)
+        run += (n - 1) * abs(s)
+    for at in offsets([n for _, n in reversed(axes)], [abs(s) for s, _ in reversed(axes)]):
+        yield block.file, start + at, start + at + run
+
+
+@contextmanager
+def operands_at_hand(step: Compute | Quantize, carrier: Mover) -> Iterator[None]:
+    """While a tensor is worked out: its operands are read ahead from other machines. Those that are read several times,
+    or in another order than they lie there, are on this machine before that.
+    """
+    tensors = [s for o in step.operands for s in _stored(o)]
+    if not any(carrier.pool.is_far(carrier.sources[c.src.file]) for s in tensors for c in s.copies):
+        yield
+        return
+    again = _is_read_again(step)
+    kept = named([r for s in tensors if again or is_turned(s.copies) for r in _stored_reads(s)], carrier.sources)
+    forget = carrier.pool.announce(named([r for s in tensors for r in _stored_reads(s)], carrier.sources))
+    try:
+        close = carrier.pool.keep(kept)
+        try:
+            yield
+        finally:
+            close()
+    finally:
+        forget()
+
+
+def _is_read_again(step: Compute | Quantize) -> bool:
+    if isinstance(step, Quantize):  # a factor of the whole tensor is known when all of it has been seen
+        return any(r.role not in ("codes", "scales") for r in step.results)
+    return METHODS[step.method].passes(dict(step.whole), len(step.models)) > 0
+
+
+def _stored_reads(stored: Stored) -> Iterator[Range]:
+    for copy in stored.copies:
+        yield from block_reads(copy.src, copy.shape, itemsize(copy.src_dtype))
+
+
+def _stored(operand: Operand) -> Iterator[Stored]:
+    """The tensors in files of which an operand is made."""
+    if isinstance(operand, Stored):
+        yield operand
+    elif isinstance(operand, Scaled):
+        yield from (operand.weight, operand.scale, *([operand.factor] if operand.factor else []))
+    elif isinstance(operand, Gathered):
+        for source in operand.sources:
+            yield from _stored(source)
+    elif isinstance(operand, Adapted):
+        yield from _stored(operand.weight)
+        for term in operand.terms:
+            yield from (term.up, term.down)
