@@ -98,6 +98,8 @@ class State:
             held = said.pop("holder")
             state = cls(**said, holder=Holder(**held) if held else None)
             state.check()
+            if not state.chunk:
+                raise ValueError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ConflictError(
                 "what the interrupted run left cannot be continued: its marker cannot be read",
@@ -113,7 +115,7 @@ class State:
         if self.holder is not None:
             texts += [self.holder.token, self.holder.host, self.holder.machine]
             numbers.append(self.holder.pid)
-        if not all(type(t) is str for t in texts) or not all(type(n) is int and n > 0 for n in numbers):
+        if not all(type(t) is str for t in texts) or not all(type(n) is int and n >= 0 for n in numbers):
             raise TypeError
 
 

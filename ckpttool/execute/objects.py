@@ -55,7 +55,7 @@ WHOLE = 1 << 20
 """Objects of fewer bytes are put whole, at the end: an upload takes three requests. Until then they are spooled."""
 SENDERS = 8
 """Threads that send, by default."""
-BACKLOG = 4
+BACKLOG = 1
 """Chunks for each of these threads that may wait to be sent before those who write have to wait."""
 REMEMBER = 5.0
 """Seconds between two objects with hashes."""

@@ -103,11 +103,11 @@ class S3Store:
         try:
             with self._told(key):
                 answer, data = self._call("get_object", key)
+                date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+                now = parsedate_to_datetime(date) if date else datetime.now(UTC)
+                return Found(data, answer["ETag"], (now - answer["LastModified"]).total_seconds())
         except FileNotFoundError:
             return None
-        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        now = parsedate_to_datetime(date) if date else datetime.now(UTC)
-        return Found(data, answer["ETag"], (now - answer["LastModified"]).total_seconds())
 
     def head(self, key: str) -> Held | None:
         try:
@@ -221,7 +221,7 @@ class S3Store:
         ) as e:
             hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or `aws configure`"
             raise AccessError("there are no credentials for S3", where=where, hint=hint) from e
-        except exceptions.HTTPClientError as e:
+        except (exceptions.HTTPClientError, exceptions.ConnectionError) as e:
             if isinstance(e.__context__, Stopped):
                 raise Stopped from e
             raise AccessError(
@@ -231,6 +231,8 @@ class S3Store:
             raise Stopped from e
         except exceptions.BotoCoreError as e:
             raise AccessError(f"the request cannot be made: {_sentence(e)}", where=where) from e
+        except KeyError as e:
+            raise AccessError(f"the answer of the store lacks {e}", where=where) from e
 
 
 def _refused(e: exceptions.ClientError, code: str, where: str, rights: str) -> CkptError:

@@ -1,0 +1,243 @@
+"""Writing to S3 through boto3: what is asked, answers that are lost, and every command from end to end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from ckpttool.errors import AccessError, OutputError
+from ckpttool.execute import objects as destination
+from ckpttool.execute import s3
+from ckpttool.execute.store import GoneError, Slice, TakenError
+from ckpttool.storage import objects
+from tests.helpers.command import ckpttool
+from tests.helpers.s3_server import S3Server, s3_server
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+KEY = "a b/%2F+ü//x.bin"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[S3Server]:
+    with s3_server("bucket") as server, patch.dict(os.environ, server.environment()):
+        server.min_part = 1
+        objects.close()
+        yield server
+        objects.close()
+
+
+@pytest.fixture
+def server(running: S3Server, tmp_path: Path) -> Iterator[S3Server]:
+    running.clear()
+    running.buckets["bucket"].clear()
+    running.uploads.clear()
+    objects.forget()
+    with (
+        patch.object(destination, "CHUNK", 64 << 10),
+        patch.object(destination, "WHOLE", 16 << 10),
+        patch("tempfile.tempdir", str(tmp_path)),
+        patch("time.sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.05))),
+    ):
+        yield running
+
+
+@pytest.fixture
+def store(server: S3Server) -> Iterator[s3.S3Store]:  # noqa: ARG001 - it is there
+    found = s3.store("bucket")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(range(250)) * 100)
+    return path
+
+
+def send(store: s3.S3Store, path: Path, upload: str, number: int, start: int, size: int) -> str:
+    with Slice(path, start, size, threading.Event()) as data:
+        return store.put_part(KEY, upload, number, data)
+
+
+def test_an_upload(store: s3.S3Store, server: S3Server, data: Path) -> None:
+    upload = store.create(KEY, "the run")
+    assert list(store.uploads("a b/")) == [(KEY, upload)]
+    tags = {n: send(store, data, upload, n, start, 10_000) for n, start in ((2, 10_000), (1, 0))}
+    tags[3] = send(store, data, upload, 3, 20_000, 5_000)
+    there = store.parts(KEY, upload)
+    assert {n: p.size for n, p in there.items()} == {1: 10_000, 2: 10_000, 3: 5_000}
+    assert {n: p.tag for n, p in there.items()} == tags
+    assert all(len(tag.split()) == 2 for tag in tags.values())  # the checksum is there
+    assert store.head(KEY) is None
+    store.complete(KEY, upload, tags, "the run")
+    assert server.get("bucket", KEY) == data.read_bytes()
+    assert store.head(KEY) == (25_000, "the run")
+    assert list(store.objects("a b/")) == [(KEY, 25_000)]
+    for ask in (lambda: store.parts(KEY, upload), lambda: store.complete(KEY, upload, tags, "the run")):
+        with pytest.raises(GoneError):
+            ask()
+    store.abort(KEY, upload)
+    store.delete(KEY)
+    assert not server.names("bucket")
+
+
+def test_conditions(store: s3.S3Store) -> None:
+    tag = store.put("m", b"1", "r", new=True)
+    with pytest.raises(TakenError):
+        store.put("m", b"2", "r", new=True)
+    other = store.put("m", b"3", "r", replaces=tag)
+    with pytest.raises(TakenError):
+        store.put("m", b"4", "r", replaces=tag)
+    found = store.get("m")
+    assert found is not None
+    assert (found.data, found.tag, found.age < 5) == (b"3", other, True)
+    assert store.get("n") is None
+
+
+def test_a_store_without_conditions(store: s3.S3Store, server: S3Server) -> None:
+    def refuse(_: int, request: object) -> str | None:
+        headers = getattr(request, "headers", {})
+        return "501" if {"if-none-match", "if-match"} & set(headers) else None
+
+    real = server.answer
+    from tests.helpers.s3_server import Answer, Request, S3Error
+
+    def answer(request: Request, body: bytes, fault: str | None = None) -> Answer:
+        if request.method == "PUT" and refuse(0, request):
+            raise S3Error(501, "NotImplemented")
+        return real(request, body, fault)
+
+    with patch.object(server, "answer", answer):
+        tag = store.put("m", b"1", "r", new=True)
+        with pytest.raises(TakenError):
+            store.put("m", b"2", "r", new=True)
+        store.put("m", b"3", "r", replaces=tag)
+        with pytest.raises(TakenError):
+            store.put("m", b"4", "r", replaces=tag)
+    assert server.get("bucket", "m") == b"3"
+
+
+@pytest.mark.sample("lost")
+@pytest.mark.parametrize("fault", ["refused", "reset", "lost", "500", "503", "200 error", "short"])
+def test_faults(fault: str, store: s3.S3Store, server: S3Server, data: Path) -> None:
+    """Each request meets the fault once, and all goes well."""
+    server.page = 1
+    try:
+        for operation in ("CreateMultipartUpload", "UploadPart", "ListParts", "ListMultipartUploads", "ListObjectsV2"):
+            server.on(operation, fault)
+            upload = store.create(KEY, "run")
+            tags = {n: send(store, data, upload, n, n * 10_000 - 10_000, 10_000) for n in (1, 2)}
+            assert {n: p.tag for n, p in store.parts(KEY, upload).items()} == tags
+            assert (KEY, upload) in list(store.uploads("a b/"))
+            assert list(store.objects("a b/")) == []
+            for key, name in list(store.uploads("")):
+                store.abort(key, name)
+            assert server.faults
+            server.clear()
+        for operation in ("PutObject", "GetObject", "DeleteObject"):
+            if (operation, fault) == ("GetObject", "200 error"):
+                continue
+            server.on(operation, fault)
+            store.put("m", b"1", "run")
+            found = store.get("m")
+            assert found is not None
+            assert found.data == b"1"
+            store.delete("m")
+            assert not server.names("bucket")
+            server.clear()
+    finally:
+        server.page = 1000
+
+
+def test_a_lost_answer_to_a_condition(store: s3.S3Store, server: S3Server) -> None:
+    server.on("PutObject", "lost")
+    with pytest.raises(TakenError):  # by itself: the caller looks who it was
+        store.put("m", b"1", "r", new=True)
+    assert server.get("bucket", "m") == b"1"
+
+
+def test_refusals(store: s3.S3Store, server: S3Server) -> None:
+    server.on("PutObject", "403", times=99)
+    with pytest.raises(AccessError, match="permission denied") as denied:
+        store.put("m", b"1", "r")
+    assert denied.value.where == ("s3://bucket/m",)
+    assert "s3:PutObject" in (denied.value.hint or "")
+    server.clear()
+    with pytest.raises(OutputError, match="the bucket does not exist"):
+        s3.store("nowhere").put("m", b"1", "r")
+    server.on("PutObject", "503", times=99)
+    with pytest.raises(AccessError, match="does not answer as it should"):
+        store.put("m", b"1", "r")
+    with (
+        patch.dict(os.environ, {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}),
+        patch.object(s3, "TRIES", 2),
+        pytest.raises(AccessError, match="the store cannot be reached"),
+    ):
+        s3.store("bucket").put("m", b"1", "r")
+
+
+def test_no_credentials(server: S3Server) -> None:
+    without = {k: v for k, v in os.environ.items() if not k.startswith("AWS_ACCESS") and not k.startswith("AWS_SECRET")}
+    with patch.dict(os.environ, without, clear=True), pytest.raises(AccessError, match="there are no credentials"):
+        s3.store("bucket").put("m", b"1", "r")
+    assert not server.requests
+
+
+# -- commands
+
+
+def read(directory: Path) -> dict[str, bytes]:
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def stored(server: S3Server, prefix: str) -> dict[str, bytes]:
+    return {k.removeprefix(prefix): server.get("bucket", k) for k in server.names("bucket", prefix)}
+
+
+COMMANDS = {
+    "hf": ("reshard", "{}", "--to", "hf", "--verify", "--manifest"),
+    "vllm": ("reshard", "{}", "--to", "vllm", "--tp-out", "2", "--verify"),
+    "torch-bin": ("reshard", "{}", "--to", "torch-bin", "--verify"),
+    "drop-keys": ("drop-keys", "{}", "lm_head.weight"),
+    "fp8-cast": ("fp8-cast", "{}", "--manifest", "--workers", "1"),
+}
+
+
+@pytest.mark.sample("hf")
+@pytest.mark.parametrize("command", [pytest.param(c, id=name) for name, c in COMMANDS.items()])
+def test_commands(command: tuple[str, ...], server: S3Server, tmp_path: Path) -> None:
+    name, _, *options = command
+    source = FIXTURES / "llama_tp8"
+    local = tmp_path / "local"
+    before = ckpttool(name, source, local, *options)
+    assert before.code == 0, before.err
+    done = ckpttool(name, source, "s3://bucket/run/hf", *options)
+    assert done.code == 0, done.err
+    assert stored(server, "run/hf/") == read(local)
+    assert not server.uploads
+    assert not list(tmp_path.glob("ckpttool-spool*"))
+    again = ckpttool(name, source, "s3://bucket/run/hf", *options)
+    assert again.code == 1
+    assert "error: the destination exists\n  --> s3://bucket/run/hf\n" in again.err
+    assert "a-secret-that-nobody-may-see" not in done.out + done.err + again.err
+
+
+@pytest.mark.thorough
+def test_from_s3_to_s3(server: S3Server, tmp_path: Path) -> None:
+    for name, data in read(FIXTURES / "llama_tp8").items():
+        server.put("bucket", f"run/step 1/{name}", data)
+    done = ckpttool("reshard", "s3://bucket/run/step 1", "s3://bucket/hf", "--to", "hf", "--verify")
+    assert done.code == 0, done.err
+    assert ckpttool("reshard", FIXTURES / "llama_tp8", tmp_path / "local", "--to", "hf").code == 0
+    assert stored(server, "hf/") == read(tmp_path / "local")
+    inside = ckpttool("reshard", "s3://bucket/hf", "s3://bucket/hf/ranks", "--to", "ranks", "--tp-out", "2", "--force")
+    assert inside.code == 1
+    assert "the destination lies inside the source" in inside.err
+    assert stored(server, "hf/") == read(tmp_path / "local")
