@@ -27,7 +27,7 @@ from azure.storage.blob import (
 from ckpttool.errors import AccessError, CkptError, IncompleteError
 from ckpttool.storage.access import anonymous
 from ckpttool.storage.http import ChangedError, HttpError
-from ckpttool.storage.objects import Found, Listing, Signed, listing
+from ckpttool.storage.objects import Found, Listing, Signed, bounded, listing, understood
 
 SCOPE = "https://storage.azure.com/.default"
 VERSION = "2021-12-02"
@@ -106,27 +106,33 @@ class Bucket:
         self._signed: dict[str, tuple[float, str, dict[str, str]]] = {}
 
     def list(self, prefix: str) -> Listing:
-        files, folders = {}, set()
+        files, folders, where = {}, set(), self._where(prefix)
         try:
-            for item in container(self.name).walk_blobs(prefix, include=["metadata"], delimiter="/"):
-                if isinstance(item, BlobPrefix):
-                    folders.add(item.name.removeprefix(prefix)[:-1])
-                elif is_folder(item):
-                    folders.add(item.name.removeprefix(prefix))
-                else:
-                    files[item.name.removeprefix(prefix)] = Found(int(item.size), _quoted(item.etag))
+            found = container(self.name).walk_blobs(prefix, include=["metadata"], delimiter="/")
+            with understood(where):
+                for page in bounded(found.by_page(), where):
+                    for item in page:
+                        name = item.name.removeprefix(prefix)
+                        if isinstance(item, BlobPrefix):
+                            folders.add(name[:-1])
+                        elif is_folder(item):
+                            folders.add(name)
+                        else:
+                            files[name] = _found(item)
         except exceptions.AzureError as e:
-            raise explained(e, self._where(prefix)) from None
+            raise explained(e, where) from None
         return listing(files, folders, exists=bool(not prefix or files or folders))
 
     def head(self, key: str) -> Found:
+        where = self._where(key)
         try:
             said = container(self.name).get_blob_client(key).get_blob_properties()
         except exceptions.AzureError as e:
-            raise explained(e, self._where(key)) from None
+            raise explained(e, where) from None
         if is_folder(said):
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", self._where(key))
-        return Found(int(said.size), _quoted(said.etag))
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", where)
+        with understood(where):
+            return _found(said)
 
     def get(self, key: str, tag: str, *, renew: bool) -> Signed:
         until, url, headers = self._signed.get(key, (0.0, "", {}))
@@ -204,5 +210,8 @@ def _meaning(code: str, status: int, where: str) -> OSError | CkptError:
     return AccessError(f"Azure answers {status} {code}".rstrip(), where=where)
 
 
-def _quoted(etag: str) -> str:
-    return f'"{etag.strip(chr(34))}"'
+def _found(blob: BlobProperties) -> Found:
+    size, tag = int(blob.size), str(blob.etag).strip('"')
+    if size < 0 or not blob.etag:
+        raise ValueError
+    return Found(size, f'"{tag}"')

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
 
@@ -23,7 +23,7 @@ from google.auth.transport.urllib3 import Request
 from ckpttool.errors import AccessError, CkptError, IncompleteError
 from ckpttool.storage.access import anonymous
 from ckpttool.storage.http import Answer, ChangedError, HttpError, client
-from ckpttool.storage.objects import Found, Listing, Signed, listing
+from ckpttool.storage.objects import Found, Listing, Signed, bounded, listing, understood
 
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _LOGIN = (
@@ -77,19 +77,27 @@ class Bucket:
     def list(self, prefix: str) -> Listing:
         files: dict[str, Found] = {}
         folders: set[str] = set()
+        where = self._where(prefix)
+        with understood(where):
+            for said in bounded(self._pages(prefix), where):
+                for o in said.get("items", ()):
+                    files[o["name"].removeprefix(prefix)] = _found(o)
+                folders |= {p.removeprefix(prefix)[:-1] for p in said.get("prefixes", ())}
+        return listing(files, folders, exists=bool(not prefix or files or folders))
+
+    def _pages(self, prefix: str) -> Iterator[Mapping[str, Any]]:
         query = {"prefix": prefix, "delimiter": "/", "fields": "items(name,size,generation),prefixes,nextPageToken"}
         while True:
             said = self._ask(f"{self._url}?{urlencode(query)}", prefix)
-            for o in said.get("items", ()):
-                files[str(o["name"]).removeprefix(prefix)] = Found(int(o["size"]), str(o["generation"]))
-            folders |= {str(p).removeprefix(prefix)[:-1] for p in said.get("prefixes", ())}
+            yield said
             if not said.get("nextPageToken"):
-                return listing(files, folders, exists=bool(not prefix or files or folders))
+                return
             query["pageToken"] = str(said["nextPageToken"])
 
     def head(self, key: str) -> Found:
         said = self._ask(f"{self._url}/{quote(key, safe='')}?fields=size,generation", key, of_object=True)
-        return Found(int(said["size"]), str(said["generation"]))
+        with understood(self._where(key)):
+            return _found(said)
 
     def get(self, key: str, tag: str, *, renew: bool) -> Signed:
         query = urlencode({"alt": "media", "ifGenerationMatch": tag})
@@ -117,6 +125,13 @@ class Bucket:
 
     def _where(self, key: str) -> str:
         return f"gs://{self.name}/{key}"
+
+
+def _found(o: Mapping[str, Any]) -> Found:
+    size, generation = int(o["size"]), int(o["generation"])
+    if size < 0:
+        raise ValueError
+    return Found(size, str(generation))
 
 
 def _meaning(answer: Answer, where: str, *, of_object: bool) -> OSError | CkptError:

@@ -11,11 +11,12 @@ import errno
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
 from ckpttool.errors import AccessError, UsageError
 from ckpttool.storage.http import ChangedError, HttpError, client
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 LISTED_SECONDS = 5.0
 """How long a listing says what is there: a command looks for a dozen names in one directory."""
+MOST_PAGES = 1000
+"""Of a directory, of a thousand names or so each."""
 _LISTINGS = 64
+_T = TypeVar("_T")
 
 _TEXT = re.compile(r"([a-z0-9]+):/{1,2}([^/]*)/?(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,254}")
@@ -167,8 +171,9 @@ class ObjectPlace(NamedTuple):
         try:
             return self._list().exists
         except AccessError:  # there are buckets whose files may be read and not listed
-            if self.is_file():
-                return False
+            with suppress(AccessError):
+                if self.is_file():
+                    return False
             raise
 
     def exists(self) -> bool:
@@ -240,14 +245,30 @@ def close() -> None:
         _stores.clear()
 
 
-def listing(files: Mapping[str, Found], folders: set[str], *, exists: bool) -> Listing:
+def listing(files: Mapping[str, Found], folders: Iterable[str], *, exists: bool) -> Listing:
     """Names below a prefix, without those that no file on this machine could have: they are nobody's checkpoint."""
-    odd = {"", ".", ".."}
-    return Listing(
-        {n: f for n, f in files.items() if n not in odd and "\0" not in n},
-        frozenset(n for n in folders - odd if "\0" not in n),
-        exists,
-    )
+
+    def is_name(name: str) -> bool:
+        return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+    return Listing({n: f for n, f in files.items() if is_name(n)}, frozenset(filter(is_name, folders)), exists)
+
+
+def bounded(pages: Iterable[_T], where: str) -> Iterator[_T]:
+    """Pages of a listing. Raises AccessError instead of listing for ever."""
+    for i, page in enumerate(pages):
+        if i == MOST_PAGES:
+            raise AccessError(f"the listing does not end after {MOST_PAGES:,} pages", where=where)
+        yield page
+
+
+@contextmanager
+def understood(where: str) -> Iterator[None]:
+    """Raises AccessError for an answer that lacks what every answer has."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise AccessError("the answer is not one of an object store", where=where) from None
 
 
 _MODULES = {"s3": "ckpttool.storage.s3", "gs": "ckpttool.storage.gcs", "az": "ckpttool.storage.azure"}

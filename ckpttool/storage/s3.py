@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 import boto3
 from botocore import UNSIGNED, exceptions
 from botocore.config import Config
+from botocore.parsers import ResponseParserError
 
 from ckpttool.errors import AccessError, CkptError, IncompleteError
 from ckpttool.storage.access import anonymous
 from ckpttool.storage.http import ChangedError, HttpError
-from ckpttool.storage.objects import Found, Listing, Signed, listing
+from ckpttool.storage.objects import Found, Listing, Signed, bounded, listing, understood
 
 TRIES = 10
 CONNECTIONS = 64
@@ -89,6 +90,8 @@ def explained(e: Exception, where: str) -> OSError | CkptError:
         return AccessError("S3 does not answer", where=where, hint="check the network and AWS_ENDPOINT_URL")
     if isinstance(e, exceptions.ParamValidationError):
         return AccessError("S3 does not allow this name", where=where)
+    if isinstance(e, ResponseParserError | exceptions.PaginationError):
+        return AccessError("the answer is not one of S3", where=where, hint="check AWS_ENDPOINT_URL")
     return AccessError(f"S3 cannot be used: {e}", where=where, hint=_LOGIN)
 
 
@@ -102,23 +105,26 @@ class Bucket:
         self._signed: dict[str, tuple[float, str]] = {}
 
     def list(self, prefix: str) -> Listing:
-        files, folders, exists = {}, set(), not prefix
+        files, folders, where = {}, set(), self._where(prefix)
         try:
-            pages = client().get_paginator("list_objects_v2")
-            for page in pages.paginate(Bucket=self.name, Prefix=prefix, Delimiter="/"):
-                for o in page.get("Contents", ()):
-                    files[o["Key"].removeprefix(prefix)] = Found(int(o["Size"]), o["ETag"])
-                folders |= {p["Prefix"].removeprefix(prefix)[:-1] for p in page.get("CommonPrefixes", ())}
+            pages = client().get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix, Delimiter="/")
+            with understood(where):
+                for page in bounded(pages, where):
+                    for o in page.get("Contents", ()):
+                        files[o["Key"].removeprefix(prefix)] = _found(o["Size"], o["ETag"])
+                    folders |= {p["Prefix"].removeprefix(prefix)[:-1] for p in page.get("CommonPrefixes", ())}
         except (exceptions.BotoCoreError, exceptions.ClientError) as e:
-            raise explained(e, self._where(prefix)) from None
-        return listing(files, folders, exists=bool(exists or files or folders))
+            raise explained(e, where) from None
+        return listing(files, folders, exists=bool(not prefix or files or folders))
 
     def head(self, key: str) -> Found:
+        where = self._where(key)
         try:
             said = client().head_object(Bucket=self.name, Key=key)
         except (exceptions.BotoCoreError, exceptions.ClientError) as e:
-            raise explained(e, self._where(key)) from None
-        return Found(int(said["ContentLength"]), said["ETag"])
+            raise explained(e, where) from None
+        with understood(where):
+            return _found(said["ContentLength"], said["ETag"])
 
     def get(self, key: str, tag: str, *, renew: bool) -> Signed:
         until, url = self._signed.get(key, (0.0, ""))
@@ -142,6 +148,12 @@ class Bucket:
         return f"s3://{self.name}/{key}"
 
 
+def _found(size: int, tag: str) -> Found:
+    if size < 0 or not tag:
+        raise ValueError
+    return Found(int(size), tag)
+
+
 def _meaning(code: str, status: int, where: str) -> OSError | CkptError:
     if code == "NoSuchBucket":
         hint = "check its name, and AWS_ENDPOINT_URL for stores that are not Amazon's"
@@ -158,4 +170,5 @@ def _meaning(code: str, status: int, where: str) -> OSError | CkptError:
         return AccessError("S3 refuses access", where=where, hint=hint)
     if status in (301, 307) or (status == 400 and not code):
         hint = _HINTS["PermanentRedirect"]
-    return AccessError(f"S3 answers {status} {code}".rstrip(), where=where, hint=hint)
+    said = f"S3 answers {status}" + (f" {code}" if code != str(status) else "")
+    return AccessError(said.rstrip(), where=where, hint=hint)

@@ -172,3 +172,12 @@ def test_the_token_goes_along(google: _Google) -> None:
     with patch.object(gcs, "authorization", lambda _: {"Authorization": "Bearer ya29.secret"}):
         assert read_all(parse_place("gs://bucket/file")) == b"12345678"
     assert {authorization for _, authorization in google.asked} == {"Bearer ya29.secret"}
+
+
+@pytest.mark.parametrize(
+    "page", [[], {"items": [{"name": "run/x"}]}, {"items": [{"name": 7, "size": 1}]}, {"items": 3}]
+)
+def test_a_listing_that_is_none_is_an_error(google: _Google, page: object) -> None:
+    with patch.object(_Handler, "_page", lambda *_: page), pytest.raises(AccessError, match="not one of"):
+        parse_place("gs://bucket/run").is_dir()
+    assert google.asked

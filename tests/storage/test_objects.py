@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +18,7 @@ from ckpttool.storage import objects, s3
 from ckpttool.storage.http import ChangedError, Client, Clock, HttpError, using
 from ckpttool.storage.place import DataFile, Place, open_file, parse_place, read_all, scan, walk
 from tests.helpers.bare_reads import bare_reads
-from tests.helpers.s3_server import S3Server, s3_server
+from tests.helpers.s3_server import Answer, S3Server, s3_server
 
 
 @pytest.fixture(autouse=True)
@@ -303,3 +304,40 @@ def test_a_fork_has_connections_of_its_own(server: S3Server) -> None:
                 os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
         assert file.pread(1, 9) == b"\t"
+
+
+def lie(server: S3Server, body: str) -> Any:
+    """A listing with this in it, whatever is asked."""
+    answer = f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{body}</ListBucketResult>'.encode()
+    return patch.object(server, "answer", lambda *_: Answer(200, answer, {"Content-Type": "application/xml"}))
+
+
+def test_a_listing_that_leads_elsewhere_names_nothing(server: S3Server) -> None:
+    keys = ("other/x", "run/../../up", "run/a/b", "/etc/passwd", "run/")
+    rows = "".join(f"<Contents><Key>{k}</Key><Size>1</Size><ETag>e</ETag></Contents>" for k in keys)
+    with lie(server, rows + "<CommonPrefixes><Prefix>run/../</Prefix></CommonPrefixes>"):
+        assert names(parse_place("s3://bucket/run")) == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<Contents><Key>run/x</Key><Size>1</Size></Contents>",
+        "<Contents><Key>run/x</Key><Size>-1</Size><ETag>e</ETag></Contents>",
+        "<Contents><Key>run/x</Key><Size>many</Size><ETag>e</ETag></Contents>",
+        "<Contents><Size>1</Size><ETag>e</ETag></Contents>",
+        "<IsTruncated>true</IsTruncated><NextContinuationToken>again</NextContinuationToken>",
+    ],
+)
+def test_a_listing_that_is_none_is_an_error(server: S3Server, body: str) -> None:
+    with lie(server, body), pytest.raises(AccessError, match="not one of") as e:
+        parse_place("s3://bucket/run").is_dir()
+    assert e.value.where == ("s3://bucket/run/",)
+
+
+def test_a_listing_that_never_ends_is_an_error(server: S3Server) -> None:
+    server.page = 1
+    for i in range(5):
+        server.put("bucket", f"run/{i}", b"")
+    with patch.object(objects, "MOST_PAGES", 4), pytest.raises(AccessError, match="does not end"):
+        parse_place("s3://bucket/run").is_dir()
