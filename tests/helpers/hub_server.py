@@ -136,6 +136,9 @@ class Asked:
         return self.headers.get("authorization", "").removeprefix("Bearer ")
 
 
+Kind = int | Literal["reset", "short", "lost"]
+
+
 @dataclass
 class Fault:
     """What happens to requests whose "METHOD /path" matches: a status, or what happens to the connection.
@@ -144,9 +147,11 @@ class Fault:
     """
 
     pattern: str
-    kind: int | Literal["reset", "short", "lost"]
+    kind: Kind
     times: int
     headers: Mapping[str, str]
+    at: int = 0
+    """Only the request with this number, counted from 1; 0 is any."""
 
 
 @dataclass
@@ -194,6 +199,8 @@ class Hub:
         """Entries of a tree in one answer."""
         self.part_size = 0
         """Bytes of a part of an upload; 0: one PUT for the whole file."""
+        self.on_reset: Callable[[], object] = lambda: None
+        """Called before a connection is reset on purpose: what else happens then."""
         self._key = secrets.token_hex(8)
         self._lock = Lock()
 
@@ -217,12 +224,16 @@ class Hub:
     def fail(
         self,
         pattern: str,
-        kind: int | Literal["reset", "short", "lost"],
+        kind: Kind,
         times: int = 1,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Let the next requests that match fail (see ``Fault``)."""
         self.faults.append(Fault(pattern, kind, times, headers or {}))
+
+    def fail_at(self, number: int, kind: Kind) -> None:
+        """Let one request fail, counted from 1 and the next one."""
+        self.faults.append(Fault("", kind, 1, {}, len(self.asked) + number))
 
     def expire(self) -> None:
         """Make every signature that was given out invalid."""
@@ -281,7 +292,8 @@ class Hub:
         with self._lock:
             self.asked.append(asked)
             for fault in self.faults:
-                if fault.times and re.search(fault.pattern, f"{asked.method} {asked.path}"):
+                its = fault.at in (0, len(self.asked)) and re.search(fault.pattern, f"{asked.method} {asked.path}")
+                if its and fault.times:
                     fault.times -= 1
                     return fault
         return None
@@ -680,11 +692,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.delay:
             time.sleep(self.hub.delay)
         if fault and fault.kind == "reset":
+            self.hub.on_reset()
             self._reset()
             return
         answer = Answer(fault.kind) if fault and isinstance(fault.kind, int) else self._answer(asked, body)
         answer.headers.update(fault.headers if fault else {})
         if fault and fault.kind == "lost":
+            self.hub.on_reset()
             self._reset()
             return
         self._send(asked, answer, short=bool(fault and fault.kind == "short"))
