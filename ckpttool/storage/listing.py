@@ -225,12 +225,9 @@ def _near(path: Path) -> str:
     import difflib
 
     text = str(path)
-    repository = re.fullmatch(r"(?:(?:hf|https?):/+(?:huggingface\.co/)?)?([\w.-]+/[\w.-]+)", text)
+    repository = re.fullmatch(r"(?:huggingface\.co/)?([\w.-]+/[\w.-]+)", text)
     if path.suffix in (".json", ".safetensors", ".yml", ".yaml", *WEIGHTS):
         repository = None
-    download = f"hf download {repository[1]} --local-dir {repository[1].split('/')[1]}" if repository else ""
-    if re.match(r"[a-z][a-z0-9]+:/", text):
-        return "nothing is downloaded; fetch it first" + (f" ({download})" if download else "") + ", then give its path"
     if text.startswith("~"):
         return "the shell expands ~ only at the start of a word and outside of quotes; or write $HOME"
     if path.is_symlink():
@@ -248,19 +245,9 @@ def _near(path: Path) -> str:
         if whole.exists() or not repository:
             return f"did you mean {whole}?" if whole.exists() else f"{missing} does not exist; there is {meant}"
     if repository:
-        if cached := _cached(repository[1]):
-            return f"nothing is downloaded, but it is in the cache of the Hugging Face hub: {cached}"
-        return f"nothing is downloaded; for a model of the Hugging Face hub: {download}"
+        return f"a model of the Hugging Face Hub is hf://{repository[1]}"
     if missing != path:
         return f"{missing} does not exist either"
     shown = sorted((n for n in beside if not n.startswith(".")), key=natural)
     holder = "the current directory" if missing.parent == Path() else str(missing.parent)
     return f"{holder} holds {', '.join(shown[:5])}{' ...' if len(shown) > 5 else ''}" if shown else f"{holder} is empty"
-
-
-def _cached(repository: str) -> Path | None:
-    """The snapshot of a repository in the Hugging Face hub's cache on this machine, if it is there."""
-    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    found = sorted((hub / f"models--{repository.replace('/', '--')}" / "snapshots").glob("*"))
-    return found[-1] if found else None

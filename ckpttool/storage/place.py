@@ -132,14 +132,38 @@ SCHEMES: dict[str, Callable[[str], Remote]] = {
 people write two."""
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+]+):/")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/@]*@)?([^?#]*)")
+"""Scheme, user and password, and what may be shown."""
+_OTHERS = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "huggingface": "hf", "hub": "hf"}
+"""What other tools call a scheme."""
+_AZURE = ("abfs", "abfss", "adl", "azure", "wasb", "wasbs")
 
 
 def parse_place(text: AnyPlace) -> Place:
-    """The place that a text names. A scheme that nobody knows is the name of a directory."""
+    """The place that a text names. ``x:/y`` with a scheme that nobody knows is a path.
+
+    Raises UsageError for ``x://y``, which nobody means as a path, and what a storage raises for a text.
+    """
     if not isinstance(text, str | os.PathLike):
         return text
-    scheme = scheme_of(os.fspath(text))
-    return SCHEMES[scheme](os.fspath(text)) if scheme else Path(text)
+    name = os.fspath(text)
+    if scheme := scheme_of(name):
+        return SCHEMES[scheme](name)
+    url = _URL.match(name)
+    if url and not os.path.lexists(name):
+        hint = _meant(url[1].lower(), url[3])
+        raise UsageError(f"no place begins with {url[1]}://", where=f"{url[1]}://{url[3]}", hint=hint)
+    return Path(name)
+
+
+def _meant(scheme: str, rest: str) -> str:
+    if scheme == "file":
+        return f"give the path: /{rest.partition('/')[2]}"
+    if scheme in _AZURE:
+        return "blobs of Azure are az://CONTAINER/PATH, with the account in AZURE_STORAGE_ACCOUNT"
+    if scheme in _OTHERS or scheme in SCHEMES:
+        return f"did you mean {_OTHERS.get(scheme, scheme)}://{rest}?"
+    return "places on other machines are hf://ORG/MODEL, s3://, gs:// or az:// with BUCKET/PREFIX, and https://"
 
 
 def scheme_of(text: str) -> str:

@@ -91,7 +91,11 @@ class TarPlace(NamedTuple):
     def open_file(self) -> OpenFile:
         if not isinstance(self.archive, Path):
             inside = self.archive.open_file()
-            begin, size = self.span(inside.info)
+            try:
+                begin, size = self.span(inside.info)
+            except BaseException:
+                inside.close()
+                raise
             return _Within(DataFile(self, size, inside.info.tag), inside, begin)
         begin, size = self.span()
         fd = os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)

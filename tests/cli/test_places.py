@@ -99,3 +99,28 @@ def test_settings_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
     for options, said in (((), "False, False!"), (("--anonymous",), "True, False!"), (("--offline",), "False, True!")):
         with patch.dict(os.environ):
             assert said in ckpttool("inspect", URL, *options).err, options
+
+
+MEANT = {
+    "gcs://b/x?k=secret": "did you mean gs://b/x?",
+    "s3a://b/x": "did you mean s3://b/x?",
+    "S3://b/x": "did you mean s3://b/x?",
+    "file:///models/x": "give the path: /models/x",
+    "abfss://c@account/x": "blobs of Azure are az://CONTAINER/PATH",
+    "hdfs://me:secret@host/x": "places on other machines are hf://ORG/MODEL",
+    "https://huggingface.co/org/model": "give hf://org/model",
+    "https://huggingface.co/org/model/tree/v1/sub": "give hf://org/model@v1/sub",
+    "https://huggingface.co/org/model/blob/main/a.safetensors": "give hf://org/model/a.safetensors",
+}
+
+
+@pytest.mark.parametrize("text", MEANT)
+def test_a_url_that_nobody_knows_is_no_directory(text: str, tmp_path: Path) -> None:
+    for done in (ckpttool("inspect", text), ckpttool("reshard", HERE, text)):
+        assert (done.code, f"hint: {MEANT[text]}" in done.err) == (2, True), done.err
+        assert "secret" not in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_the_hub_are_told_what_they_are() -> None:
+    assert "a model of the Hugging Face Hub is hf://org/model" in ckpttool("inspect", "org/model").err

@@ -75,9 +75,9 @@ def check(
     result = CheckResult(path)
     stored = _read(path, options)
     rules = IndexRules() if isinstance(chosen, CkptError) else chosen.capabilities.indexes
-    names = _names(listing, stored, rules)
+    places = _places(listing, stored, rules)
     proven = isinstance(stored, StoredCheckpoint)  # by its reader, which reads pickles as a whole
-    files = [_examine(listing, name, i, result, proven=proven) for i, name in enumerate(names)]
+    files = [_examine(name, at, i, result, proven=proven) for i, (name, at) in enumerate(places.items())]
     if isinstance(stored, StoredCheckpoint):
         _check_pickles(stored, files, result)
         for said in stored.findings:
@@ -131,8 +131,8 @@ def _check_parts(path: Place, options: OpenOptions, progress: Progress, **how: A
         for noun, number in one.checked.items():
             result.checked[noun] = result.checked.get(noun, 0) + number
     listing, seen = list_source(path), CheckResult(path)  # what is wrong with a file is among the findings already
-    names = [n for f in source_files(stored.files) if "/" in (n := relative(f.place, path))]
-    files = [_examine(listing, name, i, seen, proven=True) for i, name in enumerate(names)]
+    named = [(n, f.place) for f in source_files(stored.files) if "/" in (n := relative(f.place, path))]
+    files = [_examine(name, at, i, seen, proven=True) for i, (name, at) in enumerate(named)]
     _check_manifest(listing, files, result, progress, how["workers"], set())
     result.findings = list(dict.fromkeys(result.findings))
     return result
@@ -162,11 +162,13 @@ def _read(path: Place, options: OpenOptions) -> StoredCheckpoint | CkptError:
         return e
 
 
-def _names(listing: Listing, stored: StoredCheckpoint | CkptError, rules: IndexRules | None) -> list[str]:
-    """Files to examine: those that make up the checkpoint, and others beside them that look like a part of it."""
+def _places(listing: Listing, stored: StoredCheckpoint | CkptError, rules: IndexRules | None) -> dict[str, Place]:
+    """Files to examine, by name: those that make up the checkpoint, and others beside them that look like a part."""
+    held: dict[str, Place] = {}
     out: dict[str, None] = {}
     if isinstance(stored, StoredCheckpoint):
-        out = dict.fromkeys(relative(f.place, listing.root) for f in source_files(stored.files))
+        held = {relative(f.place, listing.root): f.place for f in source_files(stored.files)}
+        out = dict.fromkeys(held)
     elif not listing.single:
         out = dict.fromkeys(n for n in listing.names if _PICKLES.fullmatch(n) and not _SMALL.fullmatch(n))
         if rules is not None and rules.stems:
@@ -176,12 +178,10 @@ def _names(listing: Listing, stored: StoredCheckpoint | CkptError, rules: IndexR
         out |= dict.fromkeys(n for n in listing.safetensors() if not beside(n))
     elif listing.single:
         out[listing.single] = None
-    return list(out)
+    return {name: held.get(name) or listing.path(name) for name in out}
 
 
-def _examine(listing: Listing, name: str, index: int, result: CheckResult, *, proven: bool) -> ExaminedFile:
-    said = parse_place(name)  # what lies in no directory of the source has all of its name: a file in a tar
-    path = listing.path(name) if isinstance(said, Path) else said
+def _examine(name: str, path: Place, index: int, result: CheckResult, *, proven: bool) -> ExaminedFile:
     try:
         if proven and content(path) != "safetensors":
             return ExaminedFile(name, DataFile.at(path), [], sound=True)
