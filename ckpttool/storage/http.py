@@ -20,7 +20,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.message import Message
@@ -76,9 +76,10 @@ STEP = 1 << 20
 _AGAIN = {408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529}
 _REDIRECTS = {301, 302, 303, 307, 308}
 _REPEATABLE = {"GET", "HEAD", "PUT", "DELETE", "OPTIONS"}
-_FOR_OTHERS = {"accept", "user-agent", "range", "if-match", "if-unmodified-since"}
+_FOR_OTHERS = {"accept", "accept-encoding", "user-agent", "range", "if-match", "if-unmodified-since"}
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 _OF = re.compile(r"bytes \*/(\d{1,19})")
+_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _RESET_IN = re.compile(r"(?:^|[;,\s])t=(\d{1,9})")
 
 
@@ -169,6 +170,8 @@ class _Call:
     def sent(self) -> dict[str, str]:
         """Its headers for the next try."""
         headers = {"User-Agent": f"ckpttool/{__version__}", "Accept-Encoding": "identity", **self.headers}
+        if bad := next((n for n, v in headers.items() if not _VALUE.fullmatch(v)), None):
+            raise HttpError(f"what {bad} should say cannot be sent", self.url)  # Python's error would show it
         if self.into is None:
             if self.body is not None:
                 headers["Content-Length"] = str(self.body.nbytes)
@@ -209,7 +212,7 @@ class Client:
         self._clock = clock or Clock()
         self._connections = Connections(timeout, grace, self._clock, tls)
         self._stopped = threading.Event()
-        self._random = random.Random()  # noqa: S311 - it spreads waits
+        self._random = random.SystemRandom()  # forked processes would draw the same waits of another one
 
     def request(
         self,
@@ -324,7 +327,7 @@ class Client:
             here, url = split(url)[0], _location(url, to)
             allowed = self._may_lead(call, named, url, here)
             if not _is_home(here, split(url)[0]):
-                headers = {k: v for k, v in headers.items() if k.lower() in _FOR_OTHERS or k == "Accept-Encoding"}
+                headers = {k: v for k, v in headers.items() if k.lower() in _FOR_OTHERS}
         raise RefusedRedirectError(f"there are more than {MAX_REDIRECTS} redirects", call.url)
 
     def _may_lead(self, call: _Call, named: Host, url: str, here: Host | None = None) -> Collection[str]:
@@ -463,7 +466,7 @@ def _checked_range(headers: Message, start: int, stop: int, length: int | None) 
     """The size of the file that a 206 is about. Raises ``_OddError`` unless it is about this range."""
     said = headers.get_all("Content-Range") or []
     m = _RANGE.fullmatch(said[0].strip()) if len(said) == 1 else None
-    if not m:
+    if not m or headers.get_content_type() == "multipart/byteranges":
         raise _OddError("does not say which range it sends")
     total = None if m[3] == "*" else int(m[3])
     if (int(m[1]), int(m[2]) + 1) != (start, stop) or (length is not None and length != stop - start):
@@ -556,7 +559,10 @@ def _asked_wait(answer: Answer | None) -> float:
 def _length(headers: Message) -> int | None:
     """Content-Length. Raises ``_OddError`` where it is none."""
     said = {v.strip() for v in headers.get_all("Content-Length") or []}
-    if not said or headers.get("Transfer-Encoding"):
+    codings = [v.strip().lower() for v in headers.get_all("Transfer-Encoding") or []]
+    if codings not in ([], ["chunked"]):  # Python's client would take its framing for bytes of the file
+        raise _OddError("sends its answer in another form than was asked for")
+    if not said or codings:
         return None
     (text, *more) = said
     if more or not (text.isascii() and text.isdigit()) or len(text) > 19:
@@ -572,6 +578,8 @@ def _parsed(url: str, about: str) -> tuple[Host, str]:
 
 
 def _location(url: str, to: str) -> str:
+    with suppress(UnicodeError):
+        to = to.encode("latin-1").decode()  # most that are not ASCII are UTF-8
     try:
         return urljoin(url, to.strip().replace(" ", "%20")).partition("#")[0]
     except ValueError:

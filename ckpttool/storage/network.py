@@ -92,9 +92,14 @@ def split(url: str) -> tuple[Host, str]:
 
 def shown(url: str) -> str:
     """A URL as messages show it: without its query, which may be a signature, and without a user name and password."""
-    head, slashes, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
+    head, slashes, rest = url.partition("://")
+    if not slashes:
+        return re.split(r"[?#]", url, maxsplit=1)[0].rpartition("@")[2]
     authority, slash, path = rest.partition("/")
-    return f"{head}{slashes}{authority.rpartition('@')[2]}{slash}{path}" if slashes else head.rpartition("@")[2]
+    user, at, host = authority.rpartition("@")
+    if at and re.search(r"[?#]", user):  # a password with a question mark? Then what is before it is of the password
+        return f"{head}://..."
+    return re.split(r"[?#]", f"{head}://{host}{slash}{path}", maxsplit=1)[0]
 
 
 def nearness(address: str) -> str:
@@ -378,8 +383,11 @@ class Connections:
 def _tls() -> ssl.SSLContext:
     bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
     if bundle and not os.environ.get("SSL_CERT_FILE"):
-        where = {"capath" if os.path.isdir(bundle) else "cafile": bundle}  # noqa: PTH112
-        context = ssl.create_default_context(cafile=where.get("cafile"), capath=where.get("capath"))
+        where = "capath" if os.path.isdir(bundle) else "cafile"  # noqa: PTH112
+        try:
+            context = ssl.create_default_context(**{where: bundle})
+        except OSError as e:
+            raise OSError(f"the certificates in {bundle} cannot be read: {e.strerror}") from None
     else:
         context = ssl.create_default_context()
         paths = ssl.get_default_verify_paths()

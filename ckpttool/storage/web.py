@@ -111,7 +111,7 @@ class WebPlace(NamedTuple):
 
     @property
     def name(self) -> str:
-        return unquote(self._path.rpartition("/")[2])
+        return unquote(self._path.rpartition("/")[2]) or split(self.url)[0].name
 
     @property
     def suffix(self) -> str:
@@ -347,7 +347,7 @@ def _ask(place: WebPlace) -> Found | None:
         return None
     answer = client().request("HEAD", url, headers=_login(url, url))
     no_head = answer.status in (405, 501) or (answer.status in (400, 403) and place.query)  # signed for GET
-    if no_head or (answer.status == 200 and answer.total is None):
+    if no_head or (answer.status == 200 and not answer.total):  # to HEAD, some say 0 of every file
         answer = _first_byte(url) or answer
     if answer.status not in (200, 206) and not (answer.status == 416 and answer.total == 0):
         raise HttpError(f"{split(url)[0]} answers {answer.named}", url, answer)
@@ -418,6 +418,8 @@ def _prober(place: WebPlace) -> Callable[[str], bool]:
             return False
         try:
             return _ask(place / name) is not None
+        except RefusedRedirectError:
+            return False
         except HttpError as e:
             if e.status in _NO_ENTRY:  # S3 says so of what is not there to those who may not list
                 _refused[place] = f"{e.strerror}; {_LOG_IN}"
@@ -472,7 +474,7 @@ def _login(url: str, named: str) -> Mapping[str, str]:
 
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
-        known = netrc.netrc(path).authenticators(host.name)
+        known = netrc.netrc(path).hosts.get(host.name)  # what is for all hosts is not for one that a recipe names
     except (OSError, netrc.NetrcParseError, UnicodeError):
         return {}
     if not known:

@@ -225,9 +225,9 @@ def changed(**headers: str) -> Fault:
     return lambda _, reply: reply.but(headers)
 
 
-def chunked(data: bytes) -> Fault:
+def chunked(data: bytes, coding: str = "chunked") -> Fault:
     body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
-    return lambda _, reply: reply.but(body=body, Content_Length="", Transfer_Encoding="chunked")
+    return lambda _, reply: reply.but(body=body, Content_Length="", Transfer_Encoding=coding)
 
 
 def endless(head: bytes, again: bytes) -> Fault:
@@ -248,6 +248,8 @@ LIES: dict[str, Fault] = {
     "another unit": changed(Content_Range="items 100-2000099/3145728"),
     "two ranges": lambda _, r: replace(r, headers=[*r.headers, ("Content-Range", "bytes 100-2000099/3145728")]),
     "several parts": changed(Content_Type="multipart/byteranges; boundary=x", Content_Range=""),
+    "another coding": chunked(DATA[100:2_000_100], "gzip, chunked"),
+    "a part of several": changed(Content_Type="multipart/byteranges; boundary=x"),
     "huge numbers": changed(Content_Range="bytes 100-2000099/" + "9" * 5000),
     "negative length": changed(Content_Length="-1"),
     "length in words": changed(Content_Length="many"),
@@ -499,6 +501,21 @@ def test_secrets_stay_with_their_host(server: WebServer, client: Client) -> None
         assert "authorization" not in server.asked[-1].headers
 
 
+def test_redirects_in_utf8(server: WebServer, client: Client) -> None:
+    server.files["\u00e9 \u00fc"] = DATA
+    server.on("/a", redirect("/\u00e9 \u00fc".encode().decode("latin-1")))
+    assert get(client, f"{server.url}/a") == DATA[100:2_000_100]
+
+
+@pytest.mark.parametrize("token", [f"{SECRET}\r\nX: y", f"{SECRET}\n", f"{SECRET}\u20ac", f"{SECRET}\0"])
+def test_headers_that_cannot_be_sent_are_not_shown(server: WebServer, client: Client, token: str) -> None:
+    with pytest.raises(HttpError, match="what Authorization should say cannot be sent") as e:
+        client.request("GET", f"{server.url}/f", headers={"Authorization": token})
+    assert SECRET not in f"{e.value} {e.value!r}"
+    assert e.value.__suppress_context__ or e.value.__context__ is None
+    assert server.connections == 0
+
+
 def test_redirects_end(server: WebServer, client: Client) -> None:
     server.on("/a", redirect("/a"))
     with pytest.raises(RefusedRedirectError, match="more than 5 redirects"):
@@ -602,7 +619,8 @@ def test_far_addresses() -> None:
 def test_urls_are_shown_without_secrets() -> None:
     assert shown("https://u:p@h:80/a/b@c?sig=1#x") == "https://h:80/a/b@c"
     assert shown("https://h?sig=1") == "https://h"
-    assert shown("https://u:p?@h/") == "https://u:p"  # what is behind the question mark is never shown
+    assert shown("https://u:p?@h/") == "https://..."
+    assert shown("https://h/a?b=c@d/e") == "https://h/a"
     assert shown("u:p@h") == "h"
     assert shown("/path?x") == "/path"
 

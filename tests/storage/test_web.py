@@ -198,6 +198,20 @@ def test_an_empty_file(server: WebServer) -> None:
     assert at(server, "empty").identity()[0] == 0
 
 
+def test_a_server_that_says_to_head_that_all_is_empty(server: WebServer) -> None:
+    server.on("/large", lambda asked, r: r.but(Content_Length="0") if asked.method == "HEAD" else r)
+    assert read_all(at(server, "large")) == server.files["large"]
+
+
+def test_what_is_usual_may_lead_away(server: WebServer) -> None:
+    """A host may send who asks for what is not there to a place that is refused; the file itself can be read."""
+    server.files |= {f"n/{n}": b for n, b in files_of(FIXTURES / "hf_tiny_source").items()}
+    for name in web.USUAL:
+        if name != "config.json":
+            server.on(f"/n/{name}", redirect("http://169.254.169.254/login"))
+    assert ckpttool("inspect", f"{server.url}/n/model.safetensors").code == 0
+
+
 def test_a_file_that_changes_while_it_is_read(server: WebServer) -> None:
     file = at(server, "large").open_file()
     server.files["large"] = bytes(400_000)
@@ -321,6 +335,8 @@ def test_logins_of_netrc(tmp_path: Path) -> None:
         assert not web._login("https://host.example:8443/f", "https://host.example/f")
         with patch.dict(os.environ, {ANONYMOUS: "1"}):
             assert not web._login("https://host.example/f", "https://host.example/x")
+        netrc.write_text("default login me password pass\n")
+        assert not web._login("https://host.example/f", "https://host.example/x")
         netrc.write_text("machine what is this")
         assert not web._login("https://host.example/f", "https://host.example/x")
 
