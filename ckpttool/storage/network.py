@@ -383,9 +383,11 @@ class Connections:
 def _tls() -> ssl.SSLContext:
     bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
     if bundle and not os.environ.get("SSL_CERT_FILE"):
-        where = "capath" if os.path.isdir(bundle) else "cafile"  # noqa: PTH112
+        is_directory = os.path.isdir(bundle)  # noqa: PTH112
         try:
-            context = ssl.create_default_context(**{where: bundle})
+            context = ssl.create_default_context(
+                cafile=None if is_directory else bundle, capath=bundle if is_directory else None
+            )
         except OSError as e:
             raise OSError(f"the certificates in {bundle} cannot be read: {e.strerror}") from None
     else:
