@@ -31,7 +31,8 @@ SIGNED_SECONDS = 600
 
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,60})</Code>")
 _lock = threading.Lock()
-_clients: dict[tuple[int, bool], Any] = {}
+_clients: dict[tuple[int, bool, str | None], Any] = {}
+_AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
 
 _HINTS = {
     "InvalidAccessKeyId": "the access key is unknown there: check AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL",
@@ -48,9 +49,12 @@ _HINTS = {
 _LOGIN = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; --anonymous reads public buckets"
 
 
-def client() -> Any:
-    """The client of this process, for S3 as the environment has it. Raises AccessError for broken settings."""
-    here = (os.getpid(), anonymous())  # connections do not survive a fork
+def client(region: str | None = None) -> Any:
+    """The client of this process, for S3 as the environment has it, or for a region of it.
+
+    Raises AccessError for broken settings.
+    """
+    here = (os.getpid(), anonymous(), region)  # connections do not survive a fork
     with _lock:
         if here not in _clients:
             config = Config(
@@ -62,7 +66,7 @@ def client() -> Any:
             )
             try:
                 session = boto3.Session()
-                region = None if session.region_name else "us-east-1"  # buckets elsewhere are found by a redirect
+                region = region or session.region_name or "us-east-1"  # buckets elsewhere are found by a redirect
                 made = session.client("s3", region_name=region, config=config)
             except (exceptions.BotoCoreError, ValueError) as e:
                 raise AccessError(f"the settings for S3 cannot be used: {e}", hint=_LOGIN) from None
@@ -103,6 +107,7 @@ class Bucket:
     def __init__(self, name: str) -> None:
         self.name = name
         self._signed: dict[str, tuple[float, str]] = {}
+        self._region: tuple[str | None] | None = None
 
     def list(self, prefix: str) -> Listing:
         files, folders, where = {}, set(), self._where(prefix)
@@ -131,11 +136,24 @@ class Bucket:
         if renew or time.monotonic() > until:
             at = {"Bucket": self.name, "Key": key}
             try:
-                url = client().generate_presigned_url("get_object", at, ExpiresIn=SIGNED_SECONDS)
+                url = client(self._home()).generate_presigned_url("get_object", at, ExpiresIn=SIGNED_SECONDS)
             except exceptions.BotoCoreError as e:
                 raise explained(e, self._where(key)) from None
             self._signed[key] = (time.monotonic() + SIGNED_SECONDS / 2, url)
         return Signed(url, {}, tag)
+
+    def _home(self) -> str | None:
+        """The region of the bucket: a signature is for one, and botocore learns of it only in requests of its own."""
+        if self._region is None:
+            region = None
+            if client().meta.endpoint_url.endswith(_AMAZON):
+                try:
+                    said = client().head_bucket(Bucket=self.name)
+                except exceptions.ClientError as e:  # who may not look is told nevertheless
+                    said = e.response
+                region = said["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
+            self._region = (region,)
+        return self._region[0]
 
     def explain(self, e: HttpError, key: str) -> NoReturn:
         if isinstance(e, ChangedError) or e.answer is None or e.status >= 500:

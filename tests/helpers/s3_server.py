@@ -133,6 +133,8 @@ class S3Server:
         """Bytes that every part but the last must have. S3's; less makes small tests."""
         self.page = 1000
         """Names of a listing's page, at most."""
+        self.region = "us-east-1"
+        """Of all buckets."""
         self.delay = 0.0
         """Seconds before every answer."""
         self.slowness = 0.3
@@ -285,7 +287,7 @@ class S3Server:
         return Answer(206, stored.data[lo:hi], headers | {"Content-Range": f"bytes {lo}-{hi - 1}/{size}"})
 
     def _head_bucket(self, bucket: dict[str, Stored], request: Request, body: bytes) -> Answer:
-        return Answer(200, b"", {"x-amz-bucket-region": "us-east-1"})
+        return Answer(200, b"", {"x-amz-bucket-region": self.region})
 
     def _get_bucket_location(self, bucket: dict[str, Stored], request: Request, body: bytes) -> Answer:
         return _xml("LocationConstraint", "")

@@ -226,6 +226,21 @@ def test_a_signature_is_renewed_in_time(server: S3Server) -> None:
     objects.close()
 
 
+@pytest.mark.parametrize("fault", ["", "403"])
+def test_urls_are_signed_for_the_region_of_the_bucket(server: S3Server, fault: str) -> None:
+    server.put("bucket", "file", b"0123456789")
+    server.on("HeadBucket", fault)
+    with patch.object(s3, "_AMAZON", server.url), patch.object(server, "region", "eu-central-1"):
+        objects.forget()
+        objects._stores.clear()
+        assert read_all(parse_place("s3://bucket/file")) == b"0123456789"
+        assert read_all(parse_place("s3://bucket/file")) == b"0123456789"
+    objects.close()
+    gets = [r for r in server.requests if r.operation == "GetObject"]
+    assert {r.query["X-Amz-Credential"].split("/")[2] for r in gets} == {"eu-central-1" if not fault else "us-east-1"}
+    assert server.operations()["HeadBucket"] == 1
+
+
 def test_each_error_has_its_way_out(server: S3Server) -> None:
     with pytest.raises(IncompleteError, match="bucket does not exist"):
         parse_place("s3://no-bucket/run").is_dir()
