@@ -210,24 +210,12 @@ def parse(text: str) -> WebPlace:
         raise UsageError(str(e), where=shown(text)) from None
     if any(unquote(p) in (".", "..") for p in path.split("/")):
         raise UsageError("the URL goes up with ..", where=shown(text), hint="write where it leads")
-    _refuse_page(str(host), path)
     url = f"{host.scheme}://{host}{path.rstrip('/')}"
     if query:
         QUERIES[url] = query
     place = _at(url)
     _given.add(place)
     return place
-
-
-def _refuse_page(host: str, path: str) -> None:
-    """Raises UsageError for what is a page about a model on the Hub, and not its files."""
-    parts = path.strip("/").split("/")
-    if host == "huggingface.co" and len(parts) >= 2 and (parts[2:3] or ["tree"])[0] in ("tree", "blob"):
-        at = f"@{parts[3]}" if len(parts) > 3 and parts[3] != "main" else ""
-        place = "/".join([f"{parts[0]}/{parts[1]}{at}", *parts[4:]])
-        raise UsageError(
-            "this is a page about a model", where=shown(f"https://{host}{path}"), hint=f"give hf://{place}"
-        )
 
 
 class WebFile:

@@ -108,9 +108,6 @@ MEANT = {
     "file:///models/x": "give the path: /models/x",
     "abfss://c@account/x": "blobs of Azure are az://CONTAINER/PATH",
     "hdfs://me:secret@host/x": "places on other machines are hf://ORG/MODEL",
-    "https://huggingface.co/org/model": "give hf://org/model",
-    "https://huggingface.co/org/model/tree/v1/sub": "give hf://org/model@v1/sub",
-    "https://huggingface.co/org/model/blob/main/a.safetensors": "give hf://org/model/a.safetensors",
 }
 
 
