@@ -6,21 +6,23 @@ out from pieces and views with numpy indexing, so a fault of the planner or of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ckpttool.catalog import Catalog, LogicalTensor, Piece
 from ckpttool.dtypes import itemsize, lookup, numpy_dtype
+from ckpttool.encodings import Contents
 from ckpttool.errors import UnsupportedError, VerifyError
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.permute import store
-from ckpttool.execute.reader import blocks, read_block
+from ckpttool.execute.reader import Reads, block_reads, blocks, in_turn, read_block
 from ckpttool.geometry import Box
+from ckpttool.plan import Block
 from ckpttool.relate import NONE, DerivedTensor
 
 BLOCK = 4 << 20
@@ -31,6 +33,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 def read_piece(catalog: Catalog, piece: Piece, box: Box) -> Array:
     """The elements of ``box`` (in the logical tensor, inside ``piece.box``) as an array of the stored dtype."""
+    block = _block(piece, box)
+    return read_block(catalog.files[block.file].contents, block.offset, block.strides, box.shape, piece.stored.dtype)
+
+
+def _block(piece: Piece, box: Box) -> Block:
+    """Where ``box`` (in the logical tensor) lies in the file of a piece."""
     stored = piece.stored
     item = itemsize(stored.dtype)
     strides = stored.element_strides
@@ -38,9 +46,7 @@ def read_piece(catalog: Catalog, piece: Piece, box: Box) -> Array:
         (b - p + q) * s
         for b, p, q, s in zip(box.start, piece.logical_box.start, piece.stored_box.start, strides, strict=True)
     )
-    return read_block(
-        catalog.files[stored.file].contents, at, tuple([s * item for s in strides]), box.shape, stored.dtype
-    )
+    return Block(stored.file, at, tuple([s * item for s in strides]))
 
 
 def read_tensor(catalog: Catalog, tensor: LogicalTensor, box: Box, dtype: str = "") -> Array:
@@ -87,6 +93,45 @@ def read_view(catalog: Catalog, view: DerivedTensor, box: Box, dtype: str = "") 
         steps = zip(p.first, box.start, p.size, p.step, strict=True)
         out[tuple([slice(f - o, f - o + (n - 1) * s + 1, s) for f, o, n, s in steps])] = data
     return out
+
+
+def tensor_reads(catalog: Catalog, tensor: LogicalTensor, *, replicas: bool = False) -> Reads:
+    """What is read of a tensor's pieces, and of their copies, from other machines."""
+    pieces = [*tensor.pieces, *(tensor.replicas if replicas else ())]
+    return _reads(catalog, [(p, p.logical_box) for p in pieces])
+
+
+def view_reads(catalog: Catalog, view: DerivedTensor) -> Reads:
+    """What is read of the tensors that a view is made of, from other machines."""
+    found, turned = [], False
+    for part in view.parts:
+        box = part.reads()
+        axes = [a for a in part.axes if a != NONE]
+        turned = turned or axes != sorted(axes)
+        for piece in part.source.pieces:
+            if (common := piece.logical_box.intersect(box) if box.start else box) is not None:
+                found.append((piece, common))
+    reads = _reads(catalog, found)
+    return reads._replace(again=reads.again or (turned and view.nbytes > BLOCK))
+
+
+def _reads(catalog: Catalog, found: Iterable[tuple[Piece, Box]]) -> Reads:
+    ranges: list[tuple[Contents, int, int]] = []
+    again, nbytes = False, 0
+    for piece, box in found:
+        stored = piece.stored
+        contents = catalog.files[stored.file].contents
+        if isinstance(catalog.files[stored.file].place, Path):
+            continue
+        nbytes += stored.nbytes
+        if lookup(stored.dtype).bits % 8:
+            ranges.append((contents, stored.offset, stored.offset + stored.nbytes))
+            continue
+        block = _block(piece, box)
+        ranges += [(contents, a, b) for _, a, b in block_reads(block, box.shape, itemsize(stored.dtype))]
+        long = [s for s, n in zip(block.strides, box.shape, strict=True) if n > 1]
+        again = again or long != sorted(long, reverse=True)
+    return Reads(ranges, again and nbytes > BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +230,11 @@ def verify_views(
             found.append(compare_one(view.name, copy.logical_box.shape, want, shifted, written, advance))
         return [d for d in found if d is not None]
 
-    with ThreadPoolExecutor(2) as pool:
-        wrong = [d for found in pool.map(one, views) for d in found]
+    def reads(view: DerivedTensor) -> Reads:
+        left, right = view_reads(source, view), tensor_reads(other, other[view.name], replicas=True)
+        return Reads([*left.ranges, *right.ranges], left.again or right.again)
+
+    wrong = [d for found in in_turn(2, one, views, reads) for d in found]
     if wrong:
         raise VerifyError(
             f"{len(wrong)} of {len(views) if total is None else total} tensors differ from the source",

@@ -42,6 +42,7 @@ from ckpttool.execute.files import Medium, SourceReadError, Stopped, create, rem
 from ckpttool.execute.hashing import ALGORITHM, CRC32, Sums, joined_crc32
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
+from ckpttool.execute.reader import stop_reading
 from ckpttool.execute.remote import check_unchanged, open_medium
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit, schedule, sum_key
 from ckpttool.execute.upcoming import Turn, Upcoming
@@ -570,6 +571,7 @@ class _Run:
                         self._show(min(meter.done, total))
             except BaseException:
                 self.stop.set()
+                stop_reading()
                 raise
         verifying.result()
         if phased:

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ckpttool.encodings import Contents, Encoding
-from ckpttool.execute.remote import open_medium
+from ckpttool.execute.reader import reading
 from ckpttool.plan import Target
 from ckpttool.storage.place import Place
 
@@ -43,7 +43,7 @@ def hash_range(contents: Contents | Place, offset: int, nbytes: int) -> str:
     h = xxhash.xxh3_128()
     name = contents if isinstance(contents, Encoding) else str(contents)
     buffer = np.empty(max(1, min(_CHUNK, nbytes)), np.uint8).data
-    with open_medium(1) as pool:
+    with reading(1) as pool:
         for at in range(0, nbytes, _CHUNK):
             piece = buffer[: min(_CHUNK, nbytes - at)]
             pool.read(name, offset + at, (piece,), once=False)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.encodings import TEXT_STEP, Contents, Encoding
+from ckpttool.execute.ahead import GAP
 from ckpttool.execute.files import Medium
 from ckpttool.execute.moves import BRIDGE, Move, dense, tiles
 from ckpttool.execute.permute import Array, Permuter
-from ckpttool.execute.remote import open_medium
+from ckpttool.execute.remote import AHEAD, open_medium
 from ckpttool.geometry import Box
+from ckpttool.plan import Block
 from ckpttool.storage.place import Place
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -39,20 +45,117 @@ def read_block(
 ) -> Array:
     """A strided block of a file, or of what it is decoded to, as a contiguous array of the dtype's numpy type.
 
-    ``strides`` are bytes per axis, in any order of size. ``files`` keeps descriptors open between calls; without it
-    the file is opened and closed. Beside the result, memory for a few MiB is used. Raises CorruptError.
+    ``strides`` are bytes per axis, in any order of size. ``files`` keeps descriptors open between calls; without it,
+    and outside of ``reading``, the file is opened and closed. Beside the result, memory for a few MiB is used. Raises
+    CorruptError.
     """
     kind = numpy_dtype(dtype)
     out = np.empty(tuple(shape), kind)
     if not out.size:
         return out
     name = contents if isinstance(contents, Encoding) else str(contents)
-    if files is None:
-        with open_medium(1) as pool:
-            _fill(pool, name, offset, tuple(strides), out, dtype)
-    else:
-        _fill(files, name, offset, tuple(strides), out, dtype)
+    with nullcontext(files) if files is not None else reading(1) as medium:
+        _fill(medium, name, offset, tuple(strides), out, dtype)
     return out
+
+
+class _Shared:
+    """The medium of all threads that read blocks."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.medium: Medium | None = None
+        self.users = 0
+
+
+_SHARED = _Shared()
+
+
+@contextmanager
+def reading(limit: int | None = None, *, memory: int = AHEAD, connections: int | None = None) -> Iterator[Medium]:
+    """While this lasts, blocks are read through one medium, which the first who asks for it opens; see
+    ``open_medium``. So a file on another machine is opened once, and read ahead.
+    """
+    with _SHARED.lock:
+        if _SHARED.medium is None:
+            _SHARED.medium = open_medium(limit, memory=memory, connections=connections)
+        medium = _SHARED.medium
+        _SHARED.users += 1
+    try:
+        yield medium
+    finally:
+        with _SHARED.lock:
+            _SHARED.users -= 1
+            last = not _SHARED.users
+            if last:
+                _SHARED.medium = None
+        if last:
+            medium.close()
+
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class Reads(NamedTuple):
+    """What will be read."""
+
+    ranges: Sequence[tuple[Contents, int, int]]
+    """File, first byte, end; in order."""
+    again: bool = False
+    """Some of it several times, or in another order than it lies in the file."""
+
+
+def in_turn(
+    workers: int, do: Callable[[_Item], _Result], items: Iterable[_Item], reads: Callable[[_Item], Reads]
+) -> Iterator[_Result]:
+    """What ``do`` makes of each item, in threads that read blocks. What the next ones read from other machines is
+    fetched before their turn comes.
+    """
+    waiting: deque[tuple[Future[_Result], Callable[[], None], int]] = deque()
+    ahead = 0
+    with reading() as medium, ThreadPoolExecutor(workers, thread_name_prefix="read") as pool:
+
+        def done(item: _Item, what: Reads) -> _Result:
+            kept = medium.keep(what.ranges if what.again else ())
+            try:
+                return do(item)
+            finally:
+                kept()
+
+        try:
+            for item in items:
+                what = reads(item)
+                size = sum([b - a for _, a, b in what.ranges])
+                while len(waiting) > workers and ahead + size > medium.ahead:
+                    ahead -= waiting[0][2]
+                    yield _finished(waiting)
+                forget = medium.announce(what.ranges)
+                waiting.append((pool.submit(done, item, what), forget, size))
+                ahead += size
+            while waiting:
+                yield _finished(waiting)
+        except (KeyboardInterrupt, SystemExit):
+            medium.stop()
+            raise
+        finally:
+            for future, forget, _ in waiting:
+                future.cancel()
+                forget()
+
+
+def _finished(waiting: deque[tuple[Future[_Result], Callable[[], None], int]]) -> _Result:
+    try:
+        return waiting[0][0].result()
+    finally:
+        waiting.popleft()[1]()
+
+
+def stop_reading() -> None:
+    """End all waiting for blocks of files on other machines; whoever waits gets Stopped."""
+    with _SHARED.lock:
+        if _SHARED.medium is not None:
+            _SHARED.medium.stop()
 
 
 def _fill(pool: Medium, path: Contents, offset: int, strides: tuple[int, ...], out: Array, dtype: str) -> None:
@@ -176,6 +279,20 @@ def offsets(shape: Sequence[int], strides: Sequence[int]) -> Iterator[int]:
     if len(axes) == 1:
         return iter(axes[0])
     return map(sum, itertools.product(*axes))
+
+
+def block_reads(block: Block, shape: Sequence[int], size: int) -> Iterator[tuple[int, int, int]]:
+    """The bytes of a strided block of elements of ``size`` bytes, with the gaps that are fetched along."""
+    if 0 in shape:
+        return
+    start, run = block.offset, size
+    axes = sorted([(s, n) for n, s in zip(shape, block.strides, strict=True) if n > 1], key=lambda axis: abs(axis[0]))
+    start += sum([(n - 1) * s for s, n in axes if s < 0])
+    while axes and abs(axes[0][0]) - run <= GAP:
+        s, n = axes.pop(0)
+        run += (n - 1) * abs(s)
+    for at in offsets([n for _, n in reversed(axes)], [abs(s) for s, _ in reversed(axes)]):
+        yield block.file, start + at, start + at + run
 
 
 def blocks(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:

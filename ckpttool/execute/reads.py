@@ -11,7 +11,7 @@ from ckpttool.encodings import Contents
 from ckpttool.execute.ahead import GAP
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.moves import ZEROS, Batch, FileRows, Item, Move, RowBlock, TransposeTile
-from ckpttool.execute.reader import offsets
+from ckpttool.execute.reader import block_reads
 from ckpttool.execute.strided import is_turned
 from ckpttool.kernels.merge import METHODS
 from ckpttool.plan import (
@@ -92,20 +92,6 @@ def check_reads(step: Checking) -> Iterator[Range]:
     yield from block_reads(step.src, step.shape, itemsize(step.dtype))
     if step.like is not None:
         yield from block_reads(step.like, step.shape[1:], itemsize(step.dtype))
-
-
-def block_reads(block: Block, shape: Sequence[int], size: int) -> Iterator[Range]:
-    """The bytes of a strided block of elements of ``size`` bytes, with the gaps that are fetched along."""
-    if 0 in shape:
-        return
-    start, run = block.offset, size
-    axes = sorted([(s, n) for n, s in zip(shape, block.strides, strict=True) if n > 1], key=lambda axis: abs(axis[0]))
-    start += sum([(n - 1) * s for s, n in axes if s < 0])
-    while axes and abs(axes[0][0]) - run <= GAP:
-        s, n = axes.pop(0)
-        run += (n - 1) * abs(s)
-    for at in offsets([n for _, n in reversed(axes)], [abs(s) for s, _ in reversed(axes)]):
-        yield block.file, start + at, start + at + run
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, VerifyError
+from ckpttool.execute.compare import tensor_reads
 from ckpttool.execute.files import Medium
 from ckpttool.execute.remote import open_medium
 from ckpttool.formats.base import Capabilities, Training
@@ -378,8 +379,10 @@ def betas_of(training: Training | None, asked: Betas | None, where: str) -> dict
 
 def steps_of(catalog: Catalog, views: Mapping[str, DerivedTensor]) -> dict[str, float]:
     """The step of each parameter, read while planning. Raises what ``read_number`` raises."""
+    tensors = {name: view.parts[0].source for name, view in views.items()}
     with open_medium() as medium:
-        return {name: read_number(medium, catalog, view.parts[0].source) for name, view in views.items()}
+        medium.announce([r for t in tensors.values() for r in tensor_reads(catalog, t, replicas=True).ranges])
+        return {name: read_number(medium, catalog, tensor) for name, tensor in tensors.items()}
 
 
 def read_number(medium: Medium, catalog: Catalog, tensor: LogicalTensor) -> float:

@@ -23,6 +23,7 @@ from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import schedule
 from ckpttool.plan import Block, Copy, Output, Plan, Source, Unit
 from tests.execute.far import Far, far_away
+from tests.helpers.command import ckpttool
 from tests.helpers.memory import FILES, MemoryPlace, in_memory
 from tests.storage.test_place import written
 
@@ -210,6 +211,42 @@ def test_parts_that_transpose_the_same_bytes_are_one_task() -> None:
     assert len(schedule(plan, ())) > 1
     (task,) = schedule(plan, (), {0})
     assert [p.number for p in task.parts] == [p.number for t in schedule(plan, ()) for p in t.parts]
+
+
+QUESTIONS = {
+    "values": ["--stats"],
+    "checksum": ["--hash"],
+    "a checksum of all": ["--hash", "--total"],
+    "soundness": ["--check", "--values"],
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_inspect_opens_each_file_once_for_all_values(question: str, models: Path, far: Far) -> None:
+    words = QUESTIONS[question]
+    before = ckpttool("inspect", models / "tp8", *words)
+    with in_memory(models / "tp8") as remote:
+        done = ckpttool("inspect", remote, *words)
+    assert done.out.replace(remote, str(models / "tp8")) == before.out
+    asked = [r for r in far.requests if r.name.endswith(".safetensors")]
+    tensors = sum([p.stat().st_size for p in (models / "tp8").glob("*.safetensors")])
+    headers, again = 8 * (256 << 10), 0.3 if "--check" in words else 0.01  # replicas are compared
+    assert sum([r.nbytes for r in asked]) <= headers + tensors * (1 + again)
+    assert len(asked) <= 120
+    assert far.opened.count("rank-00003-of-00008.safetensors") <= (5 if "--check" in words else 2)
+
+
+@pytest.mark.parametrize("goal", [{"tp": 2}, {"to": "unified", "tp": 2}], ids=["cut", "transposed"])
+def test_verification_reads_the_source_once_more(goal: dict[str, Any], models: Path, far: Far, tmp_path: Path) -> None:
+    with in_memory(models / "tp8") as remote:
+        plan = library.open(remote).reshard(**goal)
+        far.requests.clear()
+        plan.run(tmp_path / "dst", verify=True)
+    asked = [r for r in far.requests if r.name.endswith(".safetensors")]
+    tensors = sum([p.stat().st_size for p in (models / "tp8").glob("*.safetensors")])
+    assert sum([r.nbytes for r in asked]) <= 2.05 * tensors
+    assert len(asked) <= 150
+    assert far.opened.count("rank-00003-of-00008.safetensors") <= 3
 
 
 @pytest.mark.parametrize("memory", [16 * MIB, 64 * MIB])

@@ -9,7 +9,6 @@ formats differ in what they hold.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import isnan, prod
 
@@ -18,8 +17,8 @@ from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
-from ckpttool.execute.compare import BLOCK, Difference, read_view
-from ckpttool.execute.reader import blocks
+from ckpttool.execute.compare import BLOCK, Difference, read_view, view_reads
+from ckpttool.execute.reader import Reads, blocks, in_turn
 from ckpttool.formats.base import OpenOptions
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Array, Distance, differs, differs_in_bits, first_index
@@ -311,11 +310,16 @@ def _compare(
     result: DiffResult, pairs: list[tuple[DerivedTensor, DerivedTensor]], progress: Progress, workers: int
 ) -> None:
     progress.start(sum(x.nbytes for x, _ in pairs), 0)
-    with ThreadPoolExecutor(workers) as pool:
-        for (x, _), found in zip(pairs, pool.map(lambda pair: _compare_one(result, *pair), pairs), strict=True):
-            progress.advance(x.nbytes)
-            if found is not None:
-                result.elements.append(found)
+
+    def reads(pair: tuple[DerivedTensor, DerivedTensor]) -> Reads:
+        one, two = view_reads(result.left.catalog, pair[0]), view_reads(result.right.catalog, pair[1])
+        return Reads([*one.ranges, *two.ranges], one.again or two.again)
+
+    compared = in_turn(workers, lambda pair: _compare_one(result, *pair), pairs, reads)
+    for (x, _), found in zip(pairs, compared, strict=True):
+        progress.advance(x.nbytes)
+        if found is not None:
+            result.elements.append(found)
     result.elements.sort(key=_size, reverse=True)
     progress.finish()
 

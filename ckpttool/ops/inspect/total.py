@@ -8,7 +8,6 @@ Names are Hugging Face's where the naming is known. docs/inspect.md says exactly
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -17,9 +16,9 @@ from ckpttool.catalog import Catalog, Key
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute import Progress
-from ckpttool.execute.compare import BLOCK, read_view
+from ckpttool.execute.compare import BLOCK, read_view, view_reads
 from ckpttool.execute.hashing import ALGORITHM, hasher
-from ckpttool.execute.reader import blocks
+from ckpttool.execute.reader import blocks, in_turn
 from ckpttool.ops.inspect.diff import Found, side
 from ckpttool.ops.inspect.listing import Listing
 from ckpttool.ops.inspect.soundness import Named, heads
@@ -50,10 +49,11 @@ def total(listing: Listing, progress: Progress, workers: int = 2) -> Total:
     views = [v for v in views if not _repeats_model(checkpoint.catalog, v, found.tables.get("model", {}))]
     progress.start(sum(v.view.nbytes for v in views), len(listing.files))
     digests = {}
-    with ThreadPoolExecutor(workers) as pool:
-        for v, d in zip(views, pool.map(partial(_digest, checkpoint.catalog), [v.view for v in views]), strict=True):
-            digests[v.view.name] = d
-            progress.advance(v.view.nbytes)
+    catalog, only = checkpoint.catalog, [v.view for v in views]
+    read = in_turn(workers, partial(_digest, catalog), only, partial(view_reads, catalog))
+    for v, d in zip(only, read, strict=True):
+        digests[v.name] = d
+        progress.advance(v.nbytes)
     progress.finish()
     kinds = {v.view.name: Named(v.view.dtype, v.view.shape, ()) for v in views}
     embedding, head = heads({n: k for n, k in kinds.items() if n in found.tables.get("model", {})})

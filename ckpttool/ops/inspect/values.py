@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,9 +19,9 @@ from ckpttool.checkpoint import refuse_empty
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress
-from ckpttool.execute.compare import BLOCK, read_tensor
+from ckpttool.execute.compare import BLOCK, read_tensor, tensor_reads
 from ckpttool.execute.hashing import ALGORITHM, hash_range, hasher
-from ckpttool.execute.reader import blocks
+from ckpttool.execute.reader import blocks, in_turn
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Binning, Collector, Histogram, Stats, collector
 from ckpttool.ops.inspect.listing import Listing, Row
@@ -77,10 +76,13 @@ def measure(listing: Listing, wanted: Wanted, progress: Progress, workers: int =
     tensors = {str(key): t for key, t in catalog.tensors.items()}
     progress.start(sum(row.nbytes for row in listing.rows), len(listing.files))
     out = []
-    with ThreadPoolExecutor(workers) as pool:
-        for values in pool.map(lambda row: measure_one(catalog, row, tensors[row.name], wanted), listing.rows):
-            out.append(values)
-            progress.advance(values.row.nbytes)
+
+    def one(row: Row) -> Values:
+        return measure_one(catalog, row, tensors[row.name], wanted)
+
+    for values in in_turn(workers, one, listing.rows, lambda row: tensor_reads(catalog, tensors[row.name])):
+        out.append(values)
+        progress.advance(values.row.nbytes)
     progress.finish()
     return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 
@@ -13,8 +12,8 @@ from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, is_derived
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.execute import Progress
-from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_piece, read_tensor, read_view
-from ckpttool.execute.reader import blocks
+from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_piece, read_tensor, read_view, tensor_reads
+from ckpttool.execute.reader import blocks, in_turn
 from ckpttool.formats.config import ties_head
 from ckpttool.geometry import Box, whole
 from ckpttool.kernels.stats import Health
@@ -43,16 +42,16 @@ def value_findings(
     checked["replica"] = sum(len(t.replicas) for t in copied)
     checked["scale"] = len(scales)
     checked["element"] = sum(prod(t.shape) for t in floats)
-    with ThreadPoolExecutor(2) as pool:
-        for t, health in zip(floats, pool.map(partial(_health, catalog), floats), strict=True):
-            yield from _unhealthy(t, health)
-            progress.advance(t.nbytes)
-    for t in copied:
-        yield from _replicas(catalog, t)
-        yield from _padding(catalog, t)
+    reads = partial(tensor_reads, catalog)
+    for t, health in zip(floats, in_turn(2, partial(_health, catalog), floats, reads), strict=True):
+        yield from _unhealthy(t, health)
+        progress.advance(t.nbytes)
+    compared = in_turn(1, partial(_copies, catalog), copied, partial(reads, replicas=True))
+    for t, found in zip(copied, compared, strict=True):
+        yield from found
         progress.advance(2 * t.nbytes)
-    for t in scales:
-        yield from _scale(catalog, t)
+    for t, found in zip(scales, in_turn(1, lambda t: [*_scale(catalog, t)], scales, reads), strict=True):
+        yield from found
         progress.advance(t.nbytes)
     embedding, head = heads(named)
     tied = ties_head(checkpoint.config) and embedding is not None and head is not None
@@ -60,6 +59,10 @@ def value_findings(
         text = f"config.json ties `{head}` to `{embedding}`, and they differ"
         yield "tied-differ", text, "", "loaders use one of them and lose the other"
     progress.finish()
+
+
+def _copies(catalog: Catalog, tensor: LogicalTensor) -> list[tuple[str, str, str, str]]:
+    return [*_replicas(catalog, tensor), *_padding(catalog, tensor)]
 
 
 def _has_floats(tensor: LogicalTensor) -> bool:
