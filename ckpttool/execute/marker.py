@@ -34,6 +34,10 @@ SILENT = 90.0
 CLEARING, WRITING = "clearing", "writing"
 
 
+_HERE: set[str] = set()
+"""Tokens of the runs of this process."""
+
+
 @dataclass(frozen=True, slots=True)
 class Holder:
     """A process that writes a DST."""
@@ -53,6 +57,8 @@ class Holder:
         """Whether the process has certainly ended."""
         if not self.machine or self.machine != _machine():
             return False
+        if self.pid == os.getpid():
+            return self.token not in _HERE
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -151,6 +157,7 @@ class Marker:
         if instead_of is not None:
             self.check_gone(instead_of)
         state.holder = self.me
+        _HERE.add(self.me.token)
         try:
             tag = instead_of.tag if instead_of else ""
             self._tag = self._store.put(self._key, state.to_json(), state.run, new=not tag, replaces=tag)
@@ -238,6 +245,7 @@ class Marker:
     def end(self) -> None:
         """Do not write it any more."""
         self._end.set()
+        _HERE.discard(self.me.token)
 
     def release(self) -> None:
         """Let go of DST, which stays to be continued."""

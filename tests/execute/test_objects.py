@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,13 +43,6 @@ def store(tmp_path: Path) -> Iterator[ObjectStore]:
         patch.object(engine, "CompletionQueue", lambda _, most: CompletionQueue(1, most)),  # all is recorded at once
     ):
         yield found
-
-
-@pytest.fixture
-def gone() -> Iterator[None]:
-    """Whoever holds a marker has ended: what is killed here is a run of this process."""
-    with patch.object(marker.Holder, "is_gone", lambda _: True):
-        yield
 
 
 @pytest.fixture
@@ -121,7 +115,6 @@ def end_at(store: ObjectStore, number: int, fault: str, plan: Plan, **options: A
     return False
 
 
-@pytest.mark.usefixtures("gone")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("manifest", [False, True])
 def test_a_run_that_ends_at_any_request(fault: str, manifest: bool, store: ObjectStore, plan: Plan) -> None:
@@ -137,7 +130,6 @@ def test_a_run_that_ends_at_any_request(fault: str, manifest: bool, store: Objec
         assert not store.uploads_, i
 
 
-@pytest.mark.usefixtures("gone")
 @pytest.mark.parametrize("fault", ["dead before", "dead after"])
 def test_a_run_that_ends_twice(fault: str, store: ObjectStore, plan: Plan) -> None:
     count = count_requests(store, plan)
@@ -153,7 +145,6 @@ def test_a_run_that_ends_twice(fault: str, store: ObjectStore, plan: Plan) -> No
             check_whole(store, plan)
 
 
-@pytest.mark.usefixtures("gone")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_force_over_a_destination(fault: str, store: ObjectStore, plan: Plan, tmp_path: Path) -> None:
     other = with_small_files(reshard(tmp_path / "other", [((64, 768), 0), ((256, 128), 1), ((512,), None)], 2, 2))
@@ -192,7 +183,6 @@ def interrupted(store: ObjectStore, plan: Plan, name: str = "complete", **option
     store.heal()
 
 
-@pytest.mark.usefixtures("gone")
 def test_what_has_been_sent_is_not_sent_again(store: ObjectStore, plan: Plan) -> None:
     interrupted(store, plan)
     result = write(plan, resume=True)
@@ -202,7 +192,6 @@ def test_what_has_been_sent_is_not_sent_again(store: ObjectStore, plan: Plan) ->
     assert result.bytes_skipped > 0.5 * plan.bytes_written
 
 
-@pytest.mark.usefixtures("gone")
 def test_neither_resume_nor_force(store: ObjectStore, plan: Plan) -> None:
     interrupted(store, plan)
     before = store.files(), store.uploads_.keys()
@@ -212,7 +201,6 @@ def test_neither_resume_nor_force(store: ObjectStore, plan: Plan) -> None:
     assert (store.files(), store.uploads_.keys()) == before
 
 
-@pytest.mark.usefixtures("gone")
 def test_the_remains_of_another_plan(store: ObjectStore, plan: Plan, tmp_path: Path) -> None:
     other = reshard(tmp_path / "other", [((64, 768), 0), ((256, 128), 1)], 2, 2)
     other.outputs[0] = replace(other.outputs[0], name="another.bin")
@@ -225,7 +213,6 @@ def test_the_remains_of_another_plan(store: ObjectStore, plan: Plan, tmp_path: P
     check_whole(store, plan)
 
 
-@pytest.mark.usefixtures("gone")
 def test_a_marker_that_cannot_be_read(store: ObjectStore, plan: Plan) -> None:
     for data in (b"", b"[]", b'{"ckpttool-partial": 1}', b'{"ckpttool-partial": 2, "run": 3}', b"\xff" * 9):
         store.objects_["run/hf/.ckpttool-partial.json"] = data, ""
@@ -238,7 +225,6 @@ def test_a_marker_that_cannot_be_read(store: ObjectStore, plan: Plan) -> None:
     check_whole(store, plan)
 
 
-@pytest.mark.usefixtures("gone")
 def test_an_object_of_the_same_size_is_not_taken_for_one_of_the_run(store: ObjectStore, plan: Plan) -> None:
     interrupted(store, plan)
     for upload in store.uploads_.values():
@@ -250,7 +236,6 @@ def test_an_object_of_the_same_size_is_not_taken_for_one_of_the_run(store: Objec
     check_whole(store, plan)
 
 
-@pytest.mark.usefixtures("gone")
 def test_uploads_that_the_marker_does_not_name_are_not_continued(store: ObjectStore, plan: Plan) -> None:
     interrupted(store, plan)
     for upload in list(store.uploads_.values()):
@@ -260,7 +245,6 @@ def test_uploads_that_the_marker_does_not_name_are_not_continued(store: ObjectSt
     check_whole(store, plan)
 
 
-@pytest.mark.usefixtures("gone")
 def test_a_part_of_another_size_is_sent_again(store: ObjectStore, plan: Plan) -> None:
     interrupted(store, plan)
     upload = next(iter(store.uploads_.values()))
@@ -272,7 +256,6 @@ def test_a_part_of_another_size_is_sent_again(store: ObjectStore, plan: Plan) ->
     assert len([r for r in store.requests if r.startswith("put_part")]) == 2
 
 
-@pytest.mark.usefixtures("gone")
 def test_an_upload_that_a_rule_has_aborted(store: ObjectStore, plan: Plan) -> None:
     interrupted(store, plan)
     del store.uploads_[min(store.uploads_)]
@@ -312,7 +295,8 @@ def test_a_part_that_the_store_has_lost(store: ObjectStore, plan: Plan) -> None:
 
 
 def test_another_run_is_writing(store: ObjectStore, plan: Plan) -> None:
-    interrupted(store, plan)  # of this process, which lives
+    with patch("os.getpid", os.getppid):
+        interrupted(store, plan)
     every: list[dict[str, Any]] = [{}, {"resume": True}, {"force": True}]
     for options in every:
         before = store.files()
