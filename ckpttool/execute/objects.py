@@ -366,7 +366,7 @@ class ObjectDestination:
 
     def _continue(self, state: State) -> dict[str, str]:
         """Ask what the interrupted run has sent. Returns the hashes that it has left."""
-        keys = {self._at(n) for n in self._names}
+        keys = {self._at(n) for n in [*self._names, MANIFEST]}  # that one may have been wanted, and be no more
         there = [key for key, _ in self._store.objects(self._prefix) if key in keys]
         sizes: dict[str, int] = {}
 
@@ -525,6 +525,7 @@ class ObjectDestination:
 
     def complete(self) -> None:
         self._marker.check()
+        self._delete(sorted(self._own - {self._at(n) for n in self._names}))
         strange = list(self._strange())
         if strange:
             self.check_absent(force=self._force, appeared=True)
