@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple, NoReturn
-from urllib.parse import unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from ckpttool.errors import UsageError
+from ckpttool.storage.hub_access import endpoint, origin
 from ckpttool.storage.hub_cache import Listed
 from ckpttool.storage.hub_files import ONES_OWN, Ranges, Revision, Whole, forget
 from ckpttool.storage.hub_files import revision as find_revision
@@ -24,6 +25,9 @@ from ckpttool.storage.stream import OnDisk, stream
 SCHEME = "hf"
 _REVISION = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]+")
 _NAME = re.compile(r"\b[\w.-]{1,96}\b", re.ASCII)
+_HOSTS = {"huggingface.co", "www.huggingface.co", "hf.co"}
+_VIEWS = {"", "tree", "blob", "resolve", "raw"}
+_NOT_MODELS = {"api", "docs", "blog", "papers", "collections", "settings", "organizations", "models"}
 _OTHERS = {"datasets": "a dataset", "spaces": "a Space", "buckets": "a bucket", "kernels": "a kernel"}
 
 
@@ -176,6 +180,27 @@ def parse(text: str) -> HubPlace:
             hint="a branch, a tag or a commit; a slash in its name is %2F",
         )
     return HubPlace(find_revision(repo, revision), path)
+
+
+def from_page(url: str) -> HubPlace | None:
+    """The place of a page about a model, or of a download of its files; None for other URLs. Raises UsageError.
+
+    A download is read by ranges, each of which would count as a download for itself.
+    """
+    hub = endpoint()
+    if origin(url)[1:] != origin(hub)[1:] and urlsplit(url).hostname not in _HOSTS:
+        return None
+    names = _parts(urlsplit(url).path.removeprefix(urlsplit(hub).path))
+    if names and names[0] in _OTHERS:
+        return parse(f"{SCHEME}://{'/'.join(names)}")
+    if len(names) < 2 or names[0] in _NOT_MODELS or "".join(names[2:3]) not in _VIEWS:
+        return None
+    revision = names[3:] and unquote(names[3])
+    below = [unquote(n) for n in names[4:]]
+    if revision == "refs" and len(below) > 1:
+        revision, below = "/".join(["refs", *below[:2]]), below[2:]
+    shown = revision and (revision if ONES_OWN.fullmatch(revision) else quote(revision, safe=""))
+    return parse(f"{SCHEME}://{names[0]}/{names[1]}" + "/".join([f"@{shown}" if shown else "", *below]))
 
 
 def _parts(text: str) -> list[str]:

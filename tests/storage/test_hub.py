@@ -19,7 +19,7 @@ import pytest
 from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
 from ckpttool.storage import hub_files
 from ckpttool.storage.http import Client, Clock, using
-from ckpttool.storage.hub import HubPlace, parse
+from ckpttool.storage.hub import HubPlace, from_page, parse
 from ckpttool.storage.hub_cache import listed
 from ckpttool.storage.place import DataFile, parse_place, read_all
 from tests.helpers.command import ckpttool, refused, reshard
@@ -702,6 +702,34 @@ def test_texts(text: str) -> None:
     assert str(found) == TEXTS[text]
     assert parse(str(found)) == found == pickle.loads(pickle.dumps(found))  # noqa: S301 - our own
     assert hash(parse(str(found))) == hash(found)
+
+
+PAGES = {
+    "https://huggingface.co/org/model": "hf://org/model",
+    "https://huggingface.co/org/model/tree/main": "hf://org/model@main",
+    "https://hf.co/org/model/blob/v1/a/b%20c.json?x=y#z": "hf://org/model@v1/a/b c.json",
+    "https://huggingface.co/org/model/resolve/a%2Fb/model.safetensors?download=true": "hf://org/model@a%2Fb/model.safetensors",
+    "https://huggingface.co/org/model/tree/refs%2Fpr%2F3/a": "hf://org/model@refs/pr/3/a",
+    "https://huggingface.co/org/model/tree/refs/pr/3/a": "hf://org/model@refs/pr/3/a",
+    "http://hub.host:80/below/org/model/resolve/main/c": "hf://org/model@main/c",
+    "https://huggingface.co/org/model/discussions/3": "",
+    "https://huggingface.co/org": "",
+    "https://huggingface.co/docs/hub": "",
+    "https://other.co/org/model": "",
+}
+
+
+@pytest.mark.parametrize("url", PAGES)
+def test_pages_and_downloads_of_the_hub_are_its_places(url: str, tmp_path: Path) -> None:
+    with Hub().clients(tmp_path / "home", HF_ENDPOINT="http://hub.host:80/below"):
+        found = from_page(url)
+    assert str(found or "") == PAGES[url]
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_page_of_a_data_set() -> None:
+    with pytest.raises(UsageError, match="a dataset of the Hub"):
+        from_page("https://huggingface.co/datasets/org/data")
 
 
 @pytest.mark.usefixtures("hub")
