@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from urllib.parse import quote, unquote, urlsplit
 
 from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageError
+from ckpttool.storage import hub
 from ckpttool.storage.access import QUERIES, anonymous
 from ckpttool.storage.http import Answer, ChangedError, HttpError, NoRangesError, RefusedRedirectError, client, shown
 from ckpttool.storage.network import split
@@ -62,10 +63,6 @@ _PROBES = 8
 _NOT_THERE, _NO_ENTRY = {404, 410}, {401, 403}
 _MOVED = {400, 401, 403, 404, 410}
 """What an address is answered with to which a redirect led some time ago."""
-_HUB = re.compile(
-    r"https://(?:huggingface\.co|hf\.co)/(?P<repo>[\w.-]+/[\w.-]+)"
-    r"(?:/(?:tree|blob|resolve|raw)/(?P<revision>[^/]+)(?P<path>/.+)?)?"
-)
 _TEXT = re.compile(r"(https?):/{1,2}(?=[^/])")
 
 
@@ -169,9 +166,6 @@ class WebPlace(NamedTuple):
         return None
 
     def lost(self) -> str:
-        if m := _HUB.fullmatch(self.url):
-            revision = f"@{m['revision']}" if m["revision"] else ""
-            return f"for a model of the Hugging Face Hub: hf://{m['repo']}{revision}{m['path'] or ''}"
         if said := _refused.get(self):
             return said
         return (
@@ -193,8 +187,11 @@ class WebPlace(NamedTuple):
         return found
 
 
-def parse(text: str) -> WebPlace:
-    """The place that a text names; one slash after the colon will do. Asks nothing. Raises UsageError."""
+def parse(text: str) -> WebPlace | hub.HubPlace:
+    """The place that a text names; one slash after the colon will do. Asks nothing. Raises UsageError.
+
+    Pages of the Hub and downloads from it are its models.
+    """
     m = _TEXT.match(text)
     url, _, query = _TEXT.sub(r"\1://", text).partition("#")[0].partition("?")
     if "@" in url.removeprefix(f"{m[1]}://").partition("/")[0] if m else False:
@@ -211,6 +208,8 @@ def parse(text: str) -> WebPlace:
     if any(unquote(p) in (".", "..") for p in path.split("/")):
         raise UsageError("the URL goes up with ..", where=shown(text), hint="write where it leads")
     url = f"{host.scheme}://{host}{path.rstrip('/')}"
+    if model := hub.from_page(url):
+        return model
     if query:
         QUERIES[url] = query
     place = _at(url)
