@@ -18,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
-from ckpttool.errors import AccessError, UsageError
+from ckpttool.errors import AccessError, CorruptError, UsageError
 from ckpttool.storage.http import ChangedError, HttpError, client
 from ckpttool.storage.place import DataFile, OpenFile
 from ckpttool.storage.stream import in_memory, stream
@@ -314,12 +314,18 @@ class _ObjectFile:
             self._get(buffer[:n], at, renew=False)
         except HttpError as e:
             if e.status not in _AGAIN:
-                self._store.explain(e, self._key)
+                self._explain(e)
             try:
                 self._get(buffer[:n], at, renew=True)
             except HttpError as again:
-                self._store.explain(again, self._key)
+                self._explain(again)
         return n
+
+    def _explain(self, e: HttpError) -> NoReturn:
+        if isinstance(e, ChangedError):
+            what = "the object is not the one that was opened: it has changed"
+            raise CorruptError(what, where=str(self.info.place), hint="repeat the command") from None
+        self._store.explain(e, self._key)
 
     def _get(self, into: memoryview, at: int, *, renew: bool) -> None:
         sent = self._store.get(self._key, self.info.tag, renew=renew)

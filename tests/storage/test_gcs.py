@@ -12,9 +12,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from ckpttool.errors import AccessError, IncompleteError
+from ckpttool.errors import AccessError, CorruptError, IncompleteError
 from ckpttool.storage import gcs, objects
-from ckpttool.storage.http import ChangedError, Client, Clock, using
+from ckpttool.storage.http import Client, Clock, using
 from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan
 from tests.helpers.bare_reads import bare_reads
 
@@ -126,9 +126,9 @@ def test_a_changed_object(google: _Google, deaf: bool) -> None:
     with open_file(parse_place("gs://bucket/file")) as file:
         assert file.pread(6, 0) == b"before"
         google.objects["file"] = (2, b"behind")
-        with pytest.raises(ChangedError) as e:
+        with pytest.raises(CorruptError) as e:
             file.pread(6, 0)
-    assert e.value.filename == "gs://bucket/file"
+    assert e.value.where == ("gs://bucket/file",)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import trustme
 from azure.storage.blob import BlobServiceClient, ContainerSasPermissions, generate_container_sas
 
 import ckpttool
-from ckpttool.errors import AccessError, IncompleteError
+from ckpttool.errors import AccessError, CorruptError, IncompleteError
 from ckpttool.storage import objects, s3
-from ckpttool.storage.http import ChangedError, Client, client, using
+from ckpttool.storage.http import Client, client, using
 from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan, walk
 from tests.helpers.bare_reads import bare_reads
 from tests.helpers.s3_server import s3_server
@@ -65,7 +65,7 @@ def test_an_object_that_has_changed(server: Server) -> None:
         assert file.pread(6, 0) == b"before"
         server.put("changed", b"behind")
         if not server.root.startswith("gs"):  # the emulator knows no conditions: see tests/storage/test_gcs.py
-            with pytest.raises(ChangedError):
+            with pytest.raises(CorruptError):
                 file.pread(6, 0)
     assert not was.is_unchanged()
 
