@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.errors import AccessError, CkptError, OutputError, UsageError
+from ckpttool.errors import AccessError, OutputError, UsageError
 from ckpttool.execute.chunks import Chunks
 from ckpttool.execute.destination import Beginning
 from ckpttool.execute.files import Medium
-from ckpttool.execute.hub_client import PassingError, api, asking, quiet
+from ckpttool.execute.hub_client import TRIES, PassingError, api, asking, patiently, pause, quiet
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task
 from ckpttool.execute.spool import Spool
 from ckpttool.plan import Plan
 from ckpttool.storage.hub import HubPlace
-from ckpttool.storage.hub_access import token
+from ckpttool.storage.hub_access import endpoint, token
 from ckpttool.storage.place import Place
 from ckpttool.version import __version__
 
@@ -42,7 +40,6 @@ WAITING = 1 << 30
 """Bytes of complete files that may wait for their upload; then those who write wait."""
 UPLOADS = 2
 """Files at a time; huggingface_hub sends the parts of each at the same time."""
-TRIES = 6
 STAYS = (".gitattributes", "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")
 """Files that --force and a pull request leave, as nobody else could write them again."""
 
@@ -108,8 +105,7 @@ class HubDestination:
                 where=str(self.given),
                 hint="hf auth login, or set HF_TOKEN",
             )
-        with asking(str(self.given)):
-            self._look()
+        patiently(str(self.given), self._look)
         self.check_absent(force=force)
 
     def check_absent(self, *, force: bool, appeared: bool = False) -> None:
@@ -154,8 +150,7 @@ class HubDestination:
 
     def _look_again(self) -> None:
         """Raises OutputError when somebody else has changed the folder since the run began."""
-        with asking(str(self.given)):
-            now = self._tree_of(self._base)
+        now = patiently(str(self.given), lambda: self._tree_of(self._base))
         if now.files != self._tree.files:
             what = "the destination was changed by somebody else during the run"
             raise OutputError(what, where=str(self.given), hint="repeat the command")
@@ -181,8 +176,8 @@ class HubDestination:
         self._paths = [self.partial / o.name for o in plan.outputs]
         self._chunks = Chunks(plan, tasks, [n if n >= LARGE else 0 for n in sizes])  # one for each output
         try:
-            with asking(str(self.given)):
-                self._open_repository()
+            patiently(str(self.given), self._open_repository)
+            self.check_absent(force=beginning.force)  # another run may have made it since the check
         except BaseException:
             self.close()
             raise
@@ -194,9 +189,9 @@ class HubDestination:
 
         hub = api()
         if not self._tree.commit:
-            hub.create_repo(self.repo, private=True)
-            self._notes.append(f"made a private repository: {self.repo}")
+            hub.create_repo(self.repo, private=True, exist_ok=True)
             self._tree = self._tree_of(MAIN)
+            self._notes.append(f"made a private repository: {self.repo}")
         may = CommitOperationAdd(path_in_repo=f"{self.prefix}config.json", path_or_fileobj=b"{}")
         hub.preupload_lfs_files(self.repo, [may], revision=self._base, create_pr=self.create_pr)
 
@@ -268,7 +263,7 @@ class HubDestination:
     ) -> str:
         """Repeated where nothing was done; an answer that was lost is looked for on the Hub."""
         parent = self._tree.commit
-        for left in reversed(range(TRIES)):
+        for tried in range(TRIES):
             try:
                 with asking(str(self.given)):
                     if self._base != self.branch:
@@ -281,25 +276,32 @@ class HubDestination:
                         create_pr=self.create_pr,
                         parent_commit=parent,
                     )
-            except AccessError as e:
-                if self.create_pr or not isinstance(e, PassingError):
+            except PassingError:
+                with contextlib.suppress(AccessError):  # the branch may not be there yet
+                    if found := patiently(str(self.given), lambda: self._find(added)):
+                        return self._written(found)
+                if tried == TRIES - 1:
                     raise
-                with contextlib.suppress(CkptError), asking(str(self.given)):
-                    now = self._tree_of(self.branch)
-                    if now.commit != parent and _holds(now, added):
-                        return self._written(now.commit, f"made commit {now.commit}")
-                if not left:
-                    raise
-                time.sleep(random.uniform(0, 2 ** (TRIES - left)))  # noqa: S311 - several runs should not repeat at once
+                pause(tried)
             else:
-                if info.pr_url and info.pr_revision:
-                    return self._written(info.pr_revision, f"opened a pull request: {info.pr_url}")
-                return self._written(info.oid, f"made commit {info.oid}")
+                return self._written(info.pr_revision or info.oid)
         raise AssertionError("the last try raises")
 
-    def _written(self, revision: str, note: str) -> str:
+    def _find(self, added: Sequence[CommitOperationAdd]) -> str:
+        """The commit or pull request that a request without an answer has made; "" where it has not."""
+        if not self.create_pr:
+            now = self._tree_of(self.branch)
+            return now.commit if now.commit != self._tree.commit and _holds(now, added) else ""
+        pulls = [r.ref for r in api().list_repo_refs(self.repo, include_pull_requests=True).pull_requests or ()]
+        newest = sorted(pulls, key=lambda ref: int(ref.rpartition("/")[2]), reverse=True)
+        return next((ref for ref in newest[:3] if _holds(self._tree_of(ref), added)), "")
+
+    def _written(self, revision: str) -> str:
+        """What to say of it: a commit, or ``refs/pr/N``."""
         self.given.written(revision)
-        return note
+        number = revision.rpartition("/")[2]
+        page = f"{endpoint()}/{self.repo}/discussions/{number}"
+        return f"made commit {revision}" if number == revision else f"opened a pull request: {page}"
 
     def close(self) -> None:
         self._uploads.end()

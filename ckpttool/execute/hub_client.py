@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.storage.hub_access import endpoint, token
@@ -12,6 +14,10 @@ from ckpttool.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+T = TypeVar("T")
+TRIES = 6
+"""In about a minute."""
 
 
 def api() -> HfApi:
@@ -52,6 +58,24 @@ def asking(where: str) -> Iterator[None]:
         raise
     except Exception as e:  # noqa: BLE001 - of whatever library carries its requests
         raise _explained(e, where) from None
+
+
+def patiently(where: str, action: Callable[[], T]) -> T:
+    """What an action returns that may be repeated. Raises as ``asking`` does."""
+    for tried in range(TRIES):
+        try:
+            with asking(where):
+                return action()
+        except PassingError:
+            if tried == TRIES - 1:
+                raise
+        pause(tried)
+    raise AssertionError("the last try raises")
+
+
+def pause(tried: int) -> None:
+    """Wait before the next try; not as long as others, who would all come back at once."""
+    time.sleep(random.uniform(0, 2 << tried))  # noqa: S311
 
 
 def _explained(error: Exception, where: str) -> CkptError | Exception:
