@@ -25,6 +25,7 @@ from ckpttool.cli.mistakes import reworded
 from ckpttool.cli.process import flush, interrupts, say, silence
 from ckpttool.cli.reshard import reshard
 from ckpttool.errors import CkptError, UsageError, plain
+from ckpttool.storage import access
 from ckpttool.version import __version__
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         interrupts.allow()
+        access.on_wait = lambda why: say(f"note: {plain(why)}")
         try:
             try:
                 with reworded():

@@ -16,6 +16,7 @@ import typer
 from ckpttool.cli import choices
 from ckpttool.cli.values import betas, numbers
 from ckpttool.errors import UsageError
+from ckpttool.storage import access
 from ckpttool.words import either, parse_size
 
 if TYPE_CHECKING:
@@ -376,12 +377,18 @@ class RunFlags:
         )
 
 
+def _silenced(asked: bool) -> bool:
+    if asked:
+        access.on_wait = None
+    return asked
+
+
 @dataclass
 class OutputFlags:
     """What is said."""
 
     json: Annotated[bool, flag("--json", "Print the result as JSON.")] = False
-    quiet: Annotated[bool, flag("-q --quiet", "Suppress progress and notes.")] = False
+    quiet: Annotated[bool, flag("-q --quiet", "Suppress progress and notes.", callback=_silenced)] = False
 
     def progress(self) -> Progress:
         """What shows how far a run is."""

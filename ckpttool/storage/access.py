@@ -6,6 +6,7 @@ They are variables of the environment, so the processes that compute have them, 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 ANONYMOUS = "CKPTTOOL_ANONYMOUS"
 OFFLINE = "HF_HUB_OFFLINE"
@@ -14,6 +15,9 @@ OFFLINE = "HF_HUB_OFFLINE"
 QUERIES: dict[str, str] = {}
 """What stood behind the question mark of URLs that the user gave, by what stood before it: signatures are secrets, so
 texts of places do without. The processes that compute get them with their job."""
+
+on_wait: Callable[[str], None] | None = None
+"""Hears, in a sentence, why a request takes long: a server asks to wait, or does not answer."""
 
 
 def anonymous() -> bool:

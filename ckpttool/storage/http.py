@@ -19,7 +19,7 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ from email.message import Message
 from typing import Any, NamedTuple
 from urllib.parse import urljoin
 
+from ckpttool.storage import access
 from ckpttool.storage.network import (
     GRACE_SECONDS,
     PUBLIC,
@@ -63,6 +64,8 @@ ODD_TRIES = 3
 LONGEST_WAIT = 330.0
 """Seconds of waiting that a server may ask for in all; the Hub counts requests in windows of five minutes."""
 FIRST_WAIT, MAX_WAIT = 0.5, 20.0
+LONG, SILENT = 10.0, 30.0
+"""Seconds of waiting that somebody hears of, and seconds before the next time."""
 MAX_REDIRECTS = 5
 MAX_BODY = 16 << 20
 """Bytes of an answer to ``request``."""
@@ -207,8 +210,7 @@ class Client:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.tries, self.patience = tries, patience
-        self.on_wait: Callable[[str], None] | None = None
-        """Hears of each wait of more than ten seconds, in a sentence."""
+        self._silent_until = 0.0
         self._clock = clock or Clock()
         self._connections = Connections(timeout, grace, self._clock, tls)
         self._stopped = threading.Event()
@@ -306,12 +308,19 @@ class Client:
             again = call.repeat or (answer is not None and answer.status == 429)
             if not again or tries >= limit or spent > self.patience or asked_for > LONGEST_WAIT:
                 break
-            if wait > 10 and self.on_wait:
-                self.on_wait(f"{failure.strerror}: trying again in {wait:.0f} s")
+            if wait > LONG or spent > LONG:
+                self._tell(f"{failure.strerror}; trying again in {wait:.0f} s")
             self._clock.sleep(wait, call.stopped)
         if answer is not None and call.into is None:
             return answer
         return _gave_up(failure, tries, self._clock.now() - began, asked)
+
+    def _tell(self, why: str) -> None:
+        """Say why it takes long, from time to time: many threads wait for the same server."""
+        now = self._clock.now()
+        if access.on_wait and now >= self._silent_until:
+            self._silent_until = now + SILENT
+            access.on_wait(why)
 
     def _exchange(self, call: _Call) -> Answer:
         """One try, with its redirects. Raises what goes wrong."""

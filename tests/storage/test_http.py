@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
+from ckpttool.storage import access
 from ckpttool.storage.http import ChangedError, Client, Clock, HttpError, RefusedRedirectError, shown
 from ckpttool.storage.network import nearness, split
 from tests.helpers.web_server import Asked, Fault, Reply, WebServer, cut, raw, redirect, reset, status, web_server
@@ -218,11 +219,22 @@ def test_what_the_server_asks_for_is_waited(
     server: WebServer, client: Client, clock: Fast, headers: dict[str, str], least: float
 ) -> None:
     said: list[str] = []
-    client.on_wait = said.append
     server.on("/f", lambda *_: Reply(429, [("Content-Length", "0"), *headers.items()]), times=1)
-    assert get(client, f"{server.url}/f", 0, 5) == DATA[:5]
+    with patch.object(access, "on_wait", said.append):
+        assert get(client, f"{server.url}/f", 0, 5) == DATA[:5]
     assert least <= clock.slept[0] <= least + 0.5
     assert len(said) == (least > 10)
+
+
+def test_long_waits_are_told_once_in_a_while(server: WebServer, client: Client, clock: Fast) -> None:
+    said: list[str] = []
+    server.on("/f", status(503, Retry_After="20"))
+    with patch.object(access, "on_wait", said.append), pytest.raises(HttpError):
+        get(client, f"{server.url}/f?{SECRET}")
+    assert len(clock.slept) == 9
+    assert 3 <= len(said) <= 6
+    assert "answers 503 Service Unavailable; trying again in 2" in said[0]
+    assert SECRET not in said[0]
 
 
 def test_nobody_waits_for_an_hour(server: WebServer, client: Client, clock: Fast) -> None:

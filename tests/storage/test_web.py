@@ -256,6 +256,15 @@ def test_what_may_not_be_read(server: WebServer, code: int) -> None:
     assert ckpttool("inspect", f"{server.url}/x").code == (2 if code in (401, 403) else 1)
 
 
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+def test_the_command_line_says_why_it_waits(server: WebServer, quiet: list[str]) -> None:
+    server.files = {f"m/{p.name}": p.read_bytes() for p in (FIXTURES / "hf_tiny_source").iterdir()}
+    server.on("/m/config.json", status(429, Retry_After="60"), times=1)
+    done = ckpttool("inspect", f"{server.url}/m", *quiet)
+    assert done.code == 0
+    assert ("answers 429 Too Many Requests; trying again in 60 s" in done.err) == (not quiet)
+
+
 def test_a_host_that_is_not_there() -> None:
     web.forget()
     with (
