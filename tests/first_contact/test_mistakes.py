@@ -113,25 +113,19 @@ def test_command_line(case: str) -> None:
 PATHS: dict[str, tuple[str, str]] = {
     "a typo": ("inspect modle", "did you mean model?"),
     "a typo above": ("inspect modle/part", "did you mean model/part?"),
-    "nothing like it": ("inspect elsewhere", "the current directory holds dangling, hub, model"),
+    "nothing like it": ("inspect elsewhere", "the current directory holds dangling, model"),
     "a link to nowhere": ("inspect dangling", "a link to gone"),
     "a glob in quotes": ("inspect 'model/p*'", "the directory model"),
-    "a name on the hub": ("inspect org/name", "hf download org/name --local-dir name"),
-    "a name on the hub that is in the cache": (
-        "inspect org/cached",
-        "cache of the Hugging Face hub: hub/models--org--ca",
-    ),
+    "a name on the hub": ("inspect org/name", "the Hugging Face Hub is hf://org/name"),
     "a tilde in quotes": ("inspect '~/model'", "$HOME"),
     "a model of a merge": ("merge model modle -o o", "did you mean model?"),
 }
 
 
 @pytest.mark.parametrize("case", PATHS)
-def test_path(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path(case: str) -> None:
     Path("model/part").mkdir(parents=True)
-    Path("hub/models--org--cached/snapshots/0a1b").mkdir(parents=True)
     Path("dangling").symlink_to("gone")
-    monkeypatch.setenv("HF_HUB_CACHE", "hub")
     line, hint = PATHS[case]
     assert hint in mistake(line, 2)
 
@@ -452,9 +446,9 @@ def test_what_people_know_from_elsewhere(case: str) -> None:
 def test_names_of_the_hub_beside_a_directory_like_them() -> None:
     """A name on the hub is one, although a directory here is spelled almost like its owner."""
     Path("llama/step").mkdir(parents=True)
-    assert "hf download meta-llama/Llama-3 " in mistake("inspect meta-llama/Llama-3", 2)
+    assert "hf://meta-llama/Llama-3" in mistake("inspect meta-llama/Llama-3", 2)
     assert "did you mean llama/step?" in mistake("inspect llamma/step", 2)
-    assert "hf download" not in mistake("inspect llama/other", 2)
+    assert "hf://" not in mistake("inspect llama/other", 2)
 
 
 def test_equal_says_that_values_were_not_compared() -> None:
