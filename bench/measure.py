@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -27,6 +28,8 @@ T = TypeVar("T")
 
 OUT = "{out}"
 """Stands in a command for the path that the program is to write."""
+URL = "{url}"
+"""Stands in a command for where the job's server is."""
 OURS = "ckpttool"
 COPY = "cp"
 _TICK = 0.05
@@ -60,6 +63,8 @@ class Job:
     times_as_fast: float | None = None
     """Target: at least so many times as fast as the first peer."""
     cold: bool = False
+    serve: Callable[[], AbstractContextManager[str]] | None = None
+    """Starts a server for each run, and gives its URL."""
     usual: bool = True
     """Runs when no job is asked for by name."""
 
@@ -124,7 +129,8 @@ def _round(job: Job, n: int, rows: dict[tuple[str, str], Row], work: Path) -> No
     for program in rotated(job.programs, n):
         out = work / f"out-{program.name.replace(' ', '-')}"
         row = rows[job.name, program.name]
-        row.runs.append(run(program, out, job.sources, cold=job.cold, log=work / "log"))
+        with job.serve() if job.serve else nullcontext("") as url:
+            row.runs.append(run(program, out, job.sources, cold=job.cold, log=work / "log", url=url))
         if not n and job.compare and program.name not in (OURS, COPY):  # the first round is not rotated
             row.differs = job.compare(ours, out, program.name)
         if n or out != ours:
@@ -138,11 +144,11 @@ def rotated(items: Sequence[T], by: int) -> list[T]:
     return [*items[by:], *items[:by]]
 
 
-def run(program: Program, out: Path, sources: Iterable[Path], *, cold: bool, log: Path) -> Run:
+def run(program: Program, out: Path, sources: Iterable[Path], *, cold: bool, log: Path, url: str = "") -> Run:
     """Run a program to its end, and sync what it wrote. Raises SystemExit with what it said when it fails."""
     remove(out)
     settle(sources, cold=cold)
-    command = [str(out) if word == OUT else word for word in program.command]
+    command = [word.replace(OUT, str(out)).replace(URL, url) for word in program.command]
     begin = perf_counter()
     with log.open("wb") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said)
