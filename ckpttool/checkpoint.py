@@ -7,6 +7,7 @@ never tensor data (copies of one file in two directories are compared, though).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ckpttool.catalog import Catalog
@@ -120,7 +121,12 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
         stored, family, ops, capabilities, str(root), copies=not said.published, whole_alone=said.whole_alone,
         found_whole=lambda rules, *held: said.found_whole(context._replace(family=rules), ops, *held),
     )  # fmt: skip
-    return Checkpoint(root, stored, family, catalog, [*stored.notes, *notes], ops)
+    return Checkpoint(root, stored, family, catalog, [*_notes(root), *stored.notes, *notes], ops)
+
+
+def _notes(root: Place) -> list[str]:
+    note = "" if isinstance(root, Path) else root.note()
+    return [note] if note else []
 
 
 def refuse_empty(checkpoint: Checkpoint) -> None:

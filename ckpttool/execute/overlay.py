@@ -102,6 +102,9 @@ class Overlay(NamedTuple):
         place = self._place
         return (place, 0) if isinstance(place, Path) else place.on_disk()
 
+    def note(self) -> str:
+        return ""
+
     def lost(self) -> str:
         place = self._place
         return "" if isinstance(place, Path) else place.lost()

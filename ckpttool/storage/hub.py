@@ -119,6 +119,9 @@ class HubPlace:
         path = self._revision.commit.cached(self.path, self._listed())
         return (path, 0) if path else None
 
+    def note(self) -> str:
+        return self._revision.note
+
     def lost(self) -> str:
         return self._revision.commit.lost(self.path)
 

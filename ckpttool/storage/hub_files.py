@@ -119,6 +119,8 @@ class Revision:
     def __init__(self, model: Model, said: str) -> None:
         self.model, self.said = model, said
         self.found = _commit(model, said) if COMMIT.fullmatch(said) else None
+        self.note = ""
+        """Where nobody was asked what the revision is now."""
         self.lock = threading.RLock()
 
     def __str__(self) -> str:
@@ -145,6 +147,8 @@ class Revision:
         model = self.model
         name = model.cache.commit(self.said or "main")
         if name and (is_offline() or _commit(model, name).is_here()):
+            what, again = f"{self.said or 'main'} of {model.repo}", model.download(self.said)
+            self.note = f"{what} is commit {name[:12]}, as the Hub's cache has it; {again} again"
             return _commit(model, name)
         if is_offline():
             raise _not_here(model, self.said)

@@ -204,6 +204,9 @@ class ObjectPlace(NamedTuple):
     def on_disk(self) -> tuple[Path, int] | None:
         return None
 
+    def note(self) -> str:
+        return ""
+
     def lost(self) -> str:
         return f"`{self._store().lister.format(self.parent)}` lists what is there"
 

@@ -91,6 +91,9 @@ class Remote(Protocol):
     def on_disk(self) -> tuple[Path, int] | None:
         """The file of this machine that holds all bytes of this one, and the first of them; None where none does."""
 
+    def note(self) -> str:
+        """What a user should know of the bytes that are read here; "" where it is nothing."""
+
     def lost(self) -> str:
         """A hint on what became of a file or directory that is not there; "" where nothing is known."""
 

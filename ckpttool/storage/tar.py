@@ -105,6 +105,9 @@ class TarPlace(NamedTuple):
         here = (self.archive, 0) if isinstance(self.archive, Path) else self.archive.on_disk()
         return None if here is None else (here[0], here[1] + self.span()[0])
 
+    def note(self) -> str:
+        return ""
+
     def lost(self) -> str:
         return ""
 

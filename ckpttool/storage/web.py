@@ -165,6 +165,9 @@ class WebPlace(NamedTuple):
     def on_disk(self) -> tuple[Path, int] | None:
         return None
 
+    def note(self) -> str:
+        return ""
+
     def lost(self) -> str:
         if said := _refused.get(self):
             return said

@@ -106,6 +106,9 @@ class MemoryPlace(NamedTuple):
     def open_file(self) -> MemoryFile:
         return MemoryFile(DataFile.at(self), self._bytes())
 
+    def note(self) -> str:
+        return ""
+
     def lost(self) -> str:
         return ""
 

@@ -383,9 +383,12 @@ def test_what_passes_is_tried_again(hub: Hub, kind: int | str, tmp_path: Path) -
 def test_a_model_in_the_cache_needs_no_request(hub: Hub, tmp_path: Path) -> None:
     snapshot = fill(hub, tmp_path / "home", "org/tiny")
     src = place(MODEL)
-    reshard(MODEL, tmp_path / "dst")
+    done = reshard(MODEL, tmp_path / "dst")
     assert written(tmp_path / "dst")[WEIGHTS] == (TINY / WEIGHTS).read_bytes()
     assert not hub.asked
+    said = f"main of org/tiny is commit {snapshot.name[:12]}, as the Hub's cache has it; `hf download org/tiny` fetches"
+    assert said in done.err
+    assert "as the Hub's cache has it" not in ckpttool("inspect", str(src)).err
     assert str(src) == f"{MODEL}@{snapshot.name}"
     assert (src / WEIGHTS).identity()[1] == hub.repos["org/tiny"].commits[snapshot.name][WEIGHTS].sha256
     here = (src / WEIGHTS).on_disk()
