@@ -82,6 +82,7 @@ class HubDestination:
         self._paths: list[Path] = []
         """Of the outputs, where they are made."""
         self._uploads = _Uploads(self._upload)
+        self._quiet = contextlib.ExitStack()
 
     @property
     def partial(self) -> Path:
@@ -173,6 +174,7 @@ class HubDestination:
         waits = WAITING + total // 12  # of the engine, what is not recorded
         self._spool.check_space(total if self.keep else min(total, most_held(sizes, tasks) + waits))
         self._spool.open()
+        self._quiet.enter_context(quiet())
         self._paths = [self.partial / o.name for o in plan.outputs]
         self._chunks = Chunks(plan, tasks, [n if n >= LARGE else 0 for n in sizes])  # one for each output
         try:
@@ -227,7 +229,7 @@ class HubDestination:
             CommitOperationAdd(path_in_repo=self.prefix + p.relative_to(self.partial).as_posix(), path_or_fileobj=p)
             for p in paths
         ]
-        with asking(str(self.given)), quiet():
+        with asking(str(self.given)):
             api().preupload_lfs_files(
                 self.repo, added, revision=self._base, create_pr=self.create_pr, num_threads=1, free_memory=False
             )
@@ -252,8 +254,7 @@ class HubDestination:
             ours = {a.path_in_repo for a in added}
             stays = {self.prefix + n for n in STAYS}
             gone = [CommitOperationDelete(path_in_repo=n) for n in self._tree.files if n not in ours | stays]
-            with quiet():
-                self._notes.append(self._commit([*added, *gone], added))
+            self._notes.append(self._commit([*added, *gone], added))
         finally:
             self.close()
         return "; ".join(self._notes)
@@ -284,6 +285,9 @@ class HubDestination:
                     raise
                 pause(tried)
             else:
+                if info.oid == parent:  # without a commit, it is the last one
+                    self.given.written(parent)
+                    return f"nothing to commit: {parent} has all of it already"
                 return self._written(info.pr_revision or info.oid)
         raise AssertionError("the last try raises")
 
@@ -306,6 +310,7 @@ class HubDestination:
     def close(self) -> None:
         self._uploads.end()
         self._spool.close()
+        self._quiet.close()
 
     def discard(self) -> None:
         self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -29,17 +30,20 @@ def api() -> HfApi:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Progress is shown by the run."""
+    """Progress is shown by the run, and so is what comes of it."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
+    logger = logging.getLogger("huggingface_hub")
+    level, shown = logger.level, not are_progress_bars_disabled()
+    logger.setLevel(logging.ERROR)
+    if shown:
+        disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        logger.setLevel(level)
+        if shown:
+            enable_progress_bars()
 
 
 class PassingError(AccessError):

@@ -76,6 +76,17 @@ def test_what_is_there_is_replaced_only_by_force(hub: Hub) -> None:
     assert set(held_files(hub)) >= {"README.md", "config.json", "deep/er/config.json", "deep/er/model.safetensors"}
 
 
+@pytest.mark.parametrize("how", ["--force", "--create-pr"])
+def test_what_is_there_already_is_not_committed_again(hub: Hub, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    push()
+    commit = hub.repos["org/new"].refs["refs/heads/main"]
+    said = push("hf://org/new", how)
+    assert f"nothing to commit: {commit} has all of it already" in said
+    assert f"hf://org/new@{commit}: hf" in said
+    assert len(hub.repos["org/new"].commits) == 2
+    assert not caplog.records
+
+
 def test_a_pull_request_leaves_the_branch(hub: Hub) -> None:
     hub.add("org/new", {"old.bin": b"x"})
     said = push("hf://org/new", "--create-pr")
