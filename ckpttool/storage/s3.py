@@ -31,8 +31,8 @@ SIGNED_SECONDS = 600
 
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,60})</Code>")
 _lock = threading.Lock()
-_clients: dict[tuple[int, bool, str | None], Any] = {}
-_AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
+_clients: dict[tuple[int, bool, str | None, str], Any] = {}
+_AMAZON = re.compile(r"https://s3[.-][a-z0-9.-]*amazonaws\.com(\.cn)?")
 
 _HINTS = {
     "InvalidAccessKeyId": "the access key is unknown there: check AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL",
@@ -49,12 +49,12 @@ _HINTS = {
 _LOGIN = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; --anonymous reads public buckets"
 
 
-def client(region: str | None = None) -> Any:
+def client(region: str | None = None, style: str = "") -> Any:
     """The client of this process, for S3 as the environment has it, or for a region of it.
 
-    Raises AccessError for broken settings.
+    ``style``: how URLs name buckets, "virtual" or "path". Raises AccessError for broken settings.
     """
-    here = (os.getpid(), anonymous(), region)  # connections do not survive a fork
+    here = (os.getpid(), anonymous(), region, style)  # connections do not survive a fork
     with _lock:
         if here not in _clients:
             config = Config(
@@ -63,6 +63,7 @@ def client(region: str | None = None) -> Any:
                 max_pool_connections=CONNECTIONS,
                 connect_timeout=10,
                 read_timeout=60,
+                s3={"addressing_style": style} if style else None,
             )
             try:
                 session = boto3.Session()
@@ -107,7 +108,7 @@ class Bucket:
     def __init__(self, name: str) -> None:
         self.name = name
         self._signed: dict[str, tuple[float, str]] = {}
-        self._region: tuple[str | None] | None = None
+        self._region: str | None = None
 
     def list(self, prefix: str) -> Listing:
         files, folders, where = {}, set(), self._where(prefix)
@@ -136,24 +137,27 @@ class Bucket:
         if renew or time.monotonic() > until:
             at = {"Bucket": self.name, "Key": key}
             try:
-                url = client(self._home()).generate_presigned_url("get_object", at, ExpiresIn=SIGNED_SECONDS)
+                url = self._signer().generate_presigned_url("get_object", at, ExpiresIn=SIGNED_SECONDS)
             except exceptions.BotoCoreError as e:
                 raise explained(e, self._where(key)) from None
             self._signed[key] = (time.monotonic() + SIGNED_SECONDS / 2, url)
         return Signed(url, {}, tag)
 
-    def _home(self) -> str | None:
-        """The region of the bucket: a signature is for one, and botocore learns of it only in requests of its own."""
+    def _signer(self) -> Any:
+        """The client that signs: for the region of the bucket, which botocore learns only in requests of its own."""
         if self._region is None:
-            region = None
-            if client().meta.endpoint_url.endswith(_AMAZON):
-                try:
-                    said = client().head_bucket(Bucket=self.name)
-                except exceptions.ClientError as e:  # who may not look is told nevertheless
-                    said = e.response
-                region = said["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
-            self._region = (region,)
-        return self._region[0]
+            region = ""
+            if _AMAZON.fullmatch(client().meta.endpoint_url):
+                region = self._look()["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", "")
+            self._region = region
+        # Of its own accord it would sign for the address of all regions, where a redirect makes the signature wrong.
+        return client(self._region, "path" if "." in self.name else "virtual") if self._region else client()
+
+    def _look(self) -> Any:
+        try:
+            return client().head_bucket(Bucket=self.name)
+        except exceptions.ClientError as e:  # who may not look is told the region nevertheless
+            return e.response
 
     def explain(self, e: HttpError, key: str) -> NoReturn:
         if isinstance(e, ChangedError) or e.answer is None or e.status >= 500:
