@@ -357,6 +357,9 @@ class Client:
                 conn, used = self._connections.take(host, allowed, fresh=fresh)
             except AddressError as e:
                 raise RefusedRedirectError(f"a redirect is refused: {e}", call.url) from None
+            if call.stopped.is_set():
+                self._connections.drop(conn)
+                raise ConnectionAbortedError
             whole = False
             try:
                 try:

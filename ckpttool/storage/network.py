@@ -22,7 +22,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote, unquote, urlsplit
 
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS, NEXT_SECONDS, MAX_ADDRESSES = 10.0, 3.0, 8
+"""Seconds for the last address of a host, and for the others; how many addresses are tried."""
 GRACE_SECONDS, SLOWEST = 60.0, 16 << 10
 """An answer may take so many seconds, and one more for each so many bytes: a slow drip is as good as no answer."""
 IDLE_SECONDS = 50.0
@@ -249,6 +250,8 @@ class Connections:
         self._idle: dict[Host, list[Connection]] = {}
         self._open: set[Connection] = set()
         self._peers: dict[Host, str] = {}
+        self._families: dict[tuple[str, int], int] = {}
+        """Kinds of addresses, IPv4 or IPv6, that worked."""
 
     def __del__(self) -> None:
         for conn in self._open:
@@ -351,15 +354,18 @@ class Connections:
         return conn
 
     def _connect(self, name: str, port: int, allowed: Collection[str] | None) -> tuple[socket.socket, str]:
-        refused, error = [], None
-        for family, kind, protocol, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
-            near = nearness(str(address[0]))
-            if allowed is not None and near not in allowed:
-                refused.append(near)
-                continue
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        # Where IPv6 leads nowhere, one connection finds out, and not all.
+        found.sort(key=lambda one: one[0] != self._families.get((name, port), one[0]))
+        near_ones = [nearness(str(address[0])) for *_, address in found]
+        refused = [near for near in near_ones if allowed is not None and near not in allowed]
+        tried = [(one, near) for one, near in zip(found, near_ones, strict=True) if near not in refused]
+        error = None
+        for i, ((family, kind, protocol, _, address), near) in enumerate(tried[:MAX_ADDRESSES]):
+            seconds = CONNECT_SECONDS if i == len(tried) - 1 else NEXT_SECONDS
             sock = socket.socket(family, kind, protocol)
             try:
-                sock.settimeout(min(self._timeout, CONNECT_SECONDS))
+                sock.settimeout(min(self._timeout, seconds))
                 sock.connect(address)  # the address that was looked at: a second look-up might give another one
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             except OSError as e:
@@ -369,6 +375,7 @@ class Connections:
             except BaseException:
                 sock.close()
                 raise
+            self._families[name, port] = family
             return sock, near
         _check(name, refused if error is None else ())
         raise error or OSError(f"no address is known for {name}")

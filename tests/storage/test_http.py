@@ -634,6 +634,25 @@ def test_names_are_judged_by_their_addresses(server: WebServer, client: Client) 
         assert [c.args[0] for c in look_up.call_args_list] == ["127.0.0.1", "cdn.example"]
 
 
+def test_an_address_that_works_is_tried_first(server: WebServer, client: Client) -> None:
+    port = split(server.url)[0].port
+    tried: list[str] = []
+    connect = socket.socket.connect
+
+    def record(sock: socket.socket, address: tuple[str, int]) -> None:
+        tried.append(address[0])
+        connect(sock, address)
+
+    with (
+        patch("socket.getaddrinfo", side_effect=answers({"both.example": ["::1", "127.0.0.1"]})),
+        patch.object(socket.socket, "connect", record),
+    ):
+        for _ in range(2):
+            server.on("/small", lambda _, r: replace(r, then="close"), times=1)
+            assert get(client, f"http://both.example:{port}/small", 0, 3) == b"012"
+    assert tried == ["::1", "127.0.0.1", "127.0.0.1"]
+
+
 def test_a_kept_connection_is_no_way_around(server: WebServer, client: Client) -> None:
     assert get(client, f"{server.url}/f", 0, 9) == DATA[:9]
     with pytest.raises(RefusedRedirectError, match="loopback"):
