@@ -105,10 +105,15 @@ AnyPlace: TypeAlias = str | os.PathLike[str] | Remote
 """What ``parse_place`` takes."""
 
 
-def _module(name: str) -> Callable[[str], Remote]:
-    """``parse`` of a module beside this one, which is imported when there is something to parse."""
+def _module(name: str, *, sent: bool = True) -> Callable[[str], Remote]:
+    """``parse`` of a module beside this one, which is imported when there is something to parse.
+
+    ``sent``: the text goes over a network, so it has to be one.
+    """
 
     def parse(text: str) -> Remote:
+        if sent and any("\ud800" <= c <= "\udfff" for c in text):
+            raise UsageError("the address has bytes that are not UTF-8", where=text)
         try:
             module = import_module(f"ckpttool.storage.{name}")
         except ModuleNotFoundError as e:
@@ -126,7 +131,7 @@ def _module(name: str) -> Callable[[str], Remote]:
 
 
 SCHEMES: dict[str, Callable[[str], Remote]] = {
-    "tar": _module("tar"),
+    "tar": _module("tar", sent=False),
     "hf": _module("hub"),
     **dict.fromkeys(("s3", "gs", "az"), _module("objects")),
     **dict.fromkeys(("https", "http"), _module("web")),
