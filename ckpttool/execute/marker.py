@@ -161,7 +161,7 @@ class Marker:
         try:
             tag = instead_of.tag if instead_of else ""
             self._tag = self._store.put(self._key, state.to_json(), state.run, new=not tag, replaces=tag)
-        except TakenError:
+        except (TakenError, FileNotFoundError):
             pass  # or the answer to a request that was done has been lost
         found = self.find()  # some stores do not know conditions
         if found is None or not self._is_mine(found):
@@ -253,7 +253,7 @@ class Marker:
         with self._lock:
             if self._state is not None and self._lost is None:
                 self._state.holder = None
-                with suppress(CkptError, TakenError):
+                with suppress(CkptError, TakenError, FileNotFoundError):
                     self._store.put(self._key, self._state.to_json(), self._state.run, replaces=self._tag)
             self._state = None
 

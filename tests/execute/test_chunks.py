@@ -46,7 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch, store: ObjectStore, spool: str, part:
     monkeypatch.setattr("tempfile.tempdir", spool)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(recipes(), st.data())
 def test_any_plan(recipe: Callable[[Path], Plan], data: st.DataObject) -> None:
     """Any plan, cut anywhere, ended at any request and resumed, writes what numpy writes."""
@@ -103,7 +103,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.sample("torch-bin-True", "fp8-cast-True", "megatron-dist-False")
+@pytest.mark.sample("fp8-cast-True", "megatron-dist-False")
 @pytest.mark.parametrize("manifest", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str, manifest: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

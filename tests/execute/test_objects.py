@@ -551,3 +551,16 @@ def test_a_full_spool_disk(store: ObjectStore, plan: Plan) -> None:
     assert e.value.what.startswith("not enough space for what waits to be sent")
     assert e.value.hint == "free space there, or set TMPDIR to a directory on a larger disk"
     assert not store.objects_
+
+
+def test_a_marker_that_goes_while_it_is_taken_over(store: ObjectStore, plan: Plan) -> None:
+    """The other run has just finished."""
+    interrupted(store, plan)
+
+    def finish(*_: object, **conditions: object) -> str:
+        assert conditions["replaces"]
+        store.objects_.pop("run/hf/.ckpttool-partial.json")
+        raise FileNotFoundError
+
+    with patch.object(store, "put", finish), pytest.raises(OutputError, match="another run is writing"):
+        write(plan, resume=True)

@@ -7,9 +7,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+from botocore.awsrequest import AWSResponse
 
 from ckpttool.errors import AccessError, OutputError
 from ckpttool.execute import objects as destination
@@ -171,7 +174,11 @@ def test_refusals(store: s3.S3Store, server: S3Server) -> None:
     assert "s3:PutObject" in (denied.value.hint or "")
     server.clear()
     with pytest.raises(OutputError, match="the bucket does not exist"):
-        s3.store("nowhere").put("m", b"1", "r")
+        s3.S3Store(s3.connect("s3://nowhere", signed=True), "nowhere").put("m", b"1", "r")
+
+
+@pytest.mark.thorough
+def test_a_store_that_is_out_of_reach(store: s3.S3Store, server: S3Server) -> None:
     server.on("PutObject", "503", times=99)
     with pytest.raises(AccessError, match="does not answer as it should"):
         store.put("m", b"1", "r")
@@ -183,6 +190,24 @@ def test_refusals(store: s3.S3Store, server: S3Server) -> None:
         s3.store("bucket").put("m", b"1", "r")
 
 
+def test_what_is_signed(server: S3Server) -> None:
+    """Over TLS not the bytes: their checksum is."""
+    sent: list[Any] = []
+
+    def answer(request: Any, **_: Any) -> AWSResponse:
+        sent.append(request.headers)
+        return AWSResponse(request.url, 200, {"ETag": '"x"'}, SimpleNamespace(stream=list))
+
+    for url in ("https://127.0.0.1:9", server.url):
+        client = s3.connect("s3://bucket", signed=True, endpoint=url)
+        client.meta.events.register("before-send.s3", answer)
+        s3.S3Store(client, "bucket").put("m", b"123456789", "r")
+    assert [h["X-Amz-Content-SHA256"] == b"UNSIGNED-PAYLOAD" for h in sent] == [True, False]
+    assert all(h["x-amz-checksum-crc32"] == b"y/Q5Jg==" for h in sent)
+    assert all(b"x-amz-checksum-crc32" in h["Authorization"] for h in sent)
+
+
+@pytest.mark.thorough
 def test_no_credentials(server: S3Server) -> None:
     without = {k: v for k, v in os.environ.items() if not k.startswith("AWS_ACCESS") and not k.startswith("AWS_SECRET")}
     with patch.dict(os.environ, without, clear=True), pytest.raises(AccessError, match="there are no credentials"):
@@ -202,7 +227,8 @@ def stored(server: S3Server, prefix: str) -> dict[str, bytes]:
 
 
 COMMANDS = {
-    "hf": ("reshard", "{}", "--to", "hf", "--verify", "--manifest"),
+    "hf": ("reshard", "{}", "--to", "hf"),
+    "verify": ("reshard", "{}", "--to", "hf", "--verify", "--manifest"),
     "vllm": ("reshard", "{}", "--to", "vllm", "--tp-out", "2", "--verify"),
     "torch-bin": ("reshard", "{}", "--to", "torch-bin", "--verify"),
     "drop-keys": ("drop-keys", "{}", "lm_head.weight"),
