@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,14 +78,17 @@ def test_what_is_there_is_replaced_only_by_force(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("how", ["--force", "--create-pr"])
-def test_what_is_there_already_is_not_committed_again(hub: Hub, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_there_already_is_not_committed_again(hub: Hub, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handle", logged.append)
+    monkeypatch.setattr(logging.getLogger("huggingface_hub.hf_api"), "handle", logged.append)
     push()
     commit = hub.repos["org/new"].refs["refs/heads/main"]
     said = push("hf://org/new", how)
     assert f"nothing to commit: {commit} has all of it already" in said
     assert f"hf://org/new@{commit}: hf" in said
     assert len(hub.repos["org/new"].commits) == 2
-    assert not caplog.records
+    assert not logged
 
 
 def test_a_pull_request_leaves_the_branch(hub: Hub) -> None:
