@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import patch
 
+import boto3
 import pytest
 import trustme
 from azure.storage.blob import BlobServiceClient, ContainerSasPermissions, generate_container_sas
 
 import ckpttool
 from ckpttool.errors import AccessError, CorruptError, IncompleteError
+from ckpttool.execute import RunOptions, run
+from ckpttool.execute import objects as written
+from ckpttool.execute.commit import MANIFEST
 from ckpttool.storage import objects, s3
 from ckpttool.storage.http import Client, client, using
 from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan, walk
+from tests.execute.plans import expected, reshard
+from tests.execute.test_objects import with_small_files
 from tests.helpers.bare_reads import bare_reads
 from tests.helpers.s3_server import s3_server
 from tests.peers.storage import servers
@@ -139,3 +146,17 @@ def test_azure_with_each_kind_of_credentials(tmp_path: Path) -> None:
             assert read_all(parse_place("az://box/run/a")) == b"12345"
         objects.close()
     client()._connections.forget()
+
+
+def test_moto_takes_what_is_written_in_parts(tmp_path: Path) -> None:
+    plan = with_small_files(reshard(tmp_path / "src", [((1536, 1024), 0), ((1024, 2048), 1)], 2, 2))
+    with servers.moto() as server, patch.object(written, "CHUNK", 5 << 20):
+        run(plan, parse_place("s3://bucket/hf"), RunOptions(manifest=True))
+        keys = server.keys()
+        there = {k: server.get(k) for k in keys}
+        assert {k: there[f"hf/{k}"] for k in expected(plan)} == expected(plan)
+        assert set(there) == {f"hf/{k}" for k in [*expected(plan), MANIFEST]}
+        with closing(boto3.client("s3")) as s3_client:
+            assert "Uploads" not in s3_client.list_multipart_uploads(Bucket="bucket")
+            etags = [o["ETag"] for o in s3_client.list_objects_v2(Bucket="bucket")["Contents"]]
+        assert any("-" in e for e in etags), "an object was made of parts"
