@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+import ckpttool as library
 from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageError
 from ckpttool.execute import crew
 from ckpttool.execute.worker import Job
@@ -344,6 +345,14 @@ def test_logins_of_netrc(tmp_path: Path) -> None:
         assert not web._login("https://host.example/f", "https://host.example/x")
         netrc.write_text("machine what is this")
         assert not web._login("https://host.example/f", "https://host.example/x")
+
+
+def test_a_newer_signature_is_the_same_plan(server: WebServer) -> None:
+    """So --resume goes on after the first one has expired."""
+    server.files = {f"m/{n}": b for n, b in files_of(FIXTURES / "hf_tiny_source").items()}
+    plans = [library.open(f"{server.url}/m?sig={i}").reshard(tp=2).plan for i in (1, 2)]
+    assert plans[0].digest() == plans[1].digest()
+    assert {a.query for a in server.asked} == {"sig=1", "sig=2"}
 
 
 @pytest.mark.parametrize("name", ["hf_tiny_source", "hf_tiny_source/model.safetensors"])
