@@ -90,8 +90,10 @@ BANNED_CALLS = {"eval", "exec"}
 
 # `ckpttool --help` and a reshard have no use for these. (pydantic is not among them: Typer itself loads it to read a
 # command's parameters.)
-HEAVY_FOR_HELP = ("torch", "numpy", "yaml", "safetensors", "ml_dtypes", "rich")
-HEAVY_FOR_RESHARD = ("torch", "transformers")
+# What reaches other machines is loaded when there is one.
+NETWORK = ("huggingface_hub", "http.client", "ssl", "boto3", "botocore", "google.auth", "azure.storage.blob", "httpx2")
+HEAVY_FOR_HELP = ("torch", "numpy", "yaml", "safetensors", "ml_dtypes", "rich", *NETWORK)
+HEAVY_FOR_RESHARD = ("torch", "transformers", *NETWORK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -625,7 +627,7 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
         assert (status, heavy) == (0, []), f"ckpttool {' '.join(arguments)}"
 
 
-def test_writers_do_not_load_torch(tmp_path: Path) -> None:
+def test_writers_load_neither_torch_nor_what_reaches_other_machines(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "fixtures" / "llama_tp8", tmp_path / "src")
     for name in ("ft1", "ft2", "base"):
         shutil.copytree(ROOT / "fixtures/merge/inputs" / name, tmp_path / name)
