@@ -55,6 +55,8 @@ def execute(
                 "--verify needs all ranks, --ranks-out writes only some",
                 hint="verify when all ranks are there: ckpttool inspect SRC --diff DST --values",
             )
-        options = replace(options, verify=partial(verify_output, prepared, memory=options.memory))
+        options = replace(
+            options, verify=partial(verify_output, prepared, memory=options.memory, connections=options.connections)
+        )
     result = run(prepared.plan, place, options, progress)
     return ReshardResult(prepared, place, result, verify)

@@ -11,6 +11,7 @@ from ckpttool.errors import VerifyError
 from ckpttool.execute import Advance
 from ckpttool.execute.compare import verify_views
 from ckpttool.execute.compute import verify_computed
+from ckpttool.execute.reader import reading
 from ckpttool.formats.base import ReadOptions
 from ckpttool.formats.registry import read_source
 from ckpttool.plan import Output
@@ -23,17 +24,25 @@ _BLOCK = 1 << 20
 """Bytes of a carried file that are compared at once."""
 
 
-def verify_output(prepared: Prepared, written: Place, advance: Advance, *, memory: int) -> None:
+def verify_output(
+    prepared: Prepared, written: Place, advance: Advance, *, memory: int, connections: int | None = None
+) -> None:
     """Read ``written`` back through its format's reader and compare every element with the source.
 
     Knows nothing of the plan: the source side goes through pieces and views, the written side through its own headers.
     What is dequantised or quantised is worked out once more, with ``memory`` bytes, and compared where it was written.
     ``advance`` is told the bytes of ``written`` that are verified.
+    Half of them, and ``connections``, are for what is on other machines.
     Raises VerifyError naming the first tensors that differ.
     """
+    with reading(memory=memory // 2, connections=connections):
+        _verify(prepared, written, advance, memory)
+
+
+def _verify(prepared: Prepared, written: Place, advance: Advance, memory: int) -> None:
     if prepared.parts:
         for folder, one in prepared.parts.items():
-            verify_output(one, written / folder, advance, memory=memory)
+            _verify(one, written / folder, advance, memory)
         for output in prepared.plan.outputs:
             if output.carried:
                 _verify_carried(output, written / output.name, advance)

@@ -76,7 +76,11 @@ def test_ranges_that_nearly_touch_are_one_request(far: Far) -> None:
     second = ahead.announce([(file, s, s + 1000) for s in starts[3:]])
     for s in starts:
         assert read(ahead, file, s, 1000) == data[s : s + 1000]
-    assert [(r.start, r.nbytes) for r in far.requests] == [(0, starts[2] + 1000), (3 * MIB, 1000), (10 * MIB, 1000)]
+    assert sorted((r.start, r.nbytes) for r in far.requests) == [
+        (0, starts[2] + 1000),
+        (3 * MIB, 1000),
+        (10 * MIB, 1000),
+    ]
     ahead.forget(first)
     ahead.forget(second)
     ahead.close()

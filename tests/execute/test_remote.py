@@ -18,10 +18,15 @@ import ckpttool as library
 from ckpttool.errors import AccessError, CkptError, CorruptError
 from ckpttool.execute import engine
 from ckpttool.execute.ahead import ReadAhead
+from ckpttool.execute.blocks import Mover
+from ckpttool.execute.compute import Computing
+from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.engine import run
 from ckpttool.execute.options import RunOptions
+from ckpttool.execute.reads import operands_at_hand
+from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import schedule
-from ckpttool.plan import Block, Copy, Output, Plan, Source, Unit
+from ckpttool.plan import Block, Compute, Copy, Output, Plan, Source, Stored, Unit
 from tests.execute.far import Far, far_away
 from tests.helpers.command import ckpttool
 from tests.helpers.memory import FILES, MemoryPlace, in_memory
@@ -271,3 +276,24 @@ def test_operands_are_fetched_once(
     assert sum([r.nbytes for r in asked]) <= more * tensors
     assert len(asked) < 150
     assert max(a.peak for a in peaks.found) <= memory // 2
+
+
+def test_operands_that_do_not_fit_in_memory_are_fetched_once(far: Far, tmp_path: Path) -> None:
+    """By a method that reads them twice."""
+    (tmp_path / "src").mkdir()
+    values = np.random.default_rng(0).standard_normal(3_000_000).astype(np.float16)
+    for name in "ab":
+        (tmp_path / "src" / name).write_bytes(values.tobytes())
+    run_of_bytes = Copy(Block(0, 0, (2,)), Block(0, 0, (2,)), values.shape, "F16", "F16")
+    with in_memory(tmp_path / "src") as remote:
+        operands = tuple(
+            Stored("F16", values.shape, (run_of_bytes._replace(src=Block(i, 0, (2,))),), "an operand") for i in range(2)
+        )
+        whole = (("normalize_weights", True), ("eps", 1e-8))
+        step = Compute("t", values.shape, "F16", "multislerp", operands, None, ((("weight", 1.0),),) * 2, whole, None)
+        with open_medium(memory=MIB) as pool:
+            mover = Mover([f"{remote}/a", f"{remote}/b"], [], pool, MIB, threading.Event())
+            with operands_at_hand(step, mover):
+                for _ in Computing(mover, 8 * MIB, tensor_draws(None)).run(step, ()):
+                    pass
+    assert far.nbytes == 2 * values.nbytes

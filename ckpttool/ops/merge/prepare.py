@@ -214,7 +214,9 @@ def execute(
         options,
         source_roots=prepared.roots,
         late_files=late or {record: partial(prepared.provenance.record, plan)},
-        verify=partial(verify_output, target, memory=options.memory) if verify else None,
+        verify=partial(verify_output, target, memory=options.memory, connections=options.connections)
+        if verify
+        else None,
     )
     return MergeResult(prepared, place, run(plan, place, options, progress), verify)
 
