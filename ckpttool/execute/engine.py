@@ -626,6 +626,10 @@ class _Run:
         if again and self.destination.can_record and not (pool.unsynced or self.unsynced):
             with contextlib.suppress(CkptError):
                 self._record(pool, [*self.unrecorded, *self.ledger.take()])
+        if self.destination.spools and isinstance(error, OutputError) and not error.hint:
+            spool = str(self.destination.partial)
+            if any(w.startswith(spool) for w in error.where):
+                error.hint = "free space there, or set TMPDIR to a directory on a larger disk"
         if not again or not self.recorded or not self.destination.resumes:
             self.destination.discard()
             return error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from zlib import crc32
 import pytest
 
 from ckpttool.errors import AccessError, ConflictError, CorruptError, OutputError, VerifyError
-from ckpttool.execute import NoProgress, RunOptions, RunResult, engine, marker, objects, run, spool
+from ckpttool.execute import NoProgress, RunOptions, RunResult, engine, files, marker, objects, run, spool
 from ckpttool.execute.engine import CompletionQueue
 from ckpttool.plan import Output, Plan
 from tests.execute.plans import expected, reshard
@@ -564,3 +566,19 @@ def test_a_marker_that_goes_while_it_is_taken_over(store: ObjectStore, plan: Pla
 
     with patch.object(store, "put", finish), pytest.raises(OutputError, match="another run is writing"):
         write(plan, resume=True)
+
+
+def test_a_spool_disk_that_fills_up(store: ObjectStore, plan: Plan) -> None:
+    real, calls = files.FilePool.write, itertools.count()
+
+    def full(self: files.FilePool, path: str, offset: int, data: memoryview, **how: bool) -> None:
+        if "rank_1" in path and next(calls) > 0:
+            raise files.write_error(OSError(errno.ENOSPC, "No space left on device"), path, offset, data.nbytes)
+        real(self, path, offset, data, **how)
+
+    with patch.object(files.FilePool, "write", full), pytest.raises(OutputError, match="no space left") as e:
+        write(plan)
+    assert e.value.hint is not None
+    assert e.value.hint.startswith("free space there, or set TMPDIR to a directory on a larger disk")
+    write(plan, resume=True)
+    check_whole(store, plan)
