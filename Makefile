@@ -13,7 +13,7 @@ AZURITE := .azurite/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers test-resume test-families lint format types docs-check torture walk fuzz bench bench-scale clean
+.PHONY: help setup demo test test-all test-peers test-resume test-families lint format types docs-check torture torture-remote walk fuzz bench bench-scale clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ docs-check: $(DEV) ## run every command and example of README.md and docs/, chec
 
 torture: $(DEV) ## kill, fail and starve every command at each of its system calls, and see what is left (minutes)
 	@$(BIN)/python -m tests.torture $(ARGS)
+
+torture-remote: $(DEV) ## fail every request of commands that write to S3, once in each way, and see what is left (an hour; ARGS)
+	@$(BIN)/python -m tests.torture.remote $(ARGS)
 
 walk: $(DEV) ## write unusual models of every family in random chains of formats, judged from outside (20 minutes; ARGS)
 	@$(BIN)/python -m tests.walk $(ARGS)
