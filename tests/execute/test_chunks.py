@@ -46,7 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch, store: ObjectStore, spool: str, part:
     monkeypatch.setattr("tempfile.tempdir", spool)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(25))
 @given(recipes(), st.data())
 def test_any_plan(recipe: Callable[[Path], Plan], data: st.DataObject) -> None:
     """Any plan, cut anywhere, ended at any request and resumed, writes what numpy writes."""

@@ -93,6 +93,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("memory", [4 * MIB, 64 * MIB])
 @pytest.mark.parametrize("job", JOBS)
 def test_every_byte_is_fetched_once(
@@ -254,6 +255,7 @@ def test_verification_reads_the_source_once_more(goal: dict[str, Any], models: P
     assert far.opened.count("rank-00003-of-00008.safetensors") <= 3
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("memory", [16 * MIB, 64 * MIB])
 @pytest.mark.parametrize("method", ["linear", "multislerp"])
 def test_operands_are_fetched_once(

@@ -228,7 +228,11 @@ def test_a_signature_is_renewed_in_time(server: S3Server) -> None:
     objects.close()
 
 
-@pytest.mark.parametrize(("bucket", "host"), [("bucket", "bucket.s3."), ("my.bucket", "s3.")])
+@pytest.mark.sample("my.bucket")
+@pytest.mark.parametrize(
+    ("bucket", "host"),
+    [pytest.param("bucket", "bucket.s3.", id="bucket"), pytest.param("my.bucket", "s3.", id="my.bucket")],
+)
 def test_urls_are_signed_for_the_region_of_the_bucket(server: S3Server, bucket: str, host: str) -> None:
     told = {"ResponseMetadata": {"HTTPHeaders": {"x-amz-bucket-region": "eu-central-1"}}}
     asked = patch.object(s3.Bucket, "_look", return_value=told)

@@ -38,6 +38,7 @@ OPENED = {
 }
 
 
+@pytest.mark.sample("llama_tp8", "torch/deepspeed/z3", "megatron/dist/llama_tp2", "gguf/llama_q8_0/model.gguf")
 @pytest.mark.parametrize("name", OPENED)
 def test_opening_takes_few_requests(name: str) -> None:
     path = FIXTURES / name
