@@ -33,10 +33,10 @@ from typing import Any, TypeVar
 from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.checks import check
-from ckpttool.execute.commit import MANIFEST
 from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
-from ckpttool.execute.destination import Beginning
 from ckpttool.execute.destinations import destination_for
+from ckpttool.execute.destinations.base import Beginning
+from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Medium, SourceReadError, Stopped, create, remove_file, share, write_error
 from ckpttool.execute.hashing import ALGORITHM, CRC32, Sums, joined_crc32

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import AccessError
-from ckpttool.execute import RunOptions, compute, engine, moves, objects, quantize, run, schedule
-from ckpttool.execute.chunks import Chunks
+from ckpttool.execute import RunOptions, compute, engine, moves, quantize, run, schedule
+from ckpttool.execute.destinations import objects
+from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.engine import CompletionQueue
 from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.plan import Block, Copy, Fill, Output, Plan, Target, Unit

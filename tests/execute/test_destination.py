@@ -24,7 +24,8 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyError
-from ckpttool.execute import Advance, NoProgress, RunOptions, commit, engine, files, run, schedule
+from ckpttool.execute import Advance, NoProgress, RunOptions, engine, files, run, schedule
+from ckpttool.execute.destinations import local
 from ckpttool.plan import Output, Plan
 from ckpttool.storage.place import Place
 from tests.execute.plans import expected, reshard, written
@@ -65,7 +66,7 @@ def test_force_replaces_whatever_is_there(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, atomic: bool
 ) -> None:
     if not atomic:
-        monkeypatch.setattr(commit, "exchange", lambda *_: False)
+        monkeypatch.setattr(local, "exchange", lambda *_: False)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_text("kept")
     (tmp_path / "link").symlink_to("other")
@@ -453,7 +454,7 @@ def test_resume_without_an_interrupted_run(tmp_path: Path, plan: Plan) -> None:
 
 
 def test_two_runs_on_one_destination(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "PATIENCE", 0.05)
+    monkeypatch.setattr(local, "PATIENCE", 0.05)
     (tmp_path / "dst.partial").mkdir()
     with (tmp_path / "dst.partial/.journal").open("w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
@@ -497,14 +498,14 @@ def test_a_destination_that_appears_before_the_lock(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run had the lock, and finished: nothing is done in vain."""
-    lock = commit.LocalDestination._lock
+    lock = local.LocalDestination._lock
 
-    def late(destination: commit.LocalDestination, *, fresh: bool) -> None:
+    def late(destination: local.LocalDestination, *, fresh: bool) -> None:
         (tmp_path / "dst").mkdir()
         (tmp_path / "dst/mine").write_text("mine")
         lock(destination, fresh=fresh)
 
-    monkeypatch.setattr(commit.LocalDestination, "_lock", late)
+    monkeypatch.setattr(local.LocalDestination, "_lock", late)
     with pytest.raises(OutputError, match="the destination exists"):
         run(plan, tmp_path / "dst")
     assert left(tmp_path) == ["dst", "src"]
@@ -515,7 +516,7 @@ def test_who_waited_for_a_run_does_not_take_its_output(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The partial directory that was waited for is DST by now."""
-    flock = commit._flock
+    flock = local._flock
     published: list[bool] = []
 
     def waiting(fd: int) -> None:
@@ -525,7 +526,7 @@ def test_who_waited_for_a_run_does_not_take_its_output(
             (tmp_path / "dst/file").write_text("its")
         flock(fd)
 
-    monkeypatch.setattr(commit, "_flock", waiting)
+    monkeypatch.setattr(local, "_flock", waiting)
     with pytest.raises(OutputError, match="another run has just finished"):
         run(plan, tmp_path / "dst", RunOptions(force=True))
     assert left(tmp_path) == ["dst", "src"]
@@ -558,11 +559,11 @@ def test_a_journal_that_is_closed_is_not_written(tmp_path: Path, plan: Plan, mon
     opened = []
 
     def fails(path: Path) -> None:
-        if path.name == "dst.partial" and not (path / commit.JOURNAL).exists():
+        if path.name == "dst.partial" and not (path / local.JOURNAL).exists():
             opened.append(os.open(other, os.O_RDWR))
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(commit, "sync_directory", fails)
+    monkeypatch.setattr(local, "sync_directory", fails)
     with pytest.raises(OutputError, match="Input/output error"):
         run(plan, tmp_path / "dst")
     (fd,) = opened
@@ -601,7 +602,7 @@ def test_a_crash_between_two_renames(tmp_path: Path, plan: Plan, monkeypatch: py
     """Where names cannot be exchanged, DST is away for a moment. The next run gives it its name back."""
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst/mine").write_text("old")
-    monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    monkeypatch.setattr(local, "exchange", lambda *_: False)
     rename = Path.rename
 
     def killed(path: Path, target: Path) -> Path:

@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pytest
 
 from ckpttool.errors import AccessError, OutputError
-from ckpttool.execute import RunOptions, gcs, objects, run
-from ckpttool.execute.gcs import GcsStore
-from ckpttool.execute.store import GoneError, Slice, TakenError
+from ckpttool.execute import RunOptions, run
+from ckpttool.execute.destinations import gcs, objects
+from ckpttool.execute.destinations.gcs import GcsStore
+from ckpttool.execute.destinations.store import GoneError, Slice, TakenError
 from ckpttool.storage import gcs as source
 from ckpttool.storage.place import parse_place
 from tests.execute.plans import expected, reshard

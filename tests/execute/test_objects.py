@@ -17,7 +17,8 @@ from zlib import crc32
 import pytest
 
 from ckpttool.errors import AccessError, ConflictError, CorruptError, OutputError, VerifyError
-from ckpttool.execute import NoProgress, RunOptions, RunResult, engine, files, marker, objects, run, spool
+from ckpttool.execute import NoProgress, RunOptions, RunResult, engine, files, run
+from ckpttool.execute.destinations import marker, objects, spool
 from ckpttool.execute.engine import CompletionQueue
 from ckpttool.plan import Output, Plan
 from tests.execute.plans import expected, reshard

@@ -15,9 +15,9 @@ import pytest
 from botocore.awsrequest import AWSResponse
 
 from ckpttool.errors import AccessError, OutputError
-from ckpttool.execute import objects as destination
-from ckpttool.execute import s3
-from ckpttool.execute.store import GoneError, Slice, TakenError
+from ckpttool.execute.destinations import objects as destination
+from ckpttool.execute.destinations import s3
+from ckpttool.execute.destinations.store import GoneError, Slice, TakenError
 from ckpttool.storage import objects
 from tests.helpers.command import ckpttool
 from tests.helpers.s3_server import S3Server, s3_server

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpttool.errors import AccessError
-from ckpttool.execute.store import Found, GoneError, Held, SentPart, Slice, TakenError
+from ckpttool.execute.destinations.store import Found, GoneError, Held, SentPart, Slice, TakenError
 
 
 class UnreachableError(AccessError):
@@ -30,7 +30,7 @@ after" (so do all that follow)."""
 
 
 class ObjectStore:
-    """See ``ckpttool.execute.store.Store``."""
+    """See ``ckpttool.execute.destinations.store.Store``."""
 
     most_parts = 10_000
     least_part = 1

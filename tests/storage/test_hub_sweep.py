@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.execute import hub as writing
+from ckpttool.execute.destinations import hub as writing
 from tests.helpers.command import ckpttool
 from tests.helpers.hub_server import Hub, Kind, hub_server
 

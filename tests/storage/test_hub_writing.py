@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpttool.execute import engine, schedule
-from ckpttool.execute import hub as writing
+from ckpttool.execute.destinations import hub as writing
 from ckpttool.execute.schedule import Part, Task
 from tests.helpers.command import ckpttool
 from tests.helpers.hub_server import Hub, hub_server

@@ -31,7 +31,8 @@ from typing import Any, NamedTuple, Self
 
 import ckpttool
 from ckpttool.cli.app import _command, main
-from ckpttool.execute import commit, engine, files, schedule
+from ckpttool.execute import engine, files, schedule
+from ckpttool.execute.destinations import local
 from ckpttool.layout.family import family_names
 from ckpttool.ops.convert_json import header
 from tests.torture.interpose import SYNCS, WRITES, Call, Decision, Fail, Give, Kill, Outcome, Short, run
@@ -168,7 +169,7 @@ def small_steps(*, serial: bool = True) -> None:
         (files, "UNCACHED_FROM", 8 << 10),
         (files, "PIECE", 32 << 10),
         (header, "PIECE", 64 << 10),
-        (commit, "SLACK", 0),
+        (local, "SLACK", 0),
         (header, "SLACK", 0),
     ]
     if serial:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from ckpttool.execute import objects
+from ckpttool.execute.destinations import objects
 from ckpttool.storage.network import Clock
 from tests.torture import campaign
 from tests.torture.campaign import Tree, WrongError, command, tree

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from ckpttool.errors import OutputError
-from ckpttool.execute.commit import name_file, sync_directory
+from ckpttool.execute.destinations.local import name_file, sync_directory
 from ckpttool.execute.files import write_error
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.containers.safetensors import MAX_HEADER, HeaderError, Problem, parse, problems, read_raw
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError, plain
-from ckpttool.execute.commit import SLACK
+from ckpttool.execute.destinations.local import SLACK
 from ckpttool.execute.files import PIECE, create, span, write_error
 from ckpttool.ops.convert_json.durable import Replacement, lock, resolved, sync_names, write_all
 from ckpttool.storage.place import DataFile, Place, is_same, readable

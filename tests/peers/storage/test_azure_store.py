@@ -14,11 +14,12 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import AccessError, OutputError
-from ckpttool.execute import RunOptions, azure, engine, marker, run
-from ckpttool.execute import objects as execute_objects
-from ckpttool.execute.azure import AzureStore
+from ckpttool.execute import RunOptions, engine, run
+from ckpttool.execute.destinations import azure, marker
+from ckpttool.execute.destinations import objects as execute_objects
+from ckpttool.execute.destinations.azure import AzureStore
+from ckpttool.execute.destinations.store import GoneError, Slice, TakenError
 from ckpttool.execute.engine import CompletionQueue
-from ckpttool.execute.store import GoneError, Slice, TakenError
 from ckpttool.storage import objects
 from ckpttool.storage.http import client
 from ckpttool.storage.place import parse_place, read_all, walk
@@ -72,7 +73,7 @@ def test_objects_and_conditions(store: AzureStore) -> None:
 @pytest.mark.parametrize("size", [1, 100, 250])
 def test_a_file_is_put_in_blocks(store: AzureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(azure, "BLOCK", 100)
-    monkeypatch.setattr("ckpttool.execute.store._MIB", 30)
+    monkeypatch.setattr("ckpttool.execute.destinations.store._MIB", 30)
     data = bytes(range(size))
     with piece(tmp_path / "file", data) as part:
         tag = store.put("late/file", part, "run", new=False)

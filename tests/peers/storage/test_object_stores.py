@@ -17,8 +17,8 @@ from azure.storage.blob import BlobServiceClient, ContainerSasPermissions, gener
 import ckpttool
 from ckpttool.errors import AccessError, CorruptError, IncompleteError
 from ckpttool.execute import RunOptions, run
-from ckpttool.execute import objects as written
-from ckpttool.execute.commit import MANIFEST
+from ckpttool.execute.destinations import objects as written
+from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.storage import objects, s3
 from ckpttool.storage.http import Client, client, using
 from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan, walk

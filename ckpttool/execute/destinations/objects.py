@@ -30,18 +30,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpttool.errors import CkptError, ConflictError, OutputError
-from ckpttool.execute.chunks import Chunks
-from ckpttool.execute.commit import MANIFEST
-from ckpttool.execute.destination import Beginning
+from ckpttool.execute.destinations.base import Beginning
+from ckpttool.execute.destinations.chunks import Chunks
+from ckpttool.execute.destinations.local import MANIFEST
+from ckpttool.execute.destinations.marker import WRITING, Marker, State
+from ckpttool.execute.destinations.overlay import Overlay
+from ckpttool.execute.destinations.sender import Sender
+from ckpttool.execute.destinations.spool import Spool
+from ckpttool.execute.destinations.store import GoneError, Slice, Store
 from ckpttool.execute.files import Medium, Stopped
 from ckpttool.execute.journal import Finished
-from ckpttool.execute.marker import WRITING, Marker, State
 from ckpttool.execute.options import RunOptions
-from ckpttool.execute.overlay import Overlay
 from ckpttool.execute.schedule import Part
-from ckpttool.execute.sender import Sender
-from ckpttool.execute.spool import Spool
-from ckpttool.execute.store import GoneError, Slice, Store
 from ckpttool.plan import Output, Plan
 from ckpttool.storage.objects import forget
 from ckpttool.storage.place import Place, Remote
@@ -90,7 +90,7 @@ def destination(dst: Remote, options: RunOptions) -> ObjectDestination:
 
 def open_store(scheme: str, bucket: str) -> Store:
     """The bucket of this name."""
-    store: Store = import_module(f"ckpttool.execute.{STORES[scheme]}").store(bucket)
+    store: Store = import_module(f"ckpttool.execute.destinations.{STORES[scheme]}").store(bucket)
     return store
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckpttool.errors import CkptError, ConflictError, OutputError
-from ckpttool.execute.store import Found, Store, TakenError
+from ckpttool.execute.destinations.store import Found, Store, TakenError
 
 VERSION = 1
 BEAT = 20.0

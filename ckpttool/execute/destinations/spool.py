@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from ckpttool.errors import OutputError
-from ckpttool.execute.commit import PATIENCE, SLACK
+from ckpttool.execute.destinations.local import PATIENCE, SLACK
 from ckpttool.execute.files import write_error
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2

@@ -23,8 +23,8 @@ from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
 from ckpttool.errors import AccessError, CkptError, OutputError
+from ckpttool.execute.destinations.store import Found, GoneError, Held, SentPart, Slice, TakenError
 from ckpttool.execute.files import Stopped
-from ckpttool.execute.store import Found, GoneError, Held, SentPart, Slice, TakenError
 from ckpttool.storage.access import anonymous
 
 RUN = "ckpttool-run"

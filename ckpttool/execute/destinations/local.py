@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ckpttool.errors import OutputError
-from ckpttool.execute.destination import Beginning
+from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.files import Medium, create, write_error
 from ckpttool.execute.journal import Finished, Journal
 from ckpttool.execute.schedule import Part

@@ -10,7 +10,7 @@ import base64
 import hashlib
 from typing import Any
 
-from ckpttool.execute.s3 import S3Store, connect
+from ckpttool.execute.destinations.s3 import S3Store, connect
 from ckpttool.storage import gcs
 
 _META, _GOOGLE_META = "x-amz-meta-", "x-goog-meta-"

@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 
 from ckpttool.errors import OutputError, UsageError
-from ckpttool.execute.commit import LocalDestination
-from ckpttool.execute.destination import Destination
+from ckpttool.execute.destinations.base import Destination
+from ckpttool.execute.destinations.local import LocalDestination
 from ckpttool.execute.options import RunOptions
 from ckpttool.storage.place import Place, Remote
 
@@ -33,7 +33,7 @@ def _remote(dst: Remote, options: RunOptions) -> Destination:
         known = ", ".join(f"{s}://" for s in MODULES)
         raise OutputError(f"{scheme}: cannot be written", where=str(dst), hint=f"choose a directory, or one of {known}")
     try:
-        module = import_module(f"ckpttool.execute.{MODULES[scheme]}")
+        module = import_module(f"ckpttool.execute.destinations.{MODULES[scheme]}")
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] == "ckpttool":
             raise

@@ -22,7 +22,7 @@ from azure.core import MatchConditions, exceptions
 from azure.storage.blob import BlobBlock, BlobClient
 
 from ckpttool.errors import IncompleteError, OutputError
-from ckpttool.execute.store import Found, GoneError, Held, SentPart, Slice, TakenError
+from ckpttool.execute.destinations.store import Found, GoneError, Held, SentPart, Slice, TakenError
 from ckpttool.storage import azure
 
 RUN = "ckpttool_run"

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.errors import AccessError, OutputError, UsageError
-from ckpttool.execute.chunks import Chunks
-from ckpttool.execute.destination import Beginning
+from ckpttool.execute.destinations.base import Beginning
+from ckpttool.execute.destinations.chunks import Chunks
+from ckpttool.execute.destinations.hub_client import TRIES, PassingError, api, asking, patiently, pause, quiet
+from ckpttool.execute.destinations.spool import Spool
 from ckpttool.execute.files import Medium
-from ckpttool.execute.hub_client import TRIES, PassingError, api, asking, patiently, pause, quiet
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task
-from ckpttool.execute.spool import Spool
 from ckpttool.plan import Plan
 from ckpttool.storage.hub import HubPlace
 from ckpttool.storage.hub_access import endpoint, token
