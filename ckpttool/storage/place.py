@@ -115,8 +115,8 @@ def _module(name: str, *, sent: bool = True) -> Callable[[str], Remote]:
         if sent and any("\ud800" <= c <= "\udfff" for c in text):
             raise UsageError("the address has bytes that are not UTF-8", where=text)
         try:
-            module = import_module(f"ckpttool.storage.{name}")
-        except ModuleNotFoundError as e:
+            found: Remote = import_module(f"ckpttool.storage.{name}").parse(text)
+        except ModuleNotFoundError as e:  # parse() imports, too: what one of several schemes needs
             if e.name is None or e.name.partition(".")[0] == "ckpttool":
                 raise
             scheme = text.partition(":")[0]
@@ -124,7 +124,6 @@ def _module(name: str, *, sent: bool = True) -> Callable[[str], Remote]:
                 f"{scheme}:// needs a package that is not installed: {e.name}",
                 hint="pip install 'ckpttool[remote]'",
             ) from None
-        found: Remote = module.parse(text)
         return found
 
     return parse
@@ -142,15 +141,18 @@ people write two."""
 _SCHEME = re.compile(r"([a-z][a-z0-9+]+):/")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/@]*@)?([^?#]*)")
 """Scheme, user and password, and what may be shown."""
+_UNCUT = re.compile(r"([A-Za-z0-9]+):/?(?!/)([^/@]*@)?([^?#]*)")
+"""As ``_URL``, without two slashes."""
 _OTHERS = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "huggingface": "hf", "hub": "hf"}
 """What other tools call a scheme."""
+_SENT = SCHEMES.keys() - {"tar"}
 _AZURE = ("abfs", "abfss", "adl", "azure", "wasb", "wasbs")
 
 
 def parse_place(text: AnyPlace) -> Place:
     """The place that a text names. ``x:/y`` with a scheme that nobody knows is a path.
 
-    Raises UsageError for ``x://y``, which nobody means as a path, and what a storage raises for a text.
+    Raises UsageError for ``x://y`` and ``s3:y``, which nobody means as a path, and what a storage raises for a text.
     """
     if not isinstance(text, str | os.PathLike):
         return text
@@ -161,6 +163,10 @@ def parse_place(text: AnyPlace) -> Place:
     if url and not os.path.lexists(name):
         hint = _meant(url[1].lower(), url[3])
         raise UsageError(f"no place begins with {url[1]}://", where=f"{url[1]}://{url[3]}", hint=hint)
+    m = _UNCUT.match(name)
+    if m and m[1].lower() in _SENT and not os.path.lexists(name):
+        hint = f"did you mean {m[1].lower()}://{m[3]}?"
+        raise UsageError(f"an address begins with {m[1].lower()}://", where=f"{m[1]}:{m[3]}", hint=hint)
     return Path(name)
 
 

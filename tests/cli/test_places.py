@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -107,6 +108,9 @@ MEANT = {
     "S3://b/x": "did you mean s3://b/x?",
     "file:///models/x": "give the path: /models/x",
     "abfss://c@account/x": "blobs of Azure are az://CONTAINER/PATH",
+    "s3:bucket/x": "did you mean s3://bucket/x?",
+    "S3:/bucket/x": "did you mean s3://bucket/x?",
+    "https:me:secret@host/x?k=secret": "did you mean https://host/x?",
     "hdfs://me:secret@host/x": "places on other machines are hf://ORG/MODEL",
 }
 
@@ -117,6 +121,25 @@ def test_a_url_that_nobody_knows_is_no_directory(text: str, tmp_path: Path) -> N
         assert (done.code, f"hint: {MEANT[text]}" in done.err) == (2, True), done.err
         assert "secret" not in done.err
     assert not list(tmp_path.iterdir())
+
+
+PACKAGES = {"s3": "boto3", "gs": "google.auth", "az": "azure.core"}
+
+
+@pytest.mark.parametrize("scheme", PACKAGES)
+def test_a_package_that_is_missing_is_named(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = {"s3": "s3", "gs": "gcs", "az": "azure"}[scheme]
+    monkeypatch.delitem(sys.modules, f"ckpttool.storage.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, PACKAGES[scheme], None)
+    for done in (ckpttool("inspect", f"{scheme}://bucket/x"), ckpttool("reshard", HERE, f"{scheme}://bucket/x")):
+        assert done.code == 2, done.err
+        assert f"{scheme}:// needs a package that is not installed: {PACKAGES[scheme]}" in done.err
+        assert "hint: pip install 'ckpttool[remote]'" in done.err
+
+
+def test_the_web_is_read_only() -> None:
+    done = ckpttool("reshard", HERE, "https://127.0.0.1:1/x?k=secret")
+    assert (done.code, "https:// is read only" in done.err, "secret" in done.err) == (2, True, False), done.err
 
 
 def test_names_of_the_hub_are_told_what_they_are() -> None:

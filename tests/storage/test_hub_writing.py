@@ -149,7 +149,9 @@ def test_permission_is_asked_for_first(hub: Hub, tmp_path: Path) -> None:
         assert not [a for a in hub.asked if a.method == "PUT"]
         assert "opened a pull request" in push("hf://org/new", "--create-pr")
     with hub.clients(tmp_path / "home"):
-        assert "needs a token" in refused()
+        assert "hint: hf auth login" in refused()
+    with hub.clients(tmp_path / "home", token="hf_owner"):  # noqa: S106 - it is none
+        assert "hint: drop --anonymous" in refused("hf://org/new", "--anonymous")
 
 
 def test_a_failed_upload_ends_the_run(hub: Hub) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from ckpttool.errors import OutputError, UsageError
+from ckpttool.errors import UsageError
 from ckpttool.execute.destinations.base import Destination
 from ckpttool.execute.destinations.local import LocalDestination
 from ckpttool.execute.options import RunOptions
@@ -18,8 +18,8 @@ MODULES = {"hf": "hub", **dict.fromkeys(("s3", "gs", "az"), "objects")}
 def destination_for(dst: Place, options: RunOptions) -> Destination:
     """The destination that a place is.
 
-    Raises OutputError for places that cannot be written, UsageError when a package is missing and for options that
-    make no sense there.
+    Raises UsageError for places that cannot be written, when a package is missing, and for options that make no sense
+    there.
     """
     found = LocalDestination(dst, single=options.single) if isinstance(dst, Path) else _remote(dst, options)
     if options.create_pr and not found.proposes:
@@ -31,7 +31,9 @@ def _remote(dst: Remote, options: RunOptions) -> Destination:
     scheme = str(dst).partition(":")[0]
     if scheme not in MODULES:
         known = ", ".join(f"{s}://" for s in MODULES)
-        raise OutputError(f"{scheme}: cannot be written", where=str(dst), hint=f"choose a directory, or one of {known}")
+        raise UsageError(
+            f"{scheme}:// is read only", where=str(dst), hint=f"write to a directory, or to one of {known}"
+        )
     try:
         module = import_module(f"ckpttool.execute.destinations.{MODULES[scheme]}")
     except ModuleNotFoundError as e:

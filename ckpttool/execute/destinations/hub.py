@@ -25,6 +25,7 @@ from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task
 from ckpttool.plan import Plan
+from ckpttool.storage.access import anonymous
 from ckpttool.storage.hub import HubPlace
 from ckpttool.storage.hub_access import endpoint, token
 from ckpttool.storage.place import Place
@@ -104,7 +105,7 @@ class HubDestination:
             raise AccessError(
                 "writing to the Hugging Face Hub needs a token",
                 where=str(self.given),
-                hint="hf auth login, or set HF_TOKEN",
+                hint="drop --anonymous" if anonymous() else "hf auth login, or set HF_TOKEN",
             )
         patiently(str(self.given), self._look)
         self.check_absent(force=force)
