@@ -19,6 +19,7 @@ from ckpttool.storage.hub_access import endpoint, origin
 from ckpttool.storage.hub_cache import Listed
 from ckpttool.storage.hub_files import ONES_OWN, Ranges, Revision, Whole, forget
 from ckpttool.storage.hub_files import revision as find_revision
+from ckpttool.storage.network import is_signed
 from ckpttool.storage.place import DataFile, OpenFile
 from ckpttool.storage.stream import OnDisk, stream
 
@@ -152,6 +153,12 @@ class HubEntry(NamedTuple):
 def parse(text: str) -> HubPlace:
     """The place that a text names. Asks nothing. Raises UsageError."""
     parts = _parts(text.removeprefix(f"{SCHEME}:"))
+    if is_signed(text) or (parts and not {"@", ":"}.isdisjoint(parts[0])):
+        raise UsageError(
+            "a login does not belong in an address",
+            where="hf://ORG/NAME",
+            hint="hf auth login, or set HF_TOKEN; a revision follows the name: hf://ORG/NAME@REVISION",
+        )
     if parts and parts[0] in _OTHERS:
         raise UsageError(
             f"this is {_OTHERS[parts[0]]} of the Hub, not a model", where=text, hint="models are hf://ORG/NAME"

@@ -103,6 +103,14 @@ def shown(url: str) -> str:
     return re.split(r"[?#]", f"{head}://{host}{slash}{path}", maxsplit=1)[0]
 
 
+_SIGNED = re.compile(r"[?&](sig|signature|x-(amz|goog)-(signature|credential)|(access_)?token)=", re.IGNORECASE)
+
+
+def is_signed(text: str) -> bool:
+    """Whether a text ends in a query with a signature or a token."""
+    return _SIGNED.search(text) is not None
+
+
 def nearness(address: str) -> str:
     """How near an address is: "" for those of the internet; "loopback", "link-local" or "private" for others."""
     ip = ipaddress.ip_address(address.partition("%")[0])

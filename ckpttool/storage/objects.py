@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Protocol, Self,
 
 from ckpttool.errors import AccessError, CorruptError, UsageError
 from ckpttool.storage.http import ChangedError, HttpError, client
+from ckpttool.storage.network import is_signed
 from ckpttool.storage.place import DataFile, OpenFile
 from ckpttool.storage.stream import in_memory, stream
 
@@ -95,6 +96,12 @@ def parse(text: str) -> ObjectPlace:
         raise UsageError(
             "credentials and accounts do not belong in an address", where=f"{scheme}://", hint=_LOGIN[scheme]
         )
+    if is_signed(key):
+        raise UsageError(
+            "a signature does not belong in such an address",
+            where=text.partition("?")[0],
+            hint=f"give the https:// URL that it was made for; or {_LOGIN[scheme]}",
+        )
     if not _BUCKET.fullmatch(bucket):
         what = "container" if scheme == "az" else "bucket"
         raise UsageError(
@@ -107,7 +114,8 @@ def parse(text: str) -> ObjectPlace:
 _LOGIN = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
-    "az": "set AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY, or AZURE_STORAGE_CONNECTION_STRING",
+    "az": "set AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or "
+    "AZURE_STORAGE_CONNECTION_STRING",
 }
 
 

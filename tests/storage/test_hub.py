@@ -754,12 +754,14 @@ def test_parts_of_a_name() -> None:
         "hf://", "hf://gpt2", "hf://datasets/org/data", "hf://spaces/org/app", "hf://org/model@", "hf://org/a--b",
         "hf://org/mod el", "hf://-org/model", "hf://org/..", "hf://org/model@..%2F..%2Fx", "hf://org/model@%2Fetc",
         "hf://org/model@a b", "hf://org/model@a:b", "hf://org:pw@host/model", "hf://ö/model",
+        "hf://pw@org/model", "hf://org/model?token=pw", "hf://org/model@v1/x?sig=pw",
     ],
 )  # fmt: skip
 def test_names_that_cannot_be(text: str) -> None:
     with pytest.raises(UsageError) as e:
         parse(text)
     assert e.value.hint
+    assert "pw" not in e.value.render()
 
 
 def test_nobody_is_asked_about_what_is_only_named(hub: Hub) -> None:

@@ -73,7 +73,12 @@ def test_a_text_is_a_place_with_one_slash_or_two(server: S3Server) -> None:
     assert not server.requests
 
 
-@pytest.mark.parametrize("text", ["s3://", "s3:///key", "s3://a b/key", "s3://user:pass@bucket/key", "s3://b\n/key"])
+SIGNED = ["az://c/x?sv=2024&sig=pass", "s3://bucket/x?X-Amz-Signature=pass", "gs://bucket/x?a=b&X-Goog-Signature=pass"]
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://", "s3:///key", "s3://a b/key", "s3://user:pass@bucket/key", "s3://b\n/key", *SIGNED]
+)
 def test_what_is_no_bucket_is_an_error_without_its_secrets(text: str) -> None:
     with pytest.raises(UsageError) as e:
         parse_place(text)
