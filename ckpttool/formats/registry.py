@@ -149,7 +149,9 @@ def detect(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
     raise UnsupportedError(
         "no checkpoint format is recognised here",
         where=[str(listing.root), f"files: {shown or 'none'}"],
-        hint=below or "give the directory that holds the weight files; formats: " + ", ".join(READERS),
+        hint=below
+        or _elsewhere(listing, folders)
+        or "give the directory that holds the weight files; formats: " + ", ".join(READERS),
     )
 
 
@@ -158,6 +160,15 @@ def _folders(listing: Listing) -> list[str]:
     if listing.single:
         return []
     return sorted((e.name for e in scan(listing.root) if e.is_dir()), key=natural)
+
+
+def _elsewhere(listing: Listing, folders: Sequence[str]) -> str:
+    """As ``_below``, of a directory on another machine: what lies further down is not looked at."""
+    if isinstance(listing.root, Path) or listing.single:
+        return ""
+    if not folders:
+        return listing.root.lost()
+    return f"it has folders: {', '.join(folders[:6])}{' ...' if len(folders) > 6 else ''}; give one with weight files"
 
 
 def _below(root: Path, folders: Sequence[str]) -> str:

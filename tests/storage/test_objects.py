@@ -20,6 +20,7 @@ from ckpttool.storage import objects, s3
 from ckpttool.storage.http import Client, Clock, HttpError, using
 from ckpttool.storage.place import DataFile, Place, open_file, parse_place, read_all, scan, walk
 from tests.helpers.bare_reads import bare_reads
+from tests.helpers.command import ckpttool
 from tests.helpers.s3_server import Answer, S3Server, s3_server
 
 
@@ -370,3 +371,10 @@ def test_a_listing_that_never_ends_is_an_error(server: S3Server) -> None:
         server.put("bucket", f"run/{i}", b"")
     with patch.object(objects, "MOST_PAGES", 4), pytest.raises(AccessError, match="does not end"):
         parse_place("s3://bucket/run").is_dir()
+
+
+def test_a_prefix_without_weights_names_its_folders(server: S3Server) -> None:
+    server.put("bucket", "runs/step-1/model.safetensors", b"")
+    server.put("bucket", "runs/notes.txt", b"")
+    done = ckpttool("inspect", "s3://bucket/runs")
+    assert (done.code, "hint: it has folders: step-1; give one" in done.err) == (1, True), done.err

@@ -115,7 +115,11 @@ class HubDestination:
             self._look_again()
             return
         if not self._tree.commit and self.create_pr:
-            raise OutputError("there is no such repository for a pull request", where=str(self.given))
+            raise OutputError(
+                "there is no such repository for a pull request",
+                where=str(self.given),
+                hint="drop --create-pr: a private repository is made",
+            )
         held = sorted(set(self._tree.files) - {self.prefix + n for n in STAYS})
         if held and not force and not self.create_pr and self._base == self.branch:
             raise OutputError(
@@ -137,7 +141,11 @@ class HubDestination:
                 ) from None
         except RevisionNotFoundError:
             if self.create_pr:
-                raise OutputError("there is no such branch for a pull request", where=str(self.given)) from None
+                raise OutputError(
+                    "there is no such branch for a pull request",
+                    where=str(self.given),
+                    hint="drop the branch, or drop --create-pr: the branch is made from main",
+                ) from None
             self._base = MAIN
             self._tree = self._tree_of(MAIN)
 

@@ -98,7 +98,9 @@ def _explained(error: Exception, where: str) -> CkptError | Exception:
         )
     if isinstance(error, OfflineModeIsEnabled):
         return AccessError(
-            "HF_HUB_OFFLINE is set, and nothing can be written", where=where, hint="unset HF_HUB_OFFLINE"
+            "HF_HUB_OFFLINE is set, and nothing can be written",
+            where=where,
+            hint="unset HF_HUB_OFFLINE, or drop --offline",
         )
     cause: BaseException | None = error
     while cause is not None:
