@@ -121,7 +121,8 @@ class HubPlace:
         return (path, 0) if path else None
 
     def note(self) -> str:
-        return self._revision.note
+        revision = self._revision
+        return "; ".join(filter(None, (revision.note, revision.commit.lacks(self.path))))
 
     def lost(self) -> str:
         return self._revision.commit.lost(self.path)

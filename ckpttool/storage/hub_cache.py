@@ -110,7 +110,7 @@ class Cache(NamedTuple):
         """Where the bytes of a file are: whatever commit brought them here, and under whatever name."""
         for path in (self.root / "blobs" / file.blob, self.root / "snapshots" / commit / name):
             try:
-                if path.stat().st_size == file.size and path.is_file():
+                if path.stat().st_size == file.size and path.is_file() and _target(path) in ("", file.blob):
                     return path
             except OSError:
                 continue
@@ -143,9 +143,13 @@ def _on_disk(path: Path) -> Listed | None:
     """A file of a snapshot; None for a link that leads nowhere."""
     try:
         stat = path.stat()
-        blob = os.path.basename(os.readlink(path)) if path.is_symlink() else ""  # noqa: PTH115, PTH119
+        blob = _target(path) or f"{stat.st_mtime_ns}"
     except OSError:
         return None
-    if not _BLOB.fullmatch(blob):
-        blob = f"{stat.st_mtime_ns}"
     return Listed(stat.st_size, blob, large=len(blob) == 64)
+
+
+def _target(path: Path) -> str:
+    """Which blob a link leads to; empty for what is no link, or leads to something else."""
+    name = os.path.basename(os.readlink(path)) if path.is_symlink() else ""  # noqa: PTH115, PTH119
+    return name if _BLOB.fullmatch(name) else ""

@@ -45,6 +45,8 @@ KEPT = 64 << 20
 """Bytes of small files that are kept in memory."""
 MAX_FILES, MAX_PAGES = 1 << 18, 1000
 MAX_HOPS = 5
+_ABOUT = {".gitattributes", ".gitignore", "README.md"}
+"""Files of a repository that say something about it: a checkpoint lacks nothing without them."""
 _REDIRECTS = {301, 302, 303, 307, 308}
 ONES_OWN = re.compile(r"refs/(?:pr/\d+|convert/[\w.-]+)(?=/|\Z)")
 """Revisions with slashes that need not be escaped."""
@@ -229,6 +231,16 @@ class Commit:
             return f"only the Hub's cache is read (offline); {what}{self.model.download(self.name, which)}"
         above = next(a for a in (path.rpartition("/")[0], "") if a in folders)
         return f"{'/'.join(filter(None, (self.model.repo, above)))} has {some(sorted(folders[above]))}"
+
+    def lacks(self, folder: str) -> str:
+        """Which files of a folder the cache lacks when only that is read: a tokenizer, which no one would miss."""
+        below = f"{folder}/" if folder else ""
+        names = sorted(n for n in self._absent or () if n.startswith(below) and "/" not in n[len(below) :])
+        names = [n for n in names if n[len(below) :] not in _ABOUT]
+        if not names:
+            return ""
+        again = self.model.download(self.name, names if len(names) <= 3 else ())
+        return f"the Hub's cache lacks {some(names)}: {again}"
 
     def _read_cache(self) -> Tree:
         """What can be read without the network."""

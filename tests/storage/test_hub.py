@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
 from ckpttool.storage import hub_files
 from ckpttool.storage.http import Client, Clock, using
@@ -453,6 +454,18 @@ def test_a_damaged_cache_is_not_read(hub: Hub, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("by_ranges")
+def test_a_link_to_other_bytes_is_not_read(hub: Hub, tmp_path: Path) -> None:
+    """A name that leads to a blob of the right size that holds something else."""
+    snapshot = fill(hub, tmp_path / "home", "org/tiny")
+    blob = (snapshot / WEIGHTS).resolve()
+    blob.rename(other := blob.with_name("0" * 64))
+    other.write_bytes(bytes(other.stat().st_size))
+    (snapshot / WEIGHTS).unlink()
+    (snapshot / WEIGHTS).symlink_to(other)
+    assert read_all(place(f"{MODEL}/{WEIGHTS}")) == (TINY / WEIGHTS).read_bytes()
+
+
 def test_lists_of_files_that_lead_out_are_not_believed(hub: Hub, tmp_path: Path) -> None:
     snapshot = fill(hub, tmp_path / "home", "org/tiny")
     tree = snapshot.parents[1] / "trees" / f"{snapshot.name}.json"
@@ -499,6 +512,22 @@ def test_offline_a_missing_file_is_named(hub: Hub, listed: bool, tmp_path: Path)
     )
     assert lost.startswith("org/two has config.json, " if listed else "only the Hub's cache is read (offline)")
     assert not hub.asked
+
+
+def test_offline_what_the_cache_lacks_is_said(hub: Hub, tmp_path: Path) -> None:
+    """A checkpoint can be read without its tokenizer, and the output would have none."""
+    about: dict[str, bytes | Path] = {"README.md": b"#", "tokenizer.json": b"{}", "original/params.json": b"{}"}
+    hub.add("org/words", about | {n: TINY / n for n in ("config.json", WEIGHTS)})
+    snapshot = fill(hub, tmp_path / "home", "org/words", "config.json", WEIGHTS)
+    with hub.clients(tmp_path / "home", HF_HUB_OFFLINE="1"):
+        notes = open_checkpoint(place("hf://org/words"), OpenOptions()).notes
+    assert any(
+        n.endswith(
+            "; the Hub's cache lacks tokenizer.json: "
+            f"`hf download org/words tokenizer.json --revision {snapshot.name}` fetches it"
+        )
+        for n in notes
+    )
 
 
 # -- what goes wrong
