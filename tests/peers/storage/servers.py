@@ -52,6 +52,7 @@ def moto() -> Iterator[Server]:
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
+    client().request("POST", f"http://{host}:{port}/moto-api/reset")  # its buckets are those of the process
     environment = {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_ACCESS_KEY_ID": "AKIATESTKEY",
