@@ -378,3 +378,11 @@ def test_a_prefix_without_weights_names_its_folders(server: S3Server) -> None:
     server.put("bucket", "runs/notes.txt", b"")
     done = ckpttool("inspect", "s3://bucket/runs")
     assert (done.code, "hint: it has folders: step-1; give one" in done.err) == (1, True), done.err
+
+
+@pytest.mark.parametrize("path", ["a/../b", "./b", "a//b"])
+def test_odd_paths_are_not_written(path: str, server: S3Server) -> None:
+    done = ckpttool(
+        "reshard", Path(__file__).parents[2] / "fixtures/hf_tiny_source", f"s3://bucket/{path}", "--to", "hf"
+    )
+    assert (done.code, "`..` or empty folders" in done.err, server.names("bucket")) == (2, True, []), done.err

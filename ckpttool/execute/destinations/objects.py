@@ -29,7 +29,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from ckpttool.errors import CkptError, ConflictError, OutputError
+from ckpttool.errors import CkptError, ConflictError, OutputError, UsageError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.local import MANIFEST
@@ -82,8 +82,12 @@ _T = TypeVar("_T")
 
 
 def destination(dst: Remote, options: RunOptions) -> ObjectDestination:
-    """The destination that a place is. Raises AccessError when its store cannot be reached."""
+    """The destination that a place is. Raises UsageError, AccessError when its store cannot be reached."""
     scheme, _, rest = str(dst).partition("://")
+    if not {"", ".", ".."}.isdisjoint(rest.split("/")):  # stores take them as they are; few tools can read that again
+        raise UsageError(
+            "a store has no `.`, `..` or empty folders", where=str(dst), hint="write the path without them"
+        )
     store = open_store(scheme, rest.partition("/")[0])
     return ObjectDestination(dst, store, single=options.single, threads=options.connections or SENDERS)
 
