@@ -51,6 +51,8 @@ USUAL = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
     "preprocessor_config.json", "processor_config.json", "README.md", "LICENSE",
+    "optimizer.pt", "optimizer.bin", "optimizer.pdopt", "scheduler.pt", "scheduler.pdparams", "trainer_state.json",
+    "trainer_state.bin", "training_args.bin",
 )  # fmt: skip
 MAX_INDEX = 256 << 20
 MAX_NAMES = 1 << 18
@@ -166,7 +168,8 @@ class WebPlace(NamedTuple):
         return None
 
     def note(self) -> str:
-        return ""
+        """What else may lie in a directory (an optimizer without an index, say) cannot be known."""
+        return "" if self.is_file() else "the web has no listings: only files with usual names, or in indexes, are read"
 
     def lost(self) -> str:
         if said := _refused.get(self):
@@ -385,8 +388,14 @@ def _list(place: WebPlace) -> dict[str, WebEntry]:
         named = data.get("weight_map") if isinstance(data, dict) and index != PIPELINE else None
         if isinstance(named, dict):
             found |= {n: WebEntry(n) for n in _plain(named.values())}
-        elif isinstance(data, dict):
-            parts = [k for k, v in data.items() if isinstance(v, list) and any(v)] if index == PIPELINE else []
+        elif isinstance(data, dict) and index != PIPELINE and "weight_map" not in data:
+            raise UnsupportedError(
+                "this index names no files, and the web has no listings: what belongs to it cannot be found",
+                where=str(place / index),
+                hint="read the checkpoint from a directory or a bucket",
+            )
+        elif isinstance(data, dict) and index == PIPELINE:
+            parts = [k for k, v in data.items() if isinstance(v, list) and any(v)]
             found |= {n: WebEntry(n, is_folder=True) for n in _plain(parts) if n not in found}
     return found
 

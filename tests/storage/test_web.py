@@ -20,7 +20,7 @@ from ckpttool.storage import http, web
 from ckpttool.storage.access import ANONYMOUS, QUERIES
 from ckpttool.storage.place import DataFile, parse_place, read_all, scan
 from ckpttool.storage.web import WebPlace
-from tests.helpers.command import ckpttool, reshard
+from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.web_server import Asked, Reply, WebServer, redirect, reset, status, web_server
 from tests.storage.test_http import Fast
 
@@ -95,7 +95,7 @@ def test_a_directory_is_what_its_index_names(server: WebServer) -> None:
         *MODEL, "README.md", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
     }  # fmt: skip
     asked = Counter(a.method for a in server.asked)
-    assert asked["HEAD"] < 45
+    assert asked["HEAD"] < 55
     assert asked["GET"] == 1
     assert max(Counter((a.method, a.path) for a in server.asked).values()) == 1
     for name in ("optimizer", "model_state"):
@@ -405,3 +405,12 @@ def test_what_an_interrupted_run_leaves_has_no_signature(server: WebServer, tmp_
         assert any(left)
         assert SECRET not in done.err + done.out
         assert not any(SECRET.encode() in data for files in [*left, files_of(tmp_path)] for data in files.values())
+
+
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path) -> None:
+    """Its shards could not be found, and a checkpoint without its optimizer would look whole."""
+    save = FIXTURES / "paddle_unified/pf12_llama_bf16_sharding2_nonmerge_optimshard2"
+    with web_server(save) as server:
+        assert "this index names no files" in refused(f"{server.url}/", tmp_path / "dst", "--to", "unified")
+    with web_server(FIXTURES / "hf_tiny_source") as server:
+        assert "the web has no listings: only files" in ckpttool("reshard", f"{server.url}/", tmp_path / "dst").err
