@@ -46,7 +46,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is measured. The programs are ckpttool, cp and the peers, in this order."""
+    """What is measured. The programs are ckpttool, cp (a download, for sources elsewhere) and the peers, in order."""
 
     name: str
     sources: tuple[Path, ...]

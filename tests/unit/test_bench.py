@@ -86,11 +86,14 @@ def test_the_table_is_saved_between_its_marks(tmp_path: Path) -> None:
 
 
 def test_the_lists_of_jobs(tmp_path: Path) -> None:
-    """They can be made, and every job has its own name, ckpttool first and cp second."""
+    """They can be made, and every job has its own name, ckpttool first and cp, or a download, second."""
     jobs = all_jobs(Setting(tmp_path, 4.3, torch=True, mergekit="mergekit-yaml", paddle="python"))
     assert [n for n, count in Counter(j.name for j in jobs).items() if count > 1] == []
-    assert {tuple(p.name for p in j.programs[:2]) for j in jobs} == {(OURS, COPY)}
-    peers = {p.name for j in jobs for p in j.programs[2:]}
+    near = [j for j in jobs if j.serve is None]
+    assert {tuple(p.name for p in j.programs[:2]) for j in near} == {(OURS, COPY)}
+    downloads = {(OURS, "hf download"), (OURS, "boto3 download")}
+    assert {tuple(p.name for p in j.programs[:2]) for j in jobs if j.serve is not None} == downloads
+    peers = {p.name for j in near for p in j.programs[2:]}
     script = {"torch script", "torch script, 128 rows", "torch DCP", "torch DCP, FSDP"}
     own = {"dcp_to_torch_save", "torch_save_to_dcp"}
     assert peers == {*script, *own, "mergekit", "Paddle", "json.load"}
