@@ -394,4 +394,4 @@ class OutputFlags:
         """What shows how far a run is."""
         from ckpttool.report.bars import progress
 
-        return progress(quiet=self.quiet or self.json)
+        return progress(quiet=self.quiet or self.json, notes=False)

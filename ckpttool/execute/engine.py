@@ -221,6 +221,7 @@ class _Run:
             self.notes.append(f"{files} {how}" if how else f"{files} copied: linking does not work here")
         if note:
             self.notes.append(note)
+            self.progress.note(note)
         self.progress.finish()
         return RunResult(
             bytes_read=sum(c.bytes_read for c in self.carriers) + self.computed[0],

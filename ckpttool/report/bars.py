@@ -33,15 +33,18 @@ SMOOTH_S = 10.0
 """Seconds after which what was done counts a third (1 / e) for the rate."""
 
 
-def progress(*, quiet: bool) -> Progress:
-    """Whoever watches the run: nobody when ``quiet``, a bar on a terminal and in a notebook, else lines."""
+def progress(*, quiet: bool, notes: bool = True) -> Progress:
+    """Whoever watches the run: nobody when ``quiet``, a bar on a terminal and in a notebook, else lines.
+
+    ``notes``: whether those of the run are shown when they come; a command shows them with its result.
+    """
     from ckpttool.execute import NoProgress
 
     if quiet:
         return NoProgress()
-    if in_notebook():
-        return Cell()
-    return Bar() if sys.stderr.isatty() else Lines()
+    watch: Cell | Bar | Lines = Cell() if in_notebook() else Bar() if sys.stderr.isatty() else Lines()
+    watch.notes = notes
+    return watch
 
 
 def in_notebook() -> bool:
@@ -89,6 +92,9 @@ class _Meter:
 class _Watch:
     """Counts; what is shown of it, and when, is for others to say."""
 
+    notes = True
+    """Whether notes are shown."""
+
     def __init__(self, wait: float = 0) -> None:
         now = time.monotonic()
         self._phase = "read"
@@ -107,7 +113,8 @@ class _Watch:
         pass
 
     def note(self, text: str) -> None:
-        message(f"note: {plain(text)}")
+        if self.notes:
+            message(f"note: {plain(text)}")
 
     def finish(self) -> None:
         pass
@@ -224,7 +231,7 @@ class Bar(_Drawn):
         return self._rich, self._task
 
     def note(self, text: str) -> None:
-        if self._rich is None:
+        if self._rich is None or not self.notes:
             super().note(text)
             return
         with self._drawing():

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from ckpttool.errors import OutputError
-from ckpttool.execute import Advance, RunOptions, compute, engine, files, quantize, run, worker
+from ckpttool.execute import Advance, NoProgress, RunOptions, compute, engine, files, quantize, run, worker
 from ckpttool.execute.crew import Answer
+from ckpttool.execute.destinations import local
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.schedule import computing_task
 from ckpttool.execute.worker import ComputeWorker, Job, order
@@ -299,3 +300,23 @@ def test_what_several_outputs_read_stays_in_the_page_cache(tmp_path: Path, monke
     run(plan, tmp_path / "dst")
     assert all(not once for offset, once in reads if offset < half)
     assert (0, False) in reads
+
+
+def test_notes_of_the_end_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step has something to say: here, that an old destination could not go."""
+    plan = reshard(tmp_path / "src", [((8, 8), 0)], 1, 1)
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst/old").write_text("old")
+
+    def fails(path: Path) -> None:
+        raise OSError(13, "Permission denied", str(path))
+
+    class Told(NoProgress):
+        def note(self, text: str) -> None:
+            heard.append(text)
+
+    heard: list[str] = []
+    monkeypatch.setattr(local, "remove", fails)
+    result = run(plan, tmp_path / "dst", RunOptions(force=True), Told())
+    assert heard == result.notes
+    assert "could not be removed completely" in heard[0]
