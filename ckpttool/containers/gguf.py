@@ -186,8 +186,8 @@ class _Header:
                 hint="give the model's safetensors, or a GGUF of F32, F16, BF16 or Q8_0",
             )
         elements = prod(shape)
-        if elements >= 1 << 60:
-            self.corrupt(f"tensor `{name[:80]}` has {elements:,} elements")
+        if prod(n or 1 for n in shape) >= 1 << 60:  # strides of an empty tensor are counted in 64 bits, too
+            self.corrupt(f"tensor `{name[:80]}` has the shape {list(shape)}, which is too large")
         if kind == Q8_0:
             if not shape or shape[-1] % Q8_ELEMENTS:
                 self.corrupt(f"tensor `{name[:80]}` {list(shape)} is Q8_0, and its rows are no blocks of {Q8_ELEMENTS}")

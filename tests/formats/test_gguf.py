@@ -233,6 +233,7 @@ def test_headers_that_lie(tmp_path: Path) -> None:
         (whole[:4] + whole[4:8][::-1] + whole[8:], "big-endian"),
         (whole[:8] + (1 << 40).to_bytes(8, "little") + whole[16:], "the header says 1,099,511,627,776 tensors"),
         (whole[:24] + (1 << 50).to_bytes(8, "little") + whole[32:], "a text of 1,125,899,906,842,624 bytes"),
+        (gguf.encode(keys(), {"a": Raw("F32", np.empty((0, 1 << 60), np.uint32))}), "which is too large"),
         (whole[:500], "within its header"),
         (whole[:-8], "and the file has"),
         (gguf.encode({**keys(), "llama.block_count": "many"}, files), "`llama.block_count` is many"),
