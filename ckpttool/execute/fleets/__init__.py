@@ -1,0 +1,30 @@
+"""Machines that work for a run. Another engine is an addition: a module with ``fleet(address)``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from ckpttool.errors import UsageError
+from ckpttool.execute.fleets.base import Fleet
+
+MODULES = {"ray": "ray"}
+"""Engine -> module beside this one, imported when it is used. ckpttool's extra for it has the engine's name."""
+
+
+def fleet_for(text: str) -> Fleet:
+    """The fleet that ``--on`` names: an engine, with an address where there are several (``ray=HOST:PORT``).
+
+    Raises UsageError for an engine that does not exist, or is not installed.
+    """
+    engine, _, address = text.partition("=")
+    if engine not in MODULES:
+        raise UsageError(f"--on {text}: there is no such engine", hint=f"engines: {', '.join(MODULES)}")
+    try:
+        module = import_module(f"{__name__}.{MODULES[engine]}")
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] == "ckpttool":
+            raise
+        hint = f"pip install 'ckpttool[{engine}]'"
+        raise UsageError(f"--on {engine} needs a package that is not installed: {e.name}", hint=hint) from None
+    found: Fleet = module.fleet(address)
+    return found

@@ -1,0 +1,74 @@
+"""What a run gives orders to when other machines work for it (``--on``).
+
+A *job* is a run, as other machines see it; a *worker* is the job opened in one process of a node. The fleet takes the
+job there once, and then carries orders and answers, each a few kB of plain data. Orders are idempotent: where an answer
+does not come, the order is done again elsewhere (see ``dispatch``). Another engine is a module with
+``fleet(address) -> Fleet`` and a line in ``MODULES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Order = dict[str, Any]
+"""Plain data, as JSON has it."""
+Answer = dict[str, Any]
+"""Plain data, as JSON has it. What an answer says is done is durable."""
+
+
+class Worker(Protocol):
+    """A job that a process has opened. It is given one order at a time."""
+
+    def do(self, order: Order) -> Answer:
+        """Carry out an order."""
+
+    def close(self) -> None: ...
+
+
+class Job(Protocol):
+    """A run, for other machines. It can be pickled."""
+
+    digest: str
+    """Jobs of equal digests are the same."""
+
+    def open(self) -> Worker:
+        """Called once in each process that works. Raises what makes this machine unfit for the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What became of an order: exactly one of the last three is set."""
+
+    ticket: int | None
+    """Of the order; None speaks of the node itself, which cannot do any."""
+    node: str
+    """The machine, as people know it."""
+    answer: Answer | None = None
+    error: Exception | None = None
+    """What the worker raised. A CkptError arrives as it was."""
+    lost: str = ""
+    """Why there will be no answer: the process or the node is gone. Half of the order may be done."""
+
+
+class Fleet(Protocol):
+    """Machines that work for a run. All methods are called from one thread, and raise CkptErrors."""
+
+    def start(self, job: Job) -> None:
+        """Take a job to the machines there are; more may come later. Raises UsageError when there is no fleet."""
+
+    def nodes(self) -> int:
+        """Machines that can work now."""
+
+    def slots(self) -> int:
+        """Orders that may be under way now. A node may have its next one before it has finished."""
+
+    def send(self, ticket: int, order: Order) -> None:
+        """Have an order done somewhere. Tickets are not used twice."""
+
+    def replies(self, timeout: float) -> Sequence[Reply]:
+        """What there is to hear, or an empty list after ``timeout`` seconds."""
+
+    def end(self, *, now: bool) -> None:
+        """Let go of the machines; with ``now``, of those that still work, too. May be called twice."""

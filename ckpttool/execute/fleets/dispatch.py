@@ -1,0 +1,90 @@
+"""Keeps a fleet busy with the orders of a run, and gives lost ones out again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from ckpttool.errors import CkptError, OutputError
+from ckpttool.execute.fleets.base import Answer, Fleet, Order, Reply
+
+TRIES = 4
+"""How often an order is sent: one that is lost as often takes down whoever has it."""
+PATIENCE = 60.0
+"""Seconds without any node before the run gives up: long enough for a new one to join."""
+_TICK = 0.2
+"""Seconds after which ``stop`` is looked at."""
+
+
+class _Errand:
+    """An order, and the nodes that have lost it."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.losses: list[str] = []
+
+
+def dispatch(fleet: Fleet, orders: Iterable[Order], stop: threading.Event) -> Iterator[tuple[Order, Answer, str]]:
+    """Have all orders carried out, and yield each with its answer and the node that gave it, in any order.
+
+    An order that is lost with its node is sent again; if the first node answers nevertheless, nobody listens. Ends
+    early once ``stop`` is set. Raises what a worker raised, with the node as the last line of ``where``, and
+    OutputError when an order is lost too often or no node is left.
+    """
+    coming = iter(orders)
+    waiting: deque[_Errand] = deque()
+    away: dict[int, _Errand] = {}
+    heard: deque[Reply] = deque()
+    tickets = 0
+    seen = time.monotonic()
+    while not stop.is_set():
+        while len(away) < fleet.slots() and _has_one(waiting, coming):
+            tickets += 1
+            away[tickets] = waiting.popleft()
+            fleet.send(tickets, away[tickets].order)
+        if not away and not _has_one(waiting, coming):
+            return
+        if not heard:
+            heard.extend(fleet.replies(_TICK))
+        if heard:
+            reply = heard.popleft()
+            if reply.error is not None and (reply.ticket is None or reply.ticket in away):
+                raise _at(reply.error, reply.node)
+            errand = away.pop(reply.ticket, None) if reply.ticket is not None else None
+            if errand is None:
+                continue  # it was given up, and is done or will be done by another node
+            if reply.answer is not None:
+                yield errand.order, reply.answer, reply.node
+            else:
+                waiting.appendleft(_again(errand, reply))
+        if away or fleet.nodes():
+            seen = time.monotonic()
+        elif time.monotonic() - seen >= PATIENCE:
+            raise OutputError("no node is left to work", hint="see that the cluster has nodes with a free CPU")
+
+
+def _has_one(waiting: deque[_Errand], coming: Iterator[Order]) -> bool:
+    """Whether there is something to send; the next order is made when it is needed."""
+    if not waiting:
+        waiting.extend(_Errand(order) for order in islice(coming, 1))
+    return bool(waiting)
+
+
+def _again(errand: _Errand, reply: Reply) -> _Errand:
+    """A lost order is to be sent once more. Raises OutputError when that was done too often."""
+    errand.losses.append(f"on {reply.node}: {reply.lost}")
+    if len(errand.losses) >= TRIES:
+        hint = "if memory was short, use fewer --workers or less --memory"
+        raise OutputError(f"the same work was lost {TRIES} times", where=errand.losses, hint=hint)
+    return errand
+
+
+def _at(error: Exception, node: str) -> Exception:
+    """The error, with the node where it came up."""
+    if isinstance(error, CkptError):
+        error.where = (*error.where, f"on {node}")
+        return error
+    return RuntimeError(f"on {node}: {error}")
