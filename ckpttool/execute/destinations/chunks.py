@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
+from typing import NamedTuple
 
 from ckpttool.dtypes import itemsize, lookup, nbytes
 from ckpttool.execute.compute import part_elements
@@ -22,8 +23,51 @@ from ckpttool.plan import Block, Compute, Copy, Fill, Plan, Quantize, Step, Unit
 Extent = tuple[int, int, int]
 """(output, first byte, last + 1)."""
 
-_Range = tuple[int, int, int]
+Range = tuple[int, int, int]
 """(output, first chunk, last + 1)."""
+
+
+class Group(NamedTuple):
+    """What is done wholly or not at all: a part, or all parts of a task whose hashes are wanted."""
+
+    task: int
+    parts: Sequence[Part]
+    keys: Sequence[str]
+    """Of its hashes."""
+    extents: Sequence[Extent]
+
+
+def groups(plan: Plan, tasks: Sequence[Task]) -> Iterator[Group]:
+    """All of a plan."""
+    for number, task in enumerate(tasks):
+        unit = plan.units[task.computing] if task.computing >= 0 else None
+        extents = [list(part_extents(plan, p, unit)) for p in task.parts]
+        keys = [k for k, _ in task.targets]
+        if keys:
+            yield Group(number, task.parts, keys, [e for some in extents for e in some])
+            continue
+        for part, some in zip(task.parts, extents, strict=True):
+            yield Group(number, [part], (), some)
+
+
+def covered(extents: Iterable[Extent], sizes: Sequence[int]) -> list[Range]:
+    """The chunks that extents touch, each once. ``sizes`` as for ``Chunks``."""
+    out: list[Range] = []
+    for f, a, b in sorted(extents):
+        size = sizes[f]
+        if not size or a >= b:
+            continue
+        first, stop = a // size, (b - 1) // size + 1
+        if out and out[-1][0] == f and first <= out[-1][2]:
+            out[-1] = (f, out[-1][1], max(stop, out[-1][2]))
+        else:
+            out.append((f, first, stop))
+    return out
+
+
+def uncut(extents: Iterable[Extent], sizes: Sequence[int]) -> bool:
+    """Whether something is written into an output that is not cut."""
+    return any(not sizes[f] for f, a, b in extents if a < b)
 
 
 class Chunks:
@@ -38,7 +82,7 @@ class Chunks:
         self._sizes = sizes
         self._waits = [array("L", bytes(8 * n)) for n in self.counts]
         """Groups that write into each chunk, and have not been done."""
-        self._ranges: list[tuple[_Range, ...]] = []
+        self._ranges: list[tuple[Range, ...]] = []
         """Of each group: one part, or all parts of a task whose hashes are wanted."""
         self._whole: list[bool] = []
         """Whether a group writes into an output that is not cut, too."""
@@ -47,49 +91,25 @@ class Chunks:
         self._group_of: dict[int | str, int] = {}
         self._left: list[int] = []
         """What a group waits for: parts and hashes."""
-        for task in tasks:
-            self._add(plan, task)
+        for group in groups(plan, tasks):
+            self._add(group)
         for i, o in enumerate(plan.outputs):
             if o.summed and sizes[i]:  # its literal bytes are known when all is written: these chunks are never ready
-                self._count(self._covered((i, at, at + len(data)) for at, data in o.literals), 1)
+                self._count(covered(((i, at, at + len(data)) for at, data in o.literals), sizes), 1)
 
-    def _add(self, plan: Plan, task: Task) -> None:
-        unit = plan.units[task.computing] if task.computing >= 0 else None
-        extents = [list(part_extents(plan, p, unit)) for p in task.parts]
-        keys = [k for k, _ in task.targets]
-        if keys:
-            self._group(task.parts, keys, [e for some in extents for e in some])
-            return
-        for part, some in zip(task.parts, extents, strict=True):
-            self._group([part], (), some)
-
-    def _group(self, parts: Sequence[Part], keys: Collection[str], extents: Sequence[Extent]) -> None:
+    def _add(self, group: Group) -> None:
         number = len(self._parts)
-        ranges = self._covered(extents)
-        self._parts.append([p.number for p in parts])
-        self._keys.append(keys)
-        self._left.append(len(parts) + len(keys))
+        ranges = covered(group.extents, self._sizes)
+        self._parts.append([p.number for p in group.parts])
+        self._keys.append(group.keys)
+        self._left.append(len(group.parts) + len(group.keys))
         self._ranges.append(tuple(ranges))
-        self._whole.append(any(not self._sizes[f] for f, a, b in extents if a < b))
-        self._group_of.update(dict.fromkeys([p.number for p in parts], number))
-        self._group_of.update(dict.fromkeys(keys, number))
+        self._whole.append(uncut(group.extents, self._sizes))
+        self._group_of.update(dict.fromkeys(self._parts[-1], number))
+        self._group_of.update(dict.fromkeys(group.keys, number))
         self._count(ranges, 1)
 
-    def _covered(self, extents: Iterable[Extent]) -> list[_Range]:
-        """The chunks that extents touch, each once."""
-        out: list[_Range] = []
-        for f, a, b in sorted(extents):
-            size = self._sizes[f]
-            if not size or a >= b:
-                continue
-            first, stop = a // size, (b - 1) // size + 1
-            if out and out[-1][0] == f and first <= out[-1][2]:
-                out[-1] = (f, out[-1][1], max(stop, out[-1][2]))
-            else:
-                out.append((f, first, stop))
-        return out
-
-    def _count(self, ranges: Iterable[_Range], by: int) -> None:
+    def _count(self, ranges: Iterable[Range], by: int) -> None:
         for f, first, stop in ranges:
             waits = self._waits[f]
             for c in range(first, stop):
@@ -118,7 +138,7 @@ class Chunks:
             if not self._left[group]:
                 yield from self._ready(self._ranges[group])
 
-    def _ready(self, ranges: Iterable[_Range]) -> Iterator[tuple[int, int]]:
+    def _ready(self, ranges: Iterable[Range]) -> Iterator[tuple[int, int]]:
         for f, first, stop in ranges:
             waits = self._waits[f]
             for c in range(first, stop):
