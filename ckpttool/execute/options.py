@@ -22,6 +22,31 @@ def unwatched(_nbytes: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """One of several processes that share a run, each of which does its part."""
+
+    number: int
+    """From 1."""
+    of: int
+    """How many there are."""
+
+    def __str__(self) -> str:
+        """``part 3 of 8``."""
+        return f"part {self.number} of {self.of}"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a run of several processes stands when one of them is done."""
+
+    member: Member
+    committed: bool
+    """DST is complete and has its name."""
+    waiting_for: tuple[int, ...] = ()
+    """Numbers of the members that are not done."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunOptions:
     """How to execute a plan. Nothing here changes the bytes that are written."""
 
@@ -49,6 +74,10 @@ class RunOptions:
     """DST is a file: the only output of the plan, which has its name."""
     source_roots: tuple[str, ...] = ()
     """Directories the caller named as SRC; DST may not lie inside. Empty: the directories that hold the sources."""
+    on: str = ""
+    """What the run is shared out to, such as ``ray`` or ``ray=HOST:PORT``; "" is this machine."""
+    member: Member | None = None
+    """This process does one part of the run, and others do the others; the last one to end makes DST complete."""
     begun: float = field(default_factory=time.perf_counter)
     """When planning began, on the clock of ``time.perf_counter``."""
 
@@ -130,6 +159,8 @@ class RunResult:
     verify_seconds: float = 0
     manifest: list[Checksum] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    standing: Standing | None = None
+    """Of a run with a ``member``."""
 
     @property
     def write_seconds(self) -> float:
