@@ -88,12 +88,12 @@ def _compute_here() -> None:
     And it is no process, as where none can be started: a fork of all that tests have loaded takes longer than most of
     them. Tests that say --workers fork, and all do in `make test-all`.
     """
-    from ckpttool.execute import crew, engine, options
+    from ckpttool.execute import crew, options, workforce
 
     options.RunOptions.computers = property(lambda run: run.workers or 1)  # type: ignore[assignment]
     if not sample.everything:
         spawn = crew.spawn
-        patch.object(engine, "spawn", lambda count, *job: spawn(count, *job) if count > 1 else None).start()
+        patch.object(workforce, "spawn", lambda count, *job: spawn(count, *job) if count > 1 else None).start()
 
 
 def _fork_beside_xdist(config: pytest.Config) -> None:

@@ -426,7 +426,7 @@ def test_a_fault_of_the_disk_is_seen_before_the_name_is_given(tmp_path: Path, mo
         write_out = engine._Run._finish
 
         def finish(self: Any, pool: Any) -> None:
-            for path in self.paths:
+            for path in self.outlet.paths:
                 if path.endswith(suffix):
                     with Path(path).open("r+b") as f:
                         f.seek(-1, os.SEEK_END)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import UnsupportedError
-from ckpttool.execute import RunOptions, blocks, engine, files, moves, reader, run, schedule
+from ckpttool.execute import RunOptions, blocks, files, moves, reader, run, schedule, workforce
 from ckpttool.execute.hashing import hash_range
 from ckpttool.plan import Block, Copy, Fill, Output, Plan, Target, Unit, merged_axes
 from tests.execute.plans import Store, expected, pattern, reshard, row_major, source, written
@@ -107,7 +107,7 @@ def test_any_plan(recipe: Callable[[Path], Plan], data: st.DataObject) -> None:
         patch.setattr(blocks, "SCRATCH", data.draw(choose((64, 1000, 1 << 20))))
         patch.setattr(moves, "TURNED_PART", data.draw(choose((64, 16 << 20))))
         patch.setattr(moves, "NOMINAL", data.draw(choose((1000, 24 << 20))))
-        patch.setattr(engine, "_SMALLEST_ARENA", 4096)
+        patch.setattr(workforce, "_SMALLEST_ARENA", 4096)
         patch.setattr(files, "UNCACHED_FROM", data.draw(choose((16, 256 << 10))))
         bridge = data.draw(choose((0, 16, 32 << 10)))
         patch.setattr(moves, "BRIDGE", bridge)

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import AccessError
-from ckpttool.execute import RunOptions, compute, engine, moves, quantize, run, schedule
+from ckpttool.execute import RunOptions, compute, moves, quantize, run, schedule, workforce
 from ckpttool.execute.destinations import objects
 from ckpttool.execute.destinations.chunks import Chunks
-from ckpttool.execute.engine import CompletionQueue
 from ckpttool.execute.hashing import ALGORITHM
+from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.plan import Block, Copy, Fill, Output, Plan, Target, Unit
 from ckpttool.storage.place import SCHEMES
 from tests.execute.merges import merge_plan
@@ -42,8 +42,8 @@ def small(monkeypatch: pytest.MonkeyPatch, store: ObjectStore, spool: str, part:
     monkeypatch.setattr(objects, "WHOLE", chunk)
     monkeypatch.setattr(objects, "REMEMBER", 0.0)
     monkeypatch.setattr(objects, "open_store", lambda _scheme, _bucket: store)
-    monkeypatch.setattr(engine, "CompletionQueue", lambda _, most: CompletionQueue(1, most))
-    monkeypatch.setattr(engine, "_SMALLEST_ARENA", 4096)
+    monkeypatch.setattr(workforce, "CompletionQueue", lambda _, most: CompletionQueue(1, most))
+    monkeypatch.setattr(workforce, "_SMALLEST_ARENA", 4096)
     monkeypatch.setattr("tempfile.tempdir", spool)
 
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.errors import CorruptError, OutputError, VerifyError
-from ckpttool.execute import RunOptions, compute, crew, engine, run, strided
+from ckpttool.execute import RunOptions, compute, crew, engine, run, strided, workforce
 from ckpttool.execute.operands import Buffer, reader
 from ckpttool.execute.schedule import operand_keys, schedule
 from ckpttool.execute.strided import clip
@@ -169,7 +169,7 @@ def test_bytes_do_not_depend_on_how(tmp_path: Path, how: str, *, manifest: bool,
             patched.setattr(compute, "PART", 54)
         patched.setattr(crew, "can_fork", lambda: how == "forks")
         if how == "a thread":
-            patched.setattr(engine, "spawn", lambda *_: None)
+            patched.setattr(workforce, "spawn", lambda *_: None)
         result = run(
             plan, tmp_path / "dst", RunOptions(manifest=manifest, late_files={"note.txt": late_files}, workers=2)
         )
@@ -192,7 +192,7 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compute, "CHUNK", 18)
         patched.setattr(compute, "PART", 54)
-        patched.setattr(engine, "spawn", lambda *_: None)
+        patched.setattr(workforce, "spawn", lambda *_: None)
         run(plan, tmp_path / "once", RunOptions(late_files={"note.txt": late_files}))
         tasks = schedule(plan, ())
         assert [len(t.parts) for t in tasks] == [5, 5]
@@ -219,7 +219,7 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process computes, however many there are and whatever threads."""
-    monkeypatch.setattr(engine, "spawn", crew.spawn)
+    monkeypatch.setattr(workforce, "spawn", crew.spawn)
     monkeypatch.setattr(crew, "can_fork", lambda: True)
 
 

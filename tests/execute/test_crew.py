@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import ConflictError, OutputError
-from ckpttool.execute import RunOptions, crew, engine, run
+from ckpttool.execute import RunOptions, crew, run, workforce
 from ckpttool.execute.crew import Answer, ProcessPool, Serve
 from ckpttool.execute.wire import decode, encode
 from ckpttool.plan import Adapted, Compute, Gathered, LowRank, Randomness, Scaled, Stored
@@ -175,7 +175,7 @@ def test_no_interpreter_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_run_beside_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes, and more than one process has worked."""
     plan, want = merge_plan(tmp_path / "src")
-    monkeypatch.setattr(engine, "_ENTRY", f"{HELPERS}:noting")
+    monkeypatch.setattr(workforce, "_ENTRY", f"{HELPERS}:noting")
     result = run(plan, tmp_path / "dst", RunOptions(workers=2, manifest=True))
     assert written(tmp_path / "dst") == want
     assert not result.notes
@@ -219,7 +219,7 @@ def test_a_method_of_the_program(tmp_path: Path) -> None:
 SCRIPT = """
     import sys, threading, time
     from pathlib import Path
-    from ckpttool.execute import RunOptions, engine, run
+    from ckpttool.execute import RunOptions, run, workforce
     from tests.execute.merges import merge_plan, written
 
     here = Path(sys.argv[1])
@@ -230,7 +230,7 @@ SCRIPT = """
         run(plan, here / "dst", RunOptions(workers=2))
         assert written(here / "dst") == want
     print("end", flush=True)
-    engine._ENTRY = "tests.execute.helpers_of_crews:slow"
+    workforce._ENTRY = "tests.execute.helpers_of_crews:slow"
     run(plan, here / "killed", RunOptions(workers=2))
 """
 

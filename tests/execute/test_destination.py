@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyError
-from ckpttool.execute import Advance, NoProgress, RunOptions, engine, files, run, schedule
+from ckpttool.execute import Advance, NoProgress, RunOptions, engine, files, run, schedule, workforce
 from ckpttool.execute.destinations import local
 from ckpttool.plan import Output, Plan
 from ckpttool.storage.place import Place
@@ -658,7 +658,8 @@ class Interrupt(NoProgress):
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    monkeypatch.setattr(engine, "_TICK", 0.01)
+    monkeypatch.setattr(engine, "TICK", 0.01)
+    monkeypatch.setattr(workforce, "TICK", 0.01)
     slow = files.FilePool.write
     pause = threading.Event()
 

@@ -17,9 +17,9 @@ from zlib import crc32
 import pytest
 
 from ckpttool.errors import AccessError, ConflictError, CorruptError, OutputError, VerifyError
-from ckpttool.execute import NoProgress, RunOptions, RunResult, engine, files, run
+from ckpttool.execute import NoProgress, RunOptions, RunResult, files, run, workforce
 from ckpttool.execute.destinations import marker, objects, spool
-from ckpttool.execute.engine import CompletionQueue
+from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.plan import Output, Plan
 from tests.execute.plans import expected, reshard
 from tests.helpers.object_store import ObjectStore
@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> Iterator[ObjectStore]:
         patch.object(objects, "CHUNK", 64 << 10),
         patch.object(objects, "WHOLE", 16 << 10),
         patch("tempfile.tempdir", str(tmp_path)),
-        patch.object(engine, "CompletionQueue", lambda _, most: CompletionQueue(1, most)),  # all is recorded at once
+        patch.object(workforce, "CompletionQueue", lambda _, most: CompletionQueue(1, most)),  # all is recorded at once
     ):
         yield found
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ckpttool.errors import OutputError
-from ckpttool.execute import Advance, NoProgress, RunOptions, compute, engine, files, quantize, run, worker
+from ckpttool.execute import Advance, NoProgress, RunOptions, compute, engine, files, quantize, run, worker, workforce
 from ckpttool.execute.crew import Answer
 from ckpttool.execute.destinations import local
 from ckpttool.execute.draws import tensor_draws
@@ -68,7 +68,8 @@ def test_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tick: float) 
     """Totals are right whatever happens in between; calls come with the clock, not with the blocks."""
     plan = reshard(tmp_path / "src", [((512, 768), 0), ((768, 512), 1)], 4, 2)
     plan.outputs.append(Output("index.json", 2, ((0, b"{}"),)))
-    monkeypatch.setattr(engine, "_TICK", tick)
+    monkeypatch.setattr(engine, "TICK", tick)
+    monkeypatch.setattr(workforce, "TICK", tick)
     log = Log()
     run(plan, tmp_path / "dst", RunOptions(memory=100_000), log)
     assert log.total == log.done == plan.bytes_written
@@ -101,7 +102,8 @@ class Phases(Log):
 def test_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written and what is verified count from 0 to all; who hears of no phases counts what is written."""
     plan = reshard(tmp_path / "src", [((512, 768), 0), ((768, 512), 1)], 4, 2)
-    monkeypatch.setattr(engine, "_TICK", 0.01)
+    monkeypatch.setattr(engine, "TICK", 0.01)
+    monkeypatch.setattr(workforce, "TICK", 0.01)
 
     def verify(_partial: Place, advance: Advance) -> None:
         for _ in range(4):
@@ -130,7 +132,8 @@ def test_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interrupted_while_verifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that verifies is told with its next word, and ends before the run does."""
     plan = reshard(tmp_path / "src", [((512, 768), 0), ((768, 512), 1)], 4, 2)
-    monkeypatch.setattr(engine, "_TICK", 0.01)
+    monkeypatch.setattr(engine, "TICK", 0.01)
+    monkeypatch.setattr(workforce, "TICK", 0.01)
     ended: list[str] = []
 
     def verify(_partial: Place, advance: Advance) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import CorruptError, OutputError, UnsupportedError, VerifyError
-from ckpttool.execute import RunOptions, compute, engine, quantize, run, strided
+from ckpttool.execute import RunOptions, compute, quantize, run, strided, workforce
 from ckpttool.execute.operands import Buffer, reader
 from ckpttool.execute.quantize import part_bytes, parts_of
 from ckpttool.execute.schedule import operand_keys, schedule
@@ -151,7 +151,7 @@ def test_bytes_do_not_depend_on_how(tmp_path_factory: pytest.TempPathFactory, da
         step = step._replace(results=(codes, one))
     plan = plan_of(files, step)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine, "spawn", lambda *_: None)
+        patched.setattr(workforce, "spawn", lambda *_: None)
         patched.setattr(quantize, "_LEAST", data.draw(st.sampled_from((1, 16, 64, 1 << 16))))
         patched.setattr(quantize, "_PANEL", data.draw(st.sampled_from((32, 64, 700, 1 << 16))))
         patched.setattr(quantize, "PART", data.draw(st.sampled_from((1, 100, 1 << 20))))
@@ -202,7 +202,7 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path, name: str, panel: int) -
         patched.setattr(quantize, "PART", 256)
         patched.setattr(quantize, "_LEAST", 64)
         patched.setattr(quantize, "_PANEL", panel)
-        patched.setattr(engine, "spawn", lambda *_: None)
+        patched.setattr(workforce, "spawn", lambda *_: None)
         real = strided.scatter
         calls = itertools.count()
         stop = 1 << 30
@@ -367,7 +367,7 @@ def test_what_is_worked_out_is_quantised(tmp_path: Path, kind: str, panel: int) 
         step = step_of(SCHEMES[name], shape, operand)
         plan = plan_of(files, step)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(engine, "spawn", lambda *_: None)
+            patched.setattr(workforce, "spawn", lambda *_: None)
             patched.setattr(quantize, "_LEAST", 64)
             patched.setattr(quantize, "_PANEL", panel)
             run(plan, tmp_path / name, RunOptions())

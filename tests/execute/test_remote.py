@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import ckpttool as library
 from ckpttool.errors import AccessError, CkptError, CorruptError
-from ckpttool.execute import engine
+from ckpttool.execute import workforce
 from ckpttool.execute.ahead import ReadAhead
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
@@ -262,7 +262,7 @@ def test_operands_are_fetched_once(
     method: str, memory: int, models: Path, far: Far, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of the methods reads them once, the other one twice."""
-    monkeypatch.setattr(engine, "spawn", lambda *_: None)  # so that what is asked for is seen here
+    monkeypatch.setattr(workforce, "spawn", lambda *_: None)  # so that what is asked for is seen here
     sources = [models / "hf", models / "tp8"]
     library.merge(sources, method=method, weights=[0.5, 0.5]).run(tmp_path / "there")
     with in_memory(sources[0]) as first, in_memory(sources[1]) as second:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.execute import engine
+from ckpttool.execute import workforce
 from ckpttool.recipe.model import ModelRef, reference
 from ckpttool.storage import hub_files
 from tests.helpers.command import ckpttool
@@ -28,7 +28,7 @@ RECORD = "ckpttool.merge.json"
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The models of the recipes as org/base, org/ft1, ... What computes is this process: each asks for itself."""
     monkeypatch.chdir(MERGEKIT)
-    monkeypatch.setattr(engine, "spawn", lambda *_: None)
+    monkeypatch.setattr(workforce, "spawn", lambda *_: None)
     monkeypatch.setattr(hub_files, "_kept", hub_files._Kept())  # small files of other tests, by their contents
     models = [(f"org/{d.name}", d) for d in (MERGEKIT / "inputs").iterdir()]
     with hub_server(models) as server, server.clients(tmp_path / "home"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.execute import engine, schedule
+from ckpttool.execute import schedule, workforce
 from ckpttool.execute.destinations import hub as writing
 from ckpttool.execute.schedule import Part, Task
 from tests.helpers.command import ckpttool
@@ -162,7 +162,7 @@ def test_a_failed_upload_ends_the_run(hub: Hub) -> None:
 
 def test_files_leave_the_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is sent as soon as it is complete, and those who write wait for that."""
-    monkeypatch.setattr(engine, "_MIB", 1)  # parts are recorded at once,
+    monkeypatch.setattr(workforce, "_MIB", 1)  # parts are recorded at once,
     monkeypatch.setattr(schedule, "_BATCH", 1)  # and small ones are not done together
     monkeypatch.setattr(writing, "WAITING", 0)
     upload, held = writing.HubDestination._upload, []

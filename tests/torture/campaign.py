@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Self
 
 import ckpttool
 from ckpttool.cli.app import _command, main
-from ckpttool.execute import engine, files, schedule
+from ckpttool.execute import files, schedule, workforce
 from ckpttool.execute.destinations import local
 from ckpttool.layout.family import family_names
 from ckpttool.ops.convert_json import header
@@ -173,13 +173,13 @@ def small_steps(*, serial: bool = True) -> None:
         (header, "SLACK", 0),
     ]
     if serial:
-        steps.append((engine, "CompletionQueue", _SerialLedger))
+        steps.append((workforce, "CompletionQueue", _SerialLedger))
     for module, name, value in steps:
         assert hasattr(module, name)
         setattr(module, name, value)
 
 
-class _SerialLedger(engine.CompletionQueue):
+class _SerialLedger(workforce.CompletionQueue):
     def __init__(self, _batch: int, _most: int) -> None:
         super().__init__(1, 0)
 

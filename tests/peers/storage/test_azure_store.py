@@ -14,12 +14,12 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import AccessError, OutputError
-from ckpttool.execute import RunOptions, engine, run
+from ckpttool.execute import RunOptions, run, workforce
 from ckpttool.execute.destinations import azure, marker
 from ckpttool.execute.destinations import objects as execute_objects
 from ckpttool.execute.destinations.azure import AzureStore
 from ckpttool.execute.destinations.store import GoneError, Slice, TakenError
-from ckpttool.execute.engine import CompletionQueue
+from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.storage import objects
 from ckpttool.storage.http import client
 from ckpttool.storage.place import parse_place, read_all, walk
@@ -192,7 +192,7 @@ def test_a_run_that_ends_at_any_request(
         patch.object(execute_objects, "CHUNK", 64 << 10),
         patch.object(execute_objects, "WHOLE", 16 << 10),
         patch.object(marker.Holder, "is_gone", lambda _: True),
-        patch.object(engine, "CompletionQueue", lambda _, most: CompletionQueue(1, most)),
+        patch.object(workforce, "CompletionQueue", lambda _, most: CompletionQueue(1, most)),
     ):
 
         def write(at: int, **options: Any) -> int:
