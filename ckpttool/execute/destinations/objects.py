@@ -21,10 +21,9 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
@@ -34,8 +33,8 @@ from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.execute.destinations.marker import WRITING, Marker, State
+from ckpttool.execute.destinations.outbox import LAST, LATE, MARK, Keys, Outbox, Upload, rank
 from ckpttool.execute.destinations.overlay import Overlay
-from ckpttool.execute.destinations.sender import Sender
 from ckpttool.execute.destinations.spool import Spool
 from ckpttool.execute.destinations.store import GoneError, Slice, Store
 from ckpttool.execute.files import Medium, Stopped
@@ -60,21 +59,6 @@ BACKLOG = 1
 REMEMBER = 5.0
 """Seconds between two objects with hashes."""
 
-_MARK = ".ckpttool-partial"
-_ENTRIES = {
-    "config.json": 0,
-    "adapter_config.json": 0,
-    "model_index.json": 0,
-    "model_meta.json": 0,
-    "metadata.json": 0,
-    ".metadata": 0,
-    "latest": 1,
-    "latest_checkpointed_iteration.txt": 1,
-}
-"""Files at which readers begin."""
-LATE = 1
-"""Rank from which on objects appear one rank after the other, when all others are there."""
-_LAST = LATE + 3
 _LONGEST = 1024
 """Bytes of a key."""
 
@@ -108,36 +92,6 @@ def chunk_size(output: Output, chunk: int, store: Store) -> int:
     return -(-size // store.most_parts // store.part_step) * store.part_step
 
 
-def rank(name: str) -> int:
-    """In which order objects appear: those at which readers begin come last."""
-    base = name.rpartition("/")[2]
-    if base in _ENTRIES:
-        return LATE + 2 + _ENTRIES[base] + (base == name == "config.json")
-    if base.endswith(".index.json"):
-        return LATE + 1
-    return LATE if name == MANIFEST else 0
-
-
-@dataclass(slots=True)
-class _Object:
-    """An output that is sent in chunks."""
-
-    name: str
-    size: int
-    chunk: int
-    """Bytes of each chunk but the last."""
-    upload: str = ""
-    sent: dict[int, str] = field(default_factory=dict)
-    """Chunk, counted from 0, -> its tag."""
-    is_done: bool = False
-    """The object is there, written by this run."""
-
-    def span(self, chunk: int) -> tuple[int, int]:
-        """First byte, and how many."""
-        start = chunk * self.chunk
-        return start, min(self.chunk, self.size - start)
-
-
 class ObjectDestination:
     """See ``Destination``."""
 
@@ -150,16 +104,11 @@ class ObjectDestination:
         self.single = single
         self._threads = threads
         self._text = str(dst)
-        scheme, _, rest = self._text.partition("://")
-        bucket, _, key = rest.partition("/")
-        self._bucket = f"{scheme}://{bucket}"
-        self._key = key.rstrip("/")
+        self._keys = Keys(self._text, single=single)
         self._store = store
         self._spool = Spool(self._text)
-        self._marker = Marker(self._store, self._beside(f"{_MARK}.json"), self._text)
+        self._marker = Marker(self._store, self._keys.marker, self._text)
         self._state: State | None = None
-        self._objects: dict[int, _Object] = {}
-        """By the number of the output."""
         self._names: list[str] = []
         """Of all objects that DST will have."""
         self._own: set[str] = set()
@@ -167,7 +116,8 @@ class ObjectDestination:
         self._stop = threading.Event()
         self._asked = threading.Event()
         self._force = False
-        self._sender = Sender(self._send, threads)
+        self._outbox = Outbox(store, self._keys, self._spool, threads, self._stop, self._marker.check)
+        self._objects = self._outbox.objects
         self._recording = threading.Lock()
         self._sums: dict[str, str] = {}
         """Hashes that are not in the store yet."""
@@ -190,31 +140,12 @@ class ObjectDestination:
     def can_record(self) -> bool:
         return self._marker.is_held
 
-    def _at(self, name: str) -> str:
-        """The key of an output."""
-        if self.single:
-            return self._key
-        return f"{self._key}/{name}" if self._key else name
-
-    def _beside(self, name: str) -> str:
-        """The key of something that is there while DST is being made."""
-        return self._key + name if self.single else self._at(name)
-
-    @property
-    def _prefix(self) -> str:
-        """What the keys of all objects of DST begin with."""
-        return self._key if self.single else self._at("")
-
-    @property
-    def _notes_prefix(self) -> str:
-        return self._beside(f"{_MARK}/")
-
     # -- checks, before anything is written
 
     def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
-        if self._bucket.endswith("://"):
+        if self._keys.bucket.endswith("://"):
             raise OutputError("the destination has no bucket", where=self._text)
-        if self.single and not self._key:
+        if self.single and not self._keys.key:
             raise OutputError("the destination has no name", where=self._text)
         self._check_apart([*sources, *carried], [r.rstrip("/") for r in roots])
         if self._marker.find() is None:
@@ -236,27 +167,27 @@ class ObjectDestination:
 
     def check_absent(self, *, force: bool, appeared: bool = False) -> None:
         """Raises OutputError for an object that is not this run's, and for a bucket that would be emptied."""
-        if force and self._key:
+        if force and self._keys.key:
             return
         strange = next(self._strange(), None)
         if strange is None:
             return
         if force:
             what, hint = "--force would delete all that is in the bucket", "choose a DST below it: a prefix"
-            raise OutputError(what, where=[self._text, f"{self._bucket}/{strange}"], hint=hint)
+            raise OutputError(what, where=[self._text, f"{self._keys.bucket}/{strange}"], hint=hint)
         what = "the destination appeared during the run" if appeared else "the destination exists"
-        where = [self._text, f"{self._bucket}/{strange}"]
+        where = [self._text, f"{self._keys.bucket}/{strange}"]
         raise OutputError(what, where=where, hint="choose another DST, or use --force to replace it")
 
     def _strange(self) -> Iterator[str]:
         """Keys of objects at DST that are not this run's."""
-        folder = f"{self._key}/"
-        if not self.single and self._key and self._store.head(self._key) is not None:
-            yield self._key
-        for key, size in self._store.objects(self._prefix):
-            if self.single and key != self._key and not key.startswith(folder):
+        folder = f"{self._keys.key}/"
+        if not self.single and self._keys.key and self._store.head(self._keys.key) is not None:
+            yield self._keys.key
+        for key, size in self._store.objects(self._keys.prefix):
+            if self.single and key != self._keys.key and not key.startswith(folder):
                 continue  # another name that begins so
-            mine = key in self._own or key == self._beside(f"{_MARK}.json") or key.startswith(self._notes_prefix)
+            mine = key in self._own or key == self._keys.marker or key.startswith(self._keys.notes)
             if not mine and not (key == folder and not size):  # consoles make folders so
                 yield key
 
@@ -288,9 +219,8 @@ class ObjectDestination:
                 sums = {}
                 self.check_absent(force=beginning.force)  # another run may have made it since the check
                 self._clear(state)
-            sizes = [self._objects[i].chunk if i in self._objects else 0 for i in range(len(plan.outputs))]
-            self._chunks = Chunks(plan, beginning.tasks, sizes)
-            sent = [self._sent(i) for i in range(len(plan.outputs))]
+            self._chunks = Chunks(plan, beginning.tasks, self._outbox.sizes(len(plan.outputs)))
+            sent = [self._outbox.sent(i) for i in range(len(plan.outputs))]
             return Finished(self._chunks.finished(sent, sums), sums)
         except BaseException:
             if left:
@@ -303,10 +233,10 @@ class ObjectDestination:
         for name in self._names:
             where = f"{self._text}: {name}"
             try:
-                size = len(self._at(name).encode())
+                size = len(self._keys.at(name).encode())
             except UnicodeEncodeError:
                 raise OutputError("a name is not UTF-8, as names in object stores are", where=where) from None
-            if size > _LONGEST - len(f"/{_MARK}.json"):
+            if size > _LONGEST - len(f"/{MARK}.json"):
                 raise OutputError(f"a name is longer than {_LONGEST:,} bytes, the most in object stores", where=where)
 
     def _take(self, digest: str, parts: int, beginning: Beginning) -> tuple[State, bool]:
@@ -341,14 +271,14 @@ class ObjectDestination:
         for i, o in enumerate(plan.outputs):
             size = chunk_size(o, chunk, self._store)
             if size:
-                self._objects[i] = _Object(o.name, o.size, size)
+                self._objects[i] = Upload(o.name, o.size, size)
 
     def _clear(self, state: State) -> None:
         """Abort what others have begun, and begin the uploads of this run. The marker names them before anything is
         sent: an upload that it does not name is never continued."""
-        ours = {self._at(o.name) for o in self._objects.values()} | {self._at(n) for n in state.uploads}
+        ours = {self._keys.at(o.name) for o in self._objects.values()} | {self._keys.at(n) for n in state.uploads}
         self._abort(ours)
-        for key, _ in list(self._store.objects(self._notes_prefix)):
+        for key, _ in list(self._store.objects(self._keys.notes)):
             self._store.delete(key)
         self._create(self._objects.values())
         state.uploads = {o.name: o.upload for o in self._objects.values()}
@@ -359,19 +289,19 @@ class ObjectDestination:
         """Abort all uploads of objects with these keys."""
         wanted = set(keys)
         if wanted:
-            found = [u for u in self._store.uploads(self._prefix) if u[0] in wanted]
+            found = [u for u in self._store.uploads(self._keys.prefix) if u[0] in wanted]
             self._each(lambda u: self._store.abort(*u), found)
 
-    def _create(self, objects: Iterable[_Object]) -> None:
-        def create(o: _Object) -> None:
-            o.upload = self._store.create(self._at(o.name), self._run)
+    def _create(self, objects: Iterable[Upload]) -> None:
+        def create(o: Upload) -> None:
+            o.upload = self._store.create(self._keys.at(o.name), self._run)
 
         self._each(create, objects)
 
     def _continue(self, state: State) -> dict[str, str]:
         """Ask what the interrupted run has sent. Returns the hashes that it has left."""
-        keys = {self._at(n) for n in [*self._names, MANIFEST]}  # that one may have been wanted, and be no more
-        there = [key for key, _ in self._store.objects(self._prefix) if key in keys]
+        keys = {self._keys.at(n) for n in [*self._names, MANIFEST]}  # that one may have been wanted, and be no more
+        there = [key for key, _ in self._store.objects(self._keys.prefix) if key in keys]
         sizes: dict[str, int] = {}
 
         def look(key: str) -> None:
@@ -382,17 +312,15 @@ class ObjectDestination:
         self._each(look, there)
         self._own |= sizes.keys()
 
-        def ask(o: _Object) -> None:
-            if sizes.get(self._at(o.name)) == o.size:
+        def ask(o: Upload) -> None:
+            if sizes.get(self._keys.at(o.name)) == o.size:
                 o.is_done = True
                 return
             o.upload = state.uploads.get(o.name, "")
             try:
-                parts = self._store.parts(self._at(o.name), o.upload) if o.upload else {}
+                self._outbox.ask(o)
             except GoneError:
                 o.upload = ""
-                return
-            o.sent = {n - 1: p.tag for n, p in parts.items() if self._is_chunk(o, n - 1, p.size)}
 
         self._each(ask, self._objects.values())
         missing = [o for o in self._objects.values() if not o.upload and not o.is_done]
@@ -402,21 +330,11 @@ class ObjectDestination:
             self._marker.put()
         return self._noted_sums()
 
-    @staticmethod
-    def _is_chunk(o: _Object, chunk: int, size: int) -> bool:
-        return 0 <= chunk * o.chunk < o.size and o.span(chunk)[1] == size
-
-    def _sent(self, output: int) -> Collection[int]:
-        o = self._objects.get(output)
-        if o is None:
-            return ()
-        return range(-(-o.size // o.chunk)) if o.is_done else o.sent.keys()
-
     def _noted_sums(self) -> dict[str, str]:
         sums: dict[str, str] = {}
-        for key, _ in list(self._store.objects(self._notes_prefix)):
+        for key, _ in list(self._store.objects(self._keys.notes)):
             found = self._store.get(key)
-            name = key.removeprefix(self._notes_prefix)
+            name = key.removeprefix(self._keys.notes)
             if found is not None and name.startswith(self._run):
                 with suppress(ValueError, AttributeError):
                     said = json.loads(found.data)["sums"]
@@ -438,7 +356,7 @@ class ObjectDestination:
 
     def _start(self) -> None:
         """Not in ``begin``: processes are forked behind that, and before there are threads."""
-        self._sender.start()
+        self._outbox.sender.start()
         self._marker.beat()
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
@@ -448,40 +366,11 @@ class ObjectDestination:
         self._start()
         with self._recording:
             for output, chunk in self._chunks.done([p.number for p in parts], sums):
-                self._ready(output, chunk)
+                self._outbox.put(output, chunk)
             self._sums |= sums
         if self._sums and time.monotonic() - self._noted > REMEMBER:
             self._note()
-        self._sender.wait(BACKLOG * self._threads, self._asked)
-
-    def _ready(self, output: int, chunk: int) -> None:
-        o = self._objects[output]
-        if o.is_done or chunk in o.sent:  # sent by an earlier run, and made again with others
-            self._forget(o, chunk)
-        else:
-            self._sender.put((output, chunk))
-
-    def _send(self, item: tuple[int, int]) -> None:
-        o, chunk = self._objects[item[0]], item[1]
-        start, size = o.span(chunk)
-        try:
-            with Slice(self._spool.path / o.name, start, size, self._stop) as data:
-                tag = self._store.put_part(self._at(o.name), o.upload, chunk + 1, data)
-        except GoneError:
-            self._marker.check()
-            raise OutputError(
-                "an upload is gone: something has aborted it, a rule of the bucket for incomplete ones perhaps",
-                where=f"{self._bucket}/{self._at(o.name)}",
-            ) from None
-        except OSError as e:
-            what = f"what waits to be sent cannot be read: {e.strerror or e}"
-            raise OutputError(what, where=str(self._spool.path / o.name)) from e
-        o.sent[chunk] = tag
-        self._forget(o, chunk)
-
-    def _forget(self, o: _Object, chunk: int) -> None:
-        with suppress(OSError):  # the bytes stay a little longer
-            self._spool.forget(str(self._spool.path / o.name), *o.span(chunk))
+        self._outbox.sender.wait(BACKLOG * self._threads, self._asked)
 
     def _note(self) -> None:
         """Put hashes beside the marker, for a run that goes on."""
@@ -489,7 +378,7 @@ class ObjectDestination:
             sums, self._sums = self._sums, {}
             self._noted = time.monotonic()
             self._notes += 1
-        key = f"{self._notes_prefix}{self._run}-{self._notes:06}.json"
+        key = f"{self._keys.notes}{self._run}-{self._notes:06}.json"
         self._store.put(key, json.dumps({"sums": sums}).encode(), self._run)
 
     # -- the end
@@ -501,27 +390,27 @@ class ObjectDestination:
         self._drain()
         # The last parts, which were not worth a record, checksums, and chunks that no part writes into.
         for output, o in self._objects.items():
-            for chunk in () if o.is_done else range(-(-o.size // o.chunk)):
+            for chunk in () if o.is_done else o.chunks:
                 if chunk not in o.sent:
-                    self._sender.put((output, chunk))
+                    self._outbox.put(output, chunk)
         self._drain()
         self._each(self._check_sent, [o for o in self._objects.values() if not o.is_done])
 
     def _drain(self) -> None:
-        self._sender.wait(0, self._asked)
+        self._outbox.sender.wait(0, self._asked)
         if self._asked.is_set():
             raise Stopped
 
-    def _check_sent(self, o: _Object) -> None:
+    def _check_sent(self, o: Upload) -> None:
         """Raises OutputError when the store does not have all of an object, as it was sent."""
-        where = f"{self._bucket}/{self._at(o.name)}"
+        where = self._keys.where(o.name)
         try:
-            there = self._store.parts(self._at(o.name), o.upload)
+            there = self._store.parts(self._keys.at(o.name), o.upload)
         except GoneError:
             raise OutputError("an upload is gone, with all that was sent", where=where) from None
-        for chunk in range(-(-o.size // o.chunk)):
+        for chunk in o.chunks:
             part = there.get(chunk + 1)
-            if part is None or not self._is_chunk(o, chunk, part.size):
+            if part is None or not o.has(chunk, part.size):
                 raise OutputError(f"part {chunk + 1:,} of an upload is missing, or has another size", where=where)
             if o.sent[chunk].split()[0] != part.tag.split()[0]:
                 raise OutputError(f"part {chunk + 1:,} of an upload is another one than was sent", where=where)
@@ -529,7 +418,7 @@ class ObjectDestination:
 
     def complete(self) -> None:
         self._marker.check()
-        self._delete(sorted(self._own - {self._at(n) for n in self._names}))
+        self._delete(sorted(self._own - {self._keys.at(n) for n in self._names}))
         strange = list(self._strange())
         if strange:
             self.check_absent(force=self._force, appeared=True)
@@ -541,15 +430,15 @@ class ObjectDestination:
         """Delete objects of DST: without those at which readers begin, it is absent."""
         by_rank: dict[int, list[str]] = {}
         for key in keys:
-            by_rank.setdefault(rank(key.removeprefix(self._prefix)), []).append(key)
+            by_rank.setdefault(rank(key.removeprefix(self._keys.prefix)), []).append(key)
         for _, some in sorted(by_rank.items(), reverse=True):
             self._each(self._store.delete, some)
 
     def _complete(self) -> None:
         """Complete the uploads."""
 
-        def complete(o: _Object) -> None:
-            key = self._at(o.name)
+        def complete(o: Upload) -> None:
+            key = self._keys.at(o.name)
             self._own.add(key)
             try:
                 self._store.complete(key, o.upload, {c + 1: tag for c, tag in o.sent.items()}, self._run)
@@ -557,7 +446,7 @@ class ObjectDestination:
                 held = self._store.head(key)
                 if held is None or held.size != o.size or held.run != self._run:
                     what = "an upload was gone before it was completed"
-                    raise OutputError(what, where=f"{self._bucket}/{key}") from None
+                    raise OutputError(what, where=f"{self._keys.bucket}/{key}") from None
             o.is_done = True
 
         self._each(complete, [o for o in self._objects.values() if not o.is_done])
@@ -582,11 +471,11 @@ class ObjectDestination:
         self._each(self._put, [n for n in small if rank(n) < LATE])
         self._check_there()
         self._marker.check()
-        for number in range(LATE, _LAST + 1):
+        for number in range(LATE, LAST + 1):
             self._each(self._put, [n for n in small if rank(n) == number])
 
     def _put(self, name: str) -> None:
-        key, path = self._at(name), self._spool.path / name
+        key, path = self._keys.at(name), self._spool.path / name
         self._own.add(key)
         size = path.stat().st_size
         with Slice(path, 0, size, self._stop) as data:
@@ -594,11 +483,11 @@ class ObjectDestination:
 
     def _check_there(self) -> None:
         """Raises OutputError when an object of those that come first is not there, or has another size."""
-        there = dict(self._store.objects(self._prefix))
+        there = dict(self._store.objects(self._keys.prefix))
         for o in self._objects.values():
-            if there.get(self._at(o.name)) != o.size:
+            if there.get(self._keys.at(o.name)) != o.size:
                 what = "an object that was written is not there, or has another size"
-                raise OutputError(what, where=f"{self._bucket}/{self._at(o.name)}")
+                raise OutputError(what, where=self._keys.where(o.name))
 
     def publish(self, *, force: bool) -> str | None:
         notes = []
@@ -617,13 +506,13 @@ class ObjectDestination:
     def _tidy(self) -> None:
         """Abort uploads that are left, and delete the hashes."""
         uploads = self._state.uploads if self._state else {}
-        self._abort({self._at(o.name) for o in self._objects.values()} | {self._at(n) for n in uploads})
-        for key, _ in list(self._store.objects(self._notes_prefix)):
+        self._abort({self._keys.at(o.name) for o in self._objects.values()} | {self._keys.at(n) for n in uploads})
+        for key, _ in list(self._store.objects(self._keys.notes)):
             self._store.delete(key)
 
     def close(self) -> None:
         self._stop.set()
-        self._sender.end()
+        self._outbox.sender.end()
         if self._sums and self._marker.is_held:
             with suppress(CkptError):
                 self._note()
@@ -632,7 +521,7 @@ class ObjectDestination:
 
     def discard(self) -> None:
         self._stop.set()
-        self._sender.end()
+        self._outbox.sender.end()
         if self._marker.is_held:
             with suppress(CkptError, FileNotFoundError):
                 self._marker.check()
@@ -644,7 +533,7 @@ class ObjectDestination:
     def _end(self) -> None:
         self._stop.set()
         self._marker.end()
-        self._sender.end()
+        self._outbox.sender.end()
         self._spool.close()
         self._store.close()
         forget()
