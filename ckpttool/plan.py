@@ -416,6 +416,16 @@ class Units(Sequence[Unit]):
         return step if isinstance(step, Compute | Quantize) else None
 
     @property
+    def forms(self) -> Sequence[Step]:
+        """By their numbers: steps whose blocks begin at byte 0 of file 0."""
+        return self._forms
+
+    def packed_steps(self, at: int) -> array[int]:
+        """The steps of a unit, ``STEP`` numbers each."""
+        numbers = self._packed[at][2]
+        return numbers[1 : 1 + STEP * numbers[0]]
+
+    @property
     def boxes(self) -> int:
         """Steps that move something."""
         moves = [type(step) is Copy for step in self._forms]
@@ -492,7 +502,7 @@ class Plan:
 
     @property
     def boxes(self) -> int:
-        return self._packed().boxes
+        return self.packed().boxes
 
     def digest(self) -> str:
         """Hash of everything that decides the output's bytes; a resumed run must have the same one."""
@@ -514,9 +524,10 @@ class Plan:
                 yield f"{offset} ".encode() + data
         if self.randomness is not None:
             yield repr(tuple(self.randomness)).encode(errors="backslashreplace")
-        yield from self._packed().lines()
+        yield from self.packed().lines()
 
-    def _packed(self) -> Units:
+    def packed(self) -> Units:
+        """The units, packed."""
         return self.units if isinstance(self.units, Units) else Units(self.units)
 
 

@@ -99,7 +99,7 @@ def operands_at_hand(step: Compute | Quantize, carrier: Mover) -> Iterator[None]
     """While a tensor is worked out: its operands are read ahead from other machines. Those that are read several times,
     or in another order than they lie there, are on this machine before that.
     """
-    tensors = [s for o in step.operands for s in _stored(o)]
+    tensors = [s for o in step.operands for s in stored_tensors(o)]
     if not any(carrier.pool.is_far(carrier.sources[c.src.file]) for s in tensors for c in s.copies):
         yield
         return
@@ -127,7 +127,7 @@ def _stored_reads(stored: Stored) -> Iterator[Range]:
         yield from block_reads(copy.src, copy.shape, itemsize(copy.src_dtype))
 
 
-def _stored(operand: Operand) -> Iterator[Stored]:
+def stored_tensors(operand: Operand) -> Iterator[Stored]:
     """The tensors in files of which an operand is made."""
     if isinstance(operand, Stored):
         yield operand
@@ -135,8 +135,8 @@ def _stored(operand: Operand) -> Iterator[Stored]:
         yield from (operand.weight, operand.scale, *([operand.factor] if operand.factor else []))
     elif isinstance(operand, Gathered):
         for source in operand.sources:
-            yield from _stored(source)
+            yield from stored_tensors(source)
     elif isinstance(operand, Adapted):
-        yield from _stored(operand.weight)
+        yield from stored_tensors(operand.weight)
         for term in operand.terms:
             yield from (term.up, term.down)

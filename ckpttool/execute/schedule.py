@@ -65,6 +65,8 @@ class Task:
     """Stored tensors that the parts complete, with the keys of their checksums in the journal."""
     computing: int = -1
     """Unit with computed tensors, all of whose parts these are; -1 otherwise."""
+    slice_of: int = -1
+    """Large unit, some or all of whose parts these are; -1 otherwise."""
 
     @property
     def nbytes(self) -> int:
@@ -114,10 +116,10 @@ def schedule(plan: Plan, hashes: Sequence[str], far: Collection[int] = ()) -> li
             part.number = number
             number += 1
         if hashes or (far and any(_turns(item, far) for p in slices for item in p.items)):
-            tasks.append(Task(slices, targets))
+            tasks.append(Task(slices, targets, slice_of=u))
         else:
-            tasks += [Task([p]) for p in slices]
-        tasks += [Task([p]) for p in judged]
+            tasks += [Task([p], slice_of=u) for p in slices]
+        tasks += [Task([p], slice_of=u) for p in judged]
     return tasks
 
 

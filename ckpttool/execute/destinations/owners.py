@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from ckpttool.execute.destinations.chunks import Extent, Range, covered, groups, uncut
+from ckpttool.execute.destinations.chunks import Range, covered, groups, uncut
+from ckpttool.execute.extents import Extent
 from ckpttool.execute.schedule import Task
 from ckpttool.plan import Plan
 
