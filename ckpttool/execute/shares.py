@@ -114,9 +114,9 @@ class Survey:
     def _groups(self) -> list[list[int]]:
         """Tasks that write into the same stretch together, in the order of what they write.
 
-        Slices of a unit follow each other, although one may be what the first ranks get, another what the last ones get:
-        each share would write into all outputs otherwise, here and there. What writes nothing but compares comes behind
-        the task before it, which has most likely the same source.
+        Slices of a unit follow each other, although one may be what the first ranks get, another what the last ones
+        get: otherwise each share would write into all outputs, here and there. What writes nothing but compares comes
+        behind the task before it, which has most likely the same source.
         """
         begin, end = self._base[self.output] + self.start, self._base[self.output] + self.stop
         apart = np.ones(len(begin), bool)

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.execute import moves, schedule
-from ckpttool.execute.destinations.chunks import Chunks, part_extents
+from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.owners import Claim, claims
+from ckpttool.execute.extents import part_extents
 from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.schedule import Task
 from ckpttool.plan import Block, Fill, Output, Plan, Target, Unit

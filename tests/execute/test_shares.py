@@ -167,3 +167,55 @@ def test_comparisons_count_and_stay_with_what_they_compare(monkeypatch: pytest.M
     assert {survey.weights[t] for t in range(len(tasks))} == {1000}
     small = Plan([], [Output("a", 200)], [Unit("a", (copy(0, 0, 200), same._replace(shape=(100,))))])
     assert Survey(small, schedule.schedule(small, [])).weights == [300]
+
+
+def test_what_interleaves_stays_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of one matrix, and what begins behind them in the same file."""
+    monkeypatch.setattr(schedule, "_BATCH_UNITS", 1)
+    monkeypatch.setattr(shares, "PAGE", 16)
+    columns = [Copy(Block(0, 8 * i, (16, 1)), Block(0, 8 * i, (16, 1)), (10, 8), "U8", "U8") for i in range(2)]
+    units = [Unit("a", (columns[0],)), Unit("b", (copy(0, 160, 160),)), Unit("c", (columns[1],))]
+    plan = Plan([], [Output("a", 320)], units)
+    tasks = schedule.schedule(plan, [])
+    assert cut(plan, tasks, 2) == cut(plan, tasks, 3)[:1] + cut(plan, tasks, 3)[2:] == [[0, 2], [1]]
+    check_shares(plan, tasks, [[0, 2], [1]])
+
+
+def test_slices_of_a_unit_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which one may be written to the first file and the next one to the second."""
+    monkeypatch.setattr(schedule, "_MIB", 100)
+    monkeypatch.setattr(schedule, "_LARGEST_PART", 100)
+    units = [Unit(str(i), (copy(0, 100 * i, 100), copy(1, 100 * i, 100))) for i in range(4)]
+    plan = Plan([], [Output("a", 400), Output("b", 400)], units)
+    tasks = schedule.schedule(plan, [])
+    assert [t.slice_of for t in tasks] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert cut(plan, tasks, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_many_meet_on_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "_BATCH_UNITS", 1)
+    monkeypatch.setattr(shares, "PAGE", 100)
+    ends = [0, 230, 240, 250, 260, 399, 400, 600]
+    plan = Plan([], [Output("x", 0), Output("a", 600)], [Unit(str(a), (copy(1, a, b - a),)) for a, b in pairwise(ends)])
+    tasks = schedule.schedule(plan, [])
+    check_shares(plan, tasks, [[i] for i in range(7)])
+    check_shares(plan, tasks, [[0, 2, 4], [1, 3, 5], [6]])
+    check_shares(plan, tasks, [[6, *range(5)][1:], [5], [6]])
+
+
+def test_the_last_page_of_a_file_and_the_first_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "_BATCH_UNITS", 1)
+    monkeypatch.setattr(shares, "PAGE", 100)
+    for size in (99, 100, 101):
+        plan = Plan([], [Output(f"{i}", size) for i in range(3)], [Unit(str(i), (copy(i, 0, size),)) for i in range(3)])
+        tasks = schedule.schedule(plan, [])
+        check_shares(plan, tasks, [[0], [1], [2]])
+
+
+def test_literal_bytes_in_the_gaps_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "PAGE", 100)
+    rows = Copy(Block(0, 0, (100, 1)), Block(0, 0, (100, 1)), (10, 8), "U8", "U8")
+    plan = Plan([], [Output("a", 1000, ((250, b"x"), (550, b"x")))], [Unit("a", (rows,))])
+    tasks = schedule.schedule(plan, [])
+    check_shares(plan, tasks, [[0]])
+    assert shared_pages(plan, tasks, [[0]]) == [{0: [2, 5]}]
