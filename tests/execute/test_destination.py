@@ -465,6 +465,17 @@ def test_two_runs_on_one_destination(tmp_path: Path, plan: Plan, monkeypatch: py
     assert left(tmp_path) == ["dst", "src"]
 
 
+def test_the_other_run_is_named(interrupted: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "PATIENCE", 0.05)
+
+    def meanwhile(_partial: Place, _advance: Advance) -> None:
+        who = rf"destination: process {os.getpid()} on {os.uname().nodename}, since 20.* UTC, plan {plan.digest()[:12]}"
+        with pytest.raises(OutputError, match=who):
+            run(plan, interrupted, RunOptions(resume=True))
+
+    run(plan, interrupted, RunOptions(resume=True, verify=meanwhile))
+
+
 @pytest.mark.usefixtures("interrupted")
 def test_workers_of_a_killed_run_are_waited_for(tmp_path: Path, plan: Plan) -> None:
     """They share its lock, and outlive it by as long as their last write takes."""

@@ -18,7 +18,7 @@ import pytest
 
 from ckpttool.errors import AccessError, ConflictError, CorruptError, OutputError, VerifyError
 from ckpttool.execute import NoProgress, RunOptions, RunResult, files, run, workforce
-from ckpttool.execute.destinations import marker, objects, spool
+from ckpttool.execute.destinations import holder, marker, objects, spool
 from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.plan import Output, Plan
 from tests.execute.plans import expected, reshard
@@ -347,7 +347,7 @@ def test_two_that_begin_at_once(store: ObjectStore, plan: Plan) -> None:
 
     def late(key: str, data: Any, run: str, **conditions: Any) -> str:
         if conditions.get("new"):
-            store.objects_[key] = marker.State("r", "p", 1, 1, holder=marker.Holder.here()).to_json(), "r"
+            store.objects_[key] = marker.State("r", "p", 1, 1, holder=holder.Holder.here()).to_json(), "r"
         return real(key, data, run, **conditions)
 
     with patch.object(store, "put", late), pytest.raises(OutputError, match="another run is writing this destination"):

@@ -31,7 +31,7 @@ from pathlib import Path
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.files import Medium, create, write_error
-from ckpttool.execute.journal import Finished, Journal
+from ckpttool.execute.journal import Finished, Journal, writer
 from ckpttool.execute.schedule import Part
 from ckpttool.plan import Plan
 from ckpttool.storage.place import parse_place
@@ -155,13 +155,17 @@ class LocalDestination:
         self._journal = Journal(self._fd, str(self.partial))
         self._paths = [self.partial / o.name for o in plan.outputs]
         try:
-            return self._journal.load(digest, parts) if left else self._journal.begin(digest, parts)
+            if not left:
+                return self._journal.begin(digest, parts)
+            finished = self._journal.load(digest, parts)
+            self._journal.sign()
         except BaseException:
             if left:
                 self.close()
             else:
                 self.discard()
             raise
+        return finished
 
     def make(self, path: str, size: int) -> bool:
         """A file that was not there at its full size cannot hold what the journal says."""
@@ -285,7 +289,7 @@ class LocalDestination:
             if os.path.samestat(os.fstat(fd), path.lstat()):
                 return fd
         except BlockingIOError:
-            what, hint = "another run is writing this destination", "wait until it has finished, or choose another DST"
+            what, hint = self._busy(), "wait until it has finished, or choose another DST"
         except FileNotFoundError:
             pass
         except OSError as e:
@@ -295,6 +299,14 @@ class LocalDestination:
             raise
         os.close(fd)
         raise OutputError(what, where=str(self.partial), hint=hint)
+
+    def _busy(self) -> str:
+        """What to say of a run that holds the lock."""
+        try:
+            who = writer((self.partial / JOURNAL).read_bytes())
+        except OSError:
+            who = ""
+        return "another run is writing this destination" + (f": {who}" if who else "")
 
     def _clear(self) -> None:
         """Remove everything but the journal, which is locked."""

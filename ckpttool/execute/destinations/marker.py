@@ -16,65 +16,19 @@ continued.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import threading
-import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ckpttool.errors import CkptError, ConflictError, OutputError
+from ckpttool.execute.destinations.holder import HERE, Holder
 from ckpttool.execute.destinations.store import Found, Store, TakenError
 
 VERSION = 1
 BEAT = 20.0
 SILENT = 90.0
 CLEARING, WRITING = "clearing", "writing"
-
-
-_HERE: set[str] = set()
-"""Tokens of the runs of this process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A process that writes a DST."""
-
-    token: str
-    host: str
-    pid: int
-    machine: str
-    """This boot of this machine, and the names that its processes go by in a container."""
-
-    @classmethod
-    def here(cls) -> Self:
-        """This process."""
-        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), _machine())
-
-    def is_gone(self) -> bool:
-        """Whether the process has certainly ended."""
-        if not self.machine or self.machine != _machine():
-            return False
-        if self.pid == os.getpid():
-            return self.token not in _HERE
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
-        return False
-
-
-def _machine() -> str:
-    """ "" where the system does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
-    except OSError:
-        return ""
 
 
 @dataclass(slots=True)
@@ -119,8 +73,7 @@ class State:
         texts: list[Any] = [self.run, self.plan, self.state, *self.uploads, *self.uploads.values()]
         numbers: list[Any] = [self.parts, self.chunk]
         if self.holder is not None:
-            texts += [self.holder.token, self.holder.host, self.holder.machine]
-            numbers.append(self.holder.pid)
+            self.holder.check()
         if not all(type(t) is str for t in texts) or not all(type(n) is int and n >= 0 for n in numbers):
             raise TypeError
 
@@ -157,7 +110,7 @@ class Marker:
         if instead_of is not None:
             self.check_gone(instead_of)
         state.holder = self.me
-        _HERE.add(self.me.token)
+        HERE.add(self.me.token)
         try:
             tag = instead_of.tag if instead_of else ""
             self._tag = self._store.put(self._key, state.to_json(), state.run, new=not tag, replaces=tag)
@@ -245,7 +198,7 @@ class Marker:
     def end(self) -> None:
         """Do not write it any more."""
         self._end.set()
-        _HERE.discard(self.me.token)
+        HERE.discard(self.me.token)
 
     def release(self) -> None:
         """Let go of DST, which stays to be continued."""

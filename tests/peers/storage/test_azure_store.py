@@ -15,7 +15,7 @@ import pytest
 import ckpttool
 from ckpttool.errors import AccessError, OutputError
 from ckpttool.execute import RunOptions, run, workforce
-from ckpttool.execute.destinations import azure, marker
+from ckpttool.execute.destinations import azure, holder
 from ckpttool.execute.destinations import objects as execute_objects
 from ckpttool.execute.destinations.azure import AzureStore
 from ckpttool.execute.destinations.store import GoneError, Slice, TakenError
@@ -191,7 +191,7 @@ def test_a_run_that_ends_at_any_request(
     with (
         patch.object(execute_objects, "CHUNK", 64 << 10),
         patch.object(execute_objects, "WHOLE", 16 << 10),
-        patch.object(marker.Holder, "is_gone", lambda _: True),
+        patch.object(holder.Holder, "is_gone", lambda _: True),
         patch.object(workforce, "CompletionQueue", lambda _, most: CompletionQueue(1, most)),
     ):
 
