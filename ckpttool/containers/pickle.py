@@ -850,8 +850,8 @@ class Machine:
 
     def build_dtype(self, v: _Dtype, state: Any) -> None:
         # Version, byte order, subarray, names, fields, size, alignment, flags.
-        if type(state) is not tuple or len(state) < 8:
-            self.corrupt("the state of a numpy dtype is not a tuple of 8")
+        if type(state) is not tuple or len(state) not in (8, 9) or any(type(n) is not int for n in state[5:8]):
+            self.corrupt("the state of a numpy dtype is not numpy's tuple of 8")  # 9 with metadata, which say nothing
         if type(state[0]) is not int or state[0] not in _DTYPE_VERSIONS:
             self.corrupt("the state of a numpy dtype has a version that numpy does not read")
         if state[1] not in ("<", "|", "="):

@@ -132,6 +132,13 @@ def test_codes_are_decoded_wherever_a_rank_begins(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, down[:, rank * 32 : rank * 32 + 32])
 
 
+def test_scales_that_are_no_numbers(tmp_path: Path) -> None:
+    held = Blocks(np.array([np.inf, -np.inf, np.nan, 6e4], np.float16), np.tile(np.arange(-16, 16, dtype=np.int8), 4))
+    gguf.write(tmp_path / "x.gguf", {"general.architecture": "x"}, {"a": held})
+    reshard(tmp_path / "x.gguf", tmp_path / "hf", "--to", "hf", "--verify")
+    same(joined(tmp_path / "hf"), {"a": gguf.values(held)})
+
+
 def test_parts_are_one_model(tmp_path: Path) -> None:
     expected, files = model()
     half = dict(list(files.items())[:5])

@@ -264,6 +264,8 @@ CONTRADICTORY: dict[str, tuple[bytes, str]] = {
         F4 + b"(K\x05" + text("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb",
         "version that numpy",
     ),
+    "dtype's alignment": (F4 + b"(K\x03" + text("<") + b"NNNK\x01\x85K\x01K\x00tb", "state of a numpy dtype"),
+    "dtype's state of ten": (F4 + b"(K\x03" + text("<") + b"NNNK\x01K\x01K\x00NNtb", "state of a numpy dtype"),
     "record's state": (RECORD + b")\x81]b", "state of a Metadata"),
     "record's state twice": (RECORD + b")\x81}" + text("a") + b"Nsb}b", "state of a Metadata"),
     "bytes beyond latin1": (

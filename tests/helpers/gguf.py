@@ -74,7 +74,8 @@ def described(tensor: Raw | Blocks) -> tuple[int, Sequence[int], bytes]:
 def values(tensor: Blocks) -> Raw:
     """What the codes stand for, as F32."""
     scales, codes = tensor
-    floats = np.repeat(scales.astype(np.float32), 32) * codes.reshape(-1).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a scale may be infinite, and a code 0
+        floats = np.repeat(scales.astype(np.float32), 32) * codes.reshape(-1).astype(np.float32)
     return Raw("F32", floats.reshape(codes.shape).view(np.uint32))
 
 
