@@ -5,7 +5,7 @@ A worker is told what to do through a pipe, a JSON line for each order, and answ
     -> {"unit": ..., "first": 31, "done": [31]}          what ``worker`` makes of them is its own business
     <- {"part": 32}
     <- {"end": true, ...}                                the order is carried out
-    <- {"error": ["CorruptError", "what", ["where"], "hint"]}
+    <- {"error": ["CorruptError", "what", ["where"], "hint", ""]}
 
 A process with one thread forks its workers: they are there at once. Where there are more threads (a notebook, a
 program around the Python API) one of them could hold a lock at that moment, and nobody would open it in the fork. Then
@@ -30,9 +30,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from ckpttool import errors
 from ckpttool.errors import CkptError, OutputError
-from ckpttool.execute.files import SourceReadError
+from ckpttool.execute.told import revived, told
 from ckpttool.version import __version__
 
 Order = dict[str, Any]
@@ -95,7 +94,7 @@ class Worker:
             except (ValueError, OSError):
                 raise self._lost() from None
             if "error" in answer:
-                raise _revived(*answer["error"])
+                raise revived(answer["error"], whose="a worker process")
             tell(answer)
             if "end" in answer:
                 return
@@ -350,25 +349,9 @@ def _live(parent: int, orders: int, answers: int, serve: Callable[[], Serve]) ->
                 except BrokenPipeError:
                     raise
                 except Exception as e:  # noqa: BLE001 - raised again by the parent
-                    tell({"error": _told(e)})
+                    tell({"error": told(e)})
         status = 0
     except BrokenPipeError:
         pass
     finally:
         os._exit(status)
-
-
-def _told(e: Exception) -> list[Any]:
-    if isinstance(e, CkptError):
-        return [type(e).__name__, e.what, list(e.where), e.hint]
-    import traceback
-
-    return ["", "".join(traceback.format_exception(e)), [], None]
-
-
-def _revived(kind: str, what: str, where: list[str], hint: str | None) -> Exception:
-    found = SourceReadError if kind == SourceReadError.__name__ else getattr(errors, kind, None) if kind else None
-    if found is None:
-        return RuntimeError(f"in a worker process:\n{what}")
-    error: Exception = found(what, where=where, hint=hint)
-    return error

@@ -92,6 +92,14 @@ def test_each_order_is_answered_once_whatever_happens(seed: int, monkeypatch: py
     assert run(FakeFleet(3, seed, trouble), 40) == {i: i**2 for i in range(40)}
 
 
+def test_a_fleet_does_one_job_after_the_other() -> None:
+    fleet = FakeFleet(2, 1, WILD)
+    for job in (Squares(), Squares("again")):
+        fleet.start(job)
+        assert len(list(dispatch(fleet, orders(20), threading.Event()))) == 20
+    fleet.end(now=False)
+
+
 def test_an_order_is_made_when_it_can_be_sent() -> None:
     made = []
 
@@ -176,3 +184,13 @@ def test_an_engine_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match="--on dusk=here: there is no such engine") as caught:
         fleet_for("dusk=here")
     assert caught.value.hint == "engines: ray"
+
+
+def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "ckpttool.execute.fleets.ray", raising=False)
+    with pytest.raises(UsageError, match="--on ray needs a package that is not installed: ray") as caught:
+        fleet_for("ray=host:6379")
+    assert caught.value.hint == "pip install 'ckpttool[ray]'"

@@ -6,12 +6,12 @@ seed.
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpttool.execute.fleets.base import Answer, Job, Order, Reply, Worker
 
@@ -42,6 +42,12 @@ CALM = Trouble()
 WILD = Trouble(0.05, 0.08, 0.05, 0.1, 0.2, 0.08)
 
 
+def _travelled(data: dict[str, Any]) -> dict[str, Any]:
+    """What arrives."""
+    arrived: dict[str, Any] = pickle.loads(pickle.dumps(data))  # noqa: S301
+    return arrived
+
+
 @dataclass
 class _Node:
     name: str
@@ -65,7 +71,7 @@ class FakeFleet:
         self._depth = depth
         self._nodes = [_Node(f"node-{i}") for i in range(nodes)]
         self._job = b""
-        self._ghosts: list[tuple[int, _Node, int, Order]] = []
+        self._ghosts: list[tuple[int, _Node, int, Order, bytes]] = []
         """Orders that were given up, and when they are done."""
         self._due: list[tuple[int, Reply]] = []
 
@@ -73,6 +79,8 @@ class FakeFleet:
 
     def start(self, job: Job) -> None:
         self._job = pickle.dumps(job)
+        for node in self._nodes:
+            self._drop(node)
 
     def nodes(self) -> int:
         return len(self._alive())
@@ -84,7 +92,7 @@ class FakeFleet:
         assert not self.ended, "sent after the end"
         self.sent.append(order)
         node = min(self._alive(), key=lambda n: (len(n.orders), self._rng.random()))
-        node.orders.append((ticket, json.loads(json.dumps(order))))
+        node.orders.append((ticket, _travelled(order)))
         self.most = max(self.most, sum(len(n.orders) for n in self._nodes))
 
     def replies(self, timeout: float) -> list[Reply]:
@@ -96,8 +104,9 @@ class FakeFleet:
             self._kill(self._nodes[killed])
         for ghost in [g for g in self._ghosts if g[0] <= self.step]:
             self._ghosts.remove(ghost)
-            _, node, ticket, order = ghost
-            self._due.append((self.step, self._done(node, ticket, order)))
+            _, node, ticket, order, job = ghost
+            if job == self._job:
+                self._due.append((self.step, self._done(node, ticket, order)))
         busy = [n for n in self._alive() if n.orders]
         if busy:
             node = self._rng.choice(busy)
@@ -149,7 +158,7 @@ class FakeFleet:
             self._drop(node)
             self._due.append((self.step, lost))
         elif dice() < trouble.ghosts:
-            self._ghosts.append((later, node, ticket, order))
+            self._ghosts.append((later, node, ticket, order, self._job))
             self._due.append((self.step, lost))
         else:
             reply = self._done(node, ticket, order)
@@ -167,4 +176,4 @@ class FakeFleet:
             answer: Answer = node.worker.do(order)
         except Exception as e:  # noqa: BLE001 - whatever a worker raises is a reply
             return Reply(ticket, node.name, error=e)
-        return Reply(ticket, node.name, answer=json.loads(json.dumps(answer)))
+        return Reply(ticket, node.name, answer=_travelled(answer))

@@ -1,7 +1,7 @@
 """What a run gives orders to when other machines work for it (``--on``).
 
 A *job* is a run, as other machines see it; a *worker* is the job opened in one process of a node. The fleet takes the
-job there once, and then carries orders and answers, each a few kB of plain data. Orders are idempotent: where an answer
+job there once, and then carries orders and answers, each a few kB. Orders are idempotent: where an answer
 does not come, the order is done again elsewhere (see ``dispatch``). Another engine is a module with
 ``fleet(address) -> Fleet`` and a line in ``MODULES``.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Order = dict[str, Any]
-"""Plain data, as JSON has it."""
+"""Data that can be pickled."""
 Answer = dict[str, Any]
-"""Plain data, as JSON has it. What an answer says is done is durable."""
+"""Data that can be pickled. What an answer says is done is durable."""
 
 
 class Worker(Protocol):
@@ -56,7 +56,9 @@ class Fleet(Protocol):
     """Machines that work for a run. All methods are called from one thread, and raise CkptErrors."""
 
     def start(self, job: Job) -> None:
-        """Take a job to the machines there are; more may come later. Raises UsageError when there is no fleet."""
+        """Take a job to the machines there are; more may come later. Called again when all orders of a job are
+        answered and there is another one. Raises UsageError when there is no fleet, OutputError when no machine works.
+        """
 
     def nodes(self) -> int:
         """Machines that can work now."""

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from ckpttool.errors import CkptError, OutputError
+from ckpttool.errors import OutputError
 from ckpttool.execute.fleets.base import Answer, Fleet, Order, Reply
+from ckpttool.execute.told import on_node
 
 TRIES = 4
 """How often an order is sent: one that is lost as often takes down whoever has it."""
@@ -52,7 +53,7 @@ def dispatch(fleet: Fleet, orders: Iterable[Order], stop: threading.Event) -> It
         if heard:
             reply = heard.popleft()
             if reply.error is not None and (reply.ticket is None or reply.ticket in away):
-                raise _at(reply.error, reply.node)
+                raise on_node(reply.error, reply.node)
             errand = away.pop(reply.ticket, None) if reply.ticket is not None else None
             if errand is None:
                 continue  # it was given up, and is done or will be done by another node
@@ -80,11 +81,3 @@ def _again(errand: _Errand, reply: Reply) -> _Errand:
         hint = "if memory was short, use fewer --workers or less --memory"
         raise OutputError(f"the same work was lost {TRIES} times", where=errand.losses, hint=hint)
     return errand
-
-
-def _at(error: Exception, node: str) -> Exception:
-    """The error, with the node where it came up."""
-    if isinstance(error, CkptError):
-        error.where = (*error.where, f"on {node}")
-        return error
-    return RuntimeError(f"on {node}: {error}")

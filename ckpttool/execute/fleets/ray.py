@@ -1,0 +1,365 @@
+"""Nodes of a Ray cluster (``--on ray``). The only module that imports ray.
+
+On each node one process works, a *hand*: an actor of one CPU that Ray neither moves nor restarts. A hand opens the job
+once and has up to two orders, so that the next one begins when one is done. Where a hand ends, its orders are lost, and
+the node gets a new hand while Ray has the node. Ray's own placement and repetition would fill one node before the
+next, and wait for a place on a node that is busy with something else.
+
+Nodes get this package with the hand (``py_modules``), so that all have the same. What it needs must be there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError, RuntimeEnvSetupError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ckpttool import version
+from ckpttool.errors import CkptError, ConflictError, OutputError, UsageError
+from ckpttool.execute.fleets.base import Fleet, Job, Order, Reply
+from ckpttool.execute.told import on_node, revived
+from ckpttool.version import __version__
+
+_DEPTH = 2
+"""Orders of a hand: the one that it does, and the next."""
+_STRIKES = 3
+"""Hands that a node may lose one after the other, without an answer, until it gets no more."""
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at the nodes of the cluster."""
+_FIRST, _OTHERS = 120.0, 5.0
+"""Seconds to wait until a hand can begin, and then for those of other nodes, which may come later, too."""
+_REACH = 10.0
+"""Seconds to reach the cluster."""
+_DISMISS = 10.0
+"""Seconds for hands to end in."""
+
+
+def fleet(address: str) -> Fleet:
+    """The cluster at an address (HOST:PORT), or the one of RAY_ADDRESS, or the one that this machine belongs to."""
+    return RayFleet(address or os.environ.get("RAY_ADDRESS") or "auto")
+
+
+@dataclass(slots=True)
+class _Station:
+    """A node, and its hand."""
+
+    node: str
+    """Its number in the cluster."""
+    label: str
+    hand: Any = None
+    ready: bool = False
+    """Whether the hand has opened the job."""
+    orders: int = 0
+    strikes: int = 0
+
+
+class RayFleet:
+    """See ``Fleet``."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._ours = self._connected = False
+        self._speak: Callable[[], None] = lambda: None
+        """Takes back what made Ray quiet."""
+        self._stations: dict[str, _Station] = {}
+        self._away: dict[Any, tuple[_Station, Any, int | None]] = {}
+        """Reference to an answer -> who gives it, and the ticket; None is the word that a hand can begin."""
+        self._backlog: list[Reply] = []
+        self._looked = -_LOOK_EVERY
+        self._job: Any = None
+        self._make_hand: Any = None
+        self._trouble = ""
+        """Why the last hand could not begin."""
+
+    def start(self, job: Job) -> None:
+        if not self._connected:
+            self._ours = not ray.is_initialized()
+            if self._ours:
+                self._speak = _hush()
+                _connect(self._address)
+            self._connected = True
+            self._make_hand = ray.remote(_hand_class())
+        self._job = ray.put(job)
+        for station in self._stations.values():
+            if station.hand is not None:
+                station.ready = False
+                self._begin(station)
+        self._gather()
+
+    def _gather(self) -> None:
+        """Wait for hands that have opened the job."""
+        until = time.monotonic() + _FIRST
+        while time.monotonic() < until:
+            for reply in self.replies(0.1):
+                if reply.error is not None:
+                    raise on_node(reply.error, reply.node)
+            coming = [s for s in self._stations.values() if s.hand is not None and not s.ready]
+            if self.nodes():
+                until = min(until, time.monotonic() + _OTHERS) if coming else 0
+            elif self._stations and all(s.strikes >= _STRIKES for s in self._stations.values()):
+                break
+        if not self.nodes():
+            raise OutputError(
+                f"no node of the Ray cluster can begin{self._trouble and ': '}{self._trouble}",
+                where=[s.label for s in self._stations.values()] or self._address,
+                hint="a node needs one free CPU: see `ray status`",
+            )
+
+    def nodes(self) -> int:
+        return sum([s.ready for s in self._stations.values()])
+
+    def slots(self) -> int:
+        return _DEPTH * self.nodes()
+
+    def send(self, ticket: int, order: Order) -> None:
+        station = min([s for s in self._stations.values() if s.ready], key=lambda s: (s.orders, s.strikes))
+        station.orders += 1
+        self._away[station.hand.do.remote(order)] = (station, station.hand, ticket)
+
+    def replies(self, timeout: float) -> Sequence[Reply]:
+        self._look()
+        if not self._backlog:
+            if not self._away:
+                time.sleep(timeout)
+                return []
+            refs = list(self._away)
+            if ray.wait(refs, num_returns=1, timeout=timeout)[0]:
+                done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+                for ref in done:
+                    self._hear(ref)
+        found, self._backlog = self._backlog, []
+        return found
+
+    def end(self, *, now: bool) -> None:
+        hands = [s.hand for s in self._stations.values() if s.hand is not None]
+        idle = [s.hand for s in self._stations.values() if s.ready and not s.orders]
+        self._stations, self._away = {}, {}
+        if not self._connected:
+            return
+        self._connected = False
+        with contextlib.suppress(RayError):
+            if idle and not now:
+                ray.wait([h.close.remote() for h in idle], num_returns=len(idle), timeout=_DISMISS)
+            for hand in hands:
+                ray.kill(hand)
+            # A call of a hand fails when there is none any more.
+            ray.wait([h.close.remote() for h in hands], num_returns=len(hands), timeout=_DISMISS) if hands else None
+        self._job = None
+        if self._ours:
+            ray.shutdown()
+            self._speak()
+
+    # -- nodes come and go
+
+    def _look(self) -> None:
+        """See which nodes there are, and give each a hand."""
+        if time.monotonic() - self._looked < _LOOK_EVERY:
+            return
+        alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) >= 1}
+        for gone in self._stations.keys() - alive.keys():
+            self._bury(self._stations.pop(gone))
+        for node, said in alive.items():
+            station = self._stations.get(node)
+            if station is None:
+                station = self._stations[node] = _Station(node, self._label(said))
+            if station.hand is None and station.strikes < _STRIKES:
+                self._hire(station)
+        self._looked = time.monotonic()
+
+    def _label(self, said: dict[str, Any]) -> str:
+        name, address = str(said.get("NodeName") or ""), str(said["NodeManagerAddress"])
+        label = f"{said['NodeManagerHostname']} ({name or address})"
+        taken = label in {s.label for s in self._stations.values()}
+        return f"{label[:-1]}, node {said['NodeID'][:8]})" if taken else label
+
+    def _hire(self, station: _Station) -> None:
+        place = NodeAffinitySchedulingStrategy(station.node, soft=False)
+        station.hand = self._make_hand.options(
+            num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy=place
+        ).remote()
+        self._begin(station)
+
+    def _begin(self, station: _Station) -> None:
+        # In a list, it is not fetched before the hand has seen that it can read it.
+        ref = station.hand.begin.remote([self._job], __version__, str(Path.cwd()))
+        self._away[ref] = (station, station.hand, None)
+
+    def _bury(self, station: _Station) -> None:
+        """A node is gone, whatever else is heard of it."""
+        for ref in [ref for ref, (who, _, _) in self._away.items() if who is station]:
+            _, _, ticket = self._away.pop(ref)
+            if ticket is not None:
+                self._backlog.append(Reply(ticket, station.label, lost="the node is gone"))
+        station.ready = False
+
+    # -- what hands say
+
+    def _hear(self, ref: Any) -> None:
+        station, hand, ticket = self._away.pop(ref)
+        if ticket is not None and hand is station.hand:
+            station.orders -= 1
+        try:
+            said = ray.get(ref)
+        except RuntimeEnvSetupError as e:
+            error = UsageError(f"Ray cannot bring ckpttool to a node: {_line(e)}")
+            self._backlog.append(Reply(None, station.label, error=error))
+        except RayError as e:
+            self._lose(station, hand, ticket, e)
+        else:
+            if "unfit" in said:
+                self._backlog.append(Reply(None, station.label, error=_unfit(said)))
+            elif "error" in said:
+                error_ = revived(said["error"], whose="a process of Ray")
+                self._backlog.append(Reply(ticket, station.label, error=error_))
+            elif ticket is None:
+                station.ready = True
+            else:
+                station.strikes = 0
+                self._backlog.append(Reply(ticket, station.label, answer=said["answer"]))
+
+    def _lose(self, station: _Station, hand: Any, ticket: int | None, why: RayError) -> None:
+        """A hand is gone."""
+        reason = "out of memory" if "low on memory" in str(why) else "its process is gone"
+        if station.hand is hand:
+            station.hand, station.ready, station.orders = None, False, 0
+            station.strikes += 1
+        if isinstance(why, ActorUnavailableError):  # Ray cannot tell; it shall not come back
+            with contextlib.suppress(RayError):
+                ray.kill(hand)
+        if ticket is None:
+            self._trouble = _line(why)
+        else:
+            self._backlog.append(Reply(ticket, station.label, lost=reason))
+
+
+def _line(error: Exception) -> str:
+    """What is worth telling of an error of Ray, which are texts of many lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _unfit(said: dict[str, Any]) -> CkptError:
+    """Why this package cannot be used on a node."""
+    if "module" in said:
+        return UsageError(
+            f"a package is not installed there: {said['module']}",
+            hint="nodes get ckpttool itself from here; install what it needs there: pip install ckpttool",
+        )
+    return ConflictError(
+        f"another ckpttool: {said['unfit']} there, {__version__} here", hint="install the same version on all nodes"
+    )
+
+
+def _connect(address: str) -> None:
+    if "://" in address:
+        hint = "run the command on a node of the cluster, with ray=HOST:PORT or just ray"
+        raise UsageError(f"--on ray does not go through Ray's client ({address})", hint=hint)
+    _reach(address)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            runtime_env={"py_modules": [str(Path(version.__file__).parent)], "excludes": ["__pycache__"]},
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as e:
+        hint = "start Ray on this machine: ray start --address=HOST:6379 (or --head, for a cluster of one)"
+        raise UsageError(f"no connection to a Ray cluster: {_line(e)}", where=address, hint=hint) from e
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _hush() -> Callable[[], None]:
+    """Have Ray keep to itself what happens to processes, until the result is called.
+
+    Ray prints it to stdout, and has no option for that. This fleet hears of it anyway, and says what matters.
+    """
+    from ray._private import worker
+
+    loud = getattr(worker, "print_to_stdstream", None)
+    if loud is None:
+        return lambda: None
+    worker.print_to_stdstream = lambda *_args, **_keywords: None
+    return lambda: setattr(worker, "print_to_stdstream", loud)
+
+
+def _reach(address: str) -> None:
+    """See that somebody listens there: Ray would ask for a minute, and not quietly."""
+    host, _, port = address.rpartition(":")
+    if not host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH).close()
+    except (OSError, ValueError) as e:
+        raise UsageError(
+            f"no Ray cluster answers at {address}: {e}", hint="--on ray=HOST:PORT; the default port of Ray is 6379"
+        ) from e
+
+
+def _hand_class() -> type:
+    """The class of hands.
+
+    A class in a function goes to the nodes as it is. A node that lacks this package or what it needs can then say so.
+    So methods import what they use.
+    """
+
+    class Hand:
+        worker: Any = None
+
+        def begin(self, job: list[Any], expected: str, cwd: str) -> dict[str, Any]:
+            """Open a job, after any other. Says what is wrong with this node."""
+            import contextlib
+            import importlib
+            import os
+
+            import ray
+
+            try:
+                from ckpttool.version import __version__
+
+                if __version__ != expected:
+                    return {"unfit": __version__}
+                importlib.import_module("ckpttool.execute.engine")  # with all that a job needs
+                from ckpttool.execute.told import told
+            except ModuleNotFoundError as e:
+                return {"unfit": "", "module": e.name}
+            try:
+                with contextlib.suppress(OSError):
+                    os.chdir(cwd)
+                if self.worker is not None:
+                    self.worker.close()
+                self.worker = ray.get(job[0]).open()
+            except ray.exceptions.RayError:
+                raise
+            except Exception as e:  # noqa: BLE001 - raised again by the run
+                return {"error": told(e)}
+            return {}
+
+        def do(self, order: dict[str, Any]) -> dict[str, Any]:
+            from ckpttool.execute.told import told
+
+            try:
+                return {"answer": self.worker.do(order)}
+            except Exception as e:  # noqa: BLE001 - raised again by the run
+                return {"error": told(e)}
+
+        def close(self) -> None:
+            if self.worker is not None:
+                self.worker.close()
+
+    return Hand
