@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from operator import index
 from typing import Any, SupportsIndex, overload
 
 from ckpttool.errors import UsageError
+from ckpttool.execute.launchers import membership
+from ckpttool.execute.options import Member
 from ckpttool.words import parse_size
 
 
@@ -58,6 +61,18 @@ def nbytes(said: float | str | None, name: str, least: int = 1) -> int | None: .
 def nbytes(said: float | str | None, name: str, least: int = 1) -> int | None:
     """Bytes: a number, or a size such as ``5GB``."""
     return whole(parse_size(said, name) if isinstance(said, str) else said, name, least)
+
+
+def member(said: str | Sequence[int] | None) -> Member | None:
+    """Which of how many processes this is: ``(3, 8)``, ``"3/8"``, or ``"auto"`` as --part has it."""
+    if said is None:
+        return None
+    if not isinstance(said, str):
+        numbers = wholes(said, "part")
+        if len(numbers) != 2:
+            raise UsageError(f"part is {said!r}", hint="give a number and how many there are: (3, 8)")
+        said = f"{numbers[0]}/{numbers[1]}"
+    return membership(said, os.environ).member
 
 
 def pair_of_betas(said: Iterable[float]) -> tuple[float, float]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 
-from ckpttool.api.arguments import nbytes, whole
+from ckpttool.api.arguments import member, nbytes, whole
 from ckpttool.api.results import Written
 from ckpttool.api.show import table
 from ckpttool.errors import UsageError
@@ -77,6 +77,8 @@ class Plan(ABC):
         workers: int | None = None,
         connections: int | None = None,
         create_pr: bool = False,
+        on: str = "",
+        part: str | Sequence[int] | None = None,
         progress: Progress | bool | None = None,
     ) -> Written:
         """Write ``dst``, whole or not at all.
@@ -91,6 +93,9 @@ class Plan(ABC):
             workers: threads that move bytes, and processes that compute.
             connections: requests at a time to other machines; by ``memory`` by default.
             create_pr: a ``dst`` on the Hugging Face Hub gets a pull request, and not a commit.
+            on: let a cluster do the work: ``"ray"``, or ``"ray=HOST:PORT"``.
+            part: do one part, beside processes that do the others: ``(3, 8)`` is the third of eight, counted from 1;
+                ``"auto"`` is the part that Slurm, torchrun or MPI give this process.
             progress: True for a bar, in a terminal or a notebook; or an object that is told how far the run is.
 
         Raises:
@@ -108,7 +113,11 @@ class Plan(ABC):
             resume=resume,
             manifest=manifest,
             create_pr=create_pr,
+            on=on,
+            member=member(part),
         )
+        if options.on and options.member:
+            raise UsageError("on and part exclude each other", hint="a cluster does all parts")
         with watching(progress) as watch:
             return self._execute(parse_place(dst), options, watch, verify=verify)
 
@@ -157,7 +166,7 @@ class Resharding(Plan):
 
     def _execute(self, dst: Place, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
         done = _reshard.execute(self.prepared, dst, options, progress, verify=verify)
-        return self._written(dst, done.run, verified=verify)
+        return self._written(dst, done.run, verified=done.verified)
 
     def _written(self, dst: Place, run: RunResult, *, verified: bool) -> Written:
         return _written(dst, self.format, len(self.prepared.views), self, run, verified=verified)
@@ -198,7 +207,8 @@ class Merging(Resharding):
         return self.merge.method
 
     def _execute(self, dst: Place, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
-        return self._written(dst, _merge(self.merge, dst, options, progress, verify=verify).run, verified=verify)
+        done = _merge(self.merge, dst, options, progress, verify=verify)
+        return self._written(dst, done.run, verified=done.verified)
 
 
 class Conversion(Plan):
@@ -229,7 +239,7 @@ class Conversion(Plan):
             raise UsageError(f"this plan is for `{self.dst}`", where=str(dst), hint="plan again: convert(src, dst)")
         run = _convert.execute(self.conversion, dst, options, progress).run
         kind = "program" if self.conversion.back else "safetensors"
-        return _written(dst, kind, len(self.conversion.catalog), self, run, verified=True)
+        return _written(dst, kind, len(self.conversion.catalog), self, run, verified=run.committed)
 
 
 def _written(dst: Place, kind: str, tensors: int, plan: Plan, run: RunResult, *, verified: bool) -> Written:
@@ -244,5 +254,8 @@ def _written(dst: Place, kind: str, tensors: int, plan: Plan, run: RunResult, *,
         seconds=run.seconds,
         verify_seconds=run.verify_seconds,
         verified=verified,
+        part=(run.standing.member.number, run.standing.member.of) if run.standing else None,
+        committed=run.committed,
+        waiting_for=run.standing.waiting_for if run.standing else (),
         notes=tuple(dict.fromkeys((*plan.notes, *run.notes))),
     )

@@ -8,12 +8,12 @@ from typing import Any
 from ckpttool.api.show import table
 from ckpttool.ops.fp8_size.answer import SizeReport
 from ckpttool.storage.place import Place
-from ckpttool.words import count, short
+from ckpttool.words import count, ranges, short
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An output that is complete and has its name."""
+    """An output that is complete and has its name; or, where several processes share the work, will be."""
 
     path: Place
     """DST."""
@@ -36,6 +36,12 @@ class Written:
     """It was read back and compared with the source."""
     notes: tuple[str, ...] = ()
     """What was inferred, left out or derived, in sentences."""
+    part: tuple[int, int] | None = None
+    """Which part of how many this process did, where ``run`` was given one."""
+    committed: bool = True
+    """It is complete. False while other parts are not done: the last of them makes it so."""
+    waiting_for: tuple[int, ...] = ()
+    """Numbers of these parts."""
 
     def __fspath__(self) -> str:
         """So that it can be opened, merged or compared as it is."""
@@ -43,6 +49,9 @@ class Written:
 
     def __repr__(self) -> str:
         """``<Written dst: hf, 39 tensors in 4 files, 440.00 kB, verified>``."""
+        if self.part and not self.committed:
+            left = f", waiting for {ranges(self.waiting_for, '-')}" if self.waiting_for else ""
+            return f"<Written {self.path}: part {self.part[0]} of {self.part[1]}{left}>"
         verified = ", verified" if self.verified else ""
         held = f"{count(self.tensors, 'tensor')} in {count(self.files, 'file')}"
         return f"<Written {self.path}: {self.format}, {held}, {short(self.nbytes)}{verified}>"

@@ -69,6 +69,8 @@ GPUS = (
     *("a6000", "rtx6000ada", "rtxpro6000", "a100", "h100", "h100-nvl", "h20", "h200", "b200", "gb200"),
     *("mi250x", "mi300x", "mi325x", "mi355x"),
 )
+ENGINES = ("ray",)
+"""What --on takes; an address may follow behind `=`."""
 METHODS = (
     *("linear", "passthrough", "nearswap", "average", "ema"),
     *("slerp", "nuslerp", "multislerp", "karcher", "model_stock"),

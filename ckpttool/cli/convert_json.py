@@ -73,6 +73,8 @@ def convert_json(
         "resume": flags.resume,
         "workers": flags.workers,
         "memory": flags.memory,
+        "on": flags.on,
+        "part": flags.shares,
     }
     from ckpttool.storage.place import parse_place
 
@@ -94,6 +96,8 @@ def convert_json(
         from ckpttool.ops.convert_json.convert import execute, from_safetensors, to_safetensors
         from ckpttool.report import convert_json as report
 
+        if names_ := flags.pipeline_parts():
+            raise UsageError(f"--part {names_[0]}: a program has no parts", hint="--part 3/8, or auto")
         run = replace(flags, memory=flags.memory or _MEMORY).options()
         target, own, size = parse_place(dst), place(names), bytes_of(max_shard_size)
         if program is not None:
@@ -104,7 +108,7 @@ def convert_json(
         if flags.dry_run:
             report.show_conversion_plan(conversion, target, as_json=shown.json, quiet=shown.quiet)
             return
-        result = execute(conversion, target, run, shown.progress())
+        result = execute(conversion, target, run, shown.progress(flags))
         report.show_conversion(result, as_json=shown.json, quiet=shown.quiet)
 
 

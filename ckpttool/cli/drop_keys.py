@@ -19,7 +19,7 @@ def drop_keys(
     link: Annotated[
         bool, flag("--link", "Reflink or hard-link files that do not change, instead of copying them.")
     ] = False,
-    source: options.SourceOptions,
+    source: options.SharedSource,
     out: options.TargetOptions,
     flags: options.RunFlags,
     shown: options.OutputFlags,
@@ -29,7 +29,7 @@ def drop_keys(
     from ckpttool.ops.reshard import execute
     from ckpttool.report import drop_keys as report
 
-    opened, target, run = source.open_options(), out.target(), flags.options()
+    opened, target, run = source.open_options(flags.pipeline_parts()), out.target(), flags.options()
     for name, text in (("SRC", src), ("DST", dst)):
         if set(text) & set("*?[{") and "/" not in text and not os.path.lexists(text):
             raise UsageError(
@@ -40,5 +40,5 @@ def drop_keys(
     if flags.dry_run:
         report.show_drop_plan(prepared, as_json=shown.json, quiet=shown.quiet)
         return
-    result = execute(prepared.target, dst, run, shown.progress(), verify=flags.verify)
+    result = execute(prepared.target, dst, run, shown.progress(flags), verify=flags.verify)
     report.show_drop(prepared, result, as_json=shown.json, quiet=shown.quiet)

@@ -34,7 +34,7 @@ def fp8_cast(
     ] = "",
     how: CastOptions,
     max_shard_size: options.MaxShard = "",
-    source: options.SourceOptions,
+    source: options.SharedSource,
     remove_keys: options.RemoveKeys = None,
     keep_keys: options.KeepKeys = None,
     flags: options.RunFlags,
@@ -49,7 +49,7 @@ def fp8_cast(
     from ckpttool.targeting.recode import Recoding
     from ckpttool.targeting.select import Selection
 
-    opened = source.open_options()
+    opened = source.open_options(flags.pipeline_parts())
     if to:
         given = [name for name in _ALL if getattr(how, name) != getattr(CastOptions, name)]
         if given:
@@ -73,5 +73,5 @@ def fp8_cast(
     if flags.dry_run:
         report.show_cast_plan(prepared, run, as_json=shown.json, quiet=shown.quiet)
         return
-    result = execute(prepared, dst, run, shown.progress(), verify=flags.verify)
+    result = execute(prepared, dst, run, shown.progress(flags), verify=flags.verify)
     report.show_cast(result, as_json=shown.json, quiet=shown.quiet)

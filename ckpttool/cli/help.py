@@ -34,6 +34,7 @@ _GROUPS = (
     ),
     ("Tensors", "only ema betas aoa remove_keys keep_keys rename dtype dequant requant fuse unfuse min_size"),
     ("Run", "dry_run force resume verify workers memory manifest"),
+    ("Many machines", "on shares"),
     ("Other machines", "connections anonymous offline create_pr"),
     ("Output", "by unit json quiet verbose help"),
 )

@@ -103,7 +103,7 @@ def merge(
     ],
     output: Annotated[str, value("-o --output", "DST", "Directory or URL to write; must not exist.")],
     how: HowToMerge,
-    source: Annotated[options.SourceOptions, options.without("sharding", "also")],
+    source: Annotated[options.SourceOptions, options.without("sharding", "also", "part")],
     out: options.NewTargetOptions,
     flags: MergeFlags,
     shown: options.OutputFlags,
@@ -115,7 +115,7 @@ def merge(
     from ckpttool.recipe.read import is_recipe
     from ckpttool.report import merge as report
 
-    opened, target, run = source.open_options(), out.target(), flags.options()
+    opened, target, run = source.open_options(flags.pipeline_parts()), out.target(), flags.options()
     selection = out.selection(out.remove_keys)
     choices = MergeOptions(
         one_of(how.missing, "--missing", "base", "skip"),
@@ -139,5 +139,5 @@ def merge(
     if flags.dry_run:
         report.show_merge_plan(prepared, run, as_json=shown.json, quiet=shown.quiet)
         return
-    result = execute(prepared, output, run, shown.progress(), verify=flags.verify)
+    result = execute(prepared, output, run, shown.progress(flags), verify=flags.verify)
     report.show_merge(result, as_json=shown.json, quiet=shown.quiet, verbose=verbose)

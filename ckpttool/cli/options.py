@@ -5,6 +5,7 @@ Options of a single command stand in its file. A group that has an option anew r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
@@ -17,10 +18,11 @@ from ckpttool.cli import choices
 from ckpttool.cli.values import betas, numbers
 from ckpttool.errors import UsageError
 from ckpttool.storage import access
-from ckpttool.words import either, parse_size
+from ckpttool.words import either, one_of, parse_size
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress, RunOptions
+    from ckpttool.execute.launchers import Membership
     from ckpttool.formats.base import OpenOptions
     from ckpttool.targeting.select import Selection
     from ckpttool.targeting.target import Target
@@ -85,6 +87,7 @@ Dst = Annotated[str, argument("DST", "Directory or URL to write; must not exist.
 MaxShard = Annotated[
     str, value("--max-shard-size", "SIZE", "Largest file of --to hf, torch-bin and vllm; default: 5GB.")
 ]
+On = Annotated[str, value("--on", "ENGINE", "Let a cluster do the work: ray, or ray=HOST:PORT.", choices.ENGINES)]
 RemoveKeys = Annotated[list[str] | None, value("--remove-keys", "PATTERN", "Leave these tensors out.")]
 KeepKeys = Annotated[list[str] | None, value("--keep-keys", "PATTERN", "Leave all other tensors out.")]
 Only = Annotated[
@@ -186,8 +189,8 @@ class SourceOptions(AccessFlags):
         None
     )
 
-    def open_options(self) -> OpenOptions:
-        """What they say together."""
+    def open_options(self, parts: Sequence[str] = ()) -> OpenOptions:
+        """What they say together; ``parts`` of a pipeline where --part has another meaning, too."""
         from ckpttool.formats.base import OpenOptions, ReadOptions
         from ckpttool.storage.place import parse_place
 
@@ -200,9 +203,13 @@ class SourceOptions(AccessFlags):
             sharding=self.sharding,
             more=tuple([parse_place(p) for p in self.also or ()]),
             select=self.select,
-            parts=tuple(self.part or ()),
+            parts=(*(self.part or ()), *parts),
         )
         return OpenOptions(self.from_, mesh, self.family, tuple(self.replicate or ()), tuple(self.split or ()))
+
+
+SharedSource = Annotated[SourceOptions, without("part")]
+"""How SRC is read by a command whose work can be shared out: --part stands among its ``RunFlags``."""
 
 
 @dataclass
@@ -358,11 +365,45 @@ class RunFlags:
         bool, flag("--verify", "Read the output back and compare every element; exit 3 if not equal.")
     ] = False
     manifest: Annotated[bool, flag("--manifest", "Write a checksum per tensor, for inspect --check.")] = False
+    on: On = ""
+    shares: Annotated[
+        list[str] | None,
+        value(
+            "--part",
+            "I/N|NAME",
+            "Do part I of N, beside processes that do the others. auto: the part that Slurm, torchrun or MPI give this"
+            " process; auto/N: Kubernetes. NAME: only this part of a pipeline, such as transformer.",
+            ("auto",),
+        ),
+    ] = None
+
+    def pipeline_parts(self) -> list[str]:
+        """The values of --part that name a part of a pipeline."""
+        from ckpttool.execute.launchers import is_membership
+
+        return [said for said in self.shares or () if not is_membership(said)]
+
+    def membership(self) -> Membership | None:
+        """Which of several processes this is; None where it does all. Raises UsageError where it is not certain."""
+        from ckpttool.execute.launchers import is_membership, membership
+
+        said = [said for said in self.shares or () if is_membership(said)]
+        if len(said) > 1:
+            raise UsageError(f"--part {said[0]} and --part {said[1]}: a process does one part", hint="drop one")
+        return membership(said[0], os.environ) if said else None
 
     def options(self) -> RunOptions:
         """What they say together."""
         from ckpttool.execute import RunOptions
 
+        joined = self.membership()
+        if self.on:
+            one_of(self.on.partition("=")[0], "--on", *choices.ENGINES)
+        if self.on and joined:
+            raise UsageError(
+                "--on and --part exclude each other",
+                hint="--on lets a cluster do the parts; --part does one of them in a process that you start",
+            )
         size = parse_size(self.memory, "--memory")
         if size < 4 << 20:
             raise UsageError(f"--memory {self.memory} is too small", hint="4MiB is the least, 64MiB the default")
@@ -374,6 +415,8 @@ class RunFlags:
             resume=self.resume,
             manifest=self.manifest,
             create_pr=self.create_pr,
+            on=self.on,
+            member=joined.member if joined else None,
         )
 
 
@@ -390,8 +433,13 @@ class OutputFlags:
     json: Annotated[bool, flag("--json", "Print the result as JSON.")] = False
     quiet: Annotated[bool, flag("-q --quiet", "Suppress progress and notes.", callback=_silenced)] = False
 
-    def progress(self) -> Progress:
-        """What shows how far a run is."""
+    def progress(self, flags: RunFlags | None = None) -> Progress:
+        """What shows how far a run is. Says before which part this is, where the launcher was asked."""
         from ckpttool.report.bars import progress
+        from ckpttool.report.text import message
 
-        return progress(quiet=self.quiet or self.json, notes=False)
+        quiet = self.quiet or self.json
+        joined = flags.membership() if flags else None
+        if joined and joined.source and not quiet:
+            message(f"note: {joined.member}, as the launcher says ({joined.source})")
+        return progress(quiet=quiet, notes=False, label=str(joined.member) if joined else "")

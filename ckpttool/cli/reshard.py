@@ -58,7 +58,7 @@ def reshard(
     *,
     src: options.Src,
     dst: options.Dst,
-    source: options.SourceOptions,
+    source: options.SharedSource,
     out: ReshardOptions,
     flags: options.RunFlags,
     shown: options.OutputFlags,
@@ -68,10 +68,10 @@ def reshard(
     from ckpttool.ops.reshard import execute, prepare
     from ckpttool.report import reshard as report
 
-    opened, target, run = source.open_options(), out.target(), flags.options()
+    opened, target, run = source.open_options(flags.pipeline_parts()), out.target(), flags.options()
     prepared = prepare(src, opened, target, out.selection(out.remove_keys), recoding(out.dequant, out.requant))
     if flags.dry_run:
         report.show_plan(prepared, run, as_json=shown.json, quiet=shown.quiet)
         return
-    result = execute(prepared, dst, run, shown.progress(), verify=flags.verify)
+    result = execute(prepared, dst, run, shown.progress(flags), verify=flags.verify)
     report.show_reshard(result, as_json=shown.json, quiet=shown.quiet, verbose=verbose)

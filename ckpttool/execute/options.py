@@ -163,6 +163,11 @@ class RunResult:
     """Of a run with a ``member``."""
 
     @property
+    def committed(self) -> bool:
+        """DST is complete: no other process has anything left to do."""
+        return self.standing is None or self.standing.committed
+
+    @property
     def write_seconds(self) -> float:
         """All that is not planning and not verification."""
         return self.seconds - self.verify_seconds

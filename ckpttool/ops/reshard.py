@@ -59,4 +59,4 @@ def execute(
             options, verify=partial(verify_output, prepared, memory=options.memory, connections=options.connections)
         )
     result = run(prepared.plan, place, options, progress)
-    return ReshardResult(prepared, place, result, verify)
+    return ReshardResult(prepared, place, result, verify and result.committed)

@@ -33,16 +33,18 @@ SMOOTH_S = 10.0
 """Seconds after which what was done counts a third (1 / e) for the rate."""
 
 
-def progress(*, quiet: bool, notes: bool = True) -> Progress:
+def progress(*, quiet: bool, notes: bool = True, label: str = "") -> Progress:
     """Whoever watches the run: nobody when ``quiet``, a bar on a terminal and in a notebook, else lines.
 
-    ``notes``: whether those of the run are shown when they come; a command shows them with its result.
+    ``notes``: whether those of the run are shown when they come; a command shows them with its result. ``label``: of
+    one of several processes that may write to one terminal; their lines begin with it, and none draws a bar.
     """
     from ckpttool.execute import NoProgress
 
     if quiet:
         return NoProgress()
-    watch: Cell | Bar | Lines = Cell() if in_notebook() else Bar() if sys.stderr.isatty() else Lines()
+    drawn = sys.stderr.isatty() and not label
+    watch: Cell | Bar | Lines = Cell() if in_notebook() else Bar() if drawn else Lines(label)
     watch.notes = notes
     return watch
 
@@ -131,11 +133,15 @@ class _Watch:
 
 
 class Lines(_Watch):
-    """A line every ten seconds: ``write 38%, 1.20 GB of 3.10 GB, 210.00 MB/s, 0:09 left``."""
+    """A line every ten seconds: ``write 38%, 1.20 GB of 3.10 GB, 210.00 MB/s, 0:09 left``; behind a label, if any."""
+
+    def __init__(self, label: str = "") -> None:
+        super().__init__()
+        self._label = f"{label}: " if label else ""
 
     def advance(self, nbytes: int) -> None:
         if self._is_due(nbytes, LINE_S):
-            message(f"{self._phase} {self._meter.percent}%, {self._meter}")
+            message(f"{self._label}{self._phase} {self._meter.percent}%, {self._meter}")
 
 
 class _Drawn(_Watch):

@@ -115,12 +115,14 @@ def show_conversion(done: Converted, *, as_json: bool, quiet: bool) -> None:
     conversion, run = done.conversion, done.run
     notes = list(dict.fromkeys([*conversion.notes, *run.notes]))
     if as_json:
-        more = {**pick(run, "bytes_written bytes_resumed=bytes_skipped"), "verified": True, **text.done(run)}
+        more = {**pick(run, "bytes_written bytes_resumed=bytes_skipped"), "verified": run.committed, **text.done(run)}
         dump({**_conversion(conversion, done.dst), **more, "notes": notes}, entries=len(conversion.plan.outputs))
         return
     if quiet:
         return
     text.notes(notes)
+    if text.show_waiting(str(done.dst), run):
+        return
     text.write(wrapped(f"{_summary(conversion, done.dst)}{text.times(run)}\n"))
     text.write("verified: every tensor was read again and is equal to the source\n")
 

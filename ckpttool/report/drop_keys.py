@@ -88,6 +88,8 @@ def show_drop(prepared: PreparedDrop, result: ReshardResult, *, as_json: bool, q
     if quiet:
         return
     text.notes(notes)
+    if text.show_waiting(str(result.dst), run):
+        return
     files = count(len(target.plan.outputs), "file")
     left = f"{count(len(target.views), 'tensor')} left in {files}, {short(target.plan.bytes_written)}"
     show_written(result, f"{_summary(prepared)}; {left}", "every element is equal to the source")

@@ -82,7 +82,7 @@ def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
                 "bytes_read": run.bytes_read,
                 **text.done(run),
                 "verified": result.verified,
-                "next_step": prepared.next_step(result.dst) or None,
+                "next_step": (run.committed and prepared.next_step(result.dst)) or None,
                 "notes": notes,
             },
             entries=len(prepared.plan.outputs),
@@ -91,6 +91,8 @@ def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
     if quiet:
         return
     text.notes(notes)
+    if text.show_waiting(str(result.dst), run):
+        return
     message(_summary(prepared))
     show_written(result, f"{prepared.format}, {held(prepared)}", "every tensor was worked out again and is equal")
     text.next_step(prepared.next_step(result.dst))

@@ -135,7 +135,7 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
                 "verified": result.verified,
                 "files": files_of(plan),
                 "checksums": [pick(c, "file tensor bytes=nbytes digest") for c in run.manifest],
-                "next_step": target.next_step(result.dst) or None,
+                "next_step": (run.committed and target.next_step(result.dst)) or None,
                 "notes": notes,
             },
             entries=len(plan.outputs) + len(run.manifest),
@@ -148,6 +148,8 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
         message(f"note: {short(run.bytes_skipped)} were already written by the interrupted run")
     if verbose:
         message(f"read {short(run.bytes_read)}; writes: {run.policy}")
+    if text.show_waiting(str(result.dst), run):
+        return
     models = "" if prepared.single else f" of {count(len(prepared.provenance.origins), 'model')}"
     said = f"{prepared.method}{models}, {target.format}, {ranked(target.mesh, target.sharding)}, {held(target)}"
     show_written(result, said, "every element is what the merge of the sources gives")

@@ -175,7 +175,7 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
                 "verified": result.verified,
                 "files": files_of(plan),
                 "checksums": [pick(c, "file tensor bytes=nbytes digest") for c in run.manifest],
-                "next_step": prepared.next_step(result.dst) or None,
+                "next_step": (run.committed and prepared.next_step(result.dst)) or None,
                 "notes": notes,
             },
             entries=len(plan.outputs) + len(run.manifest),
@@ -189,6 +189,8 @@ def show_reshard(result: ReshardResult, *, as_json: bool, quiet: bool, verbose: 
     if verbose:
         message(f"read {short(run.bytes_read)}; {count(plan.boxes, 'slice')}; writes: {run.policy};")
         message(f"at most {short(run.peak_buffer)} of buffers")
+    if text.show_waiting(str(result.dst), run):
+        return
     recoded = prepared.recoded is not None
     proven = "every tensor was worked out again and is equal" if recoded else "every element is equal to the source"
     show_written(result, f"{prepared.format}, {ranked(prepared.mesh, prepared.sharding)}, {held(prepared)}", proven)

@@ -45,11 +45,25 @@ def times(run: RunResult) -> str:
 def done(run: RunResult) -> dict[str, Any]:
     """What JSON says of every run; the phases in seconds."""
     took = {"plan": run.plan_seconds, "write": run.write_seconds, "verify": run.verify_seconds}
+    at = run.standing
     return {
+        **({} if at is None else {"part": at.member.number, "of": at.member.of, **pick(at, "committed waiting_for")}),
         **pick(run, "bytes_written bytes_resumed=bytes_skipped"),
         "seconds": round(run.seconds, 6),
         "phases": {name: round(seconds, 6) for name, seconds in took.items()},
     }
+
+
+def show_waiting(dst: str, run: RunResult) -> bool:
+    """Say that this process has done its part, and for whom DST waits. False where DST is complete."""
+    at = run.standing
+    if at is None or at.committed:
+        return False
+    left = f"waiting for {'part' if len(at.waiting_for) == 1 else 'parts'} {ranks(at.waiting_for)}"
+    if not at.waiting_for:
+        left = "all parts are done, and another process completes it"
+    write(f"{plain(dst)}: {at.member} is done{times(run)}; {left}\n")
+    return True
 
 
 def pick(of: object, names: str) -> dict[str, Any]:

@@ -105,6 +105,8 @@ OFFERED: dict[tuple[str, str], tuple[str, ...]] = {
     ("fp8-size", "--kv"): choices.CACHES,
     ("fp8-size", "--by"): choices.GROUPINGS,
     ("merge", "--method"): choices.METHODS,
+    ("reshard", "--on"): choices.ENGINES,
+    ("reshard", "--part"): ("auto",),
     ("merge", "--vocab"): ("min", "max", "base"),
     ("inspect", "--sort"): choices.ORDERS,
 }
@@ -129,6 +131,7 @@ def test_families_are_those_that_are_built_in() -> None:
 def test_choices_are_those_of_the_code() -> None:
     from ckpttool.catalog import COMPONENTS
     from ckpttool.dtypes import CASTABLE, DTYPES
+    from ckpttool.execute.fleets import MODULES
     from ckpttool.formats.registry import READERS, WRITERS
     from ckpttool.kernels.merge import METHODS
     from ckpttool.ops.fp8_size import cache, stored
@@ -148,6 +151,7 @@ def test_choices_are_those_of_the_code() -> None:
     assert {c.upper() for c in choices.PRECISIONS} == set(HIGH)
     assert {d.upper() for d in choices.DTYPES} == set(DTYPES)
     assert tuple(METHODS) == choices.METHODS
+    assert tuple(MODULES) == choices.ENGINES
     assert choices.RECIPES == scheme.RECIPES
     assert choices.SIZED == stored.CHOICES
     assert set(choices.QUANT_METHODS) == {m for some in scheme.METHODS.values() for m in some}

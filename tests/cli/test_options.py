@@ -20,6 +20,7 @@ OF_THEIR_OWN = {
     "--max-shard-size": {"convert-json"},
     "--memory": {"convert-json"},
     "--output": {"convert-json", "merge"},
+    "--part": {"inspect", "fp8-size"},
     "--recipe": {"fp8-size"},
     "--to": {"fp8-cast"},
     "--verify": {"merge"},

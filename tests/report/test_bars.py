@@ -40,6 +40,7 @@ def test_chooses_by_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal(tty=True))
     assert isinstance(progress(quiet=False), Bar)
     assert isinstance(progress(quiet=True), NoProgress)
+    assert isinstance(progress(quiet=False, label="part 3 of 8"), Lines)
     monkeypatch.setattr(sys, "stderr", Terminal(tty=False))
     assert isinstance(progress(quiet=False), Lines)
 
@@ -81,12 +82,15 @@ def test_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts at the percent that is done, and the rate counts only what this run did."""
     terminal, clock = Terminal(tty=False), Clock(monkeypatch)
     monkeypatch.setattr(sys, "stderr", terminal)
-    lines = Lines()
-    lines.start(10_000_000_000, 1)
-    lines.phase("write", 10_000_000_000, 8_000_000_000)
-    clock.now += 10.5
-    lines.advance(105_000_000)
-    assert terminal.written == "write 81%, 8.11 GB of 10.00 GB, 10.00 MB/s, 3:10 left\n"
+    for label in ("", "part 3 of 8"):
+        terminal.written = ""
+        lines = Lines(label)
+        lines.start(10_000_000_000, 1)
+        lines.phase("write", 10_000_000_000, 8_000_000_000)
+        clock.now += 10.5
+        lines.advance(105_000_000)
+        assert terminal.written.removeprefix(f"{label}: ") == "write 81%, 8.11 GB of 10.00 GB, 10.00 MB/s, 3:10 left\n"
+        assert terminal.written.startswith(label)
 
 
 def test_the_rate_is_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,8 @@ def execute(
         if verify
         else None,
     )
-    return MergeResult(prepared, place, run(plan, place, options, progress), verify)
+    result = run(plan, place, options, progress)
+    return MergeResult(prepared, place, result, verify and result.committed)
 
 
 def _record_of(one: PreparedMerge, first: int, digests: Mapping[str, str]) -> bytes:
