@@ -30,8 +30,9 @@ class Worker(Protocol):
 class Job(Protocol):
     """A run, for other machines. It can be pickled."""
 
-    digest: str
-    """Jobs of equal digests are the same."""
+    @property
+    def digest(self) -> str:
+        """Jobs of equal digests are the same."""
 
     def open(self) -> Worker:
         """Called once in each process that works. Raises what makes this machine unfit for the job."""
