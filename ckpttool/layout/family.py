@@ -8,9 +8,11 @@ key with an example.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -505,6 +507,29 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
     own = name.endswith((".yaml", ".yml"))
     origin = Path(name).name if own else f"{name}.yaml"
     data = completed(read_own(Path(name)) if own else read_builtin(name), config, origin)
+    spec, rules, by_name = _checked(data, origin) if own else _checked_before(json.dumps(data), origin)
+    return Family(
+        spec,
+        origin,
+        read_sizes(_vocabulary(spec, origin), spec.places(config)),
+        config_block(config),
+        quantization(config),
+        spec.tied if (tied := ties_head(config)) is None else tied,
+        frozenset(str(place.get("model_type", "")) for place in spec.places(config)),
+        _rules=rules,
+        _by_name=by_name,
+    )
+
+
+class _Checked(NamedTuple):
+    """What a family file says, whatever the config; families share it, and nothing changes it."""
+
+    spec: FamilySpec
+    rules: list[tuple[re.Pattern[str], Rule, str, bool]]
+    by_name: bool
+
+
+def _checked(data: Any, origin: str) -> _Checked:
     try:
         spec = FamilySpec.model_validate(data)
     except ValidationError as e:
@@ -515,17 +540,14 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
     _check_names(spec, origin)
     if spec.base:
         _add_bare(spec)
-    return Family(
-        spec,
-        origin,
-        read_sizes(_vocabulary(spec, origin), spec.places(config)),
-        config_block(config),
-        quantization(config),
-        spec.tied if (tied := ties_head(config)) is None else tied,
-        frozenset(str(place.get("model_type", "")) for place in spec.places(config)),
-        _rules=_compile(spec, origin),
-        _by_name=any(has_literal_number(p) or has_inner_number(p) for p in _patterns(spec)),
-    )
+    by_name = any(has_literal_number(p) or has_inner_number(p) for p in _patterns(spec))
+    return _Checked(spec, _compile(spec, origin), by_name)
+
+
+@lru_cache(maxsize=512)
+def _checked_before(text: str, origin: str) -> _Checked:
+    """Of a built-in file and what it takes from others, in JSON: what a program opens is of few families."""
+    return _checked(json.loads(text), origin)
 
 
 _BARE = "bare"

@@ -13,8 +13,9 @@ import yaml
 
 from ckpttool.errors import CkptError, LayoutError, UnsupportedError
 from ckpttool.layout.family import Family, find_family, load_family, pick_family
-from ckpttool.layout.files import FAMILIES, HEAD, UniqueKeys, builtin
+from ckpttool.layout.files import FAMILIES, HEAD, UniqueKeys, builtin, read_builtin
 from ckpttool.layout.shapes import declared_tensors
+from tests.helpers.sample import some
 
 FILES = sorted(FAMILIES.rglob("*.yaml"))
 
@@ -63,6 +64,25 @@ def test_every_file_is_valid() -> None:
             assert load_family(name, {}).spec.family == name
         except UnsupportedError as e:
             assert "the language model in it" in e.what, name  # noqa: PT017 - both are right
+
+
+def test_a_file_that_is_read_again_says_the_same() -> None:
+    """It is kept in JSON, and each reader has an own copy."""
+    for name, file in [*builtin().items()][:: some(1, 16)]:
+        read_builtin(name).clear()
+        assert read_builtin(name) == yaml.load(file.path.read_text(encoding="utf-8"), Loader=UniqueKeys)  # noqa: S506 - a safe loader
+
+
+def test_models_of_one_family_share_only_what_no_config_says() -> None:
+    few, many = (load_family("llama", {**CONFIG, "num_attention_heads": n}) for n in (4, 8))
+    said = few.spec.model_dump_json()
+    ruled = many.with_overrides(["*.q_proj.weight"], ["*.k_proj.weight=1"]).with_whole(["*.v_proj.weight"])
+    assert ruled.spec is few.spec
+    assert (len(few.overrides), len(many.overrides), len(ruled.overrides)) == (0, 0, 3)
+    assert (few.size("heads"), many.size("heads"), ruled.size("heads")) == (4, 8, 8)
+    bare = load_family("bert", {}).spec.hf_namings
+    assert load_family("bert", {}).spec.hf_namings == bare  # which are found once
+    assert few.spec.model_dump_json() == said
 
 
 CONFIG: dict[str, Any] = {
