@@ -6,27 +6,30 @@ out from pieces and views with numpy indexing, so a fault of the planner or of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import isnan, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpttool.catalog import Catalog, LogicalTensor, Piece
 from ckpttool.dtypes import itemsize, lookup, numpy_dtype
 from ckpttool.encodings import Contents
-from ckpttool.errors import UnsupportedError, VerifyError
+from ckpttool.errors import UnsupportedError
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.permute import store
-from ckpttool.execute.reader import Reads, block_reads, blocks, in_turn, read_block
-from ckpttool.geometry import Box
+from ckpttool.execute.reader import Reads, block_reads, blocks, read_block
+from ckpttool.geometry import Box, whole
 from ckpttool.plan import Block
 from ckpttool.relate import NONE, DerivedTensor
 
 BLOCK = 4 << 20
 """Bytes compared at a time."""
+
+STRETCH = 1 << 30
+"""Most bytes of a ``Comparison``: machines share out what is compared, and stacked experts may be 20 GB."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -95,16 +98,21 @@ def read_view(catalog: Catalog, view: DerivedTensor, box: Box, dtype: str = "") 
     return out
 
 
-def tensor_reads(catalog: Catalog, tensor: LogicalTensor, *, replicas: bool = False) -> Reads:
-    """What is read of a tensor's pieces, and of their copies, from other machines."""
-    pieces = [*tensor.pieces, *(tensor.replicas if replicas else ())]
-    return _reads(catalog, [(p, p.logical_box) for p in pieces])
+def tensor_reads(
+    catalog: Catalog, tensor: LogicalTensor, within: Box | None = None, *, replicas: bool = False
+) -> Reads:
+    """What is read of a tensor's pieces, and of their copies, from other machines; ``within`` a box of it."""
+    found = [(p, p.logical_box) for p in (*tensor.pieces, *(tensor.replicas if replicas else ()))]
+    if within is not None and within.start:
+        found = [(p, common) for p, box in found if (common := box.intersect(within)) is not None]
+    return _reads(catalog, found)
 
 
-def view_reads(catalog: Catalog, view: DerivedTensor) -> Reads:
-    """What is read of the tensors that a view is made of, from other machines."""
+def view_reads(catalog: Catalog, view: DerivedTensor, within: Box | None = None) -> Reads:
+    """What is read of the tensors that a view is made of, from other machines; ``within`` a box of the view."""
     found, turned = [], False
-    for part in view.parts:
+    parts = view.parts if within is None else [p for part in view.parts if (p := part.clip(within)) is not None]
+    for part in parts:
         box = part.reads()
         axes = [a for a in part.axes if a != NONE]
         turned = turned or axes != sorted(axes)
@@ -153,7 +161,7 @@ class Difference:
 
 
 def _bits(a: Array) -> Array:
-    a = np.ascontiguousarray(a)
+    a = np.ascontiguousarray(a).reshape(a.shape)  # which makes a row of a scalar
     return a.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[a.dtype.itemsize])
 
 
@@ -164,10 +172,16 @@ def compare_one(
     left: Callable[[Box], Array],
     right: Callable[[Box], Array],
     advance: Advance = unwatched,
+    stretch: Box | None = None,
 ) -> Difference | None:
-    """Compare two readers of one tensor block by block, bit for bit; ``advance`` is told the bytes of each block."""
+    """Compare two readers of one tensor block by block, bit for bit; ``advance`` is told the bytes of each block.
+
+    ``stretch`` is a box to which that is limited.
+    """
     wrong, first, largest = 0, None, 0.0
-    for box in blocks(shape, itemsize(dtype), BLOCK):
+    within = stretch or whole(shape)
+    for inner in blocks(within.shape, itemsize(dtype), BLOCK):
+        box = inner.shift(within.start)
         a, b = left(box), right(box)
         advance(b.nbytes)
         same = _bits(a) == _bits(b)
@@ -184,76 +198,117 @@ def compare_one(
     return None if first is None else Difference(name, wrong, prod(shape), first, largest)
 
 
-def verify_views(
-    source: Catalog,
-    views: Sequence[DerivedTensor],
-    other: Catalog,
-    *,
-    total: int | None = None,
-    cast: Callable[[str, str], str] = lambda _, dtype: dtype,
-    advance: Advance = unwatched,
-) -> None:
-    """Raises VerifyError when tensors of ``other``, or copies of their boxes, are not what ``views`` of ``source`` say.
+class Comparison(NamedTuple):
+    """A stretch of a tensor that was written, or of a copy of it, to be compared with what a view of the source says.
 
-    ``cast`` maps (name, dtype) to the new dtype, ``total`` is how many tensors were written, and ``advance`` is told
-    the bytes of ``other`` as they are compared. Tensors of sub-byte elements are compared as bytes.
+    It holds all that is needed but the files, so whoever has these can do it, in any order and by itself.
     """
 
-    def one(view: DerivedTensor) -> list[Difference]:
-        tensor = other[view.name]
-        want = cast(view.name, view.dtype)
-        if tensor.shape != view.shape or tensor.dtype != want:
-            return [Difference(view.name, tensor.nbytes, tensor.nbytes, (0,) * len(tensor.shape), float("nan"))]
-        if not prod(view.shape):
-            return []
-        if lookup(view.dtype).bits % 8:
-            return _compare_raw(source, view, other, tensor, advance)
+    view: DerivedTensor
+    tensor: LogicalTensor
+    dtype: str
+    """What was to be written."""
+    copy: int
+    """Which of ``tensor.replicas``; -1 for its pieces."""
+    stretch: Box
+    """In the tensor, or in the copy; of a tensor whose elements share bytes, in these bytes."""
 
-        def expected(box: Box) -> Array:
-            return read_view(source, view, box, want)
+    @property
+    def packed(self) -> bool:
+        """Whether elements share bytes."""
+        return lookup(self.view.dtype).bits % 8 > 0
 
-        found = [
-            compare_one(view.name, view.shape, want, expected, lambda box: read_tensor(other, tensor, box), advance)
-        ]
-        for copy in tensor.replicas:
-            start = copy.logical_box.start
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was written that are compared."""
+        return self.stretch.volume * (1 if self.packed else itemsize(self.dtype))
 
-            def shifted(box: Box, start: tuple[int, ...] = start) -> Array:
-                return expected(box.shift(start))
+    @property
+    def files(self) -> Iterator[int]:
+        """Numbers of the written files that hold them."""
+        pieces = self.tensor.pieces if self.copy < 0 else (self.tensor.replicas[self.copy],)
+        return (p.stored.file for p in pieces)
 
-            def written(box: Box, copy: Piece = copy, start: tuple[int, ...] = start) -> Array:
-                data = read_piece(other, copy, box.shift(start))
+    def reads(self, source: Catalog, other: Catalog) -> Reads:
+        """What is read of both sides from other machines."""
+        if self.packed:
+            one, two = view_reads(source, self.view), tensor_reads(other, self.tensor)
+        elif self.copy < 0:
+            one, two = view_reads(source, self.view, self.stretch), tensor_reads(other, self.tensor, self.stretch)
+        else:
+            copy = self.tensor.replicas[self.copy]
+            box = self.stretch.shift(copy.logical_box.start)
+            one, two = view_reads(source, self.view, box), _reads(other, [(copy, box)])
+        return Reads([*one.ranges, *two.ranges], one.again or two.again)
+
+    def do(self, source: Catalog, other: Catalog, advance: Advance = unwatched) -> Difference | None:
+        """Read both sides and compare them; ``advance`` is told the bytes as they are compared."""
+        if self.packed:
+            return _compare_raw(source, self, other, advance)
+        want = self.dtype
+        if self.copy < 0:
+            at = (0,) * len(self.view.shape)
+
+            def written(box: Box) -> Array:
+                return read_tensor(other, self.tensor, box)
+        else:
+            copy = self.tensor.replicas[self.copy]
+            at = copy.logical_box.start
+
+            def written(box: Box) -> Array:
+                data = read_piece(other, copy, box.shift(at))
                 out = np.empty(data.shape, numpy_dtype(want))
                 store(data, out)
                 return out
 
-            found.append(compare_one(view.name, copy.logical_box.shape, want, shifted, written, advance))
-        return [d for d in found if d is not None]
+        def expected(box: Box) -> Array:
+            return read_view(source, self.view, box.shift(at), want)
 
-    def reads(view: DerivedTensor) -> Reads:
-        left, right = view_reads(source, view), tensor_reads(other, other[view.name], replicas=True)
-        return Reads([*left.ranges, *right.ranges], left.again or right.again)
-
-    wrong = [d for found in in_turn(2, one, views, reads) for d in found]
-    if wrong:
-        raise VerifyError(
-            f"{len(wrong)} of {len(views) if total is None else total} tensors differ from the source",
-            where=[str(w) for w in wrong[:5]],
-            hint="nothing was kept. This is a fault of ckpttool or of the disk: please report it with the command line",
-        )
+        shape = self.view.shape if self.copy < 0 else self.tensor.replicas[self.copy].logical_box.shape
+        return compare_one(self.view.name, shape, want, expected, written, advance, self.stretch)
 
 
-def _compare_raw(
-    source: Catalog, view: DerivedTensor, other: Catalog, tensor: LogicalTensor, advance: Advance
-) -> list[Difference]:
+def comparisons(view: DerivedTensor, tensor: LogicalTensor, want: str) -> list[Comparison] | Difference:
+    """What there is to compare of a tensor that should be ``view`` in the dtype ``want``; none for an empty one.
+
+    A difference where shape or dtype are others already. Raises UnsupportedError for elements that share bytes and are
+    cut.
+    """
+    if tensor.shape != view.shape or tensor.dtype != want:
+        return Difference(view.name, tensor.nbytes, tensor.nbytes, (0,) * len(tensor.shape), float("nan"))
+    if not prod(view.shape):
+        return []
+    if lookup(view.dtype).bits % 8:
+        if view.same is None or len(tensor.pieces) != 1:
+            raise UnsupportedError(f"`{view.name}` is {view.dtype} and cut; its elements share bytes")
+        return [Comparison(view, tensor, want, -1, whole((view.same.pieces[0].stored.nbytes,)))]
+    shapes = [view.shape, *(copy.logical_box.shape for copy in tensor.replicas)]
+    return [
+        Comparison(view, tensor, want, i - 1, stretch)
+        for i, shape in enumerate(shapes)
+        for stretch in blocks(shape, itemsize(want), STRETCH)
+    ]
+
+
+def joined(found: Iterable[Difference | None]) -> Difference | None:
+    """The difference of a tensor, of those of its stretches in order."""
+    out: Difference | None = None
+    for d in found:
+        if d is not None and out is not None:
+            largest = float("nan") if isnan(d.max_abs) or isnan(out.max_abs) else max(d.max_abs, out.max_abs)
+            out = replace(out, elements=out.elements + d.elements, max_abs=largest)
+        else:
+            out = out or d
+    return out
+
+
+def _compare_raw(source: Catalog, what: Comparison, other: Catalog, advance: Advance) -> Difference | None:
     """Elements smaller than a byte: whole tensors only, compared as bytes."""
-    if view.same is None or len(tensor.pieces) != 1:
-        raise UnsupportedError(f"`{view.name}` is {view.dtype} and cut; its elements share bytes")
-    a, b = view.same.pieces[0].stored, tensor.pieces[0].stored
+    assert what.view.same is not None  # noqa: S101 - see ``comparisons``
+    a, b = what.view.same.pieces[0].stored, what.tensor.pieces[0].stored
 
     def read(catalog: Catalog, file: int, offset: int) -> Callable[[Box], Array]:
         return lambda box: read_block(catalog.files[file].contents, offset + box.start[0], (1,), box.shape, "U8")
 
     left, right = read(source, a.file, a.offset), read(other, b.file, b.offset)
-    got = compare_one(view.name, (a.nbytes,), "U8", left, right, advance)
-    return [got] if got else []
+    return compare_one(what.view.name, (a.nbytes,), "U8", left, right, advance)

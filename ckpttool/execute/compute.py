@@ -6,7 +6,6 @@ held here is a chunk of every operand and a stretch of the result.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,23 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.errors import CorruptError, UsageError, VerifyError
+from ckpttool.dtypes import numpy_dtype
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.execute.blocks import Mover
-from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import SECTOR
 from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
-from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.permute import Array
-from ckpttool.execute.quantize import Quantizing
-from ckpttool.execute.reads import operands_at_hand
-from ckpttool.execute.remote import open_medium
-from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, compare, scatter, unseen
+from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, scatter, unseen
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Tensor
-from ckpttool.plan import Compute, Plan, Quantize, Scaled, Stored
-from ckpttool.storage.place import Place
+from ckpttool.plan import Compute, Scaled, Stored
 
 STRETCH = 2 << 20
 """Bytes of a result that are written in one go."""
@@ -319,41 +312,3 @@ def _is_finite(a: Array) -> bool:
         return a.dtype != np.float64 or bool(np.isfinite(a).all())
     bits, mask = kind
     return not a.size or int(np.bitwise_and(a.view(bits), bits(mask)).max()) != mask
-
-
-def verify_computed(plan: Plan, outputs: Place, memory: int, advance: Advance = unwatched) -> None:
-    """Work out every computed or quantised tensor once more and compare it with what was written below ``outputs``.
-
-    ``advance`` is told the bytes of the results, from pass to pass.
-    Raises VerifyError naming the first tensor that differs.
-    """
-    with open_medium(memory=memory // 2) as pool:
-        paths = [str(outputs / o.name) for o in plan.outputs]
-        carrier = Mover([s.contents for s in plan.sources], paths, pool, 1 << 20, threading.Event())
-        memory -= pool.ahead if any(map(pool.is_far, carrier.sources)) else 0
-        computing = Computing(carrier, memory, tensor_draws(plan.randomness), compare)
-        quantizing = Quantizing(carrier, memory, compare)
-        for unit in plan.units:
-            for step in unit.steps:
-                if isinstance(step, Compute | Quantize):
-                    nbytes = sum([prod(c.shape) * itemsize(c.dst_dtype) for c in step.outputs])
-                    told = 0
-
-                    def seen(elements: int, of: int, nbytes: int = nbytes) -> None:
-                        nonlocal told
-                        now = nbytes * elements // max(of, 1)
-                        advance(now - told)
-                        told = now
-
-                    if isinstance(step, Compute):
-                        again = computing.run(step, (), seen)
-                    else:
-                        again = quantizing.run(step, (), seen)
-                    try:
-                        with operands_at_hand(step, carrier):
-                            for _ in again:
-                                pass
-                    except VerifyError as e:
-                        raise VerifyError(
-                            f"`{step.name}` was not written as it was worked out", where=e.where
-                        ) from None

@@ -8,13 +8,14 @@ from functools import partial
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
+from ckpttool.execute.verification import Verification
 from ckpttool.storage.place import AnyPlace, Place, parse_place
 from ckpttool.targeting.build import Prepared
 from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
-from ckpttool.targeting.verify import verify_output
+from ckpttool.targeting.verify import look_through
 
 
 @dataclass(slots=True)
@@ -55,8 +56,7 @@ def execute(
                 "--verify needs all ranks, --ranks-out writes only some",
                 hint="verify when all ranks are there: ckpttool inspect SRC --diff DST --values",
             )
-        options = replace(
-            options, verify=partial(verify_output, prepared, memory=options.memory, connections=options.connections)
-        )
+        look = partial(look_through, prepared)
+        options = replace(options, verify=Verification(look, options.memory, options.connections))
     result = run(prepared.plan, place, options, progress)
     return ReshardResult(prepared, place, result, verify and result.committed)

@@ -8,45 +8,33 @@ from functools import partial
 from ckpttool.catalog import Catalog, Key, StoredTensor
 from ckpttool.checkpoint import OpenOptions, assemble
 from ckpttool.errors import VerifyError
-from ckpttool.execute import Advance
-from ckpttool.execute.compare import verify_views
-from ckpttool.execute.compute import verify_computed
-from ckpttool.execute.reader import reading
+from ckpttool.execute.verification import Checks
 from ckpttool.formats.base import ReadOptions
 from ckpttool.formats.registry import read_source
-from ckpttool.plan import Output
 from ckpttool.relate import DerivedTensor
-from ckpttool.storage.place import Place, open_file, parse_place
+from ckpttool.storage.place import Place
 from ckpttool.targeting.account import Account
 from ckpttool.targeting.build import Prepared
 
-_BLOCK = 1 << 20
-"""Bytes of a carried file that are compared at once."""
 
+def look_through(prepared: Prepared, written: Place) -> Checks:
+    """What there is to check of an output, which is read through its format's reader.
 
-def verify_output(
-    prepared: Prepared, written: Place, advance: Advance, *, memory: int, connections: int | None = None
-) -> None:
-    """Read ``written`` back through its format's reader and compare every element with the source.
-
-    Knows nothing of the plan: the source side goes through pieces and views, the written side through its own headers.
-    What is dequantised or quantised is worked out once more, with ``memory`` bytes, and compared where it was written.
-    ``advance`` is told the bytes of ``written`` that are verified.
-    Half of them, and ``connections``, are for what is on other machines.
-    Raises VerifyError naming the first tensors that differ.
+    Knows nothing of the plan's moves: the source side goes through pieces and views, the written side through its own
+    headers. What is dequantised or quantised is worked out once more, and compared where it was written.
+    Raises VerifyError for what is missing, and for what should not be there.
     """
-    with reading(memory=memory // 2, connections=connections):
-        _verify(prepared, written, advance, memory)
-
-
-def _verify(prepared: Prepared, written: Place, advance: Advance, memory: int) -> None:
+    checks = Checks()
     if prepared.parts:
         for folder, one in prepared.parts.items():
-            _verify(one, written / folder, advance, memory)
-        for output in prepared.plan.outputs:
-            if output.carried:
-                _verify_carried(output, written / output.name, advance)
-        return
+            _look(checks, one, written / folder)
+        checks.add_carried(prepared.plan, written)
+    else:
+        _look(checks, prepared, written)
+    return checks
+
+
+def _look(checks: Checks, prepared: Prepared, written: Place) -> None:
     mesh = prepared.mesh
     said = ReadOptions(mesh.tp, mesh.pp, mesh.ep, mesh.etp, mesh.layout, wrapped=False)
     stored = read_source(written, prepared.format, said)
@@ -64,31 +52,13 @@ def _verify(prepared: Prepared, written: Place, advance: Advance, memory: int) -
             where=str(written),
         )
     _verify_nothing_lost(prepared)
-    real = len(prepared.source.catalog.files)
-    if prepared.computed is not None:
-        verify_computed(prepared.plan, written, memory, advance)
-    verify_views(
-        prepared.source.catalog,
-        [v for v in expected.values() if all(s.file < real for s in _stored(v))],
-        found,
-        cast=lambda name, _: prepared.dtypes[name],
-        advance=advance,
-        total=len(expected),
-    )
     if prepared.translation is not None:
         prepared.translation.check(expected, found)
-
-
-def _verify_carried(output: Output, written: Place, advance: Advance) -> None:
-    """Raises VerifyError when a file that stays as it is has other bytes."""
-    with open_file(parse_place(output.carried)) as one, open_file(written) as other:
-        at = 0
-        while at < output.size or one.info.size != other.info.size:
-            block = one.pread(_BLOCK, at)
-            if not block or block != other.pread(len(block), at):
-                raise VerifyError("the file differs from that of the source", where=[str(written), output.carried])
-            at += len(block)
-            advance(len(block))
+    if prepared.computed is not None:
+        checks.add_computed(prepared.plan, written)
+    real = len(prepared.source.catalog.files)
+    copied = [(v, prepared.dtypes[v.name]) for v in expected.values() if all(s.file < real for s in _stored(v))]
+    checks.add_views(prepared.source.catalog, copied, found, total=len(expected))
 
 
 def _verify_nothing_lost(prepared: Prepared) -> None:

@@ -21,7 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CkptError, ConflictError, CorruptError, OutputError, UsageError, VerifyError
-from ckpttool.execute import Advance, NoProgress, RunOptions
+from ckpttool.execute import NoProgress, RunOptions
+from ckpttool.execute.verification import Checks
 from ckpttool.ops.convert_json.convert import METADATA, Conversion, execute, from_safetensors, to_safetensors
 from tests.convert_json.programs import (
     ELEMENTS,
@@ -479,14 +480,14 @@ def test_a_file_that_appears_during_the_run(tmp_path: Path, monkeypatch: pytest.
     conversion = to_safetensors(src, dst)
     from ckpttool.ops.convert_json import convert
 
-    check = convert._verify_safetensors
+    look = convert._look_at_safetensors
 
-    def appear(conversion: Conversion, written: Path, advance: Advance) -> None:
-        check(conversion, written, advance)
+    def appear(conversion: Conversion, written: Path) -> Checks:
         dst.write_bytes(b"mine")
+        return look(conversion, written)
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "_verify_safetensors", appear)
+        patch.setattr(convert, "_look_at_safetensors", appear)
         with pytest.raises(OutputError, match="appeared during the run"):
             run(conversion, dst)
     assert dst.read_bytes() == b"mine"

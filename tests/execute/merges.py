@@ -11,7 +11,9 @@ import numpy as np
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.execute import blocks
 from ckpttool.execute.files import FilePool
+from ckpttool.execute.verification import Checks, Verification
 from ckpttool.plan import Block, Compute, Copy, Output, Plan, Stored, Target, Unit
+from ckpttool.storage.place import Place
 from tests.execute.plans import Array, source
 
 
@@ -80,3 +82,14 @@ def merge_plan(directory: Path, *, rows: int = 40, dtype: str = "BF16", **change
 
 def written(dst: Path) -> bytes:
     return b"|".join((dst / f"{i}.bin").read_bytes() for i in range(2))
+
+
+def working_out(plan: Plan) -> Verification:
+    """Everything that is computed is worked out once more."""
+
+    def look(outputs: Place) -> Checks:
+        checks = Checks()
+        checks.add_computed(plan, outputs)
+        return checks
+
+    return Verification(look, 1 << 20)

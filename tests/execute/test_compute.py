@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from ckpttool.errors import CorruptError, OutputError, VerifyError
 from ckpttool.execute import RunOptions, compute, crew, engine, run, strided, workforce
 from ckpttool.execute.operands import Buffer, reader
+from ckpttool.execute.options import unwatched
 from ckpttool.execute.schedule import operand_keys, schedule
 from ckpttool.execute.strided import clip
 from ckpttool.plan import (
@@ -33,7 +34,7 @@ from ckpttool.plan import (
     Run,
     Scaled,
 )
-from tests.execute.merges import Files, merge_plan, written
+from tests.execute.merges import Files, merge_plan, working_out, written
 from tests.execute.plans import row_major
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -320,13 +321,13 @@ def test_unchanged_bytes_pass_whatever_they_mean(tmp_path: Path) -> None:
 
 def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
     plan, _ = merge_plan(tmp_path / "src")
-    run(plan, tmp_path / "dst", RunOptions(verify=lambda partial, _: compute.verify_computed(plan, partial, 1 << 20)))
+    run(plan, tmp_path / "dst", RunOptions(verify=working_out(plan)))
     path = tmp_path / "dst/1.bin"
     data = bytearray(path.read_bytes())
     data[77] ^= 1
     path.write_bytes(data)
     with pytest.raises(VerifyError, match="`t1`"):
-        compute.verify_computed(plan, tmp_path / "dst", 1 << 20)
+        working_out(plan)(tmp_path / "dst", unwatched)
 
 
 def test_an_output_that_was_lost_is_worked_out_again(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import CorruptError, OutputError, UnsupportedError, VerifyError
-from ckpttool.execute import RunOptions, compute, quantize, run, strided, workforce
+from ckpttool.execute import RunOptions, quantize, run, strided, workforce
 from ckpttool.execute.operands import Buffer, reader
+from ckpttool.execute.options import unwatched
 from ckpttool.execute.quantize import part_bytes, parts_of
 from ckpttool.execute.schedule import operand_keys, schedule
 from ckpttool.kernels import fp8
@@ -37,7 +38,7 @@ from ckpttool.plan import (
     Target,
     Unit,
 )
-from tests.execute.merges import Files
+from tests.execute.merges import Files, working_out
 from tests.execute.plans import row_major
 from tests.unit.test_fp8_kernels import SCHEMES, plainly
 
@@ -164,7 +165,7 @@ def test_bytes_do_not_depend_on_how(tmp_path_factory: pytest.TempPathFactory, da
         options = RunOptions(
             manifest=data.draw(st.booleans()),
             late_files={"note.txt": late_files},
-            verify=lambda partial, _: compute.verify_computed(plan, partial, 1 << 20),
+            verify=working_out(plan),
         )
         result = run(plan, directory / "dst", options)
         assert sum(part_bytes(step, n) for n in range(parts_of(step))) == plan.bytes_written
@@ -253,9 +254,9 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
         data[at] ^= 1
         path.write_bytes(data)
         with pytest.raises(VerifyError, match="`w`"):
-            compute.verify_computed(plan, tmp_path / "dst", 1 << 20)
+            working_out(plan)(tmp_path / "dst", unwatched)
         path.write_bytes(good)
-    compute.verify_computed(plan, tmp_path / "dst", 1 << 20)
+    working_out(plan)(tmp_path / "dst", unwatched)
 
 
 def test_results_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tensor
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError, UsageError, VerifyError
-from ckpttool.execute import Advance, Progress, RunOptions, RunResult, run
-from ckpttool.execute.compare import verify_views
+from ckpttool.execute import Progress, RunOptions, RunResult, run
+from ckpttool.execute.verification import Checks, Verification
 from ckpttool.findings import ERROR, PROGRAM
 from ckpttool.formats import paddle
 from ckpttool.formats.base import FileLayout, ReadOptions, build_files, file_now
@@ -204,8 +204,9 @@ def _refuse_name(dst: Place, suffixes: tuple[str, ...]) -> None:
 
 def execute(conversion: Conversion, dst: Place, options: RunOptions, progress: Progress) -> Converted:
     """Write, read again, compare, and only then give DST its name. Raises OutputError, CorruptError, VerifyError."""
-    check = partial(_verify_program if conversion.back else _verify_safetensors, conversion)
-    options = replace(options, single=conversion.single, source_roots=conversion.roots, verify=check)
+    look = partial(_look_at_program if conversion.back else _look_at_safetensors, conversion)
+    verify = Verification(look, options.memory, options.connections)
+    options = replace(options, single=conversion.single, source_roots=conversion.roots, verify=verify)
     return Converted(conversion, dst, run(conversion.plan, dst, options, progress))
 
 
@@ -376,7 +377,7 @@ def _own_names(program: paddle.Program) -> Place | None:
 # -- reading again
 
 
-def _verify_safetensors(conversion: Conversion, written: Place, advance: Advance) -> None:
+def _look_at_safetensors(conversion: Conversion, written: Place) -> Checks:
     """Every file is read through its own header."""
     names = [o.name for o in conversion.plan.outputs if o.name.endswith(".safetensors")]
     found = Catalog([], {})
@@ -385,10 +386,10 @@ def _verify_safetensors(conversion: Conversion, written: Place, advance: Advance
         found.files.append(head.file)
         for t in head.tensors:
             _add(found, t.name, t)
-    _compare(conversion, found, written, advance)
+    return _checks(conversion, found, written)
 
 
-def _verify_program(conversion: Conversion, written: Place, advance: Advance) -> None:
+def _look_at_program(conversion: Conversion, written: Place) -> Checks:
     """The parameters are read as the program in DST says."""
     path = written / conversion.program.path.name
     again = paddle.open_program(path, written / conversion.native.params)
@@ -397,11 +398,13 @@ def _verify_program(conversion: Conversion, written: Place, advance: Advance) ->
     found = Catalog([again.file], {})
     for p, r in again.tensors:
         _add(found, p.name, paddle.stored_tensor(p, r))
-    _compare(conversion, found, written, advance)
+    return _checks(conversion, found, written)
 
 
-def _compare(conversion: Conversion, found: Catalog, written: Place, advance: Advance) -> None:
+def _checks(conversion: Conversion, found: Catalog, written: Place) -> Checks:
     views = identity(conversion.catalog).table
     if set(found.tensors) != set(conversion.catalog.tensors):
         raise VerifyError("the output does not have the tensors of the source", where=str(written))
-    verify_views(conversion.catalog, list(views.values()), found, advance=advance)
+    checks = Checks()
+    checks.add_views(conversion.catalog, [(v, v.dtype) for v in views.values()], found)
+    return checks

@@ -16,6 +16,7 @@ from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.dtypes import parse
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
+from ckpttool.execute.verification import Verification
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.parts import Part, Parts, parts_of
 from ckpttool.formats.registry import is_multi_part, reader
@@ -42,7 +43,7 @@ from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
-from ckpttool.targeting.verify import verify_output
+from ckpttool.targeting.verify import look_through
 from ckpttool.vocabulary.read import TOKENIZER_FILES
 from ckpttool.words import some
 
@@ -214,9 +215,7 @@ def execute(
         options,
         source_roots=prepared.roots,
         late_files=late or {record: partial(prepared.provenance.record, plan)},
-        verify=partial(verify_output, target, memory=options.memory, connections=options.connections)
-        if verify
-        else None,
+        verify=Verification(partial(look_through, target), options.memory, options.connections) if verify else None,
     )
     result = run(plan, place, options, progress)
     return MergeResult(prepared, place, result, verify and result.committed)

@@ -1,0 +1,146 @@
+"""The same thing done of many items by the machines of a fleet: what ``in_turn`` does with the threads of one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from ckpttool.execute.files import Stopped
+from ckpttool.execute.fleets.base import Answer, Fleet, Order
+from ckpttool.execute.fleets.dispatch import dispatch
+from ckpttool.execute.options import Advance, unwatched
+from ckpttool.execute.reader import Reads, in_turn, reading
+from ckpttool.execute.remote import AHEAD, check_unchanged
+from ckpttool.storage.access import anonymous, offline, set_access
+from ckpttool.storage.place import DataFile, source_files
+
+LARGEST = 256 << 20
+"""Most bytes of an order, where its first item is not larger: a second or so of a fast link."""
+SMALLEST = 16 << 20
+"""An order of fewer bytes takes longer to send than to do."""
+_MOST = 4096
+"""Items of an order, which may have no bytes at all."""
+_THREADS = 8
+"""More of them only pass Python's lock to and fro."""
+_EACH = 8
+"""Orders for each node, where there is that much: the last one keeps the others waiting."""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+_Given_contra = TypeVar("_Given_contra", contravariant=True)
+_Made_co = TypeVar("_Made_co", covariant=True)
+
+
+class Work(Protocol[_Given_contra, _Made_co]):
+    """What is done of each item by itself. Work, items and results can be pickled."""
+
+    @property
+    def files(self) -> Iterable[DataFile]:
+        """What must be the same on all machines."""
+
+    def reads(self, item: _Given_contra, /) -> Reads:
+        """What will be read from other machines."""
+
+    def do(self, item: _Given_contra, /) -> _Made_co:
+        """Called by several threads that read blocks; see ``reading``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a machine may use, in each process."""
+
+    ahead: int = AHEAD
+    """Bytes for what it reads ahead from other machines."""
+    connections: int | None = None
+    workers: int | None = None
+    """Threads; None is as many as suit the machine."""
+
+
+def map_over(
+    fleet: Fleet,
+    work: Work[_Item, _Result],
+    items: Sequence[_Item],
+    sizes: Sequence[int],
+    limits: Limits | None = None,
+    *,
+    stop: threading.Event | None = None,
+    advance: Advance = unwatched,
+) -> Iterator[_Result]:
+    """What ``work`` makes of each item, in the order of the items. Starts a job of its own on the fleet.
+
+    ``sizes`` are the bytes that each item stands for; ``advance`` hears of those that are done. Raises what the work
+    raises and what ``dispatch`` raises, and Stopped once ``stop`` is set.
+    """
+    if not items:
+        return
+    stop = stop or threading.Event()
+    fleet.start(Calls(secrets.token_hex(8), work, limits or Limits(), anonymous(), offline()))
+    runs = list(_runs(sizes, max(SMALLEST, min(LARGEST, sum(sizes) // (_EACH * max(1, fleet.nodes()))))))
+    orders = ({"run": i, "items": list(items[a:b])} for i, (a, b) in enumerate(runs))
+    early: dict[int, list[_Result]] = {}
+    due = 0
+    for order, answer, _ in dispatch(fleet, orders, stop):
+        first, last = runs[order["run"]]
+        early[order["run"]] = answer["results"]
+        advance(sum(sizes[first:last]))
+        while due in early:
+            yield from early.pop(due)
+            due += 1
+    if due < len(runs):
+        raise Stopped
+
+
+def _runs(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Items that go together: [first, last)."""
+    first = held = 0
+    for i, size in enumerate(sizes):
+        if i > first and (held + size > most or i - first >= _MOST):
+            yield first, i
+            first, held = i, 0
+        held += size
+    yield first, len(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls(Generic[_Item, _Result]):
+    """Work for other machines."""
+
+    digest: str
+    work: Work[_Item, _Result]
+    limits: Limits
+    anonymous: bool = False
+    offline: bool = False
+
+    def open(self) -> Calling[_Item, _Result]:
+        """Raises CorruptError for a file that is not there, or another one."""
+        set_access(anonymous=self.anonymous, offline=self.offline)
+        check_unchanged(source_files(self.work.files))
+        return Calling(self)
+
+
+@dataclass(slots=True)
+class Calling(Generic[_Item, _Result]):
+    """The work, in a process of a machine. Files stay open from one order to the next."""
+
+    job: Calls[_Item, _Result]
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        limits = self.job.limits
+        self._open.enter_context(reading(memory=limits.ahead, connections=limits.connections))
+
+    def do(self, order: Order) -> Answer:
+        """See ``Worker``."""
+        work = self.job.work
+        workers = self.job.limits.workers or max(2, min(_THREADS, len(os.sched_getaffinity(0))))
+        return {"results": list(in_turn(workers, work.do, order["items"], work.reads))}
+
+    def close(self) -> None:
+        self._open.close()

@@ -1,0 +1,304 @@
+"""``--verify`` as a list of checks, each of which any machine can do by itself.
+
+    look      what needs no tensor: that all are there, and nothing else. Gives the checks; once, on one machine
+    checks    a stretch of a tensor that was copied, or a tensor that is worked out once more
+    share     those of one machine of several, by bytes: every check is in one share
+
+No check knows of the plan of moves: each has its tensors' pieces, on both sides, and works the addresses out by itself.
+What a check needs besides are the files of both sides, which all have in common.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import VerifyError
+from ckpttool.execute.blocks import Mover
+from ckpttool.execute.compare import Comparison, Difference, comparisons, joined
+from ckpttool.execute.compute import Computing
+from ckpttool.execute.draws import tensor_draws
+from ckpttool.execute.options import Advance, unwatched
+from ckpttool.execute.quantize import Quantizing
+from ckpttool.execute.reader import Reads, in_turn, reading
+from ckpttool.execute.reads import operands_at_hand
+from ckpttool.execute.strided import compare
+from ckpttool.plan import Compute, Plan, Quantize, Randomness
+from ckpttool.relate import DerivedTensor
+from ckpttool.storage.place import DataFile, Place, parse_place
+from ckpttool.storage.travel import SentFiles
+
+if TYPE_CHECKING:
+    from ckpttool.execute.fleets.base import Fleet
+
+_WORKERS = 2
+"""Threads that compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The files that checks have in common."""
+
+    source: SentFiles
+    written: SentFiles
+    randomness: Randomness | None = None
+    """Of what is worked out once more."""
+    total: int = 0
+    """Tensors that were written."""
+    carried: bool = False
+    """Files that stay as they are, each taken for one tensor."""
+
+
+class Check(NamedTuple):
+    """One check."""
+
+    side: int
+    """Index of its files."""
+    what: Comparison | Compute | Quantize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was written that are checked."""
+        if isinstance(self.what, Comparison):
+            return self.what.nbytes
+        return sum([prod(c.shape) * itemsize(c.dst_dtype) for c in self.what.outputs])
+
+    @property
+    def written(self) -> Iterable[int]:
+        """Numbers of the written files that it reads."""
+        return self.what.files if isinstance(self.what, Comparison) else (c.dst.file for c in self.what.outputs)
+
+
+class Fault(NamedTuple):
+    """A tensor that comes out otherwise when it is worked out once more."""
+
+    name: str
+    where: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Checks:
+    """Checks, in an order that is the same on all machines, and what was found on the way to them."""
+
+    sides: list[Sides] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    found: list[tuple[int, Difference]] = field(default_factory=list)
+    """Side, and a tensor of another shape or dtype."""
+
+    def add_views(
+        self,
+        source: Catalog,
+        wanted: Sequence[tuple[DerivedTensor, str]],
+        written: Catalog,
+        *,
+        total: int | None = None,
+    ) -> None:
+        """Check tensors of ``written``, and the copies of their boxes, against views of ``source`` in these dtypes.
+
+        ``total`` is how many tensors were written.
+        """
+        side = len(self.sides)
+        for view, dtype in wanted:
+            made = comparisons(view, written[view.name], dtype)
+            if isinstance(made, Difference):
+                self.found.append((side, made))
+            else:
+                self.checks += [Check(side, c) for c in made]
+        self.sides.append(Sides(SentFiles(source.files), SentFiles(written.files), total=total or len(wanted)))
+
+    def add_computed(self, plan: Plan, written: Place) -> None:
+        """Work out every computed or quantised tensor once more, and compare it with what is below ``written``."""
+        steps = [s for unit in plan.units for s in unit.steps if isinstance(s, Compute | Quantize)]
+        self.checks += [Check(len(self.sides), step) for step in steps]
+        sources = [DataFile(parse_place(s.path), s.size, s.tag, s.encoding) for s in plan.sources]
+        outputs = [DataFile(_below(written, o.name), o.size, "") for o in plan.outputs]
+        self.sides.append(Sides(SentFiles(sources), SentFiles(outputs), plan.randomness, len(steps)))
+
+    def add_carried(self, plan: Plan, written: Place) -> None:
+        """Compare files that stay as they are with those of the source. Raises VerifyError for one of another size."""
+        carried = [o for o in plan.outputs if o.carried]
+        one = [DataFile(parse_place(o.carried), o.size, o.tag) for o in carried]
+        two = [DataFile.at(_below(written, o.name)) for o in carried]
+        for i, (a, b) in enumerate(zip(one, two, strict=True)):
+            if a.size != b.size:
+                raise _other_file(a, b)
+            tensor = _bytes_of(i, a.size)
+            made = comparisons(DerivedTensor(str(i), tensor.dtype, tensor.shape, tensor), tensor, tensor.dtype)
+            assert isinstance(made, list)  # noqa: S101 - of equal sizes
+            self.checks += [Check(len(self.sides), c) for c in made]
+        self.sides.append(Sides(SentFiles(one), SentFiles(two), total=len(carried), carried=True))
+
+    def share(self, number: int, of: int) -> Sequence[Check]:
+        """Those of machine ``number`` (from 0) of so many: checks that lie one behind the other."""
+        ends = accumulate([c.nbytes for c in self.checks])
+        middles = [2 * end - c.nbytes for end, c in zip(ends, self.checks, strict=True)]
+        total = 2 * sum([c.nbytes for c in self.checks])
+        first, last = (bisect_left(middles, total * n // of) for n in (number, number + 1))
+        return self.checks[first : last if number < of - 1 else None]
+
+    def is_below(self, check: Check, directory: Path | None) -> bool:
+        """Whether what a check reads of the output lies in a directory of this machine."""
+        files = self.sides[check.side].written
+        return directory is not None and any(str(files[i].place).startswith(f"{directory}/") for i in check.written)
+
+    def conclude(self, done: Iterable[tuple[Check, Difference | Fault | None]]) -> None:
+        """Hear what became of checks, in order. Raises VerifyError for what differs."""
+        wrong: dict[int, dict[tuple[str, int], list[Difference]]] = {}
+        for side, difference in self.found:
+            wrong.setdefault(side, {})[difference.name, -1] = [difference]
+        for check, found in done:
+            if isinstance(found, Fault):
+                raise VerifyError(f"`{found.name}` was not written as it was worked out", where=found.where)
+            if found is not None and isinstance(check.what, Comparison):
+                mine = wrong.setdefault(check.side, {})
+                mine.setdefault((found.name, check.what.copy), []).append(found)
+        for side, tensors in sorted(wrong.items()):
+            files = self.sides[side]
+            if files.carried:
+                number = int(next(iter(tensors))[0])
+                raise _other_file(files.source[number], files.written[number])
+            raise VerifyError(
+                f"{len(tensors)} of {files.total} tensors differ from the source",
+                where=[str(joined(found)) for found in list(tensors.values())[:5]],
+                hint="nothing was kept. This is a fault of ckpttool or of the disk:"
+                " please report it with the command line",
+            )
+
+
+def _below(place: Place, name: str) -> Place:
+    for part in name.split("/"):
+        place = place / part
+    return place
+
+
+def _other_file(source: DataFile, written: DataFile) -> VerifyError:
+    return VerifyError("the file differs from that of the source", where=[str(written.place), str(source.place)])
+
+
+def _bytes_of(file: int, size: int) -> LogicalTensor:
+    """A file, as a tensor of its bytes."""
+    return whole_tensor(StoredTensor("", "U8", (size,), file, 0), Key(""))
+
+
+class Checker:
+    """Does checks, in several threads. It can be pickled; what it has opened stays behind."""
+
+    def __init__(self, sides: Sequence[Sides], memory: int, advance: Advance = unwatched) -> None:
+        self._sides = tuple(sides)
+        self._memory = memory
+        self._advance = advance
+        self._catalogs = [(Catalog(list(s.source), {}), Catalog(list(s.written), {})) for s in sides]
+        self._recomputing: dict[int, tuple[Mover, Computing, Quantizing]] = {}
+        self._one = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Checker, (self._sides, self._memory)
+
+    @property
+    def files(self) -> Iterator[DataFile]:
+        """What must be the same wherever the checks are done."""
+        for side in self._sides:
+            yield from side.source
+
+    def reads(self, check: Check) -> Reads:
+        """What a check reads from other machines. Operands are read ahead when their turn comes."""
+        return check.what.reads(*self._catalogs[check.side]) if isinstance(check.what, Comparison) else Reads(())
+
+    def do(self, check: Check) -> Difference | Fault | None:
+        """Do a check. Whoever calls has a medium open; see ``reading``."""
+        if isinstance(check.what, Comparison):
+            return check.what.do(*self._catalogs[check.side], self._advance)
+        with self._one:  # one at a time has all of the memory
+            return self._work_out(check.side, check.what, check.nbytes)
+
+    def _work_out(self, side: int, step: Compute | Quantize, nbytes: int) -> Fault | None:
+        if side not in self._recomputing:
+            self._recomputing[side] = self._tools(self._sides[side])
+        carrier, computing, quantizing = self._recomputing[side]
+        told = 0
+
+        def seen(elements: int, of: int) -> None:
+            nonlocal told
+            now = nbytes * elements // max(of, 1)
+            self._advance(now - told)
+            told = now
+
+        again = computing.run(step, (), seen) if isinstance(step, Compute) else quantizing.run(step, (), seen)
+        try:
+            with operands_at_hand(step, carrier):
+                for _ in again:
+                    pass
+        except VerifyError as e:
+            return Fault(step.name, e.where)
+        self._advance(nbytes - told)
+        return None
+
+    def _tools(self, side: Sides) -> tuple[Mover, Computing, Quantizing]:
+        with reading() as pool:
+            paths = [str(f.place) for f in side.written]
+            carrier = Mover([f.contents for f in side.source], paths, pool, 1 << 20, threading.Event())
+            memory = self._memory - (pool.ahead if any(map(pool.is_far, carrier.sources)) else 0)
+            draws = tensor_draws(side.randomness)
+            return carrier, Computing(carrier, memory, draws, compare), Quantizing(carrier, memory, compare)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """How an output is verified: here, in shares, or on other machines.
+
+    ``look`` is given the place of the output, and raises VerifyError for what is wrong without reading tensors. Of
+    ``memory`` bytes, half are for what is on other machines, and so are ``connections``.
+    """
+
+    look: Callable[[Place], Checks]
+    memory: int
+    connections: int | None = None
+
+    def __call__(self, written: Place, advance: Advance) -> None:
+        """Verify all of it. ``advance`` is told the bytes of ``written`` that are verified.
+
+        Raises VerifyError naming the first tensors that differ.
+        """
+        self.share(written, advance, 0, 1)
+
+    def share(self, written: Place, advance: Advance, number: int, of: int) -> None:
+        """Verify what machine ``number`` (from 0) of so many has to, as ``__call__`` does."""
+        with reading(memory=self.memory // 2, connections=self.connections):
+            checks = self.look(written)
+            checks.conclude(self._done(checks, checks.share(number, of), advance))
+
+    def on(
+        self, fleet: Fleet, written: Place, advance: Advance, stop: threading.Event, private: Path | None = None
+    ) -> None:
+        """Verify all of it on other machines, as ``__call__`` does.
+
+        What lies below ``private`` is on this machine alone, and verified here. Raises Stopped once ``stop`` is set,
+        and what ``dispatch`` raises.
+        """
+        from ckpttool.execute.fleets.calls import Limits, map_over
+
+        with reading(memory=self.memory // 2, connections=self.connections):
+            checks = self.look(written)
+            here = [checks.is_below(c, private) for c in checks.checks]
+            mine = self._done(checks, [c for c, is_here in zip(checks.checks, here, strict=True) if is_here], advance)
+            found = [f for _, f in mine]
+        there = [c for c, is_here in zip(checks.checks, here, strict=True) if not is_here]
+        work = Checker(checks.sides, self.memory)
+        limits = Limits(self.memory // 2, self.connections)
+        done = map_over(fleet, work, there, [c.nbytes for c in there], limits, stop=stop, advance=advance)
+        first = iter(found)
+        checks.conclude((c, next(first if is_here else done)) for c, is_here in zip(checks.checks, here, strict=True))
+
+    def _done(
+        self, checks: Checks, mine: Sequence[Check], advance: Advance
+    ) -> Iterator[tuple[Check, Difference | Fault | None]]:
+        work = Checker(checks.sides, self.memory, advance)
+        return zip(mine, in_turn(_WORKERS, work.do, mine, work.reads), strict=True)
