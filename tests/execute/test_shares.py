@@ -219,3 +219,12 @@ def test_literal_bytes_in_the_gaps_of_a_tensor(monkeypatch: pytest.MonkeyPatch) 
     tasks = schedule.schedule(plan, [])
     check_shares(plan, tasks, [[0]])
     assert shared_pages(plan, tasks, [[0]]) == [{0: [2, 5]}]
+
+
+def test_replicas_of_many_sources() -> None:
+    """There may be more sources than outputs."""
+    same = [AssertEqual(Block(0, 0, (1,)), Block(i, 0, (1,)), (100,), "U8", "x") for i in range(8)]
+    plan = Plan([], [Output("a", 200)], [Unit("a", (copy(0, 0, 200), *same))])
+    tasks = schedule.schedule(plan, [])
+    check_shares(plan, tasks, cut(plan, tasks, 2))
+    assert Survey(plan, tasks).weights == [200 + 8 * 100 + shares._PART]
