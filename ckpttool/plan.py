@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, TypeVar, overload
@@ -341,6 +342,19 @@ class Unit(NamedTuple):
         return total
 
 
+class Measure(NamedTuple):
+    """What a unit comes to."""
+
+    written: int
+    """Bytes that it writes, computed tensors aside."""
+    checked: int
+    """Bytes that it only checks."""
+    files: tuple[int, ...]
+    """Outputs that it writes to."""
+    computes: bool
+    """Whether it has computed or quantised tensors."""
+
+
 STEP, TARGET = 5, 3
 """Numbers of a packed step (form, file, offset, file, offset) and of a packed target (file, offset, bytes)."""
 
@@ -363,6 +377,14 @@ class Units(Sequence[Unit]):
         targets."""
         for unit in units:
             self.append(unit)
+
+    @classmethod
+    def of(cls, forms: list[Step], packed: list[tuple[str, str | tuple[str, ...], array[int]]]) -> Units:
+        """Units that have been packed before."""
+        units = cls()
+        units._forms, units._packed = forms, packed
+        units._known = {s: i for i, s in enumerate(forms) if not isinstance(s, Compute | Quantize)}
+        return units
 
     def form(self, step: Step) -> int:
         """The number of a form: a step whose blocks begin at byte 0 of file 0."""
@@ -415,6 +437,30 @@ class Units(Sequence[Unit]):
         step = self._forms[form]
         return step if isinstance(step, Compute | Quantize) else None
 
+    def measure(self) -> Iterator[Measure]:
+        """Of each unit. No unit is made for that."""
+        costs = [_cost(step) for step in self._forms]
+        known: dict[tuple[int, ...], Measure] = {}  # most units are one step, of few forms to few files
+        for _, _, numbers in self._packed:
+            end = 1 + STEP * numbers[0]
+            key = (*numbers[1:end:STEP], *numbers[4:end:STEP])
+            found = known.get(key)
+            if found is None:
+                mine = [(*costs[form], file) for form, file in zip(key[: numbers[0]], key[numbers[0] :], strict=True)]
+                files = tuple({file for written, _, _, file in mine if written is not None})
+                written, checked = sum([w or 0 for w, _, _, _ in mine]), sum([c for _, c, _, _ in mine])
+                found = Measure(written, checked, files, any(c for _, _, c, _ in mine))
+                if numbers[0] == 1:
+                    known[key] = found
+            yield found
+
+    def stored_tensors(self, at: int) -> tuple[Target, ...]:
+        """Of one unit, without its steps."""
+        _, labels, numbers = self._packed[at]
+        ends = range(1 + STEP * numbers[0], len(numbers), TARGET)
+        names = (labels,) * len(ends) if isinstance(labels, str) else labels
+        return tuple([Target(n, *numbers[i : i + TARGET]) for n, i in zip(names, ends, strict=True)])
+
     @property
     def forms(self) -> Sequence[Step]:
         """By their numbers: steps whose blocks begin at byte 0 of file 0."""
@@ -449,18 +495,54 @@ class Units(Sequence[Unit]):
     def __getitem__(self, at: int | slice) -> Unit | list[Unit]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
-        name, labels, numbers = self._packed[at]
+        name, _, numbers = self._packed[at]
         end = 1 + STEP * numbers[0]
         steps = tuple([self.step(*numbers[i : i + STEP]) for i in range(1, end, STEP)])
-        count = (len(numbers) - end) // TARGET
-        names = (labels,) * count if isinstance(labels, str) else labels
-        ends = range(end, len(numbers), TARGET)
-        return Unit(name, steps, tuple([Target(n, *numbers[i : i + TARGET]) for n, i in zip(names, ends, strict=True)]))
+        return Unit(name, steps, self.stored_tensors(at))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Units) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Callable[..., Units], tuple[object, ...]]:
+        """For another machine: what all units have of one kind behind each other, deflated, since it repeats itself."""
+        names = [name for name, _, _ in self._packed]
+        labels = {i: label for i, (name, label, _) in enumerate(self._packed) if label != name}
+        text = "".join(names).encode(errors="surrogatepass")
+        lengths = array(
+            "I",
+            [n for name, (_, _, numbers) in zip(names, self._packed, strict=True) for n in (len(name), len(numbers))],
+        )
+        numbers = b"".join([numbers for _, _, numbers in self._packed])
+        return _unpacked, (self._forms, *[zlib.compress(b, 1) for b in (text, lengths, numbers)], labels)
+
+
+def _unpacked(
+    forms: list[Step], text: bytes, lengths: bytes, numbers: bytes, labels: Mapping[int, str | tuple[str, ...]]
+) -> Units:
+    """What has been pickled."""
+    names = zlib.decompress(text).decode(errors="surrogatepass")
+    sizes, every = array("I", zlib.decompress(lengths)), array("q", zlib.decompress(numbers))
+    at = begin = 0
+    packed: list[tuple[str, str | tuple[str, ...], array[int]]] = []
+    for n, m in zip(sizes[::2], sizes[1::2], strict=True):
+        name = names[at : at + n]
+        packed.append((name, name, every[begin : begin + m]))
+        at, begin = at + n, begin + m
+    for i, label in labels.items():
+        packed[i] = packed[i][0], label, packed[i][2]
+    return Units.of(forms, packed)
+
+
+def _cost(step: Step) -> tuple[int | None, int, bool]:
+    """Bytes that a step writes, None where it writes none by itself; bytes that it checks; whether it computes."""
+    if isinstance(step, Copy | Fill):
+        dtype = step.dst_dtype if isinstance(step, Copy) else step.dtype
+        return prod(step.shape) * lookup(dtype).bits // 8, 0, False
+    if isinstance(step, AssertEqual | AssertPadding):
+        return None, prod(step.shape) * lookup(step.dtype).bits // 8, False
+    return None, 0, True
 
 
 def _origin(block: Block) -> Block:

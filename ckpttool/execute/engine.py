@@ -34,6 +34,7 @@ from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.execute.files import Medium, SourceReadError, Stopped, create, remove_file, write_error
+from ckpttool.execute.fleets.base import Answer, Fleet
 from ckpttool.execute.hashing import ALGORITHM, CRC32, joined_crc32
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
@@ -121,6 +122,8 @@ class _Run:
         """Sources on other machines."""
         self.tasks: Sequence[Task] = ()
         self.hands: _Hands | None = None
+        self.fleet: Fleet | None = None
+        """Machines that work for this run; they do so until it is complete."""
         self.sums: dict[str, str] = {}
         self.hashes = [ALGORITHM] * options.manifest + [CRC32] * any(o.summed for o in plan.outputs)
         self.notes = list(plan.notes)
@@ -153,6 +156,8 @@ class _Run:
                 self._finish(pool)
                 # While there is a journal, what was done is not lost when DST may not be replaced.
                 self.destination.check_absent(force=self.options.force, appeared=True)
+                if self.fleet:
+                    self.fleet.end(now=False)
                 signals.hold()
                 self.destination.seal()
             except BaseException as e:
@@ -204,11 +209,24 @@ class _Run:
         return finished
 
     def _hire(self, finished: Finished) -> _Hands:
-        """Start the processes that compute, before there is a thread."""
+        """Start the processes that compute, before there is a thread; or find out which machines work for us."""
+        if self.options.on:
+            return self._hire_fleet(finished)
         workforce = Workforce(self.plan, self.outlet, self.options, self.hashes, self.stop)
         workforce.ahead = self.options.memory // 2 if self.far else 0
         workforce.hire(self.tasks, finished)
         return workforce
+
+    def _hire_fleet(self, finished: Finished) -> _Hands:
+        from ckpttool.execute.fleets import fleet_for  # with all that a run on one machine does not need
+        from ckpttool.execute.fleetwork import Fleetwork
+
+        on = self.options.on
+        self.fleet = fleet_for(on) if isinstance(on, str) else on
+        fleetwork = Fleetwork(self.plan, self.destination, self.fleet, self.options, self.hashes)
+        fleetwork.far, fleetwork.stop, fleetwork.remember = frozenset(self.far), self.stop, self.remember
+        fleetwork.hire(self.tasks, finished)
+        return fleetwork
 
     def _prepare(self, pool: Medium, finished: Finished) -> None:
         """Make every file, with its literal bytes, and find out how much there is to do."""
@@ -271,6 +289,10 @@ class _Run:
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
         self.destination.record(pool, parts, sums)
+        self.recorded += len(parts)
+
+    def remember(self, parts: Sequence[Part], answer: Answer) -> None:
+        self.destination.remember(parts, answer)
         self.recorded += len(parts)
 
     # -- finish

@@ -22,7 +22,7 @@ import resource
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -103,6 +103,8 @@ class Medium(Protocol):
     """A directory for ``keep``; "" for the system's."""
     unsynced: bool
     """A sync has failed. The kernel says so once: a later one succeeds although the pages are gone."""
+    held: Mapping[str, Sequence[int]]
+    """Pages of files that are not written but kept (see ``held``), sorted."""
 
     @property
     def policy(self) -> str:
@@ -183,6 +185,7 @@ class FilePool:
         self.ahead = 0
         self.scratch = ""
         self.unsynced = False
+        self.held: Mapping[str, Sequence[int]] = {}
         self.short_calls = threading.Lock()
 
     @property

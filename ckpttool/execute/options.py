@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from ckpttool.execute.fleets.base import Fleet
 from ckpttool.storage.place import Place
 
 MIB = 1 << 20
@@ -74,8 +75,8 @@ class RunOptions:
     """DST is a file: the only output of the plan, which has its name."""
     source_roots: tuple[str, ...] = ()
     """Directories the caller named as SRC; DST may not lie inside. Empty: the directories that hold the sources."""
-    on: str = ""
-    """What the run is shared out to, such as ``ray`` or ``ray=HOST:PORT``; "" is this machine."""
+    on: str | Fleet = ""
+    """What the run is shared out to: an engine (``ray``, ``ray=HOST:PORT``) or a fleet; "" is this machine."""
     member: Member | None = None
     """This process does one part of the run, and others do the others; the last one to end makes DST complete."""
     begun: float = field(default_factory=time.perf_counter)

@@ -10,9 +10,12 @@ without a manifest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple, overload
 
 from ckpttool.dtypes import lookup
 from ckpttool.execute.compute import part_elements, parts_of
@@ -83,44 +86,139 @@ def schedule(plan: Plan, hashes: Sequence[str], far: Collection[int] = ()) -> li
     """All tasks of a plan. The parts of a unit stay in one task when ``hashes`` (names of algorithms) are wanted, and
     where they transpose what is on other machines (``far`` are such sources): all of them read the same bytes.
     """
-    limit = part_limit(plan.bytes_written)
-    tasks: list[Task] = []
-    number = 0
-    batch: Task | None = None
-    held = 0
-    for i, output in enumerate(plan.outputs):
-        if output.carried:
-            tasks.append(Task([Part(number, output.size, (i,), carried=i)]))
-            number += 1
-    for u, unit in enumerate(plan.units):
-        if any(type(s) is Compute or type(s) is Quantize for s in unit.steps):
-            tasks.append(computing_task(unit, u, number, limit, hashes))
-            number += len(tasks[-1].parts)
-            continue
-        targets = _targets(unit, u, hashes)
-        written, checked, files = _measure(unit)
-        if written <= limit and checked <= limit:
-            if batch is None or held + written + checked > _BATCH or len(batch.parts) >= _BATCH_UNITS:
-                batch = Task([])
-                tasks.append(batch)
+    return list(Schedule(plan, hashes, far))
+
+
+class Schedule(Sequence[Task]):
+    """The tasks of a plan, each made when it is asked for.
+
+    How many tasks and parts there are of a unit is known from its size, but for large ones, which have to be cut up for
+    that: this is most of the time that it takes to schedule a plan. Whoever schedules the same plan elsewhere is told
+    (``large``, see ``large_units``); then only the units that are asked for are cut up.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        hashes: Sequence[str],
+        far: Collection[int] = (),
+        large: Mapping[int, tuple[int, int]] | None = None,
+    ) -> None:
+        self._plan, self._hashes, self._far = plan, hashes, far
+        self._limit = part_limit(plan.bytes_written)
+        self._units = plan.packed()
+        self._measures = list(self._units.measure())
+        self._made: dict[int, list[Task]] = {}
+        """Of large units, those that had to be cut up here."""
+        self._last: tuple[int, list[Task]] = (-1, [])
+        self._groups: list[_Group] = []
+        self._starts = array("q")
+        """The first task of each group."""
+        self._length = 0
+        self._group(large)
+
+    def _group(self, large: Mapping[int, tuple[int, int]] | None) -> None:
+        """Number all tasks and parts."""
+        number = held = 0
+        batch: _Group | None = None
+        for i, output in enumerate(self._plan.outputs):
+            if output.carried:
+                self._add(_Group(number, carried=i), 1)
+                number += 1
+        for u, (written, checked, _, computes) in enumerate(self._measures):
+            if computes or written > self._limit or checked > self._limit:
+                if large is None:
+                    self._made[u] = made = self._cut(u, number)
+                    tasks, parts = len(made), sum([len(t.parts) for t in made])
+                else:
+                    tasks, parts = large[u]
+                self._add(_Group(number, large=u), tasks)
+                number += parts
+                batch = batch if computes else None
+                continue
+            if batch is None or held + written + checked > _BATCH or len(batch.units) >= 2 * _BATCH_UNITS:
+                batch = _Group(number, units=array("q"))
+                self._add(batch, 1)
                 held = 0
             held += written + checked
-            batch.parts.append(Part(number, written, files, unit=u))
-            batch.targets += targets
+            batch.units.extend((u, number))
             number += 1
-            continue
-        batch = None
-        slices = _moved_parts(unit, limit)
-        judged = [Part(0, 0, (), checks=(c,)) for step in separate(unit)[1] for c in _slices(step, limit)]
-        for part in (*slices, *judged):
+
+    def _add(self, group: _Group, tasks: int) -> None:
+        self._starts.append(self._length)
+        self._groups.append(group)
+        self._length += tasks
+
+    def _cut(self, u: int, first: int) -> list[Task]:
+        """The tasks of a large unit, with parts that count from ``first``."""
+        unit = self._units[u]
+        if self._measures[u].computes:
+            return [computing_task(unit, u, first, self._limit, self._hashes)]
+        slices = _moved_parts(unit, self._limit)
+        judged = [Part(0, 0, (), checks=(c,)) for step in separate(unit)[1] for c in _slices(step, self._limit)]
+        for number, part in enumerate((*slices, *judged), first):
             part.number = number
-            number += 1
-        if hashes or (far and any(_turns(item, far) for p in slices for item in p.items)):
-            tasks.append(Task(slices, targets, slice_of=u))
+        if self._hashes or (self._far and any(_turns(item, self._far) for p in slices for item in p.items)):
+            tasks = [Task(slices, _targets(unit.stored_tensors, u, self._hashes), slice_of=u)]
         else:
-            tasks += [Task([p], slice_of=u) for p in slices]
-        tasks += [Task([p], slice_of=u) for p in judged]
-    return tasks
+            tasks = [Task([p], slice_of=u) for p in slices]
+        return tasks + [Task([p], slice_of=u) for p in judged]
+
+    def _tasks(self, at: int) -> list[Task]:
+        """Of a group."""
+        group = self._groups[at]
+        if (i := group.carried) >= 0:
+            return [Task([Part(group.first, self._plan.outputs[i].size, (i,), carried=i)])]
+        if group.large >= 0:
+            return self._made.get(group.large) or self._cut(group.large, group.first)
+        task = Task([])
+        for u, number in zip(group.units[::2], group.units[1::2], strict=True):
+            written, _, files, _ = self._measures[u]
+            task.parts.append(Part(number, written, files, unit=u))
+            if self._hashes:
+                task.targets += _targets(self._units.stored_tensors(u), u, self._hashes)
+        return [task]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Task]:
+        for at in range(len(self._groups)):
+            yield from self._tasks(at)
+
+    @overload
+    def __getitem__(self, at: int) -> Task: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Task]: ...
+    def __getitem__(self, at: int | slice) -> Task | list[Task]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(self._length))]
+        at = range(self._length)[at]
+        group = bisect_right(self._starts, at) - 1
+        if self._last[0] != group:  # the tasks of a unit are asked for one after the other
+            self._last = group, self._tasks(group)
+        return self._last[1][at - self._starts[group]]
+
+
+def large_units(tasks: Iterable[Task]) -> dict[int, tuple[int, int]]:
+    """How many of all tasks of a plan, and how many parts, each unit has that does not share a task with others."""
+    found: dict[int, tuple[int, int]] = {}
+    for task in tasks:
+        if (u := max(task.slice_of, task.computing)) >= 0:
+            count, parts = found.get(u, (0, 0))
+            found[u] = count + 1, parts + len(task.parts)
+    return found
+
+
+class _Group(NamedTuple):
+    """Tasks that are made together: a carried file, small units in one task, or a large unit."""
+
+    first: int
+    """Number of the first part."""
+    units: array[int] = array("q")
+    """(unit, number of its part), one pair behind the other, of small units."""
+    large: int = -1
+    carried: int = -1
 
 
 def _turns(item: Item, far: Collection[int]) -> bool:
@@ -136,7 +234,7 @@ def computing_task(unit: Unit, number: int, first: int, limit: int, hashes: Sequ
     for part in parts:
         part.number = first
         first += 1
-    return Task(parts, _targets(unit, number, hashes), number)
+    return Task(parts, _targets(unit.stored_tensors, number, hashes), number)
 
 
 def sum_key(unit: int, target: int, algorithm: str) -> str:
@@ -144,8 +242,9 @@ def sum_key(unit: int, target: int, algorithm: str) -> str:
     return f"{unit}.{target}" + ("" if algorithm == ALGORITHM else f":{algorithm}")
 
 
-def _targets(unit: Unit, number: int, hashes: Sequence[str]) -> list[tuple[str, Target]]:
-    return [(sum_key(number, t, h), target) for t, target in enumerate(unit.stored_tensors) for h in hashes]
+def _targets(stored: Sequence[Target], unit: int, hashes: Sequence[str]) -> list[tuple[str, Target]]:
+    """What a unit, or a task of one, completes."""
+    return [(sum_key(unit, t, h), target) for t, target in enumerate(stored) for h in hashes]
 
 
 def _moved_parts(unit: Unit, limit: int) -> list[Part]:
@@ -191,20 +290,6 @@ def separate(unit: Unit) -> tuple[list[Copy | Fill], list[AssertEqual | AssertPa
     """What a unit moves, and what it checks."""
     moves = [step for step in unit.steps if isinstance(step, Copy | Fill)]
     return moves, [step for step in unit.steps if isinstance(step, AssertEqual | AssertPadding)]
-
-
-def _measure(unit: Unit) -> tuple[int, int, tuple[int, ...]]:
-    """Bytes that a unit writes, bytes that it only checks, and the files it writes."""
-    written = checked = 0
-    files = set()
-    for step in unit.steps:
-        if isinstance(step, Copy | Fill):
-            dtype = step.dst_dtype if isinstance(step, Copy) else step.dtype
-            written += prod(step.shape) * lookup(dtype).bits // 8
-            files.add(step.dst.file)
-        elif isinstance(step, AssertEqual | AssertPadding):
-            checked += prod(step.shape) * lookup(step.dtype).bits // 8
-    return written, checked, tuple(files)
 
 
 def _slices(step: AssertEqual | AssertPadding, limit: int) -> Iterator[Check]:

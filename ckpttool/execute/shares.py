@@ -55,7 +55,8 @@ class Survey:
     """What each task weighs and where it writes: for several questions about the same tasks."""
 
     def __init__(self, plan: Plan, tasks: Sequence[Task]) -> None:
-        self._plan = plan
+        self.plan = plan
+        self.tasks = tasks
         self._count = len(tasks)
         self._units = [t.slice_of if t.slice_of >= 0 else -1 - i for i, t in enumerate(tasks)]
         """What belongs to one unit has the same number."""
@@ -89,8 +90,8 @@ class Survey:
         stop = np.concatenate((packed[:, 4] + reach[form], direct[:, 2]))
         owner = np.concatenate((task_of, _numbers(numbers)))
         self._base = np.concatenate(([0], np.cumsum([o.size for o in plan.outputs], dtype=np.int64)))
-        order = np.flatnonzero(start < stop)
-        order = order[np.argsort((self._base[output] + start)[order], kind="stable")]
+        order = np.flatnonzero(start < stop)  # steps that compare have a source where others have an output
+        order = order[np.argsort(self._base[output[order]] + start[order], kind="stable")]
         self.task: _Numbers = owner[order]
         """Of each extent that is not empty, in the order of outputs and offsets."""
         self.output: _Numbers = output[order]
@@ -145,7 +146,7 @@ class Survey:
             share_of[list(share)] = s
         owner, kept = share_of[self.task], share_of[self.task] != nobody
         fixed = array("q")
-        for i, made in enumerate(self._plan.outputs):
+        for i, made in enumerate(self.plan.outputs):
             for at, data in made.literals:
                 if data:
                     fixed.extend((i, at, at + len(data)))
@@ -155,7 +156,7 @@ class Survey:
         stop = np.concatenate((self.stop[kept], literal[:, 2]))
         owner = np.concatenate((owner[kept], np.full(len(literal), literals)))
         # Pages of all outputs one behind the other.
-        sizes = [o.size // PAGE + 1 for o in self._plan.outputs]
+        sizes = [o.size // PAGE + 1 for o in self.plan.outputs]
         base = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
         pages: list[set[int]] = [set() for _ in range(len(shares) + 1)]
         for a, b, low, high in _met(

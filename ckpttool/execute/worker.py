@@ -4,15 +4,20 @@
 -> {"at": 1048576}                                  so many bytes of what was to do are done
 -> {"part": 32}                                     this part is written
 -> {"end": true, "sums": {...}, ...}                the tensor is finished, with its hashes
+
+What lies on pages that this machine must not write ("held": [[output, [page, ...]], ...] of an order) comes with the
+next answer, before the part counts as written: "edges": [[output, offset, bytes in base64], ...].
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ckpttool.encodings import Contents
@@ -22,6 +27,7 @@ from ckpttool.execute.crew import Answer, Order, Serve, help_out
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Medium
 from ckpttool.execute.hashing import Sums
+from ckpttool.execute.held import Held
 from ckpttool.execute.quantize import Quantizing
 from ckpttool.execute.reads import operands_at_hand
 from ckpttool.execute.remote import open_medium
@@ -74,9 +80,18 @@ def is_known(unit: Unit) -> bool:
     return all(p.__module__.startswith("ckpttool.kernels.") for p in programs)
 
 
-def order(unit: Unit, number: int, task: Task, done: Collection[int]) -> Order:
-    """Have a unit of the plan worked out; its parts in ``done`` are written already."""
-    return {"unit": encode(unit), "number": number, "first": task.parts[0].number, "done": sorted(done)}
+def order(
+    unit: Unit, number: int, task: Task, done: Collection[int], held: Mapping[int, Sequence[int]] = MappingProxyType({})
+) -> Order:
+    """Have a unit of the plan worked out; its parts in ``done`` are written already, pages ``held`` are not written."""
+    first, pages = task.parts[0].number, [[f, list(p)] for f, p in held.items()]
+    return {"unit": encode(unit), "number": number, "first": first, "done": sorted(done), "held": pages}
+
+
+def edges(answer: Answer) -> Iterator[tuple[int, int, bytes]]:
+    """(output, offset, bytes) of what a process has kept and not written."""
+    for output, offset, data in answer.get("edges", ()):
+        yield output, offset, b64decode(data)
 
 
 def server(job: Job) -> Callable[[], Serve]:
@@ -84,8 +99,20 @@ def server(job: Job) -> Callable[[], Serve]:
     draws = tensor_draws(job.randomness)  # for some streams the places of all tensors are worked out: once for all
 
     def start() -> Serve:
-        pool = open_medium(memory=job.ahead, connections=job.connections)
-        return ComputeWorker(job, draws, pool, threading.Event()).serve
+        pool = Held(open_medium(memory=job.ahead, connections=job.connections))
+        work = ComputeWorker(job, draws, pool, threading.Event()).serve
+        outputs = {path: i for i, path in enumerate(job.paths)}
+
+        def serve(order: Order, tell: Callable[[Answer], None]) -> None:
+            pool.hold({job.paths[output]: pages for output, pages in order["held"]})
+
+            def tell_edges(answer: Answer) -> None:
+                kept = [[outputs[e.path], e.offset, b64encode(e.data).decode()] for e in pool.take()]
+                tell(answer | {"edges": kept} if kept else answer)
+
+            work(order, tell_edges)
+
+        return serve
 
     return start
 

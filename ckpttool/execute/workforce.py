@@ -29,7 +29,7 @@ from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit
 from ckpttool.execute.upcoming import Turn, Upcoming
-from ckpttool.execute.worker import ComputeWorker, Job, is_known, order, server
+from ckpttool.execute.worker import ComputeWorker, Job, edges, is_known, order, server
 from ckpttool.plan import Output, Plan
 
 _T = TypeVar("_T")
@@ -311,10 +311,14 @@ class Workforce:
         """Order one tensor from a process."""
         parts = {p.number: p for p in task.parts}
         unit, done = self.plan.units[task.computing], parts.keys() & self._done
-        work(order(unit, task.computing, task, done), partial(self._heard, task, parts))
+        files, paths, pages = {f for p in task.parts for f in p.files}, self.outlet.paths, self._pool.held
+        held = {f: pages[paths[f]] for f in sorted(files) if paths[f] in pages} if pages else {}
+        work(order(unit, task.computing, task, done, held), partial(self._heard, task, parts))
 
     def _heard(self, task: Task, parts: Mapping[int, Part], answer: Answer) -> None:
         """Something is done of a task."""
+        for output, offset, data in edges(answer):  # to be kept here, too
+            self._pool.write(self.outlet.paths[output], offset, memoryview(data))
         if "unsynced" in answer:
             self.unsynced = True
         elif self.stop.is_set():

@@ -6,7 +6,7 @@ They are variables of the environment, so the processes that compute have them, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 ANONYMOUS = "CKPTTOOL_ANONYMOUS"
 OFFLINE = "HF_HUB_OFFLINE"
@@ -36,6 +36,16 @@ def set_access(*, anonymous: bool = False, offline: bool = False) -> None:
         os.environ[ANONYMOUS] = "1"
     if offline:
         os.environ[OFFLINE] = "1"
+
+
+def settings() -> dict[str, str]:
+    """What another machine has to be told to act as this one: no secrets."""
+    return {name: os.environ[name] for name in (ANONYMOUS, OFFLINE) if name in os.environ}
+
+
+def use_settings(said: Mapping[str, str]) -> None:
+    """Act as the machine whose ``settings`` these are."""
+    os.environ.update(said)
 
 
 def _is_set(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -222,6 +223,28 @@ def test_parts_do_not_depend_on_memory_or_workers(tmp_path: Path) -> None:
     chained = [p.number for t in schedule.schedule(plan, ["xxh3_128"]) for p in t.parts]
     single = [p.number for t in schedule.schedule(plan, ()) for p in t.parts]
     assert chained == single == list(range(len(single)))
+
+
+@pytest.mark.parametrize("hashes", [(), ("xxh3_128",)])
+def test_a_task_is_the_same_wherever_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hashes: tuple[str, ...]
+) -> None:
+    """Another machine makes the tasks that it is to do, and no others."""
+    monkeypatch.setattr(schedule, "_MIB", 1 << 14)
+    monkeypatch.setattr(schedule, "_LARGEST_PART", 1 << 14)
+    monkeypatch.setattr(schedule, "_BATCH", 1 << 13)
+    plan = reshard(tmp_path / "src", [*MATRICES, *[((256, 64), i % 2) for i in range(3)]], 4, 2)
+    (tmp_path / "note").write_bytes(b"note")
+    plan.outputs.append(Output("note", 4, carried=str(tmp_path / "note")))
+    tasks = schedule.schedule(plan, hashes)
+    large = schedule.large_units(tasks)
+    assert 0 < len(large) < len(plan.units)
+    with monkeypatch.context() as context:
+        context.setattr(schedule, "_moved_parts", None)  # what takes long
+        there = schedule.Schedule(pickle.loads(pickle.dumps(plan)), hashes, (), large)  # noqa: S301 - our own
+    assert (len(there), list(there)) == (len(tasks), tasks)
+    assert [there[i] for i in reversed(range(len(tasks)))] == tasks[::-1]
+    assert there[-3:] == tasks[-3:]
 
 
 def test_large_units_are_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

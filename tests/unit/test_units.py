@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from math import prod
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +28,8 @@ numbers = st.integers(0, 2**62)
 sizes = st.lists(st.integers(1, 4), max_size=2).map(tuple)
 names = st.sampled_from(["a", "b/moment1_0", "\udcff"])
 blocks = st.builds(Block, st.integers(0, 3), numbers, sizes)
-dtypes = st.sampled_from(["BF16", "F32"])
+SIZES = {"BF16": 2, "F32": 4}
+dtypes = st.sampled_from([*SIZES])
 OPERAND = Stored("F32", (2,), (), "`w` of x")
 steps = st.one_of(
     st.builds(Copy, blocks, blocks, sizes, dtypes, dtypes),
@@ -50,6 +54,43 @@ def test_what_comes_out_is_what_went_in(given: list[Unit]) -> None:
     plan = Plan([], [], packed)
     assert plan.boxes == sum(type(s) is Copy for u in given for s in u.steps)
     assert plan.digest() == Plan([], [], given).digest()
+
+
+@given(st.lists(units, max_size=5))
+def test_on_another_machine_they_are_the_same(given: list[Unit]) -> None:
+    packed = pickle.loads(pickle.dumps(Units(given), 5))  # noqa: S301 - our own
+    assert list(packed) == given
+    packed.append(Unit("one more", (Copy(Block(1, 2, (4,)), Block(3, 4, (4,)), (2,), "F32", "F32"),)))
+    assert list(packed)[:-1] == given
+    assert packed[-1].name == "one more"
+
+
+@given(st.lists(units, max_size=5))
+def test_what_units_come_to(given: list[Unit]) -> None:
+    packed = Units(given)
+    for unit, measure, at in zip(given, packed.measure(), range(len(given)), strict=True):
+        moved = [s for s in unit.steps if isinstance(s, Copy | Fill)]
+        checks = [s for s in unit.steps if isinstance(s, AssertEqual | AssertPadding)]
+        assert measure.written == sum(
+            prod(s.shape) * SIZES[s.dst_dtype if isinstance(s, Copy) else s.dtype] for s in moved
+        )
+        assert measure.checked == sum(prod(s.shape) * SIZES[s.dtype] for s in checks)
+        assert sorted(measure.files) == sorted({s.dst.file for s in moved})
+        assert measure.computes == any(isinstance(s, Compute) for s in unit.steps)
+        assert packed.stored_tensors(at) == unit.stored_tensors
+
+
+def test_a_plan_takes_little_on_its_way() -> None:
+    """Tensors of a large model differ in a few numbers of their names and places."""
+    size, many = 7168 * 2048, 2000
+    made = []
+    for i in range(many):
+        name = f"model.layers.{i // 256}.mlp.experts.{i % 256}.down_proj.weight"
+        step = Copy(
+            Block(i // 100, i * size, (2048, 1)), Block(i // 300, i * size, (2048, 1)), (7168, 2048), "BF16", "BF16"
+        )
+        made.append(Unit(name, (step,), (Target(name, i // 300, i * size, size),)))
+    assert len(pickle.dumps(Units(made), 5)) < 100 * many
 
 
 @given(st.lists(units, min_size=1, max_size=3), st.data())

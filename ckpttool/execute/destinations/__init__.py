@@ -1,14 +1,20 @@
-"""Which destination a place is. Another one is an addition: a module with ``destination(dst, options)``."""
+"""Which destination a place is. Another one is an addition: a module with ``destination(dst, options)``, and with
+``branch(said, plan, tasks)`` if several machines can write there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ckpttool.errors import UsageError
-from ckpttool.execute.destinations.base import Destination
-from ckpttool.execute.destinations.local import LocalDestination
+from ckpttool.execute.destinations.base import Branch, Destination
+from ckpttool.execute.destinations.local import LocalBranch, LocalDestination
 from ckpttool.execute.options import RunOptions
+from ckpttool.execute.schedule import Task
+from ckpttool.plan import Plan
 from ckpttool.storage.place import Place, Remote
 
 MODULES = {"hf": "hub", **dict.fromkeys(("s3", "gs", "az"), "objects")}
@@ -34,12 +40,26 @@ def _remote(dst: Remote, options: RunOptions) -> Destination:
         raise UsageError(
             f"{scheme}:// is read only", where=str(dst), hint=f"write to a directory, or to one of {known}"
         )
+    found: Destination = _module(scheme).destination(dst, options)
+    return found
+
+
+def _module(scheme: str) -> Any:
     try:
-        module = import_module(f"ckpttool.execute.destinations.{MODULES[scheme]}")
+        return import_module(f"ckpttool.execute.destinations.{MODULES[scheme]}")
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] == "ckpttool":
             raise
         hint = "pip install 'ckpttool[remote]'"
         raise UsageError(f"{scheme}:// needs a package that is not installed: {e.name}", hint=hint) from None
-    found: Destination = module.destination(dst, options)
+
+
+def branch_for(said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task]) -> Branch:
+    """The side of a destination that is on this machine, by what ``Destination.branch`` has said on another one.
+
+    Raises OutputError where this machine does not see it, UsageError when a package is missing.
+    """
+    if not said["scheme"]:
+        return LocalBranch(said, plan)
+    found: Branch = _module(said["scheme"]).branch(said, plan, tasks)
     return found

@@ -11,11 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckpttool.execute.files import Medium
+from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.schedule import Part, Task
+from ckpttool.execute.shares import Survey
 from ckpttool.plan import Plan
 from ckpttool.storage.place import Place
 
@@ -84,6 +86,28 @@ class Destination(Protocol):
         may leave ``partial`` now.
         """
 
+    # -- work on other machines
+
+    @property
+    def least_share(self) -> int:
+        """Bytes below which more shares cost more than they bring."""
+
+    def branch(self) -> Mapping[str, Any]:
+        """What ``branch_for`` needs on another machine to write here: plain data, no credentials.
+
+        Raises UsageError where only one machine can write.
+        """
+
+    def orders(self, survey: Survey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
+        """What each share is to do, for ``Branch.begin``: ``tasks`` (numbers), ``done`` (parts of them that are not to
+        be done), and what the branch must know besides."""
+
+    def remember(self, parts: Sequence[Part], answer: Answer) -> None:
+        """Another machine has made parts durable: what ``record`` does when that is done. ``answer`` has the checksums,
+        as ``sums``, and what the branch had to say."""
+
+    # -- the end
+
     def settle(self, pool: Medium, paths: Sequence[str]) -> None:
         """All outputs are written: make everything durable, and see that it is."""
 
@@ -111,3 +135,28 @@ class Destination(Protocol):
 
     def discard(self) -> None:
         """Leave nothing."""
+
+
+class Branch(Protocol):
+    """A destination, on another machine than the one that runs: shares are made there, and made durable."""
+
+    @property
+    def partial(self) -> Path:
+        """Outputs are made below it, on this machine or where all see it."""
+
+    @property
+    def spools(self) -> bool: ...
+
+    @property
+    def locks(self) -> Sequence[int]: ...
+
+    def begin(self, order: Order) -> None:
+        """An order comes. Raises OutputError when this machine does not see the run's DST, or the run has ended."""
+
+    def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        """Make finished parts durable."""
+
+    def finish(self, pool: Medium) -> Answer:
+        """All parts of the order were recorded. Returns what ``Destination.remember`` wants to hear besides."""
+
+    def close(self) -> None: ...

@@ -24,19 +24,27 @@ import shutil
 import stat
 import tempfile
 import time
+import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.files import Medium, create, write_error
+from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, Journal, writer
 from ckpttool.execute.schedule import Part
+from ckpttool.execute.shares import Survey
 from ckpttool.plan import Plan
 from ckpttool.storage.place import parse_place
 
 JOURNAL = ".journal"
+RUN = ".run"
+"""In it the name of a run to which other machines belong; they look whether it is still there."""
+LEAST_SHARE = 64 << 20
+"""Bytes."""
 MANIFEST = "ckpttool.manifest.json"
 SLACK = 16 << 20
 """Free space that stays beside the output: directories, journal, the filesystem's own records."""
@@ -144,6 +152,32 @@ class LocalDestination:
                 hint="make room, or choose a DST on another disk",
             )
 
+    # -- other machines
+
+    @property
+    def least_share(self) -> int:
+        return LEAST_SHARE
+
+    def branch(self) -> Mapping[str, Any]:
+        token = uuid.uuid4().hex
+        path = self.partial / RUN
+        try:
+            path.write_text(token, encoding="ascii")
+        except OSError as e:
+            raise write_error(e, str(path), 0, len(token)) from e
+        return {"scheme": "", "partial": str(self.partial), "run": token}
+
+    def orders(self, survey: Survey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
+        orders: list[Order] = []
+        for share, pages in zip(shares, survey.shared_pages(shares), strict=True):
+            parts = [p.number for t in share for p in survey.tasks[t].parts]
+            done = [n for n in parts if n in finished.parts]
+            orders.append({"tasks": list(share), "done": done, "hold": [[f, some] for f, some in pages.items()]})
+        return orders
+
+    def remember(self, parts: Sequence[Part], answer: Answer) -> None:
+        self._journal.append([p.number for p in parts], answer["sums"])
+
     # -- the partial directory
 
     def begin(self, beginning: Beginning) -> Finished:
@@ -238,7 +272,7 @@ class LocalDestination:
         """Raises OutputError when what is in the partial directory is not to be touched."""
         if force or (resume and left):
             return
-        strange = sorted(e.name for e in os.scandir(self.partial) if e.name not in own and e.name != JOURNAL)
+        strange = sorted(e.name for e in os.scandir(self.partial) if e.name not in own and e.name not in (JOURNAL, RUN))
         # A run that died before its journal began, or after it was removed, leaves nothing but its own files.
         if resume and not strange:
             return
@@ -357,6 +391,7 @@ class LocalDestination:
             # Network filesystems keep a file that is open under another name. The directory's lock stays.
             os.close(self._fd)
             self._fd = -1
+            (self.partial / RUN).unlink(missing_ok=True)
             (self.partial / JOURNAL).unlink()
             sync_directory(self.partial)
         except OSError as e:
@@ -413,6 +448,41 @@ class LocalDestination:
         except OSError as e:
             return f"the old destination could not be removed completely: {old}: {e.strerror}"
         return None
+
+
+class LocalBranch:
+    """DST.partial/ of a run on another machine, which both see."""
+
+    spools = False
+    locks = ()
+
+    def __init__(self, said: Mapping[str, Any], plan: Plan) -> None:
+        self.partial = Path(said["partial"])
+        self._run: str = said["run"]
+        self._paths = [str(self.partial / o.name) for o in plan.outputs]
+
+    def begin(self, order: Order) -> None:
+        """A machine that was given up may come back when the run has ended, and another one has begun."""
+        try:
+            found = (self.partial / RUN).read_text(encoding="ascii")
+        except (OSError, ValueError):
+            found = ""
+        if found != self._run:
+            raise OutputError(
+                "this machine does not see the destination of the run, or the run has ended",
+                where=str(self.partial),
+                hint="choose a DST in a directory that all nodes share, under the same path",
+            )
+
+    def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        for file in sorted({file for p in parts for file in p.files}):
+            pool.sync(self._paths[file])
+
+    def finish(self, pool: Medium) -> Answer:
+        return {}
+
+    def close(self) -> None:
+        """Nothing is open here."""
 
 
 def _local(texts: Iterable[str]) -> list[str]:

@@ -1,0 +1,119 @@
+"""Gives the tasks of a run to other machines, in shares.
+
+The run that has started here keeps the lock, the one journal and the rename. What comes back from a machine is durable
+there; it is remembered here as if this machine had done it.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ckpttool.errors import UsageError
+from ckpttool.execute.destinations.base import Destination
+from ckpttool.execute.files import Medium
+from ckpttool.execute.fleets.base import Answer, Fleet
+from ckpttool.execute.fleets.dispatch import dispatch
+from ckpttool.execute.journal import Finished
+from ckpttool.execute.node import NodeJob
+from ckpttool.execute.options import RunOptions
+from ckpttool.execute.schedule import Part, Task
+from ckpttool.execute.shares import Survey
+from ckpttool.execute.workforce import Outlet, Watcher
+from ckpttool.plan import Plan
+from ckpttool.storage.access import QUERIES
+
+_SHARES = 8
+"""Shares for each machine: so many that none waits long for the slowest, so few that each has long runs."""
+
+
+class Fleetwork:
+    """What ``Workforce`` is on this machine."""
+
+    def __init__(
+        self, plan: Plan, destination: Destination, fleet: Fleet, options: RunOptions, hashes: Sequence[str]
+    ) -> None:
+        self.plan = plan
+        self.destination = destination
+        self.fleet = fleet
+        self.options = options
+        self.hashes = hashes
+        self.far: frozenset[int] = frozenset()
+        self.stop = threading.Event()
+        self.remember: Callable[[Sequence[Part], Answer], None] = destination.remember
+        """Told of parts that a machine has made durable, with its answer."""
+        self.notes: list[str] = []
+        self.shared: list[str] = []
+        self.unsynced = False
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.peak_buffer = 0
+        self._machines: set[str] = set()
+
+    def hire(self, tasks: Sequence[Task], finished: Finished) -> None:
+        """Machines are asked when there is something to write to. Raises UsageError for what cannot travel."""
+        asked = [s.path for s in self.plan.sources if s.path in QUERIES]
+        if asked:
+            what = "a signed URL is not passed on to other machines"
+            raise UsageError(what, where=asked[0], hint="run without --on, or copy the source to a bucket")
+
+    def carry_out(
+        self,
+        tasks: Sequence[Task],
+        finished: Finished,
+        pool: Medium,
+        watcher: Watcher,
+        undisturbed: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Have other machines do what ``finished`` does not say is done. Raises what stopped one of them."""
+        survey = Survey(self.plan, tasks)
+        self.fleet.start(self._job())
+        total, nodes = self.plan.bytes_written, max(1, self.fleet.nodes())
+        count = max(1, min(_SHARES * nodes, max(nodes, total // self.destination.least_share)))
+        shares = [[t for t in share if not self._is_done(tasks[t], finished)] for share in survey.cut(count)]
+        orders = self.destination.orders(survey, [s for s in shares if s], finished)
+        parts = {p.number: p for task in tasks for p in task.parts}
+        paths = [str(self.destination.partial / o.name) for o in self.plan.outputs]
+        outlet = Outlet(paths, self.destination.spools)
+        for _, answer, node in dispatch(self.fleet, orders, self.stop):
+            self._machines.add(node)
+            self._take(answer, outlet, parts, pool, watcher)
+
+    def _job(self) -> NodeJob:
+        planned, options = self.plan.digest(), self.options
+        digest = f"{planned}-{uuid.uuid4().hex}"
+        branch = self.destination.branch()
+        memory, workers, connections = options.memory, options.workers, options.connections
+        return NodeJob(digest, self.plan, planned, self.hashes, self.far, branch, memory, workers, connections)
+
+    def _is_done(self, task: Task, finished: Finished) -> bool:
+        keys = [key for key, _ in task.targets]
+        return all(p.number in finished.parts for p in task.parts) and all(k in finished.sums for k in keys)
+
+    def _take(self, answer: Answer, outlet: Outlet, parts: Mapping[int, Part], pool: Medium, watcher: Watcher) -> None:
+        """Remember what a machine has done, and write what it was not to write itself."""
+        edges: list[tuple[int, int, Any]] = answer.get("edges", [])
+        for output, at, data in edges:
+            pool.write(outlet.paths[output], at, memoryview(data))
+        if not outlet.spools:
+            for output in sorted({output for output, _, _ in edges}):
+                pool.sync(outlet.paths[output])
+        done = [parts[n] for first, stop in answer["parts"] for n in range(first, stop)]
+        watcher.finished(done, answer["sums"])
+        self.remember(done, answer)
+        self.bytes_read += answer["read"]
+        self.bytes_written += answer["written"]
+        self.shared += answer["linked"]
+        watcher.moved(self.bytes_written)
+
+    def unrecorded(self) -> tuple[list[Part], dict[str, str]]:
+        """Nothing: what is answered is remembered at once."""
+        return [], {}
+
+    def end(self, *, now: bool) -> None:
+        """Let go of the machines at once, if the run is given up; else they are wanted until it is complete."""
+        if now:
+            self.fleet.end(now=True)

@@ -1,0 +1,164 @@
+"""What a machine does for a run that another one has started: shares of its tasks, durable before they are answered.
+
+<- {"tasks": [7, 8], "done": [31], ...}      these tasks of the schedule, without these parts; the rest is the branch's
+-> {"parts": [[29, 31], [32, 40]], "sums": {...}, "read": 1, "written": 1, "linked": [...], ...}
+
+A share can be done by anyone, again, and by two at a time: it writes the same bytes to the same places. So whoever
+gave the order may give it to somebody else when no answer comes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpttool.errors import ConflictError, CorruptError, UsageError
+from ckpttool.execute.destinations import branch_for
+from ckpttool.execute.files import Medium
+from ckpttool.execute.fleets.base import Answer, Order
+from ckpttool.execute.journal import Finished, ranges
+from ckpttool.execute.options import RunOptions
+from ckpttool.execute.remote import open_medium
+from ckpttool.execute.schedule import Part, schedule
+from ckpttool.execute.workforce import Outlet, Workforce
+from ckpttool.plan import Plan
+from ckpttool.storage.access import settings, use_settings
+from ckpttool.storage.place import DataFile, parse_place
+from ckpttool.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJob:
+    """A run, as other machines see it; see ``ckpttool.execute.fleets.base.Job``."""
+
+    digest: str
+    """Of this run of this plan."""
+    plan: Plan
+    planned: str
+    """The digest of the plan."""
+    hashes: Sequence[str]
+    far: frozenset[int]
+    """Sources on other machines, seen from where the schedule was made."""
+    branch: Mapping[str, Any]
+    """What ``Destination.branch`` has said."""
+    memory: int
+    workers: int | None
+    connections: int | None
+    version: str = __version__
+    directory: str = field(default_factory=os.getcwd)
+    """In which relative paths are meant."""
+    access: Mapping[str, str] = field(default_factory=settings)
+
+    def open(self) -> Node:
+        """Raises UsageError, ConflictError or CorruptError where this machine is unfit for the run."""
+        if self.version != __version__:
+            raise UsageError(
+                f"another version of ckpttool is installed here: {__version__}, the run has {self.version}",
+                hint="install the same version on all nodes, or none: then the run brings its own",
+            )
+        use_settings(self.access)
+        return Node(self)
+
+
+class Node:
+    """Does shares, one after the other."""
+
+    def __init__(self, job: NodeJob) -> None:
+        self._job = job
+        self._check()
+        plan = job.plan
+        self._tasks = schedule(plan, job.hashes, job.far)
+        self._branch = branch_for(job.branch, plan, self._tasks)
+        paths = [str(self._branch.partial / o.name) for o in plan.outputs]
+        self._outlet = Outlet(paths, self._branch.spools, self._branch.locks)
+        self._options = RunOptions(memory=job.memory, workers=job.workers, connections=job.connections)
+        self._pool: Medium | None = None
+        self._workforce: Workforce | None = None
+        self._parts: list[int] = []
+        self._sums: dict[str, str] = {}
+
+    def _check(self) -> None:
+        """The plan is what was sent, and the sources of this machine are those that were planned."""
+        plan, job = self._job.plan, self._job
+        if plan.digest() != job.planned:
+            raise ConflictError("the plan that this machine has is not the one of the run", hint="repeat the command")
+        here = [s for s in plan.sources if isinstance(parse_place(s.path), Path)]
+        if any(not Path(s.path).is_absolute() for s in here) and Path.cwd() != Path(job.directory):
+            hint = "give SRC as an absolute path that all nodes have"
+            raise UsageError("SRC is relative to a directory that this machine lacks", where=job.directory, hint=hint)
+        for s in here:
+            try:
+                found = DataFile.at(Path(s.path))
+            except OSError as e:
+                what = f"this machine cannot read a source of the run: {e.strerror or e}"
+                raise CorruptError(what, where=s.path, hint="all nodes must see SRC under the same path") from e
+            if (found.size, found.tag) != (s.size, s.tag):
+                raise CorruptError(
+                    "a source is another file here than where the run was planned, or it has changed since",
+                    where=s.path,
+                    hint="all nodes must see the same SRC; if it was changed, repeat the command",
+                )
+
+    def do(self, order: Order) -> Answer:
+        """Carry out a share. Raises what went wrong; the next order begins with everything fresh."""
+        try:
+            return self._do(order)
+        except BaseException:
+            self._drop(now=True)
+            raise
+
+    def _do(self, order: Order) -> Answer:
+        self._branch.begin(order)
+        pool, workforce = self._ready()
+        self._parts, self._sums = [], {}
+        read, written, linked = workforce.bytes_read, workforce.bytes_written, len(workforce.shared)
+        finished = Finished(set(order["done"]))
+        workforce.hire(self._tasks, Finished())
+        workforce.carry_out([self._tasks[t] for t in order["tasks"]], finished, pool, self)
+        self.record(pool, *workforce.unrecorded())
+        answer: Answer = {"parts": ranges(self._parts), "sums": self._sums, "linked": workforce.shared[linked:]}
+        answer |= {"read": workforce.bytes_read - read, "written": workforce.bytes_written - written}
+        return answer | self._branch.finish(pool)
+
+    def _ready(self) -> tuple[Medium, Workforce]:
+        if self._pool is None or self._workforce is None:
+            job, options = self._job, self._options
+            self._pool = open_medium(memory=options.memory // 2, connections=options.connections)
+            self._pool.scratch = str(self._branch.partial)
+            for output, path in zip(job.plan.outputs, self._outlet.paths, strict=True):
+                if not self._outlet.links(output):
+                    self._pool.expect_writes(path, scattered=output.summed)
+            self._workforce = Workforce(job.plan, self._outlet, options, job.hashes, threading.Event())
+            self._workforce.ahead = options.memory // 2 if job.far else 0
+        return self._pool, self._workforce
+
+    # -- seen by the workforce
+
+    def finished(self, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        """What is finished is told when all of it is."""
+
+    def moved(self, nbytes: int) -> None:
+        """Nobody watches a node."""
+
+    def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        self._branch.record(pool, parts, sums)
+        self._parts += [p.number for p in parts]
+        self._sums.update(sums)
+
+    # -- the end
+
+    def _drop(self, *, now: bool) -> None:
+        if self._workforce is not None:
+            self._workforce.end(now=now)
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.close()
+        self._workforce = self._pool = None
+
+    def close(self) -> None:
+        self._drop(now=False)
+        self._branch.close()

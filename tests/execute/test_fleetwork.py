@@ -1,0 +1,120 @@
+"""Runs whose work is done by other machines: the bytes are those of a run on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckpttool.checkpoint import OpenOptions
+from ckpttool.errors import CkptError, CorruptError, OutputError
+from ckpttool.execute import NoProgress, RunOptions, run, schedule
+from ckpttool.execute.destinations import local
+from ckpttool.ops import reshard
+from ckpttool.targeting.target import Target
+from tests.execute.merges import merge_plan
+from tests.helpers.fleet import CALM, WILD, FakeFleet, Trouble
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+@pytest.fixture(autouse=True)
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "LEAST_SHARE", 1 << 10)
+    monkeypatch.setattr(schedule, "_BATCH_UNITS", 2)
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """Every file, however hidden."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def reshards(dst: Path, options: RunOptions, *, verify: bool = False) -> reshard.ReshardResult:
+    prepared = reshard.prepare(FIXTURES / "llama_tp8", OpenOptions(), Target(tp=2))
+    return reshard.execute(prepared, dst, options, NoProgress(), verify=verify)
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_reshard(seed: int, tmp_path: Path, *, manifest: bool) -> None:
+    reshards(tmp_path / "one", RunOptions(manifest=manifest))
+    fleet = FakeFleet(3, seed, CALM if not seed else WILD)
+    done = reshards(tmp_path / "dst", RunOptions(manifest=manifest, on=fleet), verify=True)
+    assert files_of(tmp_path / "dst") == files_of(tmp_path / "one")
+    assert len(fleet.sent) >= 8
+    assert done.run.bytes_written >= done.prepared.plan.bytes_written // 2
+
+
+def test_tensors_that_are_computed(tmp_path: Path) -> None:
+    plan, _ = merge_plan(tmp_path / "src")
+    run(plan, tmp_path / "one")
+    run(plan, tmp_path / "dst", RunOptions(on=FakeFleet(2, 1, WILD)))
+    assert files_of(tmp_path / "dst") == files_of(tmp_path / "one")
+
+
+def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reshards(tmp_path / "one", RunOptions())
+    remember, told = local.LocalDestination.remember, 0
+
+    def killed(self: local.LocalDestination, *args: object) -> None:
+        nonlocal told
+        told += 1
+        if told > 3:
+            raise KeyboardInterrupt
+        remember(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(local.LocalDestination, "remember", killed)
+    with pytest.raises(KeyboardInterrupt, match="--resume"):
+        reshards(tmp_path / "dst", RunOptions(on=FakeFleet()))
+    monkeypatch.setattr(local.LocalDestination, "remember", remember)
+    fleet = FakeFleet()
+    done = reshards(tmp_path / "dst", RunOptions(on=fleet, resume=True))
+    assert done.run.bytes_skipped > 0
+    assert files_of(tmp_path / "dst") == files_of(tmp_path / "one")
+
+
+def changed(job: object, field: str, value: object) -> object:
+    return replace(job, **{field: value})  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda job: replace(job, version="0"), "another version of ckpttool"),
+        (lambda job: replace(job, planned="x"), "the plan that this machine has"),
+        (lambda job: replace(job, branch=job.branch | {"run": "x"}), "does not see the destination"),
+        (lambda job: replace(job, branch=job.branch | {"partial": "/nowhere"}), "does not see the destination"),
+    ],
+)
+def test_a_node_that_is_unfit(
+    change: Callable[[object], object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = FakeFleet.start
+    monkeypatch.setattr(FakeFleet, "start", lambda self, job: start(self, change(job)))  # type: ignore[arg-type]
+    with pytest.raises(CkptError, match=said) as e:
+        reshards(tmp_path / "dst", RunOptions(on=FakeFleet()))
+    assert any("on node-" in w for w in e.value.where)
+    assert not (tmp_path / "dst").exists()
+
+
+def test_sources_that_a_node_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = merge_plan(tmp_path / "src")
+    start = FakeFleet.start
+
+    def change(self: FakeFleet, job: object) -> None:
+        start(self, job)  # type: ignore[arg-type]
+        path = Path(plan.sources[0].path)
+        path.rename(path.with_suffix(".away"))
+
+    monkeypatch.setattr(FakeFleet, "start", change)
+    with pytest.raises(CorruptError, match="cannot read a source of the run"):
+        run(plan, tmp_path / "dst", RunOptions(on=FakeFleet()))
+    assert not list(tmp_path.glob("dst*"))
+
+
+def test_all_nodes_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpttool.execute.fleets.dispatch.PATIENCE", 0.0)
+    with pytest.raises(OutputError, match="no node is left"):
+        reshards(tmp_path / "dst", RunOptions(on=FakeFleet(1, 0, Trouble(deaths={3: 0}))))
