@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEV := $(VENV)/.dev-installed
 PEERS := $(VENV)/.peers-installed
+CLUSTER := $(VENV)/.cluster-installed
 FUZZ := $(VENV)/.fuzz-installed
 PADDLE_VENV := .venv-paddle
 PADDLE := $(PADDLE_VENV)/.installed
@@ -13,7 +14,7 @@ AZURITE := .azurite/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers test-resume test-families lint format types docs-check torture torture-remote walk fuzz bench bench-scale clean
+.PHONY: help setup demo test test-all test-peers test-cluster test-resume test-families lint format types docs-check torture torture-remote walk fuzz bench bench-scale clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +34,9 @@ test-all: $(DEV) ## run them with every case and every page of docs/, and more e
 test-peers: $(PEERS) $(PADDLE) $(AZURITE) ## let the libraries that read these formats judge what ckpttool writes
 	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' CKPTTOOL_AZURITE='$(CURDIR)/.azurite/node_modules/.bin/azurite-blob' \
 	  $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/peers $(ARGS)
+
+test-cluster: $(CLUSTER) ## run on many machines: Ray, Slurm, MPI and torchrun, all of them on this one (minutes)
+	@$(BIN)/python -m pytest tests/cluster $(ARGS)
 
 test-resume: $(PEERS) $(PADDLE) ## move training runs between all frameworks, and check docs/resume.md (10 minutes; ARGS=--write)
 	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' $(BIN)/python -m tests.peers.resume $(ARGS)
@@ -98,6 +102,11 @@ $(DEV): pyproject.toml constraints.txt
 $(PEERS): $(DEV)
 	@echo 'installing the peers into $(VENV)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	@touch $@
+
+# Slurm and MPI are the system's: apt-get install slurmctld slurmd slurm-client openmpi-bin. Without them their tests are skipped.
+$(CLUSTER): $(PEERS)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	@touch $@
 
 $(FUZZ): $(DEV)

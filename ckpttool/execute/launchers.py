@@ -172,6 +172,7 @@ def _innermost(found: list[_Found], environment: Mapping[str, str]) -> _Found:
         _compare(one, other)
     if split := [f for f in inner if f.size != 1]:
         return split[0]
+    _refuse_lone(found)
     _refuse_allocation(found, environment)
     jobs = [f for f in found if f.size != 1 and not (f.by.depth and inner)]
     for one, other in pairwise(jobs):
@@ -179,13 +180,6 @@ def _innermost(found: list[_Found], environment: Mapping[str, str]) -> _Found:
             raise _contradiction(one, other)
     if jobs:
         return jobs[0]
-    for f in found:
-        if f.by.first:
-            raise UsageError(
-                f"--part auto: {f.by.name} of one element splits nothing",
-                where=f.said,
-                hint=f"to do one part of a run again, say which: {_EXAMPLE}",
-            )
     if found:
         return found[0]
     raise UsageError(
@@ -196,13 +190,12 @@ def _innermost(found: list[_Found], environment: Mapping[str, str]) -> _Found:
 
 def _compare(inner: _Found, outer: _Found) -> None:
     """Raises UsageError where two launchers of processes cannot both be right."""
-    if inner.by.depth < outer.by.depth or (inner.rank, inner.size) == (outer.rank, outer.size):
+    if inner.by.depth < outer.by.depth or outer.size is None:
         return
-    if inner.by.depth == outer.by.depth or inner.by.loose:
+    same = (inner.rank, inner.size) == (outer.rank, outer.size)
+    if not same and (inner.by.depth == outer.by.depth or inner.by.loose):
         raise _contradiction(inner, outer)
-    if outer.size is None or outer.size == 1:
-        return
-    if inner.size == 1 or (inner.spans is not None and inner.spans < outer.size):
+    if outer.size > 1 and (inner.size == 1 or (inner.spans is not None and inner.spans < outer.size)):
         own = "one process" if inner.size == 1 else f"{inner.size} processes of its own"
         raise UsageError(
             f"--part auto: {outer.by.name} started {outer.size} tasks, and {inner.by.name} in each has {own}",
@@ -217,6 +210,17 @@ def _contradiction(one: _Found, other: _Found) -> UsageError:
         where=(str(one), str(other)),
         hint=f"unset the variables that are left over, or say it yourself: {_EXAMPLE}",
     )
+
+
+def _refuse_lone(found: Sequence[_Found]) -> None:
+    """Raises UsageError for an array of one, which may be the one of many that is done again."""
+    for f in found:
+        if f.by.first and f.size == 1:
+            raise UsageError(
+                f"--part auto: {f.by.name} of one element splits nothing",
+                where=f.said,
+                hint=f"to do one part of a run again, say which: {_EXAMPLE}",
+            )
 
 
 def _refuse_allocation(found: Sequence[_Found], environment: Mapping[str, str]) -> None:

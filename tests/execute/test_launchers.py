@@ -117,7 +117,8 @@ def test_the_innermost_launcher_that_splits_the_work_counts(
         ("auto", BATCH | ARRAY | {"SLURM_ARRAY_TASK_COUNT": "3"}, "with gaps", "--array=1-8"),
         (
             "auto",
-            ARRAY
+            BATCH
+            | ARRAY
             | dict.fromkeys(("SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX"), "5")
             | {"SLURM_ARRAY_TASK_COUNT": "1"},
             "of one element",
@@ -125,6 +126,7 @@ def test_the_innermost_launcher_that_splits_the_work_counts(
         ),
         # launchers that know nothing of each other
         ("auto", step(3, 8) | torchrun(1, 4), "torchrun in each has 4 processes of its own", "--nnodes"),
+        ("auto", step(1, 2) | torchrun(1, 2), "torchrun in each has 2 processes of its own", "--nnodes"),
         ("auto", step(3, 8) | torchrun(0, 1), "in each has one process", "by Slurm (srun) alone"),
         ("auto", step(3, 8) | mpi(0, 1), "in each has one process", "by Slurm (srun) alone"),
         ("auto", step(3, 8) | own(0, 8), "disagree", "unset the variables"),

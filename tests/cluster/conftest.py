@@ -1,0 +1,27 @@
+"""Keeps this folder out of an ordinary run: its tests start Ray, Slurm, MPI and torchrun, each once for the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import slurm
+
+HERE = Path(__file__).parent
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Collect the folder only where the command line names it, as `make test-cluster` does."""
+    named = (config.invocation_params.dir / argument.split("::")[0] for argument in config.args)
+    return None if any(path.resolve().is_relative_to(HERE) for path in named) else True
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[slurm.Slurm]:
+    """Slurm with four nodes, all of them on this machine."""
+    if why := slurm.lacking():
+        pytest.skip(why)
+    with slurm.Slurm(nodes=4) as running:
+        yield running
