@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import slurm
+from tests.cluster.ray_nodes import RayNodes
 
 HERE = Path(__file__).parent
 
@@ -25,3 +26,11 @@ def cluster() -> Iterator[slurm.Slurm]:
         pytest.skip(why)
     with slurm.Slurm(nodes=4) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def ray_nodes() -> Iterator[RayNodes]:
+    """A Ray cluster of three nodes on this machine, started once."""
+    pytest.importorskip("ray")
+    with RayNodes(("head", "one", "two")) as nodes:
+        yield nodes

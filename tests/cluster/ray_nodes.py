@@ -1,0 +1,169 @@
+"""A Ray cluster on this machine: real raylets, each of which is a node. Run as a module, it holds one.
+
+It lives in a process of its own, so that tests need no Ray in theirs, and ends when that process has no more input.
+
+    -> {"add": "three", "cpus": 1}      <- {"pid": 4711}
+    -> {"remove": "three"}              <- {}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[2]
+_SYSTEM = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_timeout_ms": 3000}
+"""A node that is gone is missed after some seconds, one that stands still after half a minute at most."""
+
+
+class RayNodes:
+    """A cluster, as tests see it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.raylets: dict[str, int] = {}
+        """Name -> process."""
+        self.address = ""
+
+    def __enter__(self) -> Self:
+        self._temp = tempfile.mkdtemp(prefix="r-", dir="/tmp")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.ray_nodes", self._temp, *self.names],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=self._temp,
+            env=environment | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+        )
+        said = self._hear()
+        self.address, self.raylets = said["address"], said["raylets"]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+        shutil.rmtree(self._temp, ignore_errors=True)
+
+    @property
+    def on(self) -> str:
+        """For ``--on``."""
+        return f"ray={self.address}"
+
+    def add(self, name: str, cpus: int = 1) -> None:
+        self.raylets[name] = self._ask({"add": name, "cpus": cpus})["pid"]
+
+    def remove(self, name: str) -> None:
+        """A node leaves, if it is still there."""
+        self._ask({"remove": name})
+        del self.raylets[name]
+
+    def kill(self, name: str) -> None:
+        """A node is gone, without a word."""
+        os.kill(self.raylets[name], signal.SIGKILL)
+
+    def restore(self) -> None:
+        """All nodes of the beginning, and no other."""
+        for name, pid in list(self.raylets.items()):
+            if name not in self.names or not _is_alive(pid):
+                self.remove(name)
+        for name in self.names:
+            if name not in self.raylets:
+                self.add(name)
+
+    def hands(self, name: str) -> list[int]:
+        """Processes of a node that work for a run."""
+        return [pid for pid in _children(self.raylets[name]) if "Hand" in _command(pid)]
+
+    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        said: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return said
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _command(pid: int) -> str:
+    """Ray puts there what a process is doing."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def host(temp: str, names: Sequence[str]) -> None:
+    """Hold a cluster until there is no more input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever Ray prints
+    del os.environ["PYTHONPATH"]  # a run brings this package along
+    from ray.cluster_utils import Cluster
+
+    head = {
+        "num_cpus": 1,
+        "node_name": names[0],
+        "temp_dir": temp,
+        "_system_config": _SYSTEM,
+        "include_dashboard": False,
+    }
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = {names[0]: cluster.head_node}
+    for name in names[1:]:
+        nodes[name] = cluster.add_node(wait=False, num_cpus=1, node_name=name)
+    cluster.wait_for_nodes(120)
+
+    def pid(name: str) -> int:
+        (raylet,) = nodes[name].all_processes["raylet"]
+        found: int = raylet.process.pid
+        return found
+
+    def say(what: dict[str, Any]) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    say({"address": cluster.address, "raylets": {name: pid(name) for name in nodes}})
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "add" in order:
+            nodes[order["add"]] = cluster.add_node(num_cpus=order["cpus"], node_name=order["add"])
+            say({"pid": pid(order["add"])})
+        else:
+            cluster.remove_node(nodes.pop(order["remove"]), allow_graceful=False)
+            time.sleep(0.1)
+            say({})
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    host(sys.argv[1], sys.argv[2:])
