@@ -20,7 +20,7 @@ from ckpttool.execute.fleets.dispatch import dispatch
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.node import NodeJob
 from ckpttool.execute.options import RunOptions
-from ckpttool.execute.schedule import Part, Task
+from ckpttool.execute.schedule import Part, Task, large_units
 from ckpttool.execute.shares import Survey
 from ckpttool.execute.workforce import Outlet, Watcher
 from ckpttool.plan import Plan
@@ -70,7 +70,7 @@ class Fleetwork:
     ) -> None:
         """Have other machines do what ``finished`` does not say is done. Raises what stopped one of them."""
         survey = Survey(self.plan, tasks)
-        self.fleet.start(self._job())
+        self.fleet.start(self._job(tasks))
         total, nodes = self.plan.bytes_written, max(1, self.fleet.nodes())
         count = max(1, min(_SHARES * nodes, max(nodes, total // self.destination.least_share)))
         shares = [[t for t in share if not self._is_done(tasks[t], finished)] for share in survey.cut(count)]
@@ -82,12 +82,13 @@ class Fleetwork:
             self._machines.add(node)
             self._take(answer, outlet, parts, pool, watcher)
 
-    def _job(self) -> NodeJob:
+    def _job(self, tasks: Sequence[Task]) -> NodeJob:
         planned, options = self.plan.digest(), self.options
         digest = f"{planned}-{uuid.uuid4().hex}"
         branch = self.destination.branch()
         memory, workers, connections = options.memory, options.workers, options.connections
-        return NodeJob(digest, self.plan, planned, self.hashes, self.far, branch, memory, workers, connections)
+        large = large_units(tasks)
+        return NodeJob(digest, self.plan, planned, self.hashes, self.far, large, branch, memory, workers, connections)
 
     def _is_done(self, task: Task, finished: Finished) -> bool:
         keys = [key for key, _ in task.targets]

@@ -23,7 +23,7 @@ from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, ranges
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.remote import open_medium
-from ckpttool.execute.schedule import Part, schedule
+from ckpttool.execute.schedule import Part, Schedule
 from ckpttool.execute.workforce import Outlet, Workforce
 from ckpttool.plan import Plan
 from ckpttool.storage.access import settings, use_settings
@@ -43,6 +43,8 @@ class NodeJob:
     hashes: Sequence[str]
     far: frozenset[int]
     """Sources on other machines, seen from where the schedule was made."""
+    large: Mapping[int, tuple[int, int]]
+    """See ``large_units``: a machine makes the tasks that it is to do, and no others."""
     branch: Mapping[str, Any]
     """What ``Destination.branch`` has said."""
     memory: int
@@ -71,7 +73,7 @@ class Node:
         self._job = job
         self._check()
         plan = job.plan
-        self._tasks = schedule(plan, job.hashes, job.far)
+        self._tasks = Schedule(plan, job.hashes, job.far, job.large)
         self._branch = branch_for(job.branch, plan, self._tasks)
         paths = [str(self._branch.partial / o.name) for o in plan.outputs]
         self._outlet = Outlet(paths, self._branch.spools, self._branch.locks)
@@ -117,7 +119,6 @@ class Node:
         self._parts, self._sums = [], {}
         read, written, linked = workforce.bytes_read, workforce.bytes_written, len(workforce.shared)
         finished = Finished(set(order["done"]))
-        workforce.hire(self._tasks, Finished())
         workforce.carry_out([self._tasks[t] for t in order["tasks"]], finished, pool, self)
         self.record(pool, *workforce.unrecorded())
         answer: Answer = {"parts": ranges(self._parts), "sums": self._sums, "linked": workforce.shared[linked:]}
@@ -134,6 +135,7 @@ class Node:
                     self._pool.expect_writes(path, scattered=output.summed)
             self._workforce = Workforce(job.plan, self._outlet, options, job.hashes, threading.Event())
             self._workforce.ahead = options.memory // 2 if job.far else 0
+            self._workforce.hire(self._tasks.computing(), Finished())
         return self._pool, self._workforce
 
     # -- seen by the workforce

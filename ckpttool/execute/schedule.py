@@ -179,6 +179,11 @@ class Schedule(Sequence[Task]):
                 task.targets += _targets(self._units.stored_tensors(u), u, self._hashes)
         return [task]
 
+    def computing(self) -> list[Task]:
+        """Those of units with computed tensors."""
+        computes = [at for at, g in enumerate(self._groups) if g.large >= 0 and self._measures[g.large].computes]
+        return [task for at in computes for task in self._tasks(at)]
+
     def __len__(self) -> int:
         return self._length
 
