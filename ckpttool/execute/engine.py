@@ -351,7 +351,7 @@ class _Run:
             self.shown = 0
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as thread:
             try:
-                verifying = thread.submit(verify, self.destination.readable(), meter.advance)
+                verifying = thread.submit(self._verify_with(verify), self.destination.readable(), meter.advance)
                 while not wait([verifying], TICK).done:
                     if phased:
                         self._show(min(meter.done, total))
@@ -362,6 +362,18 @@ class _Run:
         verifying.result()
         if phased:
             self._show(total)
+
+    def _verify_with(self, verify: Callable[[Place, Advance], None]) -> Callable[[Place, Advance], None]:
+        """The same, on the machines that work for this run, if there are any and it can be done in shares."""
+        fleet = self.fleet
+        if fleet is None:
+            return verify
+        from ckpttool.execute.verification import Verification
+
+        if not isinstance(verify, Verification):
+            return verify
+        private = self.destination.partial if self.destination.spools else None
+        return lambda written, advance: verify.on(fleet, written, advance, self.stop, private)
 
     def _checksums(self) -> list[Checksum]:
         out = []

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ckpttool.errors import UsageError
 from ckpttool.execute.destinations.base import Destination
 from ckpttool.execute.files import Medium
 from ckpttool.execute.fleets.base import Answer, Fleet
@@ -24,7 +23,7 @@ from ckpttool.execute.schedule import Part, Task, large_units
 from ckpttool.execute.shares import Survey
 from ckpttool.execute.workforce import Outlet, Watcher
 from ckpttool.plan import Plan
-from ckpttool.storage.access import QUERIES
+from ckpttool.storage.travel import check_sent
 
 _SHARES = 8
 """Shares for each machine: so many that none waits long for the slowest, so few that each has long runs."""
@@ -54,11 +53,8 @@ class Fleetwork:
         self._machines: set[str] = set()
 
     def hire(self, tasks: Sequence[Task], finished: Finished) -> None:
-        """Machines are asked when there is something to write to. Raises UsageError for what cannot travel."""
-        asked = [s.path for s in self.plan.sources if s.path in QUERIES]
-        if asked:
-            what = "a signed URL is not passed on to other machines"
-            raise UsageError(what, where=asked[0], hint="run without --on, or copy the source to a bucket")
+        """Machines are asked when there is something to write to. Raises UsageError for sources that do not travel."""
+        check_sent([s.path for s in self.plan.sources])
 
     def carry_out(
         self,

@@ -1,7 +1,8 @@
 """What a machine does for a run that another one has started: shares of its tasks, durable before they are answered.
 
-<- {"tasks": [7, 8], "done": [31], ...}      these tasks of the schedule, without these parts; the rest is the branch's
--> {"parts": [[29, 31], [32, 40]], "sums": {...}, "read": 1, "written": 1, "linked": [...], ...}
+<- {"tasks": [7, 8], "done": [31], "hold": [[0, [12, 13]]], ...}    these tasks of the schedule, without these parts and
+                                                 without what they write to these pages; the rest is the branch's
+-> {"parts": [[29, 31], [32, 40]], "sums": {...}, "edges": [[0, 786432, b"..."]], "read": 1, "written": 1, ...}
 
 A share can be done by anyone, again, and by two at a time: it writes the same bytes to the same places. So whoever
 gave the order may give it to somebody else when no answer comes.
@@ -20,6 +21,7 @@ from ckpttool.errors import ConflictError, CorruptError, UsageError
 from ckpttool.execute.destinations import branch_for
 from ckpttool.execute.files import Medium
 from ckpttool.execute.fleets.base import Answer, Order
+from ckpttool.execute.held import Held
 from ckpttool.execute.journal import Finished, ranges
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.remote import open_medium
@@ -78,10 +80,11 @@ class Node:
         paths = [str(self._branch.partial / o.name) for o in plan.outputs]
         self._outlet = Outlet(paths, self._branch.spools, self._branch.locks)
         self._options = RunOptions(memory=job.memory, workers=job.workers, connections=job.connections)
-        self._pool: Medium | None = None
+        self._pool: Held | None = None
         self._workforce: Workforce | None = None
         self._parts: list[int] = []
         self._sums: dict[str, str] = {}
+        self._outputs = {path: i for i, path in enumerate(paths)}
 
     def _check(self) -> None:
         """The plan is what was sent, and the sources of this machine are those that were planned."""
@@ -119,16 +122,23 @@ class Node:
         self._parts, self._sums = [], {}
         read, written, linked = workforce.bytes_read, workforce.bytes_written, len(workforce.shared)
         finished = Finished(set(order["done"]))
-        workforce.carry_out([self._tasks[t] for t in order["tasks"]], finished, pool, self)
+        tasks = [self._tasks[t] for t in order["tasks"]]
+        pool.hold({self._outlet.paths[output]: pages for output, pages in order.get("hold", ())})
+        workforce.carry_out(tasks, finished, pool, self)
         self.record(pool, *workforce.unrecorded())
-        answer: Answer = {"parts": ranges(self._parts), "sums": self._sums, "linked": workforce.shared[linked:]}
-        answer |= {"read": workforce.bytes_read - read, "written": workforce.bytes_written - written}
+        edges = [[self._outputs[e.path], e.offset, e.data] for e in pool.take()]
+        answer: Answer = {"parts": ranges(self._parts), "sums": self._sums, "edges": edges}
+        answer |= {
+            "linked": workforce.shared[linked:],
+            "read": workforce.bytes_read - read,
+            "written": workforce.bytes_written - written,
+        }
         return answer | self._branch.finish(pool)
 
-    def _ready(self) -> tuple[Medium, Workforce]:
+    def _ready(self) -> tuple[Held, Workforce]:
         if self._pool is None or self._workforce is None:
             job, options = self._job, self._options
-            self._pool = open_medium(memory=options.memory // 2, connections=options.connections)
+            self._pool = Held(open_medium(memory=options.memory // 2, connections=options.connections))
             self._pool.scratch = str(self._branch.partial)
             for output, path in zip(job.plan.outputs, self._outlet.paths, strict=True):
                 if not self._outlet.links(output):

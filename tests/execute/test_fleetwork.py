@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import CkptError, CorruptError, OutputError
-from ckpttool.execute import NoProgress, RunOptions, run, schedule
+from ckpttool.execute import NoProgress, RunOptions, run, schedule, shares
 from ckpttool.execute.destinations import local
+from ckpttool.execute.files import FilePool
+from ckpttool.execute.node import Node
 from ckpttool.ops import reshard
 from ckpttool.targeting.target import Target
 from tests.execute.merges import merge_plan
@@ -118,3 +121,31 @@ def test_all_nodes_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.execute.fleets.dispatch.PATIENCE", 0.0)
     with pytest.raises(OutputError, match="no node is left"):
         reshards(tmp_path / "dst", RunOptions(on=FakeFleet(1, 0, Trouble(deaths={3: 0}))))
+
+
+def test_no_page_is_written_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by two shares, nor by a share and the run itself, which writes headers and what shares keep back."""
+    monkeypatch.setattr(shares, "PAGE", 512)
+    writers: dict[tuple[str, int], set[int]] = {}
+    write, share = FilePool.write, 0
+    do = Node._do
+
+    def one(self: Node, order: Any) -> Any:
+        nonlocal share
+        share = order["tasks"][0] + 1
+        try:
+            return do(self, order)
+        finally:
+            share = 0
+
+    def noted(self: FilePool, path: str, offset: int, data: memoryview, *, scattered: bool = False) -> None:
+        for page in range(offset // 512, -(-(offset + data.nbytes) // 512)):
+            writers.setdefault((path, page), set()).add(share)
+        write(self, path, offset, data, scattered=scattered)
+
+    monkeypatch.setattr(Node, "_do", one)
+    monkeypatch.setattr(FilePool, "write", noted)
+    reshards(tmp_path / "dst", RunOptions(on=FakeFleet()))
+    assert {len(found) for found in writers.values()} == {1}
+    assert len({s for found in writers.values() for s in found}) > 8
+    assert sum(found == {0} for found in writers.values()) > 8
