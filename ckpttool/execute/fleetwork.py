@@ -19,7 +19,7 @@ from ckpttool.execute.fleets.dispatch import dispatch
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.node import NodeJob
 from ckpttool.execute.options import RunOptions
-from ckpttool.execute.schedule import Part, Task, large_units
+from ckpttool.execute.schedule import Part, Task, large_units, operand_keys
 from ckpttool.execute.shares import Survey
 from ckpttool.execute.workforce import Outlet, Watcher
 from ckpttool.plan import Plan
@@ -51,6 +51,9 @@ class Fleetwork:
         self.bytes_written = 0
         self.peak_buffer = 0
         self._machines: set[str] = set()
+        self._done: set[int] = set()
+        """Parts."""
+        self._moved = 0
 
     def hire(self, tasks: Sequence[Task], finished: Finished) -> None:
         """Machines are asked when there is something to write to. Raises UsageError for sources that do not travel."""
@@ -88,6 +91,8 @@ class Fleetwork:
 
     def _is_done(self, task: Task, finished: Finished) -> bool:
         keys = [key for key, _ in task.targets]
+        if task.computing >= 0:
+            keys += operand_keys(self.plan, task.computing)
         return all(p.number in finished.parts for p in task.parts) and all(k in finished.sums for k in keys)
 
     def _take(self, answer: Answer, outlet: Outlet, parts: Mapping[int, Part], pool: Medium, watcher: Watcher) -> None:
@@ -99,12 +104,15 @@ class Fleetwork:
             for output in sorted({output for output, _, _ in edges}):
                 pool.sync(outlet.paths[output])
         done = [parts[n] for first, stop in answer["parts"] for n in range(first, stop)]
-        watcher.finished(done, answer["sums"])
+        new = [p for p in done if p.number not in self._done]  # some are done by two machines, each for its chunks
+        self._done.update([p.number for p in new])
+        self._moved += sum([p.nbytes for p in new])
+        watcher.finished(new, answer["sums"])
         self.remember(done, answer)
         self.bytes_read += answer["read"]
         self.bytes_written += answer["written"]
         self.shared += answer["linked"]
-        watcher.moved(self.bytes_written)
+        watcher.moved(self._moved)
 
     def unrecorded(self) -> tuple[list[Part], dict[str, str]]:
         """Nothing: what is answered is remembered at once."""

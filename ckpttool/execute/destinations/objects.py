@@ -26,21 +26,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckpttool.errors import CkptError, ConflictError, OutputError, UsageError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.execute.destinations.marker import WRITING, Marker, State
+from ckpttool.execute.destinations.object_branch import BACKLOG, ObjectBranch
 from ckpttool.execute.destinations.outbox import LAST, LATE, MARK, Keys, Outbox, Upload, rank
 from ckpttool.execute.destinations.overlay import Overlay
+from ckpttool.execute.destinations.owners import claims
 from ckpttool.execute.destinations.spool import Spool
 from ckpttool.execute.destinations.store import GoneError, Slice, Store
-from ckpttool.execute.files import Medium, Stopped
+from ckpttool.execute.files import Medium, Stopped, write_error
+from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import RunOptions
-from ckpttool.execute.schedule import Part
+from ckpttool.execute.schedule import Part, Task
+from ckpttool.execute.shares import Survey
 from ckpttool.plan import Output, Plan
 from ckpttool.storage.objects import forget
 from ckpttool.storage.place import Place, Remote
@@ -54,10 +58,10 @@ WHOLE = 1 << 20
 """Objects of fewer bytes are put whole, at the end: an upload takes three requests. Until then they are spooled."""
 SENDERS = 8
 """Threads that send, by default."""
-BACKLOG = 1
-"""Chunks for each of these threads that may wait to be sent before those who write have to wait."""
 REMEMBER = 5.0
 """Seconds between two objects with hashes."""
+LEAST_SHARE = 4 << 30
+"""Bytes. Where two shares meet, a part or a tensor is made twice: a few percent of a share of this size."""
 
 _LONGEST = 1024
 """Bytes of a key."""
@@ -74,6 +78,12 @@ def destination(dst: Remote, options: RunOptions) -> ObjectDestination:
         )
     store = open_store(scheme, rest.partition("/")[0])
     return ObjectDestination(dst, store, single=options.single, threads=options.connections or SENDERS)
+
+
+def branch(said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task]) -> ObjectBranch:
+    """The side of a run on another machine that is on this one. Raises AccessError when its store cannot be reached."""
+    bucket = str(said["dst"]).partition("://")[2].partition("/")[0]
+    return ObjectBranch(said, plan, tasks, open_store(said["scheme"], bucket))
 
 
 def open_store(scheme: str, bucket: str) -> Store:
@@ -125,6 +135,8 @@ class ObjectDestination:
         """Objects with hashes."""
         self._noted = time.monotonic()
         self._replaced = False
+        self._owed: set[tuple[int, int]] = set()
+        """Chunks that other machines have been asked for: (output, chunk)."""
 
     # -- names
 
@@ -206,7 +218,7 @@ class ObjectDestination:
         self._asked, self._force = beginning.stop, beginning.force
         self._names = [*(o.name for o in beginning.plan.outputs), *beginning.late]
         self._check_names()
-        plan = beginning.plan
+        plan = self._plan = beginning.plan
         self._spool.open()
         left = False
         try:
@@ -372,6 +384,50 @@ class ObjectDestination:
             self._note()
         self._outbox.sender.wait(BACKLOG * self._threads, self._asked)
 
+    # -- other machines
+
+    @property
+    def least_share(self) -> int:
+        return LEAST_SHARE
+
+    def branch(self) -> Mapping[str, Any]:
+        summed = next((o.name for o in self._plan.outputs if o.summed), "")
+        if summed:
+            raise UsageError(
+                "several machines cannot write a file that holds checksums of its tensors into a bucket",
+                where=f"{self._text}: {summed}",
+                hint="use one machine, a DST that all machines share, or --to hf",
+            )
+        cut = [[i, o.chunk, o.upload] for i, o in self._objects.items() if not o.is_done]
+        said = {"scheme": self._text.partition("://")[0], "dst": self._text, "single": self.single}
+        return said | {"run": self._run, "cut": cut, "threads": self._threads}
+
+    def orders(self, survey: Survey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
+        """An object that is put whole is one chunk: the machine that makes it answers with its bytes."""
+        outputs = self._plan.outputs
+        sizes = [size or o.size for size, o in zip(self._outbox.sizes(len(outputs)), outputs, strict=True)]
+        sent = [self._outbox.sent(i) for i in range(len(outputs))]
+        found = [c for c in claims(self._plan, survey.tasks, shares, sizes, sent, finished) if c.tasks]
+        self._owed = {(f, chunk) for c in found for f, first, stop in c.chunks for chunk in range(first, stop)}
+        return [{"tasks": c.tasks, "done": c.spared, "chunks": c.chunks} for c in found]
+
+    def remember(self, parts: Sequence[Part], answer: Answer) -> None:
+        for output, chunk, tag in answer["sent"]:
+            self._objects[output].sent[chunk] = tag
+            self._owed.discard((output, chunk))
+        for output, data in answer["whole"]:
+            path = self._spool.path / self._plan.outputs[output].name
+            try:
+                with path.open("r+b") as f:
+                    f.write(data)
+            except OSError as e:
+                raise write_error(e, str(path), 0, len(data)) from e
+            self._owed.discard((output, 0))
+        with self._recording:
+            self._sums |= answer["sums"]
+        if self._sums and time.monotonic() - self._noted > REMEMBER:
+            self._note()
+
     def _note(self) -> None:
         """Put hashes beside the marker, for a run that goes on."""
         with self._recording:
@@ -387,6 +443,10 @@ class ObjectDestination:
         self._start()
         if self._sums:
             self._note()
+        if self._owed:
+            output, chunk = min(self._owed)
+            what = f"part {chunk + 1:,} of an upload was not sent by the machine that was asked to"
+            raise OutputError(what, where=self._keys.where(self._plan.outputs[output].name))
         self._drain()
         # The last parts, which were not worth a record, checksums, and chunks that no part writes into.
         for output, o in self._objects.items():
@@ -412,7 +472,7 @@ class ObjectDestination:
             part = there.get(chunk + 1)
             if part is None or not o.has(chunk, part.size):
                 raise OutputError(f"part {chunk + 1:,} of an upload is missing, or has another size", where=where)
-            if o.sent[chunk].split()[0] != part.tag.split()[0]:
+            if not _is_same(o.sent[chunk], part.tag):
                 raise OutputError(f"part {chunk + 1:,} of an upload is another one than was sent", where=where)
             o.sent[chunk] = part.tag
 
@@ -553,3 +613,10 @@ class ObjectDestination:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether tags are of the same bytes: by the checksum where there is one. A machine that was given up may have sent
+    them again, and a store that encrypts gives each upload of them another name."""
+    a, b = one.split(), other.split()
+    return a[-1] == b[-1] if len(a) == len(b) else a[0] == b[0]

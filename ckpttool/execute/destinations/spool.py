@@ -16,7 +16,9 @@ import shutil
 import stat
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
+from typing import Self
 
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.local import PATIENCE, SLACK
@@ -27,13 +29,29 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _HINT = "free space there, or set TMPDIR to a directory on a larger disk"
 
 
-class Spool:
-    """The spool of a destination; ``text`` names that one."""
+class BusyError(OutputError):
+    """Another process has the directory."""
 
-    def __init__(self, text: str) -> None:
+
+class Spool:
+    """The spool of a destination; ``text`` names that one. ``one_of`` tells those of several processes apart."""
+
+    def __init__(self, text: str, one_of: str = "") -> None:
         digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
-        self.path = Path(tempfile.gettempdir()) / f"ckpttool-spool-{os.geteuid()}-{digest}"
+        self.path = Path(tempfile.gettempdir()) / f"ckpttool-spool-{os.geteuid()}-{digest}{one_of and '.'}{one_of}"
         self._fd = -1
+
+    @classmethod
+    def free(cls, text: str) -> Self:
+        """An open one of those that processes have for the same destination: the first that no other one has."""
+        for number in count(1):
+            found = cls(text, str(number))
+            try:
+                found.open(patience=0)
+            except BusyError:
+                continue
+            return found
+        raise AssertionError
 
     @property
     def locks(self) -> list[int]:
@@ -48,10 +66,10 @@ class Spool:
             what += f" needed, {usage.free:,} bytes are free"
             raise OutputError(what, where=str(self.path.parent), hint=_HINT)
 
-    def open(self) -> None:
-        """Make the directory, or clear it. Raises OutputError when another run has it."""
+    def open(self, patience: float = PATIENCE) -> None:
+        """Make the directory, or clear it. Raises BusyError when another run has it for so many seconds."""
         try:
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + patience
             while not self._lock(deadline):
                 pass
             for entry in os.scandir(self.path):
@@ -84,7 +102,7 @@ class Spool:
                         "another run is writing this destination",
                         "wait until it has finished, or choose another DST",
                     )
-                    raise OutputError(what, where=str(self.path), hint=hint) from None
+                    raise BusyError(what, where=str(self.path), hint=hint) from None
                 time.sleep(0.02)
             except OSError as e:
                 if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF):
