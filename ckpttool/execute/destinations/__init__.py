@@ -28,6 +28,13 @@ def destination_for(dst: Place, options: RunOptions) -> Destination:
     there.
     """
     found = LocalDestination(dst, single=options.single) if isinstance(dst, Path) else _remote(dst, options)
+    if (options.on or options.member) and not found.shared:
+        how = "--on" if options.on else "--part"
+        raise UsageError(
+            f"{how} does not write to {str(dst).partition(':')[0]}://: one machine makes a commit",
+            where=str(dst),
+            hint=f"run without {how}, or write to a bucket or a directory that all machines share, and upload that",
+        )
     if options.create_pr and not found.proposes:
         raise UsageError("--create-pr is for a DST on the Hugging Face Hub", where=str(dst), hint="hf://org/model")
     return found

@@ -57,6 +57,11 @@ class Destination(Protocol):
         """Whether there are pull requests (``RunOptions.create_pr``)."""
 
     @property
+    def shared(self) -> bool:
+        """Whether several machines can write here (``RunOptions.on``, ``RunOptions.member``). If not, nobody calls what
+        is for work on other machines."""
+
+    @property
     def resumes(self) -> bool:
         """Whether ``--resume`` of another run can go on with what ``record`` has remembered."""
 

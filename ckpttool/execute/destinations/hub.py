@@ -63,6 +63,7 @@ class HubDestination:
 
     spools = True
     proposes = True
+    shared = False
     resumes = False
     can_record = False
 

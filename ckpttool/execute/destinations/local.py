@@ -60,6 +60,7 @@ class LocalDestination:
 
     spools = False
     proposes = False
+    shared = True
     resumes = True
 
     def __init__(self, dst: Path, *, single: bool = False) -> None:

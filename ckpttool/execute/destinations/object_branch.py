@@ -1,6 +1,7 @@
 """What a machine does that sends chunks for a run that holds DST elsewhere.
 
-<- {"tasks": [7, 8], "done": [31], "chunks": [[0, 4, 9], [1, 0, 1]], ...}     what it sends: [output, first, last + 1]
+<- {"tasks": [7, 8], "done": [31], "parts": [[29, 31], [32, 40]], "chunks": [[0, 4, 9], [1, 0, 1]]}
+                                              parts that it does, and what it sends: [output, first chunk, last + 1]
 -> {"sent": [[0, 4, "<tag>"], ...], "whole": [[1, <bytes>]], ...}
 
 Outputs are made in a spool of this process. What an order asks for has been taken by the store before it is answered;
@@ -23,6 +24,7 @@ from ckpttool.execute.destinations.outbox import Keys, Outbox, Upload
 from ckpttool.execute.destinations.spool import Spool
 from ckpttool.execute.destinations.store import Store
 from ckpttool.execute.files import Medium, write_error
+from ckpttool.execute.journal import ranges
 from ckpttool.execute.schedule import Part, Task
 from ckpttool.plan import Plan
 
@@ -87,6 +89,10 @@ class ObjectBranch:
         done = set(order["done"])
         tasks = [self._tasks[t] for t in order["tasks"]]
         tasks = [Task([p for p in t.parts if p.number not in done], t.targets, t.computing) for t in tasks]
+        if ranges(p.number for t in tasks for p in t.parts) != order["parts"]:  # a chunk would lack some of its bytes
+            raise OutputError(
+                "a task has other parts on this machine than where the run was begun", where=self._keys.text
+            )
         self._chunks = Chunks(self._plan, tasks, self._sizes)
         self._own = {(f, c) for f, first, stop in order["chunks"] for c in range(first, stop)}
         self._ready = set()
@@ -127,7 +133,7 @@ class ObjectBranch:
         """Everything has been recorded: wait until the store has it. Returns what belongs in the answer."""
         self._outbox.sender.wait(0, self._stop)
         if not self._own <= self._ready:
-            raise OutputError("an order asks for a chunk and not for all that writes into it", where=self._keys.text)
+            raise OutputError("an order asks for a chunk into which nothing writes", where=self._keys.text)
         sent = [[f, chunk, self._uploads[f].sent[chunk]] for f, chunk in sorted(self._own) if f in self._uploads]
         whole = [[f, self._whole(f)] for f, _ in sorted(self._own) if f not in self._uploads]
         for f in self._touched:  # what neighbours send

@@ -41,7 +41,7 @@ from ckpttool.execute.destinations.spool import Spool
 from ckpttool.execute.destinations.store import GoneError, Slice, Store
 from ckpttool.execute.files import Medium, Stopped, write_error
 from ckpttool.execute.fleets.base import Answer, Order
-from ckpttool.execute.journal import Finished
+from ckpttool.execute.journal import Finished, ranges
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task
 from ckpttool.execute.shares import Survey
@@ -107,6 +107,7 @@ class ObjectDestination:
 
     spools = True
     proposes = False
+    shared = True
     resumes = True
 
     def __init__(self, dst: Remote, store: Store, *, single: bool, threads: int) -> None:
@@ -409,7 +410,12 @@ class ObjectDestination:
         sent = [self._outbox.sent(i) for i in range(len(outputs))]
         found = [c for c in claims(self._plan, survey.tasks, shares, sizes, sent, finished) if c.tasks]
         self._owed = {(f, chunk) for c in found for f, first, stop in c.chunks for chunk in range(first, stop)}
-        return [{"tasks": c.tasks, "done": c.spared, "chunks": c.chunks} for c in found]
+        orders: list[Order] = []
+        for c in found:
+            parts = {p.number for t in c.tasks for p in survey.tasks[t].parts}
+            parts.difference_update(c.spared)
+            orders.append({"tasks": c.tasks, "done": c.spared, "parts": ranges(parts), "chunks": c.chunks})
+        return orders
 
     def remember(self, parts: Sequence[Part], answer: Answer) -> None:
         for output, chunk, tag in answer["sent"]:
