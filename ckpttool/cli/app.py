@@ -112,7 +112,7 @@ def _unprinted(e: OSError) -> int:
 app = typer.Typer(
     name="ckpttool",
     cls=_Commands,
-    help="Reshard, merge and inspect checkpoints of large models, on a single machine, in bounded memory.",
+    help="Reshard, merge and inspect checkpoints of large models, on one machine or many, in bounded memory.",
     rich_markup_mode=None,  # rich costs more than the whole rest of --help
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -132,7 +132,7 @@ def _app(
         bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Reshard, merge and inspect checkpoints of large models, on a single machine, in bounded memory."""
+    """Reshard, merge and inspect checkpoints of large models, on one machine or many, in bounded memory."""
 
 
 # --help lists them in this order. Decorators would make it the order of imports.
