@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ckpttool.execute.destinations.base import Destination
-from ckpttool.execute.files import Medium
+from ckpttool.execute.files import Medium, create, share
 from ckpttool.execute.fleets.base import Answer, Fleet
 from ckpttool.execute.fleets.dispatch import dispatch
 from ckpttool.execute.journal import Finished
@@ -68,6 +68,9 @@ class Fleetwork:
         undisturbed: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Have other machines do what ``finished`` does not say is done. Raises what stopped one of them."""
+        paths = [str(self.destination.partial / o.name) for o in self.plan.outputs]
+        outlet = Outlet(paths, self.destination.spools)
+        self._link(tasks, finished, outlet, pool, watcher)
         survey = Survey(self.plan, tasks)
         self.fleet.start(self._job(tasks))
         total, nodes = self.plan.bytes_written, max(1, self.fleet.nodes())
@@ -75,11 +78,24 @@ class Fleetwork:
         shares = [[t for t in share if not self._is_done(tasks[t], finished)] for share in survey.cut(count)]
         orders = self.destination.orders(survey, [s for s in shares if s], finished)
         parts = {p.number: p for task in tasks for p in task.parts}
-        paths = [str(self.destination.partial / o.name) for o in self.plan.outputs]
-        outlet = Outlet(paths, self.destination.spools)
         for _, answer, node in dispatch(self.fleet, orders, self.stop):
             self._machines.add(node)
             self._take(answer, outlet, parts, pool, watcher)
+
+    def _link(self, tasks: Sequence[Task], finished: Finished, outlet: Outlet, pool: Medium, watcher: Watcher) -> None:
+        """Link files that may be linked, here: it takes no time. Those that cannot be are copied like all others."""
+        for part in [p for t in tasks for p in t.parts if p.carried >= 0 and p.number not in finished.parts]:
+            output, path = self.plan.outputs[part.carried], outlet.paths[part.carried]
+            if not outlet.links(output):
+                continue
+            how = share(output.carried, path)
+            self.shared.append(how)
+            if how:
+                watcher.finished([part], {})
+                watcher.record(pool, [part], {})
+                finished.parts.add(part.number)
+            else:
+                create(path, output.size)
 
     def _job(self, tasks: Sequence[Task]) -> NodeJob:
         planned, options = self.plan.digest(), self.options
@@ -111,7 +127,6 @@ class Fleetwork:
         self.remember(done, answer)
         self.bytes_read += answer["read"]
         self.bytes_written += answer["written"]
-        self.shared += answer["linked"]
         watcher.moved(self._moved)
 
     def unrecorded(self) -> tuple[list[Part], dict[str, str]]:

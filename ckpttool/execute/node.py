@@ -78,7 +78,7 @@ class Node:
         self._tasks = Schedule(plan, job.hashes, job.far, job.large)
         self._branch = branch_for(job.branch, plan, self._tasks)
         paths = [str(self._branch.partial / o.name) for o in plan.outputs]
-        self._outlet = Outlet(paths, self._branch.spools, self._branch.locks)
+        self._outlet = Outlet(paths, self._branch.spools, self._branch.locks, alone=False)
         self._options = RunOptions(memory=job.memory, workers=job.workers, connections=job.connections)
         self._pool: Held | None = None
         self._workforce: Workforce | None = None
@@ -120,7 +120,7 @@ class Node:
         self._branch.begin(order)
         pool, workforce = self._ready()
         self._parts, self._sums = [], {}
-        read, written, linked = workforce.bytes_read, workforce.bytes_written, len(workforce.shared)
+        read, written = workforce.bytes_read, workforce.bytes_written
         finished = Finished(set(order["done"]))
         tasks = [self._tasks[t] for t in order["tasks"]]
         pool.hold({self._outlet.paths[output]: pages for output, pages in order.get("hold", ())})
@@ -128,11 +128,7 @@ class Node:
         self.record(pool, *workforce.unrecorded())
         edges = [[self._outputs[e.path], e.offset, e.data] for e in pool.take()]
         answer: Answer = {"parts": ranges(self._parts), "sums": self._sums, "edges": edges}
-        answer |= {
-            "linked": workforce.shared[linked:],
-            "read": workforce.bytes_read - read,
-            "written": workforce.bytes_written - written,
-        }
+        answer |= {"read": workforce.bytes_read - read, "written": workforce.bytes_written - written}
         return answer | self._branch.finish(pool)
 
     def _ready(self) -> tuple[Held, Workforce]:
@@ -141,8 +137,7 @@ class Node:
             self._pool = Held(open_medium(memory=options.memory // 2, connections=options.connections))
             self._pool.scratch = str(self._branch.partial)
             for output, path in zip(job.plan.outputs, self._outlet.paths, strict=True):
-                if not self._outlet.links(output):
-                    self._pool.expect_writes(path, scattered=output.summed)
+                self._pool.expect_writes(path, scattered=output.summed)
             self._workforce = Workforce(job.plan, self._outlet, options, job.hashes, threading.Event())
             self._workforce.ahead = options.memory // 2 if job.far else 0
             self._workforce.hire(self._tasks.computing(), Finished())

@@ -115,10 +115,13 @@ class Outlet:
     """Whether they leave this machine when they are recorded."""
     locks: Sequence[int] = ()
     """Descriptors that processes which may write keep open."""
+    alone: bool = True
+    """Whether nobody else may be at the same files: a file that is copied twice at a time stays what it is, one that is
+    linked anew is away for a moment."""
 
     def links(self, output: Output) -> bool:
         """Not into a spool: its bytes are there for a moment, and those of a source may not be given back."""
-        return output.link and not self.spools
+        return output.link and not self.spools and self.alone
 
 
 class Workforce:

@@ -16,6 +16,8 @@ from ckpttool.execute.destinations import local
 from ckpttool.execute.files import FilePool
 from ckpttool.execute.node import Node
 from ckpttool.ops import reshard
+from ckpttool.plan import Output, Plan
+from ckpttool.storage.place import DataFile
 from ckpttool.targeting.target import Target
 from tests.execute.merges import merge_plan
 from tests.helpers.fleet import CALM, WILD, FakeFleet, Trouble
@@ -149,3 +151,18 @@ def test_no_page_is_written_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {len(found) for found in writers.values()} == {1}
     assert len({s for found in writers.values() for s in found}) > 8
     assert sum(found == {0} for found in writers.values()) > 8
+
+
+def test_files_that_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run itself links them: a file that is linked anew is away for a moment. Nodes copy what cannot be linked."""
+    source = tmp_path / "src"
+    source.mkdir()
+    (source / "a").write_bytes(b"a" * 5000)
+    size, tag = DataFile.at(source / "a")[1:3]
+    plan = Plan([], [Output("a", size, carried=str(source / "a"), tag=tag, link=True)], [])
+    done = run(plan, tmp_path / "linked", RunOptions(on=FakeFleet(2, 1, WILD)))
+    assert done.notes[0] in ("1 file hard-linked", "1 file reflinked")
+    monkeypatch.setattr("ckpttool.execute.fleetwork.share", lambda *_: "")
+    done = run(plan, tmp_path / "copied", RunOptions(on=FakeFleet(2, 2, WILD)))
+    assert done.notes == ["1 file copied: linking does not work here"]
+    assert files_of(tmp_path / "copied") == files_of(tmp_path / "linked") == {"a": b"a" * 5000}
