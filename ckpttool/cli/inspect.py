@@ -63,6 +63,7 @@ def inspect(
     dtype: Annotated[list[str] | None, value("--dtype", "DTYPE", "Only tensors of this dtype.", choices.DTYPES)] = None,
     min_size: Annotated[str, value("--min-size", "SIZE", "Only tensors at least this large, such as 1MB.")] = "",
     sort: Annotated[str, value("--sort", "KEY", "Order by name, size, offset or file.", choices.ORDERS)] = "name",
+    on: options.On = "",
     source: options.SourceOptions,
     shown: options.OutputFlags,
 ) -> None:
@@ -79,7 +80,7 @@ def inspect(
     smallest = bytes_of(min_size, "--min-size") or 0
     choice = Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components)
     asked = {name.rstrip("_"): said for name, said in vars(view).items()} | {"show": tuple(view.show or ())}
-    question = InspectRequest(choice, **asked)
+    question = InspectRequest(choice, **asked, on=on)
     answer = look(src, opened, question, shown.progress() if question.reads_bytes else None)
     report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet)
     if not answer.ok:

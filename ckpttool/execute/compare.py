@@ -6,7 +6,7 @@ out from pieces and views with numpy indexing, so a fault of the planner or of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isnan, prod
 from pathlib import Path
@@ -24,6 +24,7 @@ from ckpttool.execute.reader import Reads, block_reads, blocks, read_block
 from ckpttool.geometry import Box, whole
 from ckpttool.plan import Block
 from ckpttool.relate import NONE, DerivedTensor
+from ckpttool.storage.place import DataFile
 
 BLOCK = 4 << 20
 """Bytes compared at a time."""
@@ -32,6 +33,11 @@ STRETCH = 1 << 30
 """Most bytes of a ``Comparison``: machines share out what is compared, and stacked experts may be 20 GB."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def catalog_of(files: Sequence[DataFile]) -> Catalog:
+    """What reading needs of a catalog, where the tensors come from somewhere else."""
+    return Catalog(list(files), {})
 
 
 def read_piece(catalog: Catalog, piece: Piece, box: Box) -> Array:

@@ -23,7 +23,7 @@ from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_te
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import VerifyError
 from ckpttool.execute.blocks import Mover
-from ckpttool.execute.compare import Comparison, Difference, comparisons, joined
+from ckpttool.execute.compare import Comparison, Difference, catalog_of, comparisons, joined
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.options import Advance, unwatched
@@ -195,7 +195,7 @@ class Checker:
         self._sides = tuple(sides)
         self._memory = memory
         self._advance = advance
-        self._catalogs = [(Catalog(list(s.source), {}), Catalog(list(s.written), {})) for s in sides]
+        self._catalogs = [(catalog_of(s.source), catalog_of(s.written)) for s in sides]
         self._recomputing: dict[int, tuple[Mover, Computing, Quantizing]] = {}
         self._one = threading.Lock()
 

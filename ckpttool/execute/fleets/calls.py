@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from ckpttool.execute.files import Stopped
 from ckpttool.execute.fleets.base import Answer, Fleet, Order
 from ckpttool.execute.fleets.dispatch import dispatch
 from ckpttool.execute.options import Advance, unwatched
-from ckpttool.execute.reader import Reads, in_turn, reading
+from ckpttool.execute.reader import in_turn, reading
 from ckpttool.execute.remote import AHEAD, check_unchanged
+from ckpttool.execute.work import Work
 from ckpttool.storage.access import anonymous, offline, set_access
-from ckpttool.storage.place import DataFile, source_files
+from ckpttool.storage.place import source_files
 
 LARGEST = 256 << 20
 """Most bytes of an order, where its first item is not larger: a second or so of a fast link."""
@@ -32,24 +33,6 @@ _EACH = 8
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-
-
-_Given_contra = TypeVar("_Given_contra", contravariant=True)
-_Made_co = TypeVar("_Made_co", covariant=True)
-
-
-class Work(Protocol[_Given_contra, _Made_co]):
-    """What is done of each item by itself. Work, items and results can be pickled."""
-
-    @property
-    def files(self) -> Iterable[DataFile]:
-        """What must be the same on all machines."""
-
-    def reads(self, item: _Given_contra, /) -> Reads:
-        """What will be read from other machines."""
-
-    def do(self, item: _Given_contra, /) -> _Made_co:
-        """Called by several threads that read blocks; see ``reading``."""
 
 
 @dataclass(frozen=True, slots=True)

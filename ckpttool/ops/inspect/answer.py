@@ -19,6 +19,7 @@ from ckpttool.storage.place import AnyPlace, number, parse_place, read_each, sou
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
+    from ckpttool.execute.fleets.base import Fleet
     from ckpttool.findings import CheckResult, ImportsResult
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
@@ -52,6 +53,8 @@ class InspectRequest:
     rtol: float | None = None
     depth: int | None = None
     svg: Path | None = None
+    on: str = ""
+    """Who reads the elements: "" is this machine."""
 
     @property
     def reads_values(self) -> bool:
@@ -128,7 +131,13 @@ def inspect(
     _sensible(question)
     roots = [parse_place(p) for p in (src, question.diff) if p is not None]
     before = [number(p) for p in roots]
-    answer = _answer(src, options, question, progress)
+    if question.on:
+        from ckpttool.execute.each import machines
+
+        with machines(question.on) as fleet:
+            answer = _answer(src, options, question, progress, fleet)
+    else:
+        answer = _answer(src, options, question, progress)
     files = list(answer.listing.files) if isinstance(answer, View) else []
     for side in ("left", "right"):  # of a DiffResult, whose module is loaded only where it is needed
         checkpoint = getattr(answer, side, None)
@@ -142,7 +151,11 @@ def inspect(
 
 
 def _answer(
-    src: AnyPlace, options: OpenOptions, question: InspectRequest, progress: Progress | None
+    src: AnyPlace,
+    options: OpenOptions,
+    question: InspectRequest,
+    progress: Progress | None,
+    fleet: Fleet | None = None,
 ) -> View | ImportsResult | CheckResult | DiffResult:
     if question.imports:
         from ckpttool.ops.inspect.imports import list_imports
@@ -153,7 +166,7 @@ def _answer(
         from ckpttool.ops.inspect.check import check
 
         only = tuple(question.choice.components)
-        return check(src, options, progress or NoProgress(), values=question.values, only=only)
+        return check(src, options, progress or NoProgress(), values=question.values, only=only, fleet=fleet)
     if question.diff is not None:
         from ckpttool.execute import NoProgress
         from ckpttool.ops.inspect.diff import Tolerance, diff
@@ -171,6 +184,7 @@ def _answer(
             values=question.values or tolerance is not None,
             tolerance=tolerance,
             only=tuple(question.choice.components),
+            fleet=fleet,
         )
     if question.show:
         from ckpttool.ops.inspect.values import show
@@ -202,9 +216,9 @@ def _answer(
 
         listing, watch = list_tensors(src, options, question.choice, stored_too=False), progress or NoProgress()
         if question.total:
-            return Totalled(question, listing, total(listing, watch))
+            return Totalled(question, listing, total(listing, watch, fleet))
         wanted = Wanted(question.stats, question.histogram, question.digest)
-        return TensorStats(question, listing, tuple(measure(listing, wanted, watch)))
+        return TensorStats(question, listing, tuple(measure(listing, wanted, watch, fleet)))
     choice = question.choice if question.list else replace(question.choice, sort="")  # the tree has an order of its own
     listing = list_tensors(src, options, choice)
     if not (question.list or question.files or question.metadata):
@@ -242,6 +256,11 @@ def _sensible(question: InspectRequest) -> None:
         raise UsageError("--values belongs to --diff and --check", hint="--stats and --show read values by themselves")
     if (question.atol is not None or question.rtol is not None) and question.diff is None:
         raise UsageError("--atol and --rtol belong to --diff")
+    compares = question.diff is not None and (question.values or question.atol is not None or question.rtol is not None)
+    if question.on and not (question.reads_values or question.check or compares):
+        raise UsageError(
+            "--on is for what reads elements", hint="--stats, --hist, --hash, --check, and --diff with --values"
+        )
     if question.svg is not None and not question.ranks:
         raise UsageError("--svg belongs to --ranks")
     if question.depth is not None and chosen:

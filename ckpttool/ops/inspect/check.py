@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog import StoredTensor
 from ckpttool.checkpoint import Checkpoint
@@ -27,7 +27,9 @@ from ckpttool.containers.index import IndexRules, index_name, is_member, set_of,
 from ckpttool.containers.safetensors import examine
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, LayoutError, UnsupportedError
 from ckpttool.execute import Progress
+from ckpttool.execute.each import each
 from ckpttool.execute.hashing import ALGORITHM, hash_range
+from ckpttool.execute.reader import Reads
 from ckpttool.findings import ERROR, CheckResult, Finding
 from ckpttool.formats.base import ChecksItself, OpenOptions, Reader, StoredCheckpoint
 from ckpttool.formats.hf import NOT_WEIGHTS, indexes_of
@@ -40,6 +42,10 @@ from ckpttool.ops.inspect.soundness import Named, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
 from ckpttool.storage.listing import Listing, content, list_source
 from ckpttool.storage.place import AnyPlace, DataFile, Place, parse_place, source_files
+from ckpttool.storage.travel import SentFiles
+
+if TYPE_CHECKING:
+    from ckpttool.execute.fleets.base import Fleet
 
 MANIFEST = "ckpttool.manifest.json"
 _PICKLES = re.compile(r"(?!\.|__).*\.(?:pdparams|pdopt|distcp|metadata)")
@@ -55,7 +61,7 @@ def check(
     *,
     values: bool = False,
     only: tuple[str, ...] = (),
-    workers: int = 2,
+    fleet: Fleet | None = None,
 ) -> CheckResult:
     """Find every problem. ``only`` are the components of which ``values`` are read, () for all.
 
@@ -63,7 +69,7 @@ def check(
     """
     path = parse_place(src)
     if is_multi_part(path, options):
-        return _check_parts(path, options, progress, values=values, only=only, workers=workers)
+        return _check_parts(path, options, progress, values=values, only=only, fleet=fleet)
     listing = list_source(path)
     chosen = _choose(listing, options)
     if isinstance(chosen, ChecksItself):
@@ -106,12 +112,12 @@ def check(
         result.findings.append(Finding(*finding))
     result.findings += code_findings(listing, {f.info.place for f in files if f.sound and f.info})
     padded = _padded(checkpoint) if checkpoint is not None else set()
-    _check_manifest(listing, files, result, progress, workers, padded)
+    _check_manifest(listing, files, result, progress, padded, fleet)
     if values and checkpoint is not None:
         from ckpttool.ops.inspect.values_check import value_findings  # reads tensor data, which needs numpy
 
         check_components(only, checkpoint.components, path)
-        for finding in value_findings(checkpoint, result.checked, progress, only):
+        for finding in value_findings(checkpoint, result.checked, progress, only, fleet):
             result.findings.append(Finding(*finding))
     return result
 
@@ -133,7 +139,7 @@ def _check_parts(path: Place, options: OpenOptions, progress: Progress, **how: A
     listing, seen = list_source(path), CheckResult(path)  # what is wrong with a file is among the findings already
     named = [(n, f.place) for f in source_files(stored.files) if "/" in (n := relative(f.place, path))]
     files = [_examine(name, at, i, seen, proven=True) for i, (name, at) in enumerate(named)]
-    _check_manifest(listing, files, result, progress, how["workers"], set())
+    _check_manifest(listing, files, result, progress, set(), how["fleet"])
     result.findings = list(dict.fromkeys(result.findings))
     return result
 
@@ -432,8 +438,8 @@ def _check_manifest(
     files: list[ExaminedFile],
     result: CheckResult,
     progress: Progress,
-    workers: int,
     padded: set[tuple[Place, int]],
+    fleet: Fleet | None,
 ) -> None:
     """Prove files against the checksums that were taken when they were written."""
     if MANIFEST not in listing.names or listing.single.endswith(".safetensors"):
@@ -479,7 +485,7 @@ def _check_manifest(
                 text = f"tensor `{tensor}` of {name} is not in the manifest"
                 result.add("manifest-tensor", text, listing.path(name))
     result.checked["checksum"] = len(todo)
-    _prove(todo, listing, result, progress, workers)
+    _prove(todo, listing, result, progress, fleet)
 
 
 def _padded(checkpoint: Checkpoint) -> set[tuple[Place, int]]:
@@ -517,22 +523,37 @@ def _check_sizes(listing: Listing, sizes: Mapping[str, Any], result: CheckResult
     return wrong
 
 
+@dataclass(frozen=True, slots=True)
+class _Hashing:
+    """See ``Work``. An item is a range of a file: its number, the first byte, and how many."""
+
+    files: SentFiles
+
+    def reads(self, item: tuple[int, int, int]) -> Reads:
+        file, at, nbytes = item
+        return Reads([(str(self.files[file].place), at, at + nbytes)])
+
+    def do(self, item: tuple[int, int, int]) -> str:
+        file, at, nbytes = item
+        return hash_range(self.files[file].place, at, nbytes)
+
+
 def _prove(
     todo: list[tuple[ExaminedFile, StoredTensor, str]],
     listing: Listing,
     result: CheckResult,
     progress: Progress,
-    workers: int,
+    fleet: Fleet | None,
 ) -> None:
-    def one(item: tuple[ExaminedFile, StoredTensor, str]) -> str:
-        f, t, _ = item
-        return hash_range(listing.path(f.name), t.offset, t.nbytes).removeprefix(f"{ALGORITHM}:")
-
-    progress.start(sum(t.nbytes for _, t, _ in todo), len({f.name for f, _, _ in todo}))
-    with ThreadPoolExecutor(workers) as pool:
-        for (f, t, wanted), found in zip(todo, pool.map(one, todo), strict=True):
-            progress.advance(t.nbytes)
-            if found != wanted:
-                text = f"the bytes of tensor `{t.name}` are not those that were written: {found}, written {wanted}"
-                result.add("manifest-checksum", text, listing.path(f.name), "fetch or write the file again")
+    names = list(dict.fromkeys(f.name for f, _, _ in todo))
+    number = {name: i for i, name in enumerate(names)}
+    work = _Hashing(SentFiles([DataFile.at(listing.path(name)) for name in names]))
+    ranges = [(number[f.name], t.offset, t.nbytes) for f, t, _ in todo]
+    progress.start(sum(t.nbytes for _, t, _ in todo), len(names))
+    for (f, t, wanted), taken in zip(todo, each(work, ranges, lambda r: r[2], fleet), strict=True):
+        found = taken.removeprefix(f"{ALGORITHM}:")
+        progress.advance(t.nbytes)
+        if found != wanted:
+            text = f"the bytes of tensor `{t.name}` are not those that were written: {found}, written {wanted}"
+            result.add("manifest-checksum", text, listing.path(f.name), "fetch or write the file again")
     progress.finish()

@@ -9,16 +9,19 @@ formats differ in what they hold.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import isnan, prod
+from typing import TYPE_CHECKING
 
-from ckpttool.catalog import Key, in_order
+from ckpttool.catalog import Catalog, Key, in_order
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
-from ckpttool.execute.compare import BLOCK, Difference, read_view, view_reads
-from ckpttool.execute.reader import Reads, blocks, in_turn
+from ckpttool.execute.compare import BLOCK, Difference, catalog_of, read_view, view_reads
+from ckpttool.execute.each import each
+from ckpttool.execute.reader import Reads, blocks
 from ckpttool.formats.base import OpenOptions
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Array, Distance, differs, differs_in_bits, first_index
@@ -26,7 +29,11 @@ from ckpttool.layout.statements import inverse
 from ckpttool.ops.inspect.listing import check_components, wanted_names
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms, identity, parameters, propagate_to_component
-from ckpttool.storage.place import AnyPlace, Place, parse_place
+from ckpttool.storage.place import AnyPlace, DataFile, Place, parse_place
+from ckpttool.storage.travel import SentFiles
+
+if TYPE_CHECKING:
+    from ckpttool.execute.fleets.base import Fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +120,8 @@ def diff(
     values: bool = False,
     tolerance: Tolerance | None = None,
     only: tuple[str, ...] = (),
-    workers: int = 2,
     other_options: OpenOptions | None = None,
+    fleet: Fleet | None = None,
 ) -> DiffResult:
     """Compare; ``options`` are about ``left``. ``right`` is opened by ``other_options``, or by what it says itself.
 
@@ -157,7 +164,7 @@ def diff(
             if x.shape == y.shape and (x.dtype == y.dtype or tolerance is not None):
                 both.append((x, y))
     if values:
-        _compare(result, both, progress, workers)
+        _compare(result, both, progress, fleet)
     return result
 
 
@@ -306,16 +313,35 @@ def _own_masters(one: dict[str, Found], two: dict[str, Found]) -> None:
                 del other[name]
 
 
-def _compare(
-    result: DiffResult, pairs: list[tuple[DerivedTensor, DerivedTensor]], progress: Progress, workers: int
-) -> None:
-    progress.start(sum(x.nbytes for x, _ in pairs), 0)
+_Pair = tuple[DerivedTensor, DerivedTensor]
 
-    def reads(pair: tuple[DerivedTensor, DerivedTensor]) -> Reads:
-        one, two = view_reads(result.left.catalog, pair[0]), view_reads(result.right.catalog, pair[1])
+
+@dataclass(frozen=True, slots=True)
+class _Comparing:
+    """See ``Work``."""
+
+    left: SentFiles
+    right: SentFiles
+    tolerance: Tolerance | None
+
+    @property
+    def files(self) -> Iterator[DataFile]:
+        yield from self.left
+        yield from self.right
+
+    def reads(self, pair: _Pair) -> Reads:
+        one, two = view_reads(catalog_of(self.left), pair[0]), view_reads(catalog_of(self.right), pair[1])
         return Reads([*one.ranges, *two.ranges], one.again or two.again)
 
-    compared = in_turn(workers, lambda pair: _compare_one(result, *pair), pairs, reads)
+    def do(self, pair: _Pair) -> Changed | None:
+        return _compare_one(catalog_of(self.left), catalog_of(self.right), self.tolerance, *pair)
+
+
+def _compare(result: DiffResult, pairs: list[_Pair], progress: Progress, fleet: Fleet | None) -> None:
+    progress.start(sum(x.nbytes for x, _ in pairs), 0)
+    left, right = SentFiles(result.left.catalog.files), SentFiles(result.right.catalog.files)
+    work = _Comparing(left, right, result.tolerance)
+    compared = each(work, pairs, lambda pair: pair[0].nbytes + pair[1].nbytes, fleet)
     for (x, _), found in zip(pairs, compared, strict=True):
         progress.advance(x.nbytes)
         if found is not None:
@@ -329,17 +355,18 @@ def _size(changed: Changed) -> float:
     return float("inf") if changed.relative is None or isnan(changed.relative) else changed.relative
 
 
-def _compare_one(result: DiffResult, x: DerivedTensor, y: DerivedTensor) -> Changed | None:
+def _compare_one(
+    left: Catalog, right: Catalog, tolerance: Tolerance | None, x: DerivedTensor, y: DerivedTensor
+) -> Changed | None:
     """Compare block by block. Blocks before the first difference are read again for the norms, when there is one."""
     if not prod(x.shape):
         return None
     if lookup(x.dtype).bits % 8:
-        return _compare_packed(result, x, y)
+        return _compare_packed(left, right, x, y)
 
     def both(box: Box) -> tuple[Array, Array]:
-        return read_view(result.left.catalog, x, box), read_view(result.right.catalog, y, box)
+        return read_view(left, x, box), read_view(right, y, box)
 
-    tolerance = result.tolerance
     wrong, first, largest = 0, None, 0.0
     distance = Distance()
     equal: list[Box] = []
@@ -362,13 +389,13 @@ def _compare_one(result: DiffResult, x: DerivedTensor, y: DerivedTensor) -> Chan
     return Changed(x.name, wrong, prod(x.shape), first, largest, distance.relative, distance.cosine)
 
 
-def _compare_packed(result: DiffResult, x: DerivedTensor, y: DerivedTensor) -> Changed | None:
+def _compare_packed(left: Catalog, right: Catalog, x: DerivedTensor, y: DerivedTensor) -> Changed | None:
     """Elements that share bytes are compared as the bytes that they are, which are in one piece."""
     from ckpttool.ops.inspect.values import digest
 
     if x.same is None or y.same is None:
         raise UnsupportedError(f"`{x.name}` is {x.dtype} and fused on one side; its elements share bytes")
-    one, two = digest(result.left.catalog, x.same), digest(result.right.catalog, y.same)
+    one, two = digest(left, x.same), digest(right, y.same)
     if one is None or two is None:
         raise UnsupportedError(f"`{x.name}` is {x.dtype} and cut; its elements share bytes")
     n = prod(x.shape)

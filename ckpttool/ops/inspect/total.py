@@ -9,21 +9,26 @@ Names are Hugging Face's where the naming is known. docs/inspect.md says exactly
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 
 from ckpttool.catalog import Catalog, Key
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute import Progress
-from ckpttool.execute.compare import BLOCK, read_view, view_reads
+from ckpttool.execute.compare import BLOCK, catalog_of, read_view, view_reads
+from ckpttool.execute.each import each
 from ckpttool.execute.hashing import ALGORITHM, hasher
-from ckpttool.execute.reader import blocks, in_turn
+from ckpttool.execute.reader import Reads, blocks
 from ckpttool.ops.inspect.diff import Found, side
 from ckpttool.ops.inspect.listing import Listing
 from ckpttool.ops.inspect.soundness import Named, heads
 from ckpttool.ops.inspect.values import Array, digest
 from ckpttool.relate import DerivedTensor
+from ckpttool.storage.travel import SentFiles
+
+if TYPE_CHECKING:
+    from ckpttool.execute.fleets.base import Fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,20 @@ class Total:
     """One for each tensor, sorted, without the LF."""
 
 
-def total(listing: Listing, progress: Progress, workers: int = 2) -> Total:
+@dataclass(frozen=True, slots=True)
+class _Hashing:
+    """See ``Work``."""
+
+    files: SentFiles
+
+    def reads(self, view: DerivedTensor) -> Reads:
+        return view_reads(catalog_of(self.files), view)
+
+    def do(self, view: DerivedTensor) -> str:
+        return _digest(catalog_of(self.files), view)
+
+
+def total(listing: Listing, progress: Progress, fleet: Fleet | None = None) -> Total:
     """Read the components that the listing has chosen. Notes of bringing names to Hugging Face's go to the listing.
 
     Raises LayoutError and UnsupportedError for what cannot be brought to the common names.
@@ -49,8 +67,9 @@ def total(listing: Listing, progress: Progress, workers: int = 2) -> Total:
     views = [v for v in views if not _repeats_model(checkpoint.catalog, v, found.tables.get("model", {}))]
     progress.start(sum(v.view.nbytes for v in views), len(listing.files))
     digests = {}
-    catalog, only = checkpoint.catalog, [v.view for v in views]
-    read = in_turn(workers, partial(_digest, catalog), only, partial(view_reads, catalog))
+    only = [v.view for v in views]
+    work = _Hashing(SentFiles(checkpoint.catalog.files))
+    read = each(work, only, lambda v: v.nbytes, fleet)
     for v, d in zip(only, read, strict=True):
         digests[v.name] = d
         progress.advance(v.nbytes)

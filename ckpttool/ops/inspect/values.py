@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,13 +19,18 @@ from ckpttool.checkpoint import refuse_empty
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress
-from ckpttool.execute.compare import BLOCK, read_tensor, tensor_reads
+from ckpttool.execute.compare import BLOCK, catalog_of, read_tensor, tensor_reads
+from ckpttool.execute.each import each
 from ckpttool.execute.hashing import ALGORITHM, hash_range, hasher
-from ckpttool.execute.reader import blocks, in_turn
+from ckpttool.execute.reader import Reads, blocks
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Binning, Collector, Histogram, Stats, collector
 from ckpttool.ops.inspect.listing import Listing, Row
 from ckpttool.select import nearest_hint
+from ckpttool.storage.travel import SentFiles
+
+if TYPE_CHECKING:
+    from ckpttool.execute.fleets.base import Fleet
 
 BINS = 20
 SHOWN = 64 << 20
@@ -67,31 +72,52 @@ class Slice:
     values: Array
 
 
-def measure(listing: Listing, wanted: Wanted, progress: Progress, workers: int = 2) -> list[Values]:
+class _Found(NamedTuple):
+    """What there is to know of one tensor."""
+
+    stats: Stats | None = None
+    histogram: Histogram | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """See ``Work``."""
+
+    files: SentFiles
+    wanted: Wanted
+
+    def reads(self, tensor: LogicalTensor) -> Reads:
+        return tensor_reads(catalog_of(self.files), tensor)
+
+    def do(self, tensor: LogicalTensor) -> _Found:
+        return _measure_one(catalog_of(self.files), tensor, self.wanted)
+
+
+def measure(listing: Listing, wanted: Wanted, progress: Progress, fleet: Fleet | None = None) -> list[Values]:
     """Read the listed tensors once (twice for a histogram of wide elements), in order of the listing.
 
     Raises LayoutError when ranks' tensors cannot be put together.
     """
     catalog = listing.checkpoint().catalog
-    tensors = {str(key): t for key, t in catalog.tensors.items()}
+    named = {str(key): t for key, t in catalog.tensors.items()}
+    tensors = [named[row.name] for row in listing.rows]
     progress.start(sum(row.nbytes for row in listing.rows), len(listing.files))
     out = []
-
-    def one(row: Row) -> Values:
-        return measure_one(catalog, row, tensors[row.name], wanted)
-
-    for values in in_turn(workers, one, listing.rows, lambda row: tensor_reads(catalog, tensors[row.name])):
-        out.append(values)
-        progress.advance(values.row.nbytes)
+    work = _Measuring(SentFiles(catalog.files), wanted)
+    found = each(work, tensors, lambda t: t.nbytes, fleet)
+    for row, values in zip(listing.rows, found, strict=True):
+        out.append(Values(row, *values))
+        progress.advance(row.nbytes)
     progress.finish()
     return out
 
 
-def measure_one(catalog: Catalog, row: Row, tensor: LogicalTensor, wanted: Wanted) -> Values:
+def _measure_one(catalog: Catalog, tensor: LogicalTensor, wanted: Wanted) -> _Found:
     """One tensor. Elements smaller than a byte have a checksum where they lie in one run, and no statistics."""
     counted = (wanted.stats or wanted.histogram) and lookup(tensor.dtype).bits >= 8
     if not counted:
-        return Values(row, digest=digest(catalog, tensor) if wanted.digest else None)
+        return _Found(digest=digest(catalog, tensor) if wanted.digest else None)
     numbers = collector(tensor.dtype)
     h = hasher() if wanted.digest else None
     for block in read_blocks(catalog, tensor):
@@ -100,9 +126,8 @@ def measure_one(catalog: Catalog, row: Row, tensor: LogicalTensor, wanted: Wante
             h.update(block.data.cast("B") if block.dtype.kind in "iufb" else block.view(np.uint8).data)
     stats = numbers.stats()
     histogram = _histogram(catalog, tensor, numbers, stats) if wanted.histogram else None
-    return Values(
-        row, stats if wanted.stats else None, histogram, f"{ALGORITHM}:{h.hexdigest()}" if h is not None else None
-    )
+    taken = f"{ALGORITHM}:{h.hexdigest()}" if h is not None else None
+    return _Found(stats if wanted.stats else None, histogram, taken)
 
 
 def _histogram(catalog: Catalog, tensor: LogicalTensor, numbers: Collector, stats: Stats) -> Histogram:

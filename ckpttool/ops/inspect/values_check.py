@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, is_derived
+from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, StoredTensor, is_derived
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import itemsize, lookup
 from ckpttool.execute import Progress
-from ckpttool.execute.compare import BLOCK, Difference, compare_one, read_piece, read_tensor, read_view, tensor_reads
-from ckpttool.execute.reader import blocks, in_turn
+from ckpttool.execute.compare import (
+    BLOCK,
+    Difference,
+    catalog_of,
+    compare_one,
+    read_piece,
+    read_tensor,
+    read_view,
+    tensor_reads,
+)
+from ckpttool.execute.each import each
+from ckpttool.execute.reader import Reads, blocks
 from ckpttool.formats.config import ties_head
 from ckpttool.geometry import Box, whole
 from ckpttool.kernels.stats import Health
 from ckpttool.ops.inspect.soundness import Named, heads, scale_pairs
 from ckpttool.ops.inspect.values import digest, read_blocks
 from ckpttool.relate import DerivedTensor, permute
+from ckpttool.storage.travel import SentFiles
+
+if TYPE_CHECKING:
+    from ckpttool.execute.fleets.base import Fleet
 
 _Found = Iterator[tuple[str, str, str, str]]
+"""Kind, text, where and hint of each finding."""
+_Raw = tuple[str, str, tuple[StoredTensor, ...], str]
+"""The same; the machine that asks knows what to call the places."""
 
 
 def value_findings(
-    checkpoint: Checkpoint, checked: dict[str, int], progress: Progress, only: tuple[str, ...] = ()
+    checkpoint: Checkpoint,
+    checked: dict[str, int],
+    progress: Progress,
+    only: tuple[str, ...] = (),
+    fleet: Fleet | None = None,
 ) -> _Found:
     """All findings of the chosen components; ``checked`` gets the numbers of what was read."""
     catalog = checkpoint.catalog
@@ -42,26 +65,54 @@ def value_findings(
     checked["replica"] = sum(len(t.replicas) for t in copied)
     checked["scale"] = len(scales)
     checked["element"] = sum(prod(t.shape) for t in floats)
-    reads = partial(tensor_reads, catalog)
-    for t, health in zip(floats, in_turn(2, partial(_health, catalog), floats, reads), strict=True):
-        yield from _unhealthy(t, health)
-        progress.advance(t.nbytes)
-    compared = in_turn(1, partial(_copies, catalog), copied, partial(reads, replicas=True))
-    for t, found in zip(copied, compared, strict=True):
-        yield from found
-        progress.advance(2 * t.nbytes)
-    for t, found in zip(scales, in_turn(1, lambda t: [*_scale(catalog, t)], scales, reads), strict=True):
-        yield from found
-        progress.advance(t.nbytes)
+    items = [_Item("health", t) for t in floats]
+    items += [_Item("copies", t) for t in copied]
+    items += [_Item("scale", t) for t in scales]
     embedding, head = heads(named)
-    tied = ties_head(checkpoint.config) and embedding is not None and head is not None
-    if tied and _differ(catalog, tensors[embedding or ""], tensors[head or ""]):
-        text = f"config.json ties `{head}` to `{embedding}`, and they differ"
-        yield "tied-differ", text, "", "loaders use one of them and lose the other"
+    if ties_head(checkpoint.config) and embedding is not None and head is not None:
+        items.append(_Item("tied", tensors[embedding], tensors[head]))
+    work = _Examining(SentFiles(catalog.files))
+    for item, found in zip(items, each(work, items, lambda i: i.nbytes, fleet), strict=True):
+        for kind, text, places, hint in found:
+            yield kind, text, "; ".join(map(catalog.place, places)), hint
+        progress.advance(0 if item.other else item.nbytes)
     progress.finish()
 
 
-def _copies(catalog: Catalog, tensor: LogicalTensor) -> list[tuple[str, str, str, str]]:
+class _Item(NamedTuple):
+    """What to read one tensor for, or two that are tied."""
+
+    kind: str
+    tensor: LogicalTensor
+    other: LogicalTensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes * (2 if self.kind == "copies" or self.other else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Examining:
+    """See ``Work``."""
+
+    files: SentFiles
+
+    def reads(self, item: _Item) -> Reads:
+        catalog = catalog_of(self.files)
+        one = tensor_reads(catalog, item.tensor, replicas=item.kind == "copies")
+        two = tensor_reads(catalog, item.other) if item.other else Reads(())
+        return Reads([*one.ranges, *two.ranges], one.again or two.again)
+
+    def do(self, item: _Item) -> list[_Raw]:
+        catalog, tensor = catalog_of(self.files), item.tensor
+        if item.other is not None:
+            return [*_tied(catalog, tensor, item.other)]
+        if item.kind == "health":
+            return [*_unhealthy(tensor, _health(catalog, tensor))]
+        return [*_scale(catalog, tensor)] if item.kind == "scale" else _copies(catalog, tensor)
+
+
+def _copies(catalog: Catalog, tensor: LogicalTensor) -> list[_Raw]:
     return [*_replicas(catalog, tensor), *_padding(catalog, tensor)]
 
 
@@ -78,7 +129,7 @@ def _health(catalog: Catalog, tensor: LogicalTensor) -> Health:
     return found
 
 
-def _unhealthy(tensor: LogicalTensor, health: Health) -> _Found:
+def _unhealthy(tensor: LogicalTensor, health: Health) -> Iterator[_Raw]:
     """Zeros are a finding in matrices of weights only: biases, norms that are stored as 1 + w and moments begin so."""
     total = f"{prod(tensor.shape):,}"
     diverged = "training diverged, or the file was damaged: take an earlier checkpoint"
@@ -87,11 +138,17 @@ def _unhealthy(tensor: LogicalTensor, health: Health) -> _Found:
     for what, n, first, hint in found:
         if n:
             text = f"`{tensor.key}` has {n:,} {what} among {total} elements, the first at {[*(first or ())]}"
-            yield what.lower(), text, "", hint
+            yield what.lower(), text, (), hint
     weights = tensor.key.component in ("model", "adapter", "master_weights")
     if health.zeros and weights and len(tensor.shape) > 1 and not tensor.key.name.endswith("bias"):
         hint = "its layer does nothing: it was never trained, or never filled in by a conversion"
-        yield "zeros", f"every element of `{tensor.key}` is zero", "", hint
+        yield "zeros", f"every element of `{tensor.key}` is zero", (), hint
+
+
+def _tied(catalog: Catalog, embedding: LogicalTensor, head: LogicalTensor) -> Iterator[_Raw]:
+    if _differ(catalog, embedding, head):
+        text = f"config.json ties `{head.key}` to `{embedding.key}`, and they differ"
+        yield "tied-differ", text, (), "loaders use one of them and lose the other"
 
 
 def _differ(catalog: Catalog, embedding: LogicalTensor, head: LogicalTensor) -> bool:
@@ -106,13 +163,13 @@ def _differ(catalog: Catalog, embedding: LogicalTensor, head: LogicalTensor) -> 
     return digest(catalog, embedding) != digest(catalog, head)
 
 
-def _replicas(catalog: Catalog, tensor: LogicalTensor) -> _Found:
+def _replicas(catalog: Catalog, tensor: LogicalTensor) -> Iterator[_Raw]:
     for copy in tensor.replicas:
         box = copy.logical_box
         found = _compare(catalog, tensor, copy)
         if found is not None:
             parts = (p for p in tensor.pieces if p.logical_box == box or not box.start or p.logical_box.intersect(box))
-            where = f"{catalog.place(next(parts).stored)}; {catalog.place(copy.stored)}"
+            where = next(parts).stored, copy.stored
             hint = "the ranks are from different checkpoints, or one was not synchronised"
             yield "replica", f"two copies of {found}", where, hint
 
@@ -129,7 +186,7 @@ def _compare(catalog: Catalog, tensor: LogicalTensor, copy: Piece) -> Difference
     )
 
 
-def _padding(catalog: Catalog, tensor: LogicalTensor) -> _Found:
+def _padding(catalog: Catalog, tensor: LogicalTensor) -> Iterator[_Raw]:
     for pad in tensor.pads:
         if pad.stored_box.volume and not pad.free and not _is_padding(catalog, tensor, pad):
             if len(pad.stored.shape) == len(tensor.shape) > 1:
@@ -138,7 +195,7 @@ def _padding(catalog: Catalog, tensor: LogicalTensor) -> _Found:
             else:
                 text = f"the padding behind a shard of `{tensor.key}` holds something else than zeros"
                 hint = "the shard is longer than the tensor, or its shape is not that of this save"
-            yield "padding", text, catalog.place(pad.stored), hint
+            yield "padding", text, (pad.stored,), hint
 
 
 def _is_padding(catalog: Catalog, tensor: LogicalTensor, pad: Pad) -> bool:
@@ -160,7 +217,7 @@ def _is_padding(catalog: Catalog, tensor: LogicalTensor, pad: Pad) -> bool:
     return True
 
 
-def _scale(catalog: Catalog, tensor: LogicalTensor) -> _Found:
+def _scale(catalog: Catalog, tensor: LogicalTensor) -> Iterator[_Raw]:
     wrong = 0
     for block in read_blocks(catalog, tensor):
         with np.errstate(all="ignore"):
@@ -168,4 +225,4 @@ def _scale(catalog: Catalog, tensor: LogicalTensor) -> _Found:
         wrong += int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
     if wrong:
         text = f"{wrong:,} of the scales `{tensor.key}` are zero, negative, infinite or not a number"
-        yield "scale-value", text, "", "the weights that they scale are lost"
+        yield "scale-value", text, (), "the weights that they scale are lost"

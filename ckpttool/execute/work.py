@@ -1,0 +1,26 @@
+"""What can be done of many items, wherever that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+from ckpttool.execute.reader import Reads
+from ckpttool.storage.place import DataFile
+
+_Given_contra = TypeVar("_Given_contra", contravariant=True)
+_Made_co = TypeVar("_Made_co", covariant=True)
+
+
+class Work(Protocol[_Given_contra, _Made_co]):
+    """What is done of each item by itself. Work, items and results can be pickled."""
+
+    @property
+    def files(self) -> Iterable[DataFile]:
+        """What must be the same on all machines. Their texts may be others there, so results hold none."""
+
+    def reads(self, item: _Given_contra, /) -> Reads:
+        """What will be read from other machines."""
+
+    def do(self, item: _Given_contra, /) -> _Made_co:
+        """Called by several threads that read blocks; see ``reading``."""
