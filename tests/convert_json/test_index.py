@@ -596,6 +596,6 @@ def test_large_checkpoints_are_quick(tmp_path: Path) -> None:
     for i in range(count):
         part = {f"model.layers.{i}.mlp.experts.{j}.w": Raw("U8", np.zeros(1, np.uint8)) for j in range(100)}
         write(tmp_path / f"model-{i + 1:05d}-of-{count:05d}.safetensors", part)
-    start = time.perf_counter()
+    start = time.process_time()
     assert only(rebuild(tmp_path)).tensors == 100 * count
-    assert time.perf_counter() - start < some(5, 2)
+    assert time.process_time() - start < some(5, 2)

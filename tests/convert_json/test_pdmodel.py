@@ -598,9 +598,9 @@ def test_large_program(tmp_path: Path) -> None:
     path = tmp_path / "model.pdmodel"
     path.write_bytes(one(*parts, op("assign_value", [], ["c"], constant), fetch(f"t{n:05}_")))
     del parts
-    start = time.perf_counter()
+    start = time.process_time()
     found = read_pdmodel(path)
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     assert found.problems == []
     assert found.operators["mul"] == n
     assert len(found.parameters) == min(n + 1, 10_000)

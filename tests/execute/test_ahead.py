@@ -214,17 +214,18 @@ def test_waiting_ends_at_once(far: Far) -> None:
     ahead = ReadAhead(MIB, 2)
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(read, ahead, file, 0, 10), pool.submit(read, ahead, file, 500, 10)]
-        time.sleep(0.01)
+        while not far.requests:
+            time.sleep(0.001)
         ahead.close()
         began = time.monotonic()
         for w in waiting:
             with pytest.raises(Stopped):
                 w.result()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5, "the answer comes after 10"
     file.close()
     assert far.closed == 0, "a request is on its way"
     far.gate.set()
-    for _ in range(200):
+    for _ in range(4000):
         if far.closed:
             break
         time.sleep(0.005)

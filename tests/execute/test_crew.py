@@ -65,8 +65,8 @@ def is_alive(pid: int) -> bool:
 
 
 def gone(*pids: int) -> bool:
-    """Whether they end within seconds."""
-    for _ in range(300):
+    """Whether they end within half a minute; on a busy machine that takes seconds."""
+    for _ in range(3000):
         if not any(map(is_alive, pids)):
             return True
         time.sleep(0.01)

@@ -455,10 +455,10 @@ import resource, sys, time
 from pathlib import Path
 from ckpttool.containers.paddle_pickle import read_paddle
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
-start = time.perf_counter()
+start = time.process_time()
 a = read_paddle(Path(sys.argv[1])).tensors["w"]
 assert (a.shape, a.nbytes) == ((5 << 30,), 5 << 30), a
-print(time.perf_counter() - start, a.offset)
+print(time.process_time() - start, a.offset)
 """
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     seconds, offset = done.stdout.split()
@@ -473,10 +473,10 @@ print(time.perf_counter() - start, a.offset)
 def test_many_tensors_in_little_time(tmp_path: Path) -> None:
     one = np.zeros(3, "f4")
     path = dump(tmp_path / "x", {f"model.layers.{i}.weight": one.copy() for i in range(5_000)})
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(read_paddle(path).tensors) == 5_000
     # An eighth of a second on an idle core.
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 # -- anything

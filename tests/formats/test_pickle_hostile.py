@@ -346,11 +346,11 @@ GREEDY: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("case", GREEDY)
 def test_little_that_becomes_much(tmp_path: Path, case: str) -> None:
     body, words = GREEDY[case]
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(UnsupportedError, match=words):
         read_pickle(write(tmp_path / "x", body))
     # A second on an idle core, for the worst.
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_values_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

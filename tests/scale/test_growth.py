@@ -205,11 +205,17 @@ def test_what_is_looked_up_in_lists_shows_in_time(tmp_path: Path) -> None:
         path = tmp_path / str(n)
         path.mkdir()
         shards(path, [(f"a.{i}.weight{'_scale' * (i % 2)}", "F32", (2,)) for i in range(n)], 4)
-        begin = time.process_time()
-        assert ckpttool("drop-keys", path, tmp_path / "dst", "a.1?.weight*", "-n").code == 0
-        assert ckpttool("reshard", path, tmp_path / "dst", "--max-shard-size", "8", "-n", "--json").code == 0
-        cost.append(time.process_time() - begin)
-    assert slope(cost, 6) < 1.3, cost
+        cost.append(0.0)
+    for _ in range(5):  # what else the machine does costs time, too
+        for i, n in enumerate(sizes):
+            begin = time.process_time()
+            assert ckpttool("drop-keys", tmp_path / str(n), tmp_path / "dst", "a.1?.weight*", "-n").code == 0
+            reshard = ("reshard", tmp_path / str(n), tmp_path / "dst", "--max-shard-size", "8", "-n", "--json")
+            assert ckpttool(*reshard).code == 0
+            cost[i] = min(cost[i] or 1e9, time.process_time() - begin)
+        if slope(cost, 6) < 1.3:
+            return
+    raise AssertionError(cost)
 
 
 def test_a_check_of_many_tensors_grows_as_they_do(

@@ -144,7 +144,7 @@ def test_each_fault(server: S3Server, fault: str) -> None:
             "other range": (206, b"345", "bytes 3-5/10"),
             "other etag": (206, b"234", "bytes 2-4/10"),
         }[fault]
-        assert (time.monotonic() - began > server.slowness) == (fault == "slow")
+        assert fault != "slow" or time.monotonic() - began > server.slowness
         assert (headers.get("etag") == '"another"') == (fault == "other etag")
         assert (b"InternalError" in body) == (fault == "200 error")
     assert server.operations()["GetObject"] == len(server.requests)
