@@ -24,7 +24,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -96,6 +96,27 @@ def descriptor_limit() -> int:
     return max(8, min(4096, soft - used - 24))
 
 
+class Fence(NamedTuple):
+    """A file that says whether those who write for a run may still do so."""
+
+    path: str
+    token: str
+    """Its content, as long as the run goes on."""
+
+    def check(self) -> None:
+        """Raises OutputError when the run has ended, or this machine does not see where it writes."""
+        try:
+            found = Path(self.path).read_text(encoding="ascii")
+        except (OSError, ValueError):
+            found = ""
+        if found != self.token:
+            raise OutputError(
+                "this machine does not see the destination of the run, or the run has ended",
+                where=str(Path(self.path).parent),
+                hint="choose a DST in a directory that all nodes share, under the same path",
+            )
+
+
 class Medium(Protocol):
     """How bytes are read and written, by path or by the text of another place. Safe to use from several threads."""
 
@@ -103,6 +124,8 @@ class Medium(Protocol):
     """A directory for ``keep``; "" for the system's."""
     unsynced: bool
     """A sync has failed. The kernel says so once: a later one succeeds although the pages are gone."""
+    fence: Fence | None
+    """Looked at before a file is opened to be written: by then another run may have files by the same names."""
     held: Mapping[str, Sequence[int]]
     """Pages of files that are not written but kept (see ``held``), sorted."""
 
@@ -185,6 +208,7 @@ class FilePool:
         self.ahead = 0
         self.scratch = ""
         self.unsynced = False
+        self.fence: Fence | None = None
         self.held: Mapping[str, Sequence[int]] = {}
         self.short_calls = threading.Lock()
 
@@ -228,6 +252,8 @@ class FilePool:
             return entry[0]
 
     def _opened(self, path: str, *, direct: bool) -> int:
+        if self.fence is not None and path in self._writable:
+            self.fence.check()
         if direct:
             return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
         if path not in self._writable:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ckpttool.encodings import Contents
 from ckpttool.execute import shares
-from ckpttool.execute.files import Medium
+from ckpttool.execute.files import Fence, Medium
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -155,6 +155,14 @@ class Held:
     @unsynced.setter
     def unsynced(self, failed: bool) -> None:
         self._medium.unsynced = failed
+
+    @property
+    def fence(self) -> Fence | None:
+        return self._medium.fence
+
+    @fence.setter
+    def fence(self, fence: Fence | None) -> None:
+        self._medium.fence = fence
 
     def is_far(self, path: Contents) -> bool:
         return self._medium.is_far(path)

@@ -78,7 +78,7 @@ class Node:
         self._tasks = Schedule(plan, job.hashes, job.far, job.large)
         self._branch = branch_for(job.branch, plan, self._tasks)
         paths = [str(self._branch.partial / o.name) for o in plan.outputs]
-        self._outlet = Outlet(paths, self._branch.spools, self._branch.locks, alone=False)
+        self._outlet = Outlet(paths, self._branch.spools, self._branch.locks, alone=False, fence=self._branch.fence)
         self._options = RunOptions(memory=job.memory, workers=job.workers, connections=job.connections)
         self._pool: Held | None = None
         self._workforce: Workforce | None = None
@@ -136,6 +136,7 @@ class Node:
             job, options = self._job, self._options
             self._pool = Held(open_medium(memory=options.memory // 2, connections=options.connections))
             self._pool.scratch = str(self._branch.partial)
+            self._pool.fence = self._branch.fence
             for output, path in zip(job.plan.outputs, self._outlet.paths, strict=True):
                 self._pool.expect_writes(path, scattered=output.summed)
             self._workforce = Workforce(job.plan, self._outlet, options, job.hashes, threading.Event())

@@ -25,7 +25,7 @@ from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.crew import Answer, Order, Serve, help_out
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import Medium
+from ckpttool.execute.files import Fence, Medium
 from ckpttool.execute.hashing import Sums
 from ckpttool.execute.held import Held
 from ckpttool.execute.quantize import Quantizing
@@ -61,6 +61,8 @@ class Job:
     """Bytes that each worker has besides for what it reads ahead from other machines."""
     connections: int | None = None
     """Requests that each worker makes at a time; None is as many as that memory is good for."""
+    fence: Fence | None = None
+    """See ``Medium``."""
 
     def to_json(self) -> dict[str, Any]:
         """For a process that is to read it with ``from_json``."""
@@ -71,7 +73,9 @@ class Job:
     def from_json(cls, said: dict[str, Any]) -> Job:
         """What ``to_json`` has made."""
         QUERIES.update(said.pop("queries"))
-        return cls(**said | {"sources": decode(said["sources"]), "randomness": decode(said["randomness"])})
+        fence = said["fence"] and Fence(*said["fence"])
+        known = {"sources": decode(said["sources"]), "randomness": decode(said["randomness"]), "fence": fence}
+        return cls(**said | known)
 
 
 def is_known(unit: Unit) -> bool:
@@ -100,6 +104,7 @@ def server(job: Job) -> Callable[[], Serve]:
 
     def start() -> Serve:
         pool = Held(open_medium(memory=job.ahead, connections=job.connections))
+        pool.fence = job.fence
         work = ComputeWorker(job, draws, pool, threading.Event()).serve
         outputs = {path: i for i, path in enumerate(job.paths)}
 

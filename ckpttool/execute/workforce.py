@@ -23,7 +23,7 @@ from ckpttool.execute.blocks import Mover
 from ckpttool.execute.checks import check
 from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
 from ckpttool.execute.draws import tensor_draws
-from ckpttool.execute.files import Medium, Stopped, create, share
+from ckpttool.execute.files import Fence, Medium, Stopped, create, share
 from ckpttool.execute.hashing import Sums
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import RunOptions
@@ -118,6 +118,8 @@ class Outlet:
     alone: bool = True
     """Whether nobody else may be at the same files: a file that is copied twice at a time stays what it is, one that is
     linked anew is away for a moment."""
+    fence: Fence | None = None
+    """See ``Medium``."""
 
     def links(self, output: Output) -> bool:
         """Not into a spool: its bytes are there for a moment, and those of a source may not be given back."""
@@ -212,7 +214,17 @@ class Workforce:
         ahead = memory // 2 if self.ahead else 0
         connections = self.options.connections and max(1, self.options.connections // count)
         paths = self.outlet.paths
-        return Job(self.sources, paths, self.plan.randomness, memory - ahead, limit, self.hashes, ahead, connections)
+        return Job(
+            self.sources,
+            paths,
+            self.plan.randomness,
+            memory - ahead,
+            limit,
+            self.hashes,
+            ahead,
+            connections,
+            self.outlet.fence,
+        )
 
     def _is_done(self, task: Task, finished: Finished) -> bool:
         keys = [k for k, _ in task.targets] + operand_keys(self.plan, task.computing)

@@ -166,3 +166,19 @@ def test_files_that_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = run(plan, tmp_path / "copied", RunOptions(on=FakeFleet(2, 2, WILD)))
     assert done.notes == ["1 file copied: linking does not work here"]
     assert files_of(tmp_path / "copied") == files_of(tmp_path / "linked") == {"a": b"a" * 5000}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_run_has_begun_amid_an_order(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was given up does not open what a new run has made by the same names."""
+    plan, _ = merge_plan(tmp_path / "src")
+    begin = local.LocalBranch.begin
+
+    def late(self: local.LocalBranch, order: Any) -> None:
+        begin(self, order)
+        (self.partial / local.RUN).write_text("another")
+
+    monkeypatch.setattr(local.LocalBranch, "begin", late)
+    with pytest.raises(OutputError, match="or the run has ended"):
+        run(plan, tmp_path / "dst", RunOptions(on=FakeFleet(), workers=workers or None))
+    assert not (tmp_path / "dst").exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
 
-from ckpttool.execute.files import Medium
+from ckpttool.execute.files import Fence, Medium
 from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.schedule import Part, Task
@@ -154,6 +154,10 @@ class Branch(Protocol):
 
     @property
     def locks(self) -> Sequence[int]: ...
+
+    @property
+    def fence(self) -> Fence | None:
+        """For files below ``partial``."""
 
     def begin(self, order: Order) -> None:
         """An order comes. Raises OutputError when this machine does not see the run's DST, or the run has ended."""

@@ -32,7 +32,7 @@ from typing import Any
 
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.base import Beginning
-from ckpttool.execute.files import Medium, create, write_error
+from ckpttool.execute.files import Fence, Medium, create, write_error
 from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, Journal, writer
 from ckpttool.execute.schedule import Part
@@ -459,21 +459,12 @@ class LocalBranch:
 
     def __init__(self, said: Mapping[str, Any], plan: Plan) -> None:
         self.partial = Path(said["partial"])
-        self._run: str = said["run"]
+        self.fence = Fence(str(self.partial / RUN), said["run"])
         self._paths = [str(self.partial / o.name) for o in plan.outputs]
 
     def begin(self, order: Order) -> None:
         """A machine that was given up may come back when the run has ended, and another one has begun."""
-        try:
-            found = (self.partial / RUN).read_text(encoding="ascii")
-        except (OSError, ValueError):
-            found = ""
-        if found != self._run:
-            raise OutputError(
-                "this machine does not see the destination of the run, or the run has ended",
-                where=str(self.partial),
-                hint="choose a DST in a directory that all nodes share, under the same path",
-            )
+        self.fence.check()
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
         for file in sorted({file for p in parts for file in p.files}):

@@ -36,6 +36,8 @@ class ObjectBranch:
     """See ``Branch``."""
 
     spools = True
+    fence = None
+    """The spool is this process's own."""
 
     def __init__(self, said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task], store: Store) -> None:
         self._plan = plan
