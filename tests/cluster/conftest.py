@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import slurm
+from tests.cluster.ray_fleet import LastingFleet
 from tests.cluster.ray_nodes import RayNodes
 
 HERE = Path(__file__).parent
@@ -34,3 +35,26 @@ def ray_nodes() -> Iterator[RayNodes]:
     pytest.importorskip("ray")
     with RayNodes(("head", "one", "two")) as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="session")
+def _lasting(ray_nodes: RayNodes) -> Iterator[LastingFleet]:
+    from ckpttool.execute.fleets import fleet_for
+
+    fleet = LastingFleet(lambda: fleet_for(ray_nodes.on))
+    yield fleet
+    fleet.dismiss()
+
+
+@pytest.fixture
+def ray_fleet(_lasting: LastingFleet, monkeypatch: pytest.MonkeyPatch) -> LastingFleet:
+    """``--on ray`` in this process: the cluster, whose nodes need not begin anew for each run. Small runs have many
+    shares, too.
+    """
+    from ckpttool.execute import fleets
+    from ckpttool.execute.destinations import local
+
+    _lasting.begin()
+    monkeypatch.setattr(fleets, "fleet_for", lambda _text: _lasting)
+    monkeypatch.setattr(local, "LEAST_SHARE", 1 << 10)
+    return _lasting

@@ -38,13 +38,14 @@ class RayNodes:
 
     def __enter__(self) -> Self:
         self._temp = tempfile.mkdtemp(prefix="r-", dir="/tmp")
+        Path(self._temp, "ray").mkdir()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.ray_nodes", self._temp, *self.names],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=self._temp,
-            env=environment | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+            env=environment | {"TMPDIR": self._temp, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
         )
         said = self._hear()
         self.address, self.raylets = said["address"], said["raylets"]
@@ -133,7 +134,7 @@ def host(temp: str, names: Sequence[str]) -> None:
     head = {
         "num_cpus": 1,
         "node_name": names[0],
-        "temp_dir": temp,
+        "temp_dir": f"{temp}/ray",
         "_system_config": _SYSTEM,
         "include_dashboard": False,
     }
