@@ -237,9 +237,7 @@ class _Run:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
             except OSError as e:
                 raise write_error(e, path, 0, 0) from e
-            if self.outlet.links(
-                output
-            ):  # made when its turn comes; never opened for writing: its bytes may be the source's
+            if self.outlet.links(output):  # made in its turn, never opened for writing: its bytes may be the source's
                 if not Path(path).exists():
                     made.add(i)
                 continue
