@@ -1,0 +1,158 @@
+"""Shares of a run on machines whose page caches know nothing of each other: the bytes are those of one run.
+
+A page that two machines write would lose what one of them wrote.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool.execute import RunOptions, blocks, engine, fleetwork, moves, node, run, schedule, shares, workforce
+from ckpttool.execute.destinations import local
+from ckpttool.execute.fleets import dispatch
+from ckpttool.plan import Output, Plan
+from tests.execute.plans import expected, written
+from tests.execute.test_bytes import recipes
+from tests.helpers.command import ckpttool
+from tests.helpers.fleet import CALM, WILD, FakeFleet
+from tests.helpers.machines import Disk
+from tests.helpers.sample import examples
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def apart(patch: pytest.MonkeyPatch, directory: Path, page: int) -> Disk:
+    """Every node is a machine, and so is whoever has started the run; shares are small."""
+    disk = Disk(directory)
+    patch.setattr(shares, "PAGE", page)
+    patch.setattr(node, "open_medium", disk.machine)
+    patch.setattr(engine, "open_medium", disk.machine)
+    patch.setattr(local, "LEAST_SHARE", 1)
+    patch.setattr(dispatch, "TRIES", 100)
+    patch.setattr(workforce, "spawn", lambda *_: None)  # a process would be a machine of its own
+    return disk
+
+
+def check_pages(disk: Disk, plan: Plan) -> None:
+    """No page has two writers, unless one machine does the share of another one, which has been lost."""
+    names = {o.name for o in plan.outputs}
+    found = {who: pages for who, pages in disk.writers.items() if who[0] in names}
+    assert found
+    assert all(len(machines) == 1 for machines in found.values())
+
+
+@settings(max_examples=examples(60))
+@given(recipes(), st.data())
+def test_any_plan(recipe: Callable[[Path], Plan], data: st.DataObject) -> None:
+    """Any cut, order, repetition and overlap of shares, by any number of machines."""
+    choose = st.sampled_from
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        plan = recipe(Path(directory, "src"))
+        head = Output("head", 120, ((0, b"x" * 20), (118, b"y")))
+        plan = replace(plan, outputs=[replace(o, literals=((o.size, b"end"),), size=o.size + 3) for o in plan.outputs])
+        plan.outputs.append(head)
+        part = data.draw(choose((64, 1000, 1 << 20)))
+        patch.setattr(schedule, "_MIB", part)
+        patch.setattr(schedule, "_BATCH_UNITS", data.draw(choose((1, 2, 256))))
+        patch.setattr(moves, "TURNED_PART", part)
+        patch.setattr(blocks, "BLOCK", data.draw(choose((512, 4 << 20))))
+        patch.setattr(fleetwork, "_SHARES", data.draw(st.integers(1, 6)))
+        calm = data.draw(st.booleans())
+        fleet = FakeFleet(data.draw(st.integers(1, 4)), data.draw(st.integers(0, 1 << 16)), CALM if calm else WILD)
+        disk = apart(patch, Path(directory, "out"), data.draw(choose((4, 16, 100, 4096))))
+        options = RunOptions(workers=data.draw(st.integers(1, 3)), manifest=data.draw(st.booleans()), on=fleet)
+        Path(directory, "out").mkdir()
+        result = run(plan, Path(directory, "out", "dst"), options)
+        assert written(Path(directory, "out", "dst"), plan) == expected(plan)
+        assert len(result.manifest) == options.manifest * sum(len(u.stored_tensors) for u in plan.units)
+        if calm:
+            check_pages(disk, plan)
+
+
+@settings(max_examples=examples(30))
+@given(recipes(), st.data())
+def test_any_interruption(recipe: Callable[[Path], Plan], data: st.DataObject) -> None:
+    """Other machines go on, with other shares and other pages between them, where a run was killed."""
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        plan = recipe(Path(directory, "src"))
+        patch.setattr(schedule, "_MIB", 64)
+        patch.setattr(schedule, "_BATCH_UNITS", 1)
+        out = Path(directory, "out")
+        out.mkdir()
+        apart(patch, out, data.draw(st.sampled_from((16, 100))))
+        options = RunOptions(workers=1, manifest=data.draw(st.booleans()))
+        remember, left = local.LocalDestination.remember, data.draw(st.integers(0, 6))
+
+        def killed(self: local.LocalDestination, *args: Any) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+            remember(self, *args)
+
+        patch.setattr(local.LocalDestination, "remember", killed)
+        for resume in (False, True):
+            patch.setattr(fleetwork, "_SHARES", data.draw(st.integers(1, 6)))
+            fleet = FakeFleet(data.draw(st.integers(1, 3)), data.draw(st.integers(0, 1 << 16)), WILD)
+            with suppress(KeyboardInterrupt):
+                run(plan, out / "dst", replace(options, on=fleet, resume=resume))
+                break
+        assert written(out / "dst", plan) == expected(plan)
+
+
+LLAMA = FIXTURES / "llama_tp8"
+MODELS = FIXTURES / "merge" / "inputs"
+COMMANDS = {
+    "hf": ("reshard", LLAMA, "DST", "--to", "hf", "--max-shard-size", "100KB"),
+    "tp2": ("reshard", LLAMA, "DST", "--tp-out", "2", "--manifest"),
+    "torch-bin": ("reshard", LLAMA, "DST", "--to", "torch-bin"),
+    "dcp": ("reshard", LLAMA, "DST", "--to", "dcp", "--manifest"),
+    "megatron-dist": ("reshard", LLAMA, "DST", "--to", "megatron-dist"),
+    "unified": ("reshard", LLAMA, "DST", "--to", "unified"),
+    "cast": ("reshard", LLAMA, "DST", "--to", "hf", "--dtype", "f32"),
+    "fp8-cast": ("fp8-cast", LLAMA, "DST", "--manifest"),
+    "merge": (
+        "merge",
+        MODELS / "ft1",
+        MODELS / "ft2",
+        "--base",
+        MODELS / "base",
+        "-o",
+        "DST",
+        "--method",
+        "dare_ties",
+        "--param",
+        "density=0.5",
+    ),
+    "drop-keys": ("drop-keys", LLAMA, "DST", "lm_head.weight"),
+}
+
+
+@pytest.mark.sample("tp2", "torch-bin", "fp8-cast")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What commands write, with nodes that are lost, repeat and come back."""
+    found = []
+    fleet = FakeFleet(3, sorted(COMMANDS).index(name), WILD)
+    for on in ((), ("--on", "ray=fake", "--verify")):
+        directory = tmp_path / str(len(on))
+        directory.mkdir()
+        dst = directory / "dst"
+        if on:
+            monkeypatch.setattr("ckpttool.execute.fleets.fleet_for", lambda _: fleet)
+            monkeypatch.setattr(schedule, "_BATCH_UNITS", 2)
+            apart(monkeypatch, directory, 256)
+        done = ckpttool(*[dst if a == "DST" else a for a in COMMANDS[name]], *on)
+        assert done.code == 0, done.err
+        found.append({str(p.relative_to(dst)): p.read_bytes() for p in dst.rglob("*") if p.is_file()})
+    assert len(fleet.sent) > 8
+    assert found[0] == found[1]
