@@ -107,6 +107,7 @@ class Slurm:
             f"SlurmctldPort={control}",
             "SlurmUser=root",
             "AuthType=auth/none",
+            "AuthInfo=cred_expire=5",  # so long a job waits that is requeued
             "CredType=cred/none",
             f"StateSaveLocation={self.folder}/state",
             f"SlurmdSpoolDir={self.folder}/%n",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CKPTTOOL = (sys.executable, "-m", "ckpttool")
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--no-python")
 
 WHO = """
 import json, os
@@ -22,9 +27,15 @@ except UsageError as e:
 """Prints which part a process has, or why it has none."""
 
 
+def needs_mpi() -> None:
+    """Skip a test where there is no MPI."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun: apt-get install openmpi-bin")
+
+
 def environment(**more: str) -> dict[str, str]:
     """As the tests have it, without what a launcher around the tests has set."""
     launched = ("SLURM_", "OMPI_", "PMI", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "JOB_COMPLETION")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(launched) and k not in {"RANK", "WORLD_SIZE"}}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
-    return kept | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", **more}
+    return kept | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **more}

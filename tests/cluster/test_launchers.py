@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,13 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import Slurm
-from tests.cluster.tasks import WHO, environment
-
-MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--no-python")
-
-needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: apt-get install openmpi-bin")
+from tests.cluster.slurm import Slurm, free_ports
+from tests.cluster.tasks import MPIRUN, TORCHRUN, WHO, environment, needs_mpi
 
 
 @pytest.fixture
@@ -46,8 +40,8 @@ def parts(of: int, by: str, numbers: Iterable[int] = ()) -> list[list[object]]:
     return [["part", i, of, by] for i in numbers or range(1, of + 1)]
 
 
-@needs_mpi
 def test_mpirun(who: tuple[str, ...]) -> None:
+    needs_mpi()
     assert started([*MPIRUN, "-n", 4, *who]) == parts(4, "Open MPI")
     assert started([*MPIRUN, "-n", 1, *who]) == parts(1, "Open MPI")
 
@@ -113,9 +107,9 @@ class TestSlurm:
         done = self.cluster.call("srun", "-N3", "--mpi=pmi2", *self.who)
         assert answers(done.stdout) == parts(3, "MPI (PMI)"), done.stderr
 
-    @needs_mpi
     def test_mpirun_in_a_batch_script(self) -> None:
         """Its daemons are tasks of Slurm; its processes are not."""
+        needs_mpi()
         said = self.cluster.batch(f"{shlex.join(MPIRUN)} -n 4 {self.command}", self.output, "-N2", "-n2")
         assert answers(said) == parts(4, "Open MPI"), said
 
@@ -126,12 +120,6 @@ class TestSlurm:
         refused = answers(alone.stdout)
         assert len(refused) == 4, alone.stderr
         assert all("torchrun in each has 2 processes of its own" in str(r[1]) for r in refused)
-        rendezvous = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --nnodes=2 --nproc-per-node=2"
+        rendezvous = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_ports(1)[0]} --nnodes=2 --nproc-per-node=2"
         said = self.cluster.batch(f"srun {run} {rendezvous} {self.command}", self.output, "-N2", "-n2")
         assert answers(said) == parts(4, "torchrun"), said
-
-
-def free_port() -> int:
-    from tests.cluster.slurm import free_ports
-
-    return free_ports(1)[0]
