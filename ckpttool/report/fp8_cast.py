@@ -56,7 +56,13 @@ def show_cast_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet:
     """``--dry-run``: what becomes of the weights, and the files that would be written."""
     if as_json:
         dump(
-            {"schema": PLAN_SCHEMA, **_done(prepared), "buffers": run.memory, "notes": prepared.notes},
+            {
+                "schema": PLAN_SCHEMA,
+                **_done(prepared),
+                "buffers": run.memory,
+                **text.share_of(prepared.plan, run),
+                "notes": prepared.notes,
+            },
             entries=len(prepared.plan.outputs),
         )
         return
@@ -65,6 +71,8 @@ def show_cast_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet:
         message(_summary(prepared))
         before = sum(f.size for f in prepared.source.catalog.files)
         message(f"{short(before)} become {short(prepared.plan.bytes_written)}")
+        if line := text.share_line(prepared.plan, run):
+            message(line)
     plan_files(prepared.plan)
 
 

@@ -114,6 +114,7 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet: bool
                 "units": len(plan.units),
                 "buffers": run.memory,
                 "peak_memory_estimate": peak_memory(run),
+                **text.share_of(plan, run),
                 "files": files_of(plan),
                 "notes": prepared.notes,
             },
@@ -135,6 +136,7 @@ def show_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet: bool
             ("target", f"{prepared.format}, {ranked(prepared.mesh, prepared.sharding)}"),
             ("", held(prepared)),
             ("work", f"{count(plan.boxes, 'slice')} to copy"),
+            *[("", line) for line in [text.share_line(plan, run)] if line],
             ("memory", f"{short(peak_memory(run))} at most, of which {short(run.memory)} are buffers (--memory)"),
         ]
     )

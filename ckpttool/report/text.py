@@ -17,7 +17,8 @@ from ckpttool.report.style import painted
 from ckpttool.words import ranges, short
 
 if TYPE_CHECKING:
-    from ckpttool.execute import RunResult
+    from ckpttool.execute import RunOptions, RunResult
+    from ckpttool.plan import Plan
 
 _UNSEEN = re.compile(f"[{UNSEEN}]")
 _LABEL = re.compile(r"(?P<hint> *hint: )|(?:error|warning|note)(?: [\w-]+)*: |  --> | {6}(?=\S)")
@@ -75,6 +76,28 @@ def pick(of: object, names: str) -> dict[str, Any]:
 def _parsed(names: str) -> list[tuple[str, str, bool]]:
     words = [(word.rstrip("?").partition("="), word.endswith("?")) for word in names.split()]
     return [(key, name or key, empty) for (key, _, name), empty in words]
+
+
+def share_of(plan: Plan, run: RunOptions) -> dict[str, int]:
+    """For JSON, what this process would do of a plan, where it does one part of it."""
+    if run.member is None:
+        return {}
+    from ckpttool.execute.schedule import schedule
+    from ckpttool.execute.shares import cut
+
+    tasks = schedule(plan, ["manifest"] * run.manifest)
+    own = cut(plan, tasks, run.member.of)[run.member.number - 1]
+    return {
+        "part": run.member.number,
+        "of": run.member.of,
+        "part_bytes": sum([p.nbytes for t in own for p in tasks[t].parts]),
+    }
+
+
+def share_line(plan: Plan, run: RunOptions) -> str:
+    """The same for people; "" where it does all."""
+    share = share_of(plan, run)
+    return f"{run.member}: {short(share['part_bytes'])} of {short(plan.bytes_written)} to write" if share else ""
 
 
 def overview(rows: Sequence[tuple[str, str]]) -> None:

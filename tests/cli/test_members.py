@@ -16,6 +16,7 @@ from ckpttool.execute import Progress, RunOptions, RunResult
 from ckpttool.execute.options import Member, Standing
 from ckpttool.plan import Plan
 from ckpttool.storage.place import Place
+from ckpttool.words import short
 from tests.helpers.command import ckpttool
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -195,4 +196,21 @@ def test_the_api_takes_an_engine(runs: Runs, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_api_refuses(how: dict[str, Any], said: str, runs: Runs) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         resharding().run("dst", **how)
+    assert not runs.asked
+
+
+@pytest.mark.parametrize("command", ["reshard", "merge", "fp8-cast"])
+def test_dry_runs_show_the_share(command: str, runs: Runs) -> None:
+    """What all parts write together is what one writes that does all."""
+
+    def share(part: str) -> int:
+        plan = json.loads(ckpttool(*COMMANDS[command], "--dry-run", "--part", part, "--json").out)
+        assert f"{plan['part']}/{plan['of']}" == part
+        return int(plan["part_bytes"])
+
+    shares = [share(f"{i}/3") for i in (1, 2, 3)]
+    assert sum(shares) == share("1/1")
+    done = ckpttool(*COMMANDS[command], "--dry-run", "--part", "2/3", merged=True)
+    assert f"part 2 of 3: {short(shares[1])} of " in done.out
+    assert "part 2" not in ckpttool(*COMMANDS[command], "--dry-run", merged=True).out
     assert not runs.asked
