@@ -407,9 +407,10 @@ class _Run:
         self.halt()
         if self.hands:
             self.hands.end(now=True)
-        again = not isinstance(error, CkptError) or isinstance(error, OutputError | SourceReadError | AccessError)
+        passing = isinstance(error, OutputError | SourceReadError | AccessError)
+        again = passing or not isinstance(error, CkptError)
         if self.verifying and isinstance(error, Exception):
-            again = False
+            again = passing  # bytes that could not be read, or machines that are gone, say nothing of the output
         if again and self.hands and self.destination.can_record and not (pool.unsynced or self.hands.unsynced):
             with contextlib.suppress(CkptError):
                 self.record(pool, *self.hands.unrecorded())

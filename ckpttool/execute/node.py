@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpttool.errors import ConflictError, CorruptError, UsageError
+from ckpttool.errors import ConflictError, UsageError
 from ckpttool.execute.destinations import branch_for
 from ckpttool.execute.files import Medium
 from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.held import Held
 from ckpttool.execute.journal import Finished, ranges
 from ckpttool.execute.options import RunOptions
-from ckpttool.execute.remote import open_medium
+from ckpttool.execute.remote import check_here, open_medium
 from ckpttool.execute.schedule import Part, Schedule
 from ckpttool.execute.workforce import Outlet, Workforce
 from ckpttool.plan import Plan
@@ -58,7 +58,7 @@ class NodeJob:
     access: Mapping[str, str] = field(default_factory=settings)
 
     def open(self) -> Node:
-        """Raises UsageError, ConflictError or CorruptError where this machine is unfit for the run."""
+        """Raises UsageError, ConflictError or AccessError where this machine is unfit for the run."""
         if self.version != __version__:
             raise UsageError(
                 f"another version of ckpttool is installed here: {__version__}, the run has {self.version}",
@@ -95,18 +95,7 @@ class Node:
         if any(not Path(s.path).is_absolute() for s in here) and Path.cwd() != Path(job.directory):
             hint = "give SRC as an absolute path that all nodes have"
             raise UsageError("SRC is relative to a directory that this machine lacks", where=job.directory, hint=hint)
-        for s in here:
-            try:
-                found = DataFile.at(Path(s.path))
-            except OSError as e:
-                what = f"this machine cannot read a source of the run: {e.strerror or e}"
-                raise CorruptError(what, where=s.path, hint="all nodes must see SRC under the same path") from e
-            if (found.size, found.tag) != (s.size, s.tag):
-                raise CorruptError(
-                    "a source is another file here than where the run was planned, or it has changed since",
-                    where=s.path,
-                    hint="all nodes must see the same SRC; if it was changed, repeat the command",
-                )
+        check_here(DataFile(Path(s.path), s.size, s.tag) for s in here)
 
     def do(self, order: Order) -> Answer:
         """Carry out a share. Raises what went wrong; the next order begins with everything fresh."""

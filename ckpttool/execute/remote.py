@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.encodings import Contents, Encoding
-from ckpttool.errors import CorruptError
+from ckpttool.errors import AccessError, CorruptError
 from ckpttool.execute.ahead import CONNECTIONS, FarFile, ReadAhead
 from ckpttool.execute.files import FilePool, Medium, unreadable, write_error
 from ckpttool.storage.place import DataFile, parse_place
@@ -206,6 +206,28 @@ def check_unchanged(files: Sequence[DataFile]) -> None:
         with ThreadPoolExecutor(min(CONNECTIONS, len(far)), thread_name_prefix="identity") as pool:
             for _ in pool.map(_check, far):
                 pass
+
+
+def check_here(files: Iterable[DataFile]) -> None:
+    """Raises AccessError for the first file of this machine that is not the one that another machine means.
+
+    That says nothing of the file there, so a run that has come far can go on without this machine.
+    """
+    for file in files:
+        if not isinstance(file.place, Path):
+            continue
+        try:
+            found = DataFile.at(file.place)
+        except OSError as e:
+            what = f"this machine cannot read a source of the run: {e.strerror or e}"
+            hint = "all nodes must see SRC under the same path"
+            raise AccessError(what, where=str(file.place), hint=hint) from e
+        if (found.size, found.tag) != (file.size, file.tag):
+            raise AccessError(
+                "a source is another file here than where the run was planned, or it has changed since",
+                where=str(file.place),
+                hint="all nodes must see the same SRC; if it was changed, repeat the command",
+            )
 
 
 def _check(file: DataFile) -> None:

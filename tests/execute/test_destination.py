@@ -199,6 +199,23 @@ def test_verification_that_fails(tmp_path: Path, plan: Plan) -> None:
     assert left(tmp_path) == ["src"]
 
 
+def test_verification_that_cannot_be_done(tmp_path: Path, plan: Plan) -> None:
+    """Machines that are gone say nothing of the output: it stays, and is verified by the next run."""
+    seen = []
+
+    def verify(partial: Place, _advance: Advance) -> None:
+        seen.append(written(Path(str(partial)), plan) == expected(plan))
+        if len(seen) == 1:
+            raise OutputError("no node is left to work")
+
+    with pytest.raises(OutputError, match="no node is left"):
+        run(plan, tmp_path / "dst", RunOptions(verify=verify))
+    assert left(tmp_path) == ["dst.partial", "src"]
+    assert run(plan, tmp_path / "dst", RunOptions(verify=verify, resume=True)).bytes_written == 0
+    assert seen == [True, True]
+    assert written(tmp_path / "dst", plan) == expected(plan)
+
+
 @contextlib.contextmanager
 def failing_writes(code: int, after: int) -> Iterator[None]:
     """From byte ``after`` on, writing outputs fails."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpttool.checkpoint import OpenOptions
-from ckpttool.errors import CkptError, CorruptError, OutputError
+from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.execute import NoProgress, RunOptions, run, schedule, shares
 from ckpttool.execute.destinations import local
 from ckpttool.execute.files import FilePool
@@ -114,7 +114,7 @@ def test_sources_that_a_node_does_not_see(tmp_path: Path, monkeypatch: pytest.Mo
         path.rename(path.with_suffix(".away"))
 
     monkeypatch.setattr(FakeFleet, "start", change)
-    with pytest.raises(CorruptError, match="cannot read a source of the run"):
+    with pytest.raises(AccessError, match="cannot read a source of the run"):
         run(plan, tmp_path / "dst", RunOptions(on=FakeFleet()))
     assert not list(tmp_path.glob("dst*"))
 

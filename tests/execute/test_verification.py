@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpttool.checkpoint import OpenOptions
-from ckpttool.errors import CorruptError, UsageError, VerifyError
+from ckpttool.errors import AccessError, UsageError, VerifyError
 from ckpttool.execute import RunOptions, compare, run
 from ckpttool.execute.files import Stopped
 from ckpttool.execute.fleets import calls
@@ -206,8 +206,8 @@ def test_a_machine_with_another_source(small: Output, monkeypatch: pytest.Monkey
     stop, place = threading.Event(), small.dst
     checks = small.looked()
     sides = [s.source for s in checks.sides]
-    monkeypatch.setattr("ckpttool.storage.place.DataFile.at", lambda p: sides[0][0]._replace(place=p, tag="1"))
-    with pytest.raises(CorruptError, match="has changed since it was planned") as e:
+    monkeypatch.setattr("ckpttool.storage.place.DataFile.at", lambda p, **_: sides[0][0]._replace(place=p, tag="1"))
+    with pytest.raises(AccessError, match="another file here") as e:
         Verification(lambda _: checks, MEMORY).on(FakeFleet(2), place, lambda _: None, stop)
     assert e.value.where[-1].startswith("on node-")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -15,9 +15,9 @@ from ckpttool.execute.fleets.base import Answer, Fleet, Order
 from ckpttool.execute.fleets.dispatch import dispatch
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.reader import in_turn, reading
-from ckpttool.execute.remote import AHEAD, check_unchanged
+from ckpttool.execute.remote import AHEAD, check_here
 from ckpttool.execute.work import Work
-from ckpttool.storage.access import anonymous, offline, set_access
+from ckpttool.storage.access import settings, use_settings
 from ckpttool.storage.place import source_files
 
 LARGEST = 256 << 20
@@ -64,7 +64,7 @@ def map_over(
     if not items:
         return
     stop = stop or threading.Event()
-    fleet.start(Calls(secrets.token_hex(8), work, limits or Limits(), anonymous(), offline()))
+    fleet.start(Calls(secrets.token_hex(8), work, limits or Limits(), settings()))
     runs = list(_runs(sizes, max(SMALLEST, min(LARGEST, sum(sizes) // (_EACH * max(1, fleet.nodes()))))))
     orders = ({"run": i, "items": list(items[a:b])} for i, (a, b) in enumerate(runs))
     early: dict[int, list[_Result]] = {}
@@ -98,13 +98,12 @@ class Calls(Generic[_Item, _Result]):
     digest: str
     work: Work[_Item, _Result]
     limits: Limits
-    anonymous: bool = False
-    offline: bool = False
+    access: Mapping[str, str] = field(default_factory=dict)
 
     def open(self) -> Calling[_Item, _Result]:
-        """Raises CorruptError for a file that is not there, or another one."""
-        set_access(anonymous=self.anonymous, offline=self.offline)
-        check_unchanged(source_files(self.work.files))
+        """Raises AccessError for a file that is not here, or another one."""
+        use_settings(self.access)
+        check_here(source_files(self.work.files))
         return Calling(self)
 
 
