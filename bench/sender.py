@@ -1,10 +1,10 @@
 """A server of files on 127.0.0.1 that costs little: the Hub's and S3's answers for one model, sent by sendfile.
 
-python -m bench.sender DIRECTORY --delay 0.03
+python -m bench.sender DIRECTORY --delay 0.03 --rate 200
 
 It prints its URL. ``hf://org/model`` with HF_ENDPOINT=URL, ``s3://bucket/model`` with AWS_ENDPOINT_URL=URL. Each answer
-comes ``--delay`` seconds after its request. The requests that readers make are answered, and no others: nothing is
-signed, nothing is checked.
+comes ``--delay`` seconds after its request, and all of them together at ``--rate`` MB/s, as if there were one link. The
+requests that readers make are answered, and no others: nothing is signed, nothing is checked.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ LARGE = 1 << 20
 """Bytes from which the Hub calls a file an LFS file."""
 
 
+_STEP = 256 << 10
+"""Bytes that are sent at a time where there is a rate."""
+_BURST = 0.05
+"""Seconds that a link may have been idle and make up for."""
+
+
 @contextmanager
-def sending(directory: Path, delay: float) -> Iterator[str]:
-    """The server in a process of its own; gives its URL."""
-    command = [sys.executable, "-m", "bench.sender", str(directory), "--delay", str(delay)]
+def sending(directory: Path, delay: float, rate: float = 0) -> Iterator[str]:
+    """The server in a process of its own; gives its URL. ``rate`` is in MB/s, 0 is as fast as it can."""
+    command = [sys.executable, "-m", "bench.sender", str(directory), "--delay", str(delay), "--rate", str(rate)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process.stdout.readline().strip() if process.stdout else ""
@@ -40,12 +46,29 @@ def sending(directory: Path, delay: float) -> Iterator[str]:
             process.kill()
 
 
+class Link:
+    """What all connections share."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._free = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, nbytes: int) -> None:
+        """Until so many bytes are through."""
+        with self._lock:
+            self._free = max(self._free, time.monotonic() - _BURST) + nbytes / self.rate
+            free = self._free
+        time.sleep(max(0.0, free - time.monotonic()))
+
+
 class Sender:
     """What is sent."""
 
-    def __init__(self, directory: Path, delay: float, elsewhere: str) -> None:
+    def __init__(self, directory: Path, delay: float, elsewhere: str, link: Link | None = None) -> None:
         self.directory = directory
         self.delay = delay
+        self.link = link
         self.elsewhere = elsewhere
         """Where the Hub sends readers to: another server, as far as they know."""
         self.sizes = {
@@ -150,7 +173,10 @@ class Sender:
             return
         with (self.directory / name).open("rb") as f:
             while start < stop:
-                start += os.sendfile(connection.fileno(), f.fileno(), start, stop - start)
+                step = min(_STEP, stop - start) if self.link else stop - start
+                if self.link:
+                    self.link.wait(step)
+                start += os.sendfile(connection.fileno(), f.fileno(), start, step)
 
     def _send(self, connection: socket.socket, method: str, status: str, headers: dict[str, str], body: bytes) -> None:
         self._head(connection, status, headers, len(body))
@@ -168,10 +194,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--delay", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--rate", type=float, default=0.0, metavar="MB/S")
     args = parser.parse_args()
     listening = [socket.create_server(("127.0.0.1", 0), backlog=128) for _ in range(2)]
     url, elsewhere = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in listening)
-    sender = Sender(args.directory, args.delay, elsewhere)
+    link = Link(args.rate * 1e6) if args.rate else None
+    sender = Sender(args.directory, args.delay, elsewhere, link)
     threads = [threading.Thread(target=sender.listen, args=(s,)) for s in listening]
     for thread in threads:
         thread.start()

@@ -2,8 +2,8 @@
 
 It lives in a process of its own, so that tests need no Ray in theirs, and ends when that process has no more input.
 
-    -> {"add": "three", "cpus": 1}      <- {"pid": 4711}
-    -> {"remove": "three"}              <- {}
+    -> {"add": "three", "cpus": 1, "environment": {}}      <- {"pid": 4711}
+    -> {"remove": "three"}                                 <- {}
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,8 +30,10 @@ _SYSTEM = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000
 class RayNodes:
     """A cluster, as tests see it."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self.names = tuple(names)
+        self.environment = dict(environment or {})
+        """Variables of these nodes, beside those of this process."""
         self.raylets: dict[str, int] = {}
         """Name -> process."""
         self.address = ""
@@ -40,12 +42,13 @@ class RayNodes:
         self._temp = tempfile.mkdtemp(prefix="r-", dir="/tmp")
         Path(self._temp, "ray").mkdir()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        own = {"TMPDIR": self._temp, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.ray_nodes", self._temp, *self.names],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=self._temp,
-            env=environment | {"TMPDIR": self._temp, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+            env={**environment, **self.environment, **own},
         )
         said = self._hear()
         self.address, self.raylets = said["address"], said["raylets"]
@@ -64,8 +67,9 @@ class RayNodes:
         """For ``--on``."""
         return f"ray={self.address}"
 
-    def add(self, name: str, cpus: int = 1) -> None:
-        self.raylets[name] = self._ask({"add": name, "cpus": cpus})["pid"]
+    def add(self, name: str, cpus: int = 1, environment: Mapping[str, str] | None = None) -> None:
+        said = {"add": name, "cpus": cpus, "environment": {**self.environment, **(environment or {})}}
+        self.raylets[name] = self._ask(said)["pid"]
 
     def remove(self, name: str) -> None:
         """A node leaves, if it is still there."""
@@ -157,6 +161,7 @@ def host(temp: str, names: Sequence[str]) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if "add" in order:
+            os.environ.update(order["environment"])
             nodes[order["add"]] = cluster.add_node(num_cpus=order["cpus"], node_name=order["add"])
             say({"pid": pid(order["add"])})
         else:
