@@ -14,7 +14,7 @@ AZURITE := .azurite/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers test-cluster test-resume test-families lint format types docs-check torture torture-remote walk fuzz bench bench-scale clean
+.PHONY: help setup demo test test-all test-peers test-cluster test-resume test-families lint format types docs-check torture torture-remote walk fuzz bench bench-scale bench-cluster clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ bench: $(PEERS) $(PADDLE) ## measure speed and memory beside cp, torch, DeepSpee
 
 bench-scale: $(DEV) ## measure how planning and inspecting grow with tensors and ranks (20 minutes, 1 GB of disk)
 	@$(BIN)/python bench/scale.py $(ARGS)
+
+bench-cluster: $(DEV) ## measure how runs on a Ray cluster and in parts scale, with a slow link for each machine (5 minutes, 4 GB of memory)
+	@$(BIN)/python -m bench.cluster $(ARGS)
 
 clean: ## remove .venv, .venv-paddle, build outputs and caches
 	rm -rf $(VENV) $(PADDLE_VENV) .azurite build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -49,8 +49,9 @@ PLAN = "v3"
 class Watched:
     """A fleet, with a clock."""
 
-    def __init__(self, fleet: Any) -> None:
+    def __init__(self, fleet: Any, expected: int) -> None:
         self.fleet = fleet
+        self.expected = expected
         self.started = self.first = self.last = 0.0
         self.busy = 0.0
         """Seconds of CPU of this process while others work."""
@@ -60,6 +61,8 @@ class Watched:
     def start(self, job: Any) -> None:
         began = time.monotonic()
         self.fleet.start(job)
+        while self.fleet.nodes() < self.expected:  # a run begins with those that are there
+            self.fleet.replies(0.1)
         self.started = time.monotonic() - began
 
     def nodes(self) -> int:
@@ -84,11 +87,22 @@ class Watched:
         self.fleet.end(now=now)
 
 
+def _repeat(destination: Any, times: int) -> None:
+    """Have the smallest order of a run given so often, which changes nothing in what is written."""
+    orders = destination.orders
+
+    def repeated(self: Any, survey: Any, shares: Any, finished: Any) -> list[Any]:
+        smallest = min((t for share in shares for t in share), key=lambda t: survey.tasks[t].nbytes)
+        given: list[Any] = orders(self, survey, shares, finished)
+        return [*orders(self, survey, [[smallest]], finished) * times, *given]
+
+    destination.orders = repeated
+
+
 def drive(spec: dict[str, Any]) -> dict[str, Any]:
     """A run on a Ray cluster, or one part of a run."""
     from ckpttool.checkpoint import OpenOptions
     from ckpttool.execute import RunOptions, run
-    from ckpttool.execute import fleetwork as sharing
     from ckpttool.execute.destinations import local
     from ckpttool.execute.fleets import fleet_for
     from ckpttool.execute.options import Member
@@ -96,15 +110,15 @@ def drive(spec: dict[str, Any]) -> dict[str, Any]:
     from ckpttool.storage.place import parse_place
     from ckpttool.targeting.target import Target
 
-    if "shares" in spec:
-        sharing._SHARES, local.LEAST_SHARE = spec["shares"], 1  # noqa: SLF001
+    if "again" in spec:
+        _repeat(local.LocalDestination, spec["again"])
     plan = prepare(parse_place(spec["src"]), OpenOptions(), Target(tp=8)).plan
     dst = parse_place(spec["dst"])
     if "part" in spec:
         began = time.time()
         result = run(plan, dst, RunOptions(member=Member(spec["part"], spec["of"])))
         return {"began": began, "ended": time.time(), "seconds": result.seconds}
-    fleet = Watched(fleet_for(spec["on"]))
+    fleet = Watched(fleet_for(spec["on"]), spec["nodes"])
     result = run(plan, dst, RunOptions(on=fleet))
     return {
         "work": fleet.last - fleet.first,
@@ -114,6 +128,12 @@ def drive(spec: dict[str, Any]) -> dict[str, Any]:
         "driver": fleet.busy,
         "bytes": result.bytes_written,
     }
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """What processes have used so far."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum([int(f[11]) + int(f[12]) for f in fields]) / os.sysconf("SC_CLK_TCK")
 
 
 def deliver(spec: dict[str, Any]) -> dict[str, Any]:
@@ -136,15 +156,19 @@ def deliver(spec: dict[str, Any]) -> dict[str, Any]:
     while fleet.nodes() < spec["nodes"]:
         fleet.replies(0.1)
     plan = prepare(Path(spec["src"]), OpenOptions(), Target(format="ranks", tp=8, pp=1, ep=8, etp=1)).plan
-    sent, seconds = job(plan), []
+    nodes = RayNodes(())
+    nodes.raylets = spec["raylets"]
+    hands = [pid for name in nodes.raylets for pid in nodes.hands(name)]
+    sent, seconds, cpu = job(plan), [], []
     for _ in range(spec["rounds"]):
-        began = time.monotonic()
+        began, used, ours = time.monotonic(), cpu_seconds(hands), time.process_time()
         fleet.start(sent)
         if fleet.nodes() < spec["nodes"]:
             sys.exit("a node has not opened the plan")
         seconds.append(time.monotonic() - began)
+        cpu.append([time.process_time() - ours, (cpu_seconds(hands) - used) / len(hands)])
     fleet.end(now=False)
-    return {"seconds": seconds, "bytes": len(pickle.dumps(sent, 5)), "units": len(plan.units)}
+    return {"seconds": seconds, "cpu": cpu, "bytes": len(pickle.dumps(sent, 5)), "units": len(plan.units)}
 
 
 TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"drive": drive, "deliver": deliver}
@@ -231,7 +255,7 @@ class Bench:
                 runs = []
                 for _ in range(self.rounds):
                     with self.out() as out:
-                        spec = {"src": "s3://bucket/model", "dst": out, "on": nodes.on}
+                        spec = {"src": "s3://bucket/model", "dst": out, "on": nodes.on, "nodes": count}
                         runs.append(asked("drive", spec, ours))
                 self.found[f"ray {count}"] = best(runs, "work")
                 print(f"{count} nodes: {self.found[f'ray {count}']}", file=sys.stderr, flush=True)
@@ -247,15 +271,15 @@ class Bench:
         for where, place in (("memory", self.work), ("disk", ROOT / "build" / "bench")):
             place.mkdir(parents=True, exist_ok=True)
             runs = {}
-            for shares in (SHARES // 10, SHARES):
+            for again in (SHARES // 10, SHARES):
                 out = place / "cluster-small"
-                spec = {"src": str(source / "model"), "dst": str(out), "on": nodes.on, "shares": shares}
-                runs[shares] = best([self._small(spec, out) for _ in range(3)], "work")
+                spec = {"src": str(source / "model"), "dst": str(out), "on": nodes.on, "nodes": 1, "again": again}
+                runs[again] = best([self._small(spec, out) for _ in range(3)], "work")
             few, many = runs.values()
             self.found[f"share {where}"] = {
                 "ms": 1000 * (many["work"] - few["work"]) / (many["answers"] - few["answers"]),
                 "driver ms": 1000 * (many["driver"] - few["driver"]) / (many["answers"] - few["answers"]),
-                "shares": many["answers"],
+                "shares": many["answers"] - few["answers"],
             }
             print(f"share, {where}: {self.found[f'share {where}']}", file=sys.stderr, flush=True)
 
@@ -272,7 +296,7 @@ class Bench:
 
         sizes.prepare_sources(self.work / "cluster-hollow", [PLAN])
         source = self.work / "cluster-hollow" / PLAN
-        spec = {"src": str(source), "on": nodes.on, "nodes": len(nodes.raylets), "rounds": 3}
+        spec = {"src": str(source), "on": nodes.on, "nodes": len(nodes.raylets), "rounds": 3, "raylets": nodes.raylets}
         self.found["plan"] = asked("deliver", spec) | {"nodes": len(nodes.raylets)}
 
     def in_parts(self) -> None:
@@ -323,9 +347,11 @@ class Bench:
                     f" ({share['shares']} shares, {where})."
                 )
         if plan := self.found.get("plan"):
+            driver, node = (statistics.median([c[i] for c in plan["cpu"]]) for i in (0, 1))
             lines.append(
                 f"A plan of {plan['units']:,} tensors ({plan['bytes'] / 1e6:.1f} MB) reaches {plan['nodes']} nodes in"
-                f" {statistics.median(plan['seconds']):.2f} s."
+                f" {statistics.median(plan['seconds']):.2f} s: {driver:.2f} s of the driver's CPU,"
+                f" {node:.2f} s of each node's."
             )
         return "\n".join(lines)
 

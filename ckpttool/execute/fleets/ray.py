@@ -324,6 +324,7 @@ def _hand_class() -> type:
         def begin(self, job: list[Any], expected: str, cwd: str) -> dict[str, Any]:
             """Open a job, after any other. Says what is wrong with this node."""
             import contextlib
+            import gc
             import importlib
             import os
 
@@ -343,11 +344,15 @@ def _hand_class() -> type:
                     os.chdir(cwd)
                 if self.worker is not None:
                     self.worker.close()
+                gc.disable()  # a large plan is many small objects, all of which stay
                 self.worker = ray.get(job[0]).open()
+                gc.freeze()
             except ray.exceptions.RayError:
                 raise
             except Exception as e:  # noqa: BLE001 - raised again by the run
                 return {"error": told(e)}
+            finally:
+                gc.enable()
             return {}
 
         def do(self, order: dict[str, Any]) -> dict[str, Any]:
