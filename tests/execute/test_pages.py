@@ -111,6 +111,7 @@ def test_any_interruption(recipe: Callable[[Path], Plan], data: st.DataObject) -
 
 LLAMA = FIXTURES / "llama_tp8"
 MODELS = FIXTURES / "merge" / "inputs"
+RANDOM = ("--method", "dare_ties", "--base", MODELS / "base", "--param", "density=0.5")
 COMMANDS = {
     "hf": ("reshard", LLAMA, "DST", "--to", "hf", "--max-shard-size", "100KB"),
     "tp2": ("reshard", LLAMA, "DST", "--tp-out", "2", "--manifest"),
@@ -120,19 +121,7 @@ COMMANDS = {
     "unified": ("reshard", LLAMA, "DST", "--to", "unified"),
     "cast": ("reshard", LLAMA, "DST", "--to", "hf", "--dtype", "f32"),
     "fp8-cast": ("fp8-cast", LLAMA, "DST", "--manifest"),
-    "merge": (
-        "merge",
-        MODELS / "ft1",
-        MODELS / "ft2",
-        "--base",
-        MODELS / "base",
-        "-o",
-        "DST",
-        "--method",
-        "dare_ties",
-        "--param",
-        "density=0.5",
-    ),
+    "merge": ("merge", MODELS / "ft1", MODELS / "ft2", "-o", "DST", "--weights", "0.6,0.4", *RANDOM),
     "drop-keys": ("drop-keys", LLAMA, "DST", "lm_head.weight"),
 }
 
