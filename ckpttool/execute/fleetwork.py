@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ckpttool.execute.destinations.base import Destination
-from ckpttool.execute.files import Medium, create, share
+from ckpttool.execute.files import Medium, create, share, sync_all
 from ckpttool.execute.fleets.base import Answer, Fleet
 from ckpttool.execute.fleets.dispatch import dispatch
 from ckpttool.execute.journal import Finished
@@ -117,8 +117,7 @@ class Fleetwork:
         for output, at, data in edges:
             pool.write(outlet.paths[output], at, memoryview(data))
         if not outlet.spools:
-            for output in sorted({output for output, _, _ in edges}):
-                pool.sync(outlet.paths[output])
+            sync_all(pool, [outlet.paths[output] for output in sorted({output for output, _, _ in edges})])
         done = [parts[n] for first, stop in answer["parts"] for n in range(first, stop)]
         new = [p for p in done if p.number not in self._done]  # some are done by two machines, each for its chunks
         self._done.update([p.number for p in new])

@@ -43,7 +43,8 @@ class _Page:
 
     def runs(self) -> Iterator[tuple[int, bytes]]:
         """What is fresh: (first byte, bytes)."""
-        ends = np.flatnonzero(np.diff(self.fresh, prepend=False, append=False)).tolist()
+        changes = np.flatnonzero(self.fresh[1:] != self.fresh[:-1]) + 1
+        ends = [*[0] * int(self.fresh[0]), *changes.tolist(), *[len(self.fresh)] * int(self.fresh[-1])]
         for a, b in zip(ends[::2], ends[1::2], strict=True):
             yield a, self.data[a:b].tobytes()
 

@@ -26,13 +26,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.base import Beginning
-from ckpttool.execute.files import Fence, Medium, create, write_error
+from ckpttool.execute.files import Fence, Medium, create, sync_all, write_error
 from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, Journal, writer
 from ckpttool.execute.schedule import Part
@@ -213,9 +212,7 @@ class LocalDestination:
         self._journal.append([p.number for p in parts], sums)
 
     def settle(self, pool: Medium, paths: Sequence[str]) -> None:
-        with ThreadPoolExecutor(8, thread_name_prefix="sync") as syncing:
-            for done in [syncing.submit(pool.sync, path, metadata=True) for path in paths]:
-                done.result()
+        sync_all(pool, paths, metadata=True)
 
     def complete(self) -> None:
         """All of it is where it becomes DST."""
@@ -467,8 +464,7 @@ class LocalBranch:
         self.fence.check()
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
-        for file in sorted({file for p in parts for file in p.files}):
-            pool.sync(self._paths[file])
+        sync_all(pool, [self._paths[file] for file in sorted({file for p in parts for file in p.files})])
 
     def finish(self, pool: Medium) -> Answer:
         return {}
