@@ -13,23 +13,36 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import llama
 from tests.cluster.slurm import Slurm
-from tests.cluster.tasks import CKPTTOOL, MPIRUN, ROOT, TORCHRUN, environment, needs_mpi
+from tests.cluster.tasks import CKPTTOOL, MPIRUN, TORCHRUN, environment, needs_mpi
 
 PARTS = 4
-FIXTURES = ROOT / "fixtures"
-FT1, FT2, BASE = (FIXTURES / "merge" / "inputs" / n for n in ("ft1", "ft2", "base"))
-JOBS: dict[str, tuple[object, ...]] = {
-    "reshard": ("reshard", FIXTURES / "llama_tp8", "DST", "--tp-out", 2, "--verify", "--manifest"),
-    "merge": (
-        *("merge", FT1, FT2, "--base", BASE, "--method", "dare_ties", "--weights", "0.6,0.4", "--param", "density=0.5"),
-        *("--to", "vllm", "--tp-out", 2, "-o", "DST", "--verify"),
-    ),
+JOBS = {
+    "reshard": "reshard BASE DST --to ranks --tp-out 2 --verify --manifest",
+    "merge": "merge ONE TWO -o DST --base BASE --method dare_ties --weights 0.6,0.4 --to vllm --tp-out 2",
 }
+MODELS = ("BASE", "ONE", "TWO")
 
 
-def words(job: str, dst: Path) -> list[str]:
-    return [str(dst if word == "DST" else word) for word in JOBS[job]]
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: str(llama.save(folder / name, seed)) for seed, name in enumerate(MODELS)}
+
+
+class Job:
+    """A command, and what one process writes by it."""
+
+    def __init__(self, command: str, models: dict[str, str], folder: Path) -> None:
+        self.command = command
+        self.models = models
+        dst = folder / "dst"
+        subprocess.run([*CKPTTOOL, *self.words(dst), "-q"], env=environment(), check=True, timeout=120)
+        self.once = tree(dst)
+
+    def words(self, dst: Path) -> list[str]:
+        return [self.models.get(word, word).replace("DST", str(dst)) for word in self.command.split()]
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -37,16 +50,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module", params=JOBS)
-def job(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def once(job: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What one process writes."""
-    dst = tmp_path_factory.mktemp("once") / "dst"
-    subprocess.run([*CKPTTOOL, *words(job, dst), "-q"], env=environment(), check=True, timeout=120)
-    return tree(dst)
+def job(request: pytest.FixtureRequest, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(JOBS[request.param], models, tmp_path_factory.mktemp("once"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,39 +114,42 @@ def launch(request: pytest.FixtureRequest) -> Launch:
     return LAUNCHES[request.param]
 
 
-def check(dst: Path, once: dict[str, bytes], ended: Ended) -> None:
+def check(dst: Path, job: Job, ended: Ended) -> None:
     """DST is what one process writes, and nothing else is left."""
     assert ended.good, ended.said
     assert dst.is_dir(), ended.said
-    assert tree(dst) == once
+    found = tree(dst)
+    assert found.keys() == job.once.keys()
+    assert [name for name in found if found[name] != job.once[name]] == []
     assert [p.name for p in dst.parent.iterdir() if p.name.startswith(dst.name)] == [dst.name]
 
 
-def test_all_parts_make_dst(launch: Launch, job: str, once: dict[str, bytes], tmp_path: Path) -> None:
+def test_all_parts_make_dst(launch: Launch, job: Job, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
-    ended = launch([*CKPTTOOL, *words(job, dst)])
-    check(dst, once, ended)
-    assert ended.said.count("verified: ") >= 1
+    ended = launch([*CKPTTOOL, *job.words(dst)])
+    check(dst, job, ended)
     assert "Traceback" not in ended.said
+    assert ended.said.count("waiting for part") <= PARTS - 1
+    assert ("--verify" in job.command) == ("verified: every element" in ended.said)
 
 
-def test_a_killed_part_is_run_again(launch: Launch, job: str, once: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_killed_part_is_run_again(launch: Launch, job: Job, tmp_path: Path) -> None:
     """By torchrun itself, which starts all again; else by whoever repeats the command."""
     dst, mark = tmp_path / "dst", tmp_path / "mark"
-    mortal = [sys.executable, "-m", "tests.cluster.mortal", "2", str(mark), *words(job, dst)]
+    mortal = [sys.executable, "-m", "tests.cluster.mortal", "2", str(mark), *job.words(dst)]
     ended = launch(mortal)
     assert mark.exists(), ended.said
     if launch is not torchrun:
         assert not ended.good
         assert not dst.exists()
         ended = launch(mortal)
-    check(dst, once, ended)
+    check(dst, job, ended)
 
 
-def test_the_parts_of_json(tmp_path: Path) -> None:
+def test_the_parts_of_json(models: dict[str, str], tmp_path: Path) -> None:
     """Each part says how far the whole is."""
     dst = tmp_path / "dst"
-    command = [*CKPTTOOL, *words("reshard", dst), "--json"]
+    command = [*CKPTTOOL, "reshard", models["BASE"], str(dst), "--to", "vllm", "--verify", "--json"]
     said = []
     for i in (3, 1, 2):
         done = subprocess.run(
@@ -159,10 +167,10 @@ def requeued(cluster: Slurm) -> Iterator[Slurm]:
     cluster.call("scancel", "--user=root", "--full")
 
 
-def test_slurm_requeues_the_job(requeued: Slurm, job: str, once: dict[str, bytes], tmp_path: Path) -> None:
+def test_slurm_requeues_the_job(requeued: Slurm, job: Job, tmp_path: Path) -> None:
     """A batch job in which a part is killed: it goes back to the queue, and continues."""
     dst, mark, output = tmp_path / "dst", tmp_path / "mark", tmp_path / "out"
-    mortal = [sys.executable, "-m", "tests.cluster.mortal", "3", str(mark), *words(job, dst), "--part", "auto"]
+    mortal = [sys.executable, "-m", "tests.cluster.mortal", "3", str(mark), *job.words(dst), "--part", "auto"]
     again = "[ ${SLURM_RESTART_COUNT:-0} -lt 3 ] && scontrol requeue $SLURM_JOB_ID && sleep 60"
     script = tmp_path / "script.sh"
     script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=1 {shlex.join(mortal)} || {{ {again}; }}\n")
@@ -173,5 +181,5 @@ def test_slurm_requeues_the_job(requeued: Slurm, job: str, once: dict[str, bytes
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline and requeued.call("squeue", "--noheader").stdout.strip():
         time.sleep(0.5)
-    check(dst, once, Ended(good=True, said=output.read_text()))
+    check(dst, job, Ended(good=True, said=output.read_text()))
     assert mark.exists()
