@@ -20,7 +20,7 @@ from tests.cluster.tasks import CKPTTOOL, MPIRUN, TORCHRUN, environment, needs_m
 PARTS = 4
 JOBS = {
     "reshard": "reshard BASE DST --to ranks --tp-out 2 --verify --manifest",
-    "merge": "merge ONE TWO -o DST --base BASE --method dare_ties --weights 0.6,0.4 --to vllm --tp-out 2",
+    "merge": "merge ONE TWO -o DST --base BASE --method dare_ties --weights 0.6,0.4 --param density=0.5 --tp-out 2",
 }
 MODELS = ("BASE", "ONE", "TWO")
 
