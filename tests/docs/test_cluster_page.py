@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.main import get_command
 
 from ckpttool.cli.app import app
 from ckpttool.execute.launchers import LAUNCHERS, is_membership, membership
+from scripts import simulate_cluster as simulation
 from tests.docs.runner import ROOT, blocks
 
 PAGE = ROOT / "docs" / "cluster.md"
@@ -97,3 +99,30 @@ def test_the_ray_job_is_whole() -> None:
     of_head, of_worker = (owner["template"]["spec"] for owner in (cluster["headGroupSpec"], workers))
     assert of_head["volumes"] == of_worker["volumes"]
     assert of_head["securityContext"] == of_worker["securityContext"]
+
+
+def test_the_tables_are_what_the_model_says() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert simulation.text() in page
+    assert page == simulation.with_tables(page), "run: python -m scripts.simulate_cluster --write"
+
+
+def test_the_model_agrees_with_arithmetic() -> None:
+    """Where nothing but bytes counts, time is bytes by speed."""
+    free = replace(simulation.COSTS, share=0, answer=0, edges=0, tls=0)
+    link = simulation.Machine("a link", 1e9)
+    assert simulation.work(64e9, link, 8, costs=free) == pytest.approx(8)
+    assert simulation.work(1e6, link, 8, costs=free) == pytest.approx(1e6 / 8 / 1e9)
+    # Of eight shares each, the slow one does half as many; the last share of all may be its.
+    slow = simulation.work(64e9, link, 8, simulation.Trouble(slow=0.5), free)
+    assert 64 / 7.5 <= slow <= 64 / 7.5 + 2
+    # The other seven do what was left, and wait for it to be missed.
+    lost = simulation.work(64e9, link, 8, simulation.Trouble(lost_at=4.0, noticed=3.0), free)
+    assert (64 - 4) / 7 <= lost <= 4 + 3 + 5
+
+
+def test_the_model_has_the_design_in_it() -> None:
+    """Eight nodes: what the network alone allows, from 700 GB and 2 TB."""
+    for model, seconds in ((simulation.V3, (80, 31, 8)), (simulation.KIMI, (227, 89, 23))):
+        for machine, least in zip(simulation.MACHINES, seconds, strict=False):
+            assert least - 1 <= simulation.work(model.nbytes, machine, 8) <= 1.2 * least + 1
