@@ -107,7 +107,7 @@ _MAX_PASSED = 1 << 30
 """Bytes of a compressed member that are passed over: a pickle names what it needs long before."""
 _MAX_ZIPS = 1 << 16
 """In one file."""
-_BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError)
+_BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, UnicodeDecodeError)
 _NAME = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
@@ -264,7 +264,7 @@ def walk(stream: IO[bytes]) -> Iterator[tuple[str, int]]:
 
 
 class _TooLongError(Exception):
-    """More bytes than are passed over."""
+    """More bytes than are passed over, or more digits than a number is given."""
 
 
 def _one(stream: IO[bytes]) -> Generator[tuple[str, int], None, bool]:
@@ -290,6 +290,8 @@ def _one(stream: IO[bytes]) -> Generator[tuple[str, int], None, bool]:
             yield UNKNOWN, at
         elif op.name == "STOP":
             return True
+        if op.name in ("PUT", "GET") and argument is None:
+            raise _TooLongError
         if op.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
             memo[len(memo) if op.name == "MEMOIZE" else int(argument)] = stack[-1]
             continue

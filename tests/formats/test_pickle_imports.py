@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.containers.pickle_imports import UNKNOWN, imports, is_dangerous, walk
+from ckpttool.containers.pickle_imports import UNKNOWN, imports, is_dangerous, is_zip_without_pickles, walk
 
 
 class Calls:
@@ -55,6 +55,8 @@ def test_every_protocol(protocol: int, tmp_path: Path) -> None:
         (b"\x80\x02cos\nsystemX", ["os.system"]),  # the end of a file is the end of a line
         (b"V" + b"x" * 70_000 + b"\ncos\nsystem\n.", ["os.system"]),
         (b"\x80\x04cos\n" + b"path.os." * 1000 + b"system\n.", [UNKNOWN]),
+        (b"\x80\x02cos\nsystem\np" + b"0" * 4200 + b"1\n.", ["os.system", UNKNOWN]),  # which CPython takes for 1
+        (b"\x80\x02Ng" + b"0" * 4200 + b"1\n.", [UNKNOWN]),
         (b"\x80\x02.", []),
     ],
 )
@@ -70,6 +72,16 @@ def test_zips_and_what_is_not_a_pickle(tmp_path: Path) -> None:
     for name, data in {"b.bin": b"", "c.bin": b"PK\x03\x04", "d.bin": b"hello cos\nsystem\n."}.items():
         (tmp_path / name).write_bytes(data)
         assert imports(tmp_path / name) == ()
+
+
+def test_a_zip_of_names_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Calls(os.popen, "true")))
+        archive.writestr("archive/\xe9", b"")
+    path.write_bytes(path.read_bytes().replace("\xe9".encode(), b"\x85\x85"))
+    assert imports(path) == ()
+    assert is_zip_without_pickles(path)  # which `inspect --check` tells
 
 
 def test_what_weights_need_is_not_told() -> None:

@@ -27,7 +27,9 @@ from tests.fuzz.trees import Case
 from tests.helpers.command import Done, ckpttool
 
 SECONDS = 8.0
-"""Longest that anything may take on these files of kilobytes."""
+"""Longest that anything may compute on these files of kilobytes."""
+WAITING = 60.0
+"""Longest that it may take, whatever else the machine does."""
 STUCK = 60.0
 """After this on the processor the process ends, wherever it is."""
 MEMORY = 300 << 20
@@ -37,7 +39,7 @@ Answers = dict[str, Bits]
 
 
 class HungError(BaseException):
-    """Took longer than ``SECONDS``. No handler of the program may take it for its own."""
+    """Took longer than ``SECONDS`` or ``WAITING``. No handler of the program may take it for its own."""
 
 
 class FindingError(Exception):
@@ -52,8 +54,9 @@ def watched() -> Iterator[None]:
         raise HungError
 
     before = _peak(reset=True)
-    handler = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    handlers = [signal.signal(n, ring) for n in (signal.SIGALRM, signal.SIGVTALRM)]
+    signal.setitimer(signal.ITIMER_REAL, WAITING)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     # A loop in C looks at no signals: this one kills the process, and the campaign says at which case. A watchdog
     # thread would do it, too, but no command could fork its workers beside it.
     signal.setitimer(signal.ITIMER_PROF, STUCK)
@@ -61,11 +64,12 @@ def watched() -> Iterator[None]:
         yield
     except HungError as e:
         frame = "".join(traceback.format_tb(e.__traceback__)[-4:])
-        raise FindingError(f"still at it after {SECONDS:g} s\n{frame}") from None
+        raise FindingError(f"still at it after {SECONDS:g} s of computing, or {WAITING:g} s\n{frame}") from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGALRM, handler)
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
+        for number, handler in zip((signal.SIGALRM, signal.SIGVTALRM), handlers, strict=True):
+            signal.signal(number, handler)
     if (grown := _peak() - before) > MEMORY:
         raise FindingError(f"took {grown >> 20} MiB of memory")
 

@@ -49,13 +49,16 @@ def library(data: bytes) -> dict[str, Entry]:
 
 
 def whole(folder: Path) -> dict[str, Bits]:
-    """The tensors of all safetensors files of a folder; a name may occur once."""
+    """The tensors of all safetensors files of a folder; of a name that occurs twice, the one that the index means."""
+    index = folder / "model.safetensors.index.json"
+    said = json.loads(index.read_bytes())["weight_map"] if index.exists() else {}
     out: dict[str, Bits] = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, t in library(path.read_bytes()).items():
-            if name in out:
+            if name in out and name not in said:
                 raise ValueError(name)
-            out[name] = t.shape, t.data
+            if name not in out or said[name] == path.name:
+                out[name] = t.shape, t.data
     return out
 
 

@@ -82,6 +82,11 @@ def _hang(*_: Any) -> Any:
         time.sleep(0.01)
 
 
+def _compute(*_: Any) -> Any:
+    while True:
+        pass
+
+
 def _grow(*_: Any) -> Any:
     return {"x": ((1,), bytes(bytearray(b"x") * (64 << 20)))}
 
@@ -93,6 +98,7 @@ def _grow(*_: Any) -> Any:
         (_raise(RecursionError()), "RecursionError"),
         (_raise(CorruptError("")), "an error without a text"),
         (_hang, "still at it"),
+        (_compute, "still at it"),
         (_grow, "MiB of memory"),
         (lambda *_: {}, "WRONG DATA"),
         (lambda *_: {"a": ((1,), b"x")}, "WRONG DATA"),
@@ -104,7 +110,8 @@ def test_what_must_not_be_is_found(
     data = bench.files["model.safetensors"]
     assert bench.run("model.safetensors", data, thorough=True) == "same"
     assert bench.run("model.safetensors", data[:-1], thorough=True) == "refused"
-    monkeypatch.setattr(harness, "SECONDS", 0.2 if read is _hang else 8.0)
+    monkeypatch.setattr(harness, "SECONDS", 0.1 if read is _compute else 8.0)
+    monkeypatch.setattr(harness, "WAITING", 0.1 if read is _hang else 60.0)
     monkeypatch.setattr(harness, "MEMORY", 32 << 20)
     monkeypatch.setattr(harness, "read", read)
     with pytest.raises(FindingError, match=what):
