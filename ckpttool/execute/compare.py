@@ -288,12 +288,29 @@ def comparisons(view: DerivedTensor, tensor: LogicalTensor, want: str) -> list[C
         if view.same is None or len(tensor.pieces) != 1:
             raise UnsupportedError(f"`{view.name}` is {view.dtype} and cut; its elements share bytes")
         return [Comparison(view, tensor, want, -1, whole((view.same.pieces[0].stored.nbytes,)))]
-    shapes = [view.shape, *(copy.logical_box.shape for copy in tensor.replicas)]
-    return [
-        Comparison(view, tensor, want, i - 1, stretch)
-        for i, shape in enumerate(shapes)
-        for stretch in blocks(shape, itemsize(want), STRETCH)
-    ]
+    found = []
+    for number, copy in enumerate((None, *tensor.replicas), -1):
+        stretches = list(blocks(copy.logical_box.shape if copy else view.shape, itemsize(want), STRETCH))
+        for stretch in stretches:
+            one, two = view, tensor
+            if len(stretches) > 1:
+                box = stretch.shift(copy.logical_box.start) if copy else stretch
+                one, two = _near_view(view, box), replace(tensor, pieces=_near_pieces(tensor, box))
+            found.append(Comparison(one, two, want, number, stretch))
+    return found
+
+
+def _near_view(view: DerivedTensor, box: Box) -> DerivedTensor:
+    """The view with what ``box`` of it is read from: a stack of experts has hundreds of parts, and so has each of its
+    stretches otherwise."""
+    if view.same is not None:
+        return replace(view, same=replace(view.same, pieces=_near_pieces(view.same, box), replicas=()))
+    return DerivedTensor(view.name, view.dtype, view.shape, None, tuple([p for p in view.parts if p.clip(box)]))
+
+
+def _near_pieces(tensor: LogicalTensor, box: Box) -> Sequence[Piece]:
+    """The pieces that share elements with ``box``."""
+    return [p for _, p in tensor.near(box) if not box.start or p.logical_box.intersect(box) is not None]
 
 
 def joined(found: Iterable[Difference | None]) -> Difference | None:

@@ -15,11 +15,14 @@ import pytest
 from botocore.awsrequest import AWSResponse
 
 from ckpttool.errors import AccessError, OutputError
+from ckpttool.execute import fleets
 from ckpttool.execute.destinations import objects as destination
 from ckpttool.execute.destinations import s3
 from ckpttool.execute.destinations.store import GoneError, Slice, TakenError
+from ckpttool.execute.fleets import calls
 from ckpttool.storage import objects
 from tests.helpers.command import ckpttool
+from tests.helpers.fleet import WILD, FakeFleet
 from tests.helpers.s3_server import S3Server, s3_server
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -267,3 +270,39 @@ def test_from_s3_to_s3(server: S3Server, tmp_path: Path) -> None:
     assert inside.code == 1
     assert "the destination lies inside the source" in inside.err
     assert stored(server, "hf/") == read(tmp_path / "local")
+
+
+@pytest.mark.thorough  # tests/execute/test_verification.py has the same with files, in less time
+def test_verified_on_a_fleet(server: S3Server, tmp_path: Path) -> None:
+    """Nodes read the objects that are there; the machine that runs the command what is still to be put."""
+    for name, data in read(FIXTURES / "llama_tp8").items():
+        server.put("bucket", f"src/{name}", data)
+    assert ckpttool("reshard", FIXTURES / "llama_tp8", tmp_path / "local", "--to", "hf").code == 0
+    fleet = FakeFleet(2, 1, WILD)
+    command = ("reshard", "s3://bucket/src", "s3://bucket/hf", "--to", "hf", "--verify", "--on", "ray")
+    with (
+        patch.object(fleets, "fleet_for", lambda _: fleet),
+        patch.object(calls, "SMALLEST", 10_000),
+        patch.object(destination, "LEAST_SHARE", 10_000),
+    ):
+        done = ckpttool(*command)
+        assert done.code == 0, done.err
+        assert "verified: every element is equal" in done.out
+        assert stored(server, "hf/") == read(tmp_path / "local")
+        assert len([o for o in fleet.sent if "items" in o]) > 5
+        server.buckets["bucket"] = {k: v for k, v in server.buckets["bucket"].items() if k.startswith("src/")}
+        readable = destination.ObjectDestination.readable
+
+        def damaged(self: destination.ObjectDestination) -> Any:
+            found = server.buckets["bucket"]["hf/model.safetensors"]
+            data = bytearray(found.data)
+            data[-5] ^= 1
+            server.buckets["bucket"]["hf/model.safetensors"] = found._replace(data=bytes(data))
+            return readable(self)
+
+        fleet = FakeFleet(2, 2, WILD)
+        with patch.object(destination.ObjectDestination, "readable", damaged):
+            done = ckpttool(*command)
+    assert done.code == 3
+    assert "1 of 39 tensors differ from the source" in done.err
+    assert stored(server, "hf/") == {}

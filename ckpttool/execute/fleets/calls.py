@@ -15,7 +15,7 @@ from ckpttool.execute.fleets.base import Answer, Fleet, Order
 from ckpttool.execute.fleets.dispatch import dispatch
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.reader import in_turn, reading
-from ckpttool.execute.remote import AHEAD, check_here
+from ckpttool.execute.remote import check_here
 from ckpttool.execute.work import Work
 from ckpttool.storage.access import settings, use_settings
 from ckpttool.storage.place import source_files
@@ -24,6 +24,7 @@ LARGEST = 256 << 20
 """Most bytes of an order, where its first item is not larger: a second or so of a fast link."""
 SMALLEST = 16 << 20
 """An order of fewer bytes takes longer to send than to do."""
+AHEAD = 256 << 20
 _MOST = 4096
 """Items of an order, which may have no bytes at all."""
 _THREADS = 8
@@ -40,7 +41,7 @@ class Limits:
     """What a machine may use, in each process."""
 
     ahead: int = AHEAD
-    """Bytes for what it reads ahead from other machines."""
+    """Bytes for what it reads ahead from other machines: enough to fill a link of 10 Gbit/s."""
     connections: int | None = None
     workers: int | None = None
     """Threads; None is as many as suit the machine."""
