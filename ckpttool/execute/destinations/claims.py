@@ -97,6 +97,10 @@ class Folder:
             raise
         self.sync()
 
+    def touch(self) -> None:
+        """Change the directory, and nothing in it."""
+        self.remove(self._temporary(b""))
+
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)

@@ -44,6 +44,8 @@ RUN = ".run"
 """In it the name of a run to which other machines belong; they look whether it is still there."""
 LEAST_SHARE = 64 << 20
 """Bytes."""
+MEMBERS = ".members"
+"""Is there when parts (--part) make DST: see ``members``."""
 MANIFEST = "ckpttool.manifest.json"
 SLACK = 16 << 20
 """Free space that stays beside the output: directories, journal, the filesystem's own records."""
@@ -302,7 +304,7 @@ class LocalDestination:
             self._check_owner()
         self._fd = self._locked(self.partial / JOURNAL, os.O_RDWR | os.O_CREAT)
 
-    def _locked(self, path: Path, flags: int) -> int:
+    def _locked(self, path: Path, flags: int, lock: int = fcntl.LOCK_EX) -> int:
         if path.is_symlink():
             what, where = "a link lies where the output is to be made, and is not followed", os.path.realpath(path)
             raise OutputError(what, where=[str(path), where], hint="remove the link, or choose another DST")
@@ -317,7 +319,7 @@ class LocalDestination:
             )
         what, hint = "another run has just finished with this destination", "repeat the command"
         try:
-            _flock(fd)
+            _flock(fd, lock)
             if os.path.samestat(os.fstat(fd), path.lstat()):
                 return fd
         except BlockingIOError:
@@ -397,6 +399,12 @@ class LocalDestination:
 
     def publish(self, *, force: bool) -> str | None:
         """Rename the partial directory, or its only file, to DST. Returns a note when an old DST could not go."""
+        try:
+            return self._put_in_place(force=force)
+        finally:
+            self.close()
+
+    def _put_in_place(self, *, force: bool) -> str | None:
         note = None
         try:
             if self.single:
@@ -414,8 +422,6 @@ class LocalDestination:
             if self.partial.is_dir():
                 error.hint = f"what is in {self.partial} is complete: rename it, or repeat the command with --force"
             raise error from e
-        finally:
-            self.close()
         return note
 
     def _publish_file(self, *, force: bool) -> str | None:
@@ -538,12 +544,12 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _flock(fd: int) -> None:
+def _flock(fd: int, lock: int) -> None:
     """Raises BlockingIOError when another run holds the lock for longer than a killed one would."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, lock | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise

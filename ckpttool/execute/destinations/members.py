@@ -1,0 +1,671 @@
+"""DST on a directory that several processes share, each of which does its part (``--part I/N``); nobody is in charge.
+
+They have nothing in common but the directory that DST is to be in. All of this lies in DST.partial/ until DST is there:
+
+    .members               what is made, in how many parts, by which version; made once, by whoever comes first
+    .claim-NAME-K          claims (``claims``): part-I, prepare, commit
+    .journal.I-N.TOKEN     what one attempt at a part has finished; another attempt has another one
+    .failed.I-N            why the last attempt at a part failed
+    .making-TOKEN/         outputs that are being made at their full size
+    output/files/          the outputs. output/linked says which of them are links to a source
+    output-TOKEN/files/    the same, while a part completes them
+    .committing            the inode of what is about to get the name DST
+
+The steps, each of which ends with what it has done on disk:
+
+    join       take the claim of the part; another plan, number of parts or version is an error
+    prepare    one of them makes the outputs in .making-TOKEN, and renames that to output: all of it, or nothing
+    work       each does its share (``shares.cut``) of what no journal has, and appends to its own journal
+    leave      read all journals. Not complete: done, the others will see to the rest
+    commit     one of them takes the claim, renames output to output-TOKEN, writes what the journals hold of pages that
+               two parts share, sums and small files, verifies, renames output-TOKEN/files to DST, and removes the rest
+
+What holds when a process is killed, or stopped for so long that it is thought dead and comes back:
+
+    Parts write the same bytes to the same places, so doing one again, or twice at a time, changes nothing.
+    Whoever prepares works in a directory of its own, and a rename onto an output that is there fails.
+    Whoever commits works in a directory of its own, too: one who was thought dead has a name that is no more, and so
+    has a part that would open an output again. Of several commits one rename succeeds; the others find DST to be what
+    they have worked on, and are content.
+
+Pages of a file are written by one machine alone: see ``shares``. A failure is a file as well. The others look for it
+when they record, and stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpttool.errors import ConflictError, OutputError, plain
+from ckpttool.execute import journal as journals
+from ckpttool.execute.destinations.base import Beginning
+from ckpttool.execute.destinations.claims import PREFIX, TEMPORARY, Claim, Claims, Folder, Watch
+from ckpttool.execute.destinations.holder import machine
+from ckpttool.execute.destinations.local import JOURNAL, MEMBERS, LocalDestination, remove, sync_directory
+from ckpttool.execute.files import Medium, write_error
+from ckpttool.execute.journal import Edge, Finished, Journal
+from ckpttool.execute.options import Member
+from ckpttool.execute.schedule import Part, Task, operand_keys
+from ckpttool.execute.shares import Survey
+from ckpttool.plan import Plan
+from ckpttool.version import __version__
+
+COMMITTING = ".committing"
+_FAILED = ".failed."
+_MAKING = ".making-"
+_OUTPUT = "output"
+_FILES = "files"
+_LINKED = "linked"
+_LOOK_EVERY = 2.0
+"""Seconds between two looks for failures of others."""
+_OWN = (MEMBERS, COMMITTING, PREFIX, TEMPORARY, f"{JOURNAL}.", _FAILED, _MAKING, _OUTPUT)
+
+
+class PeerError(OutputError):
+    """Another part has failed, so this one ends as well."""
+
+    def __init__(self, failure: Failure, where: str) -> None:
+        super().__init__(f"{failure.part} failed on {failure.host}: {failure.what}", where=where)
+        self.wrong = failure.wrong
+
+
+class CommittedError(Exception):
+    """Not a failure: another part has made DST, which is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt at a part has failed."""
+
+    token: str
+    part: str
+    host: str
+    what: str
+    wrong: bool
+    """The input is wrong: trying again would not help."""
+
+    @classmethod
+    def read(cls, data: bytes) -> Failure | None:
+        try:
+            said = json.loads(data)
+            failure = cls(said["token"], said["part"], said["host"], said["what"], said["wrong"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        texts = failure.token, failure.part, failure.host, failure.what
+        return failure if all(type(t) is str for t in texts) else None
+
+
+class Meeting:
+    """DST.partial/, as all members of a run see it."""
+
+    def __init__(self, destination: LocalDestination, member: Member) -> None:
+        self.member = member
+        self.dst = destination.path
+        self.single = destination.single
+        self.path = destination.partial
+        self.folder = Folder(-1, str(self.path))
+        self.claims = Claims(self.folder, "")
+        self.parts = 0
+        self._made = -1
+        """What becomes DST: a descriptor that stays the same whatever its name is."""
+        self._known: set[str] = set()
+        self._looked = 0.0
+
+    # -- joining
+
+    def enter(self, share: Callable[[], int]) -> None:
+        """Make the directory, or find it; ``share`` opens it.
+
+        Raises OutputError when a run that is no member holds it, or has left it.
+        """
+        for _ in range(10):
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir()
+            with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+                self.folder.fd = share()
+                break
+        else:
+            raise OutputError("the partial destination comes and goes", where=str(self.path), hint="repeat the command")
+        strange = sorted(n for n in self.folder.names() if not n.startswith(_OWN))
+        if strange:
+            what = "a run without --part left a partial destination"
+            way = f"remove it: rm -r {shlex.quote(str(self.path))}"
+            hint = f"continue that run with --resume and without --part, or {way}"
+            raise OutputError(what, where=str(self.path / strange[0]), hint=hint)
+
+    def agree(self, plan: Plan, parts: int, hashes: Sequence[str]) -> None:
+        """Raises ConflictError unless all members make the same of the same in the same way."""
+        digest, of = plan.digest(), self.member.of
+        mine = {"plan": digest, "parts": parts, "of": of, "version": __version__, "hashes": [*hashes]}
+        by = {"host": os.uname().nodename, "pid": os.getpid(), "part": self.member.number}
+        line = json.dumps({"members": 1, **mine, **by}).encode() + b"\n"
+        self.claims.plan, self.parts = digest, parts
+        found = self.folder.read(MEMBERS)
+        if found is None:
+            self.folder.put_new(MEMBERS, line)
+            found = self.folder.read(MEMBERS)
+        said: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            said = json.loads(found or b"")
+        if not isinstance(said, dict) or said.get("members") != 1:
+            raise self._conflict("what other parts left cannot be continued: it cannot be read")
+        who = f"part {said.get('part')} on {said.get('host')}"
+        texts = {
+            "of": f"{who} is one of {said.get('of')}, this is one of {self.member.of}",
+            "version": f"{who} has ckpttool {said.get('version')}, this is {__version__}",
+            "plan": f"{who} has another plan: the source, or the options, or what is at the same path there, differ",
+            "parts": f"{who} cuts the same plan into other parts",
+            "hashes": f"{who} was started {'with' if 'xxh3_128' in said.get('hashes', ()) else 'without'} --manifest",
+        }
+        for key, text in texts.items():
+            if said.get(key) != mine[key]:
+                raise self._conflict(text)
+
+    def _conflict(self, what: str) -> ConflictError:
+        hint = f"give all parts the same command; to start over, end them all and rm -r {shlex.quote(str(self.path))}"
+        return ConflictError(plain(what), where=str(self.path), hint=hint)
+
+    def take_part(self) -> Claim:
+        """Raises OutputError when another process does this part."""
+
+        def refuse(watch: Watch) -> bool:
+            found = watch.holder.holder
+            if watch.beats or (found is not None and found.machine == machine()):
+                raise OutputError(
+                    f"another process does {self.member}: {watch.holder}",
+                    where=str(self.path),
+                    hint="wait until it has ended, or end it",
+                )
+            return False
+
+        claim = self.claims.take(f"part-{self.member.number}", refuse)
+        assert claim is not None  # noqa: S101 - it waits, or raises
+        return claim
+
+    # -- what there is
+
+    def fresh_names(self) -> list[str]:
+        """All names, also those that another machine has made just now: a change of one's own makes the cache of a
+        network filesystem read them anew."""
+        self.folder.touch()
+        return self.folder.names()
+
+    def output(self) -> str:
+        """The name of the directory of outputs; "" before they are made, and when they are DST."""
+        return next((n for n in self.fresh_names() if n == _OUTPUT or n.startswith(_OUTPUT + "-")), "")
+
+    def union(self) -> Finished:
+        """What all journals say."""
+        found = Finished()
+        for name in sorted(self.fresh_names()):
+            if name.startswith(f"{JOURNAL}."):
+                said = journals.read(self.folder.read(name) or b"", self.parts)
+                found.parts |= said.parts
+                found.sums.update(said.sums)
+                found.edges += said.edges
+        return found
+
+    def watch_made(self) -> None:
+        """Remember what is to become DST, whatever name it gets."""
+        if self._made < 0 and (name := self.output()):
+            made = f"{name}/{_FILES}"
+            if self.single:
+                made += f"/{self.dst.name}"
+            with contextlib.suppress(FileNotFoundError):
+                self._made = os.open(made, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.folder.fd)
+
+    def inode(self) -> int:
+        """Of what is to become DST."""
+        return os.fstat(self._made).st_ino
+
+    def is_committed(self) -> bool:
+        """Whether DST is what the members made."""
+        try:
+            there = self.dst.lstat()
+        except OSError:
+            return False
+        if self._made >= 0 and os.path.samestat(os.fstat(self._made), there):
+            return True
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            said = json.loads(self.folder.read(COMMITTING) or b"0")
+            return isinstance(said, dict) and said.get("inode") == there.st_ino
+        return False
+
+    # -- failures
+
+    def know_failures(self) -> None:
+        """Forget the failure of an earlier attempt at this part; those of others are no news."""
+        self.folder.remove(f"{_FAILED}{self._own}")
+        self._known = {f.token for f in self._failures()}
+
+    def check_failures(self) -> None:
+        """Raises PeerError when another part has failed since this one began. Looks now and then only."""
+        if time.monotonic() - self._looked < _LOOK_EVERY:
+            return
+        self._looked = time.monotonic()
+        for failure in self._failures():
+            if failure.token not in self._known:
+                raise PeerError(failure, str(self.path))
+
+    def fail(self, error: BaseException, *, wrong: bool) -> None:
+        """Tell the others."""
+        what = error.what if isinstance(error, OutputError | ConflictError) else str(error).split("\n")[0]
+        said = {"token": uuid.uuid4().hex, "part": str(self.member), "host": os.uname().nodename}
+        with contextlib.suppress(OSError):
+            self.folder.put(
+                f"{_FAILED}{self._own}", json.dumps(said | {"what": what or repr(error), "wrong": wrong}).encode()
+            )
+
+    def _failures(self) -> list[Failure]:
+        names = [n for n in self.folder.names() if n.startswith(_FAILED) and n != f"{_FAILED}{self._own}"]
+        found = [Failure.read(self.folder.read(n) or b"") for n in sorted(names)]
+        return [f for f in found if f is not None]
+
+    @property
+    def _own(self) -> str:
+        return f"{self.member.number}-{self.member.of}"
+
+    # -- leaving
+
+    def close(self) -> None:
+        for fd in (self._made, self.folder.fd):
+            if fd >= 0:
+                os.close(fd)
+        self._made = self.folder.fd = -1
+
+    def clear_if_last(self) -> None:
+        """Remove everything, unless somebody else is there. The own claims are let go."""
+        with contextlib.suppress(OSError):
+            holders = [f.holder for f in self.claims.all()]
+            if not all(h is not None and h.is_gone() for h in holders):
+                return
+            try:
+                fcntl.flock(self.folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            except OSError:
+                pass  # a filesystem without locks: the claims have to do
+            self.remove_all()
+
+    def remove_all(self) -> None:
+        """What says that there were members goes last: until then it is known what the rest is."""
+        if not os.path.samestat(os.fstat(self.folder.fd), self.path.lstat()):
+            return  # another run's by now
+        last = (COMMITTING, MEMBERS)
+        for name in [*(n for n in self.folder.names() if n not in last), *last]:
+            with contextlib.suppress(FileNotFoundError):
+                remove(self.path / name)
+        self.path.rmdir()
+
+
+class MemberDestination(LocalDestination):
+    """DST for a process that does its part; ``committer`` is what it is for the one that completes it."""
+
+    def __init__(self, dst: Path, member: Member, *, single: bool = False) -> None:
+        super().__init__(dst, single=single)
+        self.member = member
+        self.meeting = Meeting(self, member)
+        self.pages: dict[int, list[int]] = {}
+        """Of each output, what this part must not write."""
+        self.edges: Callable[[], Sequence[Edge]] = list
+        """What it has kept instead since this was last called."""
+        self._plan: Plan
+        self._tasks: Sequence[Task] = ()
+        self._shares: list[list[int]] = []
+        self._part: Claim | None = None
+        self._prepare: Claim | None = None
+        self._wrong = False
+
+    def share(self) -> int:
+        """A descriptor of the directory that all members lock together, and a run that is no member does not get."""
+        self._directory = self._locked(self.partial, os.O_RDONLY | os.O_DIRECTORY, fcntl.LOCK_SH)
+        self._check_owner()
+        fd, self._directory = self._directory, -1
+        return fd
+
+    def check_absent(self, *, force: bool, appeared: bool = False) -> None:
+        if (self.meeting.path / COMMITTING).exists():
+            return  # parts that ended while they renamed: `begin` finds out
+        super().check_absent(force=force, appeared=appeared)
+
+    def check_space(self, plan: Plan) -> None:
+        """Whoever prepares the outputs checks for all."""
+
+    def begin(self, beginning: Beginning) -> Finished:
+        """Join the others, and hear what all have finished. Raises CommittedError when DST is made already."""
+        self._plan, self._tasks = beginning.plan, beginning.tasks
+        hashes = sorted({k.partition(":")[2] or "xxh3_128" for t in self._tasks for k, _ in t.targets})
+        parts = sum([len(t.parts) for t in self._tasks])
+        meeting = self.meeting
+        try:
+            meeting.enter(self.share)
+            meeting.agree(self._plan, parts, hashes)
+            self._part = meeting.take_part()
+            self._settle_committing()
+            super().check_absent(force=beginning.force)
+            meeting.know_failures()
+            survey = Survey(self._plan, self._tasks)
+            self._shares = survey.cut(self.member.of)
+            self.pages = survey.shared_pages(self._shares)[self.member.number - 1]
+            self._begin_journal(parts)
+            return meeting.union()
+        except OSError as e:
+            self.close()
+            raise gone(e, self.meeting.path) from e
+        except BaseException:
+            self.close()
+            raise
+
+    def _settle_committing(self) -> None:
+        """Find out what became of a commit whose process ended in its last step."""
+        meeting = self.meeting
+        if meeting.folder.read(COMMITTING) is None or not meeting.is_committed():
+            return
+        with contextlib.suppress(OSError):  # who has done it removes it as well
+            if meeting.claims.take("commit", lambda _: not meeting.path.exists()):
+                meeting.remove_all()
+        raise CommittedError
+
+    def _begin_journal(self, parts: int) -> None:
+        assert self._part is not None  # noqa: S101 - begin has taken it
+        name = f"{JOURNAL}.{self.member.number}-{self.member.of}.{self._part.me.token[:16]}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._fd = os.open(name, flags, 0o666, dir_fd=self.meeting.folder.fd)
+        self._journal = Journal(self._fd, str(self.meeting.path / name))
+        self._journal.begin(self._plan.digest(), parts)
+
+    # -- work
+
+    @property
+    def own(self) -> list[int]:
+        """Numbers of this part's tasks."""
+        return self._shares[self.member.number - 1]
+
+    def beat(self) -> None:
+        """From now on this process has threads, and one of them says that it lives."""
+        if self._part is not None:
+            self._part.beat()
+
+    def check_lately(self) -> None:
+        """Raises TakenOverError in a process that was stopped for so long that another one does its part."""
+        if self._part is not None:
+            self._part.check_lately()
+
+    def prepare(self, make: Callable[[Path], Mapping[int, str]]) -> dict[int, str]:
+        """Have the outputs made by one of the parts. ``make`` makes them below a directory and says which of them it
+        could link, and how; that is returned. ``partial`` is known from here on.
+        """
+        meeting = self.meeting
+        try:
+            if not meeting.output():
+                self._prepare = meeting.claims.take("prepare", self._is_prepared)
+            if self._prepare is not None:
+                self._prepare.beat()
+                if not meeting.output():
+                    super().check_space(self._plan)
+                    self._make(make)
+                self._prepare.release()
+                self._prepare = None
+            name = meeting.output()
+            if not name and meeting.is_committed():
+                raise CommittedError
+            meeting.watch_made()
+            linked = json.loads(meeting.folder.read(f"{name}/{_LINKED}") or b"[]")
+        except OSError as e:
+            raise gone(e, self.meeting.path) from e
+        self.partial = meeting.path / name / _FILES
+        self._paths = [self.partial / o.name for o in self._plan.outputs]
+        return dict(linked)
+
+    def _is_prepared(self, _watch: Watch) -> bool:
+        self.meeting.check_failures()
+        return bool(self.meeting.output())
+
+    def _make(self, make: Callable[[Path], Mapping[int, str]]) -> None:
+        """Make the outputs where nobody else looks, then give them their name."""
+        meeting, claim = self.meeting, self._prepare
+        assert claim is not None  # noqa: S101 - the caller has it
+        for name in meeting.folder.names():
+            if name.startswith(_MAKING):
+                shutil.rmtree(meeting.path / name, ignore_errors=True)
+        making = meeting.path / f"{_MAKING}{claim.me.token}"
+        files = making / _FILES
+        files.mkdir(parents=True)
+        linked = make(files)
+        inside = Folder(os.open(making, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), str(making))
+        try:
+            inside.put(_LINKED, json.dumps([*linked.items()]).encode())
+        finally:
+            os.close(inside.fd)
+        for directory in [Path(d) for d, _, _ in os.walk(making, topdown=False)]:
+            sync_directory(directory)
+        claim.check()
+        with contextlib.suppress(FileExistsError, OSError):
+            making.rename(meeting.path / _OUTPUT)
+        meeting.folder.sync()
+        if not meeting.output():
+            raise OutputError("the outputs cannot be given their name", where=str(making))
+        shutil.rmtree(making, ignore_errors=True)  # somebody who took this process for dead was first
+
+    def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        """Sync the files, then say so in the own journal, with the bytes that were kept back."""
+        self.meeting.check_failures()
+        if self._part is not None:
+            self._part.check()
+        edges = self.edges()
+        for file in sorted({file for p in parts for file in p.files}):
+            pool.sync(str(self._paths[file]))
+        self._journal.append([p.number for p in parts], sums, edges)
+
+    def leave(self) -> tuple[int, ...]:
+        """This part is done. Returns the numbers of those that are not; if there are any, this was all."""
+        found = self.meeting.union()
+        waiting = tuple(i for i, share in enumerate(self._shares, 1) if not self._is_done(share, found))
+        if waiting:
+            self.close()
+        return waiting
+
+    def _is_done(self, share: Sequence[int], found: Finished) -> bool:
+        for number in share:
+            task = self._tasks[number]
+            keys = [key for key, _ in task.targets]
+            if task.computing >= 0:
+                keys += operand_keys(self._plan, task.computing)
+            if any(p.number not in found.parts for p in task.parts) or any(k not in found.sums for k in keys):
+                return False
+        return True
+
+    def committer(self) -> CommitDestination:
+        """All parts are done: what completes DST."""
+        meeting, self.meeting = self.meeting, Meeting(self, self.member)
+        part, self._part = self._part, None
+        self._close_journal()
+        return CommitDestination(self, meeting, part)
+
+    # -- leaving
+
+    @property
+    def locks(self) -> list[int]:
+        return [fd for fd in (self.meeting.folder.fd,) if fd >= 0]
+
+    def failed(self, error: BaseException, *, wrong: bool) -> None:
+        """Tell the others, who stop. What is wrong for good is not kept."""
+        self._wrong = wrong
+        if self.meeting.folder.fd >= 0:
+            self.meeting.fail(error, wrong=wrong)
+
+    def _close_journal(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def close(self) -> None:
+        self._close_journal()
+        self._leave(clear=False)
+
+    def discard(self) -> None:
+        """Leave nothing if the input is wrong and nobody else is there; the work of others stays."""
+        self._close_journal()
+        self._leave(clear=self._wrong)
+
+    def _leave(self, *, clear: bool) -> None:
+        for claim in (self._prepare, self._part):
+            if claim is not None:
+                claim.release()
+        self._prepare = self._part = None
+        if self.meeting.folder.fd >= 0:
+            if clear:
+                self.meeting.clear_if_last()
+            self.meeting.close()
+
+
+class CommitDestination(LocalDestination):
+    """DST for the part that completes it: all is written, in all journals together."""
+
+    def __init__(self, shared: MemberDestination, meeting: Meeting, part: Claim | None) -> None:
+        super().__init__(shared.given, single=shared.single)
+        self.meeting = meeting
+        self._part = part
+        self._commit: Claim | None = None
+        self._edges: list[Edge] = []
+        self._wrong = False
+
+    def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
+        """The part has done it."""
+
+    def check_space(self, plan: Plan) -> None:
+        """There is what there will be."""
+
+    def begin(self, beginning: Beginning) -> Finished:
+        """Wait until no other part is at it. Raises CommittedError when one of them has done it."""
+        meeting = self.meeting
+        try:
+            self._commit = meeting.claims.take("commit", self._is_over)
+            if self._commit is None or meeting.is_committed():
+                raise CommittedError
+            self._commit.beat()
+            name, mine = meeting.output(), f"{_OUTPUT}-{self._commit.me.token}"
+            (meeting.path / name).rename(meeting.path / mine)
+            meeting.folder.sync()
+            self.partial = meeting.path / mine / _FILES
+            self._paths = [self.partial / o.name for o in beginning.plan.outputs]
+            self._put_back(force=False)
+            found = meeting.union()
+        except BaseException as e:
+            committed = isinstance(e, CommittedError | OSError) and meeting.is_committed()
+            if committed and self._commit is not None:
+                with contextlib.suppress(OSError):  # whoever has done it was killed before this
+                    meeting.remove_all()
+            self.close()
+            if committed:
+                raise CommittedError from None
+            if isinstance(e, OSError):
+                raise gone(e, meeting.path) from e
+            raise
+        self._edges = found.edges
+        return replace(found, edges=[])
+
+    def _is_over(self, _watch: Watch) -> bool:
+        if self.meeting.is_committed():
+            return True
+        self.meeting.check_failures()
+        return False
+
+    def make(self, path: str, size: int) -> bool:
+        """It is there."""
+        found = Path(path).stat().st_size if Path(path).is_file() else -1
+        if found != size:
+            hint = f"remove what the parts have made, and run them again: rm -r {shlex.quote(str(self.meeting.path))}"
+            raise ConflictError("an output of the parts was changed from outside", where=path, hint=hint)
+        return True
+
+    def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        """All of it is in the journals."""
+
+    def settle(self, pool: Medium, paths: Sequence[str]) -> None:
+        """Write the bytes of pages that several parts share, then sync everything."""
+        for file, at, data in self._edges:
+            pool.write(paths[file], at, memoryview(data))
+        super().settle(pool, paths)
+
+    def seal(self) -> None:
+        """Only the rename is missing; should it fail half way, what is renamed is known again."""
+        meeting = self.meeting
+        assert self._commit is not None  # noqa: S101 - begin has taken it
+        try:
+            self._commit.check()
+            for directory in self._directories():
+                sync_directory(directory)
+            meeting.folder.put(COMMITTING, json.dumps({"inode": meeting.inode()}).encode())
+        except OSError as e:
+            raise write_error(e, str(meeting.path), 0, 0) from e
+
+    def publish(self, *, force: bool) -> str | None:
+        meeting, note = self.meeting, None
+        try:
+            try:
+                note = self._put_in_place(force=force)
+            except OutputError:
+                if not meeting.is_committed():
+                    if self._commit is not None:
+                        self._commit.check()
+                    raise
+            try:
+                meeting.remove_all()
+            except OSError as e:
+                note = f"what the parts had in common could not be removed: {meeting.path}: {e.strerror}"
+        finally:
+            self.close()
+        return note
+
+    # -- leaving
+
+    @property
+    def can_record(self) -> bool:
+        return False
+
+    @property
+    def locks(self) -> list[int]:
+        return [fd for fd in (self.meeting.folder.fd,) if fd >= 0]
+
+    def failed(self, error: BaseException, *, wrong: bool) -> None:
+        """Tell the others, who stop. What is wrong for good is not kept."""
+        self._wrong = wrong
+        if self.meeting.folder.fd >= 0:
+            self.meeting.fail(error, wrong=wrong)
+
+    def close(self) -> None:
+        self._leave(clear=False)
+
+    def discard(self) -> None:
+        """Leave nothing if the input is wrong and nobody else is there."""
+        self._leave(clear=self._wrong)
+
+    def _leave(self, *, clear: bool) -> None:
+        for claim in (self._commit, self._part):
+            if claim is not None:
+                claim.release()
+        self._commit = self._part = None
+        if self.meeting.folder.fd >= 0:
+            if clear:
+                self.meeting.clear_if_last()
+            self.meeting.close()
+
+
+def gone(e: OSError, directory: Path) -> OutputError:
+    """What an error means on the shared directory."""
+    if isinstance(e, FileNotFoundError):
+        what = "the partial destination is gone: another part has removed it, or somebody else"
+        return OutputError(what, where=str(directory), hint="see why, and repeat the command")
+    return write_error(e, str(directory), 0, 0)
