@@ -31,7 +31,7 @@ from typing import Protocol
 
 from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.execute.destinations import destination_for
-from ckpttool.execute.destinations.base import Beginning
+from ckpttool.execute.destinations.base import Beginning, Destination
 from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.execute.files import Medium, SourceReadError, Stopped, create, remove_file, write_error
 from ckpttool.execute.fleets.base import Answer, Fleet
@@ -58,7 +58,8 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
     if freezes:
         gc.freeze()
     try:
-        return _Run(plan, dst, options or RunOptions(), progress or NoProgress()).go()
+        options = options or RunOptions()
+        return _Run(plan, destination_for(dst, options), options, progress or NoProgress()).go()
     finally:
         if freezes:
             gc.unfreeze()
@@ -109,11 +110,14 @@ class _Hands(Protocol):
 class _Run:
     """One run, and the ``Watcher`` of those who do its work."""
 
-    def __init__(self, plan: Plan, dst: Place, options: RunOptions, progress: Progress) -> None:
+    again = "rerun with --resume to continue"
+    """What to do after an error that may pass."""
+
+    def __init__(self, plan: Plan, destination: Destination, options: RunOptions, progress: Progress) -> None:
         self.plan = plan
         self.options = options
         self.progress = progress
-        self.destination = destination_for(dst, self.options)
+        self.destination = destination
         self.outlet = Outlet(())
         self.stop = threading.Event()
         self.halt: Callable[[], None] = lambda: None
@@ -166,14 +170,17 @@ class _Run:
                     raise
                 raise error from e
             note = self.destination.publish(force=self.options.force)
-        self.notes += hands.notes
-        for how, count in Counter(hands.shared).items():
-            files = "1 file" if count == 1 else f"{count} files"
-            self.notes.append(f"{files} {how}" if how else f"{files} copied: linking does not work here")
         if note:
             self.notes.append(note)
             self.progress.note(note)
         self.progress.finish()
+        return self._result(began, hands, pool)
+
+    def _result(self, began: float, hands: _Hands, pool: Medium) -> RunResult:
+        self.notes += hands.notes
+        for how, count in Counter(hands.shared).items():
+            files = "1 file" if count == 1 else f"{count} files"
+            self.notes.append(f"{files} {how}" if how else f"{files} copied: linking does not work here")
         return RunResult(
             bytes_read=hands.bytes_read,
             bytes_written=hands.bytes_written,
@@ -229,7 +236,7 @@ class _Run:
         return fleetwork
 
     def _prepare(self, pool: Medium, finished: Finished) -> None:
-        """Make every file, with its literal bytes, and find out how much there is to do."""
+        """Make every file, with its literal bytes."""
         parts = [p for t in self.tasks for p in t.parts]
         made = set()
         for i, (output, path) in enumerate(zip(self.plan.outputs, self.outlet.paths, strict=True)):
@@ -247,6 +254,10 @@ class _Run:
             if not output.summed:
                 _write_literals(pool, path, output.literals)
         finished.parts -= {p.number for p in parts if not made.isdisjoint(p.files)}
+        self._announce(finished, parts)
+
+    def _announce(self, finished: Finished, parts: Sequence[Part]) -> None:
+        """Show how much there is to do."""
         self.progress.start(self.plan.bytes_written, len(self.plan.outputs))
         for p in parts:
             for file in p.files:
@@ -407,10 +418,7 @@ class _Run:
         self.halt()
         if self.hands:
             self.hands.end(now=True)
-        passing = isinstance(error, OutputError | SourceReadError | AccessError)
-        again = passing or not isinstance(error, CkptError)
-        if self.verifying and isinstance(error, Exception):
-            again = passing  # bytes that could not be read, or machines that are gone, say nothing of the output
+        again = self._may_pass(error)
         if again and self.hands and self.destination.can_record and not (pool.unsynced or self.hands.unsynced):
             with contextlib.suppress(CkptError):
                 self.record(pool, *self.hands.unrecorded())
@@ -422,7 +430,14 @@ class _Run:
             self.destination.discard()
             return error
         self.destination.close()
-        return _resumable(error)
+        return _resumable(error, self.again)
+
+    def _may_pass(self, error: BaseException) -> bool:
+        """Whether the same may work another time."""
+        passing = isinstance(error, OutputError | SourceReadError | AccessError)
+        if self.verifying and isinstance(error, Exception):
+            return passing  # bytes that could not be read, or machines that are gone, say nothing of the output
+        return passing or not isinstance(error, CkptError)
 
 
 def _write_literals(pool: Medium, path: str, literals: Iterable[tuple[int, bytes]]) -> None:
@@ -446,9 +461,8 @@ def _filled(literals: Iterable[tuple[int, bytes]], sums: Mapping[int, int]) -> I
         yield offset, bytes(run)
 
 
-def _resumable(error: BaseException) -> BaseException:
+def _resumable(error: BaseException, how: str) -> BaseException:
     """The error with the way on in its hint."""
-    how = "rerun with --resume to continue"
     if isinstance(error, KeyboardInterrupt):
         return KeyboardInterrupt(f"interrupted; {how}")
     if isinstance(error, CkptError):

@@ -547,12 +547,12 @@ def test_who_waited_for_a_run_does_not_take_its_output(
     flock = local._flock
     published: list[bool] = []
 
-    def waiting(fd: int) -> None:
+    def waiting(fd: int, lock: int) -> None:
         if not published:
             published.append(True)
             (tmp_path / "dst.partial").rename(tmp_path / "dst")
             (tmp_path / "dst/file").write_text("its")
-        flock(fd)
+        flock(fd, lock)
 
     monkeypatch.setattr(local, "_flock", waiting)
     with pytest.raises(OutputError, match="another run has just finished"):

@@ -12,6 +12,7 @@ from typing import Any
 from ckpttool.errors import UsageError
 from ckpttool.execute.destinations.base import Branch, Destination
 from ckpttool.execute.destinations.local import LocalBranch, LocalDestination
+from ckpttool.execute.destinations.members import MemberDestination
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Task
 from ckpttool.plan import Plan
@@ -27,7 +28,7 @@ def destination_for(dst: Place, options: RunOptions) -> Destination:
     Raises UsageError for places that cannot be written, when a package is missing, and for options that make no sense
     there.
     """
-    found = LocalDestination(dst, single=options.single) if isinstance(dst, Path) else _remote(dst, options)
+    found = _local(dst, options) if isinstance(dst, Path) else _remote(dst, options)
     if (options.on or options.member) and not found.shared:
         how = "--on" if options.on else "--part"
         raise UsageError(
@@ -38,6 +39,12 @@ def destination_for(dst: Place, options: RunOptions) -> Destination:
     if options.create_pr and not found.proposes:
         raise UsageError("--create-pr is for a DST on the Hugging Face Hub", where=str(dst), hint="hf://org/model")
     return found
+
+
+def _local(dst: Path, options: RunOptions) -> Destination:
+    if options.member is None:
+        return LocalDestination(dst, single=options.single)
+    return MemberDestination(dst, options.member, single=options.single)
 
 
 def _remote(dst: Remote, options: RunOptions) -> Destination:

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import shlex
 import shutil
@@ -31,6 +32,7 @@ from typing import Any
 
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.base import Beginning
+from ckpttool.execute.destinations.claims import LOOK, Claims, Folder, Watch
 from ckpttool.execute.files import Fence, Medium, create, sync_all, write_error
 from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, Journal, writer
@@ -270,6 +272,9 @@ class LocalDestination:
 
     def _check_left(self, own: Collection[str], *, left: bool, force: bool, resume: bool) -> None:
         """Raises OutputError when what is in the partial directory is not to be touched."""
+        if (self.partial / MEMBERS).exists():
+            self._check_members(force=force)
+            return
         if force or (resume and left):
             return
         strange = sorted(e.name for e in os.scandir(self.partial) if e.name not in own and e.name not in (JOURNAL, RUN))
@@ -286,6 +291,23 @@ class LocalDestination:
             )
         what = "an interrupted run left a partial destination"
         raise OutputError(what, where=str(self.partial), hint="--resume continues it, --force starts over")
+
+    def _check_members(self, *, force: bool) -> None:
+        """Raises OutputError unless what parts of a run have left is to go, and none of them is there any more."""
+        journal = self.partial / JOURNAL
+        if not journal.stat().st_size:
+            journal.unlink()  # this run has made it
+        if not force:
+            what = "parts of a run (--part) left a partial destination"
+            raise OutputError(what, where=str(self.partial), hint="run the parts again to continue, or use --force")
+        claims = Claims(Folder(self._directory, str(self.partial)), "")
+        for found in claims.all():  # its lock may not reach this machine
+            watch = Watch(claims, found.name)
+            while not watch.look():
+                if watch.beats:
+                    what = f"a part of another run is writing this destination: {watch.holder}"
+                    raise OutputError(what, where=str(self.partial), hint="wait until it has ended, or end it")
+                time.sleep(LOOK)
 
     def _put_back(self, *, force: bool) -> None:
         """Undo the first of two renames that a crash came between; remove an old DST that was to go."""
@@ -336,10 +358,12 @@ class LocalDestination:
 
     def _busy(self) -> str:
         """What to say of a run that holds the lock."""
-        try:
+        who = ""
+        with contextlib.suppress(OSError):
             who = writer((self.partial / JOURNAL).read_bytes())
-        except OSError:
-            who = ""
+        with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+            said = json.loads((self.partial / MEMBERS).read_bytes())
+            who = f"--part, begun by part {said['part']} on {said['host']}, plan {said['plan'][:12]}"
         return "another run is writing this destination" + (f": {who}" if who else "")
 
     def _clear(self) -> None:

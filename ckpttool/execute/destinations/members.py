@@ -43,7 +43,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,11 @@ class Meeting:
                 found.edges += said.edges
         return found
 
+    def came(self) -> set[int]:
+        """Numbers of the parts that have a journal."""
+        names = [n.removeprefix(f"{JOURNAL}.") for n in self.folder.names() if n.startswith(f"{JOURNAL}.")]
+        return {int(number) for name in names if (number := name.partition("-")[0]).isdecimal()}
+
     def watch_made(self) -> None:
         """Remember what is to become DST, whatever name it gets."""
         if self._made < 0 and (name := self.output()):
@@ -325,7 +330,9 @@ class MemberDestination(LocalDestination):
         self._shares: list[list[int]] = []
         self._part: Claim | None = None
         self._prepare: Claim | None = None
-        self._wrong = False
+        self._linked: dict[int, str] = {}
+        self.wrong = False
+        """The input is: nothing that there is can be of use."""
 
     def share(self) -> int:
         """A descriptor of the directory that all members lock together, and a run that is no member does not get."""
@@ -359,13 +366,26 @@ class MemberDestination(LocalDestination):
             self._shares = survey.cut(self.member.of)
             self.pages = survey.shared_pages(self._shares)[self.member.number - 1]
             self._begin_journal(parts)
-            return meeting.union()
+            self.partial = meeting.path / _OUTPUT / _FILES
+            self._paths = [self.partial / o.name for o in self._plan.outputs]
+            return self._to_continue(meeting.union())
         except OSError as e:
             self.close()
             raise gone(e, self.meeting.path) from e
         except BaseException:
             self.close()
             raise
+
+    def _to_continue(self, found: Finished) -> Finished:
+        """What of this is not to be done again. A tensor that is hashed, or computed, is done whole where it touches
+        pages that are kept: what is there of it is not in the files, from which it would be read.
+        """
+        for number in self.own:
+            task = self._tasks[number]
+            kept = any(file in self.pages for p in task.parts for file in p.files)
+            if kept and (task.targets or task.computing >= 0) and not self._is_done([number], found):
+                found.parts -= {p.number for p in task.parts}
+        return found
 
     def _settle_committing(self) -> None:
         """Find out what became of a commit whose process ended in its last step."""
@@ -404,7 +424,7 @@ class MemberDestination(LocalDestination):
 
     def prepare(self, make: Callable[[Path], Mapping[int, str]]) -> dict[int, str]:
         """Have the outputs made by one of the parts. ``make`` makes them below a directory and says which of them it
-        could link, and how; that is returned. ``partial`` is known from here on.
+        could link, and how; that is returned, whoever has done it.
         """
         meeting = self.meeting
         try:
@@ -424,9 +444,8 @@ class MemberDestination(LocalDestination):
             linked = json.loads(meeting.folder.read(f"{name}/{_LINKED}") or b"[]")
         except OSError as e:
             raise gone(e, self.meeting.path) from e
-        self.partial = meeting.path / name / _FILES
-        self._paths = [self.partial / o.name for o in self._plan.outputs]
-        return dict(linked)
+        self._linked = dict(linked)
+        return self._linked
 
     def _is_prepared(self, _watch: Watch) -> bool:
         self.meeting.check_failures()
@@ -469,9 +488,13 @@ class MemberDestination(LocalDestination):
         self._journal.append([p.number for p in parts], sums, edges)
 
     def leave(self) -> tuple[int, ...]:
-        """This part is done. Returns the numbers of those that are not; if there are any, this was all."""
-        found = self.meeting.union()
-        waiting = tuple(i for i, share in enumerate(self._shares, 1) if not self._is_done(share, found))
+        """This part is done. Returns the numbers of those that are not; if there are any, this was all.
+
+        A part that has nothing to do is waited for as well: it would come when DST is there, and find it in its way.
+        """
+        found, came = self.meeting.union(), self.meeting.came()
+        done = {i for i, share in enumerate(self._shares, 1) if i in came and self._is_done(share, found)}
+        waiting = tuple(i for i in range(1, self.member.of + 1) if i not in done)
         if waiting:
             self.close()
         return waiting
@@ -482,16 +505,19 @@ class MemberDestination(LocalDestination):
             keys = [key for key, _ in task.targets]
             if task.computing >= 0:
                 keys += operand_keys(self._plan, task.computing)
-            if any(p.number not in found.parts for p in task.parts) or any(k not in found.sums for k in keys):
+            if any(p.number not in found.parts and p.carried not in self._linked for p in task.parts):
+                return False
+            if any(k not in found.sums for k in keys):
                 return False
         return True
 
     def committer(self) -> CommitDestination:
         """All parts are done: what completes DST."""
-        meeting, self.meeting = self.meeting, Meeting(self, self.member)
-        part, self._part = self._part, None
         self._close_journal()
-        return CommitDestination(self, meeting, part)
+        linked = {p.number for t in self._tasks for p in t.parts if p.carried in self._linked}
+        made = CommitDestination(self.given, self.meeting, self._part, linked)
+        self.meeting, self._part = Meeting(self, self.member), None
+        return made
 
     # -- leaving
 
@@ -501,7 +527,7 @@ class MemberDestination(LocalDestination):
 
     def failed(self, error: BaseException, *, wrong: bool) -> None:
         """Tell the others, who stop. What is wrong for good is not kept."""
-        self._wrong = wrong
+        self.wrong = wrong
         if self.meeting.folder.fd >= 0:
             self.meeting.fail(error, wrong=wrong)
 
@@ -517,7 +543,7 @@ class MemberDestination(LocalDestination):
     def discard(self) -> None:
         """Leave nothing if the input is wrong and nobody else is there; the work of others stays."""
         self._close_journal()
-        self._leave(clear=self._wrong)
+        self._leave(clear=self.wrong)
 
     def _leave(self, *, clear: bool) -> None:
         for claim in (self._prepare, self._part):
@@ -533,13 +559,14 @@ class MemberDestination(LocalDestination):
 class CommitDestination(LocalDestination):
     """DST for the part that completes it: all is written, in all journals together."""
 
-    def __init__(self, shared: MemberDestination, meeting: Meeting, part: Claim | None) -> None:
-        super().__init__(shared.given, single=shared.single)
+    def __init__(self, dst: Path, meeting: Meeting, part: Claim | None, linked: set[int]) -> None:
+        super().__init__(dst, single=meeting.single)
         self.meeting = meeting
         self._part = part
+        self._linked = linked
         self._commit: Claim | None = None
         self._edges: list[Edge] = []
-        self._wrong = False
+        self.wrong = False
 
     def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
         """The part has done it."""
@@ -574,7 +601,7 @@ class CommitDestination(LocalDestination):
                 raise gone(e, meeting.path) from e
             raise
         self._edges = found.edges
-        return replace(found, edges=[])
+        return Finished(found.parts | self._linked, found.sums)
 
     def _is_over(self, _watch: Watch) -> bool:
         if self.meeting.is_committed():
@@ -641,7 +668,7 @@ class CommitDestination(LocalDestination):
 
     def failed(self, error: BaseException, *, wrong: bool) -> None:
         """Tell the others, who stop. What is wrong for good is not kept."""
-        self._wrong = wrong
+        self.wrong = wrong
         if self.meeting.folder.fd >= 0:
             self.meeting.fail(error, wrong=wrong)
 
@@ -650,7 +677,7 @@ class CommitDestination(LocalDestination):
 
     def discard(self) -> None:
         """Leave nothing if the input is wrong and nobody else is there."""
-        self._leave(clear=self._wrong)
+        self._leave(clear=self.wrong)
 
     def _leave(self, *, clear: bool) -> None:
         for claim in (self._commit, self._part):

@@ -1,0 +1,244 @@
+"""One of several processes that make DST together (``--part I/N``): its share, then DST if all shares are done.
+
+What they agree on, and how, is the destination's: see ``destinations.members``.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpttool.errors import UsageError
+from ckpttool.execute import engine
+from ckpttool.execute.destinations import destination_for
+from ckpttool.execute.destinations.claims import TakenOverError
+from ckpttool.execute.destinations.members import CommitDestination, CommittedError, MemberDestination, PeerError
+from ckpttool.execute.engine import _Run, _signals, _write_literals
+from ckpttool.execute.files import Medium, create, share, write_error
+from ckpttool.execute.held import Held
+from ckpttool.execute.journal import Edge, Finished
+from ckpttool.execute.options import Member, NoProgress, PhasedProgress, Progress, RunOptions, RunResult, Standing
+from ckpttool.execute.remote import open_medium
+from ckpttool.execute.schedule import Part
+from ckpttool.execute.workforce import Outlet
+from ckpttool.plan import Output, Plan
+from ckpttool.storage.place import Place
+from ckpttool.words import ranges
+
+
+def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Progress | None = None) -> RunResult:
+    """Write the outputs of ``plan`` to the directory ``dst``, here or elsewhere, whole or not at all; with
+    ``options.member`` one part of them, and DST when that was the last one.
+
+    Raises as ``engine.run``; ConflictError when another part has another plan, OutputError when another part fails.
+    """
+    options, progress = options or RunOptions(), progress or NoProgress()
+    if options.member is None:
+        return engine.run(plan, dst, options, progress)
+    destination = destination_for(dst, options)
+    if not isinstance(destination, MemberDestination):
+        raise UsageError("--part needs a DST in a directory that all parts share", where=str(dst))
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
+    try:
+        return _together(_Share(plan, destination, options, progress), options.member)
+    finally:
+        if freezes:
+            gc.unfreeze()
+
+
+def _together(mine: _Share, member: Member) -> RunResult:
+    """Do a share, then what is left to do when all are done."""
+    began = time.perf_counter()
+    result = RunResult(0, 0, 0, 0.0, 0, "", plan_seconds=began - mine.options.begun, notes=list(mine.plan.notes))
+    try:
+        result = mine.go()
+        if mine.waiting:
+            numbers = ranges(mine.waiting)
+            others = f"part {numbers} is" if len(mine.waiting) == 1 else f"parts {numbers} are"
+            said = f"{member} is done; DST appears when {others}"
+            return _ended(mine.progress, result, said, Standing(member, committed=False, waiting_for=mine.waiting))
+        last = _Commit(mine.plan, mine.committer(), replace(mine.options, member=None, resume=True), mine.progress)
+        last.again = mine.again
+        made = last.go()
+    except CommittedError:
+        said = f"{member} is done; another part has completed DST"
+        return _ended(mine.progress, result, said, Standing(member, committed=True))
+    return replace(
+        result,
+        seconds=result.seconds + made.seconds,
+        verify_seconds=made.verify_seconds,
+        manifest=made.manifest,
+        notes=[*result.notes, *(n for n in made.notes if n not in result.notes)],
+        standing=Standing(member, committed=True),
+    )
+
+
+def _ended(progress: Progress, result: RunResult, said: str, standing: Standing) -> RunResult:
+    progress.note(said)
+    progress.finish()
+    return replace(result, notes=[*result.notes, said], standing=standing)
+
+
+class _Pages(Held):
+    """Keeps what other machines write, too, and lets nobody write who was thought dead."""
+
+    def __init__(self, medium: Medium, check: Callable[[], None]) -> None:
+        super().__init__(medium)
+        self._check = check
+
+    def write(self, path: str, offset: int, data: memoryview, *, scattered: bool = False) -> None:
+        self._check()
+        super().write(path, offset, data, scattered=scattered)
+
+
+class _Copies(Outlet):
+    """What could be linked has been when the outputs were made."""
+
+    def links(self, output: Output) -> bool:
+        return False
+
+
+class _Share(_Run):
+    """A part of a run."""
+
+    destination: MemberDestination
+
+    def __init__(self, plan: Plan, destination: MemberDestination, options: RunOptions, progress: Progress) -> None:
+        super().__init__(plan, destination, options, progress)
+        self.again = f"run {destination.member} again to continue"
+        self.waiting: tuple[int, ...] = ()
+        """Parts that are not done when this one is."""
+
+    def go(self) -> RunResult:
+        """Raises CommittedError when DST is there already."""
+        began = time.perf_counter()
+        carried = [o.carried for o in self.plan.outputs if o.carried]
+        roots, force = self.options.source_roots, self.options.force
+        self.destination.check([s.path for s in self.plan.sources], roots, force=force, carried=carried)
+        self._check_sources()
+        half, connections = self.options.memory // 2, self.options.connections
+        with _signals() as signals, open_medium(memory=half, connections=connections) as medium:
+            pool = _Pages(medium, self.destination.check_lately)
+            self.halt = pool.stop
+            self.far = {i for i, s in enumerate(self.plan.sources) if pool.is_far(s.contents)}
+            finished = self._begin()
+            try:
+                pool.scratch = str(self.destination.meeting.path)
+                hands = self.hands = self._hire(finished)
+                self.destination.beat()
+                self._prepare(pool, finished)
+                self.sums = finished.sums
+                hands.carry_out(self.tasks, finished, pool, self, signals.later)
+                hands.end(now=False)
+                self.waiting = self.destination.leave()
+            except BaseException as e:
+                if self.destination.meeting.is_committed():
+                    self.destination.close()
+                    raise CommittedError from e
+                error = self._give_up(e, pool)
+                if error is e:
+                    raise
+                raise error from e
+        return self._result(began, hands, pool)
+
+    def committer(self) -> CommitDestination:
+        return self.destination.committer()
+
+    def _begin(self) -> Finished:
+        finished = super()._begin()
+        self.tasks = [self.tasks[t] for t in self.destination.own]
+        self.outlet = _Copies(self.outlet.paths, locks=self.outlet.locks)
+        return finished
+
+    def _prepare(self, pool: Medium, finished: Finished) -> None:
+        """Have the outputs made, by this part or another one."""
+        assert isinstance(pool, Held)  # noqa: S101 - for mypy: go has made it
+        paths, pages = self.outlet.paths, self.destination.pages
+        outputs = {path: i for i, path in enumerate(paths)}
+
+        def kept() -> Sequence[Edge]:
+            return [(outputs[e.path], e.offset, e.data) for e in pool.take()]
+
+        linked = self.destination.prepare(lambda directory: self._make(pool, directory))
+        for how, count in Counter(linked.values()).items():
+            self.notes.append(f"{'1 file' if count == 1 else f'{count} files'} {how}")
+        for i, (output, path) in enumerate(zip(self.plan.outputs, paths, strict=True)):
+            if i not in linked:
+                pool.expect_writes(path, scattered=output.summed)
+        pool.hold({paths[i]: some for i, some in pages.items()})
+        self.destination.edges = kept
+        parts = [p for t in self.tasks for p in t.parts]
+        finished.parts |= {p.number for p in parts if p.carried in linked}
+        self._announce(finished, parts)
+
+    def _make(self, pool: Medium, directory: Path) -> dict[int, str]:
+        """Make every file below a directory, with its literal bytes. Returns how those came about that were linked."""
+        linked: dict[int, str] = {}
+        made = []
+        for i, output in enumerate(self.plan.outputs):
+            path = directory / output.name
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise write_error(e, str(path), 0, 0) from e
+            if output.link and (how := share(output.carried, str(path))):
+                linked[i] = how
+                continue
+            create(str(path), output.size)
+            pool.expect_writes(str(path), scattered=output.summed)
+            if not output.summed:
+                _write_literals(pool, str(path), output.literals)
+            made.append(str(path))
+        self.destination.settle(pool, made)
+        return linked
+
+    def _announce(self, finished: Finished, parts: Sequence[Part]) -> None:
+        """Show how much this part has to do."""
+        total, files = sum([p.nbytes for p in parts]), {f for p in parts for f in p.files}
+        self.progress.start(total, len(files))
+        for p in parts:
+            for file in p.files:
+                self.pending[file] += 1
+        for p in parts:
+            if p.number in finished.parts:
+                self.skipped += p.nbytes
+                self._file_progress(p)
+        if isinstance(self.progress, PhasedProgress):
+            self.progress.phase("write", total, self.skipped)
+            self.shown = self.skipped
+        self._show(self.skipped)
+
+    def _give_up(self, error: BaseException, pool: Medium) -> BaseException:
+        _tell(self.destination, error, wrong=not self._may_pass(error))
+        return super()._give_up(error, pool)
+
+
+class _Commit(_Run):
+    """What comes after the last share: everything is written, and DST is not there yet."""
+
+    destination: CommitDestination
+
+    def _announce(self, finished: Finished, parts: Sequence[Part]) -> None:
+        self.shown = self.plan.bytes_written
+
+    def _give_up(self, error: BaseException, pool: Medium) -> BaseException:
+        if self.destination.meeting.is_committed():
+            self.destination.close()
+            return CommittedError()
+        _tell(self.destination, error, wrong=not self._may_pass(error))
+        return super()._give_up(error, pool)
+
+
+def _tell(destination: Any, error: BaseException, *, wrong: bool) -> None:
+    """Let the others know, unless they do, or can go on without this part for now."""
+    if isinstance(error, PeerError):
+        destination.wrong = error.wrong
+    elif isinstance(error, Exception) and not isinstance(error, TakenOverError):
+        destination.failed(error, wrong=wrong)
