@@ -22,7 +22,16 @@ from ckpttool.execute.engine import _Run, _signals, _write_literals
 from ckpttool.execute.files import Medium, create, share, write_error
 from ckpttool.execute.held import Held
 from ckpttool.execute.journal import Edge, Finished
-from ckpttool.execute.options import Member, NoProgress, PhasedProgress, Progress, RunOptions, RunResult, Standing
+from ckpttool.execute.options import (
+    Checksum,
+    Member,
+    NoProgress,
+    PhasedProgress,
+    Progress,
+    RunOptions,
+    RunResult,
+    Standing,
+)
 from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import Part
 from ckpttool.execute.workforce import Outlet
@@ -136,6 +145,8 @@ class _Share(_Run):
                 self._prepare(pool, finished)
                 self.sums = finished.sums
                 hands.carry_out(self.tasks, finished, pool, self, signals.later)
+                self.record(pool, *hands.unrecorded())
+                self._show(sum([p.nbytes for t in self.tasks for p in t.parts]))
                 hands.end(now=False)
                 self.waiting = self.destination.leave()
             except BaseException as e:
@@ -150,6 +161,9 @@ class _Share(_Run):
 
     def committer(self) -> CommitDestination:
         return self.destination.committer()
+
+    def _checksums(self) -> list[Checksum]:
+        return []  # known when all parts are done
 
     def _begin(self) -> Finished:
         finished = super()._begin()

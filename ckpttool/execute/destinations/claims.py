@@ -338,6 +338,8 @@ class Claim:
         """Let go."""
         self._end.set()
         HERE.discard(self.me.token)
+        if self._thread is not None:
+            self._thread.join(LOOK)  # it may hang in a write
         with self._lock, contextlib.suppress(OSError, TakenOverError):
             self._write(_FREE)
 

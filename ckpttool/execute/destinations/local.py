@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import OutputError
+from ckpttool.execute.destinations import claims
 from ckpttool.execute.destinations.base import Beginning
-from ckpttool.execute.destinations.claims import LOOK, Claims, Folder, Watch
+from ckpttool.execute.destinations.claims import Claims, Folder, Watch
 from ckpttool.execute.files import Fence, Medium, create, sync_all, write_error
 from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, Journal, writer
@@ -294,20 +295,22 @@ class LocalDestination:
 
     def _check_members(self, *, force: bool) -> None:
         """Raises OutputError unless what parts of a run have left is to go, and none of them is there any more."""
-        journal = self.partial / JOURNAL
-        if not journal.stat().st_size:
-            journal.unlink()  # this run has made it
-        if not force:
-            what = "parts of a run (--part) left a partial destination"
-            raise OutputError(what, where=str(self.partial), hint="run the parts again to continue, or use --force")
-        claims = Claims(Folder(self._directory, str(self.partial)), "")
-        for found in claims.all():  # its lock may not reach this machine
-            watch = Watch(claims, found.name)
-            while not watch.look():
-                if watch.beats:
-                    what = f"a part of another run is writing this destination: {watch.holder}"
-                    raise OutputError(what, where=str(self.partial), hint="wait until it has ended, or end it")
-                time.sleep(LOOK)
+        try:
+            if not force:
+                what = "parts of a run (--part) left a partial destination"
+                raise OutputError(what, where=str(self.partial), hint="run the parts again to continue, or use --force")
+            there = Claims(Folder(self._directory, str(self.partial)), "")
+            for found in there.all():  # its lock may not reach this machine
+                watch = Watch(there, found.name)
+                while not watch.look():
+                    if watch.beats:
+                        what = f"a part of another run is writing this destination: {watch.holder}"
+                        raise OutputError(what, where=str(self.partial), hint="wait until it has ended, or end it")
+                    time.sleep(claims.LOOK)
+        except BaseException:
+            if not os.fstat(self._fd).st_size:
+                (self.partial / JOURNAL).unlink()  # this run has made it
+            raise
 
     def _put_back(self, *, force: bool) -> None:
         """Undo the first of two renames that a crash came between; remove an old DST that was to go."""

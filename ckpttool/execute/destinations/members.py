@@ -445,6 +445,8 @@ class MemberDestination(LocalDestination):
         except OSError as e:
             raise gone(e, self.meeting.path) from e
         self._linked = dict(linked)
+        for output in self._plan.outputs:
+            check_made(str(meeting.path / name / _FILES / output.name), output.size, meeting.path)
         return self._linked
 
     def _is_prepared(self, _watch: Watch) -> bool:
@@ -495,6 +497,9 @@ class MemberDestination(LocalDestination):
         found, came = self.meeting.union(), self.meeting.came()
         done = {i for i, share in enumerate(self._shares, 1) if i in came and self._is_done(share, found)}
         waiting = tuple(i for i in range(1, self.member.of + 1) if i not in done)
+        if self.member.number in waiting:
+            what = "what this part has recorded is not there any more"
+            raise OutputError(what, where=str(self.meeting.path), hint="see who has removed it")
         if waiting:
             self.close()
         return waiting
@@ -611,10 +616,7 @@ class CommitDestination(LocalDestination):
 
     def make(self, path: str, size: int) -> bool:
         """It is there."""
-        found = Path(path).stat().st_size if Path(path).is_file() else -1
-        if found != size:
-            hint = f"remove what the parts have made, and run them again: rm -r {shlex.quote(str(self.meeting.path))}"
-            raise ConflictError("an output of the parts was changed from outside", where=path, hint=hint)
+        check_made(path, size, self.meeting.path)
         return True
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
@@ -688,6 +690,14 @@ class CommitDestination(LocalDestination):
             if clear:
                 self.meeting.clear_if_last()
             self.meeting.close()
+
+
+def check_made(path: str, size: int, shared: Path) -> None:
+    """Raises ConflictError when an output is not what was prepared."""
+    found = Path(path).stat().st_size if Path(path).is_file() else -1
+    if found != size:
+        hint = f"remove what the parts have made, and run them again: rm -r {shlex.quote(str(shared))}"
+        raise ConflictError("an output of the parts was changed from outside", where=path, hint=hint)
 
 
 def gone(e: OSError, directory: Path) -> OutputError:
