@@ -259,6 +259,32 @@ def test_who_completes_it_ends_in_the_middle(
     assert left(tmp_path) == ["dstFalse", "dstTrue", "src"]
 
 
+def test_an_old_destination_is_not_taken_for_the_new_one(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies where the outputs were when who exchanged the two was killed before it was deleted."""
+    dst = tmp_path / "dst"
+    run(plan, dst)
+    (dst / "rank_0.bin").write_bytes(bytes(plan.outputs[0].size))
+    part(plan, dst, 1, 2, force=True)
+
+    def killed(_: Path) -> None:
+        HERE.clear()
+        raise SystemExit
+
+    with monkeypatch.context() as m:
+        m.setattr(local, "remove", killed)
+        no_good_bye(m)
+        with pytest.raises(SystemExit):
+            part(plan, dst, 2, 2, force=True)
+    assert written(dst, plan) == expected(plan)
+    done = part(plan, dst, 1, 2, force=True)
+    assert done.standing == Standing(Member(1, 2), committed=True)
+    assert done.bytes_written == 0
+    assert written(dst, plan) == expected(plan)
+    assert left(tmp_path) == ["dst", "src"]
+
+
 def test_a_part_that_was_thought_dead_writes_nothing_any_more(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

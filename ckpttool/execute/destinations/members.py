@@ -119,6 +119,9 @@ class Meeting:
         self.parts = 0
         self._made = -1
         """What becomes DST: a descriptor that stays the same whatever its name is."""
+        self._inode = 0
+        """Of what has become DST just before this process came."""
+        self._agreed = False
         self._known: set[str] = set()
         self._looked = 0.0
 
@@ -137,6 +140,7 @@ class Meeting:
                 break
         else:
             raise OutputError("the partial destination comes and goes", where=str(self.path), hint="repeat the command")
+        self.watch_made()
         strange = sorted(n for n in self.folder.names() if not n.startswith(_OWN))
         if strange:
             what = "a run without --part left a partial destination"
@@ -171,6 +175,7 @@ class Meeting:
         for key, text in texts.items():
             if said.get(key) != mine[key]:
                 raise self._conflict(text)
+        self._agreed = True
 
     def _conflict(self, what: str) -> ConflictError:
         hint = f"give all parts the same command; to start over, end them all and rm -r {shlex.quote(str(self.path))}"
@@ -222,13 +227,21 @@ class Meeting:
         return {int(number) for name in names if (number := name.partition("-")[0]).isdecimal()}
 
     def watch_made(self) -> None:
-        """Remember what is to become DST, whatever name it gets."""
+        """Remember what is to become DST, whatever name it gets.
+
+        What has its place when it is DST already may be what was DST before; so the inode decides.
+        """
         if self._made < 0 and (name := self.output()):
             made = f"{name}/{_FILES}"
             if self.single:
                 made += f"/{self.dst.name}"
             with contextlib.suppress(FileNotFoundError):
                 self._made = os.open(made, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.folder.fd)
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            self._inode = int(json.loads(self.folder.read(COMMITTING) or b"{}")["inode"])
+        if self._made >= 0 and self._inode and os.fstat(self._made).st_ino != self._inode:
+            os.close(self._made)
+            self._made = -1
 
     def inode(self) -> int:
         """Of what is to become DST."""
@@ -240,12 +253,14 @@ class Meeting:
             there = self.dst.lstat()
         except OSError:
             return False
-        if self._made >= 0 and os.path.samestat(os.fstat(self._made), there):
-            return True
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            said = json.loads(self.folder.read(COMMITTING) or b"0")
-            return isinstance(said, dict) and said.get("inode") == there.st_ino
-        return False
+        if self._made >= 0:
+            return self._agreed and os.path.samestat(os.fstat(self._made), there)
+        return self._agreed and self._inode == there.st_ino
+
+    def check_known(self) -> None:
+        """Raises ConflictError when what was about to get the name DST is nowhere."""
+        if self._inode and self._made < 0:
+            raise self._conflict("a part was stopped in its last step, and what it had made is not there any more")
 
     # -- failures
 
@@ -289,6 +304,12 @@ class Meeting:
                 os.close(fd)
         self._made = self.folder.fd = -1
 
+    def is_pointless(self) -> bool:
+        """Whether nothing was begun here that could be continued, and nothing is anybody else's."""
+        with contextlib.suppress(OSError):
+            return all(n.startswith((MEMBERS, PREFIX, TEMPORARY)) for n in self.folder.names())
+        return False
+
     def clear_if_last(self) -> None:
         """Remove everything, unless somebody else is there. The own claims are let go."""
         with contextlib.suppress(OSError):
@@ -308,7 +329,7 @@ class Meeting:
         if not os.path.samestat(os.fstat(self.folder.fd), self.path.lstat()):
             return  # another run's by now
         last = (COMMITTING, MEMBERS)
-        for name in [*(n for n in self.folder.names() if n not in last), *last]:
+        for name in [*(n for n in self.folder.names() if n.startswith(_OWN) and n not in last), *last]:
             with contextlib.suppress(FileNotFoundError):
                 remove(self.path / name)
         self.path.rmdir()
@@ -369,11 +390,14 @@ class MemberDestination(LocalDestination):
             self.partial = meeting.path / _OUTPUT / _FILES
             self._paths = [self.partial / o.name for o in self._plan.outputs]
             return self._to_continue(meeting.union())
-        except OSError as e:
-            self.close()
-            raise gone(e, self.meeting.path) from e
-        except BaseException:
-            self.close()
+        except BaseException as e:
+            committed = isinstance(e, OSError) and meeting.is_committed()
+            self._close_journal()
+            self._leave(clear=meeting.is_pointless())
+            if committed:
+                raise CommittedError from None
+            if isinstance(e, OSError):
+                raise gone(e, self.meeting.path) from e
             raise
 
     def _to_continue(self, found: Finished) -> Finished:
@@ -390,7 +414,8 @@ class MemberDestination(LocalDestination):
     def _settle_committing(self) -> None:
         """Find out what became of a commit whose process ended in its last step."""
         meeting = self.meeting
-        if meeting.folder.read(COMMITTING) is None or not meeting.is_committed():
+        if not meeting.is_committed():
+            meeting.check_known()
             return
         with contextlib.suppress(OSError):  # who has done it removes it as well
             if meeting.claims.take("commit", lambda _: not meeting.path.exists()):
