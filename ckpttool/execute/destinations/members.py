@@ -53,7 +53,7 @@ from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.claims import PREFIX, TEMPORARY, Claim, Claims, Folder, Watch
 from ckpttool.execute.destinations.holder import machine
 from ckpttool.execute.destinations.local import JOURNAL, MEMBERS, LocalDestination, remove, sync_directory
-from ckpttool.execute.files import Medium, write_error
+from ckpttool.execute.files import Medium, sync_all, write_error
 from ckpttool.execute.journal import Edge, Finished, Journal
 from ckpttool.execute.options import Member
 from ckpttool.execute.schedule import Part, Task, operand_keys
@@ -510,8 +510,7 @@ class MemberDestination(LocalDestination):
         if self._part is not None:
             self._part.check()
         edges = self.edges()
-        for file in sorted({file for p in parts for file in p.files}):
-            pool.sync(str(self._paths[file]))
+        sync_all(pool, [str(self._paths[file]) for file in sorted({file for p in parts for file in p.files})])
         self._journal.append([p.number for p in parts], sums, edges)
 
     def leave(self) -> tuple[int, ...]:
