@@ -57,8 +57,12 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ESPIPE)
 _FICLONE = 0x40049409
 """Linux: let a file have the blocks of another one until either is written (btrfs, xfs, bcachefs)."""
 
-_Name = tuple[str, bool]
-"""A path, and whether its descriptor is for direct writes."""
+_READ, _WRITE, _DIRECT = "read", "write", "direct"
+"""What a descriptor is for. None is for both reading and writing: through such a one NFS reads each page before it
+writes a part of it, and writes the whole page back, with what other machines may have changed by then."""
+
+_Name = tuple[str, str]
+"""A path, and what its descriptor is for."""
 
 _SYNC_WRITE = 2
 _SYNC_WAIT_BEFORE_WRITE_WAIT_AFTER = 7
@@ -172,7 +176,7 @@ class Medium(Protocol):
         """Reads of bytes on other machines raise Stopped from now on, those that wait for some at once."""
 
     def expect_writes(self, path: str, *, scattered: bool = False) -> None:
-        """Open this path for reading and writing from now on. ``scattered`` as for ``write``, of all of them."""
+        """This path will be written, and perhaps read. ``scattered`` as for ``write``, of all of them."""
 
     def write(self, path: str, offset: int, data: memoryview, *, scattered: bool = False) -> None:
         """Write all of ``data``. Raises OutputError.
@@ -237,9 +241,9 @@ class FilePool:
         if scattered:
             self._scattered.add(path)
 
-    def take(self, path: str, *, direct: bool = False) -> int:
-        """A descriptor, in use until ``give``; a ``direct`` one is for writes past the page cache."""
-        name = path, direct
+    def take(self, path: str, use: str) -> int:
+        """A descriptor, in use until ``give``."""
+        name = path, use
         with self._lock:
             entry = self._open.get(name)
             if entry is None:
@@ -248,27 +252,26 @@ class FilePool:
                     if idle is None:
                         break
                     os.close(self._open.pop(idle)[0])
-                entry = self._open[name] = [self._opened(path, direct=direct), 0]
+                entry = self._open[name] = [self._opened(path, use), 0]
             else:
                 self._open.move_to_end(name)
             entry[1] += 1
             return entry[0]
 
-    def _opened(self, path: str, *, direct: bool) -> int:
-        if self.fence is not None and path in self._writable:
+    def _opened(self, path: str, use: str) -> int:
+        if use == _READ:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if path in self._writable:
+                # What is read ahead of an output would be there when a direct write changes it below.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            return fd
+        if self.fence is not None:
             self.fence.check()
-        if direct:
-            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
-        if path not in self._writable:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        # What is read ahead of an output would be there when a direct write changes it below.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        return fd
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if use == _DIRECT else 0))
 
-    def give(self, path: str, *, direct: bool = False) -> None:
+    def give(self, path: str, use: str) -> None:
         with self._lock:
-            self._open[path, direct][1] -= 1
+            self._open[path, use][1] -= 1
 
     # -- reading
 
@@ -277,7 +280,7 @@ class FilePool:
             self._decoder.read(path, offset, buffers)
             return
         try:
-            fd = self.take(path)
+            fd = self.take(path, _READ)
         except OSError as e:
             raise unreadable(e, path, offset, buffers) from e
         try:
@@ -285,7 +288,7 @@ class FilePool:
         except OSError as e:
             raise unreadable(e, path, offset, buffers) from e
         finally:
-            self.give(path)
+            self.give(path, _READ)
 
     def _read(self, fd: int, path: str, offset: int, buffers: Sequence[memoryview], *, once: bool) -> None:
         wanted = buffers[0].nbytes if len(buffers) == 1 else sum([b.nbytes for b in buffers])
@@ -332,7 +335,7 @@ class FilePool:
             head = -offset % PAGE
             if self._direct and data.nbytes >= UNCACHED_FROM and (_address(data) + head) % SECTOR == 0:
                 done = self._write_direct(path, offset + head, data[head : data.nbytes - (offset + data.nbytes) % PAGE])
-            fd = self.take(path)
+            fd = self.take(path, _WRITE)
             try:
                 if done:
                     self._write(fd, path, offset, data[:head])
@@ -341,7 +344,7 @@ class FilePool:
                     with self._turns:
                         self._write(fd, path, offset + start, data[start : start + PIECE])
             finally:
-                self.give(path)
+                self.give(path, _WRITE)
         except OSError as e:
             raise write_error(e, path, offset, data.nbytes) from e
 
@@ -349,14 +352,14 @@ class FilePool:
         """Write whole pages past the page cache; returns how many bytes, fewer where that is refused."""
         done = 0
         try:
-            fd = self.take(path, direct=True)
+            fd = self.take(path, _DIRECT)
             try:
                 while done < data.nbytes:
                     done += os.pwrite(fd, data[done : done + PIECE], offset + done)
                     if done % PAGE:  # a disk that is full in the middle: the page cache has the next word
                         return done
             finally:
-                self.give(path, direct=True)
+                self.give(path, _DIRECT)
         except OSError as e:
             if e.errno not in _UNSUPPORTED:
                 raise
@@ -406,7 +409,8 @@ class FilePool:
 
     def sync(self, path: str, *, metadata: bool = False) -> None:
         """Besides, the file's pages leave the page cache."""
-        fd = self.take(path)
+        use = _WRITE if path in self._writable else _READ  # a linked file may be a source, and not ours to write
+        fd = self.take(path, use)
         try:
             (os.fsync if metadata else os.fdatasync)(fd)
             if metadata or path not in self._scattered:
@@ -415,7 +419,7 @@ class FilePool:
             self.unsynced = True
             raise write_error(e, path, 0, 0) from e
         finally:
-            self.give(path)
+            self.give(path, use)
 
 
 def _nothing() -> None:

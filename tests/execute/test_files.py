@@ -185,3 +185,20 @@ def test_create(tmp_path: Path) -> None:
     assert path.read_bytes() == pattern(100_000)
     assert not create(str(path), 50_000)
     assert path.read_bytes() == bytes(50_000)
+
+
+def test_no_descriptor_reads_and_writes(tmp_path: Path) -> None:
+    """NFS would read every page of which a part is written, and write all of it back, over what others wrote."""
+    path = str(tmp_path / "a")
+    create(path, 100)
+    with FilePool() as pool:
+        pool.expect_writes(path)
+        pool.write(path, 10, memoryview(b"x" * 20))
+        buffer = bytearray(100)
+        pool.read(path, 0, (memoryview(buffer),), once=False)
+        assert buffer == b"\0" * 10 + b"x" * 20 + b"\0" * 70
+        pool.write(path, 30, memoryview(b"y"))
+        pool.sync(path)
+        found = [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == path]
+        modes = {fcntl.fcntl(int(fd.name), fcntl.F_GETFL) & os.O_ACCMODE for fd in found}
+        assert modes == {os.O_RDONLY, os.O_WRONLY}
