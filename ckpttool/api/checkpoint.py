@@ -19,6 +19,7 @@ from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import read_tensor
+from ckpttool.execute.each import machines
 from ckpttool.findings import CheckResult
 from ckpttool.formats.base import ReadOptions
 from ckpttool.geometry import Box
@@ -232,13 +233,13 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         pieces = self[name].pieces
         return (pieces[0].stored.file, pieces[0].stored.offset) if pieces else (-1, 0)
 
-    def check(self, *, values: bool = False, progress: Progress | bool | None = None) -> CheckResult:
+    def check(self, *, values: bool = False, progress: Progress | bool | None = None, on: str = "") -> CheckResult:
         """What is wrong with the files; with ``values`` tensors are read, too. Does what ``inspect --check`` does.
 
-        ``progress`` is that of ``Plan.run``.
+        ``progress`` and ``on`` are those of ``Plan.run``.
         """
-        with watching(progress) as watch:
-            return _check(self.path, self.options, watch, values=values)
+        with watching(progress) as watch, machines(on) as fleet:
+            return _check(self.path, self.options, watch, values=values, fleet=fleet)
 
     def diff(
         self,
@@ -249,6 +250,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         rtol: float | None = None,
         patterns: Sequence[str] = (),
         progress: Progress | bool | None = None,
+        on: str = "",
     ) -> DiffResult:
         """How another checkpoint differs, whatever the formats, ranks and names. Does what ``inspect --diff`` does.
 
@@ -259,6 +261,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             rtol: see ``atol``.
             patterns: compare only tensors that match one of them.
             progress: that of ``Plan.run``.
+            on: let a cluster read the elements; as for ``Plan.run``.
 
         Raises:
             UsageError: a pattern matches nothing, or a tolerance is below 0.
@@ -269,7 +272,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 raise UsageError(f"{name} is {allowed}", hint="0 is the least")
         tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
         wanted = several(patterns, "patterns")
-        with watching(progress) as watch:
+        with watching(progress) as watch, machines(on) as fleet:
             return _diff(
                 self.path,
                 path,
@@ -279,6 +282,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 values=values,
                 tolerance=tolerance,
                 other_options=theirs,
+                fleet=fleet,
             )
 
     def reshard(

@@ -13,6 +13,7 @@ from ckpttool.api.plans import Conversion, Dropping, Merging, watching
 from ckpttool.api.results import Size
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress
+from ckpttool.execute.each import machines
 from ckpttool.findings import CheckResult
 from ckpttool.formats.base import OpenOptions, ReadOptions
 from ckpttool.ops.convert_json.convert import from_safetensors, to_safetensors
@@ -183,18 +184,19 @@ def drop_keys(src: Source, *patterns: str, keep: Sequence[str] = (), link: bool 
     return source.drop_keys(*patterns, keep=keep, link=link)
 
 
-def check(src: Source, *, values: bool = False, progress: Progress | bool | None = None) -> CheckResult:
+def check(src: Source, *, values: bool = False, progress: Progress | bool | None = None, on: str = "") -> CheckResult:
     """What is wrong with a checkpoint, also one that cannot be opened. Does what ``inspect --check`` does.
 
     Args:
         src: the checkpoint.
         values: read tensors, too: copies that must agree, padding, scales, NaN.
         progress: that of ``Plan.run``.
+        on: let a cluster read them: ``"ray"``, or ``"ray=HOST:PORT"``.
     """
     if isinstance(src, Checkpoint):
-        return src.check(values=values, progress=progress)
-    with watching(progress) as watch:
-        return look(parse_place(src), OpenOptions(), watch, values=values)
+        return src.check(values=values, progress=progress, on=on)
+    with watching(progress) as watch, machines(on) as fleet:
+        return look(parse_place(src), OpenOptions(), watch, values=values, fleet=fleet)
 
 
 def diff(
@@ -206,6 +208,7 @@ def diff(
     rtol: float | None = None,
     patterns: Sequence[str] = (),
     progress: Progress | bool | None = None,
+    on: str = "",
 ) -> DiffResult:
     """How two checkpoints differ, whatever their formats, ranks and names. Does what ``inspect --diff`` does.
 
@@ -217,9 +220,10 @@ def diff(
         rtol: see ``atol``.
         patterns: compare only tensors that match one of them.
         progress: that of ``Plan.run``.
+        on: let a cluster read the elements: ``"ray"``, or ``"ray=HOST:PORT"``.
     """
     source = left if isinstance(left, Checkpoint) else open_(left)
-    return source.diff(right, values=values, atol=atol, rtol=rtol, patterns=patterns, progress=progress)
+    return source.diff(right, values=values, atol=atol, rtol=rtol, patterns=patterns, progress=progress, on=on)
 
 
 def convert(

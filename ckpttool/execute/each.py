@@ -37,8 +37,11 @@ def each(
 
 
 @contextmanager
-def machines(on: str) -> Iterator[Fleet]:
-    """The fleet that ``--on`` names, as long as it is needed. Raises what ``fleet_for`` raises."""
+def machines(on: str) -> Iterator[Fleet | None]:
+    """The fleet that ``--on`` names, as long as it is needed; None for "". Raises what ``fleet_for`` raises."""
+    if not on:
+        yield None
+        return
     from ckpttool.execute import fleets
 
     fleet = fleets.fleet_for(on)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ckpttool as api
 from ckpttool.execute import fleets
 from ckpttool.execute.fleets import calls
 from tests.helpers.command import Done, ckpttool
@@ -126,3 +127,16 @@ def test_an_engine_that_does_not_exist() -> None:
     done = ckpttool("inspect", FIXTURES / "hf_tiny_source", "--stats", "--on", "dask")
     assert (done.code, done.out) == (2, "")
     assert "there is no such engine" in done.err
+
+
+def test_python(used: list[FakeFleet]) -> None:
+    src = FIXTURES / "llama_tp8"
+    checked = api.check(src, values=True, on="ray=fake:1")
+    assert (checked.findings, checked.checked) == (
+        api.check(src, values=True).findings,
+        api.check(src, values=True).checked,
+    )
+    compared = api.diff(src, src, on="ray=fake:1")
+    assert (compared.ok, compared.compared) == (True, 39)
+    assert all(f.sent for f in used)
+    assert len(used) == 2
