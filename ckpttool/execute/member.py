@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import OutputError, UsageError
 from ckpttool.execute import engine
 from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.destinations.claims import TakenOverError
@@ -22,6 +22,7 @@ from ckpttool.execute.engine import _Run, _signals, _write_literals
 from ckpttool.execute.files import Medium, create, share, write_error
 from ckpttool.execute.held import Held
 from ckpttool.execute.journal import Edge, Finished
+from ckpttool.execute.late import is_made
 from ckpttool.execute.options import (
     Checksum,
     Member,
@@ -57,6 +58,11 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
         gc.freeze()
     try:
         return _together(_Share(plan, destination, options, progress), options.member)
+    except OutputError:
+        if not is_made(plan, destination.path, options.member, options):
+            raise
+        said = f"DST is there already, and what {options.member} has to make of it is equal to the sources"
+        return _ended(progress, _nothing_done(plan, options), said, Standing(options.member, committed=True))
     finally:
         if freezes:
             gc.unfreeze()
@@ -64,8 +70,7 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
 
 def _together(mine: _Share, member: Member) -> RunResult:
     """Do a share, then what is left to do when all are done."""
-    began = time.perf_counter()
-    result = RunResult(0, 0, 0, 0.0, 0, "", plan_seconds=began - mine.options.begun, notes=list(mine.plan.notes))
+    result = _nothing_done(mine.plan, mine.options)
     try:
         result = mine.go()
         if mine.waiting:
@@ -87,6 +92,10 @@ def _together(mine: _Share, member: Member) -> RunResult:
         notes=[*result.notes, *(n for n in made.notes if n not in result.notes)],
         standing=Standing(member, committed=True),
     )
+
+
+def _nothing_done(plan: Plan, options: RunOptions) -> RunResult:
+    return RunResult(0, 0, 0, 0.0, 0, "", plan_seconds=time.perf_counter() - options.begun, notes=list(plan.notes))
 
 
 def _ended(progress: Progress, result: RunResult, said: str, standing: Standing) -> RunResult:

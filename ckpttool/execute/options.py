@@ -47,6 +47,13 @@ class Standing:
     """Numbers of the members that are not done."""
 
 
+class Proof(Protocol):
+    """Compares an output with its sources, in shares."""
+
+    def share(self, written: Place, advance: Advance, number: int, of: int) -> None:
+        """Do share ``number`` (from 0) of so many. Raises VerifyError naming the first tensors that differ."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """How to execute a plan. Nothing here changes the bytes that are written."""
@@ -68,6 +75,8 @@ class RunOptions:
     verify: Callable[[Place, Advance], None] | None = None
     """Called, in a thread, with the finished, durable output and with what is to be told how many bytes of it
     have been verified; when it raises, DST does not appear."""
+    prove: Proof | None = None
+    """Of a run with a ``member`` that finds DST there already: compares a share of it with the sources."""
     late_files: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
     """Further small files, by name, that cannot be known before. Called when everything is written, with the hashes
     of the operands of computed tensors, by the keys of ``operand_keys``."""

@@ -50,13 +50,15 @@ def execute(
     """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
     place = parse_place(dst)
     options = replace(options, source_roots=(str(prepared.source.path),))
+    check = Verification(partial(look_through, prepared), options.memory, options.connections)
+    if prepared.target.ranks is None:
+        options = replace(options, prove=check)
     if verify:
         if prepared.target.ranks is not None:
             raise UsageError(
                 "--verify needs all ranks, --ranks-out writes only some",
                 hint="verify when all ranks are there: ckpttool inspect SRC --diff DST --values",
             )
-        look = partial(look_through, prepared)
-        options = replace(options, verify=Verification(look, options.memory, options.connections))
+        options = replace(options, verify=check)
     result = run(prepared.plan, place, options, progress)
     return ReshardResult(prepared, place, result, verify and result.committed)

@@ -49,10 +49,16 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory, where no launcher is."""
     monkeypatch.chdir(tmp_path)
     for variable in ("SLURM_PROCID", "SLURM_JOB_ID", "RANK", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(variable, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:  # noqa: ARG001
     found = Runs()
     for module in RUNS:
         monkeypatch.setattr(module, "run", found)
@@ -214,3 +220,42 @@ def test_dry_runs_show_the_share(command: str, runs: Runs) -> None:
     assert f"part 2 of 3: {short(shares[1])} of " in done.out
     assert "part 2" not in ckpttool(*COMMANDS[command], "--dry-run", merged=True).out
     assert not runs.asked
+
+
+# -- a part that is started again when DST is there
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_part_that_comes_late_proves_that_dst_is_what_it_makes(command: str, here: Path) -> None:
+    """Launchers start all processes again when one has died."""
+    words = COMMANDS[command]
+    for part in ("1/2", "2/2"):
+        assert ckpttool(*words, "--part", part).code == 0
+    dst = here / ("dst.safetensors" if command == "convert-json" else "dst")
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in [dst, *dst.rglob("*")] if p.is_file()}
+    for part in ("1/2", "2/2"):
+        done = ckpttool(*words, "--part", part)
+        assert done.code == 0, done.err
+        assert f"DST is there already, and what part {part[0]} of 2 has to make of it is equal" in done.err
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in [dst, *dst.rglob("*")] if p.is_file()} == before
+    assert [p.name for p in here.iterdir()] == [dst.name]
+
+
+@pytest.mark.parametrize("change", ["element", "file", "name"])
+def test_another_dst_is_not_taken_for_it(change: str, here: Path) -> None:
+    """Another source of the same shapes makes the same names and sizes."""
+    words = COMMANDS["reshard"]
+    assert ckpttool(*words, "--part", "1/1").code == 0
+    largest = max((here / "dst").glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[-1] ^= 1
+    if change == "element":
+        largest.write_bytes(data)
+    elif change == "file":
+        largest.write_bytes(data[:-1])
+    else:
+        (here / "dst" / "more.safetensors").touch()
+    done = ckpttool(*words, "--part", "1/1")
+    assert done.code == 1
+    assert "the destination exists" in done.err
+    assert ckpttool(*words, "--part", "1/1", "--force").code == 0

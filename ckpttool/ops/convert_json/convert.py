@@ -206,7 +206,7 @@ def execute(conversion: Conversion, dst: Place, options: RunOptions, progress: P
     """Write, read again, compare, and only then give DST its name. Raises OutputError, CorruptError, VerifyError."""
     look = partial(_look_at_program if conversion.back else _look_at_safetensors, conversion)
     verify = Verification(look, options.memory, options.connections)
-    options = replace(options, single=conversion.single, source_roots=conversion.roots, verify=verify)
+    options = replace(options, single=conversion.single, source_roots=conversion.roots, verify=verify, prove=verify)
     return Converted(conversion, dst, run(conversion.plan, dst, options, progress))
 
 

@@ -211,11 +211,13 @@ def execute(
     for part, one in prepared.parts.items():
         late[part.folder + RECORD] = partial(_record_of, one, first)
         first += len(one.plan.units)
+    check = Verification(partial(look_through, target), options.memory, options.connections)
     options = replace(
         options,
         source_roots=prepared.roots,
         late_files=late or {record: partial(prepared.provenance.record, plan)},
-        verify=Verification(partial(look_through, target), options.memory, options.connections) if verify else None,
+        verify=check if verify else None,
+        prove=check,
     )
     result = run(plan, place, options, progress)
     return MergeResult(prepared, place, result, verify and result.committed)

@@ -1,0 +1,37 @@
+"""A part of a run (``--part``) that comes when DST is there already: made by the other parts, and by this one before.
+
+A launcher that starts all processes again when one has died, and a queue that does so with a job, start some of them
+when the others have made DST. Nothing in DST says who made it, and another source of the same shapes has the same names
+and sizes. So it is proven: such a part compares its share of DST with the sources, as ``--verify`` does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckpttool.errors import CkptError
+from ckpttool.execute.destinations.local import MANIFEST
+from ckpttool.execute.options import Member, RunOptions, unwatched
+from ckpttool.execute.reader import stop_reading
+from ckpttool.plan import Plan
+
+
+def is_made(plan: Plan, dst: Path, member: Member, options: RunOptions) -> bool:
+    """Whether DST is what the run makes: the files, their sizes, and every element of this part's share."""
+    if options.force or options.prove is None:
+        return False
+    sizes = {o.name: o.size for o in plan.outputs}
+    more = {*options.late_files, *[MANIFEST] * options.manifest}
+    folder = dst.parent if options.single else dst
+    try:
+        paths = [folder / name for name in sizes] if options.single else [p for p in folder.rglob("*") if p.is_file()]
+        found = {str(p.relative_to(folder)): p.stat().st_size for p in paths}
+        if found.keys() != sizes.keys() | more or any(found[name] != size for name, size in sizes.items()):
+            return False
+        options.prove.share(folder, unwatched, member.number - 1, member.of)
+    except (CkptError, OSError):
+        return False
+    except BaseException:
+        stop_reading()
+        raise
+    return True
