@@ -16,9 +16,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.execute import RunOptions, blocks, engine, fleetwork, moves, node, run, schedule, shares, workforce
-from ckpttool.execute.destinations import local
+from ckpttool.execute import (
+    RunOptions,
+    blocks,
+    engine,
+    fleetwork,
+    member,
+    moves,
+    node,
+    run,
+    schedule,
+    shares,
+    workforce,
+)
+from ckpttool.execute.destinations import claims, local, members
 from ckpttool.execute.fleets import dispatch
+from ckpttool.execute.options import Member
+from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.plan import Output, Plan
 from tests.execute.plans import expected, written
 from tests.execute.test_bytes import recipes
@@ -36,18 +50,18 @@ def apart(patch: pytest.MonkeyPatch, directory: Path, page: int) -> Disk:
     patch.setattr(shares, "PAGE", page)
     patch.setattr(node, "open_medium", disk.machine)
     patch.setattr(engine, "open_medium", disk.machine)
+    patch.setattr(member, "open_medium", disk.machine)
     patch.setattr(local, "LEAST_SHARE", 1)
     patch.setattr(dispatch, "TRIES", 100)
     patch.setattr(workforce, "spawn", lambda *_: None)  # a process would be a machine of its own
     return disk
 
 
-def check_pages(disk: Disk, plan: Plan) -> None:
-    """No page has two writers, unless one machine does the share of another one, which has been lost."""
-    names = {o.name for o in plan.outputs}
-    found = {who: pages for who, pages in disk.writers.items() if who[0] in names}
+def check_pages(disk: Disk, dst: Path, plan: Plan) -> None:
+    """No page has two writers."""
+    found = [machines for o in plan.outputs for machines in disk.writers_of(dst / o.name)]
     assert found
-    assert all(len(machines) == 1 for machines in found.values())
+    assert all(len(machines) == 1 for machines in found)
 
 
 @settings(max_examples=examples(60))
@@ -75,7 +89,7 @@ def test_any_plan(recipe: Callable[[Path], Plan], data: st.DataObject) -> None:
         assert written(Path(directory, "out", "dst"), plan) == expected(plan)
         assert len(result.manifest) == options.manifest * sum(len(u.stored_tensors) for u in plan.units)
         if calm:
-            check_pages(disk, plan)
+            check_pages(disk, Path(directory, "out", "dst"), plan)
 
 
 @settings(max_examples=examples(30))
@@ -106,6 +120,43 @@ def test_any_interruption(recipe: Callable[[Path], Plan], data: st.DataObject) -
             with suppress(KeyboardInterrupt):
                 run(plan, out / "dst", replace(options, on=fleet, resume=resume))
                 break
+        assert written(out / "dst", plan) == expected(plan)
+
+
+@settings(max_examples=examples(60))
+@given(recipes(), st.data())
+def test_any_members(recipe: Callable[[Path], Plan], data: st.DataObject) -> None:
+    """Parts on machines of their own, in any order, some of them killed and started again elsewhere."""
+    choose = st.sampled_from
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        plan = recipe(Path(directory, "src"))
+        plan = replace(plan, outputs=[replace(o, literals=((o.size, b"end"),), size=o.size + 3) for o in plan.outputs])
+        patch.setattr(schedule, "_MIB", data.draw(choose((64, 1000))))
+        patch.setattr(schedule, "_BATCH_UNITS", 1)
+        patch.setattr(claims, "LOOK", 0.002)
+        patch.setattr(local, "SLACK", 0)
+        patch.setattr(workforce, "CompletionQueue", lambda *_: CompletionQueue(1, 0))  # records each part by itself
+        out = Path(directory, "out")
+        out.mkdir()
+        apart(patch, out, data.draw(choose((16, 100, 4096))))
+        of = data.draw(st.integers(1, 4))
+        options = RunOptions(workers=1, manifest=data.draw(st.booleans()))
+        record, left = members.MemberDestination.record, 0
+
+        def killed(self: members.MemberDestination, *args: Any) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+            record(self, *args)
+
+        patch.setattr(members.MemberDestination, "record", killed)
+        for number in data.draw(st.permutations(range(1, of + 1))):
+            left = data.draw(st.integers(0, 4))
+            for _ in range(2):
+                with suppress(KeyboardInterrupt):
+                    run(plan, out / "dst", replace(options, member=Member(number, of)))
+                    break
         assert written(out / "dst", plan) == expected(plan)
 
 

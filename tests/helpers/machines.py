@@ -6,7 +6,6 @@ whatever was around that.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,11 +15,12 @@ from ckpttool.execute.files import FilePool
 
 
 class Disk:
-    """What all machines have in common, and who has written which page."""
+    """What all machines have in common, and who has written which page of which file."""
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
-        self.writers: dict[tuple[str, int], set[int]] = {}
+        self.writers: dict[tuple[int, int], set[int]] = {}
+        """(inode, page) -> machines"""
         self.machines = 0
 
     def machine(self, **_: object) -> Machine:
@@ -28,9 +28,9 @@ class Disk:
         self.machines += 1
         return Machine(self, self.machines)
 
-    def name(self, path: str) -> str:
-        """Of an output, below the destination of a run."""
-        return os.path.relpath(path, self.root).partition("/")[2]
+    def writers_of(self, path: Path) -> list[set[int]]:
+        """Of each page of a file that was written."""
+        return [machines for (inode, _), machines in self.writers.items() if inode == path.stat().st_ino]
 
 
 class Machine(FilePool):
@@ -40,15 +40,16 @@ class Machine(FilePool):
         super().__init__()
         self._disk = disk
         self._number = number
-        self._cache: dict[tuple[str, int], bytearray] = {}
-        self._dirty: set[tuple[str, int]] = set()
+        self._cache: dict[tuple[int, int], bytearray] = {}
+        self._dirty: set[tuple[int, int]] = set()
 
     def _page(self, path: str, number: int) -> bytearray:
-        if (path, number) not in self._cache:
+        name = Path(path).stat().st_ino, number
+        if name not in self._cache:
             with Path(path).open("rb") as f:
                 f.seek(number * shares.PAGE)
-                self._cache[path, number] = bytearray(f.read(shares.PAGE))
-        return self._cache[path, number]
+                self._cache[name] = bytearray(f.read(shares.PAGE))
+        return self._cache[name]
 
     def write(self, path: str, offset: int, data: memoryview, *, scattered: bool = False) -> None:
         del scattered
@@ -58,8 +59,9 @@ class Machine(FilePool):
             piece = data[done : done + shares.PAGE - at]
             with self._lock:
                 self._page(path, number)[at : at + piece.nbytes] = piece
-                self._dirty.add((path, number))
-                self._disk.writers.setdefault((self._disk.name(path), number), set()).add(self._number)
+                name = Path(path).stat().st_ino, number
+                self._dirty.add(name)
+                self._disk.writers.setdefault(name, set()).add(self._number)
             done += piece.nbytes
 
     def read(self, path: Contents, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
@@ -79,9 +81,9 @@ class Machine(FilePool):
     def sync(self, path: str, *, metadata: bool = False) -> None:
         del metadata
         with self._lock:
-            for name, number in sorted(self._dirty):
-                if name == path:
-                    with Path(path).open("rb+") as f:
-                        f.seek(number * shares.PAGE)
-                        f.write(self._cache[name, number])
-                    self._dirty.remove((name, number))
+            inode = Path(path).stat().st_ino
+            for name in sorted(n for n in self._dirty if n[0] == inode):
+                with Path(path).open("rb+") as f:
+                    f.seek(name[1] * shares.PAGE)
+                    f.write(self._cache[name])
+                self._dirty.remove(name)
