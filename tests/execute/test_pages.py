@@ -6,7 +6,9 @@ A page that two machines write would lose what one of them wrote.
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +36,7 @@ from ckpttool.execute.fleets import dispatch
 from ckpttool.execute.options import Member
 from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.plan import Output, Plan
-from tests.execute.plans import expected, written
+from tests.execute.plans import expected, reshard, written
 from tests.execute.test_bytes import recipes
 from tests.helpers.command import ckpttool
 from tests.helpers.fleet import CALM, WILD, FakeFleet
@@ -158,6 +160,34 @@ def test_any_members(recipe: Callable[[Path], Plan], data: st.DataObject) -> Non
                     run(plan, out / "dst", replace(options, member=Member(number, of)))
                     break
         assert written(out / "dst", plan) == expected(plan)
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+def test_members_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, manifest: bool) -> None:
+    """Each has read what it needs of the files before any of them writes."""
+    plan = reshard(tmp_path / "src", [((40 + 8 * i, 24), i % 2) for i in range(9)], 4, 2)
+    run(plan, tmp_path / "one", RunOptions(manifest=manifest))
+    (tmp_path / "out").mkdir()
+    apart(monkeypatch, tmp_path / "out", 512)
+    monkeypatch.setattr(schedule, "_BATCH_UNITS", 1)
+    monkeypatch.setattr(claims, "LOOK", 0.002)
+    monkeypatch.setattr(local, "SLACK", 0)
+    record, meeting, came = members.MemberDestination.record, threading.Barrier(3, timeout=60), set()
+
+    def together(self: members.MemberDestination, *args: Any) -> None:
+        if self.member not in came:
+            came.add(self.member)
+            meeting.wait()
+        record(self, *args)
+
+    monkeypatch.setattr(members.MemberDestination, "record", together)
+    with ThreadPoolExecutor(3) as threads:
+        options = [RunOptions(workers=1, manifest=manifest, member=Member(i, 3)) for i in (1, 2, 3)]
+        done = [threads.submit(run, plan, tmp_path / "out" / "dst", o) for o in options]
+        standings = [d.result().standing for d in done]
+    assert any(s is not None and s.committed for s in standings)
+    for path in (tmp_path / "one").iterdir():
+        assert (tmp_path / "out" / "dst" / path.name).read_bytes() == path.read_bytes()
 
 
 LLAMA = FIXTURES / "llama_tp8"
