@@ -24,7 +24,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.jobs import dcp, flex, fp8, megatron, merge, program, remote, reshard, zero
+from bench.jobs import cluster, dcp, flex, fp8, megatron, merge, program, remote, reshard, zero
 from bench.measure import Job, measure
 from bench.setting import ROOT, Setting
 from bench.table import machine, save, table
@@ -39,7 +39,7 @@ def all_jobs(setting: Setting) -> list[Job]:
     """Every job, in the order of the table."""
     return [
         job
-        for family in (reshard, dcp, zero, megatron, merge, flex, fp8, program, remote)
+        for family in (reshard, dcp, zero, megatron, merge, flex, fp8, program, remote, cluster)
         for job in family.jobs(setting)
     ]
 

@@ -46,25 +46,26 @@ def _job(
     work = setting.work / f"reshard-{size.name}"
     path = work / source
     programs = [Program(OURS, (TOOL, "reshard", str(path), OUT, "-q", *args)), copy_of(path)]
-    prepare = partial(_prepare, work, size, (source,))
+    prepare = partial(prepare_sources, work, size, (source,))
     if script_ranks and setting.torch:
         programs.append(Program("torch script", (PYTHON, SCRIPT, str(path), OUT, str(script_ranks))))
         if source == "tp8" and script_ranks == 2:
             programs.append(Program("torch DCP", (*DCP, "reshard", str(work / "dcp8"), OUT, "2")))
-            prepare = partial(_prepare, work, size, (source, "dcp8"))
+            prepare = partial(prepare_sources, work, size, (source, "dcp8"))
     return Job(
         f"reshard {name}",
         (path, work / "dcp8") if any(p.name == "torch DCP" for p in programs) else (path,),
         tuple(programs),
         prepare,
-        compare=_compare,
+        compare=compare_outputs,
         of_copy=0.7 if cold else 0.35,
         of_copy_cpu=None if cold else 0.5,
         cold=cold,
     )
 
 
-def _prepare(work: Path, size: Size, sources: tuple[str, ...]) -> None:
+def prepare_sources(work: Path, size: Size, sources: tuple[str, ...]) -> None:
+    """Make the model, and these of it."""
     with made(work / "hf") as missing:
         if missing:
             write_noise(work, "hf", size)
@@ -79,7 +80,8 @@ def _prepare(work: Path, size: Size, sources: tuple[str, ...]) -> None:
             subprocess.run(command, check=True)
 
 
-def _compare(ours: Path, theirs: Path, peer: str) -> str:
+def compare_outputs(ours: Path, theirs: Path, peer: str) -> str:
+    """How a peer's output differs from ours."""
     if peer != "torch DCP":
         return differing(ours, theirs)
     found = subprocess.run([*DCP, "compare", str(ours), str(theirs)], check=True, capture_output=True, text=True)
