@@ -92,8 +92,14 @@ BANNED_CALLS = {"eval", "exec"}
 # command's parameters.)
 # What reaches other machines is loaded when there is one.
 NETWORK = ("huggingface_hub", "http.client", "ssl", "boto3", "botocore", "google.auth", "azure.storage.blob", "httpx2")
-HEAVY_FOR_HELP = ("torch", "numpy", "yaml", "safetensors", "ml_dtypes", "rich", *NETWORK)
-HEAVY_FOR_RESHARD = ("torch", "transformers", *NETWORK)
+# And engines, and what several machines or processes need, where there are several.
+SHARED = (
+    "ray",
+    *(f"ckpttool.execute.{name}" for name in ("fleets", "fleetwork", "node", "member", "launchers")),
+    *(f"ckpttool.execute.destinations.{name}" for name in ("members", "claims", "objects")),
+)
+HEAVY_FOR_HELP = ("torch", "numpy", "yaml", "safetensors", "ml_dtypes", "rich", *NETWORK, *SHARED)
+HEAVY_FOR_RESHARD = ("torch", "transformers", *NETWORK, *SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,7 +608,8 @@ def loaded_by(heavy: tuple[str, ...], runs: list[list[str]], cwd: Path) -> list[
         [sys.executable, "-c", PROBE, json.dumps([heavy, runs])],
         cwd=cwd,
         # Without this a machine's own setting could hide what the tool does by itself.
-        env={name: value for name, value in os.environ.items() if not name.startswith(("TYPER_", "PYTHON"))},
+        env={name: value for name, value in os.environ.items() if not name.startswith(("TYPER_", "PYTHON"))}
+        | {"PYTHONPATH": str(ROOT)},  # this checkout, wherever the package is installed from
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

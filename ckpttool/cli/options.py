@@ -379,15 +379,19 @@ class RunFlags:
 
     def pipeline_parts(self) -> list[str]:
         """The values of --part that name a part of a pipeline."""
+        if not self.shares:
+            return []
         from ckpttool.execute.launchers import is_membership
 
-        return [said for said in self.shares or () if not is_membership(said)]
+        return [said for said in self.shares if not is_membership(said)]
 
     def membership(self) -> Membership | None:
         """Which of several processes this is; None where it does all. Raises UsageError where it is not certain."""
+        if not self.shares:
+            return None
         from ckpttool.execute.launchers import is_membership, membership
 
-        said = [said for said in self.shares or () if is_membership(said)]
+        said = [said for said in self.shares if is_membership(said)]
         if len(said) > 1:
             raise UsageError(f"--part {said[0]} and --part {said[1]}: a process does one part", hint="drop one")
         return membership(said[0], os.environ) if said else None

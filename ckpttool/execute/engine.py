@@ -27,14 +27,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.destinations.base import Beginning, Destination
 from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.execute.files import Medium, SourceReadError, Stopped, create, remove_file, write_error
-from ckpttool.execute.fleets.base import Answer, Fleet
 from ckpttool.execute.hashing import ALGORITHM, CRC32, joined_crc32
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
@@ -44,6 +43,9 @@ from ckpttool.execute.schedule import Part, Task, schedule, sum_key
 from ckpttool.execute.workforce import TICK, Outlet, Watcher, Workforce
 from ckpttool.plan import Plan
 from ckpttool.storage.place import DataFile, Place, parse_place
+
+if TYPE_CHECKING:
+    from ckpttool.execute.fleets.base import Answer, Fleet
 
 
 def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Progress | None = None) -> RunResult:

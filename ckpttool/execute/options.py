@@ -6,10 +6,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ckpttool.execute.fleets.base import Fleet
 from ckpttool.storage.place import Place
+
+if TYPE_CHECKING:
+    from ckpttool.execute.fleets.base import Fleet
 
 MIB = 1 << 20
 

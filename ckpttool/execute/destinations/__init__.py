@@ -12,7 +12,6 @@ from typing import Any
 from ckpttool.errors import UsageError
 from ckpttool.execute.destinations.base import Branch, Destination
 from ckpttool.execute.destinations.local import LocalBranch, LocalDestination
-from ckpttool.execute.destinations.members import MemberDestination
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Task
 from ckpttool.plan import Plan
@@ -44,6 +43,8 @@ def destination_for(dst: Place, options: RunOptions) -> Destination:
 def _local(dst: Path, options: RunOptions) -> Destination:
     if options.member is None:
         return LocalDestination(dst, single=options.single)
+    from ckpttool.execute.destinations.members import MemberDestination
+
     return MemberDestination(dst, options.member, single=options.single)
 
 

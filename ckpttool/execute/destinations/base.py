@@ -11,15 +11,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.execute.files import Fence, Medium
-from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.schedule import Part, Task
-from ckpttool.execute.shares import Survey
 from ckpttool.plan import Plan
 from ckpttool.storage.place import Place
+
+if TYPE_CHECKING:  # a run on one machine needs neither
+    from ckpttool.execute.fleets.base import Answer, Order
+    from ckpttool.execute.shares import Survey
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,19 +28,19 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import OutputError
-from ckpttool.execute.destinations import claims
 from ckpttool.execute.destinations.base import Beginning
-from ckpttool.execute.destinations.claims import Claims, Folder, Watch
 from ckpttool.execute.files import Fence, Medium, create, sync_all, write_error
-from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, Journal, writer
 from ckpttool.execute.schedule import Part
-from ckpttool.execute.shares import Survey
 from ckpttool.plan import Plan
 from ckpttool.storage.place import parse_place
+
+if TYPE_CHECKING:  # a run on one machine needs neither
+    from ckpttool.execute.fleets.base import Answer, Order
+    from ckpttool.execute.shares import Survey
 
 JOURNAL = ".journal"
 RUN = ".run"
@@ -295,13 +295,15 @@ class LocalDestination:
 
     def _check_members(self, *, force: bool) -> None:
         """Raises OutputError unless what parts of a run have left is to go, and none of them is there any more."""
+        from ckpttool.execute.destinations import claims
+
         try:
             if not force:
                 what = "parts of a run (--part) left a partial destination"
                 raise OutputError(what, where=str(self.partial), hint="run the parts again to continue, or use --force")
-            there = Claims(Folder(self._directory, str(self.partial)), "")
+            there = claims.Claims(claims.Folder(self._directory, str(self.partial)), "")
             for found in there.all():  # its lock may not reach this machine
-                watch = Watch(there, found.name)
+                watch = claims.Watch(there, found.name)
                 while not watch.look():
                     if watch.beats:
                         what = f"a part of another run is writing this destination: {watch.holder}"
